@@ -1,0 +1,53 @@
+# make demo    two worker processes train on real digits; a fresh process then predicts
+# make test    what CI runs: lint, types, every test
+#
+# Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast lint type clean
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# The first Python that TensorFlow has wheels for; `make PYTHON=/path/to/python` overrides it.
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	"$$p" -c '$(SUPPORTED)' 2>/dev/null && { echo "$$p"; break; }; done)
+
+# TensorFlow's start-up notices would drown the progress bar; errors are still shown.
+QUIET := TF_CPP_MIN_LOG_LEVEL=2 TF_ENABLE_ONEDNN_OPTS=0
+
+help:
+	@sed -n 's/^# make /make /p' Makefile
+	@echo "make test-fast, make lint, make type, make clean"
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { \
+	  echo "tfmw needs Python 3.11, 3.12 or 3.13, and none is on PATH;" \
+	       "install one, or say where it is: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; \
+	  exit 1; }
+	@test -x $(BIN)/python || { echo "Creating $(VENV) with $(PYTHON)"; "$(PYTHON)" -m venv $(VENV); }
+	@echo "Installing tfmw and TensorFlow into $(VENV) (a few minutes, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(QUIET) $(BIN)/tfmw run --workers 2 recipes/digits.py --export_dir=build/digits
+	@$(QUIET) $(BIN)/python recipes/predict.py --export_dir=build/digits
+
+test: lint type
+	@$(BIN)/python -m pytest
+
+test-fast: $(STAMP)
+	@$(BIN)/python -m pytest -m "not multiprocess"
+
+lint: $(STAMP)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || { echo "To format: $(BIN)/ruff format ."; exit 1; }
+
+type: $(STAMP)
+	@$(BIN)/mypy --no-error-summary
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
