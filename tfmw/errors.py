@@ -1,0 +1,25 @@
+"""The errors tfmw raises on purpose.
+
+Each message is one sentence: what was received, what was expected, what to do.
+"""
+
+
+class TfmwError(Exception):
+    """Base class of every error that tfmw raises on purpose."""
+
+    status = 1
+    """Exit status of a program that ends with this error."""
+
+
+class UsageError(TfmwError, ValueError):
+    """A wrong argument, or a wrong combination of arguments: the caller can mend it."""
+
+    status = 2
+
+
+class ClusterError(UsageError):
+    """A malformed or contradictory description of the cluster."""
+
+
+class TaskFailed(TfmwError, RuntimeError):
+    """A task of a cluster ended with an error; the message carries the task's own traceback."""
