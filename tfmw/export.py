@@ -1,0 +1,417 @@
+"""Write a trained model as a SavedModel: one writer, whole or not at all, checkable later.
+
+    tfmw.export(model, "models/digits")                        # the chief writes, others return
+
+    # anywhere, in one process, without tfmw
+    outputs = tf.saved_model.load("models/digits").signatures["serving_default"](image=images)
+    outputs = keras.layers.TFSMLayer("models/digits", call_endpoint="serve")(images)
+
+    problems = verify("models/digits")                         # [] or what is damaged
+
+The directory is written under a temporary name beside its own, flushed to the disk and renamed,
+so that a crash leaves the old export, the new one or none, never half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import posixpath
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from tfmw.errors import UsageError
+
+if TYPE_CHECKING:
+    from tfmw.cluster import Cluster
+
+__all__ = ["MANIFEST", "check_path", "export", "verify"]
+
+MANIFEST = "tfmw_manifest.json"
+_FORMAT = 1  # of the manifest: {"format": 1, "files": {"saved_model.pb": {"sha256", "bytes"}}}
+
+# What is left beside `models/digits` by a crash: `models/.digits.writing-1f0c9e4b7a52`.
+_WRITING, _REPLACED = "writing", "replaced"
+
+
+def export(
+    model: keras.Model,
+    path: str | os.PathLike[str],
+    *,
+    pass_through: Mapping[str, tf.TensorSpec] | None = None,
+    input_signature: Any = None,
+    cluster: Cluster | None = None,
+) -> str | None:
+    """Write `model` to `path` as a SavedModel, on the chief; on other tasks do nothing.
+
+    The artifact has two endpoints, both computing `model(inputs, training=False)`:
+
+    - `serving_default` takes tensors by the model's input names and returns them by its output
+      names: the keys of a dict, the names of a functional model's `keras.Input`s and output
+      layers, and for what has no name the argument's name and `output_0`, `output_1`, ...
+    - `serve` takes and returns the structures that the model itself takes and returns.
+
+    There is no collective in here: the chief waits for nobody and nobody for the chief.
+
+    Args:
+        model: a built Keras model whose variables are plain ones, as `tfmw.fit` leaves it.
+        path: the directory to write; an export that is there already is replaced. A remote path
+            (`gs://bucket/model`) goes through `tf.io.gfile`, where a rename is as atomic as the
+            file system makes it.
+        pass_through: inputs that `serving_default` hands back unchanged, by name: with
+            `{"key": tf.TensorSpec([None], tf.string)}` every prediction comes back beside the key
+            of its example.
+        input_signature: the specs of the model's one argument, a structure of `tf.TensorSpec`,
+            the first dimension being the batch (taken as unknown). By default what the model was
+            built with; a subclassed model does not remember the types of its inputs, so there the
+            default is floats.
+        cluster: whose chief writes; by default the cluster that this process joined.
+
+    Returns:
+        The path that was written on the chief, None on other tasks.
+
+    Raises:
+        UsageError: `model` is no Keras model, it is not built, its inputs are not known, two inputs
+            or two outputs would have the same name, or at `path` is something that is not a
+            SavedModel; that is left alone.
+    """
+    if not isinstance(model, keras.Model):
+        raise UsageError(f"export takes a Keras model; received: {type(model).__name__}.")
+    if not _is_chief(cluster):
+        return None
+    check_path(path)
+    target = _normalize(path)
+    archive = _archive(model, _input_specs(model, input_signature), dict(pass_through or {}))
+
+    _remove_leftovers(target, _WRITING)
+    temporary = _sibling(target, _WRITING)
+    _make_dirs(posixpath.dirname(temporary))
+    try:
+        # Naming no device: the process may have joined a cluster, the artifact has not.
+        with tf.device(None):
+            archive.write_out(temporary, verbose=False)
+        _write_manifest(temporary)
+        _flush(temporary)
+        _replace(target, temporary)
+    except BaseException:
+        with contextlib.suppress(tf.errors.OpError):  # nothing may be there; the cause matters more
+            tf.io.gfile.rmtree(temporary)
+        raise
+    _remove_leftovers(target, _REPLACED)
+    return target
+
+
+def check_path(path: str | os.PathLike[str]) -> None:
+    """Say before the training what `export` would say after it: that it may not write to `path`.
+
+    Raises:
+        UsageError: at `path` is something that is neither a SavedModel nor an empty directory.
+    """
+    target = _normalize(path)
+    if not tf.io.gfile.exists(target):
+        return
+    if tf.io.gfile.isdir(target):
+        entries = tf.io.gfile.listdir(target)
+        if not entries or "saved_model.pb" in entries:
+            return
+    raise UsageError(
+        f"{target} exists and is not a SavedModel: an export would delete what is there; "
+        "name another directory, or remove this one."
+    )
+
+
+def verify(path: str | os.PathLike[str]) -> list[str]:
+    """Compare the files of an export with the sums that were taken when it was written.
+
+    Args:
+        path: a directory that `export` wrote. Files added since then are not looked at.
+
+    Returns:
+        One sentence for each problem, none if every file is as it was written.
+    """
+    directory = _normalize(path)
+    if not tf.io.gfile.isdir(directory):
+        return [f"{directory} is not a directory."]
+    manifest = posixpath.join(directory, MANIFEST)
+    if not tf.io.gfile.exists(manifest):
+        return [f"{directory} has no {MANIFEST}: tfmw.export did not write it."]
+    try:
+        with tf.io.gfile.GFile(manifest) as file:
+            content = json.load(file)
+        if content["format"] != _FORMAT:
+            return [f"{manifest} has format {content['format']}; this tfmw reads {_FORMAT}."]
+        expected = {
+            str(name): (str(entry["sha256"]), int(entry["bytes"]))
+            for name, entry in content["files"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{manifest} is damaged: {error!r}."]
+    problems = []
+    for name, (sha256, size) in sorted(expected.items()):
+        file_path = posixpath.join(directory, name)
+        if not tf.io.gfile.exists(file_path):
+            problems.append(f"{name} is missing.")
+        elif (actual_size := tf.io.gfile.stat(file_path).length) != size:
+            problems.append(f"{name} has {actual_size} bytes; {size} were written.")
+        elif _sha256(file_path) != sha256:
+            problems.append(f"{name} is damaged: its SHA-256 is not the one that was written.")
+    return problems
+
+
+def _is_chief(cluster: Cluster | None) -> bool:
+    if cluster is None:
+        from tfmw import strategies
+
+        cluster = strategies.current_cluster()
+    return cluster is None or cluster.is_chief
+
+
+# What the model takes and returns, and the names of it.
+
+
+def _input_specs(model: keras.Model, input_signature: Any) -> Any:
+    """The structure of `tf.TensorSpec` that `model` takes as its one argument, every leaf named."""
+    if not model.built:
+        raise UsageError(
+            f"{model.name!r} cannot be exported before it is built: it has no weights yet. "
+            "Train it, or call it once on a batch."
+        )
+    if input_signature is None:
+        symbolic = _symbolic_inputs(model)
+        if symbolic is None:
+            input_signature = _remembered_inputs(model)
+        else:
+            input_signature = tf.nest.map_structure(
+                lambda x: tf.TensorSpec(x.shape, x.dtype, x.name), symbolic
+            )
+    only = len(tf.nest.flatten(input_signature)) == 1
+    named = [
+        tf.TensorSpec(
+            tf.TensorShape([None]).concatenate(spec.shape[1:]),
+            spec.dtype,
+            # The name of a leaf inside a dict is its key: that is what callers know it by.
+            ("_".join(keys) if keys else None)
+            or spec.name
+            or (_argument_name(model) if only else f"input_{index}"),
+        )
+        for index, (keys, spec) in enumerate(_leaves(input_signature))
+    ]
+    return tf.nest.pack_sequence_as(input_signature, named)
+
+
+def _symbolic_inputs(model: keras.Model) -> Any:
+    """The structure of Keras tensors that a functional or Sequential model starts from, or None."""
+    try:
+        flat = model.inputs
+    except AttributeError:  # subclassed
+        return None
+    if isinstance(model, keras.Sequential):
+        return flat[0]
+    return model.input
+
+
+def _remembered_inputs(model: keras.Model) -> Any:
+    """What a subclassed model was built with: shapes, to which its own floats are assumed."""
+    shapes = (model.get_build_config() or {}).get("input_shape")
+    if shapes is None:
+        raise UsageError(
+            f"the inputs of {model.name!r} are not known: its build() takes several of them or "
+            "hides them. Pass input_signature=, for example "
+            "input_signature=tf.TensorSpec([None, 8, 8, 1], tf.float32)."
+        )
+
+    def specs(shape: Any) -> Any:
+        if isinstance(shape, Mapping):
+            return {key: specs(value) for key, value in shape.items()}
+        if all(size is None or isinstance(size, int) for size in shape):
+            return tf.TensorSpec(shape, model.variable_dtype)
+        return [specs(item) for item in shape]
+
+    return specs(shapes)
+
+
+def _argument_name(model: keras.Model) -> str:
+    """The name of the first argument of `call`: "inputs", "x", ..."""
+    parameters = inspect.signature(model.call).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return positional[0] if positional else "inputs"
+
+
+def _output_names(model: keras.Model, count: int) -> list[str]:
+    names = getattr(model, "output_names", None)
+    if names is None and isinstance(model, keras.Sequential):
+        names = [model.layers[-1].name]
+    if names is None or len(names) != count:
+        return [f"output_{index}" for index in range(count)]
+    return list(names)
+
+
+def _leaves(structure: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (the dict keys on the way, the leaf), in the order of `tf.nest.flatten`."""
+    if isinstance(structure, Mapping):
+        for key in sorted(structure):
+            yield from _leaves(structure[key], (*keys, str(key)))
+    elif isinstance(structure, (list, tuple)) and not isinstance(structure, tf.TensorShape):
+        for index, item in enumerate(structure):
+            yield from _leaves(item, (*keys, str(index)) if keys else ())
+    else:
+        yield keys, structure
+
+
+def _by_name(names: list[str], values: list[Any], what: str, model: keras.Model) -> dict[str, Any]:
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise UsageError(
+            f"two {what} of {model.name!r} have the same name, {duplicates[0]!r}. "
+            "Give each its own: keras.Input(name=...), a layer's name=..., a key of a dict, "
+            "or another name in pass_through."
+        )
+    return dict(zip(names, values, strict=True))
+
+
+# The two endpoints.
+
+
+def _archive(
+    model: keras.Model, specs: Any, pass_through: dict[str, tf.TensorSpec]
+) -> keras.export.ExportArchive:
+    """An archive with `serve` and `serving_default`; see `export`."""
+    flat_specs = tf.nest.flatten(specs)
+    names = [spec.name for spec in flat_specs]
+    named_specs = _by_name(
+        [*names, *pass_through],
+        [
+            *flat_specs,
+            *(tf.TensorSpec(s.shape, s.dtype, name) for name, s in pass_through.items()),
+        ],
+        "inputs",
+        model,
+    )
+
+    def serve(inputs: Any) -> Any:
+        return model(inputs, training=False)
+
+    def serving_default(inputs: Any) -> dict[str, tf.Tensor]:
+        by_name = inputs if isinstance(inputs, Mapping) else {names[0]: inputs}
+        outputs = serve(tf.nest.pack_sequence_as(specs, [by_name[name] for name in names]))
+        leaves = list(_leaves(outputs))
+        given = iter(_output_names(model, sum(not keys for keys, _ in leaves)))
+        return _by_name(
+            [*("_".join(keys) if keys else next(given) for keys, _ in leaves), *pass_through],
+            [
+                *(leaf for _, leaf in leaves),
+                *(tf.identity(by_name[name]) for name in pass_through),
+            ],
+            "outputs",
+            model,
+        )
+
+    # A single input is passed as it is, so that `TFSMLayer(...)(images)` works; several by name.
+    only = named_specs[names[0]] if len(named_specs) == 1 else None
+    archive = keras.export.ExportArchive()
+    archive.track(model)
+    archive.add_endpoint("serve", serve, [specs])
+    archive.add_endpoint(
+        "serving_default", serving_default, [named_specs if only is None else only]
+    )
+    return archive
+
+
+# Files. Local and remote ones go through tf.io.gfile, what it lacks (fsync) through os.
+
+
+def _normalize(path: str | os.PathLike[str]) -> str:
+    text = os.fspath(path)
+    return text.rstrip("/") if "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
+def _sibling(target: str, state: str) -> str:
+    parent, name = posixpath.split(target)
+    return posixpath.join(parent, f".{name}.{state}-{secrets.token_hex(6)}")
+
+
+def _remove_leftovers(target: str, state: str) -> None:
+    """Remove what an export to the same path left when it was killed."""
+    parent, name = posixpath.split(target)
+    if not tf.io.gfile.isdir(parent):
+        return
+    leftover = re.compile(re.escape(f".{name}.{state}-") + r"[0-9a-f]{12}/?")
+    for entry in tf.io.gfile.listdir(parent):
+        if leftover.fullmatch(entry):
+            tf.io.gfile.rmtree(posixpath.join(parent, entry.rstrip("/")))
+
+
+def _make_dirs(parent: str) -> None:
+    if parent and not tf.io.gfile.isdir(parent):
+        tf.io.gfile.makedirs(parent)
+
+
+def _replace(target: str, temporary: str) -> None:
+    """Put `temporary` where `target` is. Only between the two renames is there nothing."""
+    replaced = None
+    if tf.io.gfile.exists(target):
+        replaced = _sibling(target, _REPLACED)
+        tf.io.gfile.rename(target, replaced)
+    try:
+        tf.io.gfile.rename(temporary, target)
+    except BaseException:
+        if replaced is not None:
+            tf.io.gfile.rename(replaced, target)
+        raise
+    if "://" not in target:
+        _fsync(os.path.dirname(target))
+
+
+def _flush(directory: str) -> None:
+    """Have the kernel write every file of a local directory to the disk; remote ones are there."""
+    if "://" in directory:
+        return
+    for parent, _, files in os.walk(directory):
+        for name in files:
+            _fsync(os.path.join(parent, name))
+        _fsync(parent)
+
+
+def _fsync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_manifest(directory: str) -> None:
+    files = {
+        name: {
+            "sha256": _sha256(posixpath.join(directory, name)),
+            "bytes": tf.io.gfile.stat(posixpath.join(directory, name)).length,
+        }
+        for name in _files(directory)
+    }
+    with tf.io.gfile.GFile(posixpath.join(directory, MANIFEST), "w") as file:
+        file.write(json.dumps({"format": _FORMAT, "files": files}, indent=1) + "\n")
+
+
+def _files(directory: str) -> list[str]:
+    """Paths of all files in `directory`, relative to it, sorted."""
+    return sorted(
+        posixpath.join(parent, name)[len(directory) :].lstrip("/")
+        for parent, _, names in tf.io.gfile.walk(directory)
+        for name in names
+    )
+
+
+def _sha256(path: str) -> str:
+    digest = hashlib.sha256()
+    with tf.io.gfile.GFile(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
