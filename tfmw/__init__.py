@@ -1,0 +1,89 @@
+"""tfmw: multi-worker training for Keras 3 on tf.distribute.
+
+    import tfmw
+
+    tfmw.init()
+    history = tfmw.fit(model, dataset, epochs=5)
+
+Importing tfmw costs milliseconds: TensorFlow is loaded when a name that needs it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfmw import callbacks, data, strategies
+    from tfmw.cluster import Cluster
+    from tfmw.errors import ClusterError, TaskFailed, TfmwError, UsageError
+    from tfmw.export import export
+    from tfmw.fit import evaluate, fit, predict
+    from tfmw.launch import launch
+    from tfmw.strategies import init
+
+__version__ = "0.1.0"
+
+# name -> (module, attribute; None for the module itself)
+_NAMES: dict[str, tuple[str, str | None]] = {
+    "Cluster": ("tfmw.cluster", "Cluster"),
+    "ClusterError": ("tfmw.errors", "ClusterError"),
+    "TaskFailed": ("tfmw.errors", "TaskFailed"),
+    "TfmwError": ("tfmw.errors", "TfmwError"),
+    "UsageError": ("tfmw.errors", "UsageError"),
+    "callbacks": ("tfmw.callbacks", None),
+    "data": ("tfmw.data", None),
+    "evaluate": ("tfmw.fit", "evaluate"),
+    "export": ("tfmw.export", "export"),
+    "fit": ("tfmw.fit", "fit"),
+    "init": ("tfmw.strategies", "init"),
+    "launch": ("tfmw.launch", "launch"),
+    "predict": ("tfmw.fit", "predict"),
+    "strategies": ("tfmw.strategies", None),
+}
+
+__all__ = [
+    "Cluster",
+    "ClusterError",
+    "TaskFailed",
+    "TfmwError",
+    "UsageError",
+    "callbacks",
+    "data",
+    "evaluate",
+    "export",
+    "fit",
+    "init",
+    "launch",
+    "predict",
+    "strategies",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module 'tfmw' has no attribute {name!r}")
+    module, attribute = _NAMES[name]
+    value = importlib.import_module(module)
+    if attribute is not None:
+        value = getattr(value, attribute)
+    globals()[name] = value
+    return value
+
+
+class _Package(types.ModuleType):
+    """Keeps `tfmw.fit` the function when the import system binds the module of that name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, types.ModuleType) and _NAMES.get(name, ("", None))[1] == name:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_NAMES])

@@ -1,0 +1,117 @@
+"""Callbacks on many workers: who runs them, who writes.
+
+Every callback runs on every worker, with the same logs, so that whatever it does to the model it
+does everywhere. Those that write files or send reports run on the chief only: Keras's own are
+known, and others say so:
+
+    class Upload(keras.callbacks.Callback):
+        chief_only = True
+
+    tfmw.fit(model, data, callbacks=[tfmw.callbacks.ChiefOnly(third_party_callback)])
+
+After each epoch the chief's decision to stop and its learning rate are taken over by all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmw.errors import UsageError
+
+# Keras's callbacks that write files, print or send: one writer is enough, and safe.
+_WRITERS: tuple[type, ...] = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.ProgbarLogger,
+)
+
+_BATCH_HOOKS = (
+    "on_batch_begin",
+    "on_batch_end",
+    "on_train_batch_begin",
+    "on_train_batch_end",
+)
+
+
+class ChiefOnly(keras.callbacks.Callback):
+    """Runs a callback on the chief only.
+
+    Args:
+        callback: a Keras callback that writes files or sends reports.
+    """
+
+    chief_only = True
+
+    def __init__(self, callback: keras.callbacks.Callback):
+        super().__init__()
+        self.callback = callback
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        self.callback.set_model(model)
+
+    def set_params(self, params: Any) -> None:
+        super().set_params(params)
+        self.callback.set_params(params)
+
+
+def _forwarded(hook: str) -> Any:
+    def call(self: ChiefOnly, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.callback, hook)(*args, **kwargs)
+
+    call.__name__ = hook
+    return call
+
+
+for _hook in [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]:
+    setattr(ChiefOnly, _hook, _forwarded(_hook))
+
+
+def writes(callback: Any) -> bool:
+    """Whether a callback runs on the chief only."""
+    chosen = getattr(callback, "chief_only", None)
+    return isinstance(callback, _WRITERS) if chosen is None else bool(chosen)
+
+
+def for_task(callbacks: Any, is_chief: bool, workers: int) -> list[Any]:
+    """The callbacks that this task runs.
+
+    Raises:
+        UsageError: a callback that cannot work on several workers.
+    """
+    flat = tf.nest.flatten(callbacks) if callbacks else []
+    for callback in flat:
+        if workers > 1 and type(callback).__name__ == "OrbaxCheckpoint":
+            raise UsageError(
+                "keras.callbacks.OrbaxCheckpoint takes every worker for the primary one, so all "
+                "would write the same files: use keras.callbacks.ModelCheckpoint."
+            )
+        if workers > 1 and isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise UsageError(
+                "keras.callbacks.BackupAndRestore knows no chief: every worker would write and "
+                "delete the same files; remove it."
+            )
+    return [c for c in flat if is_chief or not writes(c)]
+
+
+def wants_every_batch(callback: Any) -> bool:
+    """Whether a callback does anything between batches; if none does, many run in one call."""
+    if isinstance(callback, ChiefOnly):
+        return wants_every_batch(callback.callback)
+    if isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.History):
+        return False
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        if type(callback) is keras.callbacks.ModelCheckpoint:
+            return callback.save_freq != "epoch"
+    if type(callback) is keras.callbacks.TensorBoard:
+        return callback.update_freq != "epoch" or bool(getattr(callback, "profile_batch", 0))
+    base = keras.callbacks.Callback
+    return any(
+        hook in vars(callback) or getattr(type(callback), hook) is not getattr(base, hook)
+        for hook in _BATCH_HOOKS
+    )

@@ -1,0 +1,686 @@
+"""A global dataset -> this worker's share of it. The only module that knows about sharding.
+
+    share = Share.of(dataset, Split(workers=2, rank=0), seed=7)
+    for batches, total in share.dataset: ...     # this worker's part of each global batch
+
+Every example goes to exactly one replica, each global batch is the union of the replicas' parts,
+and all workers make the same number of steps. Example j of a global batch goes to replica j mod R
+(R replicas, `Split.replicas`), so the k-th global batch is the same for any number of workers.
+
+How a dataset is cut, cheapest way first:
+
+* `pushed`: a pipeline that ends in `batch`, with nothing but maps, shuffles, repeats, takes and
+  skips before it down to some source. A map does not change which element is where, so the cut is
+  made below the maps: each worker maps only its own examples. A worker knows the size of every
+  global batch from the source's cardinality; where that is unknown (files, filters, generators)
+  the workers add up their examples at each step.
+* `sliced`: anything else, and arrays. Every worker runs the pipeline and keeps its rows of each
+  global batch.
+* `of_function`: a callable that takes a `tf.distribute.InputContext` and returns the pipeline of
+  that worker, batched per replica. Workers may have different amounts of data.
+
+All workers must see the same order, so a shuffle without a seed gets one, the same everywhere
+(`seeded`), and parallel transformations are made deterministic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.errors import UsageError
+
+INFINITE = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How a global batch is divided.
+
+    Attributes:
+        workers: processes that train.
+        rank: this process, from 0.
+        local: replicas (devices) of each process.
+    """
+
+    workers: int = 1
+    rank: int = 0
+    local: int = 1
+
+    @property
+    def replicas(self) -> int:
+        return self.workers * self.local
+
+    @property
+    def first(self) -> int:
+        """The number of this process's first replica."""
+        return self.rank * self.local
+
+    def mine(self, position: Any) -> Any:
+        """Whether an example at `position` (int or integer tensor) is this worker's."""
+        replica = position % self.replicas
+        return (replica >= self.first) & (replica < self.first + self.local)
+
+    def rows(self, total: int) -> int:
+        """How many of `total` examples are this worker's."""
+        return sum(
+            len(range(r, total, self.replicas)) for r in range(self.first, self.first + self.local)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Evenness:
+    """What is known of the shares of a step: may they differ in size, may one be empty?"""
+
+    uneven: bool
+    empty: bool
+
+    @classmethod
+    def of(cls, total: int, split: Split) -> Evenness:
+        return cls(total % split.replicas != 0, total < split.replicas)
+
+
+@dataclasses.dataclass
+class Share:
+    """One worker's share of a dataset.
+
+    Attributes:
+        dataset: elements (batches, total): a tuple of one batch for each local replica, and
+            int64 [], the number of examples of this step over all replicas (-1: not known here,
+            the replicas add them up; then the dataset goes on for ever with empty batches, and
+            has ended once a step's sum is 0).
+        steps: global batches in one pass; INFINITE; None where it shows only while reading.
+        full: evenness of every step but the last one.
+        last: evenness of the last step of a pass.
+        element_spec: of one batch, as the model gets it.
+        batch_size: of the global batch, where it is known.
+    """
+
+    dataset: tf.data.Dataset
+    steps: int | None
+    full: Evenness
+    last: Evenness
+    element_spec: Any
+    batch_size: int | None = None
+    counted: bool = True
+    on_epoch_begin: Callable[[], None] = lambda: None
+    on_epoch_end: Callable[[], None] = lambda: None
+
+    @classmethod
+    def of(cls, dataset: tf.data.Dataset, split: Split, seed: int) -> Share:
+        """The share of a dataset that is batched by the global batch size.
+
+        Args:
+            dataset: elements are batches: structures of tensors with one leading dimension.
+            split: how batches are divided.
+            seed: for shuffles that have none; the same on every worker.
+
+        Raises:
+            UsageError: the dataset is empty or not batched.
+        """
+        if split.replicas == 1:
+            return _whole(dataset)
+        return _pushed(dataset, split, seed) or _sliced(seeded(dataset, seed), split)
+
+
+def shard(dataset: tf.data.Dataset, input_context: tf.distribute.InputContext) -> tf.data.Dataset:
+    """This worker's share of a dataset batched by the global batch size.
+
+    For use inside a function of an `InputContext`, where part of a pipeline is global:
+
+        def dataset_fn(context):
+            return tfmw.data.shard(global_dataset(), context).map(augment)
+
+    Args:
+        dataset: elements are batches: structures of tensors with leading dimension [global batch].
+        input_context: as tf.distribute gives it to dataset functions.
+
+    Returns:
+        A dataset of batches [about global batch / number of replicas]; all examples of all workers
+        are those of `dataset`, each once. Unseeded shuffles are given a fixed seed.
+    """
+    workers = input_context.num_input_pipelines
+    local = max(1, input_context.num_replicas_in_sync // workers)
+    split = Split(workers, input_context.input_pipeline_id, local)
+    share = Share.of(dataset, split, seed=0)
+    batches = share.dataset.flat_map(lambda parts, total: _from_tuple(parts))
+    if share.counted:
+        return batches.filter(lambda *b: _rows(b) > 0)
+    return batches.take_while(lambda *b: _rows(b) > 0)
+
+
+def _from_tuple(parts: tuple[Any, ...]) -> tf.data.Dataset:
+    out = tf.data.Dataset.from_tensors(parts[0])
+    for part in parts[1:]:
+        out = out.concatenate(tf.data.Dataset.from_tensors(part))
+    return out
+
+
+# ---------------------------------------------------------------- ways to cut
+
+
+def _whole(dataset: tf.data.Dataset) -> Share:
+    steps = _steps(dataset)
+    even = Evenness(False, False)
+    return Share(
+        dataset.map(lambda *b: ((_element(b),), tf.cast(_rows(_element(b)), tf.int64))).prefetch(
+            tf.data.AUTOTUNE
+        ),
+        steps,
+        even,
+        even,
+        dataset.element_spec,
+    )
+
+
+def _pushed(dataset: tf.data.Dataset, split: Split, seed: int) -> Share | None:
+    """The cut below the maps of a pipeline that ends in `batch`; None where it is not one."""
+    node = dataset
+    while isinstance(node, (*keras_compat.Prefetch, *keras_compat.OptionsNode)):
+        node = _input_of(node)
+    if not isinstance(node, keras_compat.Batch):
+        return None
+    arguments = keras_compat.batch_arguments(node)
+    if arguments is None:
+        return None
+    size, drop_remainder = arguments
+    spec = node.element_spec
+    elements = _input_of(node)
+    source, selections, maps = _peel(elements)
+    if not maps and _steps(elements) is None:
+        # Nothing is saved below, and counting would cost a reduction at each step.
+        return None
+    for selection in reversed(selections):
+        source = keras_compat.rebuilt(selection, source)
+    source = seeded(source, seed)
+    count = _steps(source)
+    mine = _positions(source, size, split)
+    for function in reversed(maps):
+        mine = keras_compat.rebuilt(function, mine)
+    rows = split.rows(size)
+    batches = mine.batch(rows) if rows else tf.data.Dataset.from_tensors(_empty(spec)).take(0)
+    if drop_remainder and rows:
+        batches = mine.batch(rows, drop_remainder=count is None or count == INFINITE)
+    full = Evenness.of(size, split)
+    if count is None:
+        if drop_remainder:
+            # Whether the last batch is full shows only over all workers.
+            return None
+        return _counting(_split_locally(batches, split), spec, split, size)
+    if count == INFINITE:
+        totals = tf.data.Dataset.from_tensors(np.int64(size)).repeat()
+        if not rows:
+            batches = tf.data.Dataset.from_tensors(_empty(spec)).repeat()
+        steps, last = INFINITE, full
+    else:
+        remainder = 0 if drop_remainder else count % size
+        steps = count // size + (remainder > 0)
+        totals = tf.data.Dataset.range(steps).map(
+            lambda k: tf.minimum(np.int64(size), np.int64(count) - k * np.int64(size))
+        )
+        last = Evenness.of(remainder or size, split)
+        missing = steps - (count // size if rows else 0) - (1 if split.rows(remainder) else 0)
+        if missing > 0:
+            batches = batches.take(steps - missing).concatenate(
+                tf.data.Dataset.from_tensors(_empty(spec)).repeat(missing)
+            )
+    zipped = tf.data.Dataset.zip((_split_locally(batches, split), totals))
+    return Share(_ordered(zipped), steps, full, last, spec, size)
+
+
+def _positions(source: tf.data.Dataset, size: int, split: Split) -> tf.data.Dataset:
+    """The elements at this worker's positions of each global batch of `size`."""
+    if size % split.replicas == 0 and split.local == 1:
+        return source.shard(split.replicas, split.rank)
+    return (
+        source.enumerate()
+        .filter(lambda j, _: split.mine(j % size))
+        .map(lambda _, element: element)
+    )
+
+
+def _peel(
+    elements: tf.data.Dataset,
+) -> tuple[tf.data.Dataset, list[tf.data.Dataset], list[tf.data.Dataset]]:
+    """Takes maps and selections off the end of a pipeline of single examples.
+
+    Returns:
+        (what lies below, the selections taken off, the maps taken off), the last one first. A
+        selection does not look at elements and a map does not move them, so all selections may
+        go before all maps.
+    """
+    selections: list[tf.data.Dataset] = []
+    maps: list[tf.data.Dataset] = []
+    done = (elements, 0, 0)
+    node: tf.data.Dataset | None = elements
+    while node is not None:
+        if isinstance(node, keras_compat.Map) and _same_for_each_element(node):
+            maps.append(node)
+            below = _input_of(node)
+            done = (below, len(selections), len(maps))
+        elif isinstance(node, (*keras_compat.Prefetch, *keras_compat.OptionsNode)):
+            below = _input_of(node)
+        elif isinstance(
+            node,
+            (
+                *keras_compat.Shuffle,
+                *keras_compat.Repeat,
+                *keras_compat.Take,
+                *keras_compat.Skip,
+            ),
+        ):
+            selections.append(node)
+            below = _input_of(node)
+        else:
+            break
+        node = below
+    # Selections below the lowest map may stay where they are.
+    source, number_of_selections, number_of_maps = done
+    return source, selections[:number_of_selections], maps[:number_of_maps]
+
+
+def _same_for_each_element(node: tf.data.Dataset) -> bool:
+    """Whether a map gives an element the same result whatever elements it saw before.
+
+    A seeded random op does not: one process would go on with its sequence from element to element.
+    Unseeded ones are random anyway. Python functions are taken at their word.
+    """
+    for operation in keras_compat.map_graph_nodes(node):
+        if operation.op.startswith("Assign"):
+            return False
+        if "seed" in operation.attr and "Random" in operation.op:
+            if operation.attr["seed"].i or operation.attr["seed2"].i:
+                return False
+    return True
+
+
+def _sliced(dataset: tf.data.Dataset, split: Split) -> Share:
+    """Every worker runs the whole pipeline and keeps its rows of each global batch."""
+    spec = dataset.element_spec
+    for leaf in tf.nest.flatten(spec, expand_composites=False):
+        if isinstance(leaf, tf.SparseTensorSpec):
+            raise UsageError(
+                "sparse tensors in a dataset that is not a plain pipeline ending in batch() cannot "
+                "be divided between replicas: end the dataset in batch(), or make them dense."
+            )
+        if leaf.shape.rank == 0:
+            raise UsageError(
+                f"the dataset is not batched: its elements are {spec}; end it in "
+                ".batch(global_batch_size)."
+            )
+
+    def cut(*element: Any) -> Any:
+        batch = _element(element)
+        total = tf.cast(_rows(batch), tf.int64)
+        rows = tf.boolean_mask(tf.range(total), split.mine(tf.range(total)))
+        return tf.nest.map_structure(lambda t: tf.gather(t, rows), batch), total
+
+    parts = dataset.map(cut, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    pairs = parts.map(lambda batch, total: (_local_parts(batch, split), total))
+    size = _static_batch_size(spec)
+    if size is not None:
+        full = last = Evenness.of(size, split)
+    else:
+        full = last = Evenness(True, True)
+    return Share(_ordered(pairs), _steps(dataset), full, last, spec, size)
+
+
+def of_function(
+    dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], split: Split
+) -> Share:
+    """The share that a user's function of an `InputContext` returns.
+
+    Args:
+        dataset_fn: returns this worker's pipeline, batched by the batch size of one replica.
+    """
+    context = tf.distribute.InputContext(
+        num_input_pipelines=split.workers,
+        input_pipeline_id=split.rank,
+        num_replicas_in_sync=split.replicas,
+    )
+    dataset = dataset_fn(context)
+    if not keras_compat.is_dataset(dataset):
+        raise UsageError(
+            f"the dataset function returned {type(dataset).__name__}: expected a tf.data.Dataset, "
+            "this worker's pipeline, batched by the batch size of one replica."
+        )
+    if split.replicas == 1:
+        return _whole(dataset)
+    spec = dataset.element_spec
+    if split.local == 1:
+        return _counting(dataset.map(lambda *b: (_element(b),)), spec, split, None)
+    empty = tf.data.Dataset.from_tensors(_empty(spec)).repeat()
+    streams = tuple(
+        dataset.shard(split.local, d).concatenate(empty) for d in range(split.local)
+    )
+    zipped = tf.data.Dataset.zip(streams).take_while(
+        lambda *parts: tf.reduce_any([_rows(p) > 0 for p in parts])
+    )
+    return _counting(zipped.map(lambda *parts: tuple(parts)), spec, split, None)
+
+
+def _counting(parts: tf.data.Dataset, spec: Any, split: Split, size: int | None) -> Share:
+    """A share whose totals the replicas add up step by step."""
+    nothing = tf.data.Dataset.from_tensors(tuple(_empty(spec) for _ in range(split.local)))
+    endless = parts.concatenate(nothing.repeat())
+    dataset = endless.map(lambda *p: (tuple(p), np.int64(-1)))
+    anything = Evenness(True, True)
+    return Share(_ordered(dataset), None, anything, anything, spec, size, counted=False)
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def seeded(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
+    """The same pipeline with every unseeded shuffle seeded and every order made deterministic.
+
+    Shuffles inside of interleaved and zipped datasets are found too: the pipeline's graph is
+    edited, not its Python objects.
+    """
+    graph = keras_compat.dataset_graph(dataset)
+    changed = 0
+    bodies = [(graph.node, "")] + [(f.node_def, ":output:0") for f in graph.library.function]
+    for nodes, suffix in bodies:
+        by_name = {node.name: node for node in nodes}
+        for node in list(nodes):
+            attributes = node.attr
+            if "deterministic" in attributes and attributes["deterministic"].s == b"false":
+                attributes["deterministic"].s = b"true"
+                changed += 1
+            slots = _SEED_INPUTS.get(node.op)
+            if slots is None:
+                continue
+            constants = [by_name.get(node.input[i].split(":")[0]) for i in slots]
+            if not all(_is_zero(c) for c in constants):
+                continue
+            changed += 1
+            for slot, value in zip(slots, (seed, changed), strict=True):
+                name = f"tfmw_seed_{changed}_{slot}"
+                constant = nodes.add()
+                constant.name = name
+                constant.op = "Const"
+                constant.attr["dtype"].type = tf.int64.as_datatype_enum
+                constant.attr["value"].tensor.CopyFrom(
+                    tf.make_tensor_proto(value, dtype=tf.int64, shape=[])
+                )
+                node.input[slot] = name + suffix
+    if not changed:
+        return dataset
+    out = keras_compat.dataset_from_graph(graph, dataset.element_spec)
+    options = dataset.options()
+    options.deterministic = True
+    return out.with_options(options)
+
+
+# Where the two seeds are among the inputs of a dataset op (tensorflow/core/ops/dataset_ops.cc).
+_SEED_INPUTS = {
+    "ShuffleDataset": (2, 3),
+    "ShuffleDatasetV3": (2, 3),
+    "ShuffleAndRepeatDataset": (2, 3),
+    "ShuffleAndRepeatDatasetV2": (2, 3),
+    "RandomDataset": (0, 1),
+    "RandomDatasetV2": (0, 1),
+}
+
+
+def _is_zero(node: Any) -> bool:
+    return node is not None and node.op == "Const" and not tf.make_ndarray(node.attr["value"].tensor)
+
+
+def _ordered(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    options = tf.data.Options()
+    options.deterministic = True
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
+
+
+def _input_of(node: tf.data.Dataset) -> tf.data.Dataset:
+    below = keras_compat.dataset_input(node)
+    assert below is not None, f"{type(node).__name__} transforms one dataset"
+    return below
+
+
+def _steps(dataset: tf.data.Dataset) -> int | None:
+    cardinality = int(dataset.cardinality())
+    if cardinality == tf.data.INFINITE_CARDINALITY:
+        return INFINITE
+    return None if cardinality < 0 else cardinality
+
+
+def _element(arguments: tuple[Any, ...]) -> Any:
+    """What map() passed as several arguments, as the one element that it was."""
+    return arguments[0] if len(arguments) == 1 else arguments
+
+
+def _rows(batch: Any) -> tf.Tensor:
+    first = next(t for t in tf.nest.flatten(batch) if t is not None)
+    if isinstance(first, tf.RaggedTensor):
+        return first.nrows(out_type=tf.int64)
+    if isinstance(first, tf.SparseTensor):
+        return first.dense_shape[0]
+    return tf.shape(first, out_type=tf.int64)[0]
+
+
+def _split_locally(batches: tf.data.Dataset, split: Split) -> tf.data.Dataset:
+    return batches.map(lambda *b: _local_parts(_element(b), split))
+
+
+def _local_parts(batch: Any, split: Split) -> tuple[Any, ...]:
+    """A worker's batch -> one batch for each of its replicas; example i goes to replica i mod L."""
+    if split.local == 1:
+        return (batch,)
+    return tuple(
+        tf.nest.map_structure(lambda t, d=d: _every(t, d, split.local), batch)
+        for d in range(split.local)
+    )
+
+
+def _every(tensor: Any, start: int, step: int) -> Any:
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.gather(tensor, tf.range(start, tensor.nrows(), step))
+    return tensor[start::step]
+
+
+def _empty(spec: Any) -> Any:
+    """A batch without examples."""
+
+    def leaf(s: Any) -> Any:
+        if isinstance(s, tf.RaggedTensorSpec):
+            flat = tf.zeros([0, *[d or 0 for d in s.shape[s.ragged_rank + 1 :]]], s.dtype)
+            splits = [np.zeros([1], np.int64)] * s.ragged_rank
+            return tf.RaggedTensor.from_nested_row_splits(flat, splits)
+        if isinstance(s, tf.SparseTensorSpec):
+            return tf.SparseTensor(
+                np.zeros([0, s.shape.rank], np.int64),
+                tf.zeros([0], s.dtype),
+                [0, *[d or 0 for d in s.shape[1:]]],
+            )
+        return tf.zeros([0, *[d or 0 for d in s.shape[1:]]], s.dtype)
+
+    return tf.nest.map_structure(leaf, spec)
+
+
+def _static_batch_size(spec: Any) -> int | None:
+    first = tf.nest.flatten(spec)[0]
+    size: int | None = first.shape[0]
+    return size
+
+
+# ---------------------------------------------------------------- what users pass to fit
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The `x` of fit, evaluate or predict with what goes with it.
+
+    `share` may be called once per pass: arrays that are shuffled get an order of their own for
+    each epoch.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    batch_size: int | None = None
+    steps: int | None = None
+    shuffle: Any = False
+    class_weight: Any = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.x, tf.distribute.DistributedDataset):
+            raise UsageError(
+                "received a DistributedDataset: pass the tf.data.Dataset itself, batched by the "
+                "global batch size; tfmw divides it."
+            )
+        if keras_compat.is_dataset(self.x) or self._is_function():
+            for name in ("y", "sample_weight", "batch_size"):
+                if getattr(self, name) is not None:
+                    raise UsageError(
+                        f"{name} was passed beside a dataset: expected the dataset's own elements "
+                        "to hold it; remove the argument."
+                    )
+
+    def _is_function(self) -> bool:
+        return (
+            callable(self.x)
+            and not keras_compat.is_dataset(self.x)
+            and not isinstance(self.x, keras.utils.PyDataset)
+            and not hasattr(self.x, "__array__")
+        )
+
+    def share(self, split: Split, seed: int) -> Share:
+        """This worker's share.
+
+        Args:
+            seed: the same on all workers; for shuffles without a seed.
+
+        Raises:
+            UsageError: an empty dataset, or one that cannot be divided.
+        """
+        if self._is_function():
+            out = of_function(self.x, split)
+            if self.class_weight is not None:
+                raise UsageError(
+                    "class_weight goes with a dataset or arrays: a dataset function returns the "
+                    "sample weights itself, as (x, y, sample_weight)."
+                )
+            return out
+        hooks = (lambda: None, lambda: None)
+        if keras_compat.is_dataset(self.x):
+            dataset = self.x
+            if self.class_weight is not None:
+                # Weights depend on the label alone, so they may be looked up after the cut.
+                weigh = keras_compat.make_class_weight_map(self.class_weight)
+                out = Share.of(dataset, split, seed)
+                mapped = out.dataset.map(
+                    lambda parts, total: (tuple(weigh(*p) for p in parts), total)
+                )
+                spec = mapped.element_spec[0][0]
+                out = dataclasses.replace(out, dataset=_ordered(mapped), element_spec=spec)
+                _refuse_empty(out)
+                return out
+        else:
+            dataset, hooks = self._read_by_keras(split, seed)
+        out = Share.of(dataset, split, seed)
+        _refuse_empty(out)
+        return dataclasses.replace(out, on_epoch_begin=hooks[0], on_epoch_end=hooks[1])
+
+    def _read_by_keras(self, split: Split, seed: int) -> tuple[tf.data.Dataset, Any]:
+        """Arrays, PyDataset, generators: Keras's own adapters make a dataset of global batches."""
+        options = {
+            "batch_size": self.batch_size,
+            "steps_per_epoch": self.steps,
+            "shuffle": self.shuffle,
+            "class_weight": self.class_weight,
+        }
+        x = self.x
+        if isinstance(x, keras.utils.PyDataset):
+            if self.shuffle and x.num_batches is not None and split.replicas > 1:
+                x = _Permuted(x, seed)
+                options["shuffle"] = False
+        adapter = keras_compat.data_adapter(x, self.y, self.sample_weight, **options)
+        if split.replicas > 1 and keras_compat.global_seed() is None:
+            # The permutation op of the array adapter takes its seed from the global one.
+            tf.random.set_seed(seed)
+            try:
+                dataset = adapter.get_tf_dataset()
+            finally:
+                tf.random.set_seed(None)
+        else:
+            dataset = adapter.get_tf_dataset()
+        if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
+            dataset = dataset.apply(tf.data.experimental.assert_cardinality(x.num_batches))
+        return dataset, (adapter.on_epoch_begin, adapter.on_epoch_end)
+
+    @property
+    def reshuffled_by_keras(self) -> bool:
+        """Whether each epoch needs a share of its own to get an order of its own."""
+        is_array = not (
+            keras_compat.is_dataset(self.x)
+            or self._is_function()
+            or isinstance(self.x, keras.utils.PyDataset)
+            or hasattr(self.x, "__next__")
+        )
+        return bool(self.shuffle) and is_array and keras_compat.global_seed() is None
+
+
+class _Permuted(keras.utils.PyDataset):
+    """A PyDataset whose batches come in an order that every worker draws alike, anew each epoch."""
+
+    def __init__(self, dataset: keras.utils.PyDataset, seed: int):
+        super().__init__(
+            workers=dataset.workers,
+            use_multiprocessing=dataset.use_multiprocessing,
+            max_queue_size=dataset.max_queue_size,
+        )
+        self._dataset = dataset
+        self._random = np.random.default_rng(seed)
+        self._order = self._random.permutation(len(self))
+
+    @property
+    def num_batches(self) -> int | None:
+        number: int | None = self._dataset.num_batches
+        return number
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[int(self._order[index])]
+
+    def on_epoch_begin(self) -> None:
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._dataset.on_epoch_end()
+        self._order = self._random.permutation(len(self))
+
+
+def _refuse_empty(share: Share) -> None:
+    if share.steps == 0:
+        raise UsageError(
+            "the dataset is empty: expected at least one batch; check its source, filters and "
+            "take() or skip()."
+        )
+
+
+def steps_of(share: Share, steps: int | None, what: str) -> int | None:
+    """Steps of one epoch: what was asked for, else what the dataset has.
+
+    Raises:
+        UsageError: an infinite dataset, and no number of steps was given.
+    """
+    if steps is not None:
+        return steps
+    if share.steps == INFINITE:
+        raise UsageError(
+            f"the dataset is infinite and {what} was not given: pass {what}=..., or end the "
+            "dataset with take()."
+        )
+    return share.steps
+

@@ -1,0 +1,493 @@
+"""fit, evaluate and predict: Keras's methods of those names, on every replica of a cluster.
+
+Read `fit` top to bottom: it is Keras's own loop, with three things in it that Keras lacks. The
+dataset is this worker's share; the steps are the driver's; and what the chief decides (steps per
+call, whether to stop, the learning rate) everybody hears before anybody goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmw import callbacks as callbacks_lib
+from tfmw import data, keras_compat, placement, strategies
+from tfmw.errors import UsageError
+from tfmw.group import Group
+from tfmw.sync import SyncDriver
+
+# One Python call runs about this long: seldom enough to cost nothing, often enough for a live bar.
+_SECONDS_PER_CALL = 0.2
+_MOST_STEPS_PER_CALL = 1000
+
+
+def fit(
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    *,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: Any = "auto",
+    callbacks: Any = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: bool = True,
+    class_weight: dict[int, float] | None = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: Any = 1,
+    strategy: Any = "auto",
+    export_dir: str | os.PathLike[str] | None = None,
+    seed: int | None = None,
+) -> keras.callbacks.History:
+    """Trains `model` on all replicas of the cluster, with the numbers of one process.
+
+    Args:
+        model: a compiled Keras 3 model, whenever and wherever it was built, or a callable that
+            returns one. It is trained in place.
+        x, y, batch_size, epochs, verbose, callbacks, validation_split, validation_data, shuffle,
+            class_weight, sample_weight, initial_epoch, steps_per_epoch, validation_steps,
+            validation_batch_size, validation_freq: as in `keras.Model.fit`. A `tf.data.Dataset`
+            is batched by the global batch size. A callable gets a `tf.distribute.InputContext`
+            and returns the pipeline of that worker, batched by the batch size of one replica.
+        strategy: "auto" (the cluster that `tfmw.init` joined; else the GPUs of this machine; else
+            one process), a name from `tfmw.strategies`, or a `tf.distribute.Strategy`.
+        export_dir: after training the chief exports a SavedModel there.
+        seed: makes runs with the same number of workers equal bit for bit. It sets the seeds of
+            Python, NumPy, Keras and TensorFlow (`keras.utils.set_random_seed`) and turns
+            TensorFlow's deterministic ops on, for the whole process.
+
+    Returns:
+        A `keras.callbacks.History`, the same on every worker.
+
+    Raises:
+        UsageError: an uncompiled model, an empty dataset, an infinite one without
+            `steps_per_epoch`, arguments that differ between workers, and other wrong uses.
+    """
+    if seed is not None:
+        keras.utils.set_random_seed(seed)
+        tf.config.experimental.enable_op_determinism()
+    with _errors_told(), _session(model, strategy, "fit") as session:
+        model, group = session.model, session.group
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = keras_compat.train_validation_split(
+                (x, y, sample_weight), validation_split=validation_split
+            )
+        source = data.Source(
+            x, y, sample_weight, batch_size, steps_per_epoch, shuffle, class_weight
+        )
+        validation = None
+        if validation_data is not None:
+            val_x, val_y, val_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
+            validation = data.Source(
+                val_x, val_y, val_weight, _batch_size(val_x, validation_batch_size, batch_size),
+                validation_steps,
+            )
+        feed = _Feed(session, source, steps_per_epoch, "steps_per_epoch")
+        session.build(feed.share)
+        group.same(
+            {
+                "epochs": epochs,
+                "initial_epoch": initial_epoch,
+                "steps per epoch": feed.steps,
+                "the batch size": feed.share.batch_size,
+                "the number of weights": model.count_params(),
+                "validation_freq": str(validation_freq),
+                "steps_per_execution": model.steps_per_execution,
+            }
+        )
+        with SyncDriver(model, session.strategy) as driver:
+            session.driver = driver
+            validation_feed = None
+            if validation is not None:
+                validation_feed = _Feed(session, validation, validation_steps, "validation_steps")
+            mine = callbacks_lib.for_task(callbacks, group.is_chief, group.size)
+            callback_list = keras.callbacks.CallbackList(
+                mine,
+                add_history=True,
+                add_progbar=group.is_chief and verbose != 0,
+                verbose=verbose,
+                epochs=epochs,
+                steps=feed.steps,
+                model=model,
+            )
+            every_batch = any(
+                group.from_all(any(map(callbacks_lib.wants_every_batch, callback_list.callbacks)))
+            )
+            pace = _Pace(group, model.steps_per_execution, every_batch)
+            model.stop_training = False
+            callback_list.on_train_begin()
+            logs: dict[str, Any] = {}
+            training_logs: dict[str, Any] | None = None
+            for epoch in range(keras_compat.requested_initial_epoch(model) or initial_epoch, epochs):
+                driver.reset_metrics()
+                callback_list.on_epoch_begin(epoch)
+                for begin, most, evenness, iterator in feed.epoch(pace):
+                    callback_list.on_train_batch_begin(begin)
+                    with pace.timed(most):
+                        made = driver.train(iterator, most, evenness, feed.share.counted)
+                    if made:
+                        logs = driver.look("train")
+                        if every_batch:
+                            driver.average_state()
+                        callback_list.on_train_batch_end(begin + made - 1, logs)
+                    feed.made(made, most)
+                    if every_batch:
+                        model.stop_training = group.from_chief(lambda: bool(model.stop_training))
+                    if model.stop_training:
+                        break
+                epoch_logs = dict(logs)
+                driver.average_state()
+                if validation_feed is not None and keras_compat.should_validate(
+                    model, epoch, validation_freq
+                ):
+                    val_logs = _evaluate(session, validation_feed, callback_list)
+                    epoch_logs.update({f"val_{name}": v for name, v in val_logs.items()})
+                callback_list.on_epoch_end(epoch, epoch_logs)
+                session.follow_chief()
+                training_logs = epoch_logs
+                if model.stop_training:
+                    break
+            if epochs > 0:
+                for optimizer in keras_compat.optimizers_of(model)[:1]:
+                    optimizer.finalize_variable_values(model.trainable_weights)
+            callback_list.on_train_end(logs=training_logs)
+        history: keras.callbacks.History = model.history
+        if export_dir is not None:
+            from tfmw.export import export
+
+            export(model, export_dir)
+        return history
+
+
+def evaluate(
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    *,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    sample_weight: Any = None,
+    steps: int | None = None,
+    callbacks: Any = None,
+    return_dict: bool = False,
+    strategy: Any = "auto",
+) -> Any:
+    """Loss and metrics over all examples, computed on all replicas.
+
+    Args:
+        model, x, y, strategy: as in `fit`.
+        batch_size, verbose, sample_weight, steps, callbacks, return_dict: as in
+            `keras.Model.evaluate`.
+
+    Returns:
+        As `keras.Model.evaluate`; the same on every worker.
+
+    Raises:
+        UsageError: an uncompiled model, an empty dataset, or an infinite one without `steps`.
+    """
+    with _errors_told(), _session(model, strategy, "evaluate") as session:
+        model, group = session.model, session.group
+        source = data.Source(x, y, sample_weight, batch_size, steps)
+        feed = _Feed(session, source, steps, "steps")
+        session.build(feed.share)
+        with SyncDriver(model, session.strategy) as driver:
+            session.driver = driver
+            callback_list = keras.callbacks.CallbackList(
+                callbacks_lib.for_task(callbacks, group.is_chief, group.size),
+                add_progbar=group.is_chief and verbose != 0,
+                verbose=verbose,
+                epochs=1,
+                steps=feed.steps,
+                model=model,
+            )
+            logs = _evaluate(session, feed, callback_list)
+    return logs if return_dict else keras_compat.flatten_metrics(model, logs)
+
+
+def _evaluate(session: _Session, feed: _Feed, callback_list: Any) -> dict[str, Any]:
+    driver, model = session.driver, session.model
+    assert driver is not None
+    pace = _Pace(session.group, model.steps_per_execution, every_batch=False)
+    callback_list.on_test_begin()
+    driver.reset_metrics()
+    for begin, most, evenness, iterator in feed.epoch(pace):
+        callback_list.on_test_batch_begin(begin)
+        with pace.timed(most):
+            made = driver.test(iterator, most, evenness, feed.share.counted)
+        if made:
+            callback_list.on_test_batch_end(begin + made - 1, driver.look("test"))
+        feed.made(made, most)
+    logs = driver.look("test")
+    callback_list.on_test_end(logs)
+    return logs
+
+
+def predict(
+    model: Any,
+    x: Any,
+    *,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    steps: int | None = None,
+    callbacks: Any = None,
+    strategy: Any = "auto",
+) -> Any:
+    """Predictions for all examples in the dataset's order, computed on all replicas.
+
+    Args:
+        model, x, strategy: as in `fit`.
+        batch_size, verbose, steps, callbacks: as in `keras.Model.predict`.
+
+    Returns:
+        NumPy array(s) [examples, ...] in the structure of the model's outputs, all of them on
+        every worker.
+
+    Raises:
+        UsageError: an empty dataset, an infinite one without `steps`, or outputs that cannot be
+            sent between workers (strings, ragged, sparse).
+    """
+    with _errors_told(), _session(model, strategy, "predict") as session:
+        model, group = session.model, session.group
+        source = data.Source(x, None, None, batch_size, steps)
+        feed = _Feed(session, source, steps, "steps")
+        session.build(feed.share, inputs_only=True)
+        with SyncDriver(model, session.strategy) as driver:
+            session.driver = driver
+            callback_list = keras.callbacks.CallbackList(
+                callbacks_lib.for_task(callbacks, group.is_chief, group.size),
+                add_progbar=group.is_chief and verbose != 0,
+                verbose=verbose,
+                epochs=1,
+                steps=feed.steps,
+                model=model,
+            )
+            callback_list.on_predict_begin()
+
+            def after_step(made: int) -> None:
+                callback_list.on_predict_batch_begin(made - 1)
+                callback_list.on_predict_batch_end(made - 1, {})
+
+            feed.share.on_epoch_begin()
+            outputs = driver.predict(iter(feed.share.dataset), feed.steps, after_step)
+            feed.share.on_epoch_end()
+            callback_list.on_predict_end()
+    return outputs
+
+
+# ---------------------------------------------------------------- one call
+
+
+class _Session:
+    """What one call of fit, evaluate or predict works with."""
+
+    def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy):
+        self.model = model
+        self.strategy = strategy
+        self.group = Group.of(strategy)
+        self.split = data.Split(
+            self.group.size, self.group.rank, placement.local_replicas(strategy)
+        )
+        self.driver: SyncDriver | None = None
+
+    def build(self, share: data.Share, inputs_only: bool = False) -> None:
+        """Creates all variables that Keras would create on the first batch."""
+        model = self.model
+        if inputs_only:
+            if not model.built:
+                x, _, _ = keras.utils.unpack_x_y_sample_weight(share.element_spec)
+                keras_compat.build_for_inputs(model, x)
+            return
+        if keras_compat.needs_build(model):
+            keras_compat.build_all(model, share.element_spec)
+
+    def follow_chief(self) -> None:
+        """Takes over the chief's decisions: whether to stop, and the learning rate."""
+        model = self.model
+
+        def decide() -> dict[str, Any]:
+            rate = keras_compat.settable_learning_rate(model.optimizer)
+            return {"stop": bool(model.stop_training), "learning rate": rate}
+
+        decided = self.group.from_chief(decide)
+        model.stop_training = decided["stop"]
+        if decided["learning rate"] is not None and not self.group.is_chief:
+            model.optimizer.learning_rate = decided["learning rate"]
+
+
+@contextlib.contextmanager
+def _session(model: Any, strategy: Any, method: str) -> Iterator[_Session]:
+    if not isinstance(model, keras.Model):
+        if not callable(model):
+            raise UsageError(
+                f"received {type(model).__name__} as the model: expected a Keras model, or a "
+                "callable that returns one."
+            )
+        model = model()
+        if not isinstance(model, keras.Model):
+            raise UsageError(
+                f"the model function returned {type(model).__name__}: expected a Keras model."
+            )
+    if method != "predict" and not model.compiled:
+        raise UsageError(
+            f"the model is not compiled: call model.compile(optimizer=..., loss=...) before "
+            f"tfmw.{method}()."
+        )
+    yield _Session(model, strategies.choose(strategy))
+
+
+@contextlib.contextmanager
+def _errors_told() -> Iterator[None]:
+    """An error on this task becomes everybody's error, at once."""
+    try:
+        yield
+    except BaseException as e:
+        if not isinstance(e, KeyboardInterrupt | SystemExit | GeneratorExit):
+            from tfmw.launch import record_error
+
+            record_error(e)
+            strategies.report_failure(e)
+        raise
+
+
+class _Feed:
+    """A source as this worker reads it, epoch after epoch."""
+
+    def __init__(self, session: _Session, source: data.Source, steps: int | None, argument: str):
+        self._session = session
+        self._source = source
+        self._asked = steps
+        self._seed = session.group.from_chief(lambda: int.from_bytes(os.urandom(4)) & 0x7FFFFFFF)
+        self._passes = 0
+        self._iterator: Any = None
+        self._in_pass = 0  # steps made since the dataset began
+        self.share = source.share(session.split, self._seed)
+        self._seen: int | None = self.share.steps if self.share.steps != data.INFINITE else None
+        self.steps = data.steps_of(self.share, steps, argument)
+
+    def epoch(self, pace: _Pace) -> Iterator[tuple[int, int, data.Evenness, Any]]:
+        """Yields (first step, steps to make, evenness, iterator) for each call of the driver.
+
+        After each, `made` must be told how many steps were made.
+        """
+        if self._iterator is None or self._asked is None:
+            self._begin_pass()
+        self.share.on_epoch_begin()
+        self._done = 0
+        self._ended = False
+        while not self._ended:
+            limit = self.steps if self.steps is not None else self._seen
+            most = pace.next()
+            evenness = self.share.full
+            if limit is not None:
+                most = min(most, limit - self._done)
+            if most <= 0:
+                break
+            if self.share.steps not in (None, data.INFINITE):
+                left = self.share.steps - self._in_pass
+                if left <= 0:
+                    self._out_of_data()
+                    break
+                if left == 1:
+                    evenness = self.share.last
+                elif self.share.last != self.share.full:
+                    most = min(most, left - 1)
+                most = min(most, left)
+            yield self._done, most, evenness, self._iterator
+        self.share.on_epoch_end()
+        if self._asked is None:
+            self._iterator = None
+            if self.steps is None:
+                self.steps = self._done
+                self._seen = self._done
+        elif self.share.steps == self._in_pass:
+            # The pass ended with the epoch: the next one begins a new pass.
+            self._iterator = None
+
+    def made(self, made: int, asked: int) -> None:
+        self._done += made
+        self._in_pass += made
+        if made < asked:
+            self._ended = True
+            if self._asked is not None:
+                self._out_of_data()
+            elif self._done == 0 and self.share.steps is None:
+                raise UsageError(
+                    "the dataset is empty: expected at least one batch; check its source, filters "
+                    "and take() or skip()."
+                )
+
+    def _begin_pass(self) -> None:
+        if self._passes and self._source.reshuffled_by_keras:
+            self.share = self._source.share(self._session.split, self._seed + self._passes)
+        self._passes += 1
+        self._iterator = iter(self.share.dataset)
+        self._in_pass = 0
+
+    def _out_of_data(self) -> None:
+        self._iterator = None
+        if self._session.group.is_chief:
+            warnings.warn(
+                "Your input ran out of data; interrupting training. Make sure that your dataset "
+                "or generator can generate at least `steps_per_epoch * epochs` batches. You may "
+                "need to use the `.repeat()` function when building your dataset.",
+                stacklevel=2,
+            )
+
+
+class _Pace:
+    """How many steps one Python call makes: the chief measures and decides, everybody follows."""
+
+    def __init__(
+        self,
+        group: Group,
+        steps_per_execution: int,
+        every_batch: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._group = group
+        self._clock = clock
+        self._fixed = steps_per_execution if steps_per_execution > 1 or every_batch else None
+        self._calls = 0
+        self._steps = 1
+        self._seconds_per_step = 0.0
+
+    def next(self) -> int:
+        if self._fixed is not None:
+            return self._fixed
+        # The first call traces; the second and third measure; later ones seldom ask again.
+        if self._calls in (1, 2, 3, 8, 64):
+            self._steps = self._group.from_chief(self._decide)
+        return self._steps
+
+    def _decide(self) -> int:
+        if self._calls == 1:
+            return 2
+        enough = int(_SECONDS_PER_CALL / max(self._seconds_per_step, 1e-6))
+        return max(1, min(enough, self._steps * 32, _MOST_STEPS_PER_CALL))
+
+    @contextlib.contextmanager
+    def timed(self, steps: int) -> Iterator[None]:
+        start = self._clock()
+        yield
+        self._calls += 1
+        if self._calls > 1:
+            self._seconds_per_step = (self._clock() - start) / steps
+
+
+def _batch_size(x: Any, validation: int | None, training: int | None) -> int | None:
+    """Datasets and the like bring their own batches; arrays are cut as the training data is."""
+    if keras_compat.is_dataset(x) or callable(x) or isinstance(x, keras.utils.PyDataset):
+        return None
+    return validation or training

@@ -1,0 +1,91 @@
+"""What the tasks of a cluster tell each other outside of the training step.
+
+    group = Group.of(strategy)
+    seed = group.from_chief(lambda: draw_seed())     # the chief decides, everybody hears
+    group.same("number of epochs", epochs)           # or everybody gets one sentence
+
+Values are JSON. They travel through TensorFlow's coordination service, not through collectives, so
+they cost a millisecond and cannot be mixed up with the reductions of a step. All tasks make the
+same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfmw import keras_compat, placement
+from tfmw.errors import UsageError
+
+_WAIT_S = 3600.0  # a chief may be busy; a dead one is reported by the coordination service
+
+_calls = itertools.count()  # of this process; equal on all tasks, as they make the same calls
+
+
+class Group:
+    """The processes that train together.
+
+    Attributes:
+        rank: this process, 0 being the chief.
+        size: number of processes.
+    """
+
+    def __init__(self, rank: int, size: int):
+        self.rank = rank
+        self.size = size
+
+    @classmethod
+    def of(cls, strategy: tf.distribute.Strategy) -> Group:
+        if not placement.spans_processes(strategy):
+            return cls(0, 1)
+        local = placement.local_replicas(strategy)
+        return cls(
+            placement.first_local_replica(strategy) // local,
+            strategy.num_replicas_in_sync // local,
+        )
+
+    @property
+    def is_chief(self) -> bool:
+        return self.rank == 0
+
+    def from_chief(self, decide: Callable[[], Any]) -> Any:
+        """Calls `decide` on the chief only and returns its result on every task."""
+        if self.size == 1:
+            return decide()
+        key = f"tfmw/chief/{next(_calls)}"
+        if self.is_chief:
+            value = decide()
+            keras_compat.coordination_set(key, json.dumps(value))
+            return json.loads(json.dumps(value))
+        return json.loads(keras_compat.coordination_get(key, _WAIT_S))
+
+    def from_all(self, value: Any) -> list[Any]:
+        """Every task's value, in order of rank."""
+        if self.size == 1:
+            return [value]
+        call = next(_calls)
+        keras_compat.coordination_set(f"tfmw/all/{call}/{self.rank}", json.dumps(value))
+        return [
+            json.loads(keras_compat.coordination_get(f"tfmw/all/{call}/{rank}", _WAIT_S))
+            for rank in range(self.size)
+        ]
+
+    def same(self, facts: dict[str, Any]) -> None:
+        """Raises UsageError on every task where tasks differ in one of `facts`.
+
+        Args:
+            facts: name -> JSON value, such as {"epochs": 3}.
+        """
+        everyone = self.from_all(facts)
+        for rank, theirs in enumerate(everyone):
+            for name in everyone[0]:
+                if theirs.get(name) != everyone[0][name]:
+                    raise UsageError(
+                        f"tasks disagree about {name}: worker 0 has {everyone[0][name]!r}, worker "
+                        f"{rank} has {theirs.get(name)!r}. Run the same script with the same "
+                        "arguments on every task."
+                    )

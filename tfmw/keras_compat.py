@@ -1,0 +1,666 @@
+"""Every private name of Keras and TensorFlow that tfmw touches, in one place.
+
+Checked on TensorFlow 2.18 to 2.21 with Keras 3.8 to 3.15. `check()` looks every name up and says
+which one has moved; a test calls it, so that a new Keras release fails loudly and here.
+
+What is private, and why tfmw needs it:
+
+* Keras scales losses by 1 / number of replicas in two module functions. tfmw needs another factor,
+  the replica's share of the global batch (`LossShare`), to be exact where shares differ.
+* `TFOptimizer` reduces gradients after clipping them, through cross-replica updates. tfmw reduces
+  first and then runs the optimizer on each replica as if it were alone (`alone_on_replica`).
+* Datasets keep their inputs and functions in private attributes (`dataset_*`).
+* The coordination service (`coordination_*`) is how tasks hear of each other without a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import optimizer as tf_optimizer
+from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.losses import loss as loss_module
+from keras.src.optimizers import base_optimizer
+from keras.src.trainers import trainer as base_trainer
+from keras.src.trainers.data_adapters import (
+    array_slicing,
+    data_adapter_utils,
+    get_data_adapter,
+)
+from keras.src.trainers.data_adapters import tf_dataset_adapter as _tf_dataset_adapter
+from tensorflow.python.data.ops import (
+    batch_op,
+    map_op,
+    prefetch_op,
+    repeat_op,
+    shuffle_op,
+    skip_op,
+    take_op,
+)
+from tensorflow.python.data.ops import dataset_ops
+from tensorflow.python.data.util import random_seed as data_random_seed
+from tensorflow.python.eager import context as _context
+from tensorflow.python.ops import gen_dataset_ops
+
+Variable = keras.Variable
+
+# ---------------------------------------------------------------- losses and their shares
+
+
+class LossShare:
+    """The part of the global batch that one replica holds, while its step is traced.
+
+    Attributes:
+        rows: int32 [], examples of this replica.
+        total: int32 [], examples of the global batch, over all replicas.
+        weight: float32 [], `rows / total`; 0 for a replica without examples.
+        used: whether some loss of the step was scaled by `weight`.
+        scalar_losses: whether a loss function returned a scalar, taken for a mean.
+        careful: whether this replica may be without examples.
+        counted: whether every step is one; else one whose total is 0 updates nothing.
+    """
+
+    def __init__(self, rows: tf.Tensor, total: tf.Tensor, careful: bool, counted: bool):
+        self.rows = rows
+        self.total = total
+        self.careful = careful
+        self.counted = counted
+        self.weight = tf.math.divide_no_nan(tf.cast(rows, tf.float32), tf.cast(total, tf.float32))
+        self.used = False
+        self.scalar_losses = False
+
+    def all_sum(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums over replicas; no gradient flows through (normalizers are constants)."""
+        replica = tf.distribute.get_replica_context()
+        stopped = [tf.stop_gradient(tf.identity(v)) for v in values]
+        reduced: list[tf.Tensor] = replica.all_reduce(tf.distribute.ReduceOp.SUM, stopped)
+        return [tf.stop_gradient(v) for v in reduced]
+
+
+# Per thread: MirroredStrategy traces each replica in a thread of its own.
+_traced = threading.local()
+
+
+def current_share() -> LossShare | None:
+    return getattr(_traced, "share", None)
+
+
+@contextlib.contextmanager
+def loss_share(share: LossShare | None) -> Iterator[None]:
+    """Within this context losses of this thread's replica are weighted by its share."""
+    _install_loss_hooks()
+    before = current_share()
+    _traced.share = share
+    try:
+        yield
+    finally:
+        _traced.share = before
+
+
+_hooked = False
+
+
+def _install_loss_hooks() -> None:
+    """Replaces four Keras functions by ones that obey `current_share()`, and else do as before."""
+    global _hooked
+    if _hooked:
+        return
+    _hooked = True
+    keras_scale = loss_module.scale_loss_for_distribution
+    keras_unscale = loss_module.unscale_loss_for_distribution
+    keras_apply_mask = loss_module.apply_mask
+    keras_reduce_values = loss_module.reduce_values
+    keras_aggregate = tf_trainer.TensorFlowTrainer._aggregate_additional_loss
+
+    def scale(value: Any) -> Any:
+        share = current_share()
+        if share is None:
+            return keras_scale(value)
+        share.used = True
+        return value * tf.cast(share.weight, value.dtype)
+
+    def unscale(value: Any) -> Any:
+        share = current_share()
+        if share is None:
+            return keras_unscale(value)
+        return value / tf.cast(share.weight, value.dtype)
+
+    def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
+        # Keras divides by the valid entries of this replica; one process divides by those of
+        # the global batch. Both counts are summed over replicas, and the ratio is corrected.
+        weights = keras_apply_mask(sample_weight, mask, dtype, reduction)
+        share = current_share()
+        if share is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
+            return weights
+        total = tf.cast(tf.size(mask), tf.float32)
+        valid = tf.reduce_sum(tf.cast(mask, tf.float32))
+        all_total, all_valid = share.all_sum([total, valid])
+        ratio = tf.math.divide_no_nan(all_total * valid, all_valid * total)
+        return weights * tf.cast(ratio, weights.dtype)
+
+    def reduce_values(
+        values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"
+    ) -> Any:
+        loss = keras_reduce_values(values, sample_weight, reduction)
+        share = current_share()
+        if share is None or reduction in (None, "none", "sum"):
+            return loss
+        if values.shape.rank == 0:
+            # A loss function that returned one number: taken for a mean over its examples.
+            share.scalar_losses = True
+            return scale(loss)
+        if reduction == "mean_with_sample_weight" and sample_weight is not None:
+            mine = tf.reduce_sum(tf.cast(sample_weight, tf.float32))
+            (everyone,) = share.all_sum([mine])
+            ratio = tf.math.divide_no_nan(mine, everyone * share.weight)
+            return loss * tf.cast(ratio, loss.dtype)
+        return loss
+
+    def aggregate_additional_loss(self: Any, loss: Any) -> Any:
+        # add_loss of one number is a mean (scaled); one value per example is a sum over examples
+        # (one process would add them all up), so it is not scaled.
+        if current_share() is not None and loss.shape.rank:
+            return base_trainer.Trainer._aggregate_additional_loss(self, loss)
+        return keras_aggregate(self, loss)
+
+    loss_module.scale_loss_for_distribution = scale
+    loss_module.unscale_loss_for_distribution = unscale
+    loss_module.apply_mask = apply_mask
+    loss_module.reduce_values = reduce_values
+    tf_trainer.TensorFlowTrainer._aggregate_additional_loss = aggregate_additional_loss
+
+
+@contextlib.contextmanager
+def per_output_losses_weighted(model: keras.Model) -> Iterator[None]:
+    """Lets the trackers of several outputs' losses count each replica by its share.
+
+    Keras gives them no weight where the batch dimension is not static: each global batch counts
+    once, so each replica must count by its part of it.
+    """
+    compiled = getattr(model, "_compile_loss", None)
+    trackers = list(compiled.metrics) if compiled is not None else []
+
+    def weighted(tracker: Any) -> Callable[..., Any]:
+        update = tracker.update_state
+
+        def update_state(value: Any, sample_weight: Any = None) -> Any:
+            share = current_share()
+            if share is not None and sample_weight is None:
+                sample_weight = share.weight
+            return update(value, sample_weight)
+
+        return update_state
+
+    with overridden([(t, "update_state", weighted(t)) for t in trackers if t is not None]):
+        yield
+
+
+@contextlib.contextmanager
+def overridden(overrides: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Shadows methods of single objects, past their attribute tracking, and takes it back."""
+    before = [(obj, name, obj.__dict__.get(name)) for obj, name, _ in overrides]
+    for obj, name, value in overrides:
+        obj.__dict__[name] = value
+    try:
+        yield
+    finally:
+        for obj, name, value in reversed(before):
+            if value is None:
+                obj.__dict__.pop(name, None)
+            else:
+                obj.__dict__[name] = value
+
+
+# ---------------------------------------------------------------- optimizers
+
+# TFOptimizer's versions of these reduce gradients or update through the strategy; the base
+# class's update the variables at hand, which is what a replica that is alone does.
+_ALONE = (
+    "_backend_update_step",
+    "_apply_weight_decay",
+    "_backend_increment_gradient_accumulators",
+    "_overwrite_model_variables_with_average_value",
+)
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """The outermost optimizers that the model holds, the compiled one first."""
+    found: list[Any] = []
+    for value in [model.optimizer, *vars(model).values()]:
+        for item in items_in(value):
+            if isinstance(item, keras.optimizers.Optimizer) and all(item is not f for f in found):
+                found.append(item)
+    return found
+
+
+def items_in(value: Any) -> Iterator[Any]:
+    """What an attribute holds: itself, or the members of (nested) lists, tuples and dicts."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for member in value:
+            yield from items_in(member)
+    else:
+        yield value
+
+
+def inner_optimizer(optimizer: Any) -> Any | None:
+    return getattr(optimizer, "inner_optimizer", None)
+
+
+def optimizer_variables(optimizer: Any) -> list[Any]:
+    return list(optimizer.variables)
+
+
+@contextlib.contextmanager
+def alone_on_replica(
+    optimizer: Any, reduce_gradients: Callable[[list[Any], LossShare], list[Any]]
+) -> Iterator[None]:
+    """Makes `optimizer.apply` reduce the gradients first and then update this replica only.
+
+    Clipping, loss scaling, accumulation and averages then see the gradients of the global batch,
+    on every replica alike, and no update needs a cross-replica context.
+
+    Args:
+        optimizer: a Keras optimizer, built.
+        reduce_gradients: (gradients, None allowed; this replica's share) -> the gradients of the
+            global batch.
+    """
+    overrides: list[tuple[Any, str, Any]] = []
+    keras_apply = optimizer.apply
+
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        share = current_share()
+        if share is None:
+            keras_apply(grads, trainable_variables)
+            return
+        reduced = reduce_gradients(list(grads), share)
+
+        def update() -> tf.Tensor:
+            keras_apply(reduced, trainable_variables)
+            return tf.constant(0)
+
+        if share.counted:
+            update()
+        else:
+            # The step after the last one, for which no replica has examples, changes nothing.
+            tf.cond(share.total > 0, update, lambda: tf.constant(0))
+
+    overrides.append((optimizer, "apply", apply))
+    each: Any | None = optimizer
+    while each is not None:
+        for name in _ALONE:
+            method = getattr(base_optimizer.BaseOptimizer, name, None)
+            if method is not None:
+                overrides.append((each, name, method.__get__(each)))
+        if hasattr(each, "_tf_apply"):
+            overrides.append((each, "_tf_apply", each._common_apply))
+        each = inner_optimizer(each)
+    with overridden(overrides):
+        yield
+
+
+@contextlib.contextmanager
+def stable_variable_keys(optimizer: Any, variables: list[Any]) -> Iterator[None]:
+    """Keeps the optimizer's variable-to-slot map valid while other tf.Variables stand in."""
+    overrides: list[tuple[Any, str, Any]] = []
+    each: Any | None = optimizer
+    while each is not None:
+        keys = {id(v): each._var_key(v) for v in variables}
+        keras_key = each._var_key
+
+        def key(variable: Any, keys: dict[int, Any] = keys, default: Any = keras_key) -> Any:
+            return keys[id(variable)] if id(variable) in keys else default(variable)
+
+        overrides.append((each, "_var_key", key))
+        each = inner_optimizer(each)
+    with overridden(overrides):
+        yield
+
+
+# ---------------------------------------------------------------- models, layers, variables
+
+
+def assert_compiled(model: keras.Model, method: str) -> None:
+    """Raises Keras's own error where `model` is not compiled."""
+    model._assert_compile_called(method)
+
+
+def layers_of(model: keras.Model) -> list[Any]:
+    return list(model._flatten_layers())
+
+
+def seed_generators_of(model: keras.Model) -> list[Any]:
+    found: list[Any] = []
+    for layer in layers_of(model):
+        for generator in getattr(layer, "_seed_generators", []):
+            if all(generator is not f for f in found):
+                found.append(generator)
+    return found
+
+
+def state_variables_of(model: keras.Model) -> list[Any]:
+    """Variables that layers update by themselves, such as moving averages; not frozen weights."""
+    found: dict[int, Any] = {}
+    for layer in layers_of(model):
+        for variable in getattr(layer, "_non_trainable_variables", []):
+            found.setdefault(id(variable), variable)
+    return list(found.values())
+
+
+def native(variable: Any) -> Any:
+    """The tf.Variable inside a Keras variable."""
+    return variable._value
+
+
+def set_native(variable: Any, value: Any) -> None:
+    variable._value = value
+
+
+def symbolic_build(model: keras.Model, batch: Any) -> None:
+    """Builds model, losses, metrics and optimizer from the shapes of one batch.
+
+    Args:
+        batch: nested structure of objects with `.shape` and `.dtype`.
+    """
+    model._symbolic_build(data_batch=batch)
+
+
+def build_all(model: keras.Model, spec: Any) -> None:
+    """Creates every variable of the model, its losses, metrics and optimizer.
+
+    Args:
+        spec: structure of tf.TensorSpec, of one batch (x, y, sample weights).
+    """
+    try:
+        symbolic_build(model, spec)
+    except (RuntimeError, TypeError, AttributeError, NotImplementedError):
+        # Steps that only TensorFlow's own tracing understands: trace one, run nothing.
+        tf.function(model.train_step, autograph=False).get_concrete_function(spec)
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def build_for_inputs(model: keras.Model, spec: Any) -> None:
+    """Creates the variables of the model alone, from the specs of its inputs."""
+    keras_inputs = tf.nest.map_structure(
+        lambda s: keras.KerasTensor(s.shape, keras.backend.standardize_dtype(s.dtype.name)), spec
+    )
+    model(keras_inputs)
+
+
+def settable_learning_rate(optimizer: Any) -> float | None:
+    """The learning rate where it is a number that callbacks may set; None under a schedule."""
+    inner = inner_optimizer(optimizer) or optimizer
+    rate = getattr(inner, "_learning_rate", None)
+    return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
+
+
+def needs_build(model: keras.Model) -> bool:
+    parts = [model._compile_loss, model._compile_metrics, model.optimizer]
+    return not all(layer.built for layer in layers_of(model)) or not all(
+        part is None or part.built for part in parts
+    )
+
+
+def overrides_step(model: keras.Model, name: str) -> bool:
+    """Whether the user's class has a `train_step` or `test_step` of its own."""
+    return getattr(type(model), name) is not getattr(tf_trainer.TensorFlowTrainer, name)
+
+
+def metrics_or_logs(model: keras.Model, logs: dict[str, Any]) -> dict[str, Any]:
+    return dict(model._get_metrics_result_or_logs(logs))
+
+
+def leaf_metrics(model: keras.Model) -> list[Any]:
+    """All metrics, those inside the compiled container too."""
+    found: list[Any] = []
+    todo = list(model.metrics)
+    while todo:
+        metric = todo.pop(0)
+        if all(metric is not f for f in found):
+            found.append(metric)
+            todo.extend(getattr(metric, "metrics", None) or getattr(metric, "_metrics", []) or [])
+    return [m for m in found if m is not None]
+
+
+def metric_variables(model: keras.Model) -> list[Any]:
+    found: list[Any] = []
+    for metric in model.metrics:
+        for variable in metric.variables:
+            if all(variable is not f for f in found):
+                found.append(variable)
+    return found
+
+
+def should_validate(model: keras.Model, epoch: int, validation_freq: Any) -> bool:
+    return bool(model._should_eval(epoch, validation_freq))
+
+
+def flatten_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
+    return model._flatten_metrics_in_order(logs)
+
+
+def requested_initial_epoch(model: keras.Model) -> int | None:
+    return model._initial_epoch
+
+
+def is_synchronized_batch_norm(layer: Any) -> bool:
+    return isinstance(layer, keras.layers.BatchNormalization) and bool(layer.synchronized)
+
+
+@contextlib.contextmanager
+def recorded_assignments(seen: list[Any]) -> Iterator[None]:
+    """Collects the Keras variables that this thread assigns to while a step is traced."""
+    cls = keras.Variable
+    keras_direct_assign = cls._direct_assign
+
+    def direct_assign(self: Any, value: Any) -> Any:
+        if all(self is not s for s in seen):
+            seen.append(self)
+        return keras_direct_assign(self, value)
+
+    cls._direct_assign = direct_assign
+    try:
+        yield
+    finally:
+        cls._direct_assign = keras_direct_assign
+
+
+# ---------------------------------------------------------------- data
+
+train_validation_split = array_slicing.train_validation_split
+make_class_weight_map = _tf_dataset_adapter.make_class_weight_map_fn
+
+
+def data_adapter(x: Any, y: Any, sample_weight: Any, **options: Any) -> Any:
+    """Keras's own reading of arrays, PyDataset and generators: `.get_tf_dataset()` and hooks."""
+    return get_data_adapter(x, y, sample_weight, **options)
+
+
+def is_dataset(x: Any) -> bool:
+    return isinstance(x, tf.data.Dataset)
+
+
+Batch = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
+Map = (map_op._MapDataset, map_op._ParallelMapDataset)
+Shuffle = (shuffle_op._ShuffleDataset,)
+Repeat = (repeat_op._RepeatDataset,)
+Take = (take_op._TakeDataset,)
+Skip = (skip_op._SkipDataset,)
+Prefetch = (prefetch_op._PrefetchDataset,)
+OptionsNode = (dataset_ops._OptionsDataset,)
+
+
+def dataset_input(node: tf.data.Dataset) -> tf.data.Dataset | None:
+    """The one dataset that `node` transforms; None for sources and for several inputs."""
+    inputs = node._inputs()
+    return inputs[0] if len(inputs) == 1 else None
+
+
+def batch_arguments(node: tf.data.Dataset) -> tuple[int, bool] | None:
+    """(batch size, drop_remainder) of a batch node; None where they are not constants."""
+    size = tf.get_static_value(node._batch_size)
+    drop = tf.get_static_value(node._drop_remainder)
+    return None if size is None or drop is None else (int(size), bool(drop))
+
+
+def map_function(node: tf.data.Dataset) -> Callable[..., Any]:
+    return node._map_func._func
+
+
+def map_graph_nodes(node: tf.data.Dataset) -> list[Any]:
+    """NodeDefs of the function of a map node and of every function that it calls."""
+    graph_def = node._map_func.function.graph.as_graph_def()
+    nodes = list(graph_def.node)
+    for function in graph_def.library.function:
+        nodes.extend(function.node_def)
+    return nodes
+
+
+def rebuilt(node: tf.data.Dataset, source: tf.data.Dataset) -> tf.data.Dataset:
+    """The transformation of `node` again, over another `source`.
+
+    Args:
+        node: a Map, Shuffle, Repeat, Take, Skip, Prefetch or options node.
+    """
+    if isinstance(node, Map):
+        calls = getattr(node, "_num_parallel_calls", None)
+        if calls is None:
+            return source.map(map_function(node))
+        parallel = int(tf.get_static_value(calls))
+        return source.map(map_function(node), num_parallel_calls=parallel, deterministic=True)
+    if isinstance(node, Shuffle):
+        # The exact pair of seeds, for which Dataset.shuffle() has no argument.
+        get_seed = data_random_seed.get_seed
+        data_random_seed.get_seed = lambda seed: (node._seed, node._seed2)
+        try:
+            return source.shuffle(
+                node._buffer_size, reshuffle_each_iteration=node._reshuffle_each_iteration
+            )
+        finally:
+            data_random_seed.get_seed = get_seed
+    if isinstance(node, Repeat):
+        return source.repeat(node._count)
+    if isinstance(node, Take):
+        return source.take(node._count)
+    if isinstance(node, Skip):
+        return source.skip(node._count)
+    if isinstance(node, Prefetch):
+        return source.prefetch(node._buffer_size)
+    if isinstance(node, OptionsNode):
+        return source.with_options(node.options())
+    raise TypeError(f"cannot rebuild {type(node).__name__}")
+
+
+def dataset_graph(dataset: tf.data.Dataset) -> Any:
+    """The GraphDef of a dataset, with the functions it uses in its library."""
+    serialized = dataset._as_serialized_graph(
+        external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE
+    )
+    return tf.compat.v1.GraphDef.FromString(serialized.numpy())
+
+
+def dataset_from_graph(graph_def: Any, element_spec: Any) -> tf.data.Dataset:
+    """The dataset of an edited GraphDef.
+
+    In the process that made it, Python functions, variables and tables that it uses stay valid.
+    """
+    variant = gen_dataset_ops.dataset_from_graph(graph_def.SerializeToString())
+    return tf.data.experimental.from_variant(variant, element_spec)
+
+
+def global_seed() -> int | None:
+    """What `tf.random.set_seed` was last given."""
+    return _context.global_seed()
+
+
+# ---------------------------------------------------------------- the runtime and its cluster
+
+
+def runtime_started() -> bool:
+    """Whether TensorFlow has initialized its devices, after which no cluster can be joined."""
+    return _context.context()._context_handle is not None
+
+
+def configure_coordination(jobs: dict[str, int], leader: str, heartbeat_s: int) -> None:
+    """Sets the coordination service up before the strategy does, with our time-outs.
+
+    Source: tensorflow/python/eager/context.py; the strategy's own call has no time-outs
+    (heartbeat 10 s, waiting for the cluster to assemble 1 h).
+    """
+    from tensorflow.python.distribute.collective_all_reduce_strategy import (
+        coordination_config_pb2,
+    )
+
+    _context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=leader,
+        heartbeat_timeout_in_ms=heartbeat_s * 1000,
+        coordinated_jobs=[
+            coordination_config_pb2.CoordinatedJob(name=name, num_tasks=count)
+            for name, count in jobs.items()
+        ],
+    )
+
+
+def coordination_set(key: str, value: str) -> None:
+    _context.context().set_config_key_value(key, value)
+
+
+def coordination_get(key: str, timeout_s: float) -> str:
+    """Waits for a key. Raises tf.errors.DeadlineExceededError after `timeout_s` seconds."""
+    return _context.context().get_config_key_value(key, int(timeout_s * 1000))
+
+
+def coordination_delete(key: str) -> None:
+    _context.context().delete_config_key_value(key)
+
+
+def coordination_barrier(name: str, timeout_s: float) -> None:
+    _context.context().wait_at_barrier(name, int(timeout_s * 1000))
+
+
+def coordination_report_error(message: str) -> None:
+    """Makes `message` the error of every task of the cluster, in a fraction of a second."""
+    _context.context().report_error_to_cluster(tf.errors.INTERNAL, message)
+
+
+# ---------------------------------------------------------------- does everything still stand
+
+
+def check() -> list[str]:
+    """Names that this module relies on and that the installed versions lack; [] when all stand."""
+    expected = [
+        (loss_module, "scale_loss_for_distribution"),
+        (loss_module, "unscale_loss_for_distribution"),
+        (loss_module, "apply_mask"),
+        (loss_module, "reduce_values"),
+        (tf_trainer.TensorFlowTrainer, "_aggregate_additional_loss"),
+        (tf_trainer.TensorFlowTrainer, "_symbolic_build"),
+        (tf_trainer.TensorFlowTrainer, "_assert_compile_called"),
+        (tf_trainer.TensorFlowTrainer, "_get_metrics_result_or_logs"),
+        (tf_trainer.TensorFlowTrainer, "_should_eval"),
+        (tf_trainer.TensorFlowTrainer, "_flatten_metrics_in_order"),
+        (tf_optimizer.TFOptimizer, "_var_key"),
+        (tf_optimizer.TFOptimizer, "_all_reduce_sum_gradients"),
+        (keras.optimizers.LossScaleOptimizer, "_tf_apply"),
+        (keras.optimizers.LossScaleOptimizer, "_common_apply"),
+        (keras.Model, "_flatten_layers"),
+        (keras.Variable, "_direct_assign"),
+        (data_adapter_utils, "class_weight_to_sample_weights"),
+        (dataset_ops.DatasetV2, "_inputs"),
+        (_context.Context, "configure_coordination_service"),
+        (_context.Context, "set_config_key_value"),
+        (_context.Context, "get_config_key_value"),
+        (_context.Context, "delete_config_key_value"),
+        (_context.Context, "wait_at_barrier"),
+        (_context.Context, "report_error_to_cluster"),
+        *[(base_optimizer.BaseOptimizer, name) for name in _ALONE],
+    ]
+    return [f"{getattr(o, '__name__', o)}.{name}" for o, name in expected if not hasattr(o, name)]

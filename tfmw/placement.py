@@ -1,0 +1,181 @@
+"""Lift a user's Keras model into a strategy, lower it back.
+
+    with lifted(model, strategy):
+        ...                        # each replica has its own copy of every variable
+    model.predict(x)               # an ordinary Keras model again, trained
+
+The model is not rebuilt: it stays the user's own object, whenever and wherever it was made. What
+changes while it is lifted is what its Keras variables hold. With one replica in this process they
+keep their own `tf.Variable`s. With several, each gets one copy per device in place of it
+(aggregation NONE: a replica's update stays on that replica, and replicas stay equal because they
+all apply the same reduced gradients), and gets its own `tf.Variable` back at the end, with the new
+value: whatever else held on to it, a saved function or an export, stays valid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.errors import UsageError
+
+# Folded into the seed of every replica but the first, so that dropout masks differ between them.
+_SEED_STEP = 0x9E3779B1  # 2**32 / golden ratio: nearby replica numbers give distant seeds
+
+
+def all_variables(model: keras.Model) -> list[Any]:
+    """Every Keras variable of the model, its optimizers and its metrics, each once, in order."""
+    candidates: list[Any] = list(model.variables)
+    for optimizer in keras_compat.optimizers_of(model):
+        candidates += keras_compat.optimizer_variables(optimizer)
+    candidates += keras_compat.metric_variables(model)
+    found: dict[int, Any] = {}
+    for variable in candidates:
+        if isinstance(variable, keras.Variable):
+            found.setdefault(id(variable), variable)
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def lifted(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Places the model on every replica of `strategy` and takes it back in the end.
+
+    Args:
+        model: compiled and built, with its optimizer built.
+        strategy: a synchronous strategy.
+
+    Raises:
+        UsageError: a layer keeps a raw `tf.Variable`, which Keras does not know and nobody would
+            keep the same on all replicas.
+    """
+    refuse_raw_variables(model)
+    if strategy.num_replicas_in_sync == 1:
+        yield
+        return
+    variables = all_variables(model)
+    seeds = [g.state for g in keras_compat.seed_generators_of(model)]
+    broadcast(strategy, variables)
+    if local_replicas(strategy) == 1:
+        _vary_seeds(strategy, seeds)
+        try:
+            yield
+        finally:
+            _vary_seeds(strategy, seeds)
+        return
+    originals = [keras_compat.native(v) for v in variables]
+    with contextlib.ExitStack() as stack:
+        for optimizer in keras_compat.optimizers_of(model):
+            stack.enter_context(
+                keras_compat.stable_variable_keys(optimizer, list(model.trainable_variables))
+            )
+        with strategy.scope():
+            for variable, original in zip(variables, originals, strict=True):
+                copy = tf.Variable(
+                    original.read_value(),
+                    trainable=original.trainable,
+                    name=original.name.split(":")[0],
+                    aggregation=tf.VariableAggregation.NONE,
+                )
+                keras_compat.set_native(variable, copy)
+        _vary_seeds(strategy, seeds)
+        try:
+            yield
+        finally:
+            _vary_seeds(strategy, seeds)
+            for variable, original in zip(variables, originals, strict=True):
+                original.assign(local_copies(strategy, variable)[0].read_value())
+                keras_compat.set_native(variable, original)
+
+
+def local_copies(strategy: tf.distribute.Strategy, variable: Any) -> list[tf.Variable]:
+    """This process's copies of a lifted Keras variable, one per local replica."""
+    copies: list[tf.Variable] = list(
+        strategy.experimental_local_results(keras_compat.native(variable))
+    )
+    return copies
+
+
+def broadcast(strategy: tf.distribute.Strategy, variables: Iterable[Any]) -> None:
+    """Gives every worker the chief's values: unseeded initializers differ between processes.
+
+    The variables travel in one tensor per type. A collective: all workers enter it.
+    """
+    if not spans_processes(strategy):
+        return
+    groups: dict[tf.DType, list[tf.Variable]] = {}
+    for variable in variables:
+        value = keras_compat.native(variable)
+        if value.dtype != tf.string:
+            groups.setdefault(_carrier(value.dtype), []).append(value)
+    for dtype, members in sorted(groups.items(), key=lambda item: item[0].name):
+        packed = tf.concat(
+            [tf.reshape(tf.cast(v.read_value(), dtype), [-1]) for v in members], axis=0
+        )
+        # A variable made in the scope takes the chief's initial value on every worker.
+        with strategy.scope():
+            shared = tf.Variable(packed, trainable=False)
+        flat = strategy.experimental_local_results(shared)[0].read_value()
+        sizes = [int(np.prod(v.shape.as_list())) for v in members]
+        for value, part in zip(members, tf.split(flat, sizes), strict=True):
+            value.assign(tf.cast(tf.reshape(part, value.shape), value.dtype))
+
+
+def _carrier(dtype: tf.DType) -> tf.DType:
+    """The type in which values of `dtype` travel unchanged; collectives know only a few."""
+    if dtype.is_floating:
+        return tf.float64 if dtype == tf.float64 else tf.float32
+    return tf.int64
+
+
+def local_replicas(strategy: tf.distribute.Strategy) -> int:
+    """Replicas in this process."""
+    if strategy.num_replicas_in_sync == 1:
+        return 1  # TensorFlow's default strategy has no list of devices
+    return len(strategy.extended.worker_devices)
+
+
+def spans_processes(strategy: tf.distribute.Strategy) -> bool:
+    return strategy.num_replicas_in_sync > local_replicas(strategy)
+
+
+def first_local_replica(strategy: tf.distribute.Strategy) -> int:
+    """The number, over all processes, of this process's first replica."""
+    if not spans_processes(strategy):
+        return 0
+    resolver = strategy.cluster_resolver
+    spec = resolver.cluster_spec().as_dict()
+    before = len(spec.get("chief", [])) if resolver.task_type == "worker" else 0
+    return (before + resolver.task_id) * local_replicas(strategy)
+
+
+def _vary_seeds(strategy: tf.distribute.Strategy, seeds: list[Any]) -> None:
+    """Folds the replica number into seed generators; done twice, it is undone.
+
+    Replica 0 keeps its seeds, so that what the model carries on with is what one process has.
+    """
+    first = first_local_replica(strategy)
+    for state in seeds:
+        for local, copy in enumerate(local_copies(strategy, state)):
+            value = copy.numpy()
+            fold = np.array([(first + local) * _SEED_STEP & 0x7FFFFFFF, 0]).astype(value.dtype)
+            copy.assign(value ^ fold)
+
+
+def refuse_raw_variables(model: keras.Model) -> None:
+    """Raises UsageError naming the layer and attribute that keep a raw `tf.Variable`."""
+    for layer in keras_compat.layers_of(model):
+        for name, value in vars(layer).items():
+            if type(layer).__module__.startswith("keras."):
+                continue  # Keras's own layers keep constants so, such as tf-idf weights
+            if any(isinstance(i, tf.Variable) for i in keras_compat.items_in(value)):
+                raise UsageError(
+                    f"layer {layer.name!r} ({type(layer).__name__}) keeps a raw tf.Variable in "
+                    f"{name!r}, which Keras does not track and no replica would share: create it "
+                    "with self.add_weight(...) instead."
+                )

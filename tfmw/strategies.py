@@ -1,0 +1,429 @@
+"""From a `Cluster` to a `tf.distribute.Strategy`, and joining the cluster once per process.
+
+    cluster = tfmw.init()                            # who am I; join (no-op when alone)
+    strategy = strategies.multi_worker_mirrored("ring")
+    strategies.current_strategy()                    # what fit() trains on
+
+TensorFlow can join a cluster only before its first op, and only once; so `init()` goes first and
+what it joined is kept here, the one place with state that belongs to the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from tfmw import rendezvous
+from tfmw.cluster import Cluster
+from tfmw.errors import TfmwError, UsageError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+logger = logging.getLogger("tfmw")
+
+COLLECTIVES = ("auto", "ring", "nccl")
+STRATEGIES = ("auto", "multi_worker_mirrored", "mirrored", "parameter_server", "default")
+
+# Reducing 100 MB between two CPU workers: 400 ms in one piece, 170 to 200 ms in packs of 1 to 4 MB
+# (`tfmw bench` measures it again). NCCL pipelines by itself and prefers large packs.
+RING_BYTES_PER_PACK = 2 << 20
+HEARTBEAT_S = 10
+LEAVE_TIMEOUT_S = 60.0
+
+
+@dataclasses.dataclass
+class _Joined:
+    """What this process has joined."""
+
+    cluster: Cluster
+    strategy: tf.distribute.Strategy
+    collectives: str
+    failed: bool = False
+
+
+_joined: _Joined | None = None
+
+
+def init(
+    cluster: Cluster | Mapping[str, Any] | None = None,
+    *,
+    strategy: str = "auto",
+    collectives: str = "auto",
+    bytes_per_pack: int | None = None,
+    timeout_s: float | None = None,
+    start_timeout_s: float = 120.0,
+) -> Cluster:
+    """Finds out which task of which cluster this process is, and joins.
+
+    No-op on a single machine; a second call returns the same cluster.
+
+    Args:
+        cluster: an explicit description (`Cluster`, or a dict in the form of TF_CONFIG); else the
+            environment is asked: TF_CONFIG, Slurm, Kubernetes, Open MPI.
+        strategy: "auto" (synchronous training; parameter servers where the cluster has some),
+            "multi_worker_mirrored", "mirrored", "parameter_server" or "default" (none).
+        collectives: "auto", "ring" or "nccl": how synchronous workers reduce.
+        bytes_per_pack: gradients are reduced in packs of about this many bytes.
+        timeout_s: seconds after which a collective fails; None waits as long as peers are alive.
+        start_timeout_s: seconds to wait for all tasks to come.
+
+    Returns:
+        The cluster, with this process's task in it.
+
+    Raises:
+        ClusterError: a malformed or contradictory description, a port in use, tasks that disagree.
+        UsageError: an unknown strategy or collectives, or TensorFlow has run an op already.
+        TfmwError: some task did not come in time.
+    """
+    global _joined
+    _require_choice("strategy", strategy, STRATEGIES)
+    _require_choice("collectives", collectives, COLLECTIVES)
+    resolved = Cluster.resolve(os.environ, cluster)
+    if _joined is not None:
+        if cluster is not None and resolved != _joined.cluster:
+            raise UsageError(
+                f"this process has already joined {_joined.cluster!r} and cannot join "
+                f"{resolved!r}: a process joins once; start a new one for another cluster."
+            )
+        return _joined.cluster
+    if resolved.is_single or resolved.task == "evaluator":
+        return resolved
+    if strategy == "parameter_server" or resolved.has_ps:
+        raise UsageError(
+            f"parameter-server training is not available in this version (received {resolved!r}): "
+            "describe a cluster of workers only, to train synchronously."
+        )
+    _join_multi_worker(resolved, collectives, bytes_per_pack, timeout_s, start_timeout_s)
+    return resolved
+
+
+def _join_multi_worker(
+    cluster: Cluster,
+    collectives: str,
+    bytes_per_pack: int | None,
+    timeout_s: float | None,
+    start_timeout_s: float,
+) -> None:
+    global _joined
+    _require_not_started("tfmw.init()")
+    if cluster.is_public():
+        logger.warning(
+            "tf.distribute's gRPC has no authentication, and whoever reaches its port can run "
+            "code: %s is a public address; keep the cluster in a private network.",
+            ", ".join(cluster.public_addresses()),
+        )
+    facts = {
+        **{name: _version(name) for name in ("tensorflow", "keras", "numpy", "tfmw")},
+        "Python": ".".join(map(str, sys.version_info[:2])),
+        "collectives": collectives,
+    }
+    rendezvous.meet(cluster, facts, timeout_s=start_timeout_s)
+
+    import tensorflow as tf
+
+    from tfmw import keras_compat
+
+    _bound_threads()
+    config = cluster.as_tf_config()
+    jobs = {name: len(a) for name, a in config["cluster"].items() if name in ("chief", "worker")}
+    leader = f"/job:{'chief' if 'chief' in jobs else 'worker'}/replica:0/task:0"
+    keras_compat.configure_coordination(jobs, leader, HEARTBEAT_S)
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({k: config["cluster"][k] for k in jobs}),
+        task_type=cluster.task,
+        task_id=cluster.index,
+        num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
+        rpc_layer="grpc",
+    )
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(
+        cluster_resolver=resolver,
+        communication_options=_communication_options(collectives, bytes_per_pack, timeout_s),
+    )
+    _joined = _Joined(cluster, strategy, collectives)
+    _end_together(_joined)
+    logger.info(
+        "%r: in, %d workers, %d replicas",
+        cluster,
+        cluster.num_workers,
+        strategy.num_replicas_in_sync,
+    )
+
+
+def _version(package: str) -> str:
+    """The installed version, without importing where the package's metadata tells."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # installed under another name, as tensorflow-cpu is
+        return str(importlib.import_module(package).__version__)
+
+
+def _bound_threads() -> None:
+    """Shares this machine's cores between the tasks that a launcher started on it."""
+    import tensorflow as tf
+
+    tasks = int(os.environ.get("TFMW_LOCAL_TASKS", "1"))
+    if tasks > 1 and "TF_NUM_INTRAOP_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // tasks))
+
+
+def _end_together(joined: _Joined) -> None:
+    """Nobody leaves while another still computes: TensorFlow takes a peer's exit for its death.
+
+    An unhandled error is told to all tasks instead, at once, so that it is what everybody shows.
+    """
+    from tfmw import keras_compat
+
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        report_failure(error)
+        show(kind, error, traceback)
+
+    sys.excepthook = hook
+
+    def leave() -> None:
+        if joined.failed:
+            return
+        import tensorflow as tf
+
+        try:
+            keras_compat.coordination_barrier("tfmw/leave", LEAVE_TIMEOUT_S)
+        except tf.errors.OpError as e:
+            logger.warning("left before the other tasks had finished: %s", e.message)
+
+    atexit.register(leave)
+
+
+def report_failure(error: BaseException) -> None:
+    """Tells every task of the cluster that this one fails with `error`; once per process."""
+    if _joined is None or _joined.failed:
+        return
+    _joined.failed = True
+    import tensorflow as tf
+
+    from tfmw import keras_compat
+
+    if is_secondary(error):
+        return
+    name = f"{_joined.cluster.task} {_joined.cluster.index}"
+    try:
+        keras_compat.coordination_report_error(f"{name}: {type(error).__name__}: {error}")
+    except (tf.errors.OpError, ValueError) as e:
+        logger.warning("could not tell the other tasks about the error: %s", e)
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether `error` only says that another task has gone."""
+    import tensorflow as tf
+
+    return isinstance(
+        error,
+        tf.errors.UnavailableError
+        | tf.errors.AbortedError
+        | tf.errors.CancelledError
+        | tf.errors.DeadlineExceededError,
+    )
+
+
+def current_cluster() -> Cluster:
+    """The cluster that `init()` joined; a single process where it joined none."""
+    return Cluster() if _joined is None else _joined.cluster
+
+
+def current_strategy() -> tf.distribute.Strategy:
+    """The strategy of the joined cluster; TensorFlow's default one where there is none."""
+    import tensorflow as tf
+
+    return tf.distribute.get_strategy() if _joined is None else _joined.strategy
+
+
+def choose(strategy: str | tf.distribute.Strategy | None) -> tf.distribute.Strategy:
+    """The strategy that a call of fit, evaluate or predict trains on.
+
+    Args:
+        strategy: "auto" (the joined cluster; else all GPUs of this machine; else none), a name,
+            or a strategy, which is returned as it is.
+
+    Raises:
+        UsageError: an unknown name, or one that this process cannot have any more.
+    """
+    import tensorflow as tf
+
+    if isinstance(strategy, tf.distribute.Strategy):
+        return strategy
+    if strategy is None:
+        strategy = "auto"
+    _require_choice("strategy", strategy, STRATEGIES)
+    if strategy == "auto":
+        if tf.distribute.has_strategy():
+            return tf.distribute.get_strategy()
+        if _joined is None and not Cluster.resolve(os.environ).is_single:
+            init()
+        if _joined is None and len(tf.config.list_logical_devices("GPU")) > 1:
+            return mirrored()
+        return current_strategy()
+    if strategy == "multi_worker_mirrored":
+        if _joined is None:
+            init(strategy=strategy)
+        return current_strategy()
+    if strategy == "mirrored":
+        return mirrored()
+    if strategy == "default":
+        return tf.distribute.get_strategy()
+    raise UsageError(f"strategy {strategy!r} is not available in fit() in this version.")
+
+
+def multi_worker_mirrored(
+    collectives: str = "auto",
+    *,
+    cluster: Cluster | Mapping[str, Any] | None = None,
+    bytes_per_pack: int | None = None,
+    timeout_s: float | None = None,
+) -> tf.distribute.Strategy:
+    """Synchronous training on all workers of the cluster, which this joins if `init` has not.
+
+    Args:
+        collectives: "auto" (NCCL where each worker has GPUs, else ring), "ring" or "nccl".
+        cluster: as in `init`.
+        bytes_per_pack: gradients are reduced in packs of about this many bytes.
+        timeout_s: seconds after which a collective fails; None waits as long as peers are alive.
+
+    Returns:
+        A `tf.distribute.MultiWorkerMirroredStrategy`; on a single machine, one without peers.
+
+    Raises:
+        UsageError: unknown collectives, or NCCL on a machine without GPUs.
+    """
+    _require_choice("collectives", collectives, COLLECTIVES)
+    options = _communication_options(collectives, bytes_per_pack, timeout_s)
+    resolved = init(
+        cluster, collectives=collectives, bytes_per_pack=bytes_per_pack, timeout_s=timeout_s
+    )
+    if not resolved.is_single:
+        return current_strategy()
+    import tensorflow as tf
+
+    return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+
+
+def mirrored(devices: Sequence[str] | None = None) -> tf.distribute.Strategy:
+    """Synchronous training on several devices of this machine.
+
+    Args:
+        devices: such as ["CPU:0", "CPU:1"] or ["GPU:0", "GPU:1"]; all GPUs unless given, and
+            where there are none, all logical CPU devices.
+
+    Raises:
+        UsageError: a device that this machine does not have.
+    """
+    import tensorflow as tf
+
+    known = [d.name.removeprefix("/device:") for d in tf.config.list_logical_devices()]
+    if devices is None:
+        devices = [d for d in known if d.startswith("GPU")] or known
+    unknown = [d for d in devices if d.removeprefix("/").removeprefix("device:").upper() not in known]
+    if unknown or not devices:
+        raise UsageError(f"unknown devices {unknown}: this machine has {', '.join(known)}.")
+    return tf.distribute.MirroredStrategy(devices=list(devices))
+
+
+def parameter_server(
+    cluster: Cluster | Mapping[str, Any] | None = None,
+    *,
+    variable_partitioner: Any = None,
+) -> tf.distribute.Strategy:
+    """A `tf.distribute.ParameterServerStrategy` for the coordinator of `cluster`.
+
+    Only the strategy: `fit` does not train on it in this version. The parameter servers and workers
+    of the cluster must be serving.
+
+    Args:
+        cluster: as in `init`, with `ps` and `workers`; this process is its chief.
+        variable_partitioner: such as `tf.distribute.experimental.partitioners.MinSizePartitioner`.
+
+    Raises:
+        UsageError: the cluster has no parameter servers, or this process is not its coordinator.
+    """
+    resolved = Cluster.resolve(os.environ, cluster)
+    if not resolved.has_ps or not resolved.workers:
+        raise UsageError(
+            f"parameter-server training needs at least one worker and one ps, received {resolved!r}: "
+            'add them to "cluster", or train synchronously.'
+        )
+    if resolved.task != "chief":
+        raise UsageError(
+            f"only the coordinator (task type chief) builds this strategy, received {resolved!r}."
+        )
+    import tensorflow as tf
+
+    config = resolved.as_tf_config()
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(config["cluster"]), task_type="chief", task_id=0, rpc_layer="grpc"
+    )
+    return tf.distribute.ParameterServerStrategy(
+        resolver, variable_partitioner=variable_partitioner
+    )
+
+
+def _communication_options(
+    collectives: str, bytes_per_pack: int | None, timeout_s: float | None
+) -> tf.distribute.experimental.CommunicationOptions:
+    import tensorflow as tf
+
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    if collectives == "nccl" and not gpus:
+        raise UsageError(
+            'collectives="nccl" reduces between GPUs, and this machine has none: '
+            'use "ring", or "auto".'
+        )
+    implementation = {
+        "auto": tf.distribute.experimental.CommunicationImplementation.AUTO,
+        "ring": tf.distribute.experimental.CommunicationImplementation.RING,
+        "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
+    }[collectives]
+    if bytes_per_pack is None:
+        bytes_per_pack = 0 if collectives == "nccl" or gpus else RING_BYTES_PER_PACK
+    return tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=bytes_per_pack, timeout_seconds=timeout_s, implementation=implementation
+    )
+
+
+def _require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UsageError(
+            f"unknown {name} {value!r}: expected one of {', '.join(map(repr, choices))}."
+        )
+
+
+def _require_not_started(what: str) -> None:
+    if "tensorflow" not in sys.modules:
+        return
+    from tfmw import keras_compat
+
+    if keras_compat.runtime_started():
+        raise UsageError(
+            f"{what} came after TensorFlow had run its first op, and a running TensorFlow cannot "
+            "join a cluster: call it first in the script, before any tensor, dataset or model is "
+            "made (`tfmw run` does this for you; in a notebook, use tfmw.fit(..., workers=2))."
+        )
+
+
+__all__ = [
+    "TfmwError",
+    "choose",
+    "current_cluster",
+    "current_strategy",
+    "init",
+    "mirrored",
+    "multi_worker_mirrored",
+    "parameter_server",
+]

@@ -1,0 +1,653 @@
+"""The synchronous driver: one model, many replicas, the numbers of one process.
+
+    with SyncDriver(model, strategy) as driver:
+        steps = driver.train(iterator, most=10, evenness=share.full, counted=share.counted)
+        logs = driver.look("train")
+
+Each step, on each replica (all of it one traced function, many steps per Python call):
+
+    batch, total = this replica's part of the global batch, the size of the whole
+    weight = examples here / total                      (losses are scaled by it)
+    model.train_step(batch)                             (the user's own, if they have one)
+        optimizer.apply(gradients) first sums the gradients over replicas, then updates this
+        replica's variables, as if it were alone
+
+so every replica makes the same update and none needs a cross-replica context. Metrics are counted
+on each replica and added up when somebody looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw import keras_compat, placement
+from tfmw.data import Evenness, Split
+from tfmw.errors import UsageError
+from tfmw.group import Group
+
+logger = logging.getLogger("tfmw")
+
+SUM = tf.distribute.ReduceOp.SUM
+
+
+class SyncDriver:
+    """Runs steps of a model on all replicas of a strategy.
+
+    Args:
+        model: compiled and built, with its optimizer built.
+        strategy: mirrored, multi-worker mirrored, or TensorFlow's default.
+
+    Attributes:
+        split: how global batches are divided between the replicas.
+        group: the processes that train together.
+    """
+
+    def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy):
+        self.model = model
+        self.strategy = strategy
+        self.group = Group.of(strategy)
+        self.split = Split(
+            self.group.size, self.group.rank, placement.local_replicas(strategy)
+        )
+        self._stack = contextlib.ExitStack()
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._logs: dict[str, _Logs] = {}
+        self._assigned: list[Any] = []
+        self._has_synchronized_norm = any(
+            keras_compat.is_synchronized_batch_norm(layer)
+            for layer in keras_compat.layers_of(model)
+        )
+        self._warned: set[str] = set()
+        if self.replicas > 1 and model.jit_compile:
+            self._warn_once(
+                "jit_compile is off on several replicas: XLA cannot compile collectives."
+            )
+
+    @property
+    def replicas(self) -> int:
+        return self.strategy.num_replicas_in_sync
+
+    def __enter__(self) -> SyncDriver:
+        enter = self._stack.enter_context
+        enter(placement.lifted(self.model, self.strategy))
+        if self.replicas > 1:
+            for optimizer in keras_compat.optimizers_of(self.model):
+                enter(keras_compat.alone_on_replica(optimizer, self._reduce_gradients))
+            enter(keras_compat.per_output_losses_weighted(self.model))
+        if any(keras_compat.overrides_step(self.model, f"{k}_step") for k in ("train", "test")):
+            enter(_noting_results(self.model))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    # ------------------------------------------------------------ steps
+
+    def train(self, iterator: Any, most: int, evenness: Evenness, counted: bool = True) -> int:
+        """Runs up to `most` training steps.
+
+        Args:
+            iterator: over the dataset of a `data.Share`.
+            most: steps to make, fewer only where the data ends.
+            evenness: of the shares of these steps.
+            counted: whether the dataset knows the size of each global batch.
+
+        Returns:
+            Steps made, the same number on every worker.
+        """
+        return self._steps("train", iterator, most, evenness, counted)
+
+    def test(self, iterator: Any, most: int, evenness: Evenness, counted: bool = True) -> int:
+        """Runs up to `most` evaluation steps; see `train`."""
+        return self._steps("test", iterator, most, evenness, counted)
+
+    def _steps(
+        self, kind: str, iterator: Any, most: int, evenness: Evenness, counted: bool
+    ) -> int:
+        careful = self.replicas > 1 and (
+            evenness.empty or (evenness.uneven and kind == "train" and bool(self._state()))
+        )
+        key = (kind, careful, counted, iterator.element_spec)
+        if key not in self._functions:
+            self._functions[key] = self._traced(kind, careful, counted)
+        return int(self._functions[key](iterator, tf.constant(most, tf.int64)))
+
+    def _traced(self, kind: str, careful: bool, counted: bool) -> Callable[..., Any]:
+        """A function (iterator, most) -> steps made."""
+        state = self._state() if careful and kind == "train" else []
+
+        def one_step(parts: Any, total: Any) -> Any:
+            with keras_compat.recorded_assignments(self._assigned):
+                totals = self.strategy.run(
+                    lambda p, t: self._replica_step(kind, p, t, careful, counted, state),
+                    args=(parts, total),
+                )
+            return self.strategy.experimental_local_results(totals)[0]
+
+        if self.model.run_eagerly:
+
+            def eager_steps(iterator: Any, most: tf.Tensor) -> int:
+                for made in range(int(most)):
+                    try:
+                        element = next(iterator)
+                    except StopIteration:
+                        return made
+                    if not int(one_step(*element)):
+                        return made
+                return int(most)
+
+            return eager_steps
+
+        def steps(iterator: Any, most: tf.Tensor) -> tf.Tensor:
+            def body(made: tf.Tensor, going: tf.Tensor) -> Any:
+                element = iterator.get_next_as_optional()
+                examples = tf.cond(
+                    element.has_value(),
+                    lambda: tf.cast(one_step(*element.get_value()), tf.int64),
+                    lambda: tf.constant(0, tf.int64),
+                )
+                going = examples > 0
+                return made + tf.cast(going, tf.int64), going
+
+            made, _ = tf.while_loop(
+                lambda made, going: tf.logical_and(going, made < most),
+                body,
+                [tf.constant(0, tf.int64), tf.constant(True)],
+                parallel_iterations=1,
+            )
+            return made
+
+        return tf.function(steps, autograph=False, reduce_retracing=True)
+
+    def _replica_step(
+        self,
+        kind: str,
+        parts: tuple[Any, ...],
+        total: Any,
+        careful: bool,
+        counted: bool,
+        state: list[Any],
+    ) -> Any:
+        """One step on one replica. Returns int32 [], 0 once no replica has examples left."""
+        local = self._local_replica()
+        batch = parts[local]
+        if self.replicas == 1:
+            self._call_step(kind, batch, local, None)
+            return tf.constant(1)
+        rows = tf.cast(_rows(batch), tf.int32)
+        if counted:
+            total = tf.cast(tf.identity(total), tf.int32)
+        else:
+            replica = tf.distribute.get_replica_context()
+            total = replica.all_reduce(SUM, tf.identity(rows))
+        share = keras_compat.LossShare(rows, total, careful, counted)
+        with keras_compat.loss_share(share):
+            if careful:
+                self._careful_step(kind, batch, local, share, state)
+            else:
+                self._call_step(kind, batch, local, share)
+        return tf.constant(1) if counted else tf.identity(total)
+
+    def _careful_step(
+        self, kind: str, batch: Any, local: int, share: keras_compat.LossShare, state: list[Any]
+    ) -> None:
+        """A step in which shares differ, and this replica may have no example at all.
+
+        A replica without examples takes part in every collective, on a batch of one made-up
+        example, and contributes nothing: no gradient, no metric, no moving average.
+        """
+        present = share.rows > 0
+        metrics = [(v, tf.identity(v.value)) for v in keras_compat.metric_variables(self.model)]
+        if state:
+            # With equal starting points, weighted steps from there average to the right one.
+            self._average(state)
+        averages = [(keras_compat.native(v), tf.identity(v.value)) for v in state]
+        if not self._has_synchronized_norm:
+            batch = tf.nest.map_structure(lambda t: _or_one_example(t, present), batch)
+        self._call_step(kind, batch, local, share)
+        for variable, before in metrics:
+            variable.assign(tf.where(present, variable.value, before))
+        for variable, before in averages:
+            factor = tf.cast(share.weight * float(self.replicas), before.dtype)
+            after = before + factor * (variable.read_value() - before)
+            variable.assign(tf.where(present, after, before))
+
+    def _call_step(
+        self, kind: str, batch: Any, local: int, share: keras_compat.LossShare | None
+    ) -> None:
+        model = self.model
+        logs = self._logs.setdefault(kind, _Logs())
+        step = model.train_step if kind == "train" else model.test_step
+        if share is None and model.jit_compile and not model.run_eagerly:
+            step = tf.function(step, jit_compile=True, reduce_retracing=True)
+        with _Noted.on_this_thread() as noted:
+            returned = step(batch)
+        if not keras_compat.overrides_step(model, f"{kind}_step"):
+            noted = None
+        logs.keep(returned, noted, local, share)
+        if share is not None and share.scalar_losses:
+            self._warn_once(
+                "a loss function returned one number instead of one per example: it is taken for "
+                "a mean over the examples of each replica."
+            )
+
+    def _reduce_gradients(
+        self, grads: list[Any], share: keras_compat.LossShare
+    ) -> list[Any]:
+        """Gradients of this replica -> gradients of the global batch, the same everywhere."""
+        if not share.used:
+            self._warn_once(
+                "train_step computes a loss that Keras does not scale: it is taken for a mean over "
+                "examples, and gradients are averaged over replicas by their numbers of examples. "
+                "Use self.compute_loss(...) or keras.losses objects for exact sums."
+            )
+            grads = [_scaled(g, share.weight) for g in grads]
+        if share.careful:
+            present = share.rows > 0
+            grads = [_or_zeros(g, present) for g in grads]
+        positions = [i for i, g in enumerate(grads) if g is not None]
+        replica = tf.distribute.get_replica_context()
+        reduced = replica.all_reduce(SUM, [grads[i] for i in positions])
+        out: list[Any] = [None] * len(grads)
+        for position, value in zip(positions, reduced, strict=True):
+            out[position] = value
+        return out
+
+    def _local_replica(self) -> int:
+        replica = tf.distribute.get_replica_context()
+        number = tf.get_static_value(replica.replica_id_in_sync_group)
+        return int(number) - self.split.first if self.split.local > 1 else 0
+
+    # ------------------------------------------------------------ what replicas keep to themselves
+
+    def _state(self) -> list[Any]:
+        """Float variables that layers update in a step, each replica its own (batch norm)."""
+        state = [
+            v
+            for v in keras_compat.state_variables_of(self.model)
+            if keras_compat.native(v).dtype.is_floating
+        ]
+        if not self._assigned:
+            return state
+        return [v for v in state if any(v is a for a in self._assigned)]
+
+    def average_state(self) -> None:
+        """Makes moving averages the mean over replicas, everywhere.
+
+        A mean commutes with a moving average, so it may be taken at any time between steps; it is
+        taken before anybody reads. A collective: all workers enter it.
+        """
+        if self.replicas == 1 or not self._state():
+            return
+        if "average" not in self._functions:
+            self._functions["average"] = tf.function(
+                lambda: self.strategy.run(lambda: self._average(self._state())), autograph=False
+            )
+        self._functions["average"]()
+
+    def _average(self, variables: list[Any]) -> None:
+        values = [tf.identity(keras_compat.native(v).read_value()) for v in variables]
+        sums = _packed_sum(values)
+        for variable, total in zip(variables, sums, strict=True):
+            keras_compat.native(variable).assign(total / tf.cast(self.replicas, total.dtype))
+
+    def reset_metrics(self) -> None:
+        self.model.reset_metrics()
+
+    def look(self, kind: str) -> dict[str, float]:
+        """Logs of the steps since the last reset, over all replicas.
+
+        A collective: all workers enter it.
+
+        Returns:
+            Name -> value, as the model's own step names them.
+        """
+        logs = self._logs.get(kind)
+        if logs is None:
+            return {}
+        if ("look", kind) not in self._functions:
+
+            def look() -> dict[str, Any]:
+                variables = keras_compat.metric_variables(self.model)
+                raw = logs.raw_names()
+
+                def local_values() -> Any:
+                    local = self._local_replica()
+                    values = [tf.identity(v.value) for v in variables]
+                    values += [tf.identity(logs.raw[name][local]) for name in raw]
+                    return _packed_sum(values) if self.replicas > 1 else values
+
+                sums = self.strategy.run(local_values)
+                sums = [self.strategy.experimental_local_results(s)[0] for s in sums]
+                mapping = list(zip(variables, sums, strict=False))
+                with keras.StatelessScope(state_mapping=mapping):
+                    results = logs.results(self.model)
+                results.update(zip(raw, sums[len(variables) :], strict=True))
+                return {name: results[name] for name in logs.names if name in results}
+
+            self._functions[("look", kind)] = (
+                look if self.model.run_eagerly and self.replicas == 1
+                else tf.function(look, autograph=False)
+            )
+        values = self._functions[("look", kind)]()
+        return {name: _python(value) for name, value in values.items()}
+
+    # ------------------------------------------------------------ prediction
+
+    def predict(self, iterator: Any, most: int | None, after_step: Callable[[int], None]) -> Any:
+        """Predictions for every example of a pass, in the dataset's order, on every worker.
+
+        Args:
+            iterator: over the dataset of a `data.Share`.
+            most: global batches to predict; None for all.
+            after_step: called with the number of steps made.
+
+        Returns:
+            Structure of arrays [examples, ...], as the model's outputs.
+        """
+
+        def one_step(parts: Any) -> Any:
+            def on_replica(parts: Any) -> Any:
+                batch = parts[self._local_replica()]
+                rows = _rows(batch)
+                present = rows > 0
+                if self.replicas > 1:
+                    batch = tf.nest.map_structure(lambda t: _or_one_example(t, present), batch)
+                outputs = self.model.predict_step(batch)
+                if self.replicas > 1:
+                    outputs = tf.nest.map_structure(lambda t: t[:rows], outputs)
+                return outputs, rows
+
+            return self.strategy.run(on_replica, args=(parts,))
+
+        if not self.model.run_eagerly:
+            one_step = tf.function(one_step, autograph=False, reduce_retracing=True)
+        outputs: list[list[Any]] = []  # per step and local replica: flat outputs
+        rows: list[list[int]] = []
+        structure: Any = None
+        while most is None or len(rows) < most:
+            try:
+                parts, total = next(iterator)
+            except StopIteration:
+                break
+            if int(total) < 0 and not any(int(_rows(p)) for p in parts):
+                break
+            result, counts = one_step(parts)
+            structure = result
+            flat = [
+                self.strategy.experimental_local_results(t)
+                for t in tf.nest.flatten(result, expand_composites=False)
+            ]
+            outputs.append([[leaf[d] for leaf in flat] for d in range(self.split.local)])
+            rows.append(
+                [int(n) for n in self.strategy.experimental_local_results(counts)]
+            )
+            after_step(len(rows))
+        return self._assembled(outputs, rows, structure)
+
+    def _assembled(self, outputs: list[list[Any]], rows: list[list[int]], structure: Any) -> Any:
+        """Puts all replicas' predictions in order: example j of a batch is replica j mod R's."""
+        if structure is None and self.group.size == 1:
+            raise UsageError("the dataset is empty: expected at least one batch to predict.")
+        all_rows = self.group.from_all(rows)
+        leaves = []
+        number = len(outputs[0][0]) if outputs else 0
+        number = max(self.group.from_all(number))
+        for leaf in range(number):
+            mine = [part[leaf] for step in outputs for part in step]
+            if any(isinstance(t, (tf.RaggedTensor, tf.SparseTensor)) for t in mine):
+                if self.replicas > 1:
+                    raise UsageError(
+                        "predictions that are ragged or sparse cannot be put together over "
+                        "several replicas: make the model's output dense."
+                    )
+                leaves.append(tf.concat(mine, axis=0))
+                continue
+            leaves.append(self._in_order([np.asarray(t) for t in mine], all_rows))
+        if structure is None:
+            return leaves[0] if len(leaves) == 1 else leaves
+        return tf.nest.pack_sequence_as(structure, leaves)
+
+    def _in_order(self, mine: list[np.ndarray], all_rows: list[list[list[int]]]) -> np.ndarray:
+        everyone = self._gathered(np.concatenate(mine) if mine else np.zeros([0]), all_rows)
+        steps = max(len(r) for r in all_rows)
+        taken = [0] * self.group.size
+        pieces = []
+        for step in range(steps):
+            parts = []
+            for worker, rows in enumerate(all_rows):
+                for count in rows[step] if step < len(rows) else [0] * self.split.local:
+                    start = taken[worker]
+                    parts.append(everyone[worker][start : start + count])
+                    taken[worker] = start + count
+            batch = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
+            if _interleaved([len(p) for p in parts]):
+                for replica, part in enumerate(parts):
+                    batch[replica :: len(parts)] = part
+            else:  # pipelines of dataset functions: each replica's examples one after the other
+                batch = np.concatenate(parts)
+            pieces.append(batch)
+        return np.concatenate(pieces)
+
+    def _gathered(self, mine: np.ndarray, all_rows: Any) -> list[np.ndarray]:
+        """Every worker's array, on every worker."""
+        if self.group.size == 1:
+            return [mine]
+        sizes = [sum(map(sum, rows)) for rows in all_rows]
+        # A worker without examples learns the shape and type from the others.
+        shapes = self.group.from_all([list(mine.shape[1:]), mine.dtype.name])
+        shape, name = shapes[int(np.argmax(sizes))]
+        dtype = tf.as_dtype(name)
+        if dtype == tf.string or name == "object":
+            raise UsageError(
+                "predictions are strings, which cannot be sent between workers: predict their "
+                "indices and look them up afterwards."
+            )
+        carrier = dtype if dtype in (tf.float32, tf.float64, tf.int32, tf.int64) else None
+        carrier = carrier or (tf.float32 if dtype.is_floating else tf.int64)
+        padded = np.zeros([max(sizes), *shape], carrier.as_numpy_dtype)
+        padded[: len(mine)] = mine.reshape(-1, *shape) if len(mine) else 0
+
+        @tf.function(autograph=False)
+        def gather(value: tf.Tensor) -> tf.Tensor:
+            return self.strategy.gather(
+                self.strategy.run(lambda v: tf.identity(v), args=(value,)), axis=0
+            )
+
+        local = self.split.local
+        flat = gather(tf.constant(padded)).numpy()
+        blocks = np.split(flat, self.group.size * local)[::local]
+        return [
+            block[:size].astype(dtype.as_numpy_dtype)
+            for block, size in zip(blocks, sizes, strict=True)
+        ]
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            if self.group.is_chief:
+                warnings.warn(f"tfmw: {message}", stacklevel=2)
+
+
+def _interleaved(lengths: list[int]) -> bool:
+    total = sum(lengths)
+    return lengths == [len(range(r, total, len(lengths))) for r in range(len(lengths))]
+
+
+# ---------------------------------------------------------------- logs of a step
+
+
+_noting = threading.local()
+
+
+class _Noted:
+    """Tensors that metrics and compute_loss returned while this thread traced a step."""
+
+    def __init__(self) -> None:
+        self.results: list[Any] = []
+        self.losses: list[Any] = []
+
+    @classmethod
+    @contextlib.contextmanager
+    def on_this_thread(cls) -> Iterator[_Noted | None]:
+        _noting.now = cls()
+        try:
+            yield _noting.now
+        finally:
+            _noting.now = None
+
+
+@contextlib.contextmanager
+def _noting_results(model: keras.Model) -> Iterator[None]:
+    """Notes where the logs of a custom step come from: its tensors tell."""
+    overrides: list[tuple[Any, str, Any]] = []
+
+    def noted(call: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            value = call(*args, **kwargs)
+            now = getattr(_noting, "now", None)
+            if now is not None:
+                getattr(now, kind).extend(tf.nest.flatten(value))
+            return value
+
+        return wrapper
+
+    for metric in keras_compat.leaf_metrics(model):
+        overrides.append((metric, "result", noted(metric.result, "results")))
+    overrides.append((model, "compute_loss", noted(model.compute_loss, "losses")))
+    with keras_compat.overridden(overrides):
+        yield
+
+
+class _Logs:
+    """What a step returns: which of it are metrics, and the last values of what is not."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.raw: dict[str, list[tf.Variable]] = {}
+
+    def keep(
+        self,
+        returned: Any,
+        noted: _Noted | None,
+        local: int,
+        share: keras_compat.LossShare | None,
+    ) -> None:
+        """Takes what a step returned.
+
+        Args:
+            noted: where its values come from; None for Keras's own steps, which return metrics.
+        """
+        if not isinstance(returned, dict):
+            raise UsageError(
+                f"the model's step returned {type(returned).__name__}: expected a dict of logs, "
+                'such as {"loss": loss}.'
+            )
+        self.names = list(returned)
+        if noted is None:
+            return
+        for name, value in returned.items():
+            if isinstance(value, dict) or any(value is r for r in noted.results):
+                continue
+            is_loss = any(value is v for v in noted.losses)
+            value = tf.cast(tf.reduce_mean(tf.cast(value, tf.float32)), tf.float32)
+            if share is not None and not is_loss:
+                value = tf.math.multiply_no_nan(value, share.weight)
+            elif share is not None:
+                value = tf.where(share.rows > 0, value, 0.0)
+            holders = self.raw.setdefault(name, [])
+            with tf.init_scope():
+                while len(holders) <= local:
+                    holders.append(tf.Variable(0.0, trainable=False))
+            holders[local].assign(value)
+
+    def raw_names(self) -> list[str]:
+        return list(self.raw)
+
+    def results(self, model: keras.Model) -> dict[str, Any]:
+        results = dict(model.get_metrics_result())
+        for metric in keras_compat.leaf_metrics(model):
+            # Names that a custom step gives to metrics that Keras does not list by that name.
+            if metric.name in self.names and metric.name not in results:
+                results[metric.name] = metric.result()
+        return results
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def _rows(batch: Any) -> tf.Tensor:
+    first = next(t for t in tf.nest.flatten(batch) if t is not None)
+    if isinstance(first, tf.RaggedTensor):
+        return tf.cast(first.nrows(), tf.int32)
+    if isinstance(first, tf.SparseTensor):
+        return tf.cast(first.dense_shape[0], tf.int32)
+    return tf.shape(first)[0]
+
+
+def _or_one_example(tensor: Any, present: tf.Tensor) -> Any:
+    """The batch, or where it has no example, one of zeros."""
+    if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor)):
+        return tensor
+    one = tf.zeros([1, *[d or 1 for d in tensor.shape[1:]]], tensor.dtype)
+    out = tf.cond(present, lambda: tensor, lambda: one)
+    out.set_shape([None, *tensor.shape[1:]])
+    return out
+
+
+def _scaled(grad: Any, weight: tf.Tensor) -> Any:
+    if grad is None:
+        return None
+    if isinstance(grad, tf.IndexedSlices):
+        values = grad.values * tf.cast(weight, grad.values.dtype)
+        return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
+    return grad * tf.cast(weight, grad.dtype)
+
+
+def _or_zeros(grad: Any, present: tf.Tensor) -> Any:
+    if grad is None:
+        return None
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            _or_zeros(grad.values, present), grad.indices, grad.dense_shape
+        )
+    return tf.cond(present, lambda: grad, lambda: tf.zeros_like(grad))
+
+
+def _nothing(_: Any = None) -> tf.Tensor:
+    return tf.constant(0)
+
+
+def _packed_sum(values: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums over replicas, one reduction per type. In a replica context."""
+    replica = tf.distribute.get_replica_context()
+    out: list[Any] = [None] * len(values)
+    by_type: dict[tf.DType, list[int]] = {}
+    for i, value in enumerate(values):
+        by_type.setdefault(value.dtype, []).append(i)
+    for dtype, positions in sorted(by_type.items(), key=lambda item: item[0].name):
+        carrier = dtype if dtype in (tf.float32, tf.float64, tf.int32, tf.int64) else None
+        carrier = carrier or (tf.float32 if dtype.is_floating else tf.int64)
+        flat = tf.concat(
+            [tf.reshape(tf.cast(values[i], carrier), [-1]) for i in positions], axis=0
+        )
+        total = replica.all_reduce(SUM, flat)
+        sizes = [int(np.prod(values[i].shape.as_list())) for i in positions]
+        for i, part in zip(positions, tf.split(total, sizes), strict=True):
+            out[i] = tf.cast(tf.reshape(part, values[i].shape), dtype)
+    return out
+
+
+def _python(value: Any) -> float:
+    """A log as Keras gives it: a Python float where it is one number."""
+    array = np.asarray(value)
+    return float(array) if array.ndim == 0 else array
