@@ -421,6 +421,11 @@ def _from_slurm(environ: Mapping[str, str]) -> Cluster | None:
     rank = _count(environ, (SLURM_PROCID,))
     nodelist = _need(environ, SLURM_NODELIST, "start the tasks with srun")
     nodes = list(_expand_nodes(nodelist))
+    if not nodes:  # n[3-1]
+        raise ClusterError(
+            f"the Slurm environment gives the node list {nodelist!r}, which names no node; "
+            "start the tasks with srun."
+        )
     per_node_text = _first(environ, SLURM_TASKS_PER_NODE)
     if per_node_text is None and total % len(nodes):
         raise ClusterError(
@@ -477,9 +482,7 @@ def _expand_nodes(text: str) -> Iterator[str]:
 
     slurm.conf(5), NodeName: ranges keep the width of their first number.
     """
-    if not re.fullmatch(
-        r"(?:[^\[\],\s]|\[[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*\]|,(?=[^,]))+", text
-    ):
+    if not _NODELIST.fullmatch(text):
         raise ClusterError(
             f"the Slurm environment gives the node list {text!r}; expected a form such as "
             "n[01-03,7],m2."

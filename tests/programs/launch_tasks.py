@@ -1,0 +1,149 @@
+"""Tasks that do what their flag says, without TensorFlow: `launch_tasks.py "worker 1=fail"`.
+
+A task without a flag writes its result and is done.
+"""
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from tests.programs import _result
+from tfmw.errors import UsageError
+
+PAUSE = [sys.executable, "-c", "import signal; signal.pause()"]
+
+
+class UnavailableError(Exception):
+    """Has the name of what TensorFlow raises when a peer goes."""
+
+
+def ready() -> None:
+    """Tells the test that this task has come to its point."""
+    print(f"ready {os.getpid()}", flush=True)
+
+
+def await_error_of(task: str) -> None:
+    """Returns once the other task's error is recorded."""
+    path = Path(os.environ["TFMW_ERROR_FILE"]).parent.parent / task / "error.json"
+    while not path.exists():
+        os.sched_yield()
+
+
+def wait() -> None:
+    ready()
+    signal.pause()
+
+
+def stubborn() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready()
+    while True:
+        signal.pause()
+
+
+def parent() -> None:
+    child = subprocess.Popen(PAUSE)
+    print(f"child {child.pid}", flush=True)
+    wait()
+
+
+def leave_a_child() -> None:
+    subprocess.Popen(PAUSE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def fail() -> None:
+    raise ValueError("bad batch")
+
+
+def fail_last() -> None:
+    """Fails after worker 0 has left with the echo of it."""
+    await_error_of("worker_0")
+    fail()
+
+
+def fail_and_hang() -> None:
+    atexit.register(signal.pause)
+    fail()
+
+
+def echo_last() -> None:
+    """The error of a task whose peer has failed; usually it is the first to have left."""
+    await_error_of("worker_1")
+    echo()
+
+
+def echo() -> None:
+    try:
+        raise UnavailableError("worker 1 has gone")
+    except UnavailableError as error:
+        raise RuntimeError("training failed") from error
+
+
+def usage() -> None:
+    raise UsageError("the model is not compiled; call compile first.")
+
+
+def leave_3() -> None:
+    sys.exit(3)
+
+
+def leave_words() -> None:
+    sys.exit("no data here")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def unfinished_line() -> None:
+    os.write(1, b"no newline \xff\xfe")
+
+
+def progress() -> None:
+    """As Keras writes it, and one line of the other worker in between."""
+    print(f"a terminal: {sys.stdout.isatty()} {os.environ.get('TFMW_TTY')}")
+    sys.stdout.write("\r1/2 \x1b[32m=\x1b[0m.")
+    sys.stdout.flush()
+    mark = Path(os.environ["TFMW_RESULT"]) / "in_the_middle"
+    mark.touch()
+    while mark.exists():
+        os.sched_yield()
+    sys.stdout.write("\b" * 6 + "\r2/2 ==\n")
+
+
+def interrupt() -> None:
+    mark = Path(os.environ["TFMW_RESULT"]) / "in_the_middle"
+    while not mark.exists():
+        os.sched_yield()
+    print("hello from the middle")
+
+
+def babble() -> NoReturn:
+    while True:
+        print("babble", flush=True)
+
+
+def done() -> None:
+    print("to stdout")
+    print("to stderr", file=sys.stderr)
+    _result.write(
+        {
+            "argv": sys.argv,
+            "config": json.loads(os.environ["TF_CONFIG"]),
+            "name": __name__,
+            "path": sys.path[0],
+            "session": os.getsid(0) == os.getpid(),
+            "terminal": sys.stdout.isatty(),
+            "env": {k: v for k, v in os.environ.items() if k.startswith(("TFMW_", "TF_CPP"))},
+        }
+    )
+
+
+if __name__ == "__main__":
+    actions = dict(flag.split("=", 1) for flag in sys.argv[1:] if "=" in flag)
+    globals()[actions.get(os.environ["TFMW_TASK"], "done")]()

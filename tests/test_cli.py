@@ -1,0 +1,208 @@
+"""The command line: wrong usages, the program's flags, the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import PROGRAMS, ROOT
+from tfmw import _env, cli
+
+PROGRAM = str(PROGRAMS / "launch_tasks.py")
+TWO = {"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}}
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.setenv("TFMW_NO_INIT", "1")
+
+
+def tfmw(
+    *args: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+    command = [sys.executable, "-m", "tfmw", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=cwd, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["run", "--workers", "2"], ["no script is given"]),
+        (["run", "--workers", "2", "nowhere.py"], ["no script 'nowhere.py'", str(ROOT)]),
+        (["run", "--workers", "2", "-m", "no_such_module.train"], ["no module 'no_such_module"]),
+        (["run", "--workers", "2", "-m"], ["-m"]),
+        (["run", "--workers", "0", PROGRAM], ["workers is 0", "at least 1"]),
+        (["run", "--workers", "-1", PROGRAM], ["workers is -1"]),
+        (["run", "--workers", "two", PROGRAM], ["'two'"]),
+        (["run", "--workers", "1", "--ps", "-1", PROGRAM], ["ps is -1"]),
+        (["run", "--ps", "1", PROGRAM], ["need --workers"]),
+        (["run", "--wrokers", "1", PROGRAM], ["--wrokers"]),
+        (["run", "--work", "1", PROGRAM], ["--work"]),
+        (["run", "--workers", "1", "--log-dir", PROGRAM, PROGRAM], [PROGRAM, "--log-dir"]),
+        (["run", "--workers", "1", "--log-dir", f"{PROGRAM}/a", PROGRAM], ["Not a directory"]),
+        (["walk"], ["walk"]),
+        ([], ["COMMAND"]),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_status_2(args, words, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert cli.main(args) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("tfmw: ")
+    assert captured.err.endswith(".\n")
+    assert [word for word in words if word not in captured.err] == []
+
+
+def test_a_cluster_that_is_described_already(capsys, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", json.dumps(TWO))
+    assert cli.main(["run", "--workers", "2", PROGRAM]) == 2
+    assert capsys.readouterr().err == (
+        f"tfmw: TF_CONFIG is already set to {json.dumps(TWO)}; unset it or drop --workers.\n"
+    )
+
+
+def test_a_wrong_cluster_description_is_told_before_anything_starts():
+    answer = tfmw("run", PROGRAM, env={"TF_CONFIG": json.dumps(TWO)})
+    assert answer.returncode == 2
+    assert answer.stderr.startswith("tfmw: TF_CONFIG lists 2 tasks")
+    assert answer.stderr.count("\n") == 1
+
+
+class TestSplit:
+    """Whose flag is whose."""
+
+    @pytest.mark.parametrize(
+        ("given", "own", "program"),
+        [
+            ("--workers 2 a.py --workers 3", "--workers 2", "a.py --workers 3"),
+            ("--workers=2 --ps 1 a.py", "--workers=2 --ps 1", "a.py"),
+            ("--log_dir x_y a.py --log_dir z", "--log-dir x_y", "a.py --log_dir z"),
+            ("--log_dir=x_y a.py", "--log-dir=x_y", "a.py"),
+            ("--evaluator a.py -m b", "--evaluator", "a.py -m b"),
+            ("--workers 2 -m a.b --log_dir z -- x", "--workers 2 -m a.b", "a.b --log_dir z -- x"),
+            ("--workers 2 -- a.py -- x", "--workers 2", "a.py -- x"),
+            ("-h", "-h", ""),
+            ("--workers", "--workers", ""),
+        ],
+    )
+    def test_the_program_ends_our_options(self, given, own, program):
+        commands = cli._Parser().add_subparsers()
+        found = cli._split(given.split(), cli._run_parser(commands))
+        assert found == (own.split(), program.split())
+
+
+def test_run_as_the_one_task_of_a_cluster_that_others_started(tmp_path):
+    config = {**TWO, "task": {"type": "worker", "index": 1}}
+    env = {"TF_CONFIG": json.dumps(config), "TFMW_TASK": "worker 1", "TFMW_RESULT": str(tmp_path)}
+    answer = tfmw("run", PROGRAM, "--epochs", "3", env=env)
+    assert (answer.returncode, answer.stdout) == (0, "to stdout\n")
+    result = json.loads((tmp_path / "worker_1.json").read_text())
+    assert result["argv"] == [PROGRAM, "--epochs", "3"]
+    assert result["config"] == config
+
+
+def test_a_module(tmp_path):
+    env = {"TFMW_RESULT": str(tmp_path)}
+    module = "tests.programs.launch_tasks"
+    answer = tfmw("run", "--workers", "1", "-m", module, "--epochs", "3", env=env)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    result = json.loads((tmp_path / "worker_0.json").read_text())
+    assert result["argv"] == [PROGRAM, "--epochs", "3"]
+    assert (result["name"], result["path"]) == ("__main__", str(ROOT))
+
+
+def test_a_script_does_not_see_the_modules_of_tfmw_under_short_names(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys, tfmw\nimport cluster\nprint(cluster.OWN, sys.path[0])\n")
+    (tmp_path / "cluster.py").write_text("OWN = 'mine'\n")
+    answer = tfmw("run", "--workers", "1", str(script), env={"PYTHONPATH": str(ROOT)})
+    assert answer.stdout == f"[worker 0] mine {tmp_path}\n"
+
+
+def test_children_find_tfmw_where_the_launcher_found_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "script.py").write_text("import tfmw\nprint(tfmw.__file__)\n")
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tfmw import cli; cli.main()"
+    command = [sys.executable, "-c", code, "run", "--workers", "1", "script.py"]
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert answer.stdout == f"[worker 0] {ROOT / 'tfmw' / '__init__.py'}\n"
+
+
+def test_a_run_that_fails_ends_with_its_error_on_stderr():
+    answer = tfmw("run", "--workers", "2", PROGRAM, "worker 0=wait", "worker 1=fail")
+    assert answer.returncode == 1
+    assert "tfmw:" not in answer.stdout
+    assert "worker 1 failed after" in answer.stderr.splitlines()[-1]
+
+
+def test_init_comes_before_the_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("print('the script')\n")
+    # Python imports sitecustomize when it starts: here it stands in for TensorFlow's init.
+    (tmp_path / "sitecustomize.py").write_text("import tfmw\ntfmw.init = lambda: print('init')\n")
+    env = {"TFMW_NO_INIT": "0", "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    answer = tfmw("run", "--workers", "1", str(script), env=env)
+    assert answer.stdout.splitlines() == ["[worker 0] init", "[worker 0] the script"]
+
+
+def test_help_is_quick():
+    best = min(_seconds("run", "--help") for _ in range(3))
+    assert best < 0.3
+
+
+def _seconds(*args: str) -> float:
+    begin = time.monotonic()
+    answer = tfmw(*args)
+    assert answer.returncode == 0
+    assert "--workers N" in answer.stdout
+    return time.monotonic() - begin
+
+
+class TestEnv:
+    def test_facts(self, monkeypatch):
+        monkeypatch.setattr(_env, "ask_tensorflow", lambda: ("tensorflow", "none"))
+        environ = {
+            "TF_CONFIG": json.dumps({**TWO, "task": {"type": "worker", "index": 0}}),
+            "TFMW_API_TOKEN": "hush",
+            "SLURM_JOB_ID": "7",
+            "HOME": "/home/me",
+        }
+        lines = _env.report(environ).splitlines()
+        assert f"python: {sys.version.split()[0]} (CPython)" in lines
+        assert "cluster: Cluster(worker 0 of 2 at 127.0.0.1:1, from TF_CONFIG)" in lines
+        assert "gpus: none" in lines
+        assert "$SLURM_JOB_ID: 7" in lines
+        assert "$TFMW_API_TOKEN: (hidden)" in lines
+        assert not any("hush" in line or "HOME" in line for line in lines)
+        named = {line.partition(":")[0] for line in lines}
+        assert {"tfmw", "tensorflow", "keras", "tensorflow-datasets", "numpy", "cores"} <= named
+
+    def test_a_wrong_description_is_reported(self, monkeypatch):
+        monkeypatch.setattr(_env, "ask_tensorflow", lambda: ("tensorflow", "none"))
+        assert "cluster: wrong: TF_CONFIG is not valid JSON" in _env.report({"TF_CONFIG": "{"})
+
+    def test_a_tensorflow_that_cannot_be_imported_is_reported(self, tmp_path):
+        python = tmp_path / "python"
+        python.write_text("#!/bin/sh\necho 'ImportError: no libcuda' >&2\nexit 1\n")
+        python.chmod(0o755)
+        assert _env.ask_tensorflow(str(python)) == (
+            "unknown",
+            "unknown: TensorFlow can't be imported: ImportError: no libcuda",
+        )
+
+    def test_the_command(self):
+        answer = tfmw("env", env={"TFMW_SECRET": "hush"})
+        assert answer.returncode == 0
+        assert "keras backend: tensorflow" in answer.stdout
+        assert "hush" not in answer.stdout

@@ -1,0 +1,106 @@
+"""A function's way to a child process and its result's way back, for `tfmw.launch`.
+
+Both ways are pickles that pass through unnamed temporary files, open in the launcher and its own
+child only: nothing that another process could have written is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import io
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+from tfmw.errors import TaskFailed, UsageError
+
+RESULT_FD = "TFMW_RESULT_FD"
+
+Outcome = tuple[Any, BaseException | None, str]
+"""What a child left: (result, exception or None, its traceback as text)."""
+
+
+def _pickler() -> Any:
+    """Returns cloudpickle where it is installed: it carries what a notebook defines."""
+    try:
+        return importlib.import_module("cloudpickle")
+    except ImportError:
+        return pickle
+
+
+def pack(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """The call as bytes.
+
+    Raises:
+        UsageError: the function can't be found by name in another process, and cloudpickle isn't
+            installed; or an argument can't be pickled.
+    """
+    name = f"{getattr(fn, '__module__', None)}.{getattr(fn, '__qualname__', repr(fn))}"
+    pickler = _pickler()
+    if pickler is pickle and ("<locals>" in name or "<lambda>" in name or "__main__" in name):
+        raise UsageError(
+            f"tfmw.launch can't send {name} to other processes, which only import functions by "
+            "name; move it to a module of its own or install cloudpickle."
+        )
+    try:
+        blob = pickler.dumps((fn, tuple(args)))
+    except Exception as error:
+        raise UsageError(
+            f"tfmw.launch can't send {name} and its arguments to other processes: {error}."
+        ) from error
+    return pickle.dumps((list(sys.path), blob))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The call as it arrived in the child: still bytes, because its modules may need tfmw.init."""
+
+    blob: bytes
+    result: IO[bytes]
+
+    def run(self) -> None:
+        """Calls the function and sends the result, or the exception, which is raised too."""
+        try:
+            fn, args = pickle.loads(self.blob)
+            value = fn(*args)
+            data = _pickler().dumps((value, None, ""))
+        except BaseException as error:
+            self.result.write(_dump_error(error))
+            raise
+        finally:
+            sys.stdout.flush()
+        self.result.write(data)
+        self.result.close()
+
+
+def receive() -> Call:
+    """In the child: takes the call from standard input."""
+    path, blob = pickle.load(sys.stdin.buffer)
+    sys.path[:] = path
+    result = open(int(os.environ.pop(RESULT_FD)), "wb")  # noqa: SIM115  (the call closes it)
+    return Call(blob, result)
+
+
+def _dump_error(error: BaseException) -> bytes:
+    text = "".join(traceback.format_exception(error))
+    try:
+        data: bytes = _pickler().dumps((None, error, text))
+        pickle.loads(data)  # some exceptions go in and don't come out
+    except Exception:
+        last = "".join(traceback.format_exception_only(error)).strip()
+        data = pickle.dumps((None, TaskFailed(last), text))
+    return data
+
+
+def outcome(file: IO[bytes]) -> Outcome | None:
+    """In the launcher: what the child left; None where it left nothing."""
+    file.seek(0)
+    data = file.read()
+    if not data:
+        return None
+    value, error, text = pickle.load(io.BytesIO(data))
+    return value, error, text

@@ -1,0 +1,78 @@
+"""A task's own error, noted in a file for the launcher.
+
+    try:
+        train()
+    except Exception as error:
+        record_error(error)
+        raise
+
+A task that loses its peer dies of TensorFlow's `UnavailableError`, often before the task that is
+to blame has finished dying. So each task notes what it raised, and when; the launcher then names
+the earliest error that isn't an echo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+
+from tfmw.errors import UsageError
+
+ERROR_FILE = "TFMW_ERROR_FILE"
+"""Names the file in the environment of a task: <attempt>/<task>/error.json."""
+
+# What TensorFlow raises in the tasks that survive when another one goes: never the cause.
+SECONDARY = {"UnavailableError", "AbortedError", "DeadlineExceededError", "CancelledError"}
+
+
+def record_error(error: BaseException, *, fatal: bool = False) -> None:
+    """Notes this task's error for the launcher, which reports the earliest one as the cause.
+
+    Does nothing in a process that no launcher started. An error that was recorded before, and one
+    raised from it, keep the first time.
+
+    Args:
+        error: what was raised.
+        fatal: whether the task ends with it.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    chain = list(_chain(error))
+    now = time.monotonic()
+    since = min(getattr(link, "_tfmw_recorded", now) for link in chain)
+    with contextlib.suppress(AttributeError):
+        error._tfmw_recorded = since  # type: ignore[attr-defined]
+    record = {
+        "time": time.time(),
+        "monotonic": since,
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "secondary": type(chain[-1]).__name__ in SECONDARY,
+        "usage": isinstance(error, UsageError),
+        "fatal": fatal,
+    }
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(record, file)
+        os.replace(temporary, path)
+    except OSError as problem:
+        # The task's own error matters more than the note about it.
+        print(f"tfmw: could not write {path}: {problem}", file=sys.stderr)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from, and so on to the first."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

@@ -1,0 +1,138 @@
+"""The command `tfmw`.
+
+    tfmw run --workers 2 train.py --epochs 3      # a cluster on this machine
+    srun tfmw run train.py --epochs 3             # one task of a cluster that others started
+    tfmw env                                      # a report to paste in an issue
+
+Options take hyphens and underscores alike. Exit status: 0 all done, 1 a task failed, 2 wrong usage
+or wrong cluster description, 128 + n ended by signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from tfmw.errors import UsageError
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells wrong usage in one sentence, as everything else here does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(argv)
+    except UsageError as error:
+        print(f"tfmw: {error}", file=sys.stderr)
+        return error.status
+
+
+def _main(argv: list[str]) -> int:
+    parser = _Parser(prog="tfmw", description="Multi-worker training for Keras 3.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = _run_parser(commands)
+    commands.add_parser(
+        "env", help="versions, devices, cluster and environment, to paste in an issue"
+    )
+    program: list[str] = []
+    if argv[:1] == ["run"]:
+        own, program = _split(argv[1:], run)
+        argv = ["run", *own]
+    options = parser.parse_args(argv)
+    if options.command == "env":
+        from tfmw import _env
+
+        print(_env.report(os.environ))
+        return 0
+    return _run(options, program)
+
+
+def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.ArgumentParser:
+    run = commands.add_parser(
+        "run",
+        help="run a script on several processes of this machine",
+        usage="tfmw run [--workers N] [options] (SCRIPT | -m MODULE) [its flags]",
+        description="Runs SCRIPT, or MODULE, in every task of a fresh cluster on this machine. "
+        "Without --workers: as the one task that TF_CONFIG or a scheduler says it is.",
+        epilog="Exit status: 0 all done, 1 a task failed (the last line names the first one), "
+        "2 wrong usage or cluster description.",
+        allow_abbrev=False,
+    )
+    run.add_argument("--workers", type=int, metavar="N", help="number of tasks that train")
+    run.add_argument(
+        "--ps", type=int, default=0, metavar="N", help="parameter servers; adds a chief (0)"
+    )
+    run.add_argument("--evaluator", action="store_true", help="add an evaluator beside them")
+    run.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="keep each task's output in a folder in DIR"
+    )
+    # Where the program starts is found by `_split`; this is for the help.
+    run.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
+    return run
+
+
+def _split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+    """Splits at the program: (options of tfmw with hyphens, the program and its flags).
+
+    argparse alone would take the program's flags for its own.
+    """
+    valued = {
+        name
+        for action in parser._actions
+        if action.nargs != 0 and action.dest != "help"
+        for name in action.option_strings
+    }
+    own: list[str] = []
+    rest = list(argv)
+    while rest:
+        if rest[0] == "--":
+            return own, rest[1:]
+        if not rest[0].startswith("-"):
+            break
+        token = rest.pop(0)
+        if token == "-m":
+            return [*own, "-m", *rest[:1]], rest
+        name, equals, value = token.partition("=")
+        name = name.replace("_", "-")
+        own.append(name + equals + value)
+        if name in valued and not equals:
+            own += rest[:1]
+            del rest[:1]
+    return own, rest
+
+
+def _run(options: argparse.Namespace, program: list[str]) -> int:
+    from tfmw.launch import launch_tasks, run_here
+
+    if options.workers is None:
+        if options.ps or options.evaluator or options.log_dir:
+            raise UsageError(
+                "--ps, --evaluator and --log-dir need --workers, the number of workers to start."
+            )
+        run_here(program, module=options.module is not None)
+    result = launch_tasks(
+        program,
+        module=options.module is not None,
+        workers=options.workers,
+        ps=options.ps,
+        evaluator=options.evaluator,
+        log_dir=options.log_dir,
+    )
+    try:
+        for line in result.summary():
+            print(line, file=sys.stderr)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes both once more when it ends, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return result.status
