@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.cluster import run_cluster
 from tfmw import Cluster, UsageError
 from tfmw.export import MANIFEST, check_path, export, verify
 
@@ -354,3 +355,33 @@ def test_a_passed_name_that_is_taken_is_said(tmp_path, name, what):
     with pytest.raises(UsageError, match=f"two {what} of .* have the same name, '{name}'"):
         export(sequential(), tmp_path / "m", pass_through={name: tf.TensorSpec([None], tf.string)})
     assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture(scope="module")
+def on_two_workers(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("two_workers")
+    return directory, run_cluster("export_cluster.py", str(directory), workers=2)
+
+
+@pytest.mark.multiprocess
+def test_of_two_workers_one_writes(on_two_workers):
+    directory, run = on_two_workers
+    assert [worker["wrote"] for worker in run] == [[True, True], [False, False]]
+    assert [worker["returned"] for worker in run] == [str(directory / "export_0"), None]
+    assert sorted(os.listdir(directory)) == ["export_0", "fit_0"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["export_0", "fit_0"])
+def test_what_a_cluster_exports_knows_nothing_of_the_cluster(on_two_workers, name):
+    directory, run = on_two_workers
+    path = directory / name
+    assert verify(path) == []
+    content = (path / "saved_model.pb").read_bytes()
+    for trace in (b"/job:", b"/task:", b"worker", b"coordination", b"standalone"):
+        assert trace not in content
+    loaded = tf.saved_model.load(str(path))
+    inputs = tf.constant(run.chief["inputs"])
+    scores = loaded.signatures["serving_default"](features=inputs)["scores"]
+    np.testing.assert_allclose(scores, run.chief["scores"], rtol=1e-5)
+    assert run[1]["scores"] == run[0]["scores"]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import itertools
 import json
 import os
 import posixpath
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
+from tensorflow.core.protobuf import saved_model_pb2  # the format of saved_model.pb
 
 from tfmw.errors import UsageError
 
@@ -95,9 +97,8 @@ def export(
     temporary = _sibling(target, _WRITING)
     _make_dirs(posixpath.dirname(temporary))
     try:
-        # Naming no device: the process may have joined a cluster, the artifact has not.
-        with tf.device(None):
-            archive.write_out(temporary, verbose=False)
+        archive.write_out(temporary, verbose=False)
+        _forget_cluster(temporary)
         _write_manifest(temporary)
         _flush(temporary)
         _replace(target, temporary)
@@ -323,6 +324,42 @@ def _archive(
         "serving_default", serving_default, [named_specs if only is None else only]
     )
     return archive
+
+
+def _forget_cluster(directory: str) -> None:
+    """Remove from a SavedModel what it says of the cluster that the process was in.
+
+    TensorFlow writes its session's configuration into every call of a function: which devices of
+    the job to use, who leads its collectives, how its tasks watch each other's health.
+    """
+    path = posixpath.join(directory, "saved_model.pb")
+    with tf.io.gfile.GFile(path, "rb") as file:
+        content = file.read()
+    saved_model = saved_model_pb2.SavedModel.FromString(content)
+    for meta_graph in saved_model.meta_graphs:
+        functions = meta_graph.graph_def.library.function
+        bodies = (function.node_def for function in functions)
+        for node in itertools.chain(meta_graph.graph_def.node, *bodies):
+            if "/job:" in node.device:
+                node.device = ""
+            if "config_proto" in node.attr:
+                config = tf.compat.v1.ConfigProto.FromString(node.attr["config_proto"].s)
+                config.ClearField("device_filters")
+                config.ClearField("cluster_def")
+                config.experimental.ClearField("collective_group_leader")
+                config.experimental.ClearField("coordination_config")
+                node.attr["config_proto"].s = config.SerializeToString(deterministic=True)
+        for node in meta_graph.object_graph_def.nodes:
+            if node.HasField("variable"):
+                node.variable.device = ""
+    cleaned = saved_model.SerializeToString(deterministic=True)
+    if cleaned != content:
+        with tf.io.gfile.GFile(path, "wb") as file:
+            file.write(cleaned)
+        # It is the fingerprint of what was written first; TensorFlow does without.
+        fingerprint = posixpath.join(directory, "fingerprint.pb")
+        if tf.io.gfile.exists(fingerprint):
+            tf.io.gfile.remove(fingerprint)
 
 
 # Files. Local and remote ones go through tf.io.gfile, what it lacks (fsync) through os.

@@ -1,0 +1,149 @@
+"""What the recipes share: their flags, joining the cluster, and training by the flags.
+
+A recipe is one script for every task of the cluster. It learns which task it is from its flags,
+
+    python recipes/digits.py --worker_hosts=localhost:2222,localhost:2223 --task_index=0
+    python recipes/digits.py --worker_hosts=localhost:2222,localhost:2223 --task_index=1
+
+or, without them, from `tfmw run`, TF_CONFIG or the scheduler; alone it is a single process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+from absl import app, flags, logging
+
+import tfmw
+from tfmw import strategies
+from tfmw.cluster import Cluster
+from tfmw.errors import TfmwError, UsageError
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_string("strategy", "auto", "How to train: auto, or a name that tfmw.init() takes.")
+flags.DEFINE_string("collectives", "auto", "How workers exchange gradients: auto, ring or nccl.")
+flags.DEFINE_integer("epochs", 12, "Passes over the training data.", lower_bound=1)
+flags.DEFINE_integer("max_steps", None, "Stop after this many global batches.", lower_bound=1)
+flags.DEFINE_integer("batch_size", 64, "Examples in a global batch, over all workers.", 1)
+flags.DEFINE_string("backup_dir", None, "Where to keep the state to resume from.")
+flags.DEFINE_string("export_dir", None, "Where the chief writes the trained model.")
+flags.DEFINE_enum(
+    "job_name", "worker", ["chief", "worker", "ps", "evaluator"], "What this process is."
+)
+flags.DEFINE_integer("task_index", None, "Which of the tasks of that job, from 0.", lower_bound=0)
+flags.DEFINE_list("worker_hosts", [], "host:port of every worker, in order.")
+flags.DEFINE_list("ps_hosts", [], "host:port of every parameter server, in order.")
+flags.DEFINE_boolean("sync_replicas", False, "Aggregate gradients on the parameter servers.")
+flags.DEFINE_integer("replicas_to_aggregate", None, "Gradients to wait for in a step.", 1)
+flags.DEFINE_integer("num_gpus", None, "GPUs of this machine to use; all by default.", 0)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Parse the flags and run `main`; an error of tfmw's is one sentence and an exit status."""
+
+    def checked(argv: Sequence[str]) -> None:
+        if not FLAGS["verbosity"].present:
+            logging.set_verbosity(logging.WARNING)
+            tf.get_logger().setLevel("WARNING")
+        try:
+            if len(argv) > 1:
+                raise UsageError(f"unexpected argument {argv[1]!r}: every setting is a --flag.")
+            main()
+        except TfmwError as error:
+            strategies.report_failure(error)  # the other tasks need not wait for this one
+            print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
+            raise SystemExit(error.status) from error
+
+    app.run(checked)
+
+
+def init() -> Cluster:
+    """Join the cluster that the flags or the environment describe. Before any TensorFlow op.
+
+    Raises:
+        UsageError: flags that contradict each other or ask for what does not exist yet.
+    """
+    _refuse_what_is_not_built()
+    cluster = cluster_from_flags()
+    _limit_gpus()
+    return tfmw.init(cluster, strategy=FLAGS.strategy, collectives=FLAGS.collectives)
+
+
+def cluster_from_flags() -> Cluster | None:
+    """The cluster as --worker_hosts, --job_name and --task_index describe it, None without them.
+
+    Raises:
+        UsageError: --worker_hosts is missing, or it names several and --task_index is missing.
+        tfmw.errors.ClusterError: the addresses or the task are wrong.
+    """
+    if not FLAGS.worker_hosts:
+        given = [name for name in ("job_name", "task_index") if FLAGS[name].present]
+        if given:
+            raise UsageError(
+                f"--{given[0]} is given and --worker_hosts is not; list the workers, for example "
+                "--worker_hosts=localhost:2222,localhost:2223."
+            )
+        return None
+    if FLAGS.task_index is None and len(FLAGS.worker_hosts) > 1:
+        raise UsageError(
+            f"--worker_hosts names {len(FLAGS.worker_hosts)} workers and --task_index is missing; "
+            "give each process its own, --task_index=0 to the first."
+        )
+    return Cluster(
+        workers=tuple(FLAGS.worker_hosts), task=FLAGS.job_name, index=FLAGS.task_index or 0
+    )
+
+
+def _refuse_what_is_not_built() -> None:
+    for name in ("ps_hosts", "sync_replicas", "replicas_to_aggregate", "backup_dir"):
+        if FLAGS[name].value:
+            raise UsageError(f"--{name} is not supported by this version of tfmw; leave it out.")
+
+
+def _limit_gpus() -> None:
+    if FLAGS.num_gpus is None:
+        return
+    gpus = tf.config.list_physical_devices("GPU")
+    if FLAGS.num_gpus > len(gpus):
+        raise UsageError(f"--num_gpus={FLAGS.num_gpus}, but TensorFlow sees {len(gpus)} here.")
+    try:
+        tf.config.set_visible_devices(gpus[: FLAGS.num_gpus], "GPU")
+    except RuntimeError as error:  # `tfmw run` joined the cluster before the flags were read
+        raise UsageError(
+            f"--num_gpus={FLAGS.num_gpus} comes too late: TensorFlow has started. "
+            "Set CUDA_VISIBLE_DEVICES instead."
+        ) from error
+
+
+def train(
+    model: keras.Model, train_data: tf.data.Dataset, test_data: tf.data.Dataset, cluster: Cluster
+) -> None:
+    """Train a compiled model as the flags say, and print the accuracy on the chief.
+
+    Args:
+        model: compiled with the metric "accuracy".
+        train_data: (features, labels), batched by the global batch size.
+        test_data: the same, to validate on.
+        cluster: what `init` returned.
+    """
+    epochs = FLAGS.epochs
+    if FLAGS.max_steps is not None:
+        # One epoch of exactly so many batches, however many passes that takes.
+        train_data, epochs = train_data.repeat(epochs).take(FLAGS.max_steps), 1
+    history = tfmw.fit(
+        model,
+        train_data,
+        epochs=epochs,
+        validation_data=test_data,
+        strategy=FLAGS.strategy,
+        export_dir=FLAGS.export_dir,
+    )
+    if cluster.is_chief:
+        print(f"validation accuracy: {history.history['val_accuracy'][-1]:.4f}", flush=True)
+        if FLAGS.export_dir:
+            print(f"exported to {FLAGS.export_dir}", flush=True)
