@@ -1,6 +1,6 @@
 """A global dataset -> this worker's share of it. The only module that knows about sharding.
 
-    share = Share.of(dataset, Split(workers=2, rank=0), seed=7)
+    share = Share.of(dataset, Split(workers=2, rank=0), Order(seed=7))
     for batches, total in share.dataset: ...     # this worker's part of each global batch
 
 Every example goes to exactly one replica, each global batch is the union of the replicas' parts,
@@ -19,8 +19,8 @@ How a dataset is cut, cheapest way first:
 * `of_function`: a callable that takes a `tf.distribute.InputContext` and returns the pipeline of
   that worker, batched per replica. Workers may have different amounts of data.
 
-All workers must see the same order, so a shuffle without a seed gets one, the same everywhere
-(`seeded`), and parallel transformations are made deterministic.
+All workers must see the same order, so all take the seeds of the chief's shuffles, drawn for those
+that have none (`ordered`), and parallel transformations are made deterministic.
 """
 
 from __future__ import annotations
@@ -75,6 +75,19 @@ class Split:
 
 
 @dataclasses.dataclass(frozen=True)
+class Order:
+    """Where the order of examples comes from: seeds that every worker has alike.
+
+    Attributes:
+        seed: for shuffles that have none.
+        agree: takes this worker's value of something, returns the chief's.
+    """
+
+    seed: int = 0
+    agree: Callable[[Any], Any] = lambda mine: mine
+
+
+@dataclasses.dataclass(frozen=True)
 class Evenness:
     """What is known of the shares of a step: may they differ in size, may one be empty?"""
 
@@ -113,20 +126,20 @@ class Share:
     on_epoch_end: Callable[[], None] = lambda: None
 
     @classmethod
-    def of(cls, dataset: tf.data.Dataset, split: Split, seed: int) -> Share:
+    def of(cls, dataset: tf.data.Dataset, split: Split, order: Order) -> Share:
         """The share of a dataset that is batched by the global batch size.
 
         Args:
             dataset: elements are batches: structures of tensors with one leading dimension.
             split: how batches are divided.
-            seed: for shuffles that have none; the same on every worker.
+            order: where shuffles take their seeds from.
 
         Raises:
-            UsageError: the dataset is empty or not batched.
+            UsageError: the dataset is not batched, or workers have different datasets.
         """
         if split.replicas == 1:
             return _whole(dataset)
-        return _pushed(dataset, split, seed) or _sliced(seeded(dataset, seed), split)
+        return _pushed(dataset, split, order) or _sliced(ordered(dataset, order), split)
 
 
 def shard(dataset: tf.data.Dataset, input_context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -148,7 +161,7 @@ def shard(dataset: tf.data.Dataset, input_context: tf.distribute.InputContext) -
     workers = input_context.num_input_pipelines
     local = max(1, input_context.num_replicas_in_sync // workers)
     split = Split(workers, input_context.input_pipeline_id, local)
-    share = Share.of(dataset, split, seed=0)
+    share = Share.of(dataset, split, Order())
     batches = share.dataset.flat_map(lambda parts, total: _from_tuple(parts))
     if share.counted:
         return batches.filter(lambda *b: _rows(b) > 0)
@@ -179,7 +192,7 @@ def _whole(dataset: tf.data.Dataset) -> Share:
     )
 
 
-def _pushed(dataset: tf.data.Dataset, split: Split, seed: int) -> Share | None:
+def _pushed(dataset: tf.data.Dataset, split: Split, order: Order) -> Share | None:
     """The cut below the maps of a pipeline that ends in `batch`; None where it is not one."""
     node = dataset
     while isinstance(node, (*keras_compat.Prefetch, *keras_compat.OptionsNode)):
@@ -198,7 +211,7 @@ def _pushed(dataset: tf.data.Dataset, split: Split, seed: int) -> Share | None:
         return None
     for selection in reversed(selections):
         source = keras_compat.rebuilt(selection, source)
-    source = seeded(source, seed)
+    source = ordered(source, order)
     count = _steps(source)
     mine = _positions(source, size, split)
     for function in reversed(maps):
@@ -377,45 +390,56 @@ def _counting(parts: tf.data.Dataset, spec: Any, split: Split, size: int | None)
 # ---------------------------------------------------------------- pieces
 
 
-def seeded(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
-    """The same pipeline with every unseeded shuffle seeded and every order made deterministic.
+def ordered(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
+    """The same pipeline with the same seeds on every worker, and every order made deterministic.
 
     Shuffles inside of interleaved and zipped datasets are found too: the pipeline's graph is
     edited, not its Python objects.
+
+    Raises:
+        UsageError: workers have different datasets.
     """
     graph = keras_compat.dataset_graph(dataset)
-    changed = 0
+    changed = False
+    mine: list[list[int]] = []
+    places = []
     bodies = [(graph.node, "")] + [(f.node_def, ":output:0") for f in graph.library.function]
     for nodes, suffix in bodies:
         by_name = {node.name: node for node in nodes}
-        for node in list(nodes):
-            attributes = node.attr
-            if "deterministic" in attributes and attributes["deterministic"].s == b"false":
-                attributes["deterministic"].s = b"true"
-                changed += 1
-            slots = _SEED_INPUTS.get(node.op)
-            if slots is None:
-                continue
-            constants = [by_name.get(node.input[i].split(":")[0]) for i in slots]
-            if not all(_is_zero(c) for c in constants):
-                continue
-            changed += 1
-            for slot, value in zip(slots, (seed, changed), strict=True):
-                name = f"tfmw_seed_{changed}_{slot}"
-                constant = nodes.add()
-                constant.name = name
-                constant.op = "Const"
-                constant.attr["dtype"].type = tf.int64.as_datatype_enum
-                constant.attr["value"].tensor.CopyFrom(
-                    tf.make_tensor_proto(value, dtype=tf.int64, shape=[])
-                )
-                node.input[slot] = name + suffix
+        for node in nodes:
+            if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
+                node.attr["deterministic"].s = b"true"
+                changed = True
+            if node.op in _SEED_INPUTS:
+                slots = _SEED_INPUTS[node.op]
+                values = [_constant(by_name.get(node.input[i].split(":")[0])) for i in slots]
+                if None not in values:
+                    mine.append(values)
+                    places.append((nodes, suffix, node, slots))
+    drawn = [pair if any(pair) else [order.seed, i + 1] for i, pair in enumerate(mine)]
+    seeds = order.agree(drawn)
+    if len(seeds) != len(mine):
+        raise UsageError(
+            f"workers have different datasets: the chief's has {len(seeds)} shuffles, this "
+            f"worker's has {len(mine)}. Build the same pipeline on every worker; tfmw divides it."
+        )
+    for number, ((nodes, suffix, node, slots), pair) in enumerate(zip(places, seeds, strict=True)):
+        if list(pair) == mine[number]:
+            continue
+        changed = True
+        for slot, value in zip(slots, pair, strict=True):
+            constant = nodes.add()
+            constant.name = f"tfmw_seed_{number}_{slot}"
+            constant.op = "Const"
+            constant.attr["dtype"].type = tf.int64.as_datatype_enum
+            constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int64, []))
+            node.input[slot] = constant.name + suffix
     if not changed:
         return dataset
     out = keras_compat.dataset_from_graph(graph, dataset.element_spec)
-    options = dataset.options()
-    options.deterministic = True
-    return out.with_options(options)
+    deterministic = tf.data.Options()
+    deterministic.deterministic = True
+    return out.with_options(dataset.options()).with_options(deterministic)
 
 
 # Where the two seeds are among the inputs of a dataset op (tensorflow/core/ops/dataset_ops.cc).
@@ -429,8 +453,10 @@ _SEED_INPUTS = {
 }
 
 
-def _is_zero(node: Any) -> bool:
-    return node is not None and node.op == "Const" and not tf.make_ndarray(node.attr["value"].tensor)
+def _constant(node: Any) -> int | None:
+    if node is None or node.op != "Const":
+        return None
+    return int(tf.make_ndarray(node.attr["value"].tensor))
 
 
 def _ordered(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -553,11 +579,11 @@ class Source:
             and not hasattr(self.x, "__array__")
         )
 
-    def share(self, split: Split, seed: int) -> Share:
+    def share(self, split: Split, order: Order) -> Share:
         """This worker's share.
 
         Args:
-            seed: the same on all workers; for shuffles without a seed.
+            order: where shuffles take their seeds from.
 
         Raises:
             UsageError: an empty dataset, or one that cannot be divided.
@@ -576,7 +602,7 @@ class Source:
             if self.class_weight is not None:
                 # Weights depend on the label alone, so they may be looked up after the cut.
                 weigh = keras_compat.make_class_weight_map(self.class_weight)
-                out = Share.of(dataset, split, seed)
+                out = Share.of(dataset, split, order)
                 mapped = out.dataset.map(
                     lambda parts, total: (tuple(weigh(*p) for p in parts), total)
                 )
@@ -585,12 +611,12 @@ class Source:
                 _refuse_empty(out)
                 return out
         else:
-            dataset, hooks = self._read_by_keras(split, seed)
-        out = Share.of(dataset, split, seed)
+            dataset, hooks = self._read_by_keras(split, order)
+        out = Share.of(dataset, split, order)
         _refuse_empty(out)
         return dataclasses.replace(out, on_epoch_begin=hooks[0], on_epoch_end=hooks[1])
 
-    def _read_by_keras(self, split: Split, seed: int) -> tuple[tf.data.Dataset, Any]:
+    def _read_by_keras(self, split: Split, order: Order) -> tuple[tf.data.Dataset, Any]:
         """Arrays, PyDataset, generators: Keras's own adapters make a dataset of global batches."""
         options = {
             "batch_size": self.batch_size,
@@ -601,18 +627,22 @@ class Source:
         x = self.x
         if isinstance(x, keras.utils.PyDataset):
             if self.shuffle and x.num_batches is not None and split.replicas > 1:
-                x = _Permuted(x, seed)
+                x = _Permuted(x, order.agree(order.seed))
                 options["shuffle"] = False
         adapter = keras_compat.data_adapter(x, self.y, self.sample_weight, **options)
-        if split.replicas > 1 and keras_compat.global_seed() is None:
-            # The permutation op of the array adapter takes its seed from the global one.
+        # The permutation op of the array adapter takes its seed from the global one.
+        mine = keras_compat.global_seed()
+        seed = order.agree(mine)
+        if split.replicas > 1 and seed is None:
+            seed = order.agree(order.seed)
+        if seed == mine:
+            dataset = adapter.get_tf_dataset()
+        else:
             tf.random.set_seed(seed)
             try:
                 dataset = adapter.get_tf_dataset()
             finally:
-                tf.random.set_seed(None)
-        else:
-            dataset = adapter.get_tf_dataset()
+                tf.random.set_seed(mine)
         if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
             dataset = dataset.apply(tf.data.experimental.assert_cardinality(x.num_batches))
         return dataset, (adapter.on_epoch_begin, adapter.on_epoch_end)

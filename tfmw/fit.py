@@ -369,10 +369,11 @@ class _Feed:
         self._source = source
         self._asked = steps
         self._seed = session.group.from_chief(lambda: int.from_bytes(os.urandom(4)) & 0x7FFFFFFF)
+        self._agree = lambda mine: session.group.from_chief(lambda: mine)
         self._passes = 0
         self._iterator: Any = None
         self._in_pass = 0  # steps made since the dataset began
-        self.share = source.share(session.split, self._seed)
+        self.share = source.share(session.split, data.Order(self._seed, self._agree))
         self._seen: int | None = self.share.steps if self.share.steps != data.INFINITE else None
         self.steps = data.steps_of(self.share, steps, argument)
 
@@ -430,7 +431,8 @@ class _Feed:
 
     def _begin_pass(self) -> None:
         if self._passes and self._source.reshuffled_by_keras:
-            self.share = self._source.share(self._session.split, self._seed + self._passes)
+            order = data.Order(self._seed + self._passes, self._agree)
+            self.share = self._source.share(self._session.split, order)
         self._passes += 1
         self._iterator = iter(self.share.dataset)
         self._in_pass = 0

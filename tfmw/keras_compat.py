@@ -45,7 +45,7 @@ from tensorflow.python.data.ops import (
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.data.util import random_seed as data_random_seed
 from tensorflow.python.eager import context as _context
-from tensorflow.python.ops import gen_dataset_ops
+from tensorflow.python.ops import gen_experimental_dataset_ops
 
 Variable = keras.Variable
 
@@ -571,7 +571,7 @@ def dataset_from_graph(graph_def: Any, element_spec: Any) -> tf.data.Dataset:
 
     In the process that made it, Python functions, variables and tables that it uses stay valid.
     """
-    variant = gen_dataset_ops.dataset_from_graph(graph_def.SerializeToString())
+    variant = gen_experimental_dataset_ops.dataset_from_graph(graph_def.SerializeToString())
     return tf.data.experimental.from_variant(variant, element_spec)
 
 
