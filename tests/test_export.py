@@ -209,6 +209,21 @@ def test_only_the_chief_writes(tmp_path):
     assert os.listdir(tmp_path) == ["m"]
 
 
+def test_every_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced, rename = [], tf.io.gfile.rename
+
+    def note_rename(source, target):
+        written = {str(p) for p in Path(source).rglob("*")} | {source}
+        assert written <= set(synced), "renamed before it was flushed"
+        synced.append("renamed")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(tf.io.gfile, "rename", note_rename)
+    export(sequential(), tmp_path / "m")
+    assert synced[synced.index("renamed") + 1 :] == [str(tmp_path)]
+
+
 def crash(path, when):
     return subprocess.run(
         [sys.executable, PROGRAMS / "export_crash.py", path, when], env=ENVIRON, timeout=120
