@@ -124,10 +124,13 @@ def test_a_module(tmp_path):
 
 def test_a_script_does_not_see_the_modules_of_tfmw_under_short_names(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import sys, tfmw\nimport cluster\nprint(cluster.OWN, sys.path[0])\n")
+    script.write_text(
+        "import importlib.util, sys, tfmw\nimport cluster\n"
+        "print(cluster.OWN, sys.path[0], importlib.util.find_spec('strategies'))\n"
+    )
     (tmp_path / "cluster.py").write_text("OWN = 'mine'\n")
-    answer = tfmw("run", "--workers", "1", str(script), env={"PYTHONPATH": str(ROOT)})
-    assert answer.stdout == f"[worker 0] mine {tmp_path}\n"
+    answer = tfmw("run", "--workers", "1", str(script))
+    assert answer.stdout == f"[worker 0] mine {tmp_path} None\n"
 
 
 def test_children_find_tfmw_where_the_launcher_found_it(tmp_path, monkeypatch):

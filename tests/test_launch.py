@@ -181,6 +181,7 @@ class TestFailure:
         assert result.status == 1
         assert "tfmw: worker 1 failed first, " in last_line(result)
         assert "ValueError: bad batch" in last_line(result)
+        assert "SIG" not in last_line(result)  # a task that we ended had no such end of its own
         assert "tfmw: worker 0 failed too: RuntimeError: training failed" in result.output
 
     def test_an_echo_alone_is_named(self, run):
@@ -427,6 +428,14 @@ class TestRecords:
         assert after["monotonic"] == before["monotonic"]
         record_error(KeyError("unrelated"))
         assert json.loads(path.read_text())["monotonic"] > before["monotonic"]
+
+    def test_what_tensorflow_passes_on_from_a_peer_is_an_echo(self, path):
+        for message, secondary in (
+            ("Error reported from /job:worker/task:1: ValueError: bad batch", True),
+            ("Graph execution error", False),
+        ):
+            record_error(RuntimeError(message))
+            assert json.loads(path.read_text())["secondary"] is secondary
 
     def test_a_folder_that_is_gone_is_told_and_no_error(self, path, monkeypatch, capsys):
         monkeypatch.setenv("TFMW_ERROR_FILE", str(path.parent / "gone" / "error.json"))

@@ -28,6 +28,9 @@ ERROR_FILE = "TFMW_ERROR_FILE"
 
 # What TensorFlow raises in the tasks that survive when another one goes: never the cause.
 SECONDARY = {"UnavailableError", "AbortedError", "DeadlineExceededError", "CancelledError"}
+# How it passes on what another task reported, under any type: "Error reported from /job:worker/
+# task:1: ..." (coordination_service.cc).
+ECHO = "Error reported from /job:"
 
 
 def record_error(error: BaseException, *, fatal: bool = False) -> None:
@@ -54,7 +57,7 @@ def record_error(error: BaseException, *, fatal: bool = False) -> None:
         "type": type(error).__name__,
         "message": str(error),
         "traceback": "".join(traceback.format_exception(error)),
-        "secondary": type(chain[-1]).__name__ in SECONDARY,
+        "secondary": type(chain[-1]).__name__ in SECONDARY or ECHO in str(chain[-1]),
         "usage": isinstance(error, UsageError),
         "fatal": fatal,
     }
