@@ -23,3 +23,23 @@ class ClusterError(UsageError):
 
 class TaskFailed(TfmwError, RuntimeError):
     """A task of a cluster ended with an error; the message carries the task's own traceback."""
+
+
+PREEMPTED = 75
+"""Exit status of a task that was told to leave, has saved its state, and asks to be run again.
+
+EX_TEMPFAIL of sysexits.h: a temporary failure, the user is invited to retry.
+"""
+
+
+class Preempted(TfmwError, SystemExit):
+    """The run was told to leave (SIGTERM, SIGUSR1) and has written a backup; ends the process."""
+
+    status = PREEMPTED
+
+    def __init__(self, message: str):
+        super().__init__(PREEMPTED)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
