@@ -6,6 +6,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast lint type clean
 
+SHELL := bash
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -15,8 +16,9 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	"$$p" -c '$(SUPPORTED)' 2>/dev/null && { echo "$$p"; break; }; done)
 
-# TensorFlow's start-up notices would drown the progress bar; errors are still shown.
-QUIET := TF_CPP_MIN_LOG_LEVEL=2 TF_ENABLE_ONEDNN_OPTS=0
+# TensorFlow's start-up notices would drown the progress bar; Python's errors are still shown.
+QUIET := TF_CPP_MIN_LOG_LEVEL=3 TF_ENABLE_ONEDNN_OPTS=0
+WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 )' >&2)
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
@@ -34,7 +36,7 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP)
 	@$(QUIET) $(BIN)/tfmw run --workers 2 recipes/digits.py --export_dir=build/digits
-	@$(QUIET) $(BIN)/python recipes/predict.py --export_dir=build/digits
+	@$(QUIET) $(BIN)/python recipes/predict.py --export_dir=build/digits $(WITHOUT_NOTICES)
 
 test: lint type
 	@$(BIN)/python -m pytest

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
-from absl import app, flags
+from absl import app, flags, logging
 
 from tfmw import datasets
 
@@ -23,6 +23,7 @@ _INK = " .:-=+*#%@"
 def main(argv: Sequence[str]) -> None:
     """Print six test images as characters, and under each its label and the prediction."""
     del argv
+    logging.set_verbosity(logging.WARNING)
     model = tf.saved_model.load(FLAGS.export_dir).signatures["serving_default"]
     test = datasets.load("tfmw_digits", "test", as_supervised=True).take(6).batch(6)
     images, labels = next(iter(test))

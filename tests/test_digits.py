@@ -95,10 +95,12 @@ def test_processes_that_start_together_prepare_it_once_and_read_the_same(tmp_pat
         for _ in range(3)
     ]
     try:
-        for reader in readers:
-            assert reader.stdout.readline() == "ready\n"
         outputs = []
         for reader in readers:
+            assert reader.stdout
+            assert reader.stdout.readline() == "ready\n"
+        for reader in readers:
+            assert reader.stdin
             reader.stdin.write("go\n")
             reader.stdin.flush()
         for reader in readers:
@@ -167,4 +169,4 @@ def test_the_attribution_and_the_licence_travel_with_the_data():
     text = FILE.with_name("ATTRIBUTION.md").read_text()
     for needed in ("Alpaydin", "Kaynak", "10.24432/C50P49", "CC BY 4.0"):
         assert needed in text
-        assert needed in tfmw.datasets.digits.TfmwDigits.__doc__
+        assert needed in str(tfmw.datasets.digits.TfmwDigits.__doc__)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -104,12 +105,16 @@ WAYS = ["signature", "serve", "layer:serve", "layer:serving_default"]
 def elsewhere(tmp_path_factory):
     """Every model, exported here and run in one fresh process: {(model, way): outputs}."""
     directory = tmp_path_factory.mktemp("exports")
-    requests, expected = {}, {}
+    requests: dict[tuple[str, str], dict[str, Any]] = {}
+    expected: dict[str, dict[str, np.ndarray]] = {}
     for name, (make, inputs, positional, outputs) in MODELS.items():
         model = make()
         path = export(model, directory / name)
-        x = {key: tf.constant(value) for key, value in inputs.items()}
-        x = next(iter(x.values())) if len(x) == 1 else list(x.values()) if positional else x
+        tensors = {key: tf.constant(value) for key, value in inputs.items()}
+        if len(tensors) == 1:
+            (x,) = tensors.values()
+        else:
+            x = list(tensors.values()) if positional else tensors
         results = model(x, training=False)
         if isinstance(results, dict):
             expected[name] = {key: value.numpy() for key, value in results.items()}
@@ -210,7 +215,8 @@ def test_only_the_chief_writes(tmp_path):
 
 
 def test_every_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    synced, rename = [], tf.io.gfile.rename
+    synced: list[str] = []
+    rename = tf.io.gfile.rename
 
     def note_rename(source, target):
         written = {str(p) for p in Path(source).rglob("*")} | {source}

@@ -6,11 +6,11 @@ export_cluster.py DIRECTORY
 import sys
 from pathlib import Path
 
-import _result
 import keras
 import numpy as np
 
 import tfmw
+from tests.programs import _result
 
 cluster = tfmw.init()
 directory = Path(sys.argv[1])

@@ -3,16 +3,17 @@
 python export_crash.py PATH never | before_the_manifest | between_the_renames | after_them
 """
 
+import importlib
 import os
 import sys
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 import tfmw
-from tfmw import export as _function  # noqa: F401  (loads the module below)
 
-module = sys.modules["tfmw.export"]
+module: Any = importlib.import_module("tfmw.export")
 path, when = sys.argv[1:]
 
 

@@ -36,10 +36,9 @@ results = []
 with open(sys.argv[1]) as file:
     requests = json.load(file)
 for request in requests:
-    inputs = {name: tf.constant(value) for name, value in request["inputs"].items()}
-    if request["positional"]:
-        values = list(inputs.values())
-        inputs = values[0] if len(values) == 1 else values
+    named = {name: tf.constant(value) for name, value in request["inputs"].items()}
+    values = list(named.values())
+    inputs = named if not request["positional"] else values[0] if len(values) == 1 else values
     results.append(plain(call(request["path"], request["how"], inputs)))
 with open(sys.argv[2], "w") as file:
     json.dump(results, file)
