@@ -138,7 +138,7 @@ class Share:
             UsageError: the dataset is not batched, or workers have different datasets.
         """
         if split.replicas == 1:
-            return _whole(dataset)
+            return _whole(ordered(dataset, order))
         return _pushed(dataset, split, order) or _sliced(ordered(dataset, order), split)
 
 
@@ -393,11 +393,50 @@ def _counting(parts: tf.data.Dataset, spec: Any, split: Split, size: int | None)
 def ordered(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
     """The same pipeline with the same seeds on every worker, and every order made deterministic.
 
-    Shuffles inside of interleaved and zipped datasets are found too: the pipeline's graph is
-    edited, not its Python objects.
+    A new dataset wherever something shuffles: its sequence of reshuffles begins at the first.
 
     Raises:
         UsageError: workers have different datasets.
+    """
+    if not keras_compat.may_shuffle_inside(dataset):
+        return dataset
+    chain = []
+    node = dataset
+    while isinstance(node, keras_compat.REBUILDABLE):
+        chain.append(node)
+        node = _input_of(node)
+    # Below is what only its graph tells about; in-memory arrays stay out of that graph if possible.
+    if keras_compat.may_shuffle_inside(node):
+        node = _ordered_graph(node, order)
+    shuffles = [n for n in reversed(chain) if isinstance(n, keras_compat.Shuffle)]
+    seeds = iter(_agreed([keras_compat.shuffle_seeds(n) for n in shuffles], order))
+    for transformation in reversed(chain):
+        is_shuffle = isinstance(transformation, keras_compat.Shuffle)
+        node = keras_compat.rebuilt(transformation, node, next(seeds) if is_shuffle else None)
+    deterministic = tf.data.Options()
+    deterministic.deterministic = True
+    return node.with_options(deterministic)
+
+
+def _agreed(mine: list[list[int] | None], order: Order) -> list[list[int] | None]:
+    """The chief's pairs of seeds, drawn where a shuffle has none."""
+    drawn = [
+        [order.seed, i + 1] if pair is not None and not any(pair) else pair
+        for i, pair in enumerate(mine)
+    ]
+    seeds: list[list[int] | None] = order.agree(drawn)
+    if len(seeds) != len(mine):
+        raise UsageError(
+            f"workers have different datasets: the chief's has {len(seeds)} shuffles, this "
+            f"worker's has {len(mine)}. Build the same pipeline on every worker; tfmw divides it."
+        )
+    return seeds
+
+
+def _ordered_graph(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
+    """`ordered` for pipelines that shuffle inside of functions: interleaved, zipped, sampled.
+
+    The pipeline's graph is edited, not its Python objects.
     """
     graph = keras_compat.dataset_graph(dataset)
     changed = False
@@ -416,17 +455,11 @@ def ordered(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
                 if None not in values:
                     mine.append(values)
                     places.append((nodes, suffix, node, slots))
-    drawn = [pair if any(pair) else [order.seed, i + 1] for i, pair in enumerate(mine)]
-    seeds = order.agree(drawn)
-    if len(seeds) != len(mine):
-        raise UsageError(
-            f"workers have different datasets: the chief's has {len(seeds)} shuffles, this "
-            f"worker's has {len(mine)}. Build the same pipeline on every worker; tfmw divides it."
-        )
+    seeds = _agreed(list(mine), order)
     for number, ((nodes, suffix, node, slots), pair) in enumerate(zip(places, seeds, strict=True)):
-        if list(pair) == mine[number]:
-            continue
         changed = True
+        if pair is None or pair == mine[number]:
+            continue
         for slot, value in zip(slots, pair, strict=True):
             constant = nodes.add()
             constant.name = f"tfmw_seed_{number}_{slot}"
@@ -437,9 +470,7 @@ def ordered(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
     if not changed:
         return dataset
     out = keras_compat.dataset_from_graph(graph, dataset.element_spec)
-    deterministic = tf.data.Options()
-    deterministic.deterministic = True
-    return out.with_options(dataset.options()).with_options(deterministic)
+    return out.with_options(dataset.options())
 
 
 # Where the two seeds are among the inputs of a dataset op (tensorflow/core/ops/dataset_ops.cc).

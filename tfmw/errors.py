@@ -38,7 +38,8 @@ class Preempted(TfmwError, SystemExit):
     status = PREEMPTED
 
     def __init__(self, message: str):
-        super().__init__(PREEMPTED)
+        super().__init__(message)
+        self.code = PREEMPTED
         self.message = message
 
     def __str__(self) -> str:

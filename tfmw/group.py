@@ -53,15 +53,25 @@ class Group:
         return self.rank == 0
 
     def from_chief(self, decide: Callable[[], Any]) -> Any:
-        """Calls `decide` on the chief only and returns its result on every task."""
+        """Calls `decide` on the chief only and returns its result on every task.
+
+        A UsageError of the chief's is raised on every task.
+        """
         if self.size == 1:
             return decide()
         key = f"tfmw/chief/{next(_calls)}"
-        if self.is_chief:
-            value = decide()
-            keras_compat.coordination_set(key, json.dumps(value))
-            return json.loads(json.dumps(value))
-        return json.loads(keras_compat.coordination_get(key, _WAIT_S))
+        if not self.is_chief:
+            answer = json.loads(keras_compat.coordination_get(key, _WAIT_S))
+            if "wrong" in answer:
+                raise UsageError(answer["wrong"])
+            return answer["value"]
+        try:
+            text = json.dumps({"value": decide()})
+        except UsageError as e:
+            keras_compat.coordination_set(key, json.dumps({"wrong": str(e)}))
+            raise
+        keras_compat.coordination_set(key, text)
+        return json.loads(text)["value"]
 
     def from_all(self, value: Any) -> list[Any]:
         """Every task's value, in order of rank."""

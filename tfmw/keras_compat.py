@@ -523,22 +523,42 @@ def map_graph_nodes(node: tf.data.Dataset) -> list[Any]:
     return nodes
 
 
-def rebuilt(node: tf.data.Dataset, source: tf.data.Dataset) -> tf.data.Dataset:
-    """The transformation of `node` again, over another `source`.
+def shuffle_seeds(node: tf.data.Dataset) -> list[int] | None:
+    """The two seeds of a shuffle, 0 and 0 where it has none; None where they are not constants."""
+    seeds = [tf.get_static_value(node._seed), tf.get_static_value(node._seed2)]
+    return None if any(s is None for s in seeds) else [int(s) for s in seeds]
+
+
+def is_unordered(node: tf.data.Dataset) -> bool:
+    """Whether a parallel map or batch was allowed to change the order."""
+    return getattr(node, "_deterministic", None) == "false"
+
+
+def rebuilt(
+    node: tf.data.Dataset, source: tf.data.Dataset, seeds: list[int] | None = None
+) -> tf.data.Dataset:
+    """The transformation of `node` again, over another `source`, in a deterministic order.
 
     Args:
-        node: a Map, Shuffle, Repeat, Take, Skip, Prefetch or options node.
+        node: a Batch, Map, Shuffle, Repeat, Take, Skip, Prefetch or options node.
+        seeds: for a shuffle, the pair to use; its own unless given.
     """
+    calls = getattr(node, "_num_parallel_calls", None)
+    parallel: dict[str, Any] = {}
+    if calls is not None:
+        calls = int(tf.get_static_value(calls))
+        parallel = {"num_parallel_calls": calls, "deterministic": True}
     if isinstance(node, Map):
-        calls = getattr(node, "_num_parallel_calls", None)
-        if calls is None:
-            return source.map(map_function(node))
-        parallel = int(tf.get_static_value(calls))
-        return source.map(map_function(node), num_parallel_calls=parallel, deterministic=True)
+        return source.map(map_function(node), **parallel)
+    if isinstance(node, Batch):
+        return source.batch(node._batch_size, node._drop_remainder, **parallel)
     if isinstance(node, Shuffle):
         # The exact pair of seeds, for which Dataset.shuffle() has no argument.
+        pair = (node._seed, node._seed2)
+        if seeds is not None:
+            pair = tuple(tf.constant(s, tf.int64) for s in seeds)
         get_seed = data_random_seed.get_seed
-        data_random_seed.get_seed = lambda seed: (node._seed, node._seed2)
+        data_random_seed.get_seed = lambda seed: pair
         try:
             return source.shuffle(
                 node._buffer_size, reshuffle_each_iteration=node._reshuffle_each_iteration
@@ -556,6 +576,40 @@ def rebuilt(node: tf.data.Dataset, source: tf.data.Dataset) -> tf.data.Dataset:
     if isinstance(node, OptionsNode):
         return source.with_options(node.options())
     raise TypeError(f"cannot rebuild {type(node).__name__}")
+
+
+REBUILDABLE = (*Batch, *Map, *Shuffle, *Repeat, *Take, *Skip, *Prefetch, *OptionsNode)
+
+# Sources and transformations that hold no dataset inside of a function and draw no random numbers.
+_PLAIN = {
+    "_TensorSliceDataset",
+    "_TensorDataset",
+    "_RangeDataset",
+    "_FilterDataset",
+    "_ZipDataset",
+    "_ConcatenateDataset",
+    "CacheDataset",
+    "_CacheDataset",
+    "_ShardDataset",
+    "_PaddedBatchDataset",
+    "_TakeWhileDataset",
+    "_UnbatchDataset",
+    "_WindowDataset",
+    "_RaggedTensorDataset",
+}
+
+
+def may_shuffle_inside(dataset: tf.data.Dataset) -> bool:
+    """Whether some part of a pipeline might shuffle or reorder, so that its graph must be read."""
+    todo = [dataset]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, Shuffle) or is_unordered(node):
+            return True
+        if not isinstance(node, REBUILDABLE) and type(node).__name__ not in _PLAIN:
+            return True
+        todo.extend(node._inputs())
+    return False
 
 
 def dataset_graph(dataset: tf.data.Dataset) -> Any:
