@@ -41,11 +41,20 @@ from tfmw._attempt import (
     task_name,
 )
 from tfmw._output import Display
+from tfmw._progress import report_progress
 from tfmw._record import record_error
 from tfmw.cluster import Cluster
 from tfmw.errors import TaskFailed, UsageError
 
-__all__ = ["Failure", "Result", "launch", "launch_tasks", "record_error", "run_here"]
+__all__ = [
+    "Failure",
+    "Result",
+    "launch",
+    "launch_tasks",
+    "record_error",
+    "report_progress",
+    "run_here",
+]
 
 
 @dataclasses.dataclass(frozen=True)
