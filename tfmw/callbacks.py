@@ -14,6 +14,7 @@ After each epoch the chief's decision to stop and its learning rate are taken ov
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import keras
@@ -60,6 +61,56 @@ class ChiefOnly(keras.callbacks.Callback):
         self.callback.set_params(params)
 
 
+class BackupAndRestore(keras.callbacks.Callback):
+    """Backs the run up, and lets a run that was interrupted go on where it was.
+
+    With the arguments of Keras's callback of that name, and working where Keras's does not: on
+    several workers, in the middle of an epoch, in the middle of the data.
+
+    Args:
+        backup_dir: a directory of this run alone; local, or a URL that `tf.io.gfile` opens.
+        save_freq: "epoch", a number of steps, or a time such as "10 s" (see `tfmw.fit`).
+        double_checkpoint: accepted as Keras has it; two backups are always kept.
+        delete_checkpoint: whether backups are removed when the process ends well.
+        save_nan: whether a state with weights that are not finite may be saved; otherwise a loss
+            that is not finite ends the run, and the backup before stays.
+
+    Example:
+        tfmw.fit(model, data, callbacks=[tfmw.callbacks.BackupAndRestore("/shared/run7", 500)])
+    """
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike[str],
+        save_freq: Any = "epoch",
+        double_checkpoint: bool = False,
+        delete_checkpoint: bool = True,
+        *,
+        save_nan: bool = False,
+    ):
+        super().__init__()
+        self.backup_dir = os.fspath(backup_dir)
+        self.save_freq = save_freq
+        self.double_checkpoint = double_checkpoint
+        self.delete_checkpoint = delete_checkpoint
+        self.save_nan = save_nan
+
+
+def without_backup(callbacks: Any) -> tuple[list[Any], BackupAndRestore | None]:
+    """Takes the backup callback out of the others, which fit then does itself.
+
+    Raises:
+        UsageError: there are two.
+    """
+    flat = tf.nest.flatten(callbacks) if callbacks else []
+    backups = [c for c in flat if isinstance(c, BackupAndRestore)]
+    if len(backups) > 1:
+        raise UsageError(
+            f"received {len(backups)} BackupAndRestore callbacks: expected at most one; keep one."
+        )
+    return [c for c in flat if c not in backups], backups[0] if backups else None
+
+
 def _forwarded(hook: str) -> Any:
     def call(self: ChiefOnly, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.callback, hook)(*args, **kwargs)
@@ -94,7 +145,7 @@ def for_task(callbacks: Any, is_chief: bool, workers: int) -> list[Any]:
         if workers > 1 and isinstance(callback, keras.callbacks.BackupAndRestore):
             raise UsageError(
                 "keras.callbacks.BackupAndRestore knows no chief: every worker would write and "
-                "delete the same files; remove it."
+                "delete the same files; use tfmw.callbacks.BackupAndRestore."
             )
     return [c for c in flat if is_chief or not writes(c)]
 

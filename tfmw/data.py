@@ -126,20 +126,22 @@ class Share:
     on_epoch_end: Callable[[], None] = lambda: None
 
     @classmethod
-    def of(cls, dataset: tf.data.Dataset, split: Split, order: Order) -> Share:
+    def of(cls, dataset: tf.data.Dataset, split: Split, order: Order, skip: int = 0) -> Share:
         """The share of a dataset that is batched by the global batch size.
 
         Args:
             dataset: elements are batches: structures of tensors with one leading dimension.
             split: how batches are divided.
             order: where shuffles take their seeds from.
+            skip: global batches to leave out at the beginning.
 
         Raises:
             UsageError: the dataset is not batched, or workers have different datasets.
         """
         if split.replicas == 1:
-            return _whole(ordered(dataset, order))
-        return _pushed(dataset, split, order) or _sliced(ordered(dataset, order), split)
+            return _whole(ordered(dataset, order).skip(skip))
+        pushed = _pushed(dataset, split, order, skip)
+        return pushed or _sliced(ordered(dataset, order).skip(skip), split)
 
 
 def shard(dataset: tf.data.Dataset, input_context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -192,7 +194,9 @@ def _whole(dataset: tf.data.Dataset) -> Share:
     )
 
 
-def _pushed(dataset: tf.data.Dataset, split: Split, order: Order) -> Share | None:
+def _pushed(
+    dataset: tf.data.Dataset, split: Split, order: Order, skip: int
+) -> Share | None:
     """The cut below the maps of a pipeline that ends in `batch`; None where it is not one."""
     node = dataset
     while isinstance(node, (*keras_compat.Prefetch, *keras_compat.OptionsNode)):
@@ -211,7 +215,8 @@ def _pushed(dataset: tf.data.Dataset, split: Split, order: Order) -> Share | Non
         return None
     for selection in reversed(selections):
         source = keras_compat.rebuilt(selection, source)
-    source = ordered(source, order)
+    # Whole batches are left out, so that the others keep their positions.
+    source = ordered(source, order).skip(skip * size)
     count = _steps(source)
     mine = _positions(source, size, split)
     for function in reversed(maps):
@@ -345,12 +350,15 @@ def _sliced(dataset: tf.data.Dataset, split: Split) -> Share:
 
 
 def of_function(
-    dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], split: Split
+    dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
+    split: Split,
+    skip: int = 0,
 ) -> Share:
     """The share that a user's function of an `InputContext` returns.
 
     Args:
         dataset_fn: returns this worker's pipeline, batched by the batch size of one replica.
+        skip: steps to leave out at the beginning.
     """
     context = tf.distribute.InputContext(
         num_input_pipelines=split.workers,
@@ -363,6 +371,7 @@ def of_function(
             f"the dataset function returned {type(dataset).__name__}: expected a tf.data.Dataset, "
             "this worker's pipeline, batched by the batch size of one replica."
         )
+    dataset = dataset.skip(skip * split.local)
     if split.replicas == 1:
         return _whole(dataset)
     spec = dataset.element_spec
@@ -610,17 +619,18 @@ class Source:
             and not hasattr(self.x, "__array__")
         )
 
-    def share(self, split: Split, order: Order) -> Share:
+    def share(self, split: Split, order: Order, skip: int = 0) -> Share:
         """This worker's share.
 
         Args:
             order: where shuffles take their seeds from.
+            skip: steps to leave out at the beginning.
 
         Raises:
             UsageError: an empty dataset, or one that cannot be divided.
         """
         if self._is_function():
-            out = of_function(self.x, split)
+            out = of_function(self.x, split, skip)
             if self.class_weight is not None:
                 raise UsageError(
                     "class_weight goes with a dataset or arrays: a dataset function returns the "
@@ -633,7 +643,7 @@ class Source:
             if self.class_weight is not None:
                 # Weights depend on the label alone, so they may be looked up after the cut.
                 weigh = keras_compat.make_class_weight_map(self.class_weight)
-                out = Share.of(dataset, split, order)
+                out = Share.of(dataset, split, order, skip)
                 mapped = out.dataset.map(
                     lambda parts, total: (tuple(weigh(*p) for p in parts), total)
                 )
@@ -643,7 +653,7 @@ class Source:
                 return out
         else:
             dataset, hooks = self._read_by_keras(split, order)
-        out = Share.of(dataset, split, order)
+        out = Share.of(dataset, split, order, skip)
         _refuse_empty(out)
         return dataclasses.replace(out, on_epoch_begin=hooks[0], on_epoch_end=hooks[1])
 

@@ -18,10 +18,17 @@ import keras
 import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
-from tfmw import data, keras_compat, placement, strategies
+from tfmw import data, keras_compat, placement, state, strategies
 from tfmw.errors import UsageError
 from tfmw.group import Group
+from tfmw.launch import record_error
+from tfmw.resume import Backups
 from tfmw.sync import SyncDriver
+
+try:
+    from tfmw.launch import report_progress
+except ImportError:
+    def report_progress(step: int) -> None: ...
 
 # One Python call runs about this long: seldom enough to cost nothing, often enough for a live bar.
 _SECONDS_PER_CALL = 0.2
@@ -48,6 +55,8 @@ def fit(
     validation_batch_size: int | None = None,
     validation_freq: Any = 1,
     strategy: Any = "auto",
+    backup_dir: str | os.PathLike[str] | None = None,
+    backup_every: Any = "epoch",
     export_dir: str | os.PathLike[str] | None = None,
     seed: int | None = None,
 ) -> keras.callbacks.History:
@@ -63,6 +72,9 @@ def fit(
             and returns the pipeline of that worker, batched by the batch size of one replica.
         strategy: "auto" (the cluster that `tfmw.init` joined; else the GPUs of this machine; else
             one process), a name from `tfmw.strategies`, or a `tf.distribute.Strategy`.
+        backup_dir: where the state of the run is saved, and where a run that was interrupted goes on
+            from: the short form of `tfmw.callbacks.BackupAndRestore(backup_dir)`.
+        backup_every: a number of steps, "epoch", "3 epochs", or a time such as "10 s".
         export_dir: after training the chief exports a SavedModel there.
         seed: makes runs with the same number of workers equal bit for bit. It sets the seeds of
             Python, NumPy, Keras and TensorFlow (`keras.utils.set_random_seed`) and turns
@@ -73,8 +85,15 @@ def fit(
 
     Raises:
         UsageError: an uncompiled model, an empty dataset, an infinite one without
-            `steps_per_epoch`, arguments that differ between workers, and other wrong uses.
+            `steps_per_epoch`, arguments that differ between workers, a backup of another model,
+            a backup directory in use, and other wrong uses.
+        Preempted: SIGTERM or SIGUSR1 came to a task while there is a `backup_dir`: the state is
+            saved and the process should end with the status of this exception (75).
     """
+    if export_dir is not None:
+        from tfmw.export import check_path
+
+        check_path(export_dir)
     if seed is not None:
         keras.utils.set_random_seed(seed)
         tf.config.experimental.enable_op_determinism()
@@ -94,81 +113,165 @@ def fit(
                 val_x, val_y, val_weight, _batch_size(val_x, validation_batch_size, batch_size),
                 validation_steps,
             )
-        feed = _Feed(session, source, steps_per_epoch, "steps_per_epoch")
-        session.build(feed.share)
-        group.same(
-            {
-                "epochs": epochs,
-                "initial_epoch": initial_epoch,
-                "steps per epoch": feed.steps,
-                "the batch size": feed.share.batch_size,
-                "the number of weights": model.count_params(),
-                "validation_freq": str(validation_freq),
-                "steps_per_execution": model.steps_per_execution,
-            }
-        )
-        with SyncDriver(model, session.strategy) as driver:
-            session.driver = driver
-            validation_feed = None
-            if validation is not None:
-                validation_feed = _Feed(session, validation, validation_steps, "validation_steps")
+        callbacks, asked = callbacks_lib.without_backup(callbacks)
+        if backup_dir is not None:
+            asked = callbacks_lib.BackupAndRestore(backup_dir, save_freq=backup_every)
+        with Backups.of(group, asked) as backups:
+            found = backups.record
+            feed = _Feed(session, source, steps_per_epoch, "steps_per_epoch", found)
+            session.build(feed.share)
+            group.same(
+                {
+                    "epochs": epochs,
+                    "initial_epoch": initial_epoch,
+                    "steps per epoch": feed.steps,
+                    "the batch size": feed.share.batch_size,
+                    "the number of weights": model.count_params(),
+                    "validation_freq": str(validation_freq),
+                    "steps_per_execution": model.steps_per_execution,
+                    "backup_every": str(backup_every),
+                }
+            )
+            backups.restore(model, feed.share.batch_size)
             mine = callbacks_lib.for_task(callbacks, group.is_chief, group.size)
             callback_list = keras.callbacks.CallbackList(
                 mine,
                 add_history=True,
-                add_progbar=group.is_chief and verbose != 0,
+                add_progbar=group.is_chief and verbose != 0 and not backups.is_done(epochs),
                 verbose=verbose,
                 epochs=epochs,
                 steps=feed.steps,
                 model=model,
             )
-            every_batch = any(
-                group.from_all(any(map(callbacks_lib.wants_every_batch, callback_list.callbacks)))
-            )
-            pace = _Pace(group, model.steps_per_execution, every_batch)
-            model.stop_training = False
-            callback_list.on_train_begin()
-            logs: dict[str, Any] = {}
-            training_logs: dict[str, Any] | None = None
-            for epoch in range(keras_compat.requested_initial_epoch(model) or initial_epoch, epochs):
-                driver.reset_metrics()
-                callback_list.on_epoch_begin(epoch)
-                for begin, most, evenness, iterator in feed.epoch(pace):
-                    callback_list.on_train_batch_begin(begin)
-                    with pace.timed(most):
-                        made = driver.train(iterator, most, evenness, feed.share.counted)
-                    if made:
-                        logs = driver.look("train")
-                        if every_batch:
-                            driver.average_state()
-                        callback_list.on_train_batch_end(begin + made - 1, logs)
-                    feed.made(made, most)
-                    if every_batch:
-                        model.stop_training = group.from_chief(lambda: bool(model.stop_training))
-                    if model.stop_training:
-                        break
-                epoch_logs = dict(logs)
-                driver.average_state()
-                if validation_feed is not None and keras_compat.should_validate(
-                    model, epoch, validation_freq
-                ):
-                    val_logs = _evaluate(session, validation_feed, callback_list)
-                    epoch_logs.update({f"val_{name}": v for name, v in val_logs.items()})
-                callback_list.on_epoch_end(epoch, epoch_logs)
-                session.follow_chief()
-                training_logs = epoch_logs
-                if model.stop_training:
-                    break
-            if epochs > 0:
-                for optimizer in keras_compat.optimizers_of(model)[:1]:
-                    optimizer.finalize_variable_values(model.trainable_weights)
-            callback_list.on_train_end(logs=training_logs)
+            with SyncDriver(model, session.strategy) as driver:
+                session.driver = driver
+                run = _Run(session, feed, backups, callback_list)
+                if validation is not None:
+                    run.validation = _Feed(
+                        session, validation, validation_steps, "validation_steps"
+                    )
+                    run.validation_freq = validation_freq
+                run.train(keras_compat.requested_initial_epoch(model) or initial_epoch, epochs)
         history: keras.callbacks.History = model.history
         if export_dir is not None:
             from tfmw.export import export
 
             export(model, export_dir)
         return history
+
+
+class _Run:
+    """The loop of fit: epochs, steps, validation, callbacks, backups."""
+
+    def __init__(self, session: _Session, feed: _Feed, backups: Backups, callback_list: Any):
+        self.validation: _Feed | None = None
+        self.validation_freq: Any = 1
+        self._session = session
+        self._feed = feed
+        self._backups = backups
+        self._callbacks = callback_list
+        self._step = 0  # since the run began, over all epochs and resumes
+
+    def train(self, initial_epoch: int, epochs: int) -> None:
+        """Trains from `initial_epoch`, or from where the backup was taken, to `epochs`."""
+        session, model, backups = self._session, self._session.model, self._backups
+        group, driver = session.group, session.driver
+        assert driver is not None
+        if backups.is_done(epochs):
+            backups.restore_callbacks(self._callbacks.callbacks, finished=True)
+            backups.finished()
+            return
+        wants = map(callbacks_lib.wants_every_batch, self._callbacks.callbacks)
+        every_batch = any(group.from_all(any(wants)))
+        pace = _Pace(group, model.steps_per_execution, every_batch)
+        found = backups.record
+        if found is not None:
+            initial_epoch, self._step = found["epoch"], found["step"]
+            state.prepare_for_resume(self._callbacks.callbacks)
+        model.stop_training = False
+        self._callbacks.on_train_begin()
+        training_logs: dict[str, Any] | None = None
+        for epoch in range(initial_epoch, epochs):
+            resumed = found is not None and epoch == initial_epoch
+            if resumed and not self._feed.resumes_inside_epoch:
+                backups.restore_callbacks(self._callbacks.callbacks)
+            driver.reset_metrics()
+            self._callbacks.on_epoch_begin(epoch)
+            if resumed and self._feed.resumes_inside_epoch:
+                backups.restore_callbacks(self._callbacks.callbacks)
+                driver.give_replicas(*backups.kept_by_replicas())
+            epoch_logs = self._train_epoch(epoch, pace, every_batch)
+            driver.average_state()
+            if self.validation is not None and keras_compat.should_validate(
+                model, epoch, self.validation_freq
+            ):
+                val_logs = _evaluate(session, self.validation, self._callbacks)
+                epoch_logs.update({f"val_{name}": v for name, v in val_logs.items()})
+            self._callbacks.on_epoch_end(epoch, epoch_logs)
+            session.follow_chief()
+            training_logs = epoch_logs
+            last = model.stop_training or epoch + 1 == epochs
+            due, leave = backups.due_after_epoch(epoch, last)
+            if due:
+                self._save(epoch + 1, begun=False)
+            if leave:
+                backups.leave(self._step)
+            if last:
+                break
+        if epochs > 0:
+            for optimizer in keras_compat.optimizers_of(model)[:1]:
+                optimizer.finalize_variable_values(model.trainable_weights)
+        self._callbacks.on_train_end(logs=training_logs)
+        if backups.on:
+            self._save(epochs, begun=False, done=True)
+            backups.finished()
+
+    def _train_epoch(self, epoch: int, pace: _Pace, every_batch: bool) -> dict[str, Any]:
+        session, feed, backups = self._session, self._feed, self._backups
+        model, group, driver = session.model, session.group, session.driver
+        assert driver is not None
+        logs: dict[str, Any] = {}
+        for begin, most, evenness, iterator in feed.epoch(pace, backups, self._step):
+            self._callbacks.on_train_batch_begin(begin)
+            with pace.timed(most):
+                made = driver.train(iterator, most, evenness, feed.share.counted)
+            feed.made(made, most)
+            self._step += made
+            if made:
+                logs = driver.look("train", backups.signals())
+                report_progress(self._step)
+                backups.refuse_nan(logs, epoch, begin + made)
+                if every_batch:
+                    driver.average_state()
+                self._callbacks.on_train_batch_end(begin + made - 1, logs)
+                if every_batch:
+                    model.stop_training = group.from_chief(lambda: bool(model.stop_training))
+                if model.stop_training:
+                    break
+                if not feed.at_end and backups.due_after_step(self._step, driver.heard):
+                    self._save(epoch, begun=True)
+                    if driver.heard[0]:
+                        backups.leave(self._step)
+        return dict(logs) or driver.look("train")
+
+    def _save(self, epoch: int, begun: bool, done: bool = False) -> None:
+        driver = self._session.driver
+        assert driver is not None
+        self._backups.save(
+            self._step,
+            self._session.model,
+            self._session.strategy,
+            driver.kept_by_replicas(),
+            self._callbacks.callbacks,
+            {
+                "epoch": epoch,
+                "step": self._step,
+                "done": done,
+                "stopped": bool(self._session.model.stop_training),
+                "feed": self._feed.position(begun),
+                "batch_size": self._feed.share.batch_size,
+            },
+        )
 
 
 def evaluate(
@@ -354,8 +457,6 @@ def _errors_told() -> Iterator[None]:
         yield
     except BaseException as e:
         if not isinstance(e, KeyboardInterrupt | SystemExit | GeneratorExit):
-            from tfmw.launch import record_error
-
             record_error(e)
             strategies.report_failure(e)
         raise
@@ -364,32 +465,106 @@ def _errors_told() -> Iterator[None]:
 class _Feed:
     """A source as this worker reads it, epoch after epoch."""
 
-    def __init__(self, session: _Session, source: data.Source, steps: int | None, argument: str):
+    def __init__(
+        self,
+        session: _Session,
+        source: data.Source,
+        steps: int | None,
+        argument: str,
+        found: dict[str, Any] | None = None,
+    ):
         self._session = session
         self._source = source
         self._asked = steps
-        self._seed = session.group.from_chief(lambda: int.from_bytes(os.urandom(4)) & 0x7FFFFFFF)
+        self._was: dict[str, Any] | None = None if found is None else found["feed"]
+        if self._was is not None:
+            self._seed = self._was["seed"]
+        else:
+            self._seed = session.group.from_chief(
+                lambda: int.from_bytes(os.urandom(4)) & 0x7FFFFFFF
+            )
         self._agree = lambda mine: session.group.from_chief(lambda: mine)
         self._passes = 0
         self._iterator: Any = None
         self._in_pass = 0  # steps made since the dataset began
+        self._done = 0  # steps made in this epoch
+        self._ended = False
         self.share = source.share(session.split, data.Order(self._seed, self._agree))
         self._seen: int | None = self.share.steps if self.share.steps != data.INFINITE else None
         self.steps = data.steps_of(self.share, steps, argument)
 
-    def epoch(self, pace: _Pace) -> Iterator[tuple[int, int, data.Evenness, Any]]:
+    @property
+    def resumes_inside_epoch(self) -> bool:
+        """Whether the backup that this feed goes on from was taken between two steps."""
+        return self._was is not None and bool(self._was["begun"])
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the epoch has no further step, as far as is known."""
+        return self._ended or (self.steps is not None and self._done >= self.steps)
+
+    def position(self, begun: bool) -> dict[str, Any]:
+        """Where in the data the run is, as JSON.
+
+        Args:
+            begun: whether an epoch has begun and is not over.
+        """
+        return {
+            "seed": self._seed,
+            "passes": self._passes,
+            "in_pass": self._in_pass if self._iterator is not None else None,
+            "done": self._done if begun else 0,
+            "begun": begun,
+            "steps": self.steps,
+        }
+
+    def _go_back_to(self, was: dict[str, Any]) -> None:
+        """Puts the data where it was, on any number of workers: same batches, same order."""
+        self._was = None
+        self._done = was["done"]
+        if self.steps is None and was["steps"] is not None:
+            self.steps = self._seen = was["steps"]
+        self._passes = was["passes"]
+        if was["in_pass"] is None:
+            self._replay(self.share, self._passes)
+            return
+        self._passes -= 1
+        self._begin_pass(skip=was["in_pass"])
+        if not self._source.reshuffled_by_keras:
+            self._replay(self.share, self._passes)
+
+    @staticmethod
+    def _replay(share: data.Share, passes: int) -> None:
+        """Each pass over a dataset draws its reshuffles when it begins: begins that many."""
+        for _ in range(passes):
+            iter(share.dataset)
+            share.on_epoch_begin()
+            share.on_epoch_end()
+
+    def epoch(
+        self, pace: _Pace, backups: Backups | None = None, step: int = 0
+    ) -> Iterator[tuple[int, int, data.Evenness, Any]]:
         """Yields (first step, steps to make, evenness, iterator) for each call of the driver.
 
         After each, `made` must be told how many steps were made.
+
+        Args:
+            backups: steps are made so that none of its due ones is passed.
+            step: steps since the run began.
         """
-        if self._iterator is None or self._asked is None:
+        self._done = 0
+        if self._was is not None:
+            self._go_back_to(self._was)
+        if self._iterator is None or (self._asked is None and not self._done):
             self._begin_pass()
         self.share.on_epoch_begin()
-        self._done = 0
+        begun_at = step - self._done
         self._ended = False
         while not self._ended:
             limit = self.steps if self.steps is not None else self._seen
             most = pace.next()
+            if backups is not None:
+                most = backups.limit(begun_at + self._done, most)
             evenness = self.share.full
             if limit is not None:
                 most = min(most, limit - self._done)
@@ -429,13 +604,22 @@ class _Feed:
                     "and take() or skip()."
                 )
 
-    def _begin_pass(self) -> None:
-        if self._passes and self._source.reshuffled_by_keras:
-            order = data.Order(self._seed + self._passes, self._agree)
-            self.share = self._source.share(self._session.split, order)
+    def _begin_pass(self, skip: int = 0) -> None:
+        share = self.share
+        if self._source.reshuffled_by_keras:
+            if self._passes:
+                order = data.Order(self._seed + self._passes, self._agree)
+                share = self.share = self._source.share(self._session.split, order)
+            if skip:
+                order = data.Order(self._seed + self._passes, self._agree)
+                share = self._source.share(self._session.split, order, skip)
+        elif skip:
+            order = data.Order(self._seed, self._agree)
+            share = self._source.share(self._session.split, order, skip)
+            self._replay(share, self._passes)
         self._passes += 1
-        self._iterator = iter(self.share.dataset)
-        self._in_pass = 0
+        self._iterator = iter(share.dataset)
+        self._in_pass = skip
 
     def _out_of_data(self) -> None:
         self._iterator = None

@@ -11,19 +11,35 @@ same calls in the same order.
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfmw import keras_compat, placement
 from tfmw.errors import UsageError
 
+# A message of the coordination service may have 4 MB; base64 adds a third.
+_PIECE = 2 << 20
+
 _WAIT_S = 3600.0  # a chief may be busy; a dead one is reported by the coordination service
 
 _calls = itertools.count()  # of this process; equal on all tasks, as they make the same calls
+
+
+def packed_pieces(array: np.ndarray) -> tuple[str, list[int], int]:
+    """(type, shape, number of pieces) of an array that travels in pieces."""
+    return array.dtype.name, list(array.shape), max(1, -(-array.nbytes // _PIECE))
+
+
+def piece_of(array: np.ndarray, number: int) -> str:
+    """One piece of an array's bytes, as text."""
+    data = np.ascontiguousarray(array).tobytes()[number * _PIECE : (number + 1) * _PIECE]
+    return base64.b64encode(data).decode()
 
 
 class Group:
@@ -83,6 +99,28 @@ class Group:
             json.loads(keras_compat.coordination_get(f"tfmw/all/{call}/{rank}", _WAIT_S))
             for rank in range(self.size)
         ]
+
+    def arrays_from_chief(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The chief's arrays on every task, through the coordination service: for small ones.
+
+        Args:
+            arrays: by name; only the chief's matter.
+        """
+        if self.size == 1:
+            return arrays
+
+        names = self.from_chief(lambda: sorted(arrays))
+        out = {}
+        for name in names:
+            pieces = self.from_chief(lambda name=name: packed_pieces(arrays[name]))
+            dtype, shape, number = pieces
+            data = b"".join(
+                base64.b64decode(self.from_chief(lambda i=i, name=name: piece_of(arrays[name], i)))
+                for i in range(number)
+            )
+            flat = np.frombuffer(data, dtype=tf.as_dtype(dtype).as_numpy_dtype)
+            out[name] = flat.reshape(shape)
+        return out
 
     def same(self, facts: dict[str, Any]) -> None:
         """Raises UsageError on every task where tasks differ in one of `facts`.

@@ -16,7 +16,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,6 @@ class _Joined:
     cluster: Cluster
     strategy: tf.distribute.Strategy
     collectives: str
-    failed: bool = False
 
 
 _joined: _Joined | None = None
@@ -148,7 +147,7 @@ def _join_multi_worker(
         communication_options=_communication_options(collectives, bytes_per_pack, timeout_s),
     )
     _joined = _Joined(cluster, strategy, collectives)
-    _end_together(_joined)
+    _end_together()
     logger.info(
         "%r: in, %d workers, %d replicas",
         cluster,
@@ -175,13 +174,32 @@ def _bound_threads() -> None:
         tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // tasks))
 
 
-def _end_together(joined: _Joined) -> None:
-    """Nobody leaves while another still computes: TensorFlow takes a peer's exit for its death.
+_at_success: list[Callable[[], None]] = []
+_failed = False
 
-    An unhandled error is told to all tasks instead, at once, so that it is what everybody shows.
-    """
-    from tfmw import keras_compat
 
+def mark_failed() -> None:
+    """This process will not have ended well, however it ends."""
+    global _failed
+    _failed = True
+
+
+def on_success(callback: Callable[[], None]) -> None:
+    """Calls `callback` when this process ends without an error, and no other task fails."""
+    if not _at_success and _joined is None:
+        _watch_errors()
+        atexit.register(_succeed)
+    _at_success.append(callback)
+
+
+def _succeed() -> None:
+    if not _failed:
+        for callback in _at_success:
+            callback()
+
+
+def _watch_errors() -> None:
+    """An unhandled error is told to all tasks, at once, so that it is what everybody shows."""
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
@@ -190,8 +208,15 @@ def _end_together(joined: _Joined) -> None:
 
     sys.excepthook = hook
 
+
+def _end_together() -> None:
+    """Nobody leaves while another still computes: TensorFlow takes a peer's exit for its death."""
+    from tfmw import keras_compat
+
+    _watch_errors()
+
     def leave() -> None:
-        if joined.failed:
+        if _failed:
             return
         import tensorflow as tf
 
@@ -199,15 +224,18 @@ def _end_together(joined: _Joined) -> None:
             keras_compat.coordination_barrier("tfmw/leave", LEAVE_TIMEOUT_S)
         except tf.errors.OpError as e:
             logger.warning("left before the other tasks had finished: %s", e.message)
+            return
+        _succeed()
 
     atexit.register(leave)
 
 
 def report_failure(error: BaseException) -> None:
     """Tells every task of the cluster that this one fails with `error`; once per process."""
-    if _joined is None or _joined.failed:
+    already = _failed
+    mark_failed()
+    if _joined is None or already:
         return
-    _joined.failed = True
     import tensorflow as tf
 
     from tfmw import keras_compat

@@ -62,6 +62,7 @@ class SyncDriver:
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._logs: dict[str, _Logs] = {}
         self._assigned: list[Any] = []
+        self.heard: list[float] = []
         self._has_synchronized_norm = any(
             keras_compat.is_synchronized_batch_norm(layer)
             for layer in keras_compat.layers_of(model)
@@ -303,43 +304,106 @@ class SyncDriver:
     def reset_metrics(self) -> None:
         self.model.reset_metrics()
 
-    def look(self, kind: str) -> dict[str, float]:
+    def look(self, kind: str, signals: tuple[float, ...] = ()) -> dict[str, float]:
         """Logs of the steps since the last reset, over all replicas.
 
         A collective: all workers enter it.
 
+        Args:
+            kind: "train" or "test".
+            signals: of this task, for all others: `heard` is their sum over tasks afterwards.
+
         Returns:
             Name -> value, as the model's own step names them.
         """
-        logs = self._logs.get(kind)
-        if logs is None:
-            return {}
+        logs = self._logs.setdefault(kind, _Logs())
+        if not logs.names:  # resumed after the last step of an epoch: no step has run here yet
+            logs.names = list(self.model.get_metrics_result())
         if ("look", kind) not in self._functions:
 
-            def look() -> dict[str, Any]:
+            def look(said: tf.Tensor) -> tuple[dict[str, Any], tf.Tensor]:
                 variables = keras_compat.metric_variables(self.model)
                 raw = logs.raw_names()
 
-                def local_values() -> Any:
+                def local_values(said: tf.Tensor) -> Any:
                     local = self._local_replica()
                     values = [tf.identity(v.value) for v in variables]
                     values += [tf.identity(logs.raw[name][local]) for name in raw]
+                    values.append(tf.identity(said) if local == 0 else tf.zeros_like(said))
                     return _packed_sum(values) if self.replicas > 1 else values
 
-                sums = self.strategy.run(local_values)
+                sums = self.strategy.run(local_values, args=(said,))
                 sums = [self.strategy.experimental_local_results(s)[0] for s in sums]
+                heard = sums.pop()
                 mapping = list(zip(variables, sums, strict=False))
                 with keras.StatelessScope(state_mapping=mapping):
                     results = logs.results(self.model)
                 results.update(zip(raw, sums[len(variables) :], strict=True))
-                return {name: results[name] for name in logs.names if name in results}
+                return {name: results[name] for name in logs.names if name in results}, heard
 
             self._functions[("look", kind)] = (
                 look if self.model.run_eagerly and self.replicas == 1
                 else tf.function(look, autograph=False)
             )
-        values = self._functions[("look", kind)]()
+        values, heard = self._functions[("look", kind)](
+            tf.constant([*signals, 0.0], tf.float32)
+        )
+        self.heard = [float(h) for h in heard.numpy()[: len(signals)]]
         return {name: _python(value) for name, value in values.items()}
+
+    def kept_by_replicas(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """What replicas keep to themselves: metrics so far, and layers' moving averages.
+
+        A collective: all workers enter it.
+
+        Returns:
+            float64 [replicas, values] of metrics, and the same of averages.
+        """
+        if "kept" not in self._functions:
+
+            def on_replica() -> list[tf.Tensor]:
+                replica = tf.distribute.get_replica_context()
+                number = replica.replica_id_in_sync_group
+                rows = []
+                for group in (keras_compat.metric_variables(self.model), self._state()):
+                    values = [tf.reshape(tf.cast(v.value, tf.float64), [-1]) for v in group]
+                    flat = tf.concat([tf.zeros([0], tf.float64), *values], axis=0)
+                    rows.append(tf.one_hot(number, self.replicas, dtype=tf.float64)[:, None] * flat)
+                return replica.all_reduce(SUM, rows) if self.replicas > 1 else rows
+
+            self._functions["kept"] = tf.function(
+                lambda: [
+                    self.strategy.experimental_local_results(t)[0]
+                    for t in self.strategy.run(on_replica)
+                ],
+                autograph=False,
+            )
+        metrics, averages = self._functions["kept"]()
+        return metrics, averages
+
+    def give_replicas(self, metrics: np.ndarray, averages: np.ndarray) -> None:
+        """Gives replicas back what `kept_by_replicas` took.
+
+        Another number of replicas gets the sum of the metrics (on the first) and the mean of the
+        averages.
+        """
+        if len(metrics) != self.replicas:
+            summed = np.zeros([self.replicas, metrics.shape[1]])
+            summed[0] = metrics.sum(axis=0)
+            metrics = summed
+            averages = np.repeat(averages.mean(axis=0, keepdims=True), self.replicas, axis=0)
+        for group, rows in (
+            (keras_compat.metric_variables(self.model), metrics),
+            (self._state(), averages),
+        ):
+            for local in range(self.split.local):
+                row, start = rows[self.split.first + local], 0
+                for variable in group:
+                    copy = placement.local_copies(self.strategy, variable)[local]
+                    size = int(np.prod(copy.shape.as_list()))
+                    value = row[start : start + size].reshape(copy.shape.as_list())
+                    copy.assign(tf.cast(value, copy.dtype))
+                    start += size
 
     # ------------------------------------------------------------ prediction
 
