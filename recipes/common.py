@@ -100,7 +100,7 @@ def cluster_from_flags() -> Cluster | None:
 
 
 def _refuse_what_is_not_built() -> None:
-    for name in ("ps_hosts", "sync_replicas", "replicas_to_aggregate", "backup_dir"):
+    for name in ("ps_hosts", "sync_replicas", "replicas_to_aggregate"):
         if FLAGS[name].value:
             raise UsageError(f"--{name} is not supported by this version of tfmw; leave it out.")
 
@@ -141,6 +141,7 @@ def train(
         epochs=epochs,
         validation_data=test_data,
         strategy=FLAGS.strategy,
+        backup_dir=FLAGS.backup_dir,
         export_dir=FLAGS.export_dir,
     )
     if cluster.is_chief:

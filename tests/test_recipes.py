@@ -180,7 +180,6 @@ def test_cluster_from_flags():
         (["--ps_hosts=h0:1"], "--ps_hosts is not supported"),
         (["--sync_replicas"], "--sync_replicas is not supported"),
         (["--replicas_to_aggregate=2"], "--replicas_to_aggregate is not supported"),
-        (["--backup_dir=b"], "--backup_dir is not supported"),
         (["--num_gpus=1000"], "--num_gpus=1000, but TensorFlow sees"),
         (["--strategy=none_such"], "none_such"),
         (["--collectives=none_such"], "none_such"),

@@ -156,7 +156,7 @@ def fit(
         if export_dir is not None:
             from tfmw.export import export
 
-            export(model, export_dir)
+            export(model, export_dir, input_signature=_export_signature(model, feed.share))
         return history
 
 
@@ -670,6 +670,14 @@ class _Pace:
         self._calls += 1
         if self._calls > 1:
             self._seconds_per_step = (self._clock() - start) / steps
+
+
+def _export_signature(model: keras.Model, share: data.Share) -> Any:
+    """What a model that does not know its inputs is exported for: what it was trained on."""
+    if getattr(model, "inputs", None):
+        return None
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(share.element_spec)
+    return tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), x)
 
 
 def _batch_size(x: Any, validation: int | None, training: int | None) -> int | None:

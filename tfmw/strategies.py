@@ -15,7 +15,9 @@ import dataclasses
 import importlib
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -45,7 +47,7 @@ class _Joined:
 
     cluster: Cluster
     strategy: tf.distribute.Strategy
-    collectives: str
+    options: tf.distribute.experimental.CommunicationOptions
 
 
 _joined: _Joined | None = None
@@ -62,7 +64,8 @@ def init(
 ) -> Cluster:
     """Finds out which task of which cluster this process is, and joins.
 
-    No-op on a single machine; a second call returns the same cluster.
+    No-op on a single machine. A second call returns the same cluster; it may still choose
+    `collectives`, `bytes_per_pack` and `timeout_s` (`tfmw run` makes the first call for a script).
 
     Args:
         cluster: an explicit description (`Cluster`, or a dict in the form of TF_CONFIG); else the
@@ -92,6 +95,9 @@ def init(
                 f"this process has already joined {_joined.cluster!r} and cannot join "
                 f"{resolved!r}: a process joins once; start a new one for another cluster."
             )
+        if collectives != "auto" or bytes_per_pack is not None or timeout_s is not None:
+            # Joining is done; how gradients are reduced may still be chosen.
+            _joined.options = _communication_options(collectives, bytes_per_pack, timeout_s)
         return _joined.cluster
     if resolved.is_single or resolved.task == "evaluator":
         return resolved
@@ -142,11 +148,12 @@ def _join_multi_worker(
         num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
         rpc_layer="grpc",
     )
+    options = _communication_options(collectives, bytes_per_pack, timeout_s)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(
-        cluster_resolver=resolver,
-        communication_options=_communication_options(collectives, bytes_per_pack, timeout_s),
+        cluster_resolver=resolver, communication_options=options
     )
-    _joined = _Joined(cluster, strategy, collectives)
+    _joined = _Joined(cluster, strategy, options)
+    _end_at_sigterm()
     _end_together()
     logger.info(
         "%r: in, %d workers, %d replicas",
@@ -172,6 +179,13 @@ def _bound_threads() -> None:
     if tasks > 1 and "TF_NUM_INTRAOP_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // tasks))
+
+
+def _end_at_sigterm() -> None:
+    """SIGTERM ends the process again: the strategy has put a handler there that survives it."""
+    if threading.current_thread() is threading.main_thread():
+        if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 _at_success: list[Callable[[], None]] = []
@@ -272,6 +286,13 @@ def current_strategy() -> tf.distribute.Strategy:
     import tensorflow as tf
 
     return tf.distribute.get_strategy() if _joined is None else _joined.strategy
+
+
+def reduction_options(
+    strategy: tf.distribute.Strategy,
+) -> tf.distribute.experimental.CommunicationOptions | None:
+    """How `strategy` is to reduce gradients, where `init` was told; None for its own way."""
+    return _joined.options if _joined is not None and strategy is _joined.strategy else None
 
 
 def choose(strategy: str | tf.distribute.Strategy | None) -> tf.distribute.Strategy:

@@ -29,7 +29,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat, placement
+from tfmw import keras_compat, placement, strategies
 from tfmw.data import Evenness, Split
 from tfmw.errors import UsageError
 from tfmw.group import Group
@@ -63,6 +63,7 @@ class SyncDriver:
         self._logs: dict[str, _Logs] = {}
         self._assigned: list[Any] = []
         self.heard: list[float] = []
+        self._options = strategies.reduction_options(strategy)
         self._has_synchronized_norm = any(
             keras_compat.is_synchronized_batch_norm(layer)
             for layer in keras_compat.layers_of(model)
@@ -257,7 +258,7 @@ class SyncDriver:
             grads = [_or_zeros(g, present) for g in grads]
         positions = [i for i, g in enumerate(grads) if g is not None]
         replica = tf.distribute.get_replica_context()
-        reduced = replica.all_reduce(SUM, [grads[i] for i in positions])
+        reduced = replica.all_reduce(SUM, [grads[i] for i in positions], self._options)
         out: list[Any] = [None] * len(grads)
         for position, value in zip(positions, reduced, strict=True):
             out[position] = value
