@@ -66,12 +66,13 @@ def members_of(cluster: Cluster) -> tuple[str, ...]:
 
 def check_port_free(address: str) -> None:
     """Raises ClusterError where this task's own port is taken on this machine."""
-    with contextlib.closing(_listen(address)):
+    with contextlib.closing(listen(address)):
         pass
 
 
-def _listen(address: str) -> socket.socket:
-    host, port = _split(address)
+def listen(address: str) -> socket.socket:
+    """A socket that listens on the port of this task's own address, or one sentence why not."""
+    host, port = split(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     server = socket.socket(family, socket.SOCK_STREAM)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -103,7 +104,7 @@ def _receive(
     answers: dict[int, socket.socket] = {}
     problem: str | None = None
     selector = selectors.DefaultSelector()
-    server = _listen(members[0])
+    server = listen(members[0])
     server.setblocking(False)
     selector.register(server, selectors.EVENT_READ, None)
     lines: dict[socket.socket, bytes] = {}
@@ -219,7 +220,7 @@ def _report(
     clock: Callable[[], float],
 ) -> None:
     """The others' side: send one line to the chief, wait for its answer."""
-    host, port = _split(members[0])
+    host, port = split(members[0])
     line = json.dumps(hello).encode() + b"\n"
     last = "no answer"
     while True:
@@ -265,6 +266,7 @@ def _absent(cluster: Cluster, ranks: list[int], timeout_s: float) -> TfmwError:
     )
 
 
-def _split(address: str) -> tuple[str, int]:
+def split(address: str) -> tuple[str, int]:
+    """(host, port) of an address; IPv6 hosts lose their brackets."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
