@@ -1,0 +1,157 @@
+"""Wrong uses each give one sentence: what was received, what was expected, what to do."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmw
+from tfmw.errors import UsageError
+
+
+def compiled_model() -> keras.Model:
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def batches(rows: int = 8, batch_size: int = 4) -> tf.data.Dataset:
+    x = np.ones([rows, 3], np.float32)
+    return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(batch_size)
+
+
+class KeepsRawVariable(keras.layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {"rows": [tf.Variable(0)]}
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return x
+
+
+def with_raw_variable() -> keras.Model:
+    model = keras.Sequential([keras.Input([3]), KeepsRawVariable(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+CASES = {
+    "an uncompiled model": (
+        lambda: tfmw.fit(keras.Sequential([keras.layers.Dense(1)]), batches()),
+        r"not compiled: call model\.compile",
+    ),
+    "evaluate of an uncompiled model": (
+        lambda: tfmw.evaluate(keras.Sequential([keras.layers.Dense(1)]), batches()),
+        r"not compiled: call model\.compile",
+    ),
+    "not a model": (
+        lambda: tfmw.fit("model", batches()),
+        r"received str as the model: expected a Keras model",
+    ),
+    "a model function that returns something else": (
+        lambda: tfmw.fit(lambda: 3, batches()),
+        r"the model function returned int: expected a Keras model",
+    ),
+    "an empty dataset": (
+        lambda: tfmw.fit(compiled_model(), batches(rows=4).take(0)),
+        r"the dataset is empty: expected at least one batch",
+    ),
+    "a dataset that turns out to be empty": (
+        lambda: tfmw.fit(compiled_model(), batches().filter(lambda x, y: False), verbose=0),
+        r"the dataset is empty: expected at least one batch",
+    ),
+    "an infinite dataset without steps_per_epoch": (
+        lambda: tfmw.fit(compiled_model(), batches().repeat()),
+        r"infinite and steps_per_epoch was not given: pass steps_per_epoch",
+    ),
+    "an infinite dataset in evaluate": (
+        lambda: tfmw.evaluate(compiled_model(), batches().repeat(), verbose=0),
+        r"infinite and steps was not given: pass steps",
+    ),
+    "y beside a dataset": (
+        lambda: tfmw.fit(compiled_model(), batches(), np.ones([8, 1])),
+        r"y was passed beside a dataset",
+    ),
+    "an unknown strategy": (
+        lambda: tfmw.fit(compiled_model(), batches(), strategy="horovod"),
+        r"unknown strategy 'horovod': expected one of 'auto'",
+    ),
+    "unknown collectives": (
+        lambda: tfmw.init(collectives="mpi"),
+        r"unknown collectives 'mpi': expected one of 'auto', 'ring', 'nccl'",
+    ),
+    "NCCL without GPUs": (
+        lambda: tfmw.strategies.multi_worker_mirrored("nccl"),
+        r'collectives="nccl" reduces between GPUs, and this machine has none',
+    ),
+    "devices that are not there": (
+        lambda: tfmw.strategies.mirrored(["CPU:0", "GPU:7"]),
+        r"unknown devices \['GPU:7'\]: this machine has CPU:0",
+    ),
+    "a raw tf.Variable in a layer": (
+        lambda: tfmw.fit(with_raw_variable(), batches(), verbose=0),
+        r"KeepsRawVariable\) keeps a raw tf\.Variable in 'seen'.*add_weight",
+    ),
+    "a dataset function that returns something else": (
+        lambda: tfmw.fit(compiled_model(), lambda context: 3),
+        r"the dataset function returned int: expected a tf\.data\.Dataset",
+    ),
+    "an unknown backup frequency": (
+        lambda: tfmw.fit(compiled_model(), batches(), backup_dir="unused", backup_every="often"),
+        r"unknown backup frequency 'often': expected a number of steps",
+    ),
+    "a parameter server strategy without servers": (
+        lambda: tfmw.strategies.parameter_server({"cluster": {}, "task": {}}),
+        r"parameter-server training needs at least one worker and one ps",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_sentence(name: str) -> None:
+    use, sentence = CASES[name]
+    with pytest.raises(UsageError) as caught:
+        use()
+    message = str(caught.value)
+    assert re.search(sentence, message), message
+    assert "\n" not in message
+
+
+def test_init_after_the_first_op_says_what_to_do() -> None:
+    script = """
+import tensorflow as tf
+tf.constant(1)
+import tfmw
+tfmw.init({"cluster": {"worker": ["127.0.0.1:40001", "127.0.0.1:40002"]},
+           "task": {"type": "worker", "index": 0}})
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 1
+    last = run.stderr.strip().splitlines()[-1]
+    assert "tfmw.init() came after TensorFlow had run its first op" in last
+    assert "call it first in the script" in last
+
+
+def test_importing_tfmw_imports_no_tensorflow() -> None:
+    script = "import sys, tfmw; print(sorted(m for m in sys.modules if 'tensorflow' in m))"
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout.strip() == "[]"
+
+
+def test_functions_keep_their_names_when_their_modules_are_imported() -> None:
+    script = """
+import tfmw.fit, tfmw.export, tfmw.launch
+from tfmw.fit import fit
+assert tfmw.fit is fit and callable(tfmw.export) and callable(tfmw.launch)
+"""
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
