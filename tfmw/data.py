@@ -603,7 +603,7 @@ class Source:
                 "received a DistributedDataset: pass the tf.data.Dataset itself, batched by the "
                 "global batch size; tfmw divides it."
             )
-        if keras_compat.is_dataset(self.x) or self._is_function():
+        if keras_compat.is_dataset(self.x) or self.is_function():
             for name in ("y", "sample_weight", "batch_size"):
                 if getattr(self, name) is not None:
                     raise UsageError(
@@ -611,7 +611,8 @@ class Source:
                         "to hold it; remove the argument."
                     )
 
-    def _is_function(self) -> bool:
+    def is_function(self) -> bool:
+        """Whether `x` is a callable that takes an `InputContext`."""
         return (
             callable(self.x)
             and not keras_compat.is_dataset(self.x)
@@ -629,7 +630,7 @@ class Source:
         Raises:
             UsageError: an empty dataset, or one that cannot be divided.
         """
-        if self._is_function():
+        if self.is_function():
             out = of_function(self.x, split, skip)
             if self.class_weight is not None:
                 raise UsageError(
@@ -693,7 +694,7 @@ class Source:
         """Whether each epoch needs a share of its own to get an order of its own."""
         is_array = not (
             keras_compat.is_dataset(self.x)
-            or self._is_function()
+            or self.is_function()
             or isinstance(self.x, keras.utils.PyDataset)
             or hasattr(self.x, "__next__")
         )
