@@ -413,7 +413,8 @@ class _Session:
                 keras_compat.build_for_inputs(model, x)
             return
         if keras_compat.needs_build(model):
-            keras_compat.build_all(model, share.element_spec)
+            with keras_compat.scope_of(model):
+                keras_compat.build_all(model, share.element_spec)
 
     def follow_chief(self) -> None:
         """Takes over the chief's decisions: whether to stop, and the learning rate."""

@@ -26,6 +26,9 @@ from tfmw.errors import UsageError
 # A message of the coordination service may have 4 MB; base64 adds a third.
 _PIECE = 2 << 20
 
+# Answers of the chief that are kept for tasks that lag behind.
+_KEPT_CALLS = 4096
+
 _WAIT_S = 3600.0  # a chief may be busy; a dead one is reported by the coordination service
 
 _calls = itertools.count()  # of this process; equal on all tasks, as they make the same calls
@@ -81,6 +84,7 @@ class Group:
             if "wrong" in answer:
                 raise UsageError(answer["wrong"])
             return answer["value"]
+        self._forget(key)
         try:
             text = json.dumps({"value": decide()})
         except UsageError as e:
@@ -88,6 +92,13 @@ class Group:
             raise
         keras_compat.coordination_set(key, text)
         return json.loads(text)["value"]
+
+    @staticmethod
+    def _forget(key: str) -> None:
+        """Removes a key so old that every task has read it: steps hold tasks together."""
+        call = int(key.rpartition("/")[2])
+        if call >= _KEPT_CALLS:
+            keras_compat.coordination_delete(f"tfmw/chief/{call - _KEPT_CALLS}")
 
     def from_all(self, value: Any) -> list[Any]:
         """Every task's value, in order of rank."""

@@ -6,7 +6,8 @@
 
 The model is not rebuilt: it stays the user's own object, whenever and wherever it was made. What
 changes while it is lifted is what its Keras variables hold. With one replica in this process they
-keep their own `tf.Variable`s. With several, each gets one copy per device in place of it
+keep their own `tf.Variable`s. With several, or where the model was made in a strategy's scope, each
+gets one copy per device in place of it
 (aggregation NONE: a replica's update stays on that replica, and replicas stay equal because they
 all apply the same reduced gradients), and gets its own `tf.Variable` back at the end, with the new
 value: whatever else held on to it, a saved function or an export, stays valid.
@@ -61,14 +62,16 @@ def lifted(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[Non
     variables = all_variables(model)
     seeds = [g.state for g in keras_compat.seed_generators_of(model)]
     broadcast(strategy, variables)
-    if local_replicas(strategy) == 1:
+    originals = [keras_compat.native(v) for v in variables]
+    if local_replicas(strategy) == 1 and not any(
+        isinstance(v, tf.distribute.DistributedValues) for v in originals
+    ):
         _vary_seeds(strategy, seeds)
         try:
             yield
         finally:
             _vary_seeds(strategy, seeds)
         return
-    originals = [keras_compat.native(v) for v in variables]
     with contextlib.ExitStack() as stack:
         for optimizer in keras_compat.optimizers_of(model):
             stack.enter_context(
@@ -88,9 +91,11 @@ def lifted(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[Non
             yield
         finally:
             _vary_seeds(strategy, seeds)
-            for variable, original in zip(variables, originals, strict=True):
-                original.assign(local_copies(strategy, variable)[0].read_value())
-                keras_compat.set_native(variable, original)
+            # In the scope, as the model may have been made in it: then each original has copies.
+            with strategy.scope():
+                for variable, original in zip(variables, originals, strict=True):
+                    original.assign(local_copies(strategy, variable)[0].read_value())
+                    keras_compat.set_native(variable, original)
 
 
 def local_copies(strategy: tf.distribute.Strategy, variable: Any) -> list[tf.Variable]:
@@ -110,7 +115,7 @@ def broadcast(strategy: tf.distribute.Strategy, variables: Iterable[Any]) -> Non
         return
     groups: dict[tf.DType, list[tf.Variable]] = {}
     for variable in variables:
-        value = keras_compat.native(variable)
+        value = local_copies(strategy, variable)[0]
         if value.dtype != tf.string:
             groups.setdefault(_carrier(value.dtype), []).append(value)
     for dtype, members in sorted(groups.items(), key=lambda item: item[0].name):
