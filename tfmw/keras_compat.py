@@ -371,6 +371,12 @@ def symbolic_build(model: keras.Model, batch: Any) -> None:
     model._symbolic_build(data_batch=batch)
 
 
+def scope_of(model: keras.Model) -> Any:
+    """The strategy scope that the model was made in, if it was: its variables belong there."""
+    strategy = getattr(model, "_distribute_strategy", None)
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
 def build_all(model: keras.Model, spec: Any) -> None:
     """Creates every variable of the model, its losses, metrics and optimizer.
 
