@@ -55,6 +55,7 @@ def fit(
     validation_batch_size: int | None = None,
     validation_freq: Any = 1,
     strategy: Any = "auto",
+    workers: int | None = None,
     backup_dir: str | os.PathLike[str] | None = None,
     backup_every: Any = "epoch",
     export_dir: str | os.PathLike[str] | None = None,
@@ -72,6 +73,9 @@ def fit(
             and returns the pipeline of that worker, batched by the batch size of one replica.
         strategy: "auto" (the cluster that `tfmw.init` joined; else the GPUs of this machine; else
             one process), a name from `tfmw.strategies`, or a `tf.distribute.Strategy`.
+        workers: trains on that many new processes of this machine and brings the result back: the
+            way for notebooks, where TensorFlow has run already. What cannot travel there (a
+            dataset that holds Python functions, say) is refused before anything starts.
         backup_dir: where the state of the run is saved, and where a run that was interrupted goes on
             from: the short form of `tfmw.callbacks.BackupAndRestore(backup_dir)`.
         backup_every: a number of steps, "epoch", "3 epochs", or a time such as "10 s".
@@ -90,6 +94,9 @@ def fit(
         Preempted: SIGTERM or SIGUSR1 came to a task while there is a `backup_dir`: the state is
             saved and the process should end with the status of this exception (75).
     """
+    if workers is not None:
+        settings = {k: v for k, v in locals().items() if k not in _NOT_SENT}
+        return _fit_on_new_workers(model, workers, x, validation_data, settings)
     if export_dir is not None:
         from tfmw.export import check_path
 
@@ -116,6 +123,28 @@ def fit(
         callbacks, asked = callbacks_lib.without_backup(callbacks)
         if backup_dir is not None:
             asked = callbacks_lib.BackupAndRestore(backup_dir, save_freq=backup_every)
+        servers = strategies.servers_of(session.strategy)
+        if servers is not None:
+            from tfmw import ps
+
+            return ps.fit(
+                model,
+                servers,
+                source,
+                epochs=epochs,
+                verbose=verbose,
+                callbacks=callbacks,
+                validate=None if validation is None else lambda: evaluate(
+                    model, validation.x, validation.y, batch_size=validation.batch_size,
+                    sample_weight=validation.sample_weight, steps=validation_steps, verbose=0,
+                    return_dict=True, strategy="default",
+                ),
+                validation_freq=validation_freq,
+                initial_epoch=initial_epoch,
+                steps_per_epoch=steps_per_epoch,
+                backup=asked,
+                export_dir=export_dir,
+            )
         with Backups.of(group, asked) as backups:
             found = backups.record
             feed = _Feed(session, source, steps_per_epoch, "steps_per_epoch", found)
@@ -158,6 +187,28 @@ def fit(
 
             export(model, export_dir, input_signature=_export_signature(model, feed.share))
         return history
+
+
+# Arguments of fit that do not go to new workers as they are.
+_NOT_SENT = ("model", "workers", "x", "validation_data")
+
+
+def _fit_on_new_workers(
+    model: Any, workers: int, x: Any, validation_data: Any, settings: dict[str, Any]
+) -> keras.callbacks.History:
+    from tfmw import local
+
+    if not strategies.current_cluster().is_single:
+        raise UsageError(
+            f"workers={workers} starts new processes, and this process is already part of "
+            f"{strategies.current_cluster()!r}: leave workers= out."
+        )
+    if settings["strategy"] not in ("auto", "multi_worker_mirrored"):
+        raise UsageError(
+            f"workers={workers} trains with multi-worker mirroring, received "
+            f"strategy={settings['strategy']!r}: leave one of the two out."
+        )
+    return local.fit(model, workers, x, validation_data, settings)
 
 
 class _Run:
@@ -300,6 +351,7 @@ def evaluate(
     Raises:
         UsageError: an uncompiled model, an empty dataset, or an infinite one without `steps`.
     """
+    strategy = strategies.beside_training(strategy)
     with _errors_told(), _session(model, strategy, "evaluate") as session:
         model, group = session.model, session.group
         source = data.Source(x, y, sample_weight, batch_size, steps)
@@ -361,6 +413,7 @@ def predict(
         UsageError: an empty dataset, an infinite one without `steps`, or outputs that cannot be
             sent between workers (strings, ragged, sparse).
     """
+    strategy = strategies.beside_training(strategy)
     with _errors_told(), _session(model, strategy, "predict") as session:
         model, group = session.model, session.group
         source = data.Source(x, None, None, batch_size, steps)
@@ -588,6 +641,11 @@ class _Feed:
             if self.steps is None:
                 self.steps = self._done
                 self._seen = self._done
+            if self.share.steps is not None and keras_compat.is_dataset(self._source.x):
+                # Keras begins a pass here and another one in the next epoch; a seeded dataset that
+                # reshuffles itself must come to the same order.
+                self._passes += 1
+                iter(self.share.dataset)
         elif self.share.steps == self._in_pass:
             # The pass ended with the epoch: the next one begins a new pass.
             self._iterator = None

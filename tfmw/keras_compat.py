@@ -43,9 +43,13 @@ from tensorflow.python.data.ops import (
     take_op,
 )
 from tensorflow.python.data.ops import dataset_ops
+from tensorflow.python.data.ops import iterator_ops as _iterator_ops
 from tensorflow.python.data.util import random_seed as data_random_seed
+from tensorflow.python.distribute.coordinator import values as _coordinator_values
 from tensorflow.python.eager import context as _context
+from tensorflow.python.eager import record as _record
 from tensorflow.python.ops import gen_experimental_dataset_ops
+from tensorflow.python.ops import resource_variable_ops as _resource_variables
 
 Variable = keras.Variable
 
@@ -59,17 +63,28 @@ class LossShare:
         rows: int32 [], examples of this replica.
         total: int32 [], examples of the global batch, over all replicas.
         weight: float32 [], `rows / total`; 0 for a replica without examples.
-        used: whether some loss of the step was scaled by `weight`.
+        used: whether some loss of the step was computed by Keras.
         scalar_losses: whether a loss function returned a scalar, taken for a mean.
         careful: whether this replica may be without examples.
         counted: whether every step is one; else one whose total is 0 updates nothing.
+        later: whether losses stay means over this replica's examples, and gradients are weighted
+            instead. So for steps that may add terms of their own to Keras's losses: a mean that
+            is written by hand is then right too, alone or in a sum with others.
     """
 
-    def __init__(self, rows: tf.Tensor, total: tf.Tensor, careful: bool, counted: bool):
+    def __init__(
+        self,
+        rows: tf.Tensor,
+        total: tf.Tensor,
+        careful: bool,
+        counted: bool,
+        later: bool = False,
+    ):
         self.rows = rows
         self.total = total
         self.careful = careful
         self.counted = counted
+        self.later = later
         self.weight = tf.math.divide_no_nan(tf.cast(rows, tf.float32), tf.cast(total, tf.float32))
         self.used = False
         self.scalar_losses = False
@@ -106,7 +121,7 @@ _hooked = False
 
 
 def _install_loss_hooks() -> None:
-    """Replaces four Keras functions by ones that obey `current_share()`, and else do as before."""
+    """Replaces six Keras functions by ones that obey `current_share()`, and else do as before."""
     global _hooked
     if _hooked:
         return
@@ -116,19 +131,27 @@ def _install_loss_hooks() -> None:
     keras_apply_mask = loss_module.apply_mask
     keras_reduce_values = loss_module.reduce_values
     keras_aggregate = tf_trainer.TensorFlowTrainer._aggregate_additional_loss
+    keras_update_mean = keras.metrics.Mean.update_state
 
     def scale(value: Any) -> Any:
         share = current_share()
         if share is None:
             return keras_scale(value)
         share.used = True
-        return value * tf.cast(share.weight, value.dtype)
+        return value if share.later else value * tf.cast(share.weight, value.dtype)
 
     def unscale(value: Any) -> Any:
         share = current_share()
         if share is None:
             return keras_unscale(value)
-        return value / tf.cast(share.weight, value.dtype)
+        return value if share.later else value / tf.cast(share.weight, value.dtype)
+
+    def whole(value: Any, share: LossShare) -> Any:
+        # A sum over examples: the replicas' sums add up, whatever the weights.
+        share.used = True
+        if not share.later:
+            return value
+        return tf.math.divide_no_nan(value, tf.cast(share.weight, value.dtype))
 
     def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
         # Keras divides by the valid entries of this replica; one process divides by those of
@@ -148,8 +171,10 @@ def _install_loss_hooks() -> None:
     ) -> Any:
         loss = keras_reduce_values(values, sample_weight, reduction)
         share = current_share()
-        if share is None or reduction in (None, "none", "sum"):
+        if share is None or reduction in (None, "none"):
             return loss
+        if reduction == "sum" and values.shape.rank != 0:
+            return whole(loss, share)
         if values.shape.rank == 0:
             # A loss function that returned one number: taken for a mean over its examples.
             share.scalar_losses = True
@@ -164,40 +189,34 @@ def _install_loss_hooks() -> None:
     def aggregate_additional_loss(self: Any, loss: Any) -> Any:
         # add_loss of one number is a mean (scaled); one value per example is a sum over examples
         # (one process would add them all up), so it is not scaled.
-        if current_share() is not None and loss.shape.rank:
-            return base_trainer.Trainer._aggregate_additional_loss(self, loss)
+        share = current_share()
+        if share is not None and loss.shape.rank:
+            return whole(base_trainer.Trainer._aggregate_additional_loss(self, loss), share)
         return keras_aggregate(self, loss)
+
+    def update_mean(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        # One number is the mean of a batch, and the batch counts once: each replica counts by
+        # its part of the batch.
+        share = current_share()
+        if share is not None and sample_weight is None and tf.convert_to_tensor(values).shape == ():
+            sample_weight = share.weight
+        return keras_update_mean(self, values, sample_weight)
 
     loss_module.scale_loss_for_distribution = scale
     loss_module.unscale_loss_for_distribution = unscale
     loss_module.apply_mask = apply_mask
     loss_module.reduce_values = reduce_values
     tf_trainer.TensorFlowTrainer._aggregate_additional_loss = aggregate_additional_loss
+    keras.metrics.Mean.update_state = update_mean
 
 
-@contextlib.contextmanager
-def per_output_losses_weighted(model: keras.Model) -> Iterator[None]:
-    """Lets the trackers of several outputs' losses count each replica by its share.
-
-    Keras gives them no weight where the batch dimension is not static: each global batch counts
-    once, so each replica must count by its part of it.
-    """
-    compiled = getattr(model, "_compile_loss", None)
-    trackers = list(compiled.metrics) if compiled is not None else []
-
-    def weighted(tracker: Any) -> Callable[..., Any]:
-        update = tracker.update_state
-
-        def update_state(value: Any, sample_weight: Any = None) -> Any:
-            share = current_share()
-            if share is not None and sample_weight is None:
-                sample_weight = share.weight
-            return update(value, sample_weight)
-
-        return update_state
-
-    with overridden([(t, "update_state", weighted(t)) for t in trackers if t is not None]):
-        yield
+def only_keras_losses(model: keras.Model) -> bool:
+    """Whether every loss of a compiled model is computed by Keras's own code."""
+    if type(model).compute_loss is not base_trainer.Trainer.compute_loss:
+        return False
+    call = keras.losses.Loss.__call__
+    losses = tf.nest.flatten(getattr(model, "loss", None))
+    return all(not isinstance(x, keras.losses.Loss) or type(x).__call__ is call for x in losses)
 
 
 @contextlib.contextmanager
@@ -390,6 +409,9 @@ def build_all(model: keras.Model, spec: Any) -> None:
         tf.function(model.train_step, autograph=False).get_concrete_function(spec)
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
+    if any(not optimizer.built for optimizer in optimizers_of(model)):
+        # Optimizers of a custom step, such as a GAN's: only the step knows their variables.
+        tf.function(model.train_step, autograph=False).get_concrete_function(spec)
 
 
 def build_for_inputs(model: keras.Model, spec: Any) -> None:
@@ -408,7 +430,7 @@ def settable_learning_rate(optimizer: Any) -> float | None:
 
 
 def needs_build(model: keras.Model) -> bool:
-    parts = [model._compile_loss, model._compile_metrics, model.optimizer]
+    parts = [model._compile_loss, model._compile_metrics, *optimizers_of(model)]
     return not all(layer.built for layer in layers_of(model)) or not all(
         part is None or part.built for part in parts
     )
@@ -444,6 +466,56 @@ def metric_variables(model: keras.Model) -> list[Any]:
     return found
 
 
+def combination(variable: Any, value: Any) -> str | None:
+    """How values of several replicas combine into one, from how a step updates the variable.
+
+    Args:
+        variable: a Keras variable.
+        value: the tensor that it is assigned.
+
+    Returns:
+        "sum" for an update variable + x, "max" for max(variable, x), "min"; None for any other,
+        such as a moving average or the last value.
+    """
+    if not isinstance(value, tf.Tensor) or not hasattr(value, "graph"):
+        return "sum"  # eager: there is no expression to look at
+    replica = tf.distribute.get_replica_context()
+    here = replica.strategy.experimental_local_results(native(variable))
+    handles = {id(value.graph.capture(copy.handle)) for copy in here}
+
+    def reads(tensor: Any, seen: set[Any]) -> bool:
+        if id(tensor) in seen:
+            return False
+        seen.add(id(tensor))
+        if id(tensor) in handles:
+            return True
+        return any(reads(t, seen) for t in tensor.op.inputs)
+
+    def kind(tensor: Any) -> str | None:
+        operation = tensor.op
+        inputs = list(operation.inputs)
+        if operation.type in ("Identity", "Cast", "Reshape", "EnsureShape", "StopGradient"):
+            return kind(inputs[0])
+        if operation.type == "ReadVariableOp":
+            return "unchanged" if id(inputs[0]) in handles else None
+        if operation.type in ("AddV2", "Add", "AddN", "Sub", "Maximum", "Minimum"):
+            mine = [t for t in inputs if reads(t, set())]
+            if len(mine) != 1 or (operation.type == "Sub" and mine[0] is not inputs[0]):
+                return None
+            done = {"Maximum": "max", "Minimum": "min"}.get(operation.type, "sum")
+            before = kind(mine[0])
+            return done if before in ("unchanged", done) else None
+        if operation.type in ("SelectV2", "Select"):
+            kinds = {kind(t) for t in inputs[1:]}
+            kinds = kinds - {"unchanged"} or kinds
+            return kinds.pop() if len(kinds) == 1 and not reads(inputs[0], set()) else None
+        if operation.type.startswith("Scatter") or operation.type.startswith("TensorScatterAdd"):
+            return "sum" if operation.type == "TensorScatterAdd" and kind(inputs[0]) else None
+        return None
+
+    return kind(value)
+
+
 def should_validate(model: keras.Model, epoch: int, validation_freq: Any) -> bool:
     return bool(model._should_eval(epoch, validation_freq))
 
@@ -461,14 +533,23 @@ def is_synchronized_batch_norm(layer: Any) -> bool:
 
 
 @contextlib.contextmanager
-def recorded_assignments(seen: list[Any]) -> Iterator[None]:
-    """Collects the Keras variables that this thread assigns to while a step is traced."""
+def recorded_assignments(
+    seen: list[Any], note: Callable[[Any, Any], None] | None = None
+) -> Iterator[None]:
+    """Collects the Keras variables that are assigned to while a step is traced.
+
+    Args:
+        seen: gets each variable once.
+        note: called with each variable and the value that it gets.
+    """
     cls = keras.Variable
     keras_direct_assign = cls._direct_assign
 
     def direct_assign(self: Any, value: Any) -> Any:
         if all(self is not s for s in seen):
             seen.append(self)
+        if note is not None:
+            note(self, value)
         return keras_direct_assign(self, value)
 
     cls._direct_assign = direct_assign
@@ -578,7 +659,7 @@ def rebuilt(
     if isinstance(node, Skip):
         return source.skip(node._count)
     if isinstance(node, Prefetch):
-        return source.prefetch(node._buffer_size)
+        return source.prefetch(int(tf.get_static_value(node._buffer_size)))
     if isinstance(node, OptionsNode):
         return source.with_options(node.options())
     raise TypeError(f"cannot rebuild {type(node).__name__}")
@@ -618,10 +699,15 @@ def may_shuffle_inside(dataset: tf.data.Dataset) -> bool:
     return False
 
 
-def dataset_graph(dataset: tf.data.Dataset) -> Any:
-    """The GraphDef of a dataset, with the functions it uses in its library."""
+def dataset_graph(dataset: tf.data.Dataset, for_other_process: bool = False) -> Any:
+    """The GraphDef of a dataset, with the functions it uses in its library.
+
+    Raises:
+        tf.errors.OpError: `for_other_process`, and it uses state of this one, such as a variable.
+    """
+    policy = tf.data.experimental.ExternalStatePolicy
     serialized = dataset._as_serialized_graph(
-        external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE
+        external_state_policy=policy.FAIL if for_other_process else policy.IGNORE
     )
     return tf.compat.v1.GraphDef.FromString(serialized.numpy())
 
@@ -691,6 +777,202 @@ def coordination_report_error(message: str) -> None:
     _context.context().report_error_to_cluster(tf.errors.INTERNAL, message)
 
 
+# ---------------------------------------------------------------- parameter servers
+
+
+def optimized_variables(optimizer: Any) -> list[Any]:
+    """The Keras variables that a built optimizer updates, in its own order."""
+    return list(optimizer._trainable_variables)
+
+
+def optimizer_slots(optimizer: Any) -> list[list[Any]]:
+    """For each variable that the optimizer updates, the optimizer's own variables that go with it.
+
+    Keras keeps slots in lists as long as the list of variables, under names of their own.
+    """
+    count = len(optimizer._trainable_variables)
+    slots: list[list[Any]] = [[] for _ in range(count)]
+    for name, value in vars(optimizer).items():
+        if name in ("_trainable_variables", "_variables") or not isinstance(value, (list, tuple)):
+            continue
+        if len(value) != count or not all(isinstance(v, (keras.Variable, type(None))) for v in value):
+            continue
+        for index, slot in enumerate(value):
+            if slot is not None and all(slot is not s for s in slots[index]):
+                slots[index].append(slot)
+    return slots
+
+
+def is_iterations(variable: Any, optimizers: list[Any]) -> bool:
+    return any(variable is optimizer.iterations for optimizer in optimizers)
+
+
+def looked_up_variables(model: keras.Model) -> list[Any]:
+    """Tables that layers only look rows up in."""
+    return [
+        layer._embeddings
+        for layer in layers_of(model)
+        if type(layer) is keras.layers.Embedding and layer.built
+    ]
+
+
+def moving_averages(model: keras.Model) -> list[Any]:
+    """Variables of which each new value is an average of the one before and of a batch."""
+    found = []
+    for layer in layers_of(model):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.built:
+            found += [layer.moving_mean, layer.moving_variance]
+    return found
+
+
+def uses_weight_decay(optimizer: Any, variable: Any) -> bool:
+    return bool(optimizer.weight_decay) and bool(optimizer._use_weight_decay(variable))
+
+
+def current_learning_rate(optimizer: Any) -> Any:
+    """The learning rate of this step, a schedule's too, computed where this is called."""
+    return optimizer._get_current_learning_rate()
+
+
+def local_variable(name: str, shape: Any, dtype: tf.DType, trainable: bool) -> Any:
+    """A `tf.Variable` of whichever process runs the function that is being traced.
+
+    It is found by its name in that process, is empty until something is assigned, and stays until
+    `forget_local_variable`. A `tf.Variable` made in a traced function would be the coordinator's.
+    """
+    handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name, container="")
+    return _resource_variables.BaseResourceVariable(
+        trainable=trainable,
+        shape=shape,
+        dtype=dtype,
+        handle=handle,
+        name=name.replace("/", "_"),
+        unique_id=name,
+        handle_name=name,
+    )
+
+
+def forget_local_variable(name: str, shape: Any, dtype: tf.DType) -> None:
+    handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name, container="")
+    tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
+
+
+class RemoteRows(_resource_variables.BaseResourceVariable):
+    """Stands in for a variable whose rows are elsewhere: lookups fetch rows, reads fetch all.
+
+    Gradients arrive at its handle, as at that of any variable; nothing is ever stored in it.
+
+    Args:
+        look_up: int64 [n] -> [n, ...], the rows asked for.
+        read: () -> the whole value.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: Any,
+        dtype: tf.DType,
+        look_up: Callable[[tf.Tensor], tf.Tensor],
+        read: Callable[[], tf.Tensor],
+    ):
+        handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name, container="")
+        super().__init__(
+            trainable=True,
+            shape=shape,
+            dtype=dtype,
+            handle=handle,
+            name=name.replace("/", "_"),
+            unique_id=name,
+            handle_name=name,
+        )
+        self._look_up = look_up
+        self._read = read
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        """The rows at `indices`, an integer tensor of any shape."""
+        del name
+        indices = tf.convert_to_tensor(indices)
+        flat = tf.cast(tf.reshape(indices, [-1]), tf.int64)
+        row = self.shape[1:]
+        with _record.stop_recording():
+            values = self._look_up(flat)
+            out = tf.reshape(values, tf.concat([tf.shape(indices), row], axis=0))
+            out.set_shape(indices.shape.concatenate(row))
+
+        def backward(gradient: tf.Tensor) -> list[Any]:
+            rows = tf.reshape(gradient, tf.concat([[-1], row], axis=0))
+            return [tf.IndexedSlices(rows, flat, tf.constant(self.shape.as_list(), tf.int64))]
+
+        self._watched([out], backward)
+        return out
+
+    def value(self) -> tf.Tensor:
+        with _record.stop_recording():
+            out = tf.identity(self._read())
+            out.set_shape(self.shape)
+        self._watched([out], lambda gradient: [gradient])
+        return out
+
+    def read_value(self) -> tf.Tensor:
+        return self.value()
+
+    def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
+        del no_copy
+        return self.value()
+
+    def _watched(self, outputs: list[tf.Tensor], backward: Callable[..., list[Any]]) -> None:
+        _resource_variables.variable_accessed(self)
+        _record.record_operation("RemoteRows", outputs, [self.handle], backward)
+
+
+@contextlib.contextmanager
+def lookups_through(variables: list[tuple[Any, Any]]) -> Iterator[None]:
+    """Lets `tf.gather` on a Keras variable look rows up, where Keras would read all of them first.
+
+    Args:
+        variables: (Keras variable, `RemoteRows`).
+    """
+    overrides = [(v, "sparse_read", remote.sparse_read) for v, remote in variables]
+    with overridden(overrides):
+        yield
+
+
+def worker_iterators(
+    coordinator: Any, makers: list[Callable[[], tf.data.Dataset]], element_spec: Any
+) -> Any:
+    """One iterator on each worker, made again where a worker comes back.
+
+    `ClusterCoordinator.create_per_worker_dataset` would give all workers the same function.
+
+    Args:
+        makers: for each worker, makes its dataset; called while that worker is the device.
+        element_spec: of their elements.
+
+    Returns:
+        What `schedule` takes as the argument of each worker.
+    """
+    spec = _iterator_ops.IteratorSpec(element_spec)
+    workers = coordinator._cluster.workers
+    values = []
+    for worker, make in zip(workers, makers, strict=True):
+        remote = worker.create_resource(lambda make=make: iter(make()))
+        remote._type_spec = spec
+        values.append(remote)
+    return _coordinator_values.PerWorkerValues(tuple(values))
+
+
+def worker_constants(coordinator: Any, constants: list[int]) -> Any:
+    """int64 [] on each worker, as `worker_iterators`."""
+    values = []
+    for worker, constant in zip(coordinator._cluster.workers, constants, strict=True):
+        remote = worker.create_resource(
+            lambda constant=constant: tf.identity(tf.constant(constant, tf.int64))
+        )
+        remote._type_spec = tf.TensorSpec([], tf.int64)
+        values.append(remote)
+    return _coordinator_values.PerWorkerValues(tuple(values))
+
+
 # ---------------------------------------------------------------- does everything still stand
 
 
@@ -713,6 +995,8 @@ def check() -> list[str]:
         (keras.optimizers.LossScaleOptimizer, "_common_apply"),
         (keras.Model, "_flatten_layers"),
         (keras.Variable, "_direct_assign"),
+        (keras.metrics.Mean, "update_state"),
+        (base_trainer.Trainer, "compute_loss"),
         (data_adapter_utils, "class_weight_to_sample_weights"),
         (dataset_ops.DatasetV2, "_inputs"),
         (_context.Context, "configure_coordination_service"),
@@ -721,6 +1005,16 @@ def check() -> list[str]:
         (_context.Context, "delete_config_key_value"),
         (_context.Context, "wait_at_barrier"),
         (_context.Context, "report_error_to_cluster"),
+        (keras.optimizers.Optimizer, "_get_current_learning_rate"),
+        (keras.optimizers.Optimizer, "_use_weight_decay"),
+        (keras.optimizers.Optimizer, "_backend_update_step"),
+        (keras.optimizers.Optimizer, "_apply_weight_decay"),
+        (_resource_variables, "BaseResourceVariable"),
+        (_record, "record_operation"),
+        (_resource_variables, "variable_accessed"),
+        (_record, "stop_recording"),
+        (_iterator_ops, "IteratorSpec"),
+        (_coordinator_values, "PerWorkerValues"),
         *[(base_optimizer.BaseOptimizer, name) for name in _ALONE],
     ]
     return [f"{getattr(o, '__name__', o)}.{name}" for o, name in expected if not hasattr(o, name)]

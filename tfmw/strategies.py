@@ -29,6 +29,8 @@ from tfmw.errors import TfmwError, UsageError
 if TYPE_CHECKING:
     import tensorflow as tf
 
+    from tfmw import ps_cluster
+
 logger = logging.getLogger("tfmw")
 
 COLLECTIVES = ("auto", "ring", "nccl")
@@ -48,6 +50,7 @@ class _Joined:
     cluster: Cluster
     strategy: tf.distribute.Strategy
     options: tf.distribute.experimental.CommunicationOptions
+    servers: ps_cluster.Joined | None = None
 
 
 _joined: _Joined | None = None
@@ -61,6 +64,7 @@ def init(
     bytes_per_pack: int | None = None,
     timeout_s: float | None = None,
     start_timeout_s: float = 120.0,
+    existing_servers: bool | None = None,
 ) -> Cluster:
     """Finds out which task of which cluster this process is, and joins.
 
@@ -75,10 +79,15 @@ def init(
         collectives: "auto", "ring" or "nccl": how synchronous workers reduce.
         bytes_per_pack: gradients are reduced in packs of about this many bytes.
         timeout_s: seconds after which a collective fails; None waits as long as peers are alive.
-        start_timeout_s: seconds to wait for all tasks to come.
+        start_timeout_s: seconds to wait for all tasks to come; and for a coordinator of parameter
+            servers to come back.
+        existing_servers: on ps and workers beside them, whether to serve one training after
+            another, without end; by default where TFMW_EXISTING_SERVERS is 1.
 
     Returns:
-        The cluster, with this process's task in it.
+        The cluster, with this process's task in it. Not on a ps, nor on a worker of a cluster with
+        parameter servers: these serve, and when the coordinator is done the process ends with
+        status 0 (SystemExit).
 
     Raises:
         ClusterError: a malformed or contradictory description, a port in use, tasks that disagree.
@@ -102,10 +111,8 @@ def init(
     if resolved.is_single or resolved.task == "evaluator":
         return resolved
     if strategy == "parameter_server" or resolved.has_ps:
-        raise UsageError(
-            f"parameter-server training is not available in this version (received {resolved!r}): "
-            "describe a cluster of workers only, to train synchronously."
-        )
+        _join_parameter_servers(resolved, strategy, start_timeout_s, existing_servers)
+        return resolved
     _join_multi_worker(resolved, collectives, bytes_per_pack, timeout_s, start_timeout_s)
     return resolved
 
@@ -161,6 +168,49 @@ def _join_multi_worker(
         cluster.num_workers,
         strategy.num_replicas_in_sync,
     )
+
+
+def _join_parameter_servers(
+    cluster: Cluster, strategy: str, start_timeout_s: float, existing_servers: bool | None
+) -> None:
+    global _joined
+    if strategy not in ("auto", "parameter_server"):
+        raise UsageError(
+            f"strategy={strategy!r} does not train on parameter servers, received {cluster!r}: "
+            'use "parameter_server", or describe a cluster of workers only.'
+        )
+    if not cluster.has_ps:
+        raise UsageError(
+            f"parameter-server training needs at least one ps, received {cluster!r}: add the "
+            'servers to "cluster" ("ps", and a "chief" that coordinates), or train synchronously.'
+        )
+    _require_not_started("tfmw.init()")
+    facts = {name: _version(name) for name in ("tensorflow", "keras", "numpy", "tfmw")}
+    from tfmw import ps_cluster
+
+    if cluster.task in ("ps", "worker"):
+        if existing_servers is None:
+            existing_servers = os.environ.get("TFMW_EXISTING_SERVERS") == "1"
+        ps_cluster.serve(
+            cluster,
+            facts,
+            patience_s=start_timeout_s,
+            standing=existing_servers,
+            threads=ps_cluster.threads_of_a_task(),
+        )
+        raise SystemExit(0)
+    _bound_threads()
+    servers = ps_cluster.coordinate(cluster, facts, timeout_s=start_timeout_s)
+    options = _communication_options("auto", None, None)
+    _joined = _Joined(cluster, servers.strategy, options, servers)
+    _watch_errors()
+
+    def leave() -> None:
+        if not _failed:
+            _succeed()
+            servers.line.finish()
+
+    atexit.register(leave)
 
 
 def _version(package: str) -> str:
@@ -256,6 +306,9 @@ def report_failure(error: BaseException) -> None:
 
     if is_secondary(error):
         return
+    if _joined.servers is not None:
+        _joined.servers.line.fail(f"{type(error).__name__}: {error}")
+        return
     name = f"{_joined.cluster.task} {_joined.cluster.index}"
     try:
         keras_compat.coordination_report_error(f"{name}: {type(error).__name__}: {error}")
@@ -328,7 +381,35 @@ def choose(strategy: str | tf.distribute.Strategy | None) -> tf.distribute.Strat
         return mirrored()
     if strategy == "default":
         return tf.distribute.get_strategy()
-    raise UsageError(f"strategy {strategy!r} is not available in fit() in this version.")
+    return current_strategy() if _joined is not None else parameter_server()
+
+
+def servers_of(strategy: tf.distribute.Strategy) -> ps_cluster.Joined | None:
+    """The parameter servers behind `strategy`; None for a strategy of another kind.
+
+    Raises:
+        UsageError: a `ParameterServerStrategy` that tfmw did not make.
+    """
+    import tensorflow as tf
+
+    if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        return None
+    if _joined is None or _joined.servers is None or strategy is not _joined.strategy:
+        raise UsageError(
+            "received a ParameterServerStrategy that tfmw did not make: use "
+            "tfmw.strategies.parameter_server(...), which also tells the servers when to leave."
+        )
+    return _joined.servers
+
+
+def beside_training(strategy: str | tf.distribute.Strategy | None) -> tf.distribute.Strategy:
+    """The strategy for evaluate and predict: parameter servers leave them to the coordinator."""
+    import tensorflow as tf
+
+    chosen = choose(strategy)
+    if not isinstance(chosen, tf.distribute.ParameterServerStrategy):
+        return chosen
+    return tf.distribute.get_strategy()
 
 
 def multi_worker_mirrored(
@@ -388,39 +469,53 @@ def mirrored(devices: Sequence[str] | None = None) -> tf.distribute.Strategy:
 def parameter_server(
     cluster: Cluster | Mapping[str, Any] | None = None,
     *,
-    variable_partitioner: Any = None,
+    partitioner: Any = None,
+    min_shard_bytes: int | None = None,
+    sync_replicas: bool = False,
+    replicas_to_aggregate: int | None = None,
 ) -> tf.distribute.Strategy:
-    """A `tf.distribute.ParameterServerStrategy` for the coordinator of `cluster`.
+    """Training on parameter servers, for the coordinator of `cluster`, which this joins.
 
-    Only the strategy: `fit` does not train on it in this version. The parameter servers and workers
-    of the cluster must be serving.
+    On a ps or worker of the cluster this serves, as `init` does.
 
     Args:
         cluster: as in `init`, with `ps` and `workers`; this process is its chief.
-        variable_partitioner: such as `tf.distribute.experimental.partitioners.MinSizePartitioner`.
+        partitioner: divides large variables over the servers, such as
+            `tf.distribute.experimental.partitioners.MinSizePartitioner`; along the first axis.
+        min_shard_bytes: divides each variable of at least twice this many bytes, into as many
+            pieces of at least this size as there are servers.
+        sync_replicas: updates wait for gradients of the same step from several workers.
+        replicas_to_aggregate: from how many of them; the others are spare, and their late
+            gradients are dropped and counted. All workers by default.
+
+    Returns:
+        A `tf.distribute.ParameterServerStrategy`, to pass to `fit`.
 
     Raises:
-        UsageError: the cluster has no parameter servers, or this process is not its coordinator.
+        UsageError: the cluster has no parameter servers, or the settings contradict each other.
     """
-    resolved = Cluster.resolve(os.environ, cluster)
-    if not resolved.has_ps or not resolved.workers:
+    resolved = init(cluster, strategy="parameter_server")
+    if _joined is None or _joined.servers is None:
         raise UsageError(
-            f"parameter-server training needs at least one worker and one ps, received {resolved!r}: "
-            'add them to "cluster", or train synchronously.'
+            f"parameter-server training needs at least one worker and one ps, received "
+            f'{resolved!r}: add them to "cluster", or train synchronously.'
         )
-    if resolved.task != "chief":
-        raise UsageError(
-            f"only the coordinator (task type chief) builds this strategy, received {resolved!r}."
-        )
-    import tensorflow as tf
+    from tfmw import ps_cluster
 
-    config = resolved.as_tf_config()
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(config["cluster"]), task_type="chief", task_id=0, rpc_layer="grpc"
-    )
-    return tf.distribute.ParameterServerStrategy(
-        resolver, variable_partitioner=variable_partitioner
-    )
+    workers = len(resolved.workers)
+    if replicas_to_aggregate is not None and not sync_replicas:
+        raise UsageError(
+            f"replicas_to_aggregate={replicas_to_aggregate} goes with sync_replicas=True: without "
+            "it each worker's gradient is an update of its own."
+        )
+    if replicas_to_aggregate is not None and not 1 <= replicas_to_aggregate <= workers:
+        raise UsageError(
+            f"replicas_to_aggregate is {replicas_to_aggregate}: expected 1 to {workers}, the "
+            "number of workers."
+        )
+    partition = ps_cluster.partition_of(partitioner, min_shard_bytes, len(resolved.ps))
+    _joined.servers.settings = ps_cluster.Settings(partition, sync_replicas, replicas_to_aggregate)
+    return _joined.strategy
 
 
 def _communication_options(

@@ -1,0 +1,314 @@
+"""The parameter-server driver: fit on the coordinator, steps on the workers, weights on servers.
+
+    on each epoch:
+        until all of its steps are scheduled:
+            coordinator.schedule(many steps)       # whichever worker is free takes it
+            add up the metrics of those that are done
+        top up what a lost worker did not do       # exactly steps_per_epoch updates
+        copy the weights to the user's model       # for validation, callbacks, backups
+        callbacks, as in Keras
+
+Asynchronous training has no order of batches that one process would have, so its numbers are not
+those of one process. What is promised: each epoch applies exactly `steps_per_epoch` updates, the
+metrics are those of the batches that were trained on, and a worker may die at any moment.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw import callbacks as callbacks_lib
+from tfmw import data, keras_compat, placement, ps_cluster, ps_data, state
+from tfmw._progress import report_progress
+from tfmw.errors import UsageError
+from tfmw.group import Group
+from tfmw.ps_steps import WorkerSteps
+from tfmw.ps_variables import Masters
+from tfmw.resume import Backups
+
+logger = logging.getLogger("tfmw")
+
+_SECONDS_PER_FUNCTION = 0.2
+_MOST_STEPS_PER_FUNCTION = 1000
+_AHEAD = 2  # functions scheduled for each worker, so that none waits for the coordinator
+
+
+class PsDriver:
+    """Runs training steps of a model on the workers of a parameter-server cluster.
+
+    Args:
+        model: compiled and built, with its optimizer built.
+        servers: the cluster.
+        source: what workers read.
+
+    Attributes:
+        applied: updates since this driver began.
+    """
+
+    def __init__(self, model: keras.Model, servers: ps_cluster.Joined, source: data.Source):
+        self.model = model
+        self.applied = 0
+        self._servers = servers
+        self._coordinator = servers.coordinator
+        self._workers = len(servers.cluster.workers)
+        self.masters = Masters(model, len(servers.cluster.ps), servers.settings.partition)
+        self._steps = WorkerSteps(model, self.masters, f"tfmw/{uuid.uuid4().hex}")
+        makers, spec = ps_data.for_workers(source, self._workers)
+        self._iterator = keras_compat.worker_iterators(self._coordinator, makers, spec)
+        self._pace = _Pace(model.steps_per_execution)
+
+    def train_epoch(self, steps: int, after: Callable[[int], bool]) -> None:
+        """Applies exactly `steps` updates.
+
+        Args:
+            after: called on this thread when more steps are done, with their number in this epoch;
+                returns whether to go on.
+        """
+        target = self.applied + steps
+        done = 0
+        going = True
+        while going and self.applied < target:
+            self.masters.tickets.assign(self.applied)
+            limit = tf.constant(target, tf.int64)
+            left = target - self.applied
+            waiting: collections.deque[Any] = collections.deque()
+            while waiting or (left > 0 and going):
+                while going and left > 0 and len(waiting) < _AHEAD * self._workers:
+                    most = self._pace.next(left, self._workers)
+                    waiting.append((self._schedule(most, limit), time.perf_counter()))
+                    left -= most
+                result, since = waiting.popleft()
+                made = self._add_up(result.fetch())
+                self._pace.took(time.perf_counter() - since, made)
+                done += made
+                if made and not after(min(done, steps)):
+                    going = False
+            self._coordinator.join()
+            self.applied = int(self.masters.applied.numpy())
+            report_progress(self.applied)
+
+    def _schedule(self, most: int, limit: tf.Tensor) -> Any:
+        self.masters.push_scalars()
+        seeds = [tf.cast(s.numpy(), tf.uint32) for s in self.masters.seeds]
+        return self._coordinator.schedule(
+            self._steps.function,
+            args=(self._iterator, tf.constant(most, tf.int64), limit, seeds),
+        )
+
+    def _add_up(self, result: dict[str, Any]) -> int:
+        """Takes what a function counted into the model's own metrics, here and nowhere else."""
+        for variable, gained in zip(self._steps.metrics, result["metrics"], strict=True):
+            keras_compat.native(variable).assign_add(gained)
+        for variable, drawn in zip(self.masters.seeds, result["draws"], strict=True):
+            own = keras_compat.native(variable)
+            own.assign(own + tf.cast(drawn, own.dtype))
+        return int(result["steps"])
+
+    def logs(self) -> dict[str, Any]:
+        """Metrics of all steps since the last reset."""
+        results = keras_compat.metrics_or_logs(self.model, {})
+        return {name: _python(value) for name, value in results.items()}
+
+
+class _Pace:
+    """How many steps a scheduled function makes, from how long steps take."""
+
+    def __init__(self, steps_per_execution: int):
+        self._fixed = steps_per_execution if steps_per_execution > 1 else None
+        self._most = 1
+        self._results = 0
+
+    def next(self, left: int, workers: int) -> int:
+        """Steps of the next function, of `left` that remain in the epoch."""
+        if self._fixed is not None:
+            return min(self._fixed, left)
+        # Towards the end of an epoch in smaller pieces, so that workers end it together.
+        return max(1, min(self._most, -(-left // workers)))
+
+    def took(self, seconds: float, steps: int) -> None:
+        """Hears how long a function was under way, waiting included."""
+        self._results += 1
+        if self._results <= 1 or not steps:
+            return  # the first one is traced
+        each = seconds / (_AHEAD * steps)
+        enough = int(_SECONDS_PER_FUNCTION / max(each, 1e-6))
+        self._most = max(1, min(enough, self._most * 8, _MOST_STEPS_PER_FUNCTION))
+
+
+def fit(
+    model: keras.Model,
+    servers: ps_cluster.Joined,
+    source: data.Source,
+    *,
+    epochs: int,
+    verbose: Any,
+    callbacks: Any,
+    validate: Callable[[], dict[str, float]] | None,
+    validation_freq: Any,
+    initial_epoch: int,
+    steps_per_epoch: int | None,
+    backup: callbacks_lib.BackupAndRestore | None,
+    export_dir: Any,
+) -> keras.callbacks.History:
+    """Trains `model` on parameter servers; see `tfmw.fit`, which calls this on the coordinator.
+
+    Args:
+        servers: the cluster.
+        source: what workers read, each of them all of it, in its own order.
+        validate: evaluates the model as it is on the coordinator; returns the logs.
+        backup: where the state is saved, and where an interrupted run goes on from.
+        epochs, verbose, callbacks, validation_freq, initial_epoch, steps_per_epoch, export_dir: as
+            in `tfmw.fit`; `steps_per_epoch` counts updates, over all workers.
+
+    Raises:
+        UsageError: no `steps_per_epoch`, or an optimizer or layer that cannot be trained so.
+    """
+    if steps_per_epoch is None:
+        raise UsageError(
+            "steps_per_epoch was not given: parameter-server training has no end of the data, as "
+            "each worker reads all of it at its own pace; pass steps_per_epoch=..., the number of "
+            "updates in an epoch, for example examples // batch_size."
+        )
+    placement.refuse_raw_variables(model)
+    alone = Group(0, 1)
+    with contextlib.ExitStack() as stack:
+        backups = stack.enter_context(Backups.of(alone, backup))
+        _build(model, source)
+        backups.restore(model, source.batch_size)
+        callback_list = keras.callbacks.CallbackList(
+            callbacks_lib.for_task(callbacks, True, 1),
+            add_history=True,
+            add_progbar=verbose != 0 and not backups.is_done(epochs),
+            verbose=verbose,
+            epochs=epochs,
+            steps=steps_per_epoch,
+            model=model,
+        )
+        if backups.is_done(epochs):
+            backups.restore_callbacks(callback_list.callbacks, finished=True)
+            backups.finished()
+        else:
+            driver = PsDriver(model, servers, source)
+            run = _Run(driver, backups, callback_list, steps_per_epoch, validate, validation_freq)
+            run.train(keras_compat.requested_initial_epoch(model) or initial_epoch, epochs)
+    history: keras.callbacks.History = model.history
+    if export_dir is not None:
+        from tfmw.export import export
+
+        export(model, export_dir)
+    return history
+
+
+class _Run:
+    """The loop of fit."""
+
+    def __init__(
+        self,
+        driver: PsDriver,
+        backups: Backups,
+        callback_list: Any,
+        steps: int,
+        validate: Callable[[], dict[str, float]] | None,
+        validation_freq: Any,
+    ):
+        self._driver = driver
+        self._backups = backups
+        self._callbacks = callback_list
+        self._steps = steps
+        self._validate = validate
+        self._validation_freq = validation_freq
+        self._step = 0  # since the run began, over all resumes
+
+    def train(self, initial_epoch: int, epochs: int) -> None:
+        model, backups, driver = self._driver.model, self._backups, self._driver
+        found = backups.record
+        if found is not None:
+            initial_epoch, self._step = found["epoch"], found["step"]
+            state.prepare_for_resume(self._callbacks.callbacks)
+        model.stop_training = False
+        self._callbacks.on_train_begin()
+        if found is not None:
+            backups.restore_callbacks(self._callbacks.callbacks)
+        logs: dict[str, Any] | None = None
+        for epoch in range(initial_epoch, epochs):
+            model.reset_metrics()
+            self._callbacks.on_epoch_begin(epoch)
+            before = driver.applied
+            driver.train_epoch(self._steps, lambda done, epoch=epoch: self._after(epoch, done))
+            self._step += driver.applied - before
+            logs = driver.logs()
+            last = model.stop_training or epoch + 1 == epochs
+            driver.masters.lower(slots=last or backups.on)
+            if self._validate is not None and keras_compat.should_validate(
+                model, epoch, self._validation_freq
+            ):
+                kept = [(v, v.numpy()) for v in keras_compat.metric_variables(model)]
+                logs.update({f"val_{name}": v for name, v in self._validate().items()})
+                for variable, value in kept:
+                    variable.assign(value)
+            self._callbacks.on_epoch_end(epoch, logs)
+            last = model.stop_training or epoch + 1 == epochs
+            due, leave = backups.due_after_epoch(epoch, last)
+            if due:
+                self._save(epoch + 1)
+            if leave:
+                backups.leave(self._step)
+            if last:
+                break
+        self._callbacks.on_train_end(logs=logs)
+        if backups.on:
+            self._save(epochs, done=True)
+            backups.finished()
+
+    def _after(self, epoch: int, done: int) -> bool:
+        """Tells callbacks how far the epoch is; returns whether to go on."""
+        model = self._driver.model
+        self._callbacks.on_train_batch_begin(done - 1)
+        logs = self._driver.logs()
+        self._backups.refuse_nan(logs, epoch, done)
+        self._callbacks.on_train_batch_end(done - 1, logs)
+        return not model.stop_training
+
+    def _save(self, epoch: int, done: bool = False) -> None:
+        model = self._driver.model
+        self._driver.masters.lower(slots=True)
+        nothing = np.zeros([1, 0], np.float32)
+        self._backups.save(
+            self._step,
+            model,
+            tf.distribute.get_strategy(),
+            (nothing, nothing),
+            self._callbacks.callbacks,
+            {
+                "epoch": epoch,
+                "step": self._step,
+                "done": done,
+                "stopped": bool(model.stop_training),
+                "feed": None,
+                "batch_size": None,
+            },
+        )
+
+
+def _build(model: keras.Model, source: data.Source) -> None:
+    """Creates all variables that Keras would create on the first batch."""
+    if not keras_compat.needs_build(model):
+        return
+    makers, spec = ps_data.for_workers(source, 1)
+    del makers
+    keras_compat.build_all(model, spec)
+
+
+def _python(value: Any) -> Any:
+    array = np.asarray(value)
+    return float(array) if array.ndim == 0 else array

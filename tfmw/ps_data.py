@@ -1,0 +1,112 @@
+"""What each worker of a parameter-server cluster reads.
+
+    makers, spec = for_workers(source, workers=2)     # each maker runs with its worker as the device
+
+Workers go at their own pace and may come and go, so nobody could promise that each example is
+read once: each worker reads the whole dataset, again and again, in an order of its own, as in
+tf.distribute. A shuffle gets other seeds on each worker; a dataset without any is begun at another
+place, so that workers don't march through the same batches side by side. A callable gets an
+`InputContext` with this worker's number and may shard by it.
+
+The pipeline travels as a graph. Python code in it (`from_generator`, `py_function`, a PyDataset)
+stays behind in the coordinator's process, so such datasets are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfmw import data, keras_compat
+from tfmw.errors import UsageError
+
+_PYTHON_OPS = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
+_SEED_APART = 1_000_003  # between the seeds of neighbouring workers
+_UNSEEDED = -1  # marks shuffles without a seed: every worker draws its own
+
+
+def for_workers(
+    source: data.Source, workers: int
+) -> tuple[list[Callable[[], tf.data.Dataset]], Any]:
+    """Each worker's own endless pipeline of batches.
+
+    Args:
+        source: what the user passed to fit.
+        workers: number of workers.
+
+    Returns:
+        (for each worker a function that makes its dataset, the spec of their elements).
+
+    Raises:
+        UsageError: an empty dataset, or one that runs Python code.
+    """
+    own = [_of_worker(source, worker, workers) for worker in range(workers)]
+    spec = own[0][0].element_spec
+
+    def maker(dataset: tf.data.Dataset, skip: int) -> Callable[[], tf.data.Dataset]:
+        graph = keras_compat.dataset_graph(dataset)
+        _refuse_python(graph)
+
+        def make() -> tf.data.Dataset:
+            batches = keras_compat.dataset_from_graph(graph, spec).repeat().skip(skip)
+            return batches.prefetch(tf.data.AUTOTUNE)
+
+        return make
+
+    return [maker(*each) for each in own], spec
+
+
+def _of_worker(source: data.Source, worker: int, workers: int) -> tuple[tf.data.Dataset, int]:
+    """(one pass as this worker reads it, how many batches further on it begins)."""
+
+    def vary(seeds: Any) -> Any:
+        """What `data.Order.agree` is given, for this worker: the seeds of shuffles."""
+        if isinstance(seeds, list):
+            return [
+                pair if pair is None else [0, 0] if pair[0] == _UNSEEDED
+                else [pair[0], pair[1] + _SEED_APART * worker]
+                for pair in seeds
+            ]
+        return None if seeds is None else seeds + _SEED_APART * worker
+
+    if source.is_function():
+        dataset = source.x(tf.distribute.InputContext(workers, worker, workers))
+        if not keras_compat.is_dataset(dataset):
+            raise UsageError(
+                f"the dataset function returned {type(dataset).__name__}: expected a "
+                "tf.data.Dataset, this worker's pipeline of batches."
+            )
+        _refuse_empty(dataset)
+        return dataset, 0
+    order = data.Order(_UNSEEDED, vary)
+    begin = 0
+    if keras_compat.is_dataset(source.x):
+        if keras_compat.may_shuffle_inside(source.x):
+            source = dataclasses.replace(source, x=data.ordered(source.x, order))
+        else:
+            begin = max(0, int(source.x.cardinality())) * worker // workers
+    share = source.share(data.Split(), order)
+    dataset = share.dataset.map(lambda parts, total: parts[0])
+    _refuse_empty(dataset)
+    return dataset, begin
+
+
+def _refuse_empty(dataset: tf.data.Dataset) -> None:
+    if int(dataset.cardinality()) == 0:
+        raise UsageError(
+            "the dataset is empty: expected at least one batch; check its source, filters and "
+            "take() or skip()."
+        )
+
+
+def _refuse_python(graph: Any) -> None:
+    bodies = [graph.node, *(f.node_def for f in graph.library.function)]
+    if any(node.op in _PYTHON_OPS for body in bodies for node in body):
+        raise UsageError(
+            "the dataset runs Python code (from_generator, py_function, or a PyDataset), which "
+            "stays in the coordinator's process when the pipeline goes to the workers: build it "
+            "from TensorFlow ops, for example from files, or pass arrays."
+        )
