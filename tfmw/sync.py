@@ -62,6 +62,8 @@ class SyncDriver:
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._logs: dict[str, _Logs] = {}
         self._assigned: list[Any] = []
+        self._combined: dict[int, str] = {}  # id of a metric's variable -> how replicas combine
+        self._metric_start: dict[int, np.ndarray] | None = None
         self.heard: list[float] = []
         self._options = strategies.reduction_options(strategy)
         self._has_synchronized_norm = any(
@@ -84,7 +86,6 @@ class SyncDriver:
         if self.replicas > 1:
             for optimizer in keras_compat.optimizers_of(self.model):
                 enter(keras_compat.alone_on_replica(optimizer, self._reduce_gradients))
-            enter(keras_compat.per_output_losses_weighted(self.model))
         if any(keras_compat.overrides_step(self.model, f"{k}_step") for k in ("train", "test")):
             enter(_noting_results(self.model))
         return self
@@ -118,7 +119,7 @@ class SyncDriver:
         careful = self.replicas > 1 and (
             evenness.empty or (evenness.uneven and kind == "train" and bool(self._state()))
         )
-        key = (kind, careful, counted, iterator.element_spec)
+        key = (kind, careful, counted, repr(iterator.element_spec))
         if key not in self._functions:
             self._functions[key] = self._traced(kind, careful, counted)
         return int(self._functions[key](iterator, tf.constant(most, tf.int64)))
@@ -128,7 +129,7 @@ class SyncDriver:
         state = self._state() if careful and kind == "train" else []
 
         def one_step(parts: Any, total: Any) -> Any:
-            with keras_compat.recorded_assignments(self._assigned):
+            with keras_compat.recorded_assignments(self._assigned, self._note_metric):
                 totals = self.strategy.run(
                     lambda p, t: self._replica_step(kind, p, t, careful, counted, state),
                     args=(parts, total),
@@ -191,7 +192,7 @@ class SyncDriver:
         else:
             replica = tf.distribute.get_replica_context()
             total = replica.all_reduce(SUM, tf.identity(rows))
-        share = keras_compat.LossShare(rows, total, careful, counted)
+        share = keras_compat.LossShare(rows, total, careful, counted, self._weights_later(kind))
         with keras_compat.loss_share(share):
             if careful:
                 self._careful_step(kind, batch, local, share, state)
@@ -242,16 +243,45 @@ class SyncDriver:
                 "a mean over the examples of each replica."
             )
 
+    def _weights_later(self, kind: str) -> bool:
+        """Whether a step may use losses that Keras does not compute; see `LossShare.later`."""
+        return (
+            keras_compat.overrides_step(self.model, "train_step")
+            or keras_compat.overrides_step(self.model, f"{kind}_step")
+            or not keras_compat.only_keras_losses(self.model)
+        )
+
+    def _note_metric(self, variable: Any, value: Any) -> None:
+        """Learns how a metric's variable is updated, and so how replicas' values combine.
+
+        Raises:
+            UsageError: it is not a sum over examples, nor a maximum or minimum.
+        """
+        if self.replicas == 1 or all(
+            variable is not v for v in keras_compat.metric_variables(self.model)
+        ):
+            return
+        how = keras_compat.combination(variable, value)
+        if how is None:
+            raise UsageError(
+                f"a metric updates its variable {variable.path!r} otherwise than by adding to it "
+                "(or taking a maximum or minimum), so the values of several replicas cannot be put "
+                "together: keep sums and counts in variables, and divide in result()."
+            )
+        if how != "unchanged":
+            self._combined[id(variable)] = how
+
     def _reduce_gradients(
         self, grads: list[Any], share: keras_compat.LossShare
     ) -> list[Any]:
         """Gradients of this replica -> gradients of the global batch, the same everywhere."""
         if not share.used:
             self._warn_once(
-                "train_step computes a loss that Keras does not scale: it is taken for a mean over "
+                "train_step computes its loss without Keras's losses: it is taken for a mean over "
                 "examples, and gradients are averaged over replicas by their numbers of examples. "
-                "Use self.compute_loss(...) or keras.losses objects for exact sums."
+                "Use self.compute_loss(...) or keras.losses objects for sums."
             )
+        if share.later or not share.used:
             grads = [_scaled(g, share.weight) for g in grads]
         if share.careful:
             present = share.rows > 0
@@ -303,7 +333,37 @@ class SyncDriver:
             keras_compat.native(variable).assign(total / tf.cast(self.replicas, total.dtype))
 
     def reset_metrics(self) -> None:
+        """Begins to count anew."""
         self.model.reset_metrics()
+        if self._metric_start is None:
+            self._metric_start = {}
+            for variable in keras_compat.metric_variables(self.model):
+                value = np.asarray(variable.value)
+                if value.any():
+                    self._metric_start[id(variable)] = value
+
+    def _combined_metrics(self, variables: list[Any], values: list[Any]) -> list[Any]:
+        """Values of metric variables over all replicas. In a replica context."""
+        replica = tf.distribute.get_replica_context()
+        others = [i for i, v in enumerate(variables) if self._how(v) != "sum"]
+        spread = list(values)
+        for i in others:
+            # A sum of one row per replica is the list of all replicas' values.
+            row = tf.one_hot(replica.replica_id_in_sync_group, self.replicas, dtype=tf.float32)
+            row = tf.cast(tf.reshape(row, [-1] + [1] * values[i].shape.rank), values[i].dtype)
+            spread[i] = row * values[i][None]
+        out = _packed_sum(spread)
+        for i in others:
+            reduce = tf.reduce_max if self._how(variables[i]) == "max" else tf.reduce_min
+            out[i] = reduce(out[i], axis=0)
+        for i, variable in enumerate(variables):
+            start = (self._metric_start or {}).get(id(variable))
+            if start is not None and i not in others:
+                out[i] -= tf.cast((self.replicas - 1) * start, out[i].dtype)
+        return out
+
+    def _how(self, variable: Any) -> str:
+        return self._combined.get(id(variable), "sum")
 
     def look(self, kind: str, signals: tuple[float, ...] = ()) -> dict[str, float]:
         """Logs of the steps since the last reset, over all replicas.
@@ -331,7 +391,7 @@ class SyncDriver:
                     values = [tf.identity(v.value) for v in variables]
                     values += [tf.identity(logs.raw[name][local]) for name in raw]
                     values.append(tf.identity(said) if local == 0 else tf.zeros_like(said))
-                    return _packed_sum(values) if self.replicas > 1 else values
+                    return self._combined_metrics(variables, values) if self.replicas > 1 else values
 
                 sums = self.strategy.run(local_values, args=(said,))
                 sums = [self.strategy.experimental_local_results(s)[0] for s in sums]
@@ -340,7 +400,7 @@ class SyncDriver:
                 with keras.StatelessScope(state_mapping=mapping):
                     results = logs.results(self.model)
                 results.update(zip(raw, sums[len(variables) :], strict=True))
-                return {name: results[name] for name in logs.names if name in results}, heard
+                return {name: results[name] for name in logs.names}, heard
 
             self._functions[("look", kind)] = (
                 look if self.model.run_eagerly and self.replicas == 1
@@ -350,7 +410,7 @@ class SyncDriver:
             tf.constant([*signals, 0.0], tf.float32)
         )
         self.heard = [float(h) for h in heard.numpy()[: len(signals)]]
-        return {name: _python(value) for name, value in values.items()}
+        return _python_logs(values)
 
     def kept_by_replicas(self) -> tuple[tf.Tensor, tf.Tensor]:
         """What replicas keep to themselves: metrics so far, and layers' moving averages.
@@ -554,42 +614,41 @@ def _interleaved(lengths: list[int]) -> bool:
 _noting = threading.local()
 
 
-class _Noted:
-    """Tensors that metrics and compute_loss returned while this thread traced a step."""
-
-    def __init__(self) -> None:
-        self.results: list[Any] = []
-        self.losses: list[Any] = []
+class _Noted(list[tuple[Any, Any]]):
+    """(tensor, metric) of what metrics returned while this thread traced a step."""
 
     @classmethod
     @contextlib.contextmanager
-    def on_this_thread(cls) -> Iterator[_Noted | None]:
+    def on_this_thread(cls) -> Iterator[_Noted]:
         _noting.now = cls()
         try:
             yield _noting.now
         finally:
             _noting.now = None
 
+    def metric_of(self, value: Any) -> Any | None:
+        """The metric whose result is `value`, a tensor or a dict of them."""
+        return next((metric for noted, metric in self if noted is value), None)
+
 
 @contextlib.contextmanager
 def _noting_results(model: keras.Model) -> Iterator[None]:
     """Notes where the logs of a custom step come from: its tensors tell."""
-    overrides: list[tuple[Any, str, Any]] = []
 
-    def noted(call: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            value = call(*args, **kwargs)
+    def noted(metric: Any) -> Callable[[], Any]:
+        result = metric.result
+
+        def wrapper() -> Any:
+            value = result()
             now = getattr(_noting, "now", None)
             if now is not None:
-                getattr(now, kind).extend(tf.nest.flatten(value))
+                now.append((value, metric))
             return value
 
         return wrapper
 
-    for metric in keras_compat.leaf_metrics(model):
-        overrides.append((metric, "result", noted(metric.result, "results")))
-    overrides.append((model, "compute_loss", noted(model.compute_loss, "losses")))
-    with keras_compat.overridden(overrides):
+    metrics = keras_compat.leaf_metrics(model)
+    with keras_compat.overridden([(m, "result", noted(m)) for m in metrics]):
         yield
 
 
@@ -598,6 +657,7 @@ class _Logs:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.metrics: dict[str, Any] = {}
         self.raw: dict[str, list[tf.Variable]] = {}
 
     def keep(
@@ -621,14 +681,19 @@ class _Logs:
         if noted is None:
             return
         for name, value in returned.items():
-            if isinstance(value, dict) or any(value is r for r in noted.results):
+            metric = noted.metric_of(value)
+            if metric is not None:
+                self.metrics[name] = metric
                 continue
-            is_loss = any(value is v for v in noted.losses)
-            value = tf.cast(tf.reduce_mean(tf.cast(value, tf.float32)), tf.float32)
-            if share is not None and not is_loss:
+            if isinstance(value, dict):
+                raise UsageError(
+                    f"the model's step returned a dict as log {name!r} that is not a metric's "
+                    "result: expected one number, a tensor or a metric's result()."
+                )
+            # The value of the whole batch, for what is a mean over examples.
+            value = tf.reduce_mean(tf.cast(value, tf.float32))
+            if share is not None:
                 value = tf.math.multiply_no_nan(value, share.weight)
-            elif share is not None:
-                value = tf.where(share.rows > 0, value, 0.0)
             holders = self.raw.setdefault(name, [])
             with tf.init_scope():
                 while len(holders) <= local:
@@ -639,11 +704,9 @@ class _Logs:
         return list(self.raw)
 
     def results(self, model: keras.Model) -> dict[str, Any]:
+        """Name -> result of a metric, for every log that is one."""
         results = dict(model.get_metrics_result())
-        for metric in keras_compat.leaf_metrics(model):
-            # Names that a custom step gives to metrics that Keras does not list by that name.
-            if metric.name in self.names and metric.name not in results:
-                results[metric.name] = metric.result()
+        results.update({name: metric.result() for name, metric in self.metrics.items()})
         return results
 
 
@@ -712,7 +775,13 @@ def _packed_sum(values: list[tf.Tensor]) -> list[tf.Tensor]:
     return out
 
 
-def _python(value: Any) -> float:
-    """A log as Keras gives it: a Python float where it is one number."""
-    array = np.asarray(value)
-    return float(array) if array.ndim == 0 else array
+def _python_logs(logs: dict[str, Any]) -> dict[str, Any]:
+    """Logs as Keras gives them: flat, Python floats where they are one number."""
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        if isinstance(value, dict):
+            flat.update(_python_logs(value))
+            continue
+        array = np.asarray(value)
+        flat[name] = float(array) if array.ndim == 0 else array
+    return flat
