@@ -1,45 +1,41 @@
 """All tasks of a local cluster, once: started, watched, ended.
 
-    attempt = Attempt(layout, command, directory, environ, display)
-    attempt.start()      # fresh processes, each in a session of its own
-    attempt.watch()      # until all are done, one has failed, or a signal came
+    attempt = Attempt(setting, layout, number=0)
+    attempt.start()      # fresh processes or spares, each in a session of its own
+    attempt.watch()      # until all are done, one has failed or hangs, or a signal came
     attempt.end()        # TERM, grace, KILL; no process is left
     attempt.failures()   # the cause first
 
-A run is one attempt; what restarts a run makes another one, with its own ports and folder.
+A run is a row of attempts, each with its own ports and folder (see `_restart`). Within an attempt
+only those tasks are started again that the others can do without meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
-import itertools
 import json
-import os
-import pty
-import random
+import select
 import selectors
-import shutil
 import signal
-import socket
-import struct
 import subprocess
-import sys
 import tempfile
-import termios
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from tfmw import _call
+from tfmw._failure import Failure, describe, describe_status, kernel_kills
 from tfmw._output import Display
-from tfmw._record import ERROR_FILE
-from tfmw.errors import UsageError
+from tfmw._ports import reserved_ports
+from tfmw._process import Task, task_name
+from tfmw._restart import PREEMPT_GRACE_S, Policy, Terms, alone, backoff_s
+from tfmw._signals import Signals
+from tfmw._spawn import Host
+from tfmw._standby import Standbys
+from tfmw._watchdog import STOPPED_TIMEOUT_S, Sight, Stuck, Watchdog
+from tfmw.errors import PREEMPTED
 
 GRACE_S = 1.0
 """Seconds between SIGTERM and SIGKILL. TensorFlow's strategy replaces SIGTERM's handler."""
@@ -50,361 +46,342 @@ SETTLE_S = 0.5
 FAREWELL_S = 10.0
 """Seconds in which serving tasks (ps, and workers beside them) leave once the chief is done."""
 
-POLL_S = 0.05
+POLL_S = 0.01
+"""Seconds between two looks while tasks are being ended."""
 
-TASK_COMMAND = (sys.executable, str(Path(__file__).with_name("_task.py")))
-"""Starts a task; see `_task`."""
+GUARD_S = 0.2
+"""Seconds between two looks at the tasks' progress."""
 
-_SIGNAL_HINTS = {
-    signal.SIGKILL: "killed by someone, or by the kernel because memory ran out",
-    signal.SIGSEGV: "a crash in native code",
-    signal.SIGABRT: "native code gave up",
-}
-
-
-# ---- signals -----------------------------------------------------------------------------------
-
-
-class Signals:
-    """Notes SIGINT, SIGTERM and SIGHUP instead of dying of them, inside a `with`.
-
-    Only the main thread can set handlers; elsewhere this notes nothing, and a KeyboardInterrupt
-    goes its usual way. A signal that is ignored (nohup) stays ignored.
-    """
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self._before: dict[int, Any] = {}
-
-    @property
-    def hurry(self) -> bool:
-        """Whether somebody asked again."""
-        return len(self.received) > 1
-
-    def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
-
-
-# ---- ports -------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def reserved_ports(count: int) -> Iterator[list[int]]:
-    """Finds `count` free TCP ports of this machine; nobody else gets them inside the `with`.
-
-    They are taken from below the ephemeral ports where there is room: an outgoing connection can't
-    take one between the end of the `with` and the moment a task listens on it.
-    """
-    with contextlib.ExitStack() as held:
-        ports = []
-        for port in _candidate_ports():
-            listener = _bind(port)
-            if listener is not None:
-                held.enter_context(listener)
-                ports.append(listener.getsockname()[1])
-            if len(ports) == count:
-                break
-        yield ports
-
-
-def _candidate_ports() -> Iterator[int]:
-    try:
-        # ip(7): "32768 60999", the first and the last port for outgoing connections.
-        top = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        top = 32768
-    chance = random.Random()  # not the user's seeded global generator
-    if top > 11000:
-        yield from chance.sample(range(10000, top), 1000)
-    yield from itertools.repeat(0)  # any port the system likes
-
-
-def _bind(port: int) -> socket.socket | None:
-    """A socket bound to the port on all addresses, as TensorFlow's server will be; None: taken."""
-    for family, anywhere in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
-        try:
-            listener = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:
-            continue
-        try:
-            if family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            listener.bind((anywhere, port))
-            return listener
-        except OSError as error:
-            listener.close()
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                return None
-    raise UsageError("no TCP socket can be opened on this machine; tfmw run needs a network stack.")
-
-
-# ---- one task ----------------------------------------------------------------------------------
-
-
-def task_name(kind: str, index: int) -> str:
-    """The task's label: "worker 1", "ps 0"; there is one chief and one evaluator."""
-    return kind if kind in ("chief", "evaluator") else f"{kind} {index}"
-
-
-class Task:
-    """One process of the cluster: its place, its log, its end."""
-
-    def __init__(self, kind: str, index: int, directory: Path, env: Mapping[str, str]) -> None:
-        self.kind = kind
-        self.index = index
-        self.name = task_name(kind, index)
-        self.directory = directory / self.name.replace(" ", "_")
-        self.log = self.directory / "output.log"
-        self.env = {
-            **env,
-            ERROR_FILE: str(self.directory / "error.json"),
-            "TFMW_TASK": self.name,
-        }
-        self.status: int | None = None  # as in subprocess: -9 is SIGKILL
-        self.started = 0.0
-        self.ended = 0.0  # monotonic seconds, as seen by the launcher
-        self.stream: int | None = None  # our end of its standard output and error
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
-
-    def start(
-        self, command: Sequence[str], stdin: IO[bytes] | int, terminal: bool, fds: Sequence[int]
-    ) -> None:
-        """Starts the process; it dies with the calling thread (see `_task`)."""
-        self.directory.mkdir(parents=True)
-        self._log = open(self.log, "wb", buffering=0)  # noqa: SIM115  (closed in close)
-        self.stream, theirs = _pseudo_terminal() if terminal else os.pipe()
-        self.started = time.monotonic()
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=stdin,
-                stdout=theirs,
-                stderr=theirs,
-                env=self.env,
-                start_new_session=True,
-                pass_fds=fds,
-            )
-        finally:
-            os.close(theirs)
-
-    def read(self) -> bytes:
-        """What the task wrote since; b"" at the end."""
-        assert self.stream is not None
-        try:
-            data = os.read(self.stream, 1 << 16)
-        except OSError:  # Linux says EIO where a pseudo-terminal ends
-            data = b""
-        if data and self._log is not None:
-            with contextlib.suppress(OSError):  # a full disk must not end the run
-                self._log.write(data)
-        return data
-
-    def look(self) -> bool:
-        """Whether the task has ended. It stays a zombie until `close`: its group keeps its id."""
-        if self._process is None or self.status is not None:
-            return True
-        found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is not None:
-            exited = found.si_code == os.CLD_EXITED
-            self.status = found.si_status if exited else -found.si_status
-            self.ended = time.monotonic()
-        return self.status is not None
-
-    def error(self) -> dict[str, Any] | None:
-        """What the task recorded with `record_error`."""
-        try:
-            record: dict[str, Any] = json.loads(Path(self.env[ERROR_FILE]).read_text())
-        except (OSError, ValueError):
-            return None
-        return record
-
-    def signal(self, number: int) -> None:
-        """Sends a signal to the task and to all processes of its session's first group."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
-
-    def close(self) -> None:
-        """Frees what belongs to the ended process."""
-        if self._process is not None:
-            self._process.wait()
-        if self.stream is not None:
-            os.close(self.stream)
-            self.stream = None
-        if self._log is not None:
-            self._log.close()
-
-
-def _pseudo_terminal() -> tuple[int, int]:
-    """(ours, theirs): a terminal as wide as ours, so that progress bars know what they write to."""
-    ours, theirs = pty.openpty()
-    attributes = termios.tcgetattr(theirs)
-    attributes[1] &= ~termios.OPOST  # "\n" stays "\n"
-    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
-    size = shutil.get_terminal_size()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", size.lines, size.columns, 0, 0))
-    return ours, theirs
-
-
-# ---- all tasks, once ---------------------------------------------------------------------------
+DUMP_S = 1.0
+"""Seconds in which tasks that hang write their stacks."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Failure:
-    """The first task that failed, and why.
+class Setting:
+    """What all attempts of a run have in common.
 
     Args:
-        task: its name, "worker 1".
-        error: its own error in one line, "ValueError: bad batch"; "" where it left none.
-        status: its exit status, -9 for SIGKILL.
-        how: the status in words: "exit status 1", "SIGKILL (...)"; "" where it isn't its own.
-        detail: the last lines of its traceback, or of its log.
-        log: where its output is.
-        seconds: from the start of the task to its failure.
-        usage: whether it told of a wrong usage or cluster description.
+        command: the arguments of `_task.py`: "script", its path, its flags.
+        directory: of the run; each attempt makes its folder in it.
+        env: environment of the tasks, without what is particular to each.
+        host: starts the processes.
+        display: what the tasks write goes there.
+        live: name of the task that gets a terminal.
+        payload: standard input of each task; with it each task also gets a file for its result.
+        stop: says which signal asks to end, and whether to be quick about it.
+        terms: what the user allows.
+        standbys: spare processes, where there are to be some.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        farewell_s: seconds in which serving tasks leave once the chief is done.
     """
 
-    task: str
-    error: str
-    status: int
-    how: str
-    detail: tuple[str, ...]
-    log: Path
-    seconds: float
-    usage: bool
+    command: Sequence[str]
+    directory: Path
+    env: Mapping[str, str]
+    host: Host
+    display: Display
+    live: str | None
+    payload: bytes | None
+    stop: Signals
+    terms: Terms
+    standbys: Standbys | None
+    grace_s: float = GRACE_S
+    farewell_s: float = FAREWELL_S
 
 
 class Attempt:
     """One start of all tasks, watched until it is decided how it went, and ended.
 
     Args:
+        setting: of the run.
         layout: (kind, index) of each task.
-        command: the arguments of `_task.py`: "script", its path, its flags.
-        directory: where the tasks' folders go; made by `start`.
-        env: environment of the tasks, without what is particular to each.
-        display: what the tasks write goes there.
-        live: name of the task that gets a terminal.
-        payload: standard input of each task; with it each task also gets a file for its result.
-        stop: says which signal asks to end, and whether to be quick about it.
+        number: which attempt of the run, from 0.
+        policy: decides on the restarts of tasks by themselves, and counts all.
     """
 
     def __init__(
-        self,
-        layout: Sequence[tuple[str, int]],
-        command: Sequence[str],
-        directory: Path,
-        env: Mapping[str, str],
-        display: Display,
-        *,
-        live: str | None = None,
-        payload: bytes | None = None,
-        grace_s: float = GRACE_S,
-        settle_s: float = SETTLE_S,
-        farewell_s: float = FAREWELL_S,
-        stop: Signals | None = None,
+        self, setting: Setting, layout: Sequence[tuple[str, int]], number: int, policy: Policy
     ) -> None:
-        self.tasks = [Task(kind, index, directory, env) for kind, index in layout]
+        self.number = number
+        self._setting = setting
+        self._stop = setting.stop
+        self._policy = policy
+        self._directory = setting.directory / f"attempt_{number}"
+        self._env = {
+            **setting.env,
+            "TFMW_ATTEMPT": str(number),
+            "TFMW_MAX_RESTARTS": str(setting.terms.max_restarts),
+        }
+        self.tasks = [Task(kind, index, self._directory, self._env) for kind, index in layout]
+        self._has_ps = any(task.kind == "ps" for task in self.tasks)
+        self._replaced: list[Task] = []  # ended, and started again by themselves
+        self._due: dict[str, float] = {}  # when to start again those that wait for it
         self._results: dict[str, IO[bytes]] = {}
-        self._command = [*TASK_COMMAND, *command]
-        self._directory = directory
-        self._display = display
-        self._live = live
-        self._payload = payload
-        self._grace_s, self._settle_s, self._farewell_s = grace_s, settle_s, farewell_s
-        self._stop = stop or Signals()
         self._selector = selectors.DefaultSelector()
+        self._began_at = time.monotonic()
         self._ended_at = float("inf")  # when we began to end the tasks
+        self._leave_by: float | None = None  # until when tasks may save their state and leave
+        self._watchdog = Watchdog(
+            setting.terms.hang_timeout_s,
+            setting.terms.start_timeout_s,
+            STOPPED_TIMEOUT_S if setting.terms.max_restarts else 0.0,
+        )
+        self._next_guard = 0.0
+        self._stuck: Stuck | None = None
+        self._kernel_kills = kernel_kills()
+
+    # ---- start ---------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Starts all tasks. The ports are held until the moment before."""
+        self._began_at = time.monotonic()
         with contextlib.ExitStack() as inputs:
-            payloads = [self._prepare(task, inputs) for task in self.tasks]
+            prepared = [self._prepare(task, inputs) for task in self.tasks]
             with reserved_ports(sum(task.kind != "evaluator" for task in self.tasks)) as ports:
                 self._describe(ports)
-            for rank, (task, (stdin, fds)) in enumerate(zip(self.tasks, payloads, strict=True)):
-                task.env |= {
-                    "TFMW_LAUNCHER_PID": str(os.getpid()),
-                    "TFMW_LOCAL_TASKS": str(len(self.tasks)),
-                    "TFMW_LOCAL_RANK": str(rank),
-                }
-                task.start(self._command, stdin, task.name == self._live, fds)
-                assert task.stream is not None
-                self._selector.register(task.stream, selectors.EVENT_READ, task)
+            for task, (stdin, fds) in zip(self.tasks, prepared, strict=True):
+                self._start(task, stdin, fds)
+
+    def _start(self, task: Task, stdin: IO[bytes] | int, fds: Sequence[int]) -> None:
+        setting = self._setting
+        spare = setting.standbys.take(task.name) if setting.standbys else None
+        live = task.name == setting.live
+        task.start(setting.host, setting.command, stdin, live, fds, spare)
+        assert task.stream is not None
+        self._selector.register(task.stream, selectors.EVENT_READ, task)
 
     def _prepare(
         self, task: Task, inputs: contextlib.ExitStack
     ) -> tuple[IO[bytes] | int, list[int]]:
         """Standard input and inherited descriptors of a task."""
-        if self._payload is None:
+        if self._setting.payload is None:
             return subprocess.DEVNULL, []
         stdin = inputs.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        stdin.write(self._payload)
+        stdin.write(self._setting.payload)
         stdin.seek(0)
-        result = tempfile.TemporaryFile()  # noqa: SIM115  (closed in close)
+        result = tempfile.TemporaryFile()  # noqa: SIM115  (closed in outcomes)
         self._results[task.name] = result
         task.env[_call.RESULT_FD] = str(result.fileno())
         return stdin, [result.fileno()]
 
     def _describe(self, ports: Sequence[int]) -> None:
-        """Gives each task its TF_CONFIG."""
+        """Gives each task its TF_CONFIG and its place."""
         cluster: dict[str, list[str]] = {}
         members = [task for task in self.tasks if task.kind != "evaluator"]
         for task, port in zip(members, ports, strict=True):
             cluster.setdefault(task.kind, []).append(f"127.0.0.1:{port}")
-        for task in self.tasks:
+        for rank, task in enumerate(self.tasks):
             own = {"type": task.kind, "index": task.index}
-            task.env["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": own})
+            task.env |= {
+                "TF_CONFIG": json.dumps({"cluster": cluster, "task": own}),
+                "TFMW_LOCAL_TASKS": str(len(self.tasks)),
+                "TFMW_LOCAL_RANK": str(rank),
+            }
+
+    # ---- watch ---------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Returns when all tasks are done, one has failed, or the run is to stop."""
-        serving = self._serving()
+        """Returns when all tasks are done, one has failed or hangs, or the run is to stop."""
+        serving = [t.name for t in self.tasks if self._has_ps and t.kind in ("ps", "worker")]
         patience = float("inf")
-        while not self._stop.received and not self._display.broken:
-            self._pump(POLL_S)
+        while not self._setting.display.broken:
+            if self._stop.received and not self._leaving():
+                return
+            self._pump(self._setting.terms.monitor_interval_s)
             ended = [task.look() for task in self.tasks]
             if any(self._failed(task) for task in self.tasks):
                 self._settle()
+                if not self._restart_alone() and not self._only_echoes_of_leaving():
+                    return
+            self._start_due()
+            if all(ended) and not self._due:
                 return
-            if all(ended):
+            if self._left() and self._leave_by is None:
+                self._leave_by = time.monotonic() + self._preempt_grace_s()
+            if self._leave_by is not None and time.monotonic() >= self._leave_by:
                 return
-            if serving and all(task.look() for task in self.tasks if task not in serving):
-                patience = min(patience, time.monotonic() + self._farewell_s)
+            others = [task for task in self.tasks if task.name not in serving]
+            if serving and all(t.look() and t.name not in self._due for t in others):
+                patience = min(patience, time.monotonic() + self._setting.farewell_s)
                 if time.monotonic() >= patience:
                     return
+            if self._guard():
+                return
 
-    def end(self) -> None:
-        """Ends every task and every process they left: TERM, grace, KILL. Safe to call twice."""
+    def _leaving(self) -> bool:
+        """Whether tasks are given the time to save their state and leave, as the signal asks.
+
+        One task is told. Those that train together agree on the step after which all leave.
+        """
+        if not self._stop.asks_to_leave:
+            return False
+        if self._leave_by is None:
+            running = [task for task in self.tasks if not task.look()]
+            if not running or not self._saves_state(running):
+                return False
+            self._leave_by = time.monotonic() + self._preempt_grace_s()
+            running[0].signal_alone(signal.SIGTERM)
+        return time.monotonic() < self._leave_by
+
+    def _saves_state(self, running: Sequence[Task]) -> bool:
+        """Whether tasks are to be expected to save their state when they are told to leave.
+
+        TensorFlow handles SIGTERM in every task, to no end; so it is SIGUSR1 that tells.
+        """
+        terms = self._setting.terms
+        asked = terms.max_restarts > 0 or terms.preempt_grace_s is not None
+        return asked or any(task.catches(signal.SIGUSR1) for task in running)
+
+    def _preempt_grace_s(self) -> float:
+        grace_s = self._setting.terms.preempt_grace_s
+        return PREEMPT_GRACE_S if grace_s is None else grace_s
+
+    def _left(self) -> bool:
+        return any(task.status == PREEMPTED for task in self.tasks)
+
+    def _only_echoes_of_leaving(self) -> bool:
+        """Whether those that failed have only lost a peer that saved its state and left."""
+        failed = [task for task in self.tasks if self._failed(task)]
+        return self._left() and all(_is_secondary(task.error()) for task in failed)
+
+    def _failed(self, task: Task) -> bool:
+        """Whether the task failed by itself, not because we ended it."""
+        if task.status is not None and task.ended <= self._ended_at:
+            return task.status not in (0, PREEMPTED)
+        # It told of its end, and may hang in the threads or atexit handlers it leaves by.
+        record = task.error()
+        return record is not None and record["fatal"] and record["monotonic"] <= self._ended_at
+
+    def _settle(self) -> None:
+        """Gives those that failed a moment to leave by themselves, and the cause one to show.
+
+        The first task to die may be one that only lost the task that is to blame.
+        """
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline and not self._stop.received and not self._all_ended():
+            failed = [task for task in self.tasks if self._failed(task)]
+            known = not all(_is_secondary(task.error()) for task in failed)
+            if known and all(task.look() for task in failed):
+                return
+            self._pump(POLL_S)
+
+    def _guard(self) -> bool:
+        """Looks after hanging and lagging tasks and after the spares; whether a task hangs."""
+        if time.monotonic() < self._next_guard:
+            return False
+        self._next_guard = time.monotonic() + GUARD_S
+        terms, standbys = self._setting.terms, self._setting.standbys
+        sights = [
+            Sight(
+                task.name,
+                *task.progress(),
+                stopped=terms.max_restarts > 0 and task.stopped(),
+                must_join=not self._has_ps,
+            )
+            for task in self.tasks
+            if not task.look()
+        ]
+        self._stuck = self._watchdog.look(sights)
+        if self._stuck is not None:
+            self._dump_stacks()
+            return True
+        for line in self._watchdog.stragglers(sights):
+            self._setting.display.line(f"tfmw: {line}")
+        # The start of a run has the cores to itself.
+        if standbys and (terms.standby == "on" or any(sight.step >= 0 for sight in sights)):
+            standbys.tend([task.name for task in self.tasks])
+        return False
+
+    def _dump_stacks(self) -> None:
+        """Has every task write the stacks of its threads into its log (see `_task`)."""
+        for task in self.tasks:
+            if task.catches(signal.SIGUSR2):
+                task.signal_alone(signal.SIGUSR2)
+                task.signal_alone(signal.SIGCONT)  # a stopped task sees it then
+        deadline = time.monotonic() + DUMP_S
+        while time.monotonic() < deadline and self._pump(DUMP_S / 3):
+            pass
+
+    # ---- one task by itself --------------------------------------------------------------------
+
+    def _restart_alone(self) -> bool:
+        """Replaces the tasks that failed, where each may be started again by itself."""
+        failed = [task for task in self.tasks if self._failed(task)]
+        if self._stop.received or self._leave_by is not None:
+            return False
+        if not all(alone(task.kind, self._has_ps) and task.look() for task in failed):
+            return False
+        for task in failed:
+            failure = self._failure(task, task.error())
+            if not self._policy.allows(failure):
+                return False
+            self._retire(task)
+            new = Task(task.kind, task.index, self._directory, self._env, task.restart + 1)
+            for name in ("TF_CONFIG", "TFMW_LOCAL_TASKS", "TFMW_LOCAL_RANK"):
+                new.env[name] = task.env[name]
+            self.tasks[self.tasks.index(task)] = new
+            self._replaced.append(task)
+            self._watchdog.forget(task.name)
+            delay_s = backoff_s(task.restart)
+            self._due[new.name] = time.monotonic() + delay_s
+            when = f"in {delay_s:g} s" if delay_s else "at once"
+            self._setting.display.line(
+                f"tfmw: restart {self._policy.restarts} of {self._setting.terms.max_restarts} "
+                f"{when}, of {task.name} alone: it failed in attempt {self.number} after "
+                f"{failure.seconds:.1f} s: {failure.what}"
+            )
+        return True
+
+    def _start_due(self) -> None:
+        for task in self.tasks:
+            if self._due.get(task.name, float("inf")) <= time.monotonic():
+                del self._due[task.name]
+                with contextlib.ExitStack() as inputs:
+                    self._start(task, *self._prepare(task, inputs))
+
+    def _retire(self, task: Task) -> None:
+        """Ends what an ended task left, and shows the rest of its output."""
+        task.signal(signal.SIGKILL)
+        if task.stream is not None and task.stream in self._selector.get_map():
+            while select.select([task.stream], [], [], 0)[0] and (data := task.read()):
+                self._setting.display.feed(task.name, data)
+            self._selector.unregister(task.stream)
+            self._setting.display.feed(task.name, b"", final=True)
+        task.close()
+
+    # ---- end -----------------------------------------------------------------------------------
+
+    def end(self, grace_s: float | None = None) -> None:
+        """Ends every task and every process they left: TERM, grace, KILL. Safe to call twice.
+
+        Args:
+            grace_s: seconds between SIGTERM and SIGKILL, by default those of the run; 0: no TERM.
+        """
+        if self._selector.get_map() is None:  # closed
+            return
+        grace_s = self._setting.grace_s if grace_s is None else grace_s
         self._ended_at = min(self._ended_at, time.monotonic())
-        running = [task for task in self.tasks if not task.look()]
-        for task in running:
-            task.signal(signal.SIGTERM)
-            task.signal(signal.SIGCONT)  # a stopped task sees the SIGTERM
-        deadline = time.monotonic() + self._grace_s
-        while time.monotonic() < deadline and not self._stop.hurry and not self._all_ended():
-            self._pump(POLL_S / 5)
+        self._due.clear()
+        if grace_s > 0:
+            for task in [task for task in self.tasks if not task.look()]:
+                task.signal(signal.SIGTERM)
+                task.signal(signal.SIGCONT)  # a stopped task sees the SIGTERM
+            deadline = time.monotonic() + grace_s
+            while time.monotonic() < deadline and not self._stop.hurry and not self._all_ended():
+                self._pump(POLL_S)
         for task in self.tasks:
             task.signal(signal.SIGKILL)
         while not self._all_ended():
-            self._pump(POLL_S / 5)
+            self._pump(POLL_S)
         self._drain()
         for task in self.tasks:
             task.close()
         self._selector.close()
 
-    def failures(self) -> list[Failure]:
-        """The tasks that failed on their own, the cause first."""
+    def failures(self) -> tuple[Failure, ...]:
+        """The tasks that failed on their own, the cause first; not those that came back."""
+        if self._only_echoes_of_leaving():
+            return ()
         failed = [(task, task.error()) for task in self.tasks if self._failed(task)]
         if all(_is_secondary(record) for _, record in failed):
             # The cause may be in a task that told of its error and hung instead of leaving.
@@ -416,7 +393,27 @@ class Attempt:
                 and record["monotonic"] <= self._ended_at
             ]
         failed.sort(key=lambda pair: (_is_secondary(pair[1]), _failed_at(*pair)))
-        return [_failure(task, record, self._ended_at) for task, record in failed]
+        found = [self._failure(task, record) for task, record in failed]
+        if self._stuck is not None:
+            found = [f for f in found if f.task != self._stuck.task]
+            found.insert(0, self._stuck_failure(self._stuck))
+        return tuple(found)
+
+    def came_back(self) -> tuple[Failure, ...]:
+        """The failures of tasks that were started again by themselves, in order."""
+        return tuple(self._failure(task, task.error()) for task in self._replaced)
+
+    def step(self) -> int:
+        """The largest training step that a task has reported; negative: none."""
+        return max((task.progress().step for task in self.tasks), default=-1)
+
+    def left(self) -> bool:
+        """Whether tasks left with the status that asks to be run again."""
+        return self._left()
+
+    def seconds(self) -> float:
+        """How long the attempt took."""
+        return min(self._ended_at, time.monotonic()) - self._began_at
 
     def outcomes(self) -> dict[str, _call.Outcome | None]:
         """What the function that was the payload gave in each task. Once, after `end`."""
@@ -426,32 +423,35 @@ class Attempt:
                 found[name] = _call.outcome(file)
         return found
 
-    def _failed(self, task: Task) -> bool:
-        """Whether the task failed by itself, not because we ended it."""
-        if task.status is not None and task.ended <= self._ended_at:
-            return task.status != 0
-        # It told of its end, and may hang in the threads or atexit handlers it leaves by.
-        record = task.error()
-        return record is not None and record["fatal"] and record["monotonic"] <= self._ended_at
+    def _failure(self, task: Task, record: Mapping[str, Any] | None) -> Failure:
+        # A task that told of its error and then had to be ended shows a status that isn't its own.
+        own = task.status is not None and task.ended <= self._ended_at
+        kills = kernel_kills() - self._kernel_kills
+        how = describe_status(task.status, kills) if own else ""
+        error, how, detail = describe(record, how, task.log)
+        return Failure(
+            task=task.name,
+            error=error,
+            status=task.status or 0,
+            how=how,
+            detail=detail,
+            log=task.log,
+            seconds=_failed_at(task, record) - task.started,
+            usage=bool(record and record["usage"]),
+            attempt=self.number,
+            step=task.progress().step,
+        )
 
-    def _serving(self) -> list[Task]:
-        """The tasks that serve the chief of a cluster with parameter servers."""
-        if not any(task.kind == "ps" for task in self.tasks):
-            return []
-        return [task for task in self.tasks if task.kind in ("ps", "worker")]
+    def _stuck_failure(self, stuck: Stuck) -> Failure:
+        task = next(task for task in self.tasks if task.name == stuck.task)
+        return dataclasses.replace(
+            self._failure(task, None),
+            error=stuck.why,
+            how="",
+            seconds=self._ended_at - task.started,
+        )
 
-    def _settle(self) -> None:
-        """Gives those that failed a moment to leave by themselves, and the cause one to show.
-
-        The first task to die may be one that only lost the task that is to blame.
-        """
-        deadline = time.monotonic() + self._settle_s
-        while time.monotonic() < deadline and not self._stop.received and not self._all_ended():
-            failed = [task for task in self.tasks if self._failed(task)]
-            known = not all(_is_secondary(task.error()) for task in failed)
-            if known and all(task.look() for task in failed):
-                return
-            self._pump(POLL_S / 5)
+    # ---- output --------------------------------------------------------------------------------
 
     def _all_ended(self) -> bool:
         looks = [task.look() for task in self.tasks]  # at every one, for the time of its end
@@ -465,7 +465,7 @@ class Attempt:
         for key, _ in ready:
             task: Task = key.data
             data = task.read()
-            self._display.feed(task.name, data, final=not data)
+            self._setting.display.feed(task.name, data, final=not data)
             if not data:
                 self._selector.unregister(key.fd)
         return bool(ready)
@@ -475,7 +475,16 @@ class Attempt:
         while self._selector.get_map() and self._pump(0):
             pass
         for key in list(self._selector.get_map().values()):
-            self._display.feed(key.data.name, b"", final=True)
+            self._setting.display.feed(key.data.name, b"", final=True)
+
+
+def wait(
+    seconds: float, stop: Signals, sleep: Callable[[float], None] = time.sleep, step_s: float = 0.05
+) -> None:
+    """Waits before the next attempt, and no longer once a signal came."""
+    while seconds > 0 and not stop.received:
+        sleep(min(step_s, seconds))
+        seconds -= step_s
 
 
 def _is_secondary(record: Mapping[str, Any] | None) -> bool:
@@ -486,51 +495,4 @@ def _failed_at(task: Task, record: Mapping[str, Any] | None) -> float:
     return float(record["monotonic"]) if record else task.ended
 
 
-def _failure(task: Task, record: Mapping[str, Any] | None, ended_at: float) -> Failure:
-    error, detail = "", _tail(task.log)
-    # A task that told of its error and then had to be ended shows a status that isn't its own.
-    how = describe_status(task.status) if task.ended <= ended_at else ""
-    if record is not None:
-        message = record["message"].strip() or "(no message)"
-        first = message.splitlines()[0][:500]
-        if record["type"] != "SystemExit":
-            error = message if record["usage"] else f"{record['type']}: {first}"
-            detail = () if record["usage"] else tuple(record["traceback"].splitlines()[-12:])
-        elif message.isdecimal():  # sys.exit(3)
-            how = f"exit status {message}"
-        else:  # sys.exit("no data")
-            error = first
-    return Failure(
-        task=task.name,
-        error=error,
-        status=task.status or 0,
-        how=how,
-        detail=detail,
-        log=task.log,
-        seconds=_failed_at(task, record) - task.started,
-        usage=bool(record and record["usage"]),
-    )
-
-
-def _tail(log: Path, lines: int = 12) -> tuple[str, ...]:
-    try:
-        with open(log, "rb") as file:
-            file.seek(max(0, log.stat().st_size - 8192))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return ()
-    return tuple(text.rstrip().splitlines()[-lines:])
-
-
-def describe_status(status: int | None) -> str:
-    """An exit status in words: "exit status 3", "SIGKILL (killed by someone, ...)"."""
-    if status is None:
-        return "still running"
-    if status >= 0:
-        return f"exit status {status}"
-    try:
-        number = signal.Signals(-status)
-    except ValueError:
-        return f"signal {-status}"
-    hint = _SIGNAL_HINTS.get(number)
-    return f"{number.name} ({hint})" if hint else number.name
+__all__ = ["Attempt", "Setting", "task_name", "wait"]

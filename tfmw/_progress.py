@@ -3,7 +3,7 @@
     report_progress(1200)                # in the task: 1200 training steps are made
 
 Each task of a launcher has a file of its own, named by TFMW_PROGRESS_FILE, that the launcher has
-filled. A report overwrites it: one `pwrite`, about two microseconds, no waiting for a disk. The
+filled. A report overwrites it: one `pwrite`, about four microseconds, no waiting for a disk. The
 launcher sees that a task moves, and from which step a restart goes on; it never waits either.
 """
 

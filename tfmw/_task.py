@@ -3,6 +3,7 @@
     python .../tfmw/_task.py script train.py --epochs 3
     python .../tfmw/_task.py module package.train --epochs 3
     python .../tfmw/_task.py call                   # a function: see `tfmw.launch`
+    python .../tfmw/_task.py standby 7              # a spare: see `_standby`
 
 The launcher starts this file by its path, so that the first thing to happen is that the child
 ties its life to the launcher's, and so that tfmw is found without touching PYTHONPATH.
@@ -33,6 +34,15 @@ def _die_with_the_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _enter_namespaces() -> None:
+    """Enters the private network of the run (see `_isolate`), while there is only one thread."""
+    namespaces = os.environ.pop("TFMW_NAMESPACES", "")
+    if namespaces:
+        from tfmw import _isolate
+
+        _isolate.enter([int(descriptor) for descriptor in namespaces.split(",")])
+
+
 def _find_tfmw() -> None:
     """Replaces this file's folder in the search path: its modules have names like `data`."""
     here = os.path.dirname(os.path.abspath(__file__))
@@ -59,11 +69,61 @@ def _run_module(name: str, args: list[str]) -> None:
 
 
 def _call() -> None:
-    from tfmw import _call
+    from tfmw import _call, _progress
 
     call = _call.receive()
     _init()
+    _progress.report_progress(_progress.JOINED)
     call.run()
+
+
+def _stand_by(control: int) -> list[str]:
+    """Imports what tasks need, then waits to become one; returns that task's arguments.
+
+    Runs no TensorFlow op: a cluster can only be joined before the first one.
+    """
+    import json
+    import socket
+
+    with socket.socket(fileno=control) as launcher:
+        _import_politely()
+        launcher.sendall(b"r")
+        with launcher.makefile("rb") as orders:
+            line = orders.readline()
+    if not line:
+        sys.exit(0)
+    order = json.loads(line)
+    os.environ.clear()
+    os.environ.update(order["env"])
+    arguments: list[str] = order["argv"]
+    return arguments
+
+
+def _import_politely() -> None:
+    """Imports everything public of tfmw, at the lowest priority.
+
+    Linux gives each thread a priority of its own, and an ordinary user can't take a lower one back:
+    so a thread does the work, and the main thread keeps its place. NumPy starts threads when it is
+    imported, which inherit the priority: it goes first.
+    """
+    import contextlib
+    import importlib
+    import threading
+
+    def work() -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        with contextlib.suppress(Exception):  # the task will meet it again, and tell
+            import tfmw
+
+            for name in tfmw.__all__:
+                getattr(tfmw, name)
+
+    with contextlib.suppress(ImportError):
+        importlib.import_module("numpy")
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
 
 
 def _init() -> None:
@@ -77,20 +137,25 @@ def main(argv: list[str]) -> int:
     """Runs one task; returns its exit status. Errors are recorded for the launcher."""
     import faulthandler
 
-    from tfmw.errors import UsageError
-    from tfmw.launch import record_error
+    from tfmw import _progress
+    from tfmw._record import record_error
+    from tfmw.errors import PREEMPTED, UsageError
 
     faulthandler.enable()
+    # The launcher's watchdog asks for the stacks of tasks that hang.
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    _progress.report_progress(_progress.UP)
     mode, *rest = argv
     try:
         if mode == "call":
             _call()
         else:
             _init()
+            _progress.report_progress(_progress.JOINED)
             run = _run_module if mode == "module" else _run_script
             run(rest[0], rest[1:])
     except SystemExit as leaving:
-        if leaving.code not in (None, 0):
+        if leaving.code not in (None, 0, PREEMPTED):
             record_error(leaving, fatal=True)
         raise
     except UsageError as error:
@@ -114,6 +179,10 @@ def _from_the_users_code(frame: TracebackType | None) -> TracebackType | None:
 
 
 if __name__ == "__main__":
-    _die_with_the_launcher()
     _find_tfmw()
-    sys.exit(main(sys.argv[1:]))
+    _enter_namespaces()  # takes away what the next line asks for
+    _die_with_the_launcher()
+    arguments = sys.argv[1:]
+    if arguments[0] == "standby":
+        arguments = _stand_by(int(arguments[1]))
+    sys.exit(main(arguments))

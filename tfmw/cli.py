@@ -5,7 +5,8 @@
     tfmw env                                      # a report to paste in an issue
 
 Options take hyphens and underscores alike. Exit status: 0 all done, 1 a task failed, 2 wrong usage
-or wrong cluster description, 128 + n ended by signal n.
+or wrong cluster description, 75 the tasks saved their state and are to be run again, 128 + n ended
+by signal n.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
         description="Runs SCRIPT, or MODULE, in every task of a fresh cluster on this machine. "
         "Without --workers: as the one task that TF_CONFIG or a scheduler says it is.",
         epilog="Exit status: 0 all done, 1 a task failed (the last line names the first one), "
-        "2 wrong usage or cluster description.",
+        "2 wrong usage or cluster description, 75 told to leave (SIGTERM, SIGUSR1): the tasks have "
+        "saved their state, run the same command again.",
         allow_abbrev=False,
     )
     run.add_argument("--workers", type=int, metavar="N", help="number of tasks that train")
@@ -76,9 +78,71 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
     run.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="keep each task's output in a folder in DIR"
     )
+    _add_terms(run)
     # Where the program starts is found by `_split`; this is for the help.
     run.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
     return run
+
+
+def _add_terms(run: argparse.ArgumentParser) -> None:
+    """The options that are fields of `Terms`."""
+    run.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="when a task dies, end the others and start all again, from the newest backup, up to "
+        "N times; a worker of parameter servers and an evaluator are started again alone (0)",
+    )
+    run.add_argument(
+        "--min-workers",
+        type=int,
+        metavar="M",
+        help="where a worker dies twice before its first step, go on without it, with M at least",
+    )
+    run.add_argument(
+        "--monitor-interval",
+        type=float,
+        default=0.05,
+        metavar="S",
+        help="seconds between two looks at the tasks (0.05)",
+    )
+    run.add_argument(
+        "--hang-timeout",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="a task without progress for S seconds after its first step hangs: the stacks of all "
+        "tasks go to their logs, and all are started again; 0: never (0)",
+    )
+    run.add_argument(
+        "--start-timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds until every task is up and has met the others; 0: no limit (120)",
+    )
+    run.add_argument(
+        "--preempt-grace",
+        type=float,
+        metavar="S",
+        help="after SIGTERM or SIGUSR1: seconds in which the tasks save their state and leave (30)",
+    )
+    run.add_argument(
+        "--standby",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="with --max-restarts: one spare process per task (8 at most, about 250 MB each) that "
+        "has imported TensorFlow, for quick restarts; auto: from the first step on (auto)",
+    )
+    run.add_argument(
+        "--isolate",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="the tasks live in a private network: nobody reaches their ports, and they reach "
+        "nobody, so no downloads and no gs://; auto: where the system allows it, unless a flag of "
+        "the script names a URL, or a proxy or cloud credentials are set (auto)",
+    )
 
 
 def _split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
@@ -112,12 +176,23 @@ def _split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str],
 
 
 def _run(options: argparse.Namespace, program: list[str]) -> int:
-    from tfmw.launch import launch_tasks, run_here
+    from tfmw.launch import Terms, launch_tasks, run_here
 
+    terms = Terms(
+        max_restarts=options.max_restarts,
+        min_workers=options.min_workers,
+        monitor_interval_s=options.monitor_interval,
+        hang_timeout_s=options.hang_timeout,
+        start_timeout_s=options.start_timeout,
+        preempt_grace_s=options.preempt_grace,
+        standby=options.standby,
+        isolate=options.isolate,
+    )
     if options.workers is None:
-        if options.ps or options.evaluator or options.log_dir:
+        if options.ps or options.evaluator or options.log_dir or terms != Terms():
             raise UsageError(
-                "--ps, --evaluator and --log-dir need --workers, the number of workers to start."
+                "--ps, --evaluator, --log-dir and what is to be done about failures need "
+                "--workers, the number of workers to start."
             )
         run_here(program, module=options.module is not None)
     result = launch_tasks(
@@ -127,6 +202,7 @@ def _run(options: argparse.Namespace, program: list[str]) -> int:
         ps=options.ps,
         evaluator=options.evaluator,
         log_dir=options.log_dir,
+        terms=terms,
     )
     try:
         for line in result.summary():

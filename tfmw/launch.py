@@ -4,22 +4,30 @@
     result = launch_tasks(["train.py", "--epochs", "3"], workers=2, log_dir="logs")
     sys.exit(result.status)
 
-Files of a run: `<log_dir>/<run>/attempt_0/<task>/output.log`, what the task wrote, byte for byte;
-`error.json` beside it, what `record_error` wrote in the task.
+Files of a run: `<log_dir>/<run>/attempt_<n>/<task>/output.log`, what the task wrote, byte for byte;
+beside it `error.json`, what `record_error` wrote in the task, and `progress`, what
+`report_progress` did. A task that was started again by itself has its files in `<task>.<n>`.
 
-Environment of each task, beside TF_CONFIG: `TFMW_ERROR_FILE`; `TFMW_TASK` ("worker 0");
-`TFMW_LOCAL_TASKS` and `TFMW_LOCAL_RANK`, the number of tasks on this machine and this one's
-place; `TFMW_TTY=1` where the launcher writes to a terminal.
+Environment of each task, beside TF_CONFIG: `TFMW_ERROR_FILE` and `TFMW_PROGRESS_FILE`; `TFMW_TASK`
+("worker 0"); `TFMW_ATTEMPT`, 0 at first, and `TFMW_MAX_RESTARTS`; `TFMW_LOCAL_TASKS` and
+`TFMW_LOCAL_RANK`, the number of tasks on this machine and this one's place; `TFMW_TTY=1` where the
+launcher writes to a terminal.
+
+A task that gets SIGTERM may save its state and leave with status 75 (`errors.PREEMPTED`): then it
+is run again, by the launcher where that was not the one to be told to leave, else by whoever
+started the launcher, which leaves with 75 too.
 
 This module uses the standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.machinery
 import itertools
 import os
+import re
 import shutil
 import signal
 import sys
@@ -29,26 +37,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from tfmw import _call
-from tfmw._attempt import (
-    FAREWELL_S,
-    GRACE_S,
-    TASK_COMMAND,
-    Attempt,
-    Failure,
-    Signals,
-    describe_status,
-    task_name,
-)
+from tfmw import _call, _isolate
+from tfmw._attempt import FAREWELL_S, GRACE_S, Attempt, Setting, task_name, wait
+from tfmw._failure import Failure, describe_status
 from tfmw._output import Display
 from tfmw._progress import report_progress
 from tfmw._record import record_error
+from tfmw._restart import Choice, End, Policy, Terms
+from tfmw._signals import LEAVE, Signals
+from tfmw._spawn import TASK_COMMAND, Host
+from tfmw._standby import Standbys
 from tfmw.cluster import Cluster
-from tfmw.errors import TaskFailed, UsageError
+from tfmw.errors import PREEMPTED, TaskFailed, UsageError
 
 __all__ = [
     "Failure",
     "Result",
+    "Terms",
     "launch",
     "launch_tasks",
     "record_error",
@@ -63,43 +68,58 @@ class Result:
 
     Args:
         status: 0 all done; 1 a task failed; 2 wrong usage or cluster description, told by a task;
-            128 + n the launcher got signal n.
-        tasks: exit status by task name, -9 for SIGKILL; also of the tasks that were ended.
-        failures: the tasks that failed on their own, the cause first.
+            75 the tasks saved their state, left, and are to be run again; 128 + n the launcher got
+            signal n.
+        tasks: exit status by task name, -9 for SIGKILL; also of the tasks that were ended. Those
+            of the last attempt.
+        failures: the tasks that failed on their own, where the run failed; the first cause first,
+            then what failed beside it, then the causes of later attempts.
         directory: the run's folder; None if it was temporary and nobody needs it any more.
+        attempts: how often all tasks were started.
+        restarts: how many restarts counted, of all tasks or of one.
+        hint: one more line for the user; "" for none.
     """
 
     status: int
     tasks: dict[str, int]
     failures: tuple[Failure, ...]
     directory: Path | None
+    attempts: int = 1
+    restarts: int = 0
+    hint: str = ""
 
     def summary(self) -> list[str]:
         """Lines for the user; the last one names the first task that failed and its own error."""
+        if self.status == PREEMPTED:
+            return [
+                "tfmw: the tasks saved their state and left; the same command goes on from there"
+            ]
         if self.status > 128:
             logs = f"; their logs: {self.directory}" if self.directory else ""
             return [f"tfmw: {describe_status(128 - self.status)}: all tasks were ended{logs}"]
         if not self.failures:
             return []
         cause, *others = self.failures
-        lines = [f"tfmw: {other.task} failed too: {_what(other)}" for other in others]
+        several = len({failure.attempt for failure in self.failures}) > 1
+        lines = [
+            f"tfmw: {other.task} failed too{_attempt(other, several)}: {other.what}"
+            for other in others
+        ]
         if cause.detail:
             origin = "error" if cause.error else "output"
             lines += [f"tfmw: {origin} of {cause.task}:", *(f"    {line}" for line in cause.detail)]
+        lines += [f"tfmw: {self.hint}"] if self.hint else []
         lines.append(f"tfmw: log of {cause.task}: {cause.log}")
         first = " first," if others else ""
         lines.append(
-            f"tfmw: {cause.task} failed{first} after {cause.seconds:.1f} s: {_what(cause)}"
+            f"tfmw: {cause.task} failed{first}{_attempt(cause, several)} after "
+            f"{cause.seconds:.1f} s: {cause.what}"
         )
         return lines
 
 
-def _what(failure: Failure) -> str:
-    return (
-        f"{failure.error} ({failure.how})"
-        if failure.error and failure.how
-        else (failure.error or failure.how)
-    )
+def _attempt(failure: Failure, several: bool) -> str:
+    return f" in attempt {failure.attempt}" if several else ""
 
 
 def launch_tasks(
@@ -115,6 +135,7 @@ def launch_tasks(
     live: bool | None = None,
     grace_s: float = GRACE_S,
     farewell_s: float = FAREWELL_S,
+    terms: Terms | None = None,
 ) -> Result:
     """Runs a script in each task of a fresh local cluster, and waits for its end.
 
@@ -131,6 +152,7 @@ def launch_tasks(
             default where `stdout` is a terminal or a notebook.
         grace_s: seconds between SIGTERM and SIGKILL for tasks that are ended.
         farewell_s: seconds in which ps, and workers beside them, leave once the chief is done.
+        terms: restarts, time limits, spare processes, the private network.
 
     Returns:
         How it ended. Nothing of `Result.summary` is printed yet.
@@ -152,6 +174,7 @@ def launch_tasks(
             grace_s=grace_s,
             farewell_s=farewell_s,
             stop=stop,
+            terms=terms or Terms(),
         )
     return result
 
@@ -183,6 +206,8 @@ def launch(
     stdout: TextIO | None = None,
     live: bool | None = None,
     grace_s: float = GRACE_S,
+    max_restarts: int = 0,
+    isolate: Choice = "auto",
 ) -> list[Any]:
     """Runs `fn(*args)` in each worker of a fresh local cluster.
 
@@ -196,6 +221,9 @@ def launch(
         stdout: where their output goes, `sys.stdout` unless given.
         live: whether the chief's output passes through unlabelled, as in `launch_tasks`.
         grace_s: seconds between SIGTERM and SIGKILL for workers that are ended.
+        max_restarts: how often all workers are started again after one has failed; the function
+            goes on from its own backup.
+        isolate: whether the workers have no network but their own: "auto", "on" or "off".
 
     Returns:
         What the function returned in each worker, in order.
@@ -219,9 +247,12 @@ def launch(
             grace_s=grace_s,
             payload=payload,
             stop=stop,
+            terms=Terms(max_restarts=max_restarts, isolate=isolate, standby="off"),
         )
     if result.status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
+    if result.status == PREEMPTED:
+        raise TaskFailed("\n".join(result.summary()))
     if result.status > 128:
         signal.raise_signal(result.status - 128)  # the handler of before is back
     if result.failures:
@@ -242,8 +273,11 @@ def _raise_failure(result: Result, outcomes: Mapping[str, _call.Outcome | None])
         raise TaskFailed("\n".join(result.summary()))
     _, error, text = outcome
     if not isinstance(error, Exception):  # SystemExit must not end the caller
-        raise TaskFailed(f"{cause.task} failed: {_what(cause)}\n\n{text}")
+        raise TaskFailed(f"{cause.task} failed: {cause.what}\n\n{text}")
     raise error from TaskFailed(f"{cause.task} failed:\n\n{text}")
+
+
+_ORDER = ("chief", "worker", "ps", "evaluator")
 
 
 def layout(workers: int, ps: int, evaluator: bool) -> list[tuple[str, int]]:
@@ -269,10 +303,13 @@ def _run(
     live: bool | None,
     grace_s: float,
     stop: Signals,
+    terms: Terms,
     farewell_s: float = FAREWELL_S,
     payload: bytes | None = None,
 ) -> tuple[Result, dict[str, _call.Outcome | None]]:
-    """One run, and what each task returned by its name. A run is one attempt."""
+    """One run, and what each task returned by its name: attempts until one is the last."""
+    workers = sum(kind == "worker" for kind, _ in tasks)
+    terms.check(workers)
     environ = {**os.environ, **(env or {})}
     if environ.get("TF_CONFIG", "").strip():
         raise UsageError(
@@ -282,32 +319,37 @@ def _run(
     terminal = stdout.isatty() or ("ipykernel" in sys.modules and stdout is sys.stdout)
     chief = task_name(*tasks[0]) if (terminal if live is None else live) else None
     display = Display(stdout, chief)
-    directory = _run_directory(log_dir)
-    attempt = Attempt(
-        tasks,
-        command,
-        directory / "attempt_0",
-        _task_environment(environ, terminal),
-        display,
-        live=chief,
-        payload=payload,
-        grace_s=grace_s,
-        farewell_s=farewell_s,
-        stop=stop,
-    )
-    try:
-        attempt.start()
-        attempt.watch()
-    finally:
-        attempt.end()
-    failures = tuple(attempt.failures())
-    # A scheduler sends its signal to all processes: then the tasks die of it too.
-    if stop.received and all(-failure.status in stop.received for failure in failures):
-        failures, status = (), 128 + stop.received[0]
-    elif failures:
-        status = 2 if failures[0].usage else 1
-    else:
-        status = 128 + signal.SIGPIPE if display.broken else 0
+    with contextlib.ExitStack() as held:
+        directory = _run_directory(log_dir)
+        network, note = _network(terms.isolate, command, tasks, environ)
+        if network is not None:
+            held.callback(network.close)
+        host = held.enter_context(Host(network.namespaces if network else ()))
+        task_env = _task_environment(environ, terminal)
+        standbys = None
+        if payload is None and _wants_standbys(terms, task_env):
+            standbys = Standbys(host, task_env, chief)
+            held.callback(standbys.close)
+        if note:
+            print(f"tfmw: {note}", file=sys.stderr, flush=True)
+        setting = Setting(
+            command=command,
+            directory=directory,
+            env=task_env,
+            host=host,
+            display=display,
+            live=chief,
+            payload=payload,
+            stop=stop,
+            terms=terms,
+            standbys=standbys,
+            grace_s=grace_s,
+            farewell_s=farewell_s,
+        )
+        policy = Policy(terms, workers)
+        attempt, failures = _attempts(setting, policy, tasks)
+    status = _status(attempt, failures, stop, display)
+    failures = failures if status in (1, 2) else ()
     if status == 0 and log_dir is None:
         shutil.rmtree(directory, ignore_errors=True)
     result = Result(
@@ -315,8 +357,127 @@ def _run(
         tasks={task.name: task.status or 0 for task in attempt.tasks},
         failures=failures,
         directory=directory if directory.exists() else None,
+        attempts=attempt.number + 1,
+        restarts=policy.restarts,
+        hint=_network_hint(failures) if network else "",
     )
     return result, attempt.outcomes()
+
+
+def _attempts(
+    setting: Setting, policy: Policy, tasks: Sequence[tuple[str, int]]
+) -> tuple[Attempt, tuple[Failure, ...]]:
+    """Attempts until the policy has enough: the last one, and what failed, the first cause first.
+
+    A run whose last attempt ended well has no failures.
+    """
+    failures: tuple[Failure, ...] = ()
+    stop = setting.stop
+    for number in itertools.count():
+        attempt = Attempt(setting, tasks, number, policy)
+        try:
+            attempt.start()
+            attempt.watch()
+            again = not stop.received and policy.restarts < setting.terms.max_restarts
+            # Tasks that have lost another one can't go on or leave in order; and what is on disk
+            # is whole at any moment.
+            attempt.end(0.0 if again and attempt.failures() else None)
+        finally:
+            attempt.end()
+        failed = attempt.failures()
+        failures += (*attempt.came_back(), *(failed if not failures else failed[:1]))
+        decision = policy.after(
+            End(
+                failures=failed,
+                step=attempt.step(),
+                seconds=attempt.seconds(),
+                left=attempt.left(),
+                signals=tuple(stop.received),
+            )
+        )
+        if decision.line and not setting.display.broken:
+            setting.display.line(f"tfmw: {decision.line}")
+        if not decision.again or setting.display.broken:
+            return attempt, failures if failed else ()
+        wait(decision.delay_s, stop)
+        if stop.received:
+            return attempt, ()
+        others = [task for task in tasks if task[0] != "worker"]
+        workers = [("worker", index) for index in range(decision.workers)]
+        tasks = sorted([*others, *workers], key=lambda task: _ORDER.index(task[0]))
+    raise AssertionError("unreachable")
+
+
+def _status(attempt: Attempt, failures: Sequence[Failure], stop: Signals, display: Display) -> int:
+    """Exit status of a run whose last attempt is this one."""
+    passed_on = {*stop.received, signal.SIGTERM}
+    # A scheduler sends its signal to all processes: then the tasks die of it too.
+    if stop.received and all(-failure.status in passed_on for failure in failures):
+        return PREEMPTED if attempt.left() and stop.received[0] in LEAVE else 128 + stop.received[0]
+    if failures:
+        return 2 if failures[0].usage else 1
+    if attempt.left():
+        return PREEMPTED
+    return 128 + signal.SIGPIPE if display.broken else 0
+
+
+def _wants_standbys(terms: Terms, env: Mapping[str, str]) -> bool:
+    """Whether spare processes help: they have imported what a task without tfmw doesn't use."""
+    if terms.standby == "auto":
+        return terms.max_restarts > 0 and env.get("TFMW_NO_INIT") != "1"
+    return terms.standby == "on" and terms.max_restarts > 0
+
+
+def _network(
+    choice: Choice,
+    command: Sequence[str],
+    tasks: Sequence[tuple[str, int]],
+    environ: Mapping[str, str],
+) -> tuple[_isolate.Network | None, str]:
+    """The tasks' private network, or None; and what the user should know about it."""
+    opens = sum(kind != "evaluator" for kind, _ in tasks) > 1
+    if choice == "off" or (choice == "auto" and not opens):
+        return None, ""
+    if choice == "auto" and (found := _isolate.objection(command[1:], environ)):
+        why, reachable = found
+        return None, (
+            f"the tasks keep this machine's network, because {why}; their ports, which ask for no "
+            "password, are open to it: --isolate on closes them"
+        ) * reachable
+    try:
+        network = _isolate.create()
+    except _isolate.Impossible as error:
+        if choice == "on":
+            raise UsageError(
+                f"--isolate on: this system allows no private network ({error}); drop it, or allow "
+                "user namespaces."
+            ) from error
+        return None, (
+            f"this system allows no private network for the tasks ({error}); their ports, which "
+            "ask for no password, are open to whoever reaches this machine"
+        )
+    if choice == "on":
+        return network, ""
+    return network, (
+        "the tasks live in a private network: nobody reaches them, and they reach nobody; for "
+        "downloads, gs:// and the like use --isolate off"
+    )
+
+
+# What the errors of programs that miss the network say: urllib, requests, tf.io.gfile, gRPC.
+_NO_NETWORK = re.compile(
+    "name resolution|name or service not known|network is unreachable|could(n't| not) resolve host|"
+    "max retries exceeded|failed to resolve",
+    re.IGNORECASE,
+)
+
+
+def _network_hint(failures: Sequence[Failure]) -> str:
+    """For a program that may have failed because it was in a private network."""
+    text = "\n".join(line for f in failures[:1] for line in (f.error, *f.detail))
+    if not _NO_NETWORK.search(text):
+        return ""
+    return "the tasks had no network, only their own: --isolate off gives them this machine's"
 
 
 def _check_program(argv: Sequence[str], module: bool) -> None:

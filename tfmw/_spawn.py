@@ -1,0 +1,131 @@
+"""Starts the processes of a run, and sees to it that none outlives the launcher.
+
+    with Host(namespaces) as host:
+        process, stream = host.spawn(["script", "train.py"], subprocess.DEVNULL, False, [], env)
+
+A task asks Linux to be killed when the launcher goes (see `_task`), but what the task itself has
+started would stay. So a process of its own, the reaper, holds a pipe from the launcher: when that
+ends without a farewell, the launcher was killed, and the reaper kills every group it was told of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+TASK_COMMAND = (sys.executable, str(Path(__file__).with_name("_task.py")))
+"""Starts a task; see `_task`."""
+
+NAMESPACES = "TFMW_NAMESPACES"
+"""Descriptors of the user and the network namespace that a task enters first: "5,6"."""
+
+
+class Host:
+    """What all processes of a run have in common.
+
+    Args:
+        namespaces: descriptors of the namespaces that they live in, in the order of entering.
+    """
+
+    def __init__(self, namespaces: Sequence[int] = ()) -> None:
+        self._namespaces = list(namespaces)
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tell("bye")
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.close()
+        self._reaper.wait()
+
+    def spawn(
+        self,
+        command: Sequence[str],
+        stdin: IO[bytes] | int,
+        terminal: bool,
+        fds: Sequence[int],
+        env: Mapping[str, str],
+    ) -> tuple[subprocess.Popen[bytes], int]:
+        """A process in a session of its own, and our end of its standard output and error."""
+        env = {**env, "TFMW_LAUNCHER_PID": str(os.getpid())}
+        if self._namespaces:
+            env[NAMESPACES] = ",".join(map(str, self._namespaces))
+        ours, theirs = _pseudo_terminal() if terminal else os.pipe()
+        try:
+            process = subprocess.Popen(
+                [*TASK_COMMAND, *command],
+                stdin=stdin,
+                stdout=theirs,
+                stderr=theirs,
+                env=env,
+                start_new_session=True,
+                pass_fds=[*fds, *self._namespaces],
+            )
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+        self._tell(f"+{process.pid}")
+        return process, ours
+
+    def forget(self, pid: int) -> None:
+        """Says that the process has ended and its group is gone: the number may be used again."""
+        self._tell(f"-{pid}")
+
+    def _tell(self, line: str) -> None:
+        assert self._reaper.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # somebody killed it: nothing to be done
+            self._reaper.stdin.write(f"{line}\n".encode())
+
+
+def _pseudo_terminal() -> tuple[int, int]:
+    """(ours, theirs): a terminal as wide as ours, so that progress bars know what they write to."""
+    ours, theirs = pty.openpty()
+    attributes = termios.tcgetattr(theirs)
+    attributes[1] &= ~termios.OPOST  # "\n" stays "\n"
+    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+    size = shutil.get_terminal_size()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", size.lines, size.columns, 0, 0))
+    return ours, theirs
+
+
+def _reap() -> None:
+    """The reaper: reads "+<group>", "-<group>" and "bye" until the launcher is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # it outlives whatever ends the launcher
+    groups: set[int] = set()
+    for line in sys.stdin:
+        sign, group = line[:1], line[1:].strip()
+        if sign == "+":
+            groups.add(int(group))
+        elif sign == "-":
+            groups.discard(int(group))
+        else:
+            return
+    for group_id in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group_id, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _reap()
