@@ -116,7 +116,7 @@ class PsDriver:
 
     def logs(self) -> dict[str, Any]:
         """Metrics of all steps since the last reset."""
-        results = keras_compat.metrics_or_logs(self.model, {})
+        results = self.model.get_metrics_result()
         return {name: _python(value) for name, value in results.items()}
 
 

@@ -25,6 +25,9 @@ from tfmw.errors import UsageError
 
 logger = logging.getLogger("tfmw")
 
+# A worker's function that waits for a server holds a thread; with too few they wait for each other.
+_INTER_OP_THREADS = 16
+
 _serving: list[tf.distribute.Server] = []  # never destroyed: TensorFlow's servers cannot stop
 
 
@@ -87,7 +90,9 @@ def serve(
     """
     assert cluster.address is not None
     rendezvous.check_port_free(cluster.address)
-    config = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=threads)
+    config = tf.compat.v1.ConfigProto(
+        intra_op_parallelism_threads=threads, inter_op_parallelism_threads=_INTER_OP_THREADS
+    )
     spec = tf.train.ClusterSpec({"ps": list(cluster.ps), "worker": list(cluster.workers)})
     server = tf.distribute.Server(
         spec, job_name=cluster.task, task_index=cluster.index, protocol="grpc", config=config
