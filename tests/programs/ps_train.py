@@ -1,0 +1,102 @@
+"""Trains on parameter servers and records, on the workers' disk, what each step really saw.
+
+ps_train.py --records=DIR [--steps=60] [--epochs=2]
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import _result
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmw
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--records", required=True)
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--epochs", type=int, default=2)
+options = parser.parse_args()
+
+cluster = tfmw.init()  # servers end here
+assert cluster.task == "chief"
+Path(options.records).mkdir(parents=True, exist_ok=True)
+
+
+class Recorded(keras.Sequential):
+    """Writes the labels and outputs of each training step to a file of their own."""
+
+    recording = False
+
+    def train_step(self, data):
+        self.recording = True
+        logs = super().train_step(data)
+        self.recording = False
+        return logs
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        if not self.recording:
+            return logs
+        when = tf.strings.as_string(tf.timestamp(), precision=9)
+        name = tf.strings.join([when, "-", tf.strings.as_string(tf.reduce_sum(x), precision=9)])
+        seen = tf.concat([tf.cast(y, tf.float32)[:, None], y_pred], axis=1)
+        path = tf.strings.join([options.records, "/", name])
+        tf.io.write_file(path, tf.io.serialize_tensor(seen))
+        return logs
+
+
+rng = np.random.default_rng(0)
+x = rng.normal(size=(1000, 20)).astype(np.float32)
+y = x[:, :3].argmax(axis=1).astype(np.int64)
+keras.utils.set_random_seed(1)
+model = Recorded(
+    [
+        keras.Input((20,)),
+        keras.layers.Dense(64, activation="relu"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.1),
+        keras.layers.Dense(3),
+    ]
+)
+model.compile(
+    keras.optimizers.Adam(0.01),
+    keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    metrics=["accuracy"],
+)
+seed = model.layers[2].seed_generator.state
+before = seed.numpy()
+history = tfmw.fit(
+    model,
+    tf.data.Dataset.from_tensor_slices((x[:960], y[:960])).shuffle(1000).batch(48),
+    epochs=options.epochs,
+    steps_per_epoch=options.steps,
+    validation_data=(x, y),
+    verbose=2,
+)
+records = [tf.io.parse_tensor(f.read_bytes(), tf.float32).numpy()
+           for f in Path(options.records).iterdir()]
+seen = np.concatenate(records)
+losses = keras.losses.sparse_categorical_crossentropy(seen[:, 0], seen[:, 1:], from_logits=True)
+evaluated = tfmw.evaluate(model, x, y, verbose=0, return_dict=True)
+predicted = tfmw.predict(model, x, verbose=0)
+norm = model.layers[1]
+_result.write(
+    {
+        "history": history.history,
+        "iterations": int(model.optimizer.iterations.numpy()),
+        "recorded_steps": len(records),
+        "recorded_examples": len(seen),
+        "recorded_accuracy": float((seen[:, 1:].argmax(axis=1) == seen[:, 0]).mean()),
+        "recorded_loss": float(np.mean(losses)),
+        "batch_sizes": sorted({len(r) for r in records}),
+        "evaluated": evaluated,
+        "predicted_accuracy": float((predicted.argmax(axis=1) == y).mean()),
+        "moving_variance": norm.moving_variance.numpy().tolist(),
+        "draws": (seed.numpy() - before).tolist(),
+        "devices": sorted({str(v.value.device) for v in model.variables}),
+        "pid": os.getpid(),
+    }
+)
