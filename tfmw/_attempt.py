@@ -34,7 +34,7 @@ from tfmw._restart import PREEMPT_GRACE_S, Policy, Terms, alone, backoff_s
 from tfmw._signals import Signals
 from tfmw._spawn import Host
 from tfmw._standby import Standbys
-from tfmw._watchdog import STOPPED_TIMEOUT_S, Sight, Stuck, Watchdog
+from tfmw._watchdog import LAG_S, STOPPED_TIMEOUT_S, Sight, Stuck, Watchdog
 from tfmw.errors import PREEMPTED
 
 GRACE_S = 1.0
@@ -125,6 +125,7 @@ class Attempt:
             setting.terms.hang_timeout_s,
             setting.terms.start_timeout_s,
             STOPPED_TIMEOUT_S if setting.terms.max_restarts else 0.0,
+            lag_s=LAG_S,
         )
         self._next_guard = 0.0
         self._stuck: Stuck | None = None

@@ -82,12 +82,14 @@ def _stand_by(control: int) -> list[str]:
 
     Runs no TensorFlow op: a cluster can only be joined before the first one.
     """
+    import contextlib
     import json
     import socket
 
     with socket.socket(fileno=control) as launcher:
         _import_politely()
-        launcher.sendall(b"r")
+        with contextlib.suppress(BrokenPipeError):  # its order has come already
+            launcher.sendall(b"r")
         with launcher.makefile("rb") as orders:
             line = orders.readline()
     if not line:
