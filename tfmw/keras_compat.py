@@ -26,6 +26,7 @@ from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers import base_optimizer
+from keras.src.saving import keras_saveable
 from keras.src.trainers import trainer as base_trainer
 from keras.src.trainers.data_adapters import (
     array_slicing,
@@ -33,6 +34,7 @@ from keras.src.trainers.data_adapters import (
     get_data_adapter,
 )
 from keras.src.trainers.data_adapters import tf_dataset_adapter as _tf_dataset_adapter
+from keras.src.utils import tracking
 from tensorflow.python.data.ops import (
     batch_op,
     map_op,
@@ -298,7 +300,12 @@ def alone_on_replica(
         if share is None:
             keras_apply(grads, trainable_variables)
             return
-        reduced = reduce_gradients(list(grads), share)
+        grads = list(grads)
+        for grad, variable in zip(grads, trainable_variables or [], strict=False):
+            # Backpropagation may lose shapes, and only tensors of known shape travel in packs.
+            if isinstance(grad, tf.Tensor):
+                grad.set_shape(variable.shape)
+        reduced = reduce_gradients(grads, share)
 
         def update() -> tf.Tensor:
             keras_apply(reduced, trainable_variables)
@@ -557,6 +564,58 @@ def recorded_assignments(
         yield
     finally:
         cls._direct_assign = keras_direct_assign
+
+
+# ---------------------------------------------------------------- models on their way
+
+
+def is_saveable(part: Any) -> bool:
+    """Layers, models, losses, metrics, optimizers, seed generators and the like."""
+    return isinstance(part, keras_saveable.KerasSaveable)
+
+
+def saveable_state(part: Any) -> dict[str, Any]:
+    """Attributes of a saveable, less compiled functions and TensorFlow's own notes (`_self_`)."""
+    state = {k: v for k, v in vars(part).items() if not k.startswith("_self_")}
+    for name in ("train_function", "test_function", "predict_function", "history"):
+        if name in state:
+            state[name] = None
+    return state
+
+
+def variable_state(variable: Any) -> tuple[dict[str, Any], Any]:
+    """(attributes, value) of a Keras variable, which holds a tf.Variable that cannot travel."""
+    dropped = ("_value", "_initializer")
+    state = {
+        k: v for k, v in vars(variable).items() if k not in dropped and not k.startswith("_self_")
+    }
+    return {**state, "_initializer": None}, variable.numpy()
+
+
+def new_native(state: dict[str, Any], value: Any) -> tf.Variable:
+    """A tf.Variable for a Keras variable with these attributes."""
+    return tf.Variable(
+        value, dtype=state["_dtype"], trainable=state.get("_trainable", True), name=state["_name"]
+    )
+
+
+def is_tracked_collection(part: Any) -> bool:
+    return isinstance(part, (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet))
+
+
+def index_variables_anew(optimizer: Any) -> None:
+    """After variables became other objects: rebuilds the maps that go by their identities."""
+    each: Any | None = optimizer
+    while each is not None:
+        old = dict(getattr(each, "_trainable_variables_indices", {}))
+        keys = [each._var_key(v) for v in getattr(each, "_trainable_variables", [])]
+        each._trainable_variables_indices = {key: i for i, key in enumerate(keys)}
+        excluded = getattr(each, "_exclude_from_weight_decay", None)
+        if excluded:
+            each._exclude_from_weight_decay = {keys[old[k]] for k in excluded if k in old}
+        if hasattr(each, "_exclude_from_weight_decay_cache"):
+            each._exclude_from_weight_decay_cache = {}
+        each = inner_optimizer(each)
 
 
 # ---------------------------------------------------------------- data

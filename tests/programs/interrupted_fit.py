@@ -1,0 +1,56 @@
+"""A cell that is interrupted: an endless fit on two workers, then a look at what is left."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmw
+
+
+class SayWhenBackedUp(keras.callbacks.Callback):
+    """Prints once a backup is complete, which the parent waits for."""
+
+    chief_only = True
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_epoch_end(self, epoch, logs=None) -> None:
+        if any(name.startswith("step_") for name in os.listdir(self.folder)):
+            print("backed up", flush=True)
+
+
+def main() -> None:
+    x = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+    dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8)
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    before = model.get_weights()[0].copy()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            tfmw.fit(
+                model,
+                dataset,
+                epochs=100_000,
+                workers=2,
+                verbose=0,
+                backup_dir=folder,
+                backup_every="epoch",
+                callbacks=[SayWhenBackedUp(folder)],
+            )
+        except KeyboardInterrupt:
+            changed = not np.array_equal(before, model.get_weights()[0])
+            print(f"iterations {int(model.optimizer.iterations)} changed {changed}")
+    children = f"/proc/self/task/{os.getpid()}/children"
+    with open(children) as f:
+        print("children left" if f.read().strip() else "no child left")
+
+
+if __name__ == "__main__":
+    main()
