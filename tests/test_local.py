@@ -72,9 +72,7 @@ def test_a_model_arrives_as_it_left(make):
     model = compiled(make())
     model.fit(X, Y, verbose=0, batch_size=32)
     arrived = travel.settled(travel.unpack(travel.pack(model)))
-    np.testing.assert_array_equal(
-        arrived.predict(X, verbose=0), model.predict(X, verbose=0)
-    )
+    np.testing.assert_array_equal(arrived.predict(X, verbose=0), model.predict(X, verbose=0))
     going_on = [
         m.fit(X, Y, epochs=2, batch_size=32, shuffle=False, verbose=0).history["loss"]
         for m in (model, arrived)

@@ -22,7 +22,7 @@ def compiled_model() -> keras.Model:
 
 
 def batches(rows: int = 8, batch_size: int = 4) -> tf.data.Dataset:
-    x = np.ones([rows, 3], np.float32)
+    x: np.ndarray = np.ones([rows, 3], np.float32)
     return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(batch_size)
 
 

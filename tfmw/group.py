@@ -12,9 +12,10 @@ same calls in the same order.
 from __future__ import annotations
 
 import base64
+import functools
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,15 +35,16 @@ _WAIT_S = 3600.0  # a chief may be busy; a dead one is reported by the coordinat
 _calls = itertools.count()  # of this process; equal on all tasks, as they make the same calls
 
 
-def packed_pieces(array: np.ndarray) -> tuple[str, list[int], int]:
+def packed_pieces(arrays: Mapping[str, np.ndarray], name: str) -> tuple[str, list[int], int]:
     """(type, shape, number of pieces) of an array that travels in pieces."""
+    array = arrays[name]
     return array.dtype.name, list(array.shape), max(1, -(-array.nbytes // _PIECE))
 
 
-def piece_of(array: np.ndarray, number: int) -> str:
+def piece_of(arrays: Mapping[str, np.ndarray], name: str, number: int) -> str:
     """One piece of an array's bytes, as text."""
-    data = np.ascontiguousarray(array).tobytes()[number * _PIECE : (number + 1) * _PIECE]
-    return base64.b64encode(data).decode()
+    data = np.ascontiguousarray(arrays[name]).tobytes()
+    return base64.b64encode(data[number * _PIECE : (number + 1) * _PIECE]).decode()
 
 
 class Group:
@@ -120,13 +122,12 @@ class Group:
         if self.size == 1:
             return arrays
 
-        names = self.from_chief(lambda: sorted(arrays))
-        out = {}
-        for name in names:
-            pieces = self.from_chief(lambda name=name: packed_pieces(arrays[name]))
-            dtype, shape, number = pieces
+        out: dict[str, np.ndarray] = {}
+        for name in self.from_chief(lambda: sorted(arrays)):
+            describe = functools.partial(packed_pieces, arrays, name)
+            dtype, shape, number = self.from_chief(describe)
             data = b"".join(
-                base64.b64decode(self.from_chief(lambda i=i, name=name: piece_of(arrays[name], i)))
+                base64.b64decode(self.from_chief(functools.partial(piece_of, arrays, name, i)))
                 for i in range(number)
             )
             flat = np.frombuffer(data, dtype=tf.as_dtype(dtype).as_numpy_dtype)

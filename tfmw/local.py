@@ -73,7 +73,9 @@ def fit(
     from tfmw.launch import launch
 
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
-        raise UsageError(f"received workers={workers!r}: expected a number of processes, such as 2.")
+        raise UsageError(
+            f"received workers={workers!r}: expected a number of processes, such as 2."
+        )
     is_model = isinstance(model, keras.Model)
     sent, sent_validation = _sent(x, "x"), _sent_validation(validation_data)
     if is_model:
@@ -126,9 +128,7 @@ def _train(packed: bytes) -> dict[str, Any]:
     if not strategies.current_cluster().is_chief:
         return {}
     return {
-        "tensors": {
-            name: keras_compat.native(v).numpy() for name, v in state.named(model).items()
-        },
+        "tensors": {name: keras_compat.native(v).numpy() for name, v in state.named(model).items()},
         "history": history.history,
         "epoch": history.epoch,
         "params": history.params,

@@ -460,7 +460,9 @@ def mirrored(devices: Sequence[str] | None = None) -> tf.distribute.Strategy:
     known = [d.name.removeprefix("/device:") for d in tf.config.list_logical_devices()]
     if devices is None:
         devices = [d for d in known if d.startswith("GPU")] or known
-    unknown = [d for d in devices if d.removeprefix("/").removeprefix("device:").upper() not in known]
+    unknown = [
+        d for d in devices if d.removeprefix("/").removeprefix("device:").upper() not in known
+    ]
     if unknown or not devices:
         raise UsageError(f"unknown devices {unknown}: this machine has {', '.join(known)}.")
     return tf.distribute.MirroredStrategy(devices=list(devices))
