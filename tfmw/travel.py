@@ -38,7 +38,7 @@ def pack(parcel: Any) -> bytes:
             "pip install cloudpickle."
         ) from None
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined, misc]
+    class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined]
         def reducer_override(self, part: Any) -> Any:
             reduced = _reduced(part)
             return super().reducer_override(part) if reduced is None else reduced
@@ -108,7 +108,7 @@ def _fill_collection(part: Any, state: tuple[dict[str, Any], Any]) -> None:
 
 
 def _variable(cls: type, state: dict[str, Any], value: Any) -> Any:
-    variable = object.__new__(cls)
+    variable: Any = object.__new__(cls)
     vars(variable).update(state)
     keras_compat.set_native(variable, keras_compat.new_native(state, value))
     return variable
