@@ -193,7 +193,7 @@ def _help(control: int) -> None:
         try:
             descriptors = _unshare()
         except OSError as error:
-            launcher.send((error.strerror or str(error)).encode())
+            launcher.send((error.strerror or str(error)).encode())  # "unshare: Operation not..."
             return
         packed = array.array("i", descriptors)
         launcher.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)])
