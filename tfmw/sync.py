@@ -37,6 +37,7 @@ from tfmw.group import Group
 logger = logging.getLogger("tfmw")
 
 SUM = tf.distribute.ReduceOp.SUM
+COMPRESSIONS = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 
 class SyncDriver:
@@ -45,13 +46,20 @@ class SyncDriver:
     Args:
         model: compiled and built, with its optimizer built.
         strategy: mirrored, multi-worker mirrored, or TensorFlow's default.
+        compression: "fp16" or "bf16": what gradients travel and are summed in; None for as they
+            are.
 
     Attributes:
         split: how global batches are divided between the replicas.
         group: the processes that train together.
     """
 
-    def __init__(self, model: keras.Model, strategy: tf.distribute.Strategy):
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        compression: str | None = None,
+    ):
         self.model = model
         self.strategy = strategy
         self.group = Group.of(strategy)
@@ -66,6 +74,7 @@ class SyncDriver:
         self._metric_start: dict[int, np.ndarray] | None = None
         self.heard: list[float] = []
         self._options = strategies.reduction_options(strategy)
+        self._wire = None if compression is None else COMPRESSIONS[compression]
         self._has_synchronized_norm = any(
             keras_compat.is_synchronized_batch_norm(layer)
             for layer in keras_compat.layers_of(model)
@@ -288,11 +297,19 @@ class SyncDriver:
             grads = [_or_zeros(g, present) for g in grads]
         positions = [i for i, g in enumerate(grads) if g is not None]
         replica = tf.distribute.get_replica_context()
-        reduced = replica.all_reduce(SUM, [grads[i] for i in positions], self._options)
+        sent = [self._compressed(grads[i]) for i in positions]
+        reduced = replica.all_reduce(SUM, sent, self._options)
         out: list[Any] = [None] * len(grads)
         for position, value in zip(positions, reduced, strict=True):
-            out[position] = value
+            dense = not isinstance(value, tf.IndexedSlices)
+            out[position] = tf.cast(value, grads[position].dtype) if dense else value
         return out
+
+    def _compressed(self, grad: Any) -> Any:
+        """A dense float32 gradient in the 16 bits that it travels in, if any were asked for."""
+        if self._wire is None or isinstance(grad, tf.IndexedSlices) or grad.dtype != tf.float32:
+            return grad
+        return tf.cast(grad, self._wire)
 
     def _local_replica(self) -> int:
         replica = tf.distribute.get_replica_context()
@@ -391,7 +408,9 @@ class SyncDriver:
                     values = [tf.identity(v.value) for v in variables]
                     values += [tf.identity(logs.raw[name][local]) for name in raw]
                     values.append(tf.identity(said) if local == 0 else tf.zeros_like(said))
-                    return self._combined_metrics(variables, values) if self.replicas > 1 else values
+                    if self.replicas == 1:
+                        return values
+                    return self._combined_metrics(variables, values)
 
                 sums = self.strategy.run(local_values, args=(said,))
                 sums = [self.strategy.experimental_local_results(s)[0] for s in sums]
@@ -749,10 +768,6 @@ def _or_zeros(grad: Any, present: tf.Tensor) -> Any:
             _or_zeros(grad.values, present), grad.indices, grad.dense_shape
         )
     return tf.cond(present, lambda: grad, lambda: tf.zeros_like(grad))
-
-
-def _nothing(_: Any = None) -> tf.Tensor:
-    return tf.constant(0)
 
 
 def _packed_sum(values: list[tf.Tensor]) -> list[tf.Tensor]:
