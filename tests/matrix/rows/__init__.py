@@ -1,0 +1,5 @@
+"""All rows of the matrix; importing this registers them in `tests.matrix.row.ROWS`."""
+
+from tests.matrix.rows import data, execution, layers, losses, models, optimizers, steps
+
+__all__ = ["data", "execution", "layers", "losses", "models", "optimizers", "steps"]

@@ -1,0 +1,144 @@
+"""Layers with masks, state, noise or sparse gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+from tests.matrix.row import Case, row
+from tests.matrix.rows.common import EXAMPLES, adam, batches, classes, compiled, numbers
+
+WORDS = 20
+
+
+def _sentences() -> tuple[Any, Any]:
+    random = np.random.default_rng(6)
+    words = random.integers(1, WORDS, (EXAMPLES, 6)).astype("int32")
+    for sentence, length in zip(words, random.integers(1, 7, EXAMPLES), strict=True):
+        sentence[length:] = 0
+    return words, numbers()[1]
+
+
+def _text(*middle: Any) -> keras.Model:
+    return keras.Sequential(
+        [keras.Input([6], dtype="int32"), layers.Embedding(WORDS, 4), *middle, layers.Dense(3)]
+    )
+
+
+@row("embedding: sparse gradients", core=True)
+def embedding() -> Case:
+    return Case(compiled(_text(layers.Flatten()), adam()), batches(*_sentences()), predict=None)
+
+
+@row("embedding and SGD with clipping")
+def embedding_clipped() -> Case:
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5)
+    return Case(compiled(_text(layers.Flatten()), optimizer), batches(*_sentences()), predict=None)
+
+
+def _masked(*middle: Any) -> keras.Model:
+    words = keras.Input([6], dtype="int32")
+    x = layers.Embedding(WORDS, 4, mask_zero=True)(words)
+    for layer in middle:
+        x = layer(x)
+    return keras.Model(words, layers.Dense(3)(x))
+
+
+@row("LSTM with masks")
+def lstm() -> Case:
+    return Case(compiled(_masked(layers.LSTM(4)), adam()), batches(*_sentences()), predict=None)
+
+
+@row("GRU with masks")
+def gru() -> Case:
+    return Case(compiled(_masked(layers.GRU(4)), adam()), batches(*_sentences()), predict=None)
+
+
+@row("masked loss, one output per word")
+def masked_loss() -> Case:
+    # The loss is a mean over the words that are not padding, of which replicas hold different
+    # numbers.
+    model = _masked(layers.LSTM(4, return_sequences=True))
+    words, _ = _sentences()
+    weighted = compiled(model, adam(), weighted_metrics=["accuracy"])
+    return Case(weighted, batches(words, (words * 7 % 3).astype("int32")), predict=None)
+
+
+@row("attention with padding")
+def attention() -> Case:
+    words = keras.Input([6], dtype="int32")
+    x = layers.Embedding(WORDS, 4, mask_zero=True)(words)
+    x = layers.MultiHeadAttention(2, 3)(x, x)
+    model = keras.Model(words, layers.Dense(3)(layers.GlobalAveragePooling1D()(x)))
+    return Case(compiled(model, adam()), batches(*_sentences()), predict=None)
+
+
+def _normalized(**options: Any) -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input([5]),
+            layers.BatchNormalization(name="first", momentum=0.8, **options),
+            layers.Dense(4, activation="relu"),
+            layers.BatchNormalization(momentum=0.8, **options),
+            layers.Dense(3),
+        ]
+    )
+
+
+@row(
+    "BatchNormalization",
+    core=True,
+    but="each replica normalizes by the statistics of its own part of the batch; the moving mean "
+    "of what does not depend on them is that of one process",
+    equal=("weight/2 first/moving_mean",),
+)
+def batch_norm() -> Case:
+    return Case(compiled(_normalized(), adam()), classes())
+
+
+@row("BatchNormalization, synchronized", core=True, tol=2e-5)
+def batch_norm_synchronized() -> Case:
+    return Case(compiled(_normalized(synchronized=True), adam()), classes(), predict=None)
+
+
+@row("BatchNormalization, synchronized, one example left", tol=2e-5)
+def batch_norm_synchronized_tail() -> Case:
+    return Case(compiled(_normalized(synchronized=True), adam()), classes(17), predict=None)
+
+
+@row("BatchNormalization, frozen")
+def batch_norm_frozen() -> Case:
+    model = _normalized()
+    for layer in model.layers:
+        if isinstance(layer, layers.BatchNormalization):
+            layer.trainable = False
+    return Case(compiled(model, adam()), classes(), predict=None)
+
+
+@row(
+    "Dropout",
+    but="each replica draws masks of its own",
+    equal=(),
+)
+def dropout() -> Case:
+    model = keras.Sequential(
+        [keras.Input([5]), layers.Dense(8, activation="relu"), layers.Dropout(0.5), layers.Dense(3)]
+    )
+    return Case(compiled(model, adam()), classes(), predict=None)
+
+
+@row("group, unit and spectral normalization", tol=2e-5)
+def other_norms() -> Case:
+    model = keras.Sequential(
+        [
+            keras.Input([5]),
+            layers.SpectralNormalization(layers.Dense(4)),
+            layers.GroupNormalization(2),
+            layers.UnitNormalization(),
+            layers.Dense(3),
+        ]
+    )
+    return Case(compiled(model, adam()), classes(), predict=None)

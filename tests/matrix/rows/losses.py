@@ -1,0 +1,170 @@
+"""Losses, weights and metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+from tests.matrix.row import Case, row
+from tests.matrix.rows.common import EXAMPLES, adam, batches, classes, compiled, mlp, numbers
+
+
+@row("regularizers of kernel, bias and activity", core=True)
+def regularizers() -> Case:
+    model = mlp(kernel_regularizer="l2", bias_regularizer="l1", activity_regularizer="l2")
+    return Case(compiled(model, adam()), classes(), predict=None)
+
+
+def _weights() -> Any:
+    return np.random.default_rng(4).uniform(0, 3, EXAMPLES).astype("float32")
+
+
+@row("sample weights in the dataset", core=True)
+def sample_weights() -> Case:
+    model = compiled(mlp(), adam(), weighted_metrics=["accuracy"])
+    return Case(model, batches(*numbers(), 8, _weights()), predict=None)
+
+
+@row("sample weights of arrays")
+def sample_weight_argument() -> Case:
+    model = compiled(mlp(), adam(), weighted_metrics=["accuracy"])
+    x, y = numbers()
+    return Case(
+        model, x, y, {"sample_weight": _weights(), "batch_size": 8, "shuffle": False}, predict=None
+    )
+
+
+@row("class weights")
+def class_weights() -> Case:
+    model = compiled(mlp(), adam(), weighted_metrics=["accuracy"])
+    return Case(model, classes(), fit={"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}, predict=None)
+
+
+@row("AUC, precision, recall, F1, MeanIoU, top-k", core=True, logs_tol=1e-4)
+def metrics() -> Case:
+    model = keras.Sequential([keras.Input([5]), layers.Dense(3, activation="softmax")])
+    x, y = numbers()
+    model.compile(
+        adam(),
+        loss="categorical_crossentropy",
+        metrics=[
+            keras.metrics.AUC(name="auc", num_thresholds=20),
+            keras.metrics.Precision(name="precision"),
+            keras.metrics.Recall(name="recall"),
+            keras.metrics.F1Score(name="f1", average="macro"),
+            keras.metrics.OneHotMeanIoU(3, name="iou"),
+            keras.metrics.TopKCategoricalAccuracy(2, name="top2"),
+            keras.metrics.R2Score(name="r2"),
+            keras.metrics.RootMeanSquaredError(name="rmse"),
+        ],
+    )
+    return Case(model, batches(x, np.eye(3, dtype="float32")[y]), predict=None)
+
+
+class Confusions(keras.metrics.Metric):
+    """A metric of the user's own: how often class 0 was taken for class 1 and the other way."""
+
+    def __init__(self) -> None:
+        super().__init__(name="confusions")
+        self.counts = self.add_variable((2,), "zeros", name="counts")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        guess = ops.argmax(y_pred, axis=-1)
+        a = ops.sum(ops.cast((y_true == 0) & (guess == 1), "float32"))
+        b = ops.sum(ops.cast((y_true == 1) & (guess == 0), "float32"))
+        self.counts.assign(self.counts + ops.stack([a, b]))
+
+    def result(self) -> Any:
+        return {"confused_0": self.counts[0], "confused_1": self.counts[1]}
+
+
+def mean_margin(y_true: Any, y_pred: Any) -> Any:
+    return ops.max(y_pred, axis=-1) - ops.mean(y_pred, axis=-1)
+
+
+@row("custom metrics: a class with dict results, a function")
+def custom_metrics() -> Case:
+    return Case(
+        compiled(mlp(), adam(), metrics=[Confusions(), mean_margin]), classes(), predict=None
+    )
+
+
+class Largest(keras.metrics.Metric):
+    """A metric that is not a sum over examples, and whose state does not begin at zero."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.most = self.add_variable((), keras.initializers.Constant(-9.0), name="most")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.most.assign(ops.maximum(self.most, ops.max(y_pred)))
+
+    def result(self) -> Any:
+        return self.most.value
+
+    def reset_state(self) -> None:
+        self.most.assign(-9.0)
+
+
+@row("custom metric that is a maximum, not a sum")
+def maximum() -> Case:
+    return Case(compiled(mlp(), adam(), metrics=[Largest(), "accuracy"]), classes(), predict=None)
+
+
+@row("loss with reduction sum", core=True)
+def reduction_sum() -> Case:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    return Case(compiled(mlp(), adam(), loss=loss), classes(), predict=None)
+
+
+@row("loss with reduction mean_with_sample_weight")
+def reduction_weighted() -> Case:
+    loss = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction="mean_with_sample_weight"
+    )
+    return Case(
+        compiled(mlp(), adam(), loss=loss), batches(*numbers(), 8, _weights()), predict=None
+    )
+
+
+@row("custom loss function that returns one number", core=True, warns="returned one number")
+def scalar() -> Case:
+    def loss(y_true: Any, y_pred: Any) -> Any:
+        return ops.mean(ops.square(y_pred - y_true))
+
+    x, y = numbers()
+    return Case(
+        compiled(mlp(), adam(), loss=loss), batches(x, np.eye(3, dtype="float32")[y]), predict=None
+    )
+
+
+class OwnCall(keras.losses.Loss):
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return ops.mean(ops.abs(y_pred - y_true))
+
+
+@row("custom loss class with a __call__ of its own")
+def own_call() -> Case:
+    x, y = numbers()
+    model = compiled(mlp(), adam(), loss=OwnCall())
+    return Case(model, batches(x, np.eye(3, dtype="float32")[y]), predict=None)
+
+
+class PerExample(layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * ops.sum(ops.square(x)))
+        return x
+
+
+@row(
+    "add_loss of a sum over examples",
+    but="add_loss is taken for a mean, as Keras's own scaling takes it; a sum is divided by the "
+    "number of replicas",
+    equal=(),
+)
+def add_loss_sum() -> Case:
+    model = keras.Sequential([keras.Input([5]), layers.Dense(3), PerExample()])
+    return Case(compiled(model, adam()), classes(), predict=None)

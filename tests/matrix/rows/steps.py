@@ -1,0 +1,255 @@
+"""Steps, losses and optimizers of the user's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from tests.matrix.row import Case, row
+from tests.matrix.rows.common import adam, batches, classes, compiled, numbers
+
+
+class _Net(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = layers.Dense(4, activation="tanh")
+        self.head = layers.Dense(3)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.head(self.hidden(x))
+
+    def updated(self, tape: tf.GradientTape, loss: tf.Tensor) -> None:
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+
+
+class ComputesLoss(_Net):
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=y_pred)
+        self.updated(tape, loss)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred)
+        return {m.name: m.result() for m in self.metrics}
+
+
+# Its logged loss is a mean over steps, each of which counts once.
+@row("train_step: self.compute_loss", core=True)
+def computes_loss() -> Case:
+    return Case(compiled(ComputesLoss(), adam()), classes(), predict=None)
+
+
+class LossObject(_Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.tracker = keras.metrics.Mean(name="mine")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_object(y, self(x, training=True))
+        self.updated(tape, loss)
+        self.tracker.update_state(loss)
+        return {"mine": self.tracker.result()}
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        self.tracker.update_state(self.loss_object(y, self(x)))
+        return {"mine": self.tracker.result()}
+
+
+@row("train_step: keras.losses object", core=True)
+def loss_object() -> Case:
+    model = LossObject()
+    model.compile(adam())
+    return Case(model, classes(), predict=None)
+
+
+class HandWritten(_Net):
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            error = self(x, training=True) - tf.one_hot(y, 3)
+            loss = tf.reduce_mean(tf.square(error))
+        self.updated(tape, loss)
+        return {"loss": loss, "largest": tf.reduce_mean(tf.abs(error))}
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        # By another name than "loss": for that, Keras's evaluate returns its own tracker, 0 here.
+        return {"error": tf.reduce_mean(tf.square(self(x) - tf.one_hot(y, 3)))}
+
+
+@row("train_step: hand-written mean", warns="taken for a mean")
+def hand_written() -> Case:
+    model = HandWritten()
+    model.compile(adam())
+    return Case(model, classes(), predict=None)
+
+
+class Mixed(_Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.summed = keras.losses.MeanSquaredError(reduction="sum")
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.loss_object(y, y_pred) + 0.1 * tf.reduce_mean(tf.square(y_pred))
+            loss += 0.01 * self.summed(tf.one_hot(y, 3), y_pred)
+        self.updated(tape, loss)
+        return {"total": loss}
+
+
+@row("train_step: keras.losses objects and a hand-written mean")
+def mixed() -> Case:
+    model = Mixed()
+    model.compile(adam(), loss="mse")
+    return Case(model, classes(), evaluate=None, predict=None)
+
+
+class OwnComputeLoss(_Net):
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        loss = super().compute_loss(x, y, y_pred, sample_weight)
+        return loss + 0.3 * ops.mean(ops.square(y_pred))
+
+
+@row("compute_loss overridden")
+def own_compute_loss() -> Case:
+    return Case(compiled(OwnComputeLoss(), adam()), classes(), predict=None)
+
+
+class Gan(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = keras.Sequential([keras.Input([2]), layers.Dense(5)])
+        self.discriminator = keras.Sequential(
+            [keras.Input([5]), layers.Dense(4, activation="tanh"), layers.Dense(1)]
+        )
+        self.d_loss = keras.metrics.Mean(name="d_loss")
+        self.g_loss = keras.metrics.Mean(name="g_loss")
+
+    def compile(self, d_optimizer: Any, g_optimizer: Any, loss_fn: Any) -> None:
+        super().compile()
+        self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.d_loss, self.g_loss]
+
+    def call(self, latent: Any) -> Any:
+        return self.generator(latent)
+
+    def train_step(self, data: Any) -> Any:
+        latent, real = data
+        both = tf.concat([self.generator(latent), real], axis=0)
+        labels = tf.concat([tf.ones_like(real[:, :1]), tf.zeros_like(real[:, :1])], axis=0)
+        with tf.GradientTape() as tape:
+            d_loss = self.loss_fn(labels, self.discriminator(both))
+        weights = self.discriminator.trainable_weights
+        self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights, strict=True))
+        with tf.GradientTape() as tape:
+            fooled = self.discriminator(self.generator(latent))
+            g_loss = self.loss_fn(tf.zeros_like(fooled), fooled)
+        weights = self.generator.trainable_weights
+        self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, weights), weights, strict=True))
+        self.d_loss.update_state(d_loss)
+        self.g_loss.update_state(g_loss)
+        return {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
+
+
+@row("GAN, two optimizers")
+def gan() -> Case:
+    model = Gan()
+    optimizers = [adam(), adam(0.02)]
+    model.compile(*optimizers, keras.losses.BinaryCrossentropy(from_logits=True))
+    real, _ = numbers()
+    latent = np.random.default_rng(2).normal(size=(len(real), 2)).astype("float32")
+    return Case(model, batches(latent, real), evaluate=None, optimizers=optimizers)
+
+
+class Kl(layers.Layer):
+    def call(self, inputs: Any) -> Any:
+        mean, log_variance, noise = inputs
+        kl = -0.5 * ops.mean(1 + log_variance - ops.square(mean) - ops.exp(log_variance))
+        self.add_loss(0.1 * kl)
+        return mean + ops.exp(0.5 * log_variance) * noise
+
+
+@row("VAE with add_loss", core=True)
+def vae() -> Case:
+    x, noise = keras.Input([5]), keras.Input([2])
+    hidden = layers.Dense(4, activation="tanh")(x)
+    code = Kl()([layers.Dense(2)(hidden), layers.Dense(2)(hidden), noise])
+    model = keras.Model([x, noise], layers.Dense(5)(code))
+    model.compile(adam(), loss="mse")
+    values, _ = numbers()
+    # The noise is data here: one process and several would draw different numbers.
+    drawn = np.random.default_rng(2).normal(size=(len(values), 2)).astype("float32")
+    return Case(model, batches((values, drawn), values), predict=None)
+
+
+class VaeStep(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = layers.Dense(4)
+        self.decoder = layers.Dense(5, activation="sigmoid")
+        self.total = keras.metrics.Mean(name="total_loss")
+        self.kl = keras.metrics.Mean(name="kl_loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.total, self.kl]
+
+    def call(self, x: Any) -> Any:
+        return self.decoder(self.encoder(x)[:, :2])
+
+    def train_step(self, data: Any) -> Any:
+        x, noise = data
+        with tf.GradientTape() as tape:
+            mean, log_variance = tf.split(self.encoder(x), 2, axis=1)
+            decoded = self.decoder(mean + tf.exp(0.5 * log_variance) * noise)
+            reconstruction = ops.mean(
+                ops.sum(keras.losses.binary_crossentropy(x[..., None], decoded[..., None]), axis=1)
+            )
+            kl = -0.5 * (1 + log_variance - ops.square(mean) - ops.exp(log_variance))
+            kl = ops.mean(ops.sum(kl, axis=1))
+            total = reconstruction + kl
+        grads = tape.gradient(total, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(grads, self.trainable_weights, strict=True))
+        self.total.update_state(total)
+        self.kl.update_state(kl)
+        return {"total": self.total.result(), "kl_loss": self.kl.result()}
+
+
+@row("VAE with train_step, as in Keras's examples", warns="taken for a mean")
+def vae_step() -> Case:
+    model = VaeStep()
+    model.compile(adam())
+    x, _ = numbers()
+    x = 1 / (1 + np.exp(-x))
+    noise = np.random.default_rng(2).normal(size=(len(x), 2)).astype("float32")
+    return Case(model, batches(x, noise), evaluate=None, predict=None)

@@ -1,0 +1,176 @@
+"""Every cell of the matrix: tfmw on several replicas against Keras in one process.
+
+All rows of a column run in one launch; a test is one cell. `make test-fast` runs the core rows on
+two virtual devices.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import cluster
+from tests.matrix import rows  # noqa: F401  registers all rows
+from tests.matrix.columns import load
+from tests.matrix.row import ROWS, Row, compared, difference
+
+CORE = [name for name, row in ROWS.items() if row.core]
+REST = [name for name, row in ROWS.items() if not row.core]
+
+# Column -> (worker processes, virtual devices of each, its rows).
+CLUSTERS = {
+    "two": (2, 1, list(ROWS)),
+    "three": (3, 1, CORE),
+    "two_by_two": (2, 2, CORE),
+}
+
+pytestmark = pytest.mark.timeout(900)  # a column is one launch, in the fixture of its first cell
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("matrix")
+
+
+def _start(folder: Path, column: str, names: list[str]) -> subprocess.Popen[str]:
+    environ = {**os.environ, **cluster.ONE_THREAD, "PYTHONPATH": str(cluster.ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.matrix.columns", str(folder), column, *names],
+        env={**environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _single_process(folder: Path, names: list[str]) -> dict[str, Any]:
+    """Runs the reference and the devices' column side by side; returns their reports."""
+    processes = {c: _start(folder, c, names) for c in ("reference", "devices")}
+    try:
+        for column, process in processes.items():
+            output, _ = process.communicate(timeout=800)
+            assert process.returncode == 0, f"{column}:\n{output}"
+    finally:
+        for process in processes.values():
+            process.kill()
+    return {c: json.loads((folder / f"{c}.json").read_text()) for c in processes}
+
+
+@pytest.fixture(scope="session")
+def core(folder: Path) -> dict[str, Any]:
+    return _single_process(folder, CORE)
+
+
+@pytest.fixture(scope="session")
+def rest(folder: Path) -> dict[str, Any]:
+    return _single_process(folder, REST)
+
+
+def _cluster_column(folder: Path, column: str) -> list[dict[str, Any]]:
+    workers, devices, names = CLUSTERS[column]
+    run = cluster.run_cluster(
+        "matrix.py",
+        str(folder),
+        column,
+        str(devices),
+        *names,
+        workers=workers,
+        timeout_s=800,
+        env={"TF_CPP_MIN_LOG_LEVEL": "2"},
+    )
+    assert len(run) == workers
+    return list(run)
+
+
+@pytest.fixture(scope="session")
+def two(folder: Path, core: Any, rest: Any) -> list[dict[str, Any]]:
+    return _cluster_column(folder, "two")
+
+
+@pytest.fixture(scope="session")
+def three(folder: Path, core: Any) -> list[dict[str, Any]]:
+    return _cluster_column(folder, "three")
+
+
+@pytest.fixture(scope="session")
+def two_by_two(folder: Path, core: Any) -> list[dict[str, Any]]:
+    return _cluster_column(folder, "two_by_two")
+
+
+def _check(folder: Path, column: str, row: Row, reports: list[dict[str, Any]]) -> None:
+    for task, report in enumerate(reports):
+        assert report[row.name]["error"] is None, f"task {task}: {report[row.name]['error']}"
+    digests = {report[row.name]["digest"] for report in reports}
+    assert len(digests) == 1, f"tasks end with different states: {digests}"
+    expected = load(folder, "reference", row)
+    got = load(folder, column, row)
+    if row.warns:
+        assert got["warned"] == 1, f"expected a warning with {row.warns!r}"
+    assert compared(got).keys() == compared(expected).keys()
+    for name, value in compared(got).items():
+        assert np.isfinite(value.astype(np.float64)).all(), f"{name} is not finite: {value}"
+    wanted = {n: v for n, v in compared(expected).items() if n.startswith(row.equal)}
+    assert wanted or row.but
+    logs_tol = row.tol if row.logs_tol is None else row.logs_tol
+    wrong = []
+    for name, value in wanted.items():
+        off = difference(got[name], value)
+        if off > (logs_tol if name.startswith(("log/", "evaluate/")) else row.tol):
+            wrong.append(f"{name} is off by {off:.1e}: {got[name]} instead of {value}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_two_devices(name: str, folder: Path, core: dict[str, Any]) -> None:
+    _check(folder, "devices", ROWS[name], core["devices"])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", REST)
+def test_two_devices_rest(name: str, folder: Path, rest: dict[str, Any]) -> None:
+    _check(folder, "devices", ROWS[name], rest["devices"])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", CLUSTERS["two"][2])
+def test_two_processes(name: str, folder: Path, two: list[dict[str, Any]]) -> None:
+    _check(folder, "two", ROWS[name], two)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", CLUSTERS["three"][2])
+def test_three_processes(name: str, folder: Path, three: list[dict[str, Any]]) -> None:
+    _check(folder, "three", ROWS[name], three)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", CLUSTERS["two_by_two"][2])
+def test_two_processes_of_two_devices(
+    name: str, folder: Path, two_by_two: list[dict[str, Any]]
+) -> None:
+    _check(folder, "two_by_two", ROWS[name], two_by_two)
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_reference_learns(name: str, folder: Path, core: dict[str, Any]) -> None:
+    """Two runs in which nothing happens would be equal too."""
+    assert core["reference"][0][name]["error"] is None
+    losses = [v for k, v in load(folder, "reference", ROWS[name]).items() if k.startswith("log/")]
+    assert any(len(set(values.ravel().tolist())) > 1 for values in losses)
+
+
+def test_a_wrong_weight_is_seen() -> None:
+    right = np.array([1.0, -2.0])
+    seen = functools.partial(difference, expected=right)
+    assert seen(right) == 0
+    assert seen(right + 3e-5) > 1e-5
+    assert seen(right[:1]) == float("inf")
+    assert seen(np.array([1.0, np.nan])) == float("inf")
