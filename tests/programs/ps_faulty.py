@@ -1,0 +1,103 @@
+"""Trains on parameter servers and says how far it is, so that a test knows when to kill what.
+
+ps_faulty.py [--epochs=8] [--steps=50] [--backup=DIR] [--result=FILE] [--pause=2,4]
+
+After each epoch in --pause it waits for a line on its standard input.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmw
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=8)
+parser.add_argument("--steps", type=int, default=50)
+parser.add_argument("--backup")
+parser.add_argument("--result")
+parser.add_argument("--pause", default="")
+parser.add_argument("--until-both-from", type=int, help="stop once both workers work again")
+options = parser.parse_args()
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+logging.getLogger("tensorflow").setLevel(logging.WARNING)
+tfmw.init()
+
+
+class Say(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        print(f"training begins at {int(self.model.optimizer.iterations)}", flush=True)
+
+    def on_train_batch_end(self, batch, logs=None):
+        print(f"batch {batch}", flush=True)
+
+    def on_epoch_end(self, epoch, logs=None):
+        print(f"epoch {epoch + 1} ends at {int(self.model.optimizer.iterations)}", flush=True)
+        if str(epoch + 1) in options.pause.split(","):
+            sys.stdin.readline()
+        if options.until_both_from and epoch + 1 >= options.until_both_from:
+            self.model.stop_training = 0 < logs["by_worker_1"] < 1
+
+
+def read(context):
+    """This worker's pipeline; the last feature tells which worker it is."""
+    mine = np.concatenate([x, np.full([len(x), 1], context.input_pipeline_id, "float32")], axis=1)
+    return tf.data.Dataset.from_tensor_slices((mine, y)).shuffle(1000).batch(48)
+
+
+class Model(keras.Sequential):
+    """Tells which part of its batches worker 1 made."""
+
+    def build(self, input_shape=None):
+        super().build(input_shape)
+        self.by_worker_1 = keras.metrics.Mean(name="by_worker_1")
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        self.by_worker_1.update_state(x[:, -1])
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+
+rng = np.random.default_rng(0)
+x = rng.normal(size=(960, 20)).astype(np.float32)
+y = x[:, :3].argmax(axis=1).astype(np.int64)
+keras.utils.set_random_seed(1)
+model = Model(
+    [
+        keras.Input((21,)),
+        keras.layers.Lambda(lambda t: t[:, :20]),
+        keras.layers.Dense(64, activation="relu"),
+        keras.layers.Dense(3),
+    ]
+)
+model.compile(
+    keras.optimizers.Adam(0.01),
+    keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    metrics=["accuracy"],
+)
+history = tfmw.fit(
+    model,
+    read,
+    epochs=options.epochs,
+    steps_per_epoch=options.steps,
+    callbacks=[Say()],
+    backup_dir=options.backup,
+    verbose=0,
+)
+result = {
+    "iterations": int(model.optimizer.iterations.numpy()),
+    "accuracy": history.history["accuracy"],
+    "by_worker_1": history.history["by_worker_1"],
+    "evaluated": tfmw.evaluate(
+        model, np.pad(x, ((0, 0), (0, 1))), y, verbose=0, return_dict=True
+    )["accuracy"],
+}
+print(json.dumps(result), flush=True)
+if options.result:
+    Path(options.result).write_text(json.dumps(result))

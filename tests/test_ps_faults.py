@@ -1,0 +1,46 @@
+"""kill -9 on each kind of task of a parameter-server cluster, started by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.ps_by_hand import ByHand
+
+pytestmark = pytest.mark.multiprocess
+
+STEPS = 60
+
+
+def run_until_the_end(cluster, result):
+    assert cluster.chief.end() == 0, cluster.chief.output
+    others = [name for name in cluster.tasks if name != "chief"]
+    statuses = {name: cluster.end(name) for name in others}
+    assert statuses == dict.fromkeys(others, 0), {n: cluster.tasks[n].output for n in others}
+    return json.loads(result.read_text())
+
+
+def test_a_killed_worker_is_done_without_and_used_again(tmp_path):
+    result = tmp_path / "result.json"
+    arguments = [
+        *("--epochs=200", f"--steps={STEPS}", "--pause=1,2,3", "--until-both-from=4"),
+        f"--result={result}",
+    ]
+    with ByHand("ps_faulty.py", workers=2, ps=1, arguments=arguments) as cluster:
+        cluster.chief.wait_for("epoch 1 ends at 60")
+        cluster.chief.say("go on")
+        cluster.chief.wait_for("batch ")
+        cluster.kill("worker 0")
+        cluster.chief.wait_for("epoch 2 ends at 120")
+        cluster.chief.say("without worker 0")
+        cluster.chief.wait_for("epoch 3 ends at 180")
+        cluster.start("worker 0").wait_for("serving")
+        cluster.chief.say("with worker 0 again")
+        found = run_until_the_end(cluster, result)
+    by_worker_1 = found["by_worker_1"]
+    assert found["iterations"] == len(by_worker_1) * STEPS, "each update once, also those that were under way"
+    assert 0 < by_worker_1[0] < 1
+    assert by_worker_1[2] == 1
+    assert 0 < by_worker_1[-1] < 1, "it came back and works"
+    assert found["evaluated"] > 0.9
