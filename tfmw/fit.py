@@ -235,22 +235,33 @@ class _Run:
         wants = map(callbacks_lib.wants_every_batch, self._callbacks.callbacks)
         every_batch = any(group.from_all(any(wants)))
         pace = _Pace(group, model.steps_per_execution, every_batch)
-        found = backups.record
+        found, callbacks = backups.record, self._callbacks.callbacks
+        unchanged: Callable[[], Any] = contextlib.nullcontext
         if found is not None:
             initial_epoch, self._step = found["epoch"], found["step"]
-            state.prepare_for_resume(self._callbacks.callbacks)
+            state.prepare_for_resume(callbacks, initial_epoch)
+            self._feed.go_back()
+            # What callbacks set when something begins, they have set before.
+            unchanged = functools.partial(state.unchanged, model, session.strategy)
         model.stop_training = False
-        self._callbacks.on_train_begin()
+        backups.note_callbacks(callbacks)
+        with unchanged():
+            self._callbacks.on_train_begin()
+        backups.note_callbacks(callbacks)
         training_logs: dict[str, Any] | None = None
         for epoch in range(initial_epoch, epochs):
             resumed = found is not None and epoch == initial_epoch
-            if resumed and not self._feed.resumes_inside_epoch:
-                backups.restore_callbacks(self._callbacks.callbacks)
+            inside = resumed and self._feed.resumes_inside_epoch
+            if resumed and not inside:
+                backups.restore_callbacks(callbacks)
             driver.reset_metrics()
-            self._callbacks.on_epoch_begin(epoch)
-            if resumed and self._feed.resumes_inside_epoch:
-                backups.restore_callbacks(self._callbacks.callbacks)
+            with unchanged() if inside else contextlib.nullcontext():
+                self._callbacks.on_epoch_begin(epoch)
+            if inside:
+                backups.restore_callbacks(callbacks)
                 driver.give_replicas(*backups.kept_by_replicas())
+            session.follow_chief()
+            driver.agree_on_weights()
             epoch_logs = self._train_epoch(epoch, pace, every_batch)
             driver.average_state()
             if self.validation is not None and keras_compat.should_validate(
@@ -273,9 +284,11 @@ class _Run:
             for optimizer in keras_compat.optimizers_of(model)[:1]:
                 optimizer.finalize_variable_values(model.trainable_weights)
         self._callbacks.on_train_end(logs=training_logs)
+        driver.agree_on_weights()
         if backups.on:
             self._save(epochs, begun=False, done=True)
             backups.finished()
+            state.forget_callbacks(callbacks)
 
     def _train_epoch(self, epoch: int, pace: _Pace, every_batch: bool) -> dict[str, Any]:
         session, feed, backups = self._session, self._feed, self._backups
@@ -296,7 +309,7 @@ class _Run:
                     driver.average_state()
                 self._callbacks.on_train_batch_end(begin + made - 1, logs)
                 if every_batch:
-                    model.stop_training = group.from_chief(lambda: bool(model.stop_training))
+                    session.follow_chief()
                 if model.stop_training:
                     break
                 if not feed.at_end and backups.due_after_step(self._step, driver.heard):

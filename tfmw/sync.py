@@ -243,9 +243,8 @@ class SyncDriver:
             step = tf.function(step, jit_compile=True, reduce_retracing=True)
         with _Noted.on_this_thread() as noted:
             returned = step(batch)
-        if not keras_compat.overrides_step(model, f"{kind}_step"):
-            noted = None
-        logs.keep(returned, noted, local, share)
+        is_own = keras_compat.overrides_step(model, f"{kind}_step")
+        logs.keep(returned, noted if is_own else None, local, share)
         if share is not None and share.scalar_losses:
             self._warn_once(
                 "a loss function returned one number instead of one per example: it is taken for "
@@ -348,6 +347,41 @@ class SyncDriver:
         sums = _packed_sum(values)
         for variable, total in zip(variables, sums, strict=True):
             keras_compat.native(variable).assign(total / tf.cast(self.replicas, total.dtype))
+
+    def agree_on_weights(self) -> None:
+        """Gives every task the chief's weights where a callback changed those of one task only.
+
+        Nothing else would show it: gradients of different weights add up as well as any. All
+        tasks enter it. It costs one pass over the weights and one message.
+        """
+        if self.group.size == 1:
+            return
+        seeds = [g.state for g in keras_compat.seed_generators_of(self.model)]
+        metrics = keras_compat.metric_variables(self.model)
+        apart = {id(v) for v in [*seeds, *metrics]}  # what tasks keep to themselves
+        variables = [v for v in placement.all_variables(self.model) if id(v) not in apart]
+        if "checksum" not in self._functions:
+            self._functions["checksum"] = tf.function(
+                lambda: tf.stack(
+                    [_checksum(placement.local_copies(self.strategy, v)[0]) for v in variables]
+                ),
+                autograph=False,
+            )
+        everyone = self.group.from_all(self._functions["checksum"]().numpy().tolist())
+        different = [
+            variable.path
+            for variable, *sums in zip(variables, *everyone, strict=True)
+            if len(set(sums)) > 1
+        ]
+        if different:
+            if self.group.is_chief:
+                warnings.warn(
+                    f"tfmw: {different[0]!r} and {len(different) - 1} other variables differed "
+                    "between tasks, so a callback changed them on some tasks only: all take the "
+                    "chief's values. Let it do the same on every task.",
+                    stacklevel=2,
+                )
+            placement.broadcast(self.strategy, variables)
 
     def reset_metrics(self) -> None:
         """Begins to count anew."""
@@ -768,6 +802,18 @@ def _or_zeros(grad: Any, present: tf.Tensor) -> Any:
             _or_zeros(grad.values, present), grad.indices, grad.dense_shape
         )
     return tf.cond(present, lambda: grad, lambda: tf.zeros_like(grad))
+
+
+def _checksum(variable: tf.Variable) -> tf.Tensor:
+    """int64 []: changes, almost surely, whenever a value does; the same on every machine."""
+    value = variable.read_value()
+    if value.dtype == tf.string:
+        return tf.constant(0, tf.int64)
+    if value.dtype.is_floating:
+        value = tf.bitcast(value, {2: tf.int16, 4: tf.int32, 8: tf.int64}[value.dtype.size])
+    flat = tf.cast(tf.reshape(value, [-1]), tf.int64)
+    # Odd factors that differ from place to place: exchanged values show too.
+    return tf.reduce_sum(flat * (2 * (tf.range(tf.size(flat, tf.int64)) % 8191) + 1))
 
 
 def _packed_sum(values: list[tf.Tensor]) -> list[tf.Tensor]:
