@@ -235,30 +235,21 @@ class _Run:
         wants = map(callbacks_lib.wants_every_batch, self._callbacks.callbacks)
         every_batch = any(group.from_all(any(wants)))
         pace = _Pace(group, model.steps_per_execution, every_batch)
-        found, callbacks = backups.record, self._callbacks.callbacks
-        unchanged: Callable[[], Any] = contextlib.nullcontext
+        found = backups.record
         if found is not None:
             initial_epoch, self._step = found["epoch"], found["step"]
-            state.prepare_for_resume(callbacks, initial_epoch)
-            self._feed.go_back()
-            # What callbacks set when something begins, they have set before.
-            unchanged = functools.partial(state.unchanged, model, session.strategy)
+            state.prepare_for_resume(self._callbacks.callbacks)
         model.stop_training = False
-        backups.note_callbacks(callbacks)
-        with unchanged():
-            self._callbacks.on_train_begin()
-        backups.note_callbacks(callbacks)
+        self._callbacks.on_train_begin()
         training_logs: dict[str, Any] | None = None
         for epoch in range(initial_epoch, epochs):
             resumed = found is not None and epoch == initial_epoch
-            inside = resumed and self._feed.resumes_inside_epoch
-            if resumed and not inside:
-                backups.restore_callbacks(callbacks)
+            if resumed and not self._feed.resumes_inside_epoch:
+                backups.restore_callbacks(self._callbacks.callbacks)
             driver.reset_metrics()
-            with unchanged() if inside else contextlib.nullcontext():
-                self._callbacks.on_epoch_begin(epoch)
-            if inside:
-                backups.restore_callbacks(callbacks)
+            self._callbacks.on_epoch_begin(epoch)
+            if resumed and self._feed.resumes_inside_epoch:
+                backups.restore_callbacks(self._callbacks.callbacks)
                 driver.give_replicas(*backups.kept_by_replicas())
             session.follow_chief()
             driver.agree_on_weights()
@@ -288,7 +279,6 @@ class _Run:
         if backups.on:
             self._save(epochs, begun=False, done=True)
             backups.finished()
-            state.forget_callbacks(callbacks)
 
     def _train_epoch(self, epoch: int, pace: _Pace, every_batch: bool) -> dict[str, Any]:
         session, feed, backups = self._session, self._feed, self._backups
