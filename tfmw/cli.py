@@ -3,10 +3,11 @@
     tfmw run --workers 2 train.py --epochs 3      # a cluster on this machine
     srun tfmw run train.py --epochs 3             # one task of a cluster that others started
     tfmw env                                      # a report to paste in an issue
+    tfmw check /shared/run7 build/model           # are backups and exports intact
 
-Options take hyphens and underscores alike. Exit status: 0 all done, 1 a task failed, 2 wrong usage
-or wrong cluster description, 75 the tasks saved their state and are to be run again, 128 + n ended
-by signal n.
+Options take hyphens and underscores alike. Exit status: 0 all done, 1 a task failed, or something
+that was checked is damaged, 2 wrong usage or wrong cluster description, 75 the tasks saved their
+state and are to be run again, 128 + n ended by signal n.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def _main(argv: list[str]) -> int:
     commands.add_parser(
         "env", help="versions, devices, cluster and environment, to paste in an issue"
     )
+    check = commands.add_parser("check", help="say whether backups and exports are intact")
+    check.add_argument("paths", nargs="+", metavar="PATH", help="a backup_dir or an export_dir")
     program: list[str] = []
     if argv[:1] == ["run"]:
         own, program = _split(argv[1:], run)
@@ -55,6 +58,10 @@ def _main(argv: list[str]) -> int:
 
         print(_env.report(os.environ))
         return 0
+    if options.command == "check":
+        from tfmw import _check
+
+        return _check.report(options.paths)
     return _run(options, program)
 
 
@@ -132,7 +139,7 @@ def _add_terms(run: argparse.ArgumentParser) -> None:
         "--standby",
         choices=("auto", "on", "off"),
         default="auto",
-        help="with --max-restarts: one spare process per task (8 at most, about 250 MB each) that "
+        help="with --max-restarts: one spare process per task (8 at most, about 200 MB each) that "
         "has imported TensorFlow, for quick restarts; auto: from the first step on (auto)",
     )
     run.add_argument(
