@@ -28,7 +28,7 @@ MOST = 8
 """Spares at a time, however many tasks there are."""
 
 ROOM_BYTES = 1 << 30
-"""Memory that must be free for each further spare; one takes about a quarter of it."""
+"""Memory that must be free for each further spare; one takes about 200 MB."""
 
 
 class Spare:

@@ -1,0 +1,201 @@
+"""From `kill -9` of a worker to the first new training step, beside PyTorch's torchrun.
+
+    python bench/recovery.py [--repeat 3]
+
+Two workers train a toy model with a backup every 20 steps; one of them is killed. For each way of
+restarting it prints the median, in seconds since the kill, of: detected (the launcher says so, or
+the first process of the new attempt shows up), restarted (the script runs again, in every worker),
+first new step. torchrun restarts the same training in PyTorch, where torch is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+KILL_AT_STEP = 60
+SPARES_S = 60.0  # how long spares may take to get ready
+
+
+# ---- what is trained ----------------------------------------------------------------------------
+
+
+def train_tfmw(folder: str) -> None:
+    """A toy model on the cluster that `tfmw run` made."""
+    print(f"script {os.getpid()}", flush=True)
+    import keras
+    import numpy as np
+
+    import tfmw
+
+    class Say(keras.callbacks.Callback):
+        """Prints each step."""
+
+        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+            print(f"made step {int(self.model.optimizer.iterations)}", flush=True)
+            time.sleep(0.02)  # so that the run lasts until spares are ready
+
+    model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(10), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(6400, 20)).astype("float32")
+    tfmw.fit(
+        model,
+        x,
+        x[:, :1],
+        batch_size=64,
+        epochs=1000,
+        verbose=0,
+        callbacks=[Say()],
+        backup_dir=folder,
+        backup_every=20,
+    )
+
+
+def train_torch(folder: str) -> None:
+    """The same with DistributedDataParallel and gloo, on the cluster that torchrun made."""
+    print(f"script {os.getpid()}", flush=True)
+    import torch
+    from torch import nn
+
+    torch.distributed.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(20, 10), nn.Linear(10, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    path, step = Path(folder, "backup.pt"), 0
+    if path.exists():
+        state = torch.load(path)
+        model.load_state_dict(state["model"])
+        step = state["step"]
+    while True:
+        x = torch.randn(32, 20)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), x[:, :1]).backward()
+        optimizer.step()
+        step += 1
+        print(f"made step {step}", flush=True)
+        time.sleep(0.02)
+        if step % 20 == 0 and torch.distributed.get_rank() == 0:
+            torch.save({"model": model.state_dict(), "step": step}, f"{path}.tmp")
+            os.replace(f"{path}.tmp", path)
+
+
+# ---- the measurement ----------------------------------------------------------------------------
+
+
+def measure(command: list[str], spares: bool) -> dict[str, float]:
+    """Seconds from the kill to each event of one run of `command`."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+    launcher = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
+    )
+    try:
+        lines = _lines(launcher)
+        scripts: list[int] = []
+        for line in lines:
+            if found := re.search(r"script (\d+)", line):
+                scripts.append(int(found[1]))
+            found = re.search(r"made step (\d+)", line)
+            if found and int(found[1]) >= KILL_AT_STEP and (not spares or _spares_wait(launcher)):
+                break
+        os.kill(scripts[-1], signal.SIGKILL)
+        killed = time.monotonic()
+        seen: dict[str, float] = {}
+        again = 0
+        for line in lines:
+            now = time.monotonic() - killed
+            if "tfmw: restart" in line:
+                seen["detected"] = now
+            if "script " in line:
+                again += 1
+                seen.setdefault("detected", now)
+                if again == 2:
+                    seen["restarted"] = now
+            if again == 2 and "made step " in line:
+                return {**seen, "first new step": now}
+        raise RuntimeError(f"the run ended after {seen}")
+    finally:
+        launcher.send_signal(signal.SIGINT)
+        launcher.stdout.close() if launcher.stdout else None
+        launcher.wait()
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+    assert process.stdout is not None
+    last = []
+    for line in process.stdout:
+        last = [*last[-20:], line]
+        yield line
+    raise RuntimeError("the run ended:\n" + "".join(last))
+
+
+def _spares_wait(launcher: subprocess.Popen[str]) -> bool:
+    """Whether two spares have done their imports: they sleep, and have TensorFlow mapped."""
+    ready = 0
+    for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+        folder = Path("/proc", child)
+        if b"\0standby\0" in (folder / "cmdline").read_bytes():
+            maps = (folder / "maps").read_text()
+            idle = (folder / "stat").read_text().rpartition(") ")[2].startswith("S")
+            ready += idle and "libtensorflow" in maps and _idle(folder)
+    return ready == 2
+
+
+def _idle(folder: Path) -> bool:
+    """Whether the process used no processor time for a while."""
+
+    def used() -> int:
+        # proc_pid_stat(5): utime and stime are fields 14 and 15.
+        fields = (folder / "stat").read_text().rpartition(") ")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    before = used()
+    time.sleep(0.3)
+    return used() == before
+
+
+def main() -> None:
+    """Measures each way of restarting."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each; medians are printed")
+    parser.add_argument("--train", choices=("tfmw", "torch"), help=argparse.SUPPRESS)
+    parser.add_argument("--backup_dir", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        {"tfmw": train_tfmw, "torch": train_torch}[options.train](options.backup_dir)
+        return
+    tfmw = [sys.executable, "-m", "tfmw", "run", "--workers", "2", "--max-restarts", "1"]
+    ways = {
+        "tfmw run, with spares": [*tfmw, "--standby", "auto"],
+        "tfmw run, --standby off": [*tfmw, "--standby", "off"],
+    }
+    if importlib.util.find_spec("torch"):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        ways["torchrun"] = [*torchrun, "--nproc-per-node", "2", "--max-restarts", "1"]
+    print(f"{'seconds since kill -9':26}{'detected':>10}{'restarted':>11}{'first new step':>16}")
+    for name, way in ways.items():
+        rows = []
+        for _ in range(options.repeat):
+            with tempfile.TemporaryDirectory() as folder:
+                train = ["--train", "torch" if name == "torchrun" else "tfmw"]
+                command = [*way, __file__, *train, "--backup_dir", folder]
+                rows.append(measure(command, spares=name.endswith("with spares")))
+        keys = ("detected", "restarted", "first new step")
+        medians = [statistics.median(row[key] for row in rows) for key in keys]
+        print(f"{name:26}{medians[0]:10.2f}{medians[1]:11.2f}{medians[2]:16.2f}", flush=True)
+    if "torchrun" not in ways:
+        print("torchrun: torch is not installed (pip install tfmw[bench])")
+
+
+if __name__ == "__main__":
+    main()
