@@ -78,12 +78,13 @@ class Process:
         return status
 
     def kill(self) -> None:
-        """Kills it as the kernel would."""
+        """Kills it as the kernel would, if it still runs."""
         self._popen.send_signal(signal.SIGKILL)
         self._popen.wait()
+        self._reader.join(10)
         for stream in (self._popen.stdin, self._popen.stdout):
-            if stream is not None and not self._reader.is_alive():
-                stream.close()
+            assert stream is not None
+            stream.close()
 
     @property
     def output(self) -> str:
@@ -145,6 +146,8 @@ class ByHand:
             MARK: self._mark,
             **self._env,
         }
+        if name in self.tasks:
+            self.tasks[name].kill()
         self.tasks[name] = Process(name, self._command, environ)
         return self.tasks[name]
 

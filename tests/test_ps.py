@@ -60,3 +60,39 @@ class TestFiveProcesses:
     def test_only_the_chief_runs_the_script(self, five):
         assert set(five.by_task) == {"chief"}
         assert five.status == 0
+
+
+@pytest.fixture(scope="module")
+def shards(run_cluster):
+    """One worker trains a table that is divided over two servers, with three optimizers."""
+    return run_cluster("ps_shards.py", workers=1, ps=2, timeout_s=150).chief
+
+
+@pytest.mark.multiprocess
+class TestDividedVariables:
+    def test_a_table_is_divided_over_the_servers(self, shards):
+        assert shards["pieces"] == [[0, 0, 10000], [1, 10000, 20000]]
+
+    @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "Adam"])
+    def test_updates_touch_the_rows_of_the_batch_alone(self, shards, optimizer):
+        found = shards[optimizer]
+        assert found["only_used"]
+        assert found["changed"] == found["used"]
+
+    @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "Adam"])
+    def test_and_are_those_of_one_process(self, shards, optimizer):
+        found = shards[optimizer]
+        assert found["moved"] > 1e-3
+        assert found["off_by"] < 1e-6
+        assert found["slots_off_by"] < 1e-6
+
+
+@pytest.mark.multiprocess
+def test_a_backup_of_two_servers_is_restored_on_one(run_cluster, tmp_path):
+    backup = f"--backup={tmp_path / 'backups'}"
+    first = run_cluster("ps_shards_backup.py", backup, "--epochs=2", workers=1, ps=2).chief
+    then = run_cluster("ps_shards_backup.py", backup, "--epochs=4", workers=1, ps=1).chief
+    assert (first["servers"], then["servers"]) == ([0, 1], [0])
+    assert (first["began_at"], then["began_at"]) == (0, 10)
+    assert then["iterations"] == 20
+    assert then["off_by"] < 1e-6, "from four epochs in one process"

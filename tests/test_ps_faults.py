@@ -44,3 +44,28 @@ def test_a_killed_worker_is_done_without_and_used_again(tmp_path):
     assert by_worker_1[2] == 1
     assert 0 < by_worker_1[-1] < 1, "it came back and works"
     assert found["evaluated"] > 0.9
+
+
+@pytest.mark.parametrize("dies", ["ps 0", "chief"])
+def test_a_killed_server_or_coordinator_goes_on_from_the_backup(tmp_path, dies):
+    result = tmp_path / "result.json"
+    arguments = [
+        *("--epochs=5", f"--steps={STEPS}", "--pause=2"),
+        *(f"--result={result}", f"--backup={tmp_path / 'backups'}"),
+    ]
+    with ByHand("ps_faulty.py", workers=1, ps=1, arguments=arguments) as cluster:
+        cluster.chief.wait_for("epoch 2 ends at 120")
+        cluster.chief.say("go on")
+        cluster.chief.wait_for("batch ")
+        cluster.kill(dies)
+        if dies == "ps 0":
+            assert cluster.chief.end() == 1
+            assert "UnavailableError" in cluster.chief.output
+            cluster.start("ps 0")
+        chief = cluster.start("chief")
+        begins = chief.wait_for("training begins at ")
+        assert int(begins.split()[-1]) in (STEPS, 2 * STEPS), "the backup of an epoch's end"
+        found = run_until_the_end(cluster, result)
+    assert found["iterations"] == 5 * STEPS
+    assert len(found["accuracy"]) == 5, "History has the epochs of before as well"
+    assert found["evaluated"] > 0.9

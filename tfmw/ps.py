@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import time
 import uuid
@@ -67,17 +68,21 @@ class PsDriver:
         self._iterator = keras_compat.worker_iterators(self._coordinator, makers, spec)
         self._pace = _Pace(model.steps_per_execution)
 
-    def train_epoch(self, steps: int, after: Callable[[int], bool]) -> None:
-        """Applies exactly `steps` updates.
+    def train(self, steps: int, after: Callable[[int], bool]) -> int:
+        """Applies exactly `steps` updates, fewer only where `after` ends it.
 
         Args:
-            after: called on this thread when more steps are done, with their number in this epoch;
-                returns whether to go on.
+            after: called on this thread when more steps are done, with how many since this call
+                began; returns whether to go on.
+
+        Returns:
+            Updates applied.
         """
-        target = self.applied + steps
+        begun, target = self.applied, self.applied + steps
         done = 0
         going = True
         while going and self.applied < target:
+            # Tickets that a lost worker took are given out again: only applied ones count.
             self.masters.tickets.assign(self.applied)
             limit = tf.constant(target, tf.int64)
             left = target - self.applied
@@ -91,11 +96,12 @@ class PsDriver:
                 made = self._add_up(result.fetch())
                 self._pace.took(time.perf_counter() - since, made)
                 done += made
-                if made and not after(min(done, steps)):
-                    going = False
+                if made:
+                    report_progress(begun + done)
+                    going = after(min(done, steps)) and going
             self._coordinator.join()
             self.applied = int(self.masters.applied.numpy())
-            report_progress(self.applied)
+        return self.applied - begun
 
     def _schedule(self, most: int, limit: tf.Tensor) -> Any:
         self.masters.push_scalars()
@@ -231,31 +237,36 @@ class _Run:
 
     def train(self, initial_epoch: int, epochs: int) -> None:
         model, backups, driver = self._driver.model, self._backups, self._driver
-        found = backups.record
+        found, callbacks = backups.record, self._callbacks.callbacks
+        unchanged: Callable[[], Any] = contextlib.nullcontext
+        made = 0
         if found is not None:
             initial_epoch, self._step = found["epoch"], found["step"]
-            state.prepare_for_resume(self._callbacks.callbacks)
+            made = (found["feed"] or {}).get("made", 0)
+            state.prepare_for_resume(callbacks, initial_epoch)
+            # What callbacks set when something begins, they have set before.
+            unchanged = functools.partial(state.unchanged, model, tf.distribute.get_strategy())
         model.stop_training = False
-        self._callbacks.on_train_begin()
+        backups.note_callbacks(callbacks)
+        with unchanged():
+            self._callbacks.on_train_begin()
+        backups.note_callbacks(callbacks)
         if found is not None:
-            backups.restore_callbacks(self._callbacks.callbacks)
+            backups.restore_callbacks(callbacks)
         logs: dict[str, Any] | None = None
         for epoch in range(initial_epoch, epochs):
-            model.reset_metrics()
-            self._callbacks.on_epoch_begin(epoch)
-            before = driver.applied
-            driver.train_epoch(self._steps, lambda done, epoch=epoch: self._after(epoch, done))
-            self._step += driver.applied - before
-            logs = driver.logs()
+            if not made:
+                model.reset_metrics()
+            with unchanged() if made else contextlib.nullcontext():
+                self._callbacks.on_epoch_begin(epoch)
+            logs = self._train_epoch(epoch, made)
+            made = 0
             last = model.stop_training or epoch + 1 == epochs
             driver.masters.lower(slots=last or backups.on)
             if self._validate is not None and keras_compat.should_validate(
                 model, epoch, self._validation_freq
             ):
-                kept = [(v, v.numpy()) for v in keras_compat.metric_variables(model)]
                 logs.update({f"val_{name}": v for name, v in self._validate().items()})
-                for variable, value in kept:
-                    variable.assign(value)
             self._callbacks.on_epoch_end(epoch, logs)
             last = model.stop_training or epoch + 1 == epochs
             due, leave = backups.due_after_epoch(epoch, last)
@@ -269,6 +280,30 @@ class _Run:
         if backups.on:
             self._save(epochs, done=True)
             backups.finished()
+            state.forget_callbacks(callbacks)
+
+    def _train_epoch(self, epoch: int, made: int) -> dict[str, Any]:
+        """Makes the steps of an epoch that are left; backups in between are taken at rest."""
+        driver, backups, model = self._driver, self._backups, self._driver.model
+        while made < self._steps:
+            most = backups.limit(self._step, self._steps - made)
+            heard = [0.0, 0.0]
+
+            def after(done: int, made: int = made, heard: list[float] = heard) -> bool:
+                heard[:] = backups.signals()
+                return self._after(epoch, made + done) and not any(heard)
+
+            new = driver.train(most, after)
+            made += new
+            self._step += new
+            if model.stop_training:
+                break
+            if made < self._steps and backups.due_after_step(self._step, heard):
+                driver.masters.lower(slots=True)
+                self._save(epoch, made=made)
+                if heard[0]:
+                    backups.leave(self._step)
+        return driver.logs()
 
     def _after(self, epoch: int, done: int) -> bool:
         """Tells callbacks how far the epoch is; returns whether to go on."""
@@ -279,13 +314,11 @@ class _Run:
         self._callbacks.on_train_batch_end(done - 1, logs)
         return not model.stop_training
 
-    def _save(self, epoch: int, done: bool = False) -> None:
-        model = self._driver.model
-        self._driver.masters.lower(slots=True)
-        nothing = np.zeros([1, 0], np.float32)
+    def _save(self, epoch: int, made: int = 0, done: bool = False) -> None:
+        nothing = np.zeros([1, 0], np.float64)  # no replica keeps anything to itself
         self._backups.save(
             self._step,
-            model,
+            self._driver.model,
             tf.distribute.get_strategy(),
             (nothing, nothing),
             self._callbacks.callbacks,
@@ -293,8 +326,8 @@ class _Run:
                 "epoch": epoch,
                 "step": self._step,
                 "done": done,
-                "stopped": bool(model.stop_training),
-                "feed": None,
+                "stopped": bool(self._driver.model.stop_training),
+                "feed": {"made": made},
                 "batch_size": None,
             },
         )

@@ -34,6 +34,7 @@ logger = logging.getLogger("tfmw")
 _MAX_LINE = 1 << 20  # bytes
 _RETRY_S = 0.1
 _HELLO_S = 30.0  # for one line of a peer that has connected
+_GOODBYE_S = 30.0  # for a coordinator that is done to end
 
 
 def members(cluster: Cluster) -> dict[str, str]:
@@ -113,10 +114,7 @@ class CoordinatorLine:
             peers = list(self._peers.values())
         for peer in peers:
             with contextlib.suppress(OSError):
-                _send(peer, message)
-                # The peer closes first: then this port keeps no connection in TIME_WAIT.
-                peer.settimeout(5.0)
-                peer.recv(1)
+                _send(peer, message)  # and stays connected: servers outlive this process
         self._listener.close()
 
     def _accept(self) -> None:
@@ -154,8 +152,7 @@ class CoordinatorLine:
 
     def _watch(self, name: str, peer: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            # Peeks, so that the one who says goodbye in `_tell` sees the end as well.
-            peer.recv(1, socket.MSG_PEEK)
+            peer.recv(1)  # servers have nothing to say: this is their end
         with self._changed:
             if self._peers.get(name) is peer:
                 del self._peers[name]
@@ -198,17 +195,22 @@ def wait_for_end(
                     seen = True
                     _keep_alive(chief)
                     news = _receive(chief, None)
-                    if news.get("done") and not standing:
-                        return
+                    if news.get("done"):
+                        # TensorFlow tidies up on the servers while the coordinator's process ends.
+                        _receive(chief, _GOODBYE_S)
+                        if not standing:
+                            return
                     if "failed" in news and not standing:
                         raise TaskFailed(f"the coordinator failed: {news['failed']}")
                     deadline = clock() + patience_s
                     if not news:
+                        last = "it left without a word"
                         logger.warning(
                             "the coordinator at %s has gone; waiting for it to come back",
                             cluster.chief[0],
                         )
-                last = "the coordinator closed the connection"
+                else:
+                    last = "the coordinator closed the connection"
         except OSError as e:
             last = str(e) or type(e).__name__
         if not standing and clock() >= deadline:

@@ -1,0 +1,79 @@
+"""A table divided over the servers: which rows each optimizer changes, and what they become.
+
+ps_shards.py [--rows=20000] [--width=32]
+"""
+
+import argparse
+
+import _result
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmw
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rows", type=int, default=20000)
+parser.add_argument("--width", type=int, default=32)
+options = parser.parse_args()
+
+tfmw.init()
+strategy = tfmw.strategies.parameter_server(min_shard_bytes=options.rows * options.width)
+rng = np.random.default_rng(0)
+once = rng.permutation(options.rows)[: 256 * 3].reshape(256, 3)
+twice = once.copy()
+twice[:, 1] = twice[:, 0]  # rows that a batch names twice
+y = (once[:, 0] % 2).astype(np.float32)
+
+
+def make(optimizer):
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((3,), dtype="int64")
+    rows = keras.layers.Embedding(options.rows, options.width, name="table")(inputs)
+    hidden = keras.layers.Dense(8, activation="tanh", name="kernel")(keras.layers.Flatten()(rows))
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    model.compile(optimizer, keras.losses.BinaryCrossentropy(from_logits=True))
+    return model
+
+
+def dataset(ids):
+    """The same batch for ever: one worker's steps are then those of one process."""
+    return tf.data.Dataset.from_tensors((ids, y)).repeat()
+
+
+results = {}
+# Keras squares the gradients of a row one by one where a batch names it twice, instead of their sum:
+# with duplicates its Adagrad and Adam are another algorithm.
+for name, ids, make_optimizer in (
+    ("SGD", twice, lambda: keras.optimizers.SGD(0.5)),
+    ("Adagrad", once, lambda: keras.optimizers.Adagrad(0.1)),
+    ("Adam", once, lambda: keras.optimizers.Adam(0.01)),
+):
+    used = np.unique(ids)
+    model, alone = make(make_optimizer()), make(make_optimizer())
+    before = model.get_layer("table").embeddings.numpy()
+    tfmw.fit(model, dataset(ids), steps_per_epoch=5, verbose=0, strategy=strategy)
+    alone.fit(dataset(ids), steps_per_epoch=5, verbose=0)
+    after = model.get_layer("table").embeddings.numpy()
+    changed = np.flatnonzero((before != after).any(axis=1))
+    results[name] = {
+        "changed": len(changed),
+        "only_used": bool(set(changed) <= set(used)),
+        "used": len(used),
+        "off_by": max(
+            float(np.abs(v.numpy() - w.numpy()).max())
+            for v, w in zip(model.weights, alone.weights, strict=True)
+        ),
+        "moved": float(np.abs(after - before).max()),
+        "slots_off_by": max(
+            float(np.abs(v.numpy() - w.numpy()).max())
+            for v, w in zip(model.optimizer.variables, alone.optimizer.variables, strict=True)
+        ),
+    }
+from tfmw.ps_variables import Masters  # noqa: E402
+
+servers = tfmw.strategies.servers_of(strategy)
+masters = Masters(model, len(servers.cluster.ps), servers.settings.partition)
+table = model.get_layer("table").embeddings
+results["pieces"] = [[p.server, p.start, p.stop] for p in masters.pieces(table)]
+_result.write(results)

@@ -1,0 +1,76 @@
+"""Trains a divided table, goes on where the backup is, and compares with one process.
+
+ps_shards_backup.py --backup=DIR --epochs=N
+"""
+
+import argparse
+
+import _result
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmw
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--backup", required=True)
+parser.add_argument("--epochs", type=int, required=True)
+options = parser.parse_args()
+
+tfmw.init()
+strategy = tfmw.strategies.parameter_server(min_shard_bytes=1 << 16)
+ids = np.random.default_rng(0).permutation(5000)[:256]
+y = (ids % 2).astype(np.float32)
+began_at = []
+
+
+class Begin(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        began_at.append(int(self.model.optimizer.iterations))
+
+
+def make():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [keras.Input((), dtype="int64"), keras.layers.Embedding(5000, 16), keras.layers.Dense(1)]
+    )
+    model.compile(keras.optimizers.Adagrad(0.1), keras.losses.BinaryCrossentropy(from_logits=True))
+    return model
+
+
+def dataset():
+    return tf.data.Dataset.from_tensors((ids, y)).repeat()
+
+
+model, alone = make(), make()
+tfmw.fit(
+    model,
+    dataset(),
+    epochs=options.epochs,
+    steps_per_epoch=5,
+    verbose=0,
+    strategy=strategy,
+    callbacks=[
+        Begin(), tfmw.callbacks.BackupAndRestore(options.backup, delete_checkpoint=False)
+    ],
+)
+alone.fit(dataset(), epochs=options.epochs, steps_per_epoch=5, verbose=0)
+from tfmw.ps_variables import Masters  # noqa: E402
+
+servers = tfmw.strategies.servers_of(strategy)
+masters = Masters(model, len(servers.cluster.ps), servers.settings.partition)
+_result.write(
+    {
+        "servers": [p.server for p in masters.pieces(model.layers[0].embeddings)],
+        "began_at": began_at[0],
+        "iterations": int(model.optimizer.iterations.numpy()),
+        "off_by": max(
+            float(np.abs(v.numpy() - w.numpy()).max())
+            for v, w in zip(
+                model.weights + model.optimizer.variables,
+                alone.weights + alone.optimizer.variables,
+                strict=True,
+            )
+        ),
+    }
+)
