@@ -38,6 +38,14 @@ flags.DEFINE_enum(
 flags.DEFINE_integer("task_index", None, "Which of the tasks of that job, from 0.", lower_bound=0)
 flags.DEFINE_list("worker_hosts", [], "host:port of every worker, in order.")
 flags.DEFINE_list("ps_hosts", [], "host:port of every parameter server, in order.")
+flags.DEFINE_string(
+    "chief_host",
+    None,
+    "host:port of the coordinator of parameter servers; by default on the first worker's host, the "
+    "port below its own.",
+)
+flags.DEFINE_boolean("existing_servers", False, "Serve one training after another (ps, worker).")
+flags.DEFINE_integer("min_shard_bytes", None, "Divide larger variables over parameter servers.", 1)
 flags.DEFINE_boolean("sync_replicas", False, "Aggregate gradients on the parameter servers.")
 flags.DEFINE_integer("replicas_to_aggregate", None, "Gradients to wait for in a step.", 1)
 flags.DEFINE_integer("num_gpus", None, "GPUs of this machine to use; all by default.", 0)
@@ -65,13 +73,31 @@ def run(main: Callable[[], None]) -> None:
 def init() -> Cluster:
     """Join the cluster that the flags or the environment describe. Before any TensorFlow op.
 
+    Parameter servers, and the workers beside them, serve here and don't return.
+
     Raises:
-        UsageError: flags that contradict each other or ask for what does not exist yet.
+        UsageError: flags that contradict each other.
     """
-    _refuse_what_is_not_built()
     cluster = cluster_from_flags()
     _limit_gpus()
-    return tfmw.init(cluster, strategy=FLAGS.strategy, collectives=FLAGS.collectives)
+    joined = tfmw.init(
+        cluster,
+        strategy=FLAGS.strategy,
+        collectives=FLAGS.collectives,
+        existing_servers=FLAGS.existing_servers or None,
+    )
+    if joined.has_ps and joined.is_chief:
+        strategies.parameter_server(
+            min_shard_bytes=FLAGS.min_shard_bytes,
+            sync_replicas=FLAGS.sync_replicas,
+            replicas_to_aggregate=FLAGS.replicas_to_aggregate,
+        )
+    elif FLAGS.sync_replicas or FLAGS.replicas_to_aggregate:
+        raise UsageError(
+            "--sync_replicas is for parameter servers, and this cluster has none: give --ps_hosts, "
+            "or leave it out; workers alone are always in step."
+        )
+    return joined
 
 
 def cluster_from_flags() -> Cluster | None:
@@ -82,13 +108,15 @@ def cluster_from_flags() -> Cluster | None:
         tfmw.errors.ClusterError: the addresses or the task are wrong.
     """
     if not FLAGS.worker_hosts:
-        given = [name for name in ("job_name", "task_index") if FLAGS[name].present]
+        given = [n for n in ("job_name", "task_index", "ps_hosts") if FLAGS[n].present]
         if given:
             raise UsageError(
                 f"--{given[0]} is given and --worker_hosts is not; list the workers, for example "
                 "--worker_hosts=localhost:2222,localhost:2223."
             )
         return None
+    if FLAGS.ps_hosts:
+        return _cluster_with_ps()
     if FLAGS.task_index is None and len(FLAGS.worker_hosts) > 1:
         raise UsageError(
             f"--worker_hosts names {len(FLAGS.worker_hosts)} workers and --task_index is missing; "
@@ -99,10 +127,23 @@ def cluster_from_flags() -> Cluster | None:
     )
 
 
-def _refuse_what_is_not_built() -> None:
-    for name in ("ps_hosts", "sync_replicas", "replicas_to_aggregate"):
-        if FLAGS[name].value:
-            raise UsageError(f"--{name} is not supported by this version of tfmw; leave it out.")
+def _cluster_with_ps() -> Cluster:
+    """Parameter servers need a coordinator, --job_name=chief, on the first worker's machine."""
+    host, _, port = FLAGS.worker_hosts[0].rpartition(":")
+    neighbour = f"{host}:{int(port) - 1}" if port.isdecimal() else FLAGS.worker_hosts[0]
+    hosts = {"worker": FLAGS.worker_hosts, "ps": FLAGS.ps_hosts}.get(FLAGS.job_name, [])
+    if FLAGS.task_index is None and len(hosts) > 1:
+        raise UsageError(
+            f"--{FLAGS.job_name}_hosts names {len(hosts)} tasks and --task_index is missing; "
+            "give each process its own, --task_index=0 to the first."
+        )
+    return Cluster(
+        workers=tuple(FLAGS.worker_hosts),
+        ps=tuple(FLAGS.ps_hosts),
+        chief=(FLAGS.chief_host or neighbour,),
+        task=FLAGS.job_name,
+        index=FLAGS.task_index or 0,
+    )
 
 
 def _limit_gpus() -> None:
@@ -131,14 +172,19 @@ def train(
         test_data: the same, to validate on.
         cluster: what `init` returned.
     """
-    epochs = FLAGS.epochs
-    if FLAGS.max_steps is not None:
+    epochs, steps = FLAGS.epochs, None
+    if cluster.has_ps:
+        # Workers read the data again and again: only a number of updates ends an epoch.
+        steps = FLAGS.max_steps or int(train_data.cardinality())
+        epochs = 1 if FLAGS.max_steps else epochs
+    elif FLAGS.max_steps is not None:
         # One epoch of exactly so many batches, however many passes that takes.
         train_data, epochs = train_data.repeat(epochs).take(FLAGS.max_steps), 1
     history = tfmw.fit(
         model,
         train_data,
         epochs=epochs,
+        steps_per_epoch=steps,
         validation_data=test_data,
         strategy=FLAGS.strategy,
         backup_dir=FLAGS.backup_dir,

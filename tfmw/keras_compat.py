@@ -47,6 +47,7 @@ from tensorflow.python.data.ops import (
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.data.ops import iterator_ops as _iterator_ops
 from tensorflow.python.data.util import random_seed as data_random_seed
+from tensorflow.python.distribute.coordinator import cluster_coordinator as _cluster_coordinator
 from tensorflow.python.distribute.coordinator import values as _coordinator_values
 from tensorflow.python.eager import context as _context
 from tensorflow.python.eager import record as _record
@@ -758,6 +759,19 @@ def may_shuffle_inside(dataset: tf.data.Dataset) -> bool:
     return False
 
 
+def shuffles_in(dataset: tf.data.Dataset) -> int:
+    """How many shuffles a pipeline has; what only its graph tells about counts as two."""
+    shuffles, todo = 0, [dataset]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, Shuffle):
+            shuffles += 1
+        elif not isinstance(node, REBUILDABLE) and type(node).__name__ not in _PLAIN:
+            shuffles += 2
+        todo.extend(node._inputs())
+    return shuffles
+
+
 def dataset_graph(dataset: tf.data.Dataset, for_other_process: bool = False) -> Any:
     """The GraphDef of a dataset, with the functions it uses in its library.
 
@@ -996,6 +1010,11 @@ def lookups_through(variables: list[tuple[Any, Any]]) -> Iterator[None]:
         yield
 
 
+def is_worker_failure(error: BaseException) -> bool:
+    """Whether TensorFlow's coordinator takes `error` for the loss of a worker, and goes on."""
+    return bool(_cluster_coordinator._is_worker_failure(error))
+
+
 def worker_iterators(
     coordinator: Any, makers: list[Callable[[], tf.data.Dataset]], element_spec: Any
 ) -> Any:
@@ -1074,6 +1093,7 @@ def check() -> list[str]:
         (_record, "stop_recording"),
         (_iterator_ops, "IteratorSpec"),
         (_coordinator_values, "PerWorkerValues"),
+        (_cluster_coordinator, "_is_worker_failure"),
         *[(base_optimizer.BaseOptimizer, name) for name in _ALONE],
     ]
     return [f"{getattr(o, '__name__', o)}.{name}" for o, name in expected if not hasattr(o, name)]

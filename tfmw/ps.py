@@ -41,6 +41,7 @@ logger = logging.getLogger("tfmw")
 
 _SECONDS_PER_FUNCTION = 0.2
 _MOST_STEPS_PER_FUNCTION = 1000
+_ASK_AGAIN_S = 0.05
 _AHEAD = 2  # functions scheduled for each worker, so that none waits for the coordinator
 
 
@@ -93,7 +94,7 @@ class PsDriver:
                     waiting.append((self._schedule(most, limit), time.perf_counter()))
                     left -= most
                 result, since = waiting.popleft()
-                made = self._add_up(result.fetch())
+                made = self._add_up(self._fetched(result))
                 self._pace.took(time.perf_counter() - since, made)
                 done += made
                 if made:
@@ -110,6 +111,22 @@ class PsDriver:
             self._steps.function,
             args=(self._iterator, tf.constant(most, tf.int64), limit, seeds),
         )
+
+    def _fetched(self, result: Any) -> dict[str, Any]:
+        """What a function returned. A worker may die with a result that nobody has taken yet.
+
+        Its function then runs again elsewhere, and TensorFlow puts the new result in its place;
+        meanwhile only asking again tells.
+        """
+        while True:
+            try:
+                fetched: dict[str, Any] = result.fetch()
+                return fetched
+            except tf.errors.OpError as e:
+                if not keras_compat.is_worker_failure(e):
+                    raise
+                self._coordinator.done()  # raises where something else went wrong
+                time.sleep(_ASK_AGAIN_S)
 
     def _add_up(self, result: dict[str, Any]) -> int:
         """Takes what a function counted into the model's own metrics, here and nowhere else."""
