@@ -14,9 +14,11 @@ One backup is one directory `step_<n>` with three files:
   files. It is written last: a directory without a valid one is no backup.
 
 It is written under a temporary name, flushed, and renamed; the parent directory is flushed; the two
-newest are kept. Reading never executes what it reads: no pickle, no code, no links followed. Paths
-may be local or whatever `tf.io.gfile` opens; where there is no atomic rename (object stores),
-`record.json` coming last does its work.
+newest are kept. Reading never executes what it reads: no pickle, no code, no links followed, and no
+more memory taken than the files have bytes. Paths may be local or whatever `tf.io.gfile` opens;
+where there is no atomic rename (object stores), `record.json` coming last does its work.
+
+    problems = verify("/shared/backups/run7")         # [] or what is damaged
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import re
+import shutil
 import socket
 import stat
 import threading
@@ -47,11 +51,17 @@ KEPT = 2
 _PREFIX = "tensors"
 _RECORD = "record.json"
 _NAME = re.compile(r"step_(\d{12})")
-_TEMPORARY = re.compile(r"\.step_\d{12}\.tmp-.*")
+_TEMPORARY = re.compile(r"\.(step_\d{12})\.tmp-.*?(-old)?")
+_FILES = re.compile(re.escape(_PREFIX) + r"\.(index|data-\d{5}-of-\d{5})")
+_LARGEST_RECORD = 256 << 20  # bytes; the histories of a million epochs are less
 
 
 class Damaged(TfmwError):
-    """A backup that is incomplete or whose checksums do not match."""
+    """A backup whose checksums do not match, or that holds what no backup holds."""
+
+
+class Incomplete(Damaged):
+    """A backup whose writing did not come to its end."""
 
 
 class Backup:
@@ -72,10 +82,22 @@ class Backup:
         """All tensors by name. Raises Damaged where a checksum does not match."""
         try:
             reader = tf.train.load_checkpoint(os.path.join(self.path, _PREFIX))
-            names = reader.get_variable_to_shape_map()
-            return {name: reader.get_tensor(name) for name in sorted(names)}
-        except (tf.errors.OpError, ValueError, RuntimeError) as e:
+            shapes = reader.get_variable_to_shape_map()
+            types = reader.get_variable_to_dtype_map()
+            # Memory is taken for what the index says: no more than there is in the files.
+            said = sum(math.prod(shapes[name]) * types[name].size for name in shapes)
+            if said > (there := self._bytes_of_tensors()):
+                raise Damaged(
+                    f"backup {self.path} is damaged: its index tells of {said} bytes, {there} "
+                    "are there"
+                )
+            return {name: reader.get_tensor(name) for name in sorted(shapes)}
+        except (tf.errors.OpError, ValueError, RuntimeError, MemoryError) as e:
             raise Damaged(f"backup {self.path} is damaged: {_first_line(e)}") from e
+
+    def _bytes_of_tensors(self) -> int:
+        names = [n for n in tf.io.gfile.listdir(self.path) if n.startswith(f"{_PREFIX}.data-")]
+        return sum(tf.io.gfile.stat(os.path.join(self.path, n)).length for n in names)
 
 
 class BackupStore:
@@ -88,6 +110,7 @@ class BackupStore:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
         self._local = "://" not in self.path
+        self._damaged: set[int] = set()  # steps of backups that were found so
 
     # ------------------------------------------------------------ one run at a time
 
@@ -106,8 +129,14 @@ class BackupStore:
             self._remove_leftovers()
             yield
             return
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        lock = os.open(os.path.join(self.path, "LOCK"), flags, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            lock = os.open(os.path.join(self.path, "LOCK"), flags, 0o644)
+        except OSError as e:
+            raise UsageError(
+                f"backup directory {self.path!r} cannot be locked ({e}): expected a directory that "
+                "this process may write to, and in it no LOCK or a plain file of that name."
+            ) from e
         try:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,17 +146,34 @@ class BackupStore:
                     f"backup directory {self.path!r} is in use by another run ({holder}): wait for "
                     "it, or give this run a directory of its own."
                 ) from None
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            with contextlib.suppress(OSError):  # who it is helps others; a full disk is no reason
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
             self._remove_leftovers()
             yield
         finally:
             os.close(lock)
 
     def _remove_leftovers(self) -> None:
-        for name in self._names():
-            if _TEMPORARY.fullmatch(name):
-                tf.io.gfile.rmtree(os.path.join(self.path, name))
+        names = self._names()
+        for name in names:
+            match = _TEMPORARY.fullmatch(name)
+            if match and match[2] and match[1] not in names:
+                # Killed between the two renames of `_replace`: the old one is still whole.
+                os.rename(os.path.join(self.path, name), os.path.join(self.path, match[1]))
+                names.append(match[1])
+            elif match:
+                self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        """Removes an entry of the directory; of a link, the link."""
+        path = os.path.join(self.path, name)
+        if not self._local:
+            tf.io.gfile.rmtree(path)
+        elif os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)  # unlike tf.io.gfile.rmtree, it follows no links
+        else:
+            os.unlink(path)
 
     def _names(self) -> list[str]:
         if not tf.io.gfile.exists(self.path):
@@ -136,9 +182,7 @@ class BackupStore:
 
     # ------------------------------------------------------------ writing
 
-    def write(
-        self, step: int, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]
-    ) -> str:
+    def write(self, step: int, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> str:
         """Writes one backup and removes all but the newest ones.
 
         Args:
@@ -163,9 +207,9 @@ class BackupStore:
                 self._replace(work, final)
         except BaseException:
             with contextlib.suppress(OSError, tf.errors.OpError):
-                if tf.io.gfile.exists(work):
-                    tf.io.gfile.rmtree(work)
+                self._remove(os.path.basename(work))
             raise
+        self._damaged.discard(step)
         self._prune(step)
         return final
 
@@ -173,7 +217,7 @@ class BackupStore:
         self, work: str, step: int, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]
     ) -> None:
         if tf.io.gfile.exists(work):
-            tf.io.gfile.rmtree(work)
+            self._remove(os.path.basename(work))
         tf.io.gfile.makedirs(work)
         prefix = os.path.join(work, _PREFIX)
         names = sorted(tensors)
@@ -196,7 +240,7 @@ class BackupStore:
             "index_sha256": _sha256(os.path.join(work, f"{_PREFIX}.index")),
             "record": dict(record),
         }
-        text = json.dumps(body, sort_keys=True)
+        text = json.dumps(body)
         sealed = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text})
         target = os.path.join(work, _RECORD)
         with tf.io.gfile.GFile(target, "w") as f:
@@ -206,27 +250,29 @@ class BackupStore:
             _flush(work)
 
     def _replace(self, work: str, final: str) -> None:
-        if os.path.isdir(final):
+        if os.path.lexists(final):
             # The same step again, after a resume: the old one goes once the new one is complete.
             aside = f"{work}-old"
             os.rename(final, aside)
             os.rename(work, final)
-            tf.io.gfile.rmtree(aside)
+            self._remove(os.path.basename(aside))
         else:
             os.rename(work, final)
         _flush(self.path)
 
     def _prune(self, newest: int) -> None:
-        steps = sorted(self.steps(), reverse=True)
-        for step in [s for s in steps if s > newest] + [s for s in steps if s <= newest][KEPT:]:
+        steps = self.steps()
+        intact = [s for s in steps if s <= newest and s not in self._damaged]
+        for step in steps:
             # Higher steps are of a run that was given up: what was written last is the truth.
-            with contextlib.suppress(OSError, tf.errors.OpError):
-                tf.io.gfile.rmtree(os.path.join(self.path, f"step_{step:012d}"))
+            if step not in intact[-KEPT:]:
+                with contextlib.suppress(OSError, tf.errors.OpError):
+                    self._remove(f"step_{step:012d}")
 
     def clear(self) -> None:
         """Removes all backups."""
         for step in self.steps():
-            tf.io.gfile.rmtree(os.path.join(self.path, f"step_{step:012d}"))
+            self._remove(f"step_{step:012d}")
 
     # ------------------------------------------------------------ reading
 
@@ -236,31 +282,60 @@ class BackupStore:
         return sorted(int(m.group(1)) for m in found if m)
 
     def newest(self) -> Backup | None:
-        """The newest backup whose record and sizes are right; a damaged one is said and passed."""
-        for step in reversed(self.steps()):
-            try:
-                return self.read(step)
-            except Damaged as e:
-                logger.warning("%s; the one before is used", e)
-        return None
+        """The newest backup whose record and sizes are right; a damaged one is said and passed.
+
+        Raises:
+            UsageError: there are backups, all damaged, or one of another version of this format.
+        """
+        return next(self.candidates(), None)
 
     def candidates(self) -> Iterator[Backup]:
-        """Backups that pass the cheap checks, newest first."""
+        """Backups that pass the cheap checks, newest first.
+
+        The one before comes only after `pass_over`: whoever finds a backup damaged says so.
+
+        Raises:
+            UsageError: there are backups, all damaged, or one of another version of this format.
+        """
+        damaged = []
         for step in reversed(self.steps()):
             try:
                 yield self.read(step)
+                if step not in self._damaged:
+                    return
+                damaged.append(f"step {step} is damaged")
+            except Incomplete as e:
+                self.pass_over(step, e)
             except Damaged as e:
-                logger.warning("%s; the one before is used", e)
+                self.pass_over(step, e)
+                damaged.append(str(e))
+        if damaged:
+            raise UsageError(
+                f"no backup in {self.path!r} is intact ({'; '.join(damaged)}): restore one from "
+                "elsewhere, or delete them to start anew."
+            )
+
+    def pass_over(self, step: int, why: Damaged) -> None:
+        """Notes that the backup of `step` is damaged, and says so."""
+        self._damaged.add(step)
+        logger.warning("%s; the one before is used", why)
 
     def read(self, step: int) -> Backup:
-        """The backup of one step. Raises Damaged where it is incomplete or altered."""
+        """The backup of one step.
+
+        Raises:
+            Incomplete, Damaged: it has no record, or is altered.
+            UsageError: it has a format that this version does not read.
+        """
         path = os.path.join(self.path, f"step_{step:012d}")
         target = os.path.join(path, _RECORD)
-        if self._local:
-            _refuse_links(path)
-        if not tf.io.gfile.exists(target):
-            raise Damaged(f"backup {path} is incomplete: it has no {_RECORD}")
         try:
+            if self._local:
+                _refuse_all_but_files(path)
+            if not tf.io.gfile.exists(target):
+                raise Incomplete(f"backup {path} is incomplete: it has no {_RECORD}")
+            if tf.io.gfile.stat(target).length > _LARGEST_RECORD:
+                raise Damaged(f"backup {path} is damaged: {_RECORD} is too large to be one")
             with tf.io.gfile.GFile(target, "r") as f:
                 sealed = json.loads(f.read())
             text = sealed["body"]
@@ -268,20 +343,60 @@ class BackupStore:
                 raise Damaged(f"backup {path} is damaged: {_RECORD} does not match its checksum")
             body = json.loads(text)
             if body["format"] != FORMAT:
-                raise Damaged(
-                    f"backup {path} has format {body['format']}, this version reads {FORMAT}"
+                raise UsageError(
+                    f"backup {path} has format {body['format']}, this version reads {FORMAT}: "
+                    "go on with the version that wrote it, or use another backup_dir."
                 )
             for name, size in body["sizes"].items():
-                if os.path.basename(name) != name:
-                    raise Damaged(f"backup {path} names a file outside of itself: {name!r}")
+                if not _FILES.fullmatch(name):
+                    raise Damaged(f"backup {path} is damaged: it lists a file {name!r}")
                 found = tf.io.gfile.stat(os.path.join(path, name)).length
                 if found != size:
                     raise Damaged(f"backup {path} is damaged: {name} has {found} of {size} bytes")
             if _sha256(os.path.join(path, f"{_PREFIX}.index")) != body["index_sha256"]:
                 raise Damaged(f"backup {path} is damaged: its index does not match its checksum")
-        except (KeyError, TypeError, ValueError, OSError, tf.errors.OpError) as e:
+            if body["step"] != step or not isinstance(body["record"], dict):
+                raise Damaged(f"backup {path} is damaged: its record is of step {body['step']!r}")
+        except UsageError:
+            raise
+        except (
+            AttributeError,
+            KeyError,
+            TypeError,
+            ValueError,
+            RecursionError,
+            OSError,
+            tf.errors.OpError,
+        ) as e:
             raise Damaged(f"backup {path} is damaged: {_first_line(e)}") from e
-        return Backup(path, int(body["step"]), body["record"])
+        return Backup(path, step, body["record"])
+
+
+def verify(path: str | os.PathLike[str]) -> list[str]:
+    """Compares backups with the checksums that were taken when they were written.
+
+    Args:
+        path: a directory of backups, or one backup in it (`step_...`).
+
+    Returns:
+        One sentence for each problem, none where every backup is as it was written.
+    """
+    directory = os.fspath(path).rstrip("/")
+    if not tf.io.gfile.isdir(directory):
+        return [f"{directory} is not a directory."]
+    parent, name = os.path.split(directory)
+    one = _NAME.fullmatch(name)
+    store = BackupStore(parent if one else directory)
+    steps = [int(one[1])] if one else store.steps()
+    if not steps:
+        return [f"{directory} holds no backup."]
+    problems = []
+    for step in steps:
+        try:
+            store.read(step).tensors()
+        except TfmwError as e:
+            problems.append(f"{e}.")
+    return problems
 
 
 def _flush(path: str) -> None:
@@ -297,10 +412,13 @@ def _sha256(path: str) -> str:
         return hashlib.sha256(f.read()).hexdigest()
 
 
-def _refuse_links(path: str) -> None:
-    for name in (path, *(os.path.join(path, n) for n in os.listdir(path))):
-        if not (stat.S_ISREG(os.lstat(name).st_mode) or stat.S_ISDIR(os.lstat(name).st_mode)):
-            raise Damaged(f"backup {path} holds something that is not a file: {name!r}")
+def _refuse_all_but_files(path: str) -> None:
+    """Raises Damaged unless `path` is a directory with nothing but plain files in it."""
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        raise Damaged(f"backup {path} is damaged: it is not a directory")
+    for name in os.listdir(path):
+        if not stat.S_ISREG(os.lstat(os.path.join(path, name)).st_mode):
+            raise Damaged(f"backup {path} is damaged: {name!r} in it is not a plain file")
 
 
 def _first_line(error: BaseException) -> str:

@@ -427,6 +427,15 @@ def ordered(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
     return node.with_options(deterministic)
 
 
+def draws_late(dataset: tf.data.Dataset) -> bool:
+    """Whether a pass may draw reshuffles only at its first element.
+
+    A shuffle makes the iterator of what lies below it then, which may shuffle too.
+    (Source: tensorflow/core/kernels/data/shuffle_dataset_op.cc.)
+    """
+    return keras_compat.shuffles_in(dataset) > 1
+
+
 def _agreed(mine: list[list[int] | None], order: Order) -> list[list[int] | None]:
     """The chief's pairs of seeds, drawn where a shuffle has none."""
     drawn = [
@@ -464,6 +473,16 @@ def _ordered_graph(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
                 if None not in values:
                     mine.append(values)
                     places.append((nodes, suffix, node, slots))
+            if node.op in _GENERATOR_INPUT:
+                # The generator of reshuffles is this process's, shared with the dataset that was
+                # read; one that does not exist yet is made anew.
+                slot = _GENERATOR_INPUT[node.op]
+                held = by_name.get(node.input[slot].split(":")[0])
+                if held is not None and held.op == "Const":
+                    held.Clear()
+                    held.name = node.input[slot].split(":")[0]
+                    held.op = "DummySeedGenerator"
+                    changed = True
     seeds = _agreed(list(mine), order)
     for number, ((nodes, suffix, node, slots), pair) in enumerate(zip(places, seeds, strict=True)):
         changed = True
@@ -476,7 +495,7 @@ def _ordered_graph(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
             constant.attr["dtype"].type = tf.int64.as_datatype_enum
             constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int64, []))
             node.input[slot] = constant.name + suffix
-    if not changed:
+    if not changed and not mine:
         return dataset
     out = keras_compat.dataset_from_graph(graph, dataset.element_spec)
     return out.with_options(dataset.options())
@@ -491,6 +510,10 @@ _SEED_INPUTS = {
     "RandomDataset": (0, 1),
     "RandomDatasetV2": (0, 1),
 }
+
+
+# Where the generator of their reshuffles is.
+_GENERATOR_INPUT = {"ShuffleDatasetV3": 4, "ShuffleAndRepeatDatasetV2": 5}
 
 
 def _constant(node: Any) -> int | None:
@@ -668,7 +691,7 @@ class Source:
         }
         x = self.x
         if isinstance(x, keras.utils.PyDataset):
-            if self.shuffle and x.num_batches is not None and split.replicas > 1:
+            if self.shuffle and x.num_batches is not None:
                 x = _Permuted(x, order.agree(order.seed))
                 options["shuffle"] = False
         adapter = keras_compat.data_adapter(x, self.y, self.sample_weight, **options)
@@ -688,6 +711,11 @@ class Source:
         if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
             dataset = dataset.apply(tf.data.experimental.assert_cardinality(x.num_batches))
         return dataset, (adapter.on_epoch_begin, adapter.on_epoch_end)
+
+    @property
+    def is_read_once(self) -> bool:
+        """Whether Python code makes the batches: reading them a second time may change them."""
+        return isinstance(self.x, keras.utils.PyDataset) or hasattr(self.x, "__next__")
 
     @property
     def reshuffled_by_keras(self) -> bool:

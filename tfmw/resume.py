@@ -35,7 +35,12 @@ from tfmw.group import Group
 logger = logging.getLogger("tfmw")
 
 _RUN = f"{os.getpid()}-{time.time_ns()}"  # tells the backups of this process from others'
-_UNITS = {"s": 1.0, "sec": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0, "h": 3600.0, "hour": 3600.0}
+_MINUTE, _HOUR = 60.0, 3600.0
+_UNITS = {
+    **dict.fromkeys(("s", "sec", "second"), 1.0),
+    **dict.fromkeys(("min", "minute"), _MINUTE),
+    **dict.fromkeys(("h", "hour"), _HOUR),
+}
 
 
 class Schedule:
@@ -56,23 +61,24 @@ class Schedule:
         self.steps: int | None = None
         self.epochs: int | None = None
         self.seconds: float | None = None
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)?\s*([a-z]+?)s?\s*", every) if (
-            isinstance(every, str)
-        ) else None
+        match = None
+        if isinstance(every, str):
+            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)?\s*([a-z]*?)s?\s*", every)
+        number, unit = match.groups() if match else (None, "")
+        whole = number is None or number.isdecimal()
         if isinstance(every, datetime.timedelta):
             self.seconds = every.total_seconds()
         elif isinstance(every, int) and not isinstance(every, bool):
             self.steps = every
-        elif match and match[2] == "epoch":
-            self.epochs = int(float(match[1] or 1))
-        elif match and match[2] == "step" and match[1]:
-            self.steps = int(float(match[1]))
-        elif every in ("s",) or (match and match[1] and (match[2] or "s") in _UNITS):
-            assert match is not None
-            self.seconds = float(match[1]) * _UNITS[match[2] or "s"]
+        elif unit == "epoch" and whole:
+            self.epochs = int(number or 1)
+        elif unit == "step" and number and whole:
+            self.steps = int(number)
+        elif number and (unit in _UNITS or (not unit and every.strip().endswith("s"))):
+            self.seconds = float(number) * _UNITS.get(unit, 1.0)
         if not any(v is not None and v > 0 for v in (self.steps, self.epochs, self.seconds)):
             raise UsageError(
-                f"unknown backup frequency {every!r}: expected a number of steps, \"epoch\", or a "
+                f'unknown backup frequency {every!r}: expected a number of steps, "epoch", or a '
                 'time such as "10 s" or "5 min".'
             )
 
@@ -156,7 +162,7 @@ class Backups:
             try:
                 self.tensors = backup.tensors()
             except Damaged as e:
-                logger.warning("%s; the one before is used", e)
+                self._store.pass_over(backup.step, e)
                 continue
             logger.warning("restored step %d from %s", backup.step, backup.path)
             return backup.record
@@ -179,8 +185,8 @@ class Backups:
     def is_done(self, epochs: int) -> bool:
         """Whether the run that the backup is of was over, with nothing left to do."""
         found = self.record
-        return found is not None and found["done"] and (
-            found["stopped"] or found["epoch"] >= epochs
+        return (
+            found is not None and found["done"] and (found["stopped"] or found["epoch"] >= epochs)
         )
 
     def restore(self, model: Any, batch_size: int | None) -> None:
@@ -202,22 +208,27 @@ class Backups:
             return
         if self._group.is_chief:
             state.restore(model, self.tensors)
-        state.restore_random_state(found["random"])
+
+    def note_callbacks(self, callbacks: list[Any]) -> None:
+        """Before and after on_train_begin: what callbacks hold now is not worth saving."""
+        state.note_callbacks(callbacks)
 
     def restore_callbacks(self, callbacks: list[Any], finished: bool = False) -> None:
-        """Gives callbacks what they had counted. A call of all tasks."""
+        """Gives callbacks what they had counted, and random generators their state.
+
+        A call of all tasks.
+        """
         assert self.record is not None
         arrays = self._group.arrays_from_chief(state.callback_arrays(self.tensors))
         if finished:  # training is over: only History is of use
             for callback in callbacks:
                 for saved in self.record["callbacks"]:
                     if type(callback).__name__ == saved["class"] == "History":
-                        callback.history = saved["values"]["history"]
-                        callback.epoch = saved["values"]["epoch"]
+                        callback.history = saved["values"].get("history", {})
+                        callback.epoch = saved["values"].get("epoch", [])
             return
-        state.restore_callbacks(
-            callbacks, self.record["callbacks"], arrays, self._group.is_chief
-        )
+        state.restore_callbacks(callbacks, self.record["callbacks"], arrays, self._group.is_chief)
+        state.restore_random_state(self.record["random"])
 
     def kept_by_replicas(self) -> tuple[np.ndarray, np.ndarray]:
         """What replicas kept to themselves, on every task. A call of all tasks."""
@@ -234,8 +245,10 @@ class Backups:
 
     def _time_is_up(self) -> bool:
         seconds = self.schedule.seconds
-        return seconds is not None and not self._writer.busy and (
-            self._clock() - self._last >= seconds
+        return (
+            seconds is not None
+            and not self._writer.busy
+            and (self._clock() - self._last >= seconds)
         )
 
     def limit(self, step: int, most: int) -> int:
@@ -284,9 +297,7 @@ class Backups:
         states, arrays = state.callback_states(callbacks)
         tensors = state.with_replicas({**state.capture(model, strategy), **arrays}, *kept)
         trainable = {id(v) for v in model.trainable_variables}
-        must_be_finite = [
-            name for name, v in state.named(model).items() if id(v) in trainable
-        ]
+        must_be_finite = [name for name, v in state.named(model).items() if id(v) in trainable]
         full = {
             **record,
             "run": _RUN,
@@ -370,6 +381,9 @@ class NoBackups(Backups):
 
     def restore(self, model: Any, batch_size: int | None) -> None:
         """Nothing to restore."""
+
+    def note_callbacks(self, callbacks: list[Any]) -> None:
+        """Nothing will be saved."""
 
     def signals(self) -> tuple[float, float]:
         """Never asks for anything."""

@@ -12,10 +12,13 @@ means.
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import json
+import os
 import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -26,11 +29,13 @@ from tfmw import callbacks as callbacks_lib
 from tfmw import keras_compat, placement
 from tfmw.errors import UsageError
 
-# Keras numbers the names it makes up (dense, dense_1, ...) through the whole process.
-_NUMBER = re.compile(r"_\d+\b")
+# Keras numbers the names it makes up (dense, dense_1, ...) through the whole process, and makes
+# longer names of them: sequential_1_dense_3_kernel_momentum.
+_NUMBER = re.compile(r"_\d+(?![^\W_])")
 _METRICS = "replicas/metrics"
 _AVERAGES = "replicas/averages"
 _CALLBACK = "callbacks/"
+_AT_FIRST = "_tfmw_at_first"  # an attribute of callbacks, while they are in a run with backups
 
 
 # ---------------------------------------------------------------- whose state is it
@@ -41,25 +46,61 @@ def signature(model: keras.Model, batch_size: int | None) -> list[str]:
     lines = [f"model: {type(model).__name__}"]
     for number, layer in enumerate(keras_compat.layers_of(model)):
         if layer is not model:
-            lines.append(f"layer {number}: {type(layer).__name__} {_config(layer)}")
+            lines += _described(f"layer {number}", layer)
+    for optimizer in keras_compat.optimizers_of(model):
+        lines += _described("optimizer", optimizer)
     for variable in named(model).values():
         native = keras_compat.native(variable)
         lines.append(f"variable {_plain(variable.path)}: {native.dtype.name} {native.shape}")
-    for optimizer in keras_compat.optimizers_of(model):
-        lines.append(f"optimizer: {type(optimizer).__name__} {_config(optimizer)}")
+    lines.append(f"loss: {_loss(getattr(model, 'loss', None))}")
+    for metric in keras_compat.leaf_metrics(model):
+        shapes = [tuple(v.shape) for v in metric.variables]
+        lines.append(f"metric {_plain(metric.name)}: {type(metric).__name__} {shapes}")
     lines.append(f"global batch size: {batch_size}")
     return lines
 
 
-def _config(part: Any) -> str:
-    """The settings of a layer or optimizer, less those that differ between equal runs."""
+def _described(what: str, part: Any) -> list[str]:
+    """A line for the class of a layer, optimizer or loss, and one for each of its settings."""
+    kind = f"{what}: {type(part).__name__}"
     try:
         config = dict(part.get_config())
     except (NotImplementedError, TypeError, ValueError, AttributeError):
-        return ""
+        return [kind]
+    # What differs between equal runs, or has lines of its own.
     for name in ("name", "learning_rate", "layers", "build_config", "inner_optimizer"):
         config.pop(name, None)
-    return _plain(json.dumps(config, sort_keys=True, default=lambda v: type(v).__name__))
+    settings = {
+        name: json.dumps(_without_numbers(value), sort_keys=True, default=_type_name)
+        for name, value in config.items()
+    }
+    return [kind, *(f"{kind}, {name}: {settings[name]}" for name in sorted(settings))]
+
+
+def _type_name(value: Any) -> str:
+    return type(value).__name__
+
+
+def _without_numbers(value: Any) -> Any:
+    """The texts in a configuration without the numbers of made-up names."""
+    if isinstance(value, str):
+        return _plain(value)
+    if isinstance(value, Mapping):
+        return {str(k): _without_numbers(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_numbers(v) for v in value]
+    return value
+
+
+def _loss(loss: Any) -> str:
+    """What compile() was given as the loss, by name."""
+    if isinstance(loss, Mapping):
+        return ", ".join(f"{key}: {_loss(loss[key])}" for key in sorted(loss, key=str))
+    if isinstance(loss, list | tuple):
+        return f"[{', '.join(map(_loss, loss))}]"
+    if isinstance(loss, keras.losses.Loss):
+        return "; ".join(_described("object", loss))
+    return str(getattr(loss, "__name__", loss if isinstance(loss, str) else type(loss).__name__))
 
 
 def _plain(text: str) -> str:
@@ -108,16 +149,46 @@ def restore(model: keras.Model, tensors: Mapping[str, Any]) -> None:
         native.assign(tf.reshape(tf.cast(tensors[name], native.dtype), native.shape))
 
 
+@contextlib.contextmanager
+def unchanged(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Puts the shared variables of a lifted model back to what they are now."""
+    values = [
+        (copy, copy.read_value())
+        for variable in named(model).values()
+        for copy in placement.local_copies(strategy, variable)
+    ]
+    yield
+    for copy, value in values:
+        copy.assign(value)
+
+
 def with_replicas(tensors: dict[str, Any], metrics: Any, averages: Any) -> dict[str, Any]:
     """Adds what replicas keep to themselves: float64 [replicas, values] each."""
     return {**tensors, _METRICS: metrics, _AVERAGES: averages}
 
 
 def of_replicas(tensors: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """What `with_replicas` added: (metrics, averages)."""
     return np.asarray(tensors[_METRICS]), np.asarray(tensors[_AVERAGES])
 
 
 # ---------------------------------------------------------------- callbacks
+
+
+def note_callbacks(callbacks: Iterable[Any]) -> None:
+    """Before and after on_train_begin: what callbacks hold before they have counted anything.
+
+    What never differs from that is a setting, and a run that goes on takes its own settings.
+    """
+    for callback in callbacks:
+        now = {name: _jsonable(value) for name, value in _attributes(callback).items()}
+        vars(callback).setdefault(_AT_FIRST, []).append(now)
+
+
+def forget_callbacks(callbacks: Iterable[Any]) -> None:
+    """The run is over: another one may begin with what these callbacks hold now."""
+    for callback in callbacks:
+        vars(callback).pop(_AT_FIRST, None)
 
 
 def callback_states(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -137,6 +208,7 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], dic
             "number": number,
             "chief_only": callbacks_lib.writes(callback),
         }
+        at_first = vars(callback).get(_AT_FIRST, [])
         values: dict[str, Any] = {}
         kept: dict[str, int | None] = {}
         for name, value in _attributes(callback).items():
@@ -144,15 +216,24 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], dic
                 members = value if isinstance(value, list) else [value]
                 kept[name] = len(members) if isinstance(value, list) else None
                 for i, member in enumerate(members):
-                    arrays[f"{_CALLBACK}{number}/{name}/{i}"] = np.asarray(member)
-            else:
-                simple = _jsonable(value)
-                if simple is not _NOT_JSON:
-                    values[name] = simple
+                    arrays[f"{_CALLBACK}{number}/{name}/{i}"] = np.array(
+                        member
+                    )  # it may go on counting
+                continue
+            simple = _jsonable(value)
+            is_setting = bool(at_first) and all(
+                name in then and _equal(then[name], simple) for then in at_first
+            )
+            if simple is not _NOT_JSON and not is_setting:
+                values[name] = simple
         state["values"] = values
         state["arrays"] = kept
         states.append(state)
     return states, arrays
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)
 
 
 def restore_callbacks(
@@ -178,9 +259,39 @@ def restore_callbacks(
         )
     for callback, state in zip(mine, states, strict=True):
         inner = getattr(callback, "callback", None)
-        for name, value in _values_of(state, arrays).items():
+        values = {**_counted_since(callback), **_values_of(state, arrays)}
+        for name, value in values.items():
             holder = callback if hasattr(callback, name) or inner is None else inner
-            setattr(holder, name, value)
+            if _may_be_given(holder, name, value):
+                setattr(holder, name, value)
+        if _AT_FIRST in vars(callback):  # what was saved once is no setting
+            for then in vars(callback)[_AT_FIRST]:
+                for name in state["values"]:
+                    then.pop(name, None)
+
+
+def _counted_since(callback: Any) -> dict[str, Any]:
+    """What an interrupted call of this process counted in a callback, as it was at first."""
+    noted = vars(callback).get(_AT_FIRST, [])
+    if len(noted) < 4:
+        return {}
+    first, before, now = noted[0], *noted[-2:]
+    return {
+        name: first[name]
+        for name in first.keys() & before.keys() & now.keys()
+        if first[name] is not _NOT_JSON
+        and not _equal(first[name], now[name])
+        and _equal(before[name], now[name])  # on_train_begin has not begun it anew
+    }
+
+
+def _may_be_given(callback: Any, name: str, value: Any) -> bool:
+    """Whether a backup may set an attribute: neither code nor where files are written."""
+    if name.startswith("__") or callable(getattr(callback, name, None)):
+        return False
+    if isinstance(getattr(type(callback), name, None), property):
+        return False
+    return not (isinstance(value, str) and callbacks_lib.writes(callback))
 
 
 def _values_of(state: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,16 +310,43 @@ def callback_arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in tensors.items() if name.startswith(_CALLBACK)}
 
 
-def prepare_for_resume(callbacks: Iterable[Any]) -> None:
-    """Before on_train_begin of a resumed run: files are gone on with, not begun anew."""
+def prepare_for_resume(callbacks: Iterable[Any], epoch: int) -> None:
+    """Before on_train_begin of a resumed run: files are gone on with, not begun anew.
+
+    Args:
+        epoch: the one that training goes on with, from 0.
+    """
     for callback in callbacks:
+        callback = getattr(callback, "callback", callback)
         if isinstance(callback, keras.callbacks.CSVLogger):
             callback.append = True
+            _forget_rows(callback, epoch)
+
+
+def _forget_rows(log: keras.callbacks.CSVLogger, epoch: int) -> None:
+    """Takes the epochs that will be trained again out of a log."""
+    try:
+        with open(log.filename, newline="") as file:
+            lines = list(file)
+        rows = list(csv.reader(lines, delimiter=log.sep))
+        column = rows[0].index("epoch")
+        pairs = list(zip(lines, rows, strict=True))
+        kept = lines[:1] + [line for line, row in pairs[1:] if int(row[column]) < epoch]
+    except (OSError, ValueError, IndexError):
+        return  # there is none, or it is not one that CSVLogger wrote
+    if len(kept) < len(lines):
+        temporary = f"{log.filename}.tmp"
+        with open(temporary, "w", newline="") as file:
+            file.writelines(kept)
+        os.replace(temporary, log.filename)
 
 
 def _attributes(callback: Any) -> dict[str, Any]:
-    skipped = {"params", "_model", "model", "validation_data", "callback"}
+    skipped = {"params", "_model", "model", "validation_data", "callback", _AT_FIRST}
     inner = getattr(callback, "callback", None)
+    if hasattr(callback, "monitor_op") or hasattr(inner, "monitor_op"):
+        # Keras turns the sign of this setting when it first looks for the direction of a metric.
+        skipped.add("min_delta")
     found = {k: v for k, v in vars(callback).items() if k not in skipped}
     if isinstance(inner, keras.callbacks.Callback):
         found.update({k: v for k, v in vars(inner).items() if k not in skipped})
@@ -235,8 +373,8 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, list):
-        members = [_jsonable(v) for v in value]
-        return _NOT_JSON if any(m is _NOT_JSON for m in members) else members
+        items = [_jsonable(v) for v in value]
+        return _NOT_JSON if any(i is _NOT_JSON for i in items) else items
     if isinstance(value, dict) and all(isinstance(k, str) for k in value):
         members = {k: _jsonable(v) for k, v in value.items()}
         return _NOT_JSON if any(m is _NOT_JSON for m in members.values()) else members
@@ -260,6 +398,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(saved: Mapping[str, Any]) -> None:
+    """Puts back what `random_state` took."""
     version, numbers, gauss = saved["python"]
     random.setstate((version, tuple(numbers), gauss))
     numpy_state = dict(saved["numpy"])
