@@ -1,4 +1,4 @@
-"""Restarts: who is started again, when, and when it is enough. Rows: docs/failures.md."""
+"""Restarts: who is started again, when, and when it is enough. Rows: docs/restarts.md."""
 
 from __future__ import annotations
 
@@ -64,7 +64,12 @@ def run(tmp_path: Path) -> Any:
     (tmp_path / "result").mkdir()
 
     def start(
-        *flags: str, workers: int = 2, ps: int = 0, evaluator: bool = False, **terms: Any
+        *flags: str,
+        workers: int = 2,
+        ps: int = 0,
+        evaluator: bool = False,
+        grace_s: float = 1.0,
+        **terms: Any,
     ) -> Run:
         out = io.StringIO()
         begin = time.monotonic()
@@ -77,6 +82,7 @@ def run(tmp_path: Path) -> Any:
             env={**NO_INIT, "TFMW_RESULT": str(tmp_path / "result"), MARK: tmp_path.name},
             stdout=out,
             farewell_s=0.2,
+            grace_s=grace_s,
             terms=Terms(**terms),
         )
         seconds = time.monotonic() - begin
@@ -183,6 +189,7 @@ class TestPolicy:
             ({"monitor_interval_s": 0}, "--monitor-interval is 0"),
             ({"isolate": "maybe"}, "--isolate is 'maybe'"),
             ({"standby": "maybe"}, "--standby is 'maybe'"),
+            ({"standby": "on"}, "--standby on needs --max-restarts"),
         ],
     )
     def test_wrong_terms(self, terms, words):
@@ -266,10 +273,10 @@ class TestWatchdog:
 
 
 def test_row_01_a_worker_that_is_killed_all_start_again_as_a_new_attempt(run):
-    done = run("worker 0@0=stubborn", "worker 1@0=step:3 kill", max_restarts=3)
+    done = run("worker 0@0=stubborn", "worker 1@0=step:3 kill", max_restarts=3, grace_s=20)
     assert done.result.status == 0
     assert (done.result.attempts, done.result.restarts, done.result.failures) == (2, 1, ())
-    assert done.seconds < 5  # the other one is stubborn, and is not waited for
+    assert done.seconds < 10  # the other one is stubborn, and is not waited for
     first, second = done.task("worker 0", 0), done.task("worker 0", 1)
     assert first["pid"] != second["pid"]
     assert set(first["config"]["cluster"]["worker"]).isdisjoint(

@@ -20,7 +20,6 @@ any                       evaluator                  the evaluator, alone
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Literal
 
 from tfmw._failure import Failure
@@ -85,6 +84,8 @@ class Terms:
                 raise UsageError(
                     f"{_option(name)} is {getattr(self, name)!r}; expected auto, on or off."
                 )
+        if self.standby == "on" and not self.max_restarts:
+            raise UsageError("--standby on needs --max-restarts: spares are for restarts.")
         if self.min_workers is None:
             return
         if not 1 <= self.min_workers <= workers:
@@ -243,8 +244,3 @@ def _in(delay_s: float) -> str:
 
 def _at(step: int) -> str:
     return f" at step {step}" if step >= 0 else ""
-
-
-def leaving_lines(failures: Sequence[Failure]) -> list[str]:
-    """One line for each failure of later attempts than the first."""
-    return [f"{f.task} failed in attempt {f.attempt}: {f.what}" for f in failures]

@@ -425,7 +425,7 @@ def _wants_standbys(terms: Terms, env: Mapping[str, str]) -> bool:
     """Whether spare processes help: they have imported what a task without tfmw doesn't use."""
     if terms.standby == "auto":
         return terms.max_restarts > 0 and env.get("TFMW_NO_INIT") != "1"
-    return terms.standby == "on" and terms.max_restarts > 0
+    return terms.standby == "on"
 
 
 def _network(

@@ -7,6 +7,7 @@ carries the weights, bit for bit, and how often the model was trained on each ex
 import argparse
 import hashlib
 import os
+from typing import Any
 
 import keras
 import numpy as np
@@ -48,7 +49,7 @@ def main() -> None:
     keras.utils.set_random_seed(3)
     x = np.random.default_rng(0).normal(size=(EXAMPLES, 4)).astype("float32")
     y = x @ np.array([[1.0], [-2.0], [0.5], [3.0]], "float32")
-    one_hot = np.eye(EXAMPLES, dtype="float32")
+    one_hot: np.ndarray[Any, Any] = np.eye(EXAMPLES, dtype="float32")
     inputs = keras.Input((4 + EXAMPLES,))
     hidden = keras.layers.Dense(8, activation="tanh")(Count()(inputs))
     hidden = keras.layers.Dropout(0.1)(hidden)
