@@ -253,7 +253,7 @@ _ALONE = (
 def optimizers_of(model: keras.Model) -> list[Any]:
     """The outermost optimizers that the model holds, the compiled one first."""
     found: list[Any] = []
-    for value in [model.optimizer, *vars(model).values()]:
+    for value in [getattr(model, "optimizer", None), *vars(model).values()]:
         for item in items_in(value):
             if isinstance(item, keras.optimizers.Optimizer) and all(item is not f for f in found):
                 found.append(item)
@@ -905,6 +905,11 @@ def uses_weight_decay(optimizer: Any, variable: Any) -> bool:
 def current_learning_rate(optimizer: Any) -> Any:
     """The learning rate of this step, a schedule's too, computed where this is called."""
     return optimizer._get_current_learning_rate()
+
+
+def one_op(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which stays one op in the graph that calls it, run where that op is placed."""
+    return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 
 def local_variable(name: str, shape: Any, dtype: tf.DType, trainable: bool) -> Any:

@@ -1,7 +1,7 @@
 """Variables whose rows are spread over parameter servers.
 
     rows = look_up(pieces, ids)                       # on a worker: only the rows asked for move
-    for piece, ids, grads in to_pieces(pieces, gradient): ...     # each server gets its own rows
+    for piece, grads, ids in to_pieces(pieces, gradient): ...     # each server gets its own rows
     Rows(master, ids)                                 # on a server: an optimizer updates just those
 
 A variable is divided along its first axis into contiguous ranges, one `Piece` each, so putting the
@@ -58,32 +58,27 @@ def read_whole(pieces: Sequence[Piece]) -> tf.Tensor:
 
 def to_pieces(
     pieces: Sequence[Piece], gradient: Any
-) -> list[tuple[Piece, tf.Tensor | None, tf.Tensor]]:
-    """Sends the gradient of a divided variable to its servers.
+) -> list[tuple[Any, ...]]:
+    """Divides the gradient of a divided variable among its servers.
 
     Args:
         gradient: dense, or `tf.IndexedSlices` with rows of the whole, repeated or not.
 
     Returns:
-        For each piece, on its server: (piece, rows int64 [n] counted from its start, gradients
-        [n, ...]); None as the rows means all of them.
+        For each piece (piece, gradients [n, ...], rows int64 [n] counted from its start), still on
+        the worker; (piece, gradients) where they are of all its rows.
     """
-    out: list[tuple[Piece, tf.Tensor | None, tf.Tensor]] = []
     if not isinstance(gradient, tf.IndexedSlices):
-        for piece in pieces:
-            part = gradient[piece.start : piece.stop] if piece.stop else gradient
-            with tf.device(server(piece.server)):
-                out.append((piece, None, tf.identity(part)))
-        return out
+        return [(p, gradient[p.start : p.stop] if p.stop else gradient) for p in pieces]
     unique, positions = tf.unique(tf.cast(gradient.indices, tf.int64), out_idx=tf.int64)
     summed = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(unique))
     owners = _owners(pieces, unique)
     ids = tf.dynamic_partition(unique, owners, len(pieces))
     values = tf.dynamic_partition(summed, owners, len(pieces))
-    for piece, mine, rows in zip(pieces, ids, values, strict=True):
-        with tf.device(server(piece.server)):
-            out.append((piece, tf.identity(mine - piece.start), tf.identity(rows)))
-    return out
+    return [
+        (piece, rows, mine - piece.start)
+        for piece, mine, rows in zip(pieces, ids, values, strict=True)
+    ]
 
 
 def _owners(pieces: Sequence[Piece], ids: tf.Tensor) -> tf.Tensor:

@@ -27,6 +27,7 @@ so no two steps draw the same mask, and the coordinator's counts go on as if it 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -69,6 +70,7 @@ class WorkerSteps:
         self.log_names: list[str] = []
         self._name = f"{name}/{next(_models)}"
         self._assigned: list[Any] = []
+        self._ops: dict[Any, Callable[..., Any]] = {}
         looked_up = keras_compat.looked_up_variables(model)
         self._remote = [
             v
@@ -93,7 +95,7 @@ class WorkerSteps:
             locals_[id(variable)].assign(_here(masters.piece(variable).master.read_value()))
         begun = [self._begin_seed(locals_[id(s)], v, first) for s, v in self._seeds(seeds)]
         sums: dict[str, Any] = {}
-        step = tf.function(lambda: self._step(iterator, locals_, sums), autograph=False)
+        step = functools.partial(self._step, iterator, locals_, sums)
 
         def turn(done: tf.Tensor, steps: int) -> tf.Tensor:
             for _ in range(steps):
@@ -189,10 +191,9 @@ class WorkerSteps:
     def _pull(self, locals_: dict[int, Any]) -> dict[int, tf.Tensor]:
         """Takes the masters' values; returns those of the state."""
         values: dict[int, tf.Tensor] = {}
-        for pack in self._packs:
+        for number, pack in enumerate(self._packs):
             with tf.device(server(pack.server)):
-                parts = [self.masters.piece(v).master.read_value() for v in pack.variables]
-                flat = tf.concat([tf.reshape(p, [-1]) for p in parts], axis=0)
+                flat = self._one_op(("pull", number), functools.partial(self._packed, pack))()
             values.update(_unpacked(pack, _here(flat)))
         for variable in self._alone:
             values[id(variable)] = _here(self.masters.piece(variable).master.read_value())
@@ -200,24 +201,35 @@ class WorkerSteps:
             locals_[id(variable)].assign(values[id(variable)])
         return {id(v): values[id(v)] for v in self.masters.state}
 
+    def _packed(self, pack: Pack) -> tf.Tensor:
+        """[elements of all variables], on their server."""
+        parts = [self.masters.piece(v).master.read_value() for v in pack.variables]
+        return tf.concat([tf.reshape(p, [-1]) for p in parts], axis=0)
+
     def _push_state(self, locals_: dict[int, Any], before: dict[int, tf.Tensor]) -> None:
         changed = [v for v in self.masters.state if _in(v, self._assigned)]
         averages = keras_compat.moving_averages(self.model)
         packs, alone = self.masters.packs(changed)
-        for pack in [*packs, *(Pack(self.masters.piece(v).server, _dtype(v), (v,)) for v in alone)]:
+        packs += [Pack(self.masters.piece(v).server, _dtype(v), (v,)) for v in alone]
+        for number, pack in enumerate(packs):
             sent = []
             for variable in pack.variables:
                 after = locals_[id(variable)].read_value()
                 sent.append(after if _in(variable, averages) else after - before[id(variable)])
             flat = tf.concat([tf.reshape(t, [-1]) for t in sent], axis=0)
-            with tf.device(server(pack.server)):
-                parts = _unpacked(pack, tf.identity(flat))
+
+            def take(flat: tf.Tensor, pack: Pack = pack) -> tf.Tensor:
+                parts = _unpacked(pack, flat)
                 for variable in pack.variables:
                     master = self.masters.piece(variable).master
                     if _in(variable, averages):
                         master.assign(parts[id(variable)])
                     else:
                         master.assign_add(parts[id(variable)])
+                return tf.constant(0)
+
+            with tf.device(server(pack.server)):
+                self._one_op(("state", number), take)(flat)
 
     def _keep_logs(self, logs: Any, sums: dict[str, Any]) -> None:
         """Adds up what a custom step returns."""
@@ -261,13 +273,9 @@ class WorkerSteps:
     ) -> None:
         masters = self.masters
         by_variable = {id(v): g for g, v in grads}
-        arrived: dict[int, list[tf.Tensor]] = {}
-        updates: dict[int, list[Callable[[], None]]] = {}
-
-        def on(where: int, tensor: tf.Tensor, update: Callable[[], None]) -> None:
-            arrived.setdefault(where, []).append(tensor)
-            updates.setdefault(where, []).append(update)
-
+        todo: dict[int, list[tuple[list[tf.Tensor], Callable[..., None]]]] = {
+            where: [] for where in range(masters.servers)
+        }
         here = [v for _, v in grads if not _in(v, self._remote)]
         packs, alone = masters.packs(here)
         for pack in [*packs, *(Pack(masters.piece(v).server, _dtype(v), (v,)) for v in alone)]:
@@ -276,39 +284,59 @@ class WorkerSteps:
                  for v in pack.variables],
                 axis=0,
             )
-            with tf.device(server(pack.server)):
-                flat = tf.identity(flat)
-                parts = _unpacked(pack, flat)
-            for variable in pack.variables:
-                on(pack.server, flat, lambda v=variable, g=parts[id(variable)]:
-                   self._update_whole(optimizer, masters.piece(v), v, g))
+
+            def update_pack(flat: tf.Tensor, pack: Pack = pack) -> None:
+                for variable, grad in zip(pack.variables, _unpacked(pack, flat).values(),
+                                          strict=True):
+                    self._update_whole(optimizer, masters.piece(variable), variable, grad)
+
+            todo[pack.server].append(([flat], update_pack))
         for variable in [v for _, v in grads if _in(v, self._remote)]:
-            for piece, ids, rows in to_pieces(masters.pieces(variable), by_variable[id(variable)]):
-                on(piece.server, rows, lambda p=piece, v=variable, i=ids, r=rows:
-                   self._update_rows(optimizer, p, v, i, r))
-        # What every update needs, on each server its own copy.
-        for where, todo in updates.items():
-            scalars = [(v, _ReadOnly(copies[where])) for v, copies in masters.scalars]
-            with tf.device(server(where)), standing_in(scalars):
-                for update in todo:
-                    update()
-                with tf.control_dependencies(arrived[where]):
-                    for variable, copies in masters.scalars:
-                        if variable is optimizer.iterations:
-                            copies[where].assign_add(1)
-        for where in sorted(updates):
+            for piece, *sent in to_pieces(masters.pieces(variable), by_variable[id(variable)]):
+
+                def update_rows(*sent: Any, piece: Piece = piece, variable: Any = variable) -> None:
+                    self._update_rows(optimizer, piece, variable, *sent)
+
+                todo[piece.server].append((sent, update_rows))
+        for where, updates in todo.items():
+            # Servers that hold nothing of these gradients count all the same.
+            told = self._on_server(where, optimizer, updates or [([_signal(grads)], _nothing)])
             if where == masters.home:
-                applied.extend(arrived[where])
-        # Servers that hold nothing of these gradients count all the same.
-        for where in set(range(masters.servers)) - set(updates):
-            with tf.device(server(where)):
-                told = tf.identity(tf.zeros([], tf.int64) + _signal(grads))
-                with tf.control_dependencies([told]):
-                    for variable, copies in masters.scalars:
-                        if variable is optimizer.iterations:
-                            copies[where].assign_add(1)
-                    if where == masters.home:
-                        applied.append(told)
+                applied.append(told)
+
+    def _on_server(
+        self,
+        where: int,
+        optimizer: Any,
+        updates: list[tuple[list[tf.Tensor], Callable[..., None]]],
+    ) -> tf.Tensor:
+        """Runs updates on a server, as one op of the worker's graph.
+
+        Separate ops would each send the worker a message of their own at the end of a turn.
+
+        Returns:
+            int64 [], on the server, once the updates are made.
+        """
+        masters = self.masters
+        # What every update needs, each server has for itself.
+        scalars = [(v, _ReadOnly(copies[where])) for v, copies in masters.scalars]
+
+        def run(sent: list[list[tf.Tensor]]) -> tf.Tensor:
+            with standing_in(scalars):
+                for tensors, (_, update) in zip(sent, updates, strict=True):
+                    update(*tensors)
+            for variable, copies in masters.scalars:
+                if variable is optimizer.iterations:
+                    copies[where].assign_add(1)
+            return tf.constant(0, tf.int64)
+
+        with tf.device(server(where)):
+            op = self._one_op(("update", where, id(optimizer)), run)
+            return op([list(tensors) for tensors, _ in updates])
+
+    def _one_op(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` as one op; traced for the first of the steps in a turn, used by all."""
+        return self._ops.setdefault(key, keras_compat.one_op(function))
 
     def _update_whole(self, optimizer: Any, piece: Piece, variable: Any, grad: Any) -> None:
         slots = self.masters.slots_of(variable)
@@ -324,9 +352,14 @@ class WorkerSteps:
                 piece.master.assign(variable.constraint(piece.master.read_value()))
 
     def _update_rows(
-        self, optimizer: Any, piece: Piece, variable: Any, ids: tf.Tensor | None, rows: tf.Tensor
+        self,
+        optimizer: Any,
+        piece: Piece,
+        variable: Any,
+        rows: tf.Tensor,
+        ids: tf.Tensor | None = None,
     ) -> None:
-        """Updates some rows of a piece, or with `ids` None all of them."""
+        """Updates some rows of a piece, or without `ids` all of them."""
         if ids is None:
             self._update_whole(optimizer, piece, variable, rows)
             return
@@ -373,6 +406,10 @@ def _densified(grad: Any, variable: Any) -> Any:
     ):
         return tf.convert_to_tensor(grad)
     return grad
+
+
+def _nothing(*_: Any) -> None:
+    """No variable of this server is updated."""
 
 
 def _signal(grads: list[tuple[Any, Any]]) -> tf.Tensor:
