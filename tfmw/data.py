@@ -469,7 +469,7 @@ def _ordered_graph(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
                 changed = True
             if node.op in _SEED_INPUTS:
                 slots = _SEED_INPUTS[node.op]
-                values = [_constant(by_name.get(node.input[i].split(":")[0])) for i in slots]
+                values = [_folded(node.input[i], by_name) for i in slots]
                 if None not in values:
                     mine.append(values)
                     places.append((nodes, suffix, node, slots))
@@ -516,10 +516,32 @@ _SEED_INPUTS = {
 _GENERATOR_INPUT = {"ShuffleDatasetV3": 4, "ShuffleAndRepeatDatasetV2": 5}
 
 
-def _constant(node: Any) -> int | None:
-    if node is None or node.op != "Const":
+def _folded(name: str, by_name: dict[str, Any]) -> int | None:
+    """The number that an input of a node is; None where it is not made of constants.
+
+    Inside of a function, a seed under a global one is an expression: `where(seed == 0 and
+    seed2 == 0, 2**31 - 1, seed2)` (tensorflow/python/data/util/random_seed.py).
+    """
+    node = by_name.get(name.split(":")[0])
+    if node is None:
         return None
-    return int(tf.make_ndarray(node.attr["value"].tensor))
+    if node.op == "Const":
+        return int(tf.make_ndarray(node.attr["value"].tensor))
+    fold = _FOLDS.get(node.op)
+    inputs = [_folded(i, by_name) for i in node.input if not i.startswith("^")]
+    if fold is None or None in inputs:
+        return None
+    return int(fold(*inputs))
+
+
+_FOLDS: dict[str, Callable[..., Any]] = {
+    "Cast": lambda a: a,
+    "Equal": lambda a, b: a == b,
+    "Identity": lambda a: a,
+    "LogicalAnd": lambda a, b: a and b,
+    "Select": lambda c, a, b: a if c else b,
+    "SelectV2": lambda c, a, b: a if c else b,
+}
 
 
 def _ordered(dataset: tf.data.Dataset) -> tf.data.Dataset:

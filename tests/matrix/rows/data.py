@@ -191,7 +191,7 @@ def text() -> Case:
 
 
 class MeanWord(keras.Model):
-    """Embeds ragged sentences, int32 [batch, None], and averages their words."""
+    """Averages the embeddings of ragged sentences, int32 [batch, None]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,4 +200,18 @@ class MeanWord(keras.Model):
 
     def call(self, words: Any) -> Any:
         dense = words.to_tensor() if isinstance(words, tf.RaggedTensor) else words
-        return self.head(tf.reduce_mean(self.table(dense), axis=1))
+        known = tf.cast(dense > 0, tf.float32)[..., None]
+        summed = tf.reduce_sum(self.table(dense) * known, axis=1)
+        return self.head(summed / tf.reduce_sum(known, axis=1))
+
+
+@row("ragged inputs")
+def ragged() -> Case:
+    random = np.random.default_rng(8)
+    lengths = random.integers(1, 6, EXAMPLES)
+    words = tf.RaggedTensor.from_row_lengths(
+        random.integers(1, 20, lengths.sum()).astype("int32"), lengths
+    )
+    model = compiled(MeanWord(), adam())
+    model.build((None, None))
+    return Case(model, batches(words, numbers()[1]))

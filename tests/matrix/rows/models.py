@@ -21,7 +21,10 @@ def sequential() -> Case:
 def functional() -> Case:
     a, b = keras.Input([5], name="a"), keras.Input([2], name="b")
     hidden = layers.Dense(4, activation="tanh")(layers.Concatenate()([a, b]))
-    outputs = {"kind": layers.Dense(3, name="kind")(hidden), "size": layers.Dense(1)(hidden)}
+    outputs = {
+        "kind": layers.Dense(3, name="kind")(hidden),
+        "size": layers.Dense(1, name="size")(hidden),
+    }
     model = keras.Model({"a": a, "b": b}, outputs)
     model.compile(
         adam(),
