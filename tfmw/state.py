@@ -216,9 +216,8 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], dic
                 members = value if isinstance(value, list) else [value]
                 kept[name] = len(members) if isinstance(value, list) else None
                 for i, member in enumerate(members):
-                    arrays[f"{_CALLBACK}{number}/{name}/{i}"] = np.array(
-                        member
-                    )  # it may go on counting
+                    # A copy: the callback may count on while this is written.
+                    arrays[f"{_CALLBACK}{number}/{name}/{i}"] = np.array(member)
                 continue
             simple = _jsonable(value)
             is_setting = bool(at_first) and all(
@@ -272,10 +271,10 @@ def restore_callbacks(
 
 def _counted_since(callback: Any) -> dict[str, Any]:
     """What an interrupted call of this process counted in a callback, as it was at first."""
-    noted = vars(callback).get(_AT_FIRST, [])
+    noted: list[dict[str, Any]] = vars(callback).get(_AT_FIRST, [])
     if len(noted) < 4:
         return {}
-    first, before, now = noted[0], *noted[-2:]
+    first, before, now = noted[0], noted[-2], noted[-1]
     return {
         name: first[name]
         for name in first.keys() & before.keys() & now.keys()
@@ -298,7 +297,7 @@ def _values_of(state: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, An
     values = dict(state["values"])
     for name, length in state["arrays"].items():
         members = [
-            np.asarray(arrays[f"{_CALLBACK}{state['number']}/{name}/{i}"])
+            np.array(arrays[f"{_CALLBACK}{state['number']}/{name}/{i}"])  # one that may be written
             for i in range(1 if length is None else length)
         ]
         values[name] = members[0] if length is None else members
