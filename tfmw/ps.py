@@ -39,7 +39,7 @@ from tfmw.resume import Backups
 
 logger = logging.getLogger("tfmw")
 
-_SECONDS_PER_FUNCTION = 0.2
+_SECONDS_PER_FUNCTION = 0.5
 _MOST_STEPS_PER_FUNCTION = 1000
 _ASK_AGAIN_S = 0.05
 _AHEAD = 2  # functions scheduled for each worker, so that none waits for the coordinator
@@ -156,7 +156,7 @@ class _Pace:
         if self._fixed is not None:
             return min(self._fixed, left)
         # Towards the end of an epoch in smaller pieces, so that workers end it together.
-        return max(1, min(self._most, -(-left // workers)))
+        return min(left, max(1, self._most // 4, min(self._most, left // (2 * workers))))
 
     def took(self, seconds: float, steps: int) -> None:
         """Hears how long a function was under way, waiting included."""

@@ -1,0 +1,86 @@
+"""Train a recommender with a large hashed embedding on parameter servers, or on one process.
+
+    tfmw run --workers 2 --ps 2 recipes/recommender.py --strategy=parameter_server
+    python recipes/recommender.py --max_steps=300
+
+Two towers, one for users and one for items, look their ids up in hashed tables; the score is the
+product of what they make of them, beside a wide part that knows users and items one by one. The
+data is made by a rule, so the best possible accuracy is known:
+
+    each user and each item has one of 8 tastes, drawn by hashing its id;
+    a user likes an item with probability 0.95 where the tastes are the same, else 0.05.
+
+No model can do better than 0.95. Large tables are divided over the servers with --min_shard_bytes.
+"""
+
+from __future__ import annotations
+
+import common
+import keras
+import tensorflow as tf
+from absl import flags
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("ids", 500, "How many users there are, and how many items.", 2)
+flags.DEFINE_integer("buckets", 1 << 14, "Rows of each hashed table.", 2)
+flags.DEFINE_integer("width", 16, "Columns of each table.", 1)
+
+TASTES = 8
+BEST_ACCURACY = 0.95
+STEPS_PER_EPOCH = 200
+
+
+def main() -> None:
+    """Train, report and export as the flags say."""
+    cluster = common.init()  # before any TensorFlow op
+    size = FLAGS.batch_size
+    train = make_data(1, size).take(STEPS_PER_EPOCH)
+    test = make_data(2, 1024).take(4)
+    common.train(make_model(FLAGS.buckets, FLAGS.width), train, test, cluster)
+
+
+def make_data(seed: int, size: int) -> tf.data.Dataset:
+    """Batches without end: ({"user": string [size], "item": string [size]}, liked int64 [size])."""
+
+    def batch(seeds: tf.Tensor) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+        ids = tf.random.stateless_uniform([size], seeds, 0, FLAGS.ids, tf.int64)
+        user = tf.strings.join(["u", tf.strings.as_string(ids)])
+        # Half of the items are of the user's own taste: the two labels are about as frequent.
+        same = tf.random.stateless_uniform([size, 1], seeds + 1) < 0.5
+        tries = tf.random.stateless_uniform([size, 32], seeds + 2, 0, FLAGS.ids, tf.int64)
+        items = tf.strings.join(["i", tf.strings.as_string(tries)])
+        fits = tf.equal(tf.equal(taste(items), taste(user)[:, None]), same)
+        item = tf.gather(items, tf.argmax(tf.cast(fits, tf.int32), axis=1), batch_dims=1)
+        chance = tf.where(taste(item) == taste(user), BEST_ACCURACY, 1 - BEST_ACCURACY)
+        liked = tf.random.stateless_uniform([size], seeds + 3) < chance
+        return {"user": user, "item": item}, tf.cast(liked, tf.int64)
+
+    seeds = tf.data.Dataset.random(seed).batch(2, drop_remainder=True)
+    return seeds.map(lambda pair: batch(pair), num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def taste(ids: tf.Tensor) -> tf.Tensor:
+    """The rule: int64, in the shape of the ids."""
+    return tf.strings.to_hash_bucket_strong(ids, TASTES, [7, 11])
+
+
+def make_model(buckets: int, width: int) -> keras.Model:
+    """Two towers and a wide part. It takes the ids as strings, and hashes them itself."""
+    inputs, towers, wide = {}, [], []
+    for name in ("user", "item"):
+        inputs[name] = keras.Input((), dtype="string", name=name)
+        bucket = keras.layers.Hashing(buckets, name=f"{name}_bucket")(inputs[name])
+        begin = keras.initializers.RandomNormal(stddev=0.5)
+        table = keras.layers.Embedding(buckets, width, begin, name=f"{name}_table")
+        towers.append(keras.layers.Dense(width, name=f"{name}_tower")(table(bucket)))
+        wide.append(keras.layers.Embedding(buckets, 1, name=f"{name}_wide")(bucket))
+    match = keras.layers.Dot(axes=-1, name="match")(towers)
+    logit = keras.layers.Add(name="logit")([match, *wide])
+    output = keras.layers.Activation("sigmoid", name="liked")(logit)
+    model = keras.Model(inputs, output)
+    model.compile(keras.optimizers.Adam(0.01), "binary_crossentropy", metrics=["accuracy"])
+    return model
+
+
+if __name__ == "__main__":
+    common.run(main)
