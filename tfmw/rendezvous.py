@@ -29,6 +29,8 @@ logger = logging.getLogger("tfmw")
 
 _MAX_LINE = 1 << 20  # bytes; a cluster of ten thousand tasks is a quarter of this
 _RETRY_S = 0.05
+_TELL_S = 10.0  # tasks that are started together come within this time of each other
+_ANSWER_S = 5.0  # the chief may have been started later than this task
 
 
 def meet(
@@ -101,19 +103,21 @@ def _receive(
     clock: Callable[[], float],
 ) -> None:
     """The chief's side: collect one line of every other task, compare, answer all."""
-    answers: dict[int, socket.socket] = {}
-    problem: str | None = None
+    came: dict[int, socket.socket] = {}
+    callers: list[socket.socket] = []
+    problem: TfmwError | None = None
     selector = selectors.DefaultSelector()
     server = listen(members[0])
     server.setblocking(False)
     selector.register(server, selectors.EVENT_READ, None)
     lines: dict[socket.socket, bytes] = {}
     try:
-        while len(answers) < len(members) - 1 and problem is None:
+        while len(came if problem is None else callers) < len(members) - 1:
             left = deadline - clock()
             if left <= 0:
-                absent = [r for r in range(1, len(members)) if r not in answers]
-                raise _absent(cluster, absent, timeout_s)
+                absent = [r for r in range(1, len(members)) if r not in came]
+                problem = problem or _absent(cluster, absent, timeout_s)
+                break
             for key, _ in selector.select(min(left, 1.0)):
                 if key.fileobj is server:
                     connection, _address = server.accept()
@@ -130,15 +134,21 @@ def _receive(
                 if not hello:
                     peer.close()
                     continue
-                problem = disagreement(mine, hello) or _twice(hello, answers)
-                answers[int(hello.get("rank", -1))] = peer
-        answer = {"problem": problem}
-        for peer in answers.values():
+                wrong = disagreement(mine, hello) or _twice(hello, came)
+                if wrong and problem is None:
+                    # Those who are still on their way are told too.
+                    problem = ClusterError(wrong)
+                    deadline = min(deadline, clock() + _TELL_S)
+                came[hello["rank"]] = peer
+                callers.append(peer)
+        answer = {"problem": None if problem is None else str(problem)}
+        answer["kind"] = type(problem).__name__
+        for peer in callers:
             with contextlib.suppress(OSError):
                 peer.setblocking(True)
                 peer.sendall(json.dumps(answer).encode() + b"\n")
         # The others close first, so that the port is left without a connection in TIME_WAIT.
-        for peer in answers.values():
+        for peer in callers:
             with contextlib.suppress(OSError):
                 peer.settimeout(5.0)
                 peer.recv(1)
@@ -148,7 +158,7 @@ def _receive(
         server.close()
         selector.close()
     if problem is not None:
-        raise ClusterError(problem)
+        raise problem
 
 
 def _read_line(peer: socket.socket, lines: dict[socket.socket, bytes]) -> dict[str, Any] | None:
@@ -166,7 +176,7 @@ def _read_line(peer: socket.socket, lines: dict[socket.socket, bytes]) -> dict[s
         return None
     try:
         hello = json.loads(lines[peer])
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     wanted = {"rank": int, "members": list, "facts": dict}
     if not isinstance(hello, dict) or any(
@@ -176,14 +186,24 @@ def _read_line(peer: socket.socket, lines: dict[socket.socket, bytes]) -> dict[s
     return hello
 
 
-def _twice(hello: dict[str, Any], answers: Mapping[int, Any]) -> str | None:
+def _twice(hello: dict[str, Any], came: Mapping[int, socket.socket]) -> str | None:
     rank = hello["rank"]
-    if rank == 0 or rank in answers:
+    if rank == 0 or (rank in came and not _hung_up(came[rank])):
         return (
             f"two tasks call themselves training task {rank}: give each task its own index "
             '("task" in TF_CONFIG, --task_index).'
         )
     return None
+
+
+def _hung_up(peer: socket.socket) -> bool:
+    """Whether a task that came has gone since: it was started again, and comes again."""
+    try:
+        return peer.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def disagreement(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
@@ -234,7 +254,7 @@ def _report(
         try:
             with socket.create_connection((host, port), timeout=min(left, 5.0)) as peer:
                 peer.sendall(line)
-                peer.settimeout(max(0.1, deadline - clock()))
+                peer.settimeout(max(0.1, deadline + _ANSWER_S - clock()))
                 data = b""
                 while not data.endswith(b"\n"):
                     part = peer.recv(65536)
@@ -251,9 +271,10 @@ def _report(
             last = "the chief closed the connection"
             time.sleep(min(_RETRY_S, max(0.0, left)))
             continue
-        problem = json.loads(data).get("problem")
-        if problem:
-            raise ClusterError(problem)
+        answer = json.loads(data)
+        if answer.get("problem"):
+            kind = TfmwError if answer.get("kind") == "TfmwError" else ClusterError
+            raise kind(answer["problem"])
         return
 
 
