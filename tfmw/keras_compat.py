@@ -49,6 +49,7 @@ from tensorflow.python.data.ops import iterator_ops as _iterator_ops
 from tensorflow.python.data.util import random_seed as data_random_seed
 from tensorflow.python.distribute.coordinator import cluster_coordinator as _cluster_coordinator
 from tensorflow.python.distribute.coordinator import values as _coordinator_values
+from tensorflow.python.eager import cancellation as _cancellation
 from tensorflow.python.eager import context as _context
 from tensorflow.python.eager import record as _record
 from tensorflow.python.ops import gen_experimental_dataset_ops
@@ -912,6 +913,15 @@ def one_op(function: Callable[..., Any]) -> Callable[..., Any]:
     return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 
+def cancelable(
+    function: Any, *arguments: Any
+) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """(calls a concrete function, which may block; makes that call end, from another thread)."""
+    manager = _cancellation.CancellationManager()
+    call = manager.get_cancelable_function(function)
+    return (lambda: call(*arguments)), manager.start_cancel
+
+
 def local_variable(name: str, shape: Any, dtype: tf.DType, trainable: bool) -> Any:
     """A `tf.Variable` of whichever process runs the function that is being traced.
 
@@ -1098,6 +1108,7 @@ def check() -> list[str]:
         (_record, "stop_recording"),
         (_iterator_ops, "IteratorSpec"),
         (_coordinator_values, "PerWorkerValues"),
+        (_cancellation.CancellationManager, "get_cancelable_function"),
         (_cluster_coordinator, "_is_worker_failure"),
         *[(base_optimizer.BaseOptimizer, name) for name in _ALONE],
     ]

@@ -22,6 +22,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 import keras
@@ -33,6 +34,7 @@ from tfmw import data, keras_compat, placement, ps_cluster, ps_data, state
 from tfmw._progress import report_progress
 from tfmw.errors import UsageError
 from tfmw.group import Group
+from tfmw.ps_accumulators import SynchronousSteps
 from tfmw.ps_steps import WorkerSteps
 from tfmw.ps_variables import Masters
 from tfmw.resume import Backups
@@ -64,10 +66,18 @@ class PsDriver:
         self._coordinator = servers.coordinator
         self._workers = len(servers.cluster.workers)
         self.masters = Masters(model, len(servers.cluster.ps), servers.settings.partition)
-        self._steps = WorkerSteps(model, self.masters, f"tfmw/{uuid.uuid4().hex}")
+        self._steps = self._worker_steps(f"tfmw/{uuid.uuid4().hex}")
         makers, spec = ps_data.for_workers(source, self._workers)
         self._iterator = keras_compat.worker_iterators(self._coordinator, makers, spec)
         self._pace = _Pace(model.steps_per_execution)
+        self._numbers: Any = None
+
+    def _worker_steps(self, name: str) -> WorkerSteps | SynchronousSteps:
+        settings = self._servers.settings
+        if not settings.sync_replicas:
+            return WorkerSteps(self.model, self.masters, name)
+        aggregate = settings.replicas_to_aggregate or self._workers
+        return SynchronousSteps(self.model, self.masters, name, self._workers, aggregate)
 
     def train(self, steps: int, after: Callable[[int], bool]) -> int:
         """Applies exactly `steps` updates, fewer only where `after` ends it.
@@ -79,6 +89,8 @@ class PsDriver:
         Returns:
             Updates applied.
         """
+        if isinstance(self._steps, SynchronousSteps):
+            return self._train_together(self._steps, steps, after)
         begun, target = self.applied, self.applied + steps
         done = 0
         going = True
@@ -103,6 +115,48 @@ class PsDriver:
             self._coordinator.join()
             self.applied = int(self.masters.applied.numpy())
         return self.applied - begun
+
+    def _train_together(
+        self, together: SynchronousSteps, steps: int, after: Callable[[int], bool]
+    ) -> int:
+        """The same with updates that wait for several workers: all of `steps` in one go.
+
+        A worker that is behind holds nobody up but at the end, so there are no ends in between.
+        """
+        self.masters.push_scalars()
+        limit = tf.constant(self.applied + steps, tf.int64)
+        seeds = [tf.cast(s.numpy(), tf.uint32) for s in self.masters.seeds]
+        if self._numbers is None:
+            self._numbers = keras_compat.worker_constants(
+                self._coordinator, list(range(self._workers))
+            )
+        results = [
+            self._coordinator.schedule(
+                together.function, args=(self._iterator, self._numbers, limit, seeds)
+            )
+            for _ in range(self._workers)
+        ]
+        wait, cancel = together.advance(steps)
+        with futures.ThreadPoolExecutor(1) as pool:
+            advancing = pool.submit(wait)
+            try:
+                fetched = [self._fetched(result) for result in results]
+                self._coordinator.join()
+                advancing.result()
+            except BaseException:
+                cancel()
+                raise
+        for result in fetched:
+            self._add_up(result)
+        self.applied = int(self.masters.applied.numpy())
+        report_progress(self.applied)
+        after(steps)
+        return steps
+
+    @property
+    def dropped(self) -> int | None:
+        """Gradients that came too late for their step, so far; None without `sync_replicas`."""
+        return self._steps.dropped if isinstance(self._steps, SynchronousSteps) else None
 
     def _schedule(self, most: int, limit: tf.Tensor) -> Any:
         self.masters.push_scalars()
@@ -302,6 +356,7 @@ class _Run:
     def _train_epoch(self, epoch: int, made: int) -> dict[str, Any]:
         """Makes the steps of an epoch that are left; backups in between are taken at rest."""
         driver, backups, model = self._driver, self._backups, self._driver.model
+        dropped = driver.dropped
         while made < self._steps:
             most = backups.limit(self._step, self._steps - made)
             heard = [0.0, 0.0]
@@ -320,7 +375,10 @@ class _Run:
                 self._save(epoch, made=made)
                 if heard[0]:
                     backups.leave(self._step)
-        return driver.logs()
+        logs = driver.logs()
+        if dropped is not None and driver.dropped is not None:
+            logs["dropped_gradients"] = float(driver.dropped - dropped)
+        return logs
 
     def _after(self, epoch: int, done: int) -> bool:
         """Tells callbacks how far the epoch is; returns whether to go on."""

@@ -55,23 +55,25 @@ class WorkerSteps:
         model: compiled and built, with its optimizer built.
         masters: its variables on the servers.
         name: of the worker-side variables; differs between trainings that share servers.
+        remote_lookups: whether large tables stay on their servers, and rows are fetched.
 
     Attributes:
         function: (iterator, most int64 [], limit int64 [], seeds [uint32 [2], ...]) -> dict with
-            "steps" int64 [], "metrics" (what each metric variable gained), "draws" (by how much
-            each seed generator advanced), "logs" (sums of what a custom step returns besides).
+            "steps" int64 [], "metrics" (what each metric variable gained) and "draws" (by how much
+            each seed generator advanced).
     """
 
-    def __init__(self, model: keras.Model, masters: Masters, name: str):
+    def __init__(
+        self, model: keras.Model, masters: Masters, name: str, remote_lookups: bool = True
+    ):
         self.model = model
         self.masters = masters
         self.metrics = keras_compat.metric_variables(model)
         self.function = tf.function(self._many, autograph=False)
-        self.log_names: list[str] = []
         self._name = f"{name}/{next(_models)}"
         self._assigned: list[Any] = []
         self._ops: dict[Any, Callable[..., Any]] = {}
-        looked_up = keras_compat.looked_up_variables(model)
+        looked_up = keras_compat.looked_up_variables(model) if remote_lookups else []
         self._remote = [
             v
             for v in masters.trainable
@@ -88,14 +90,9 @@ class WorkerSteps:
         end = masters.tickets.assign_add(most, read_value=True)
         first = tf.identity(end) - most
         count = tf.clip_by_value(limit - first, 0, most)
-        locals_ = self._locals()
-        for variable in self.metrics:
-            locals_[id(variable)].assign(tf.zeros(variable.shape, _dtype(variable)))
-        for variable in masters.frozen:
-            locals_[id(variable)].assign(_here(masters.piece(variable).master.read_value()))
+        locals_ = self._begin()
         begun = [self._begin_seed(locals_[id(s)], v, first) for s, v in self._seeds(seeds)]
-        sums: dict[str, Any] = {}
-        step = functools.partial(self._step, iterator, locals_, sums)
+        step = functools.partial(self._step, iterator, locals_)
 
         def turn(done: tf.Tensor, steps: int) -> tf.Tensor:
             for _ in range(steps):
@@ -111,6 +108,20 @@ class WorkerSteps:
 
         done = loop(tf.constant(0, tf.int64), count // UNROLLED * UNROLLED, UNROLLED)
         done = loop(done, count, 1)
+        return self._results(done, locals_, begun, seeds)
+
+    def _begin(self) -> dict[int, Any]:
+        """Stand-ins that hold what a function begins with."""
+        locals_ = self._locals()
+        for variable in self.metrics:
+            locals_[id(variable)].assign(tf.zeros(variable.shape, _dtype(variable)))
+        for variable in self.masters.frozen:
+            locals_[id(variable)].assign(_here(self.masters.piece(variable).master.read_value()))
+        return locals_
+
+    def _results(
+        self, done: tf.Tensor, locals_: dict[int, Any], begun: list[tf.Tensor], seeds: list[Any]
+    ) -> dict[str, Any]:
         with tf.control_dependencies([done]):
             return {
                 "steps": tf.identity(done),
@@ -119,7 +130,6 @@ class WorkerSteps:
                     locals_[id(s)].read_value() - b
                     for (s, _), b in zip(self._seeds(seeds), begun, strict=True)
                 ],
-                "logs": {name: holder.read_value() for name, holder in sums.items()},
             }
 
     def _locals(self) -> dict[int, Any]:
@@ -160,7 +170,7 @@ class WorkerSteps:
 
     # ------------------------------------------------------------ one step
 
-    def _step(self, iterator: Any, locals_: dict[int, Any], sums: dict[str, Any]) -> tf.Tensor:
+    def _step(self, iterator: Any, locals_: dict[int, Any]) -> tf.Tensor:
         masters, model = self.masters, self.model
         before = self._pull(locals_)
         own = [*masters.trainable, *masters.state, *masters.frozen, *masters.seeds, *self.metrics]
@@ -177,16 +187,24 @@ class WorkerSteps:
             stack.enter_context(keras_compat.lookups_through(remote))
             stack.enter_context(standing_in(pairs))
             logs = model.train_step(next(iterator))
-        self._keep_logs(logs, sums)
+        if not isinstance(logs, dict):
+            raise UsageError(
+                f"the model's train_step returned {type(logs).__name__}: expected a dict of logs, "
+                'such as {"loss": loss}.'
+            )
         self._push_state(locals_, before)
         if not applied:
             raise UsageError(
                 "the model's train_step applied no gradients: expected it to call "
                 "self.optimizer.apply_gradients(...) or self.optimizer.apply(...)."
             )
-        with tf.device(server(masters.home)), tf.control_dependencies(applied):
-            masters.applied.assign_add(1)
+        self._count(applied)
         return tf.constant(0)
+
+    def _count(self, applied: list[tf.Tensor]) -> None:
+        """Counts the step on the server that is home, after its updates there."""
+        with tf.device(server(self.masters.home)), tf.control_dependencies(applied):
+            self.masters.applied.assign_add(1)
 
     def _pull(self, locals_: dict[int, Any]) -> dict[int, tf.Tensor]:
         """Takes the masters' values; returns those of the state."""
@@ -194,7 +212,7 @@ class WorkerSteps:
         for number, pack in enumerate(self._packs):
             with tf.device(server(pack.server)):
                 flat = self._one_op(("pull", number), functools.partial(self._packed, pack))()
-            values.update(_unpacked(pack, _here(flat)))
+            values.update(unpacked(pack, _here(flat)))
         for variable in self._alone:
             values[id(variable)] = _here(self.masters.piece(variable).master.read_value())
         for variable in [v for p in self._packs for v in p.variables] + self._alone:
@@ -219,7 +237,7 @@ class WorkerSteps:
             flat = tf.concat([tf.reshape(t, [-1]) for t in sent], axis=0)
 
             def take(flat: tf.Tensor, pack: Pack = pack) -> tf.Tensor:
-                parts = _unpacked(pack, flat)
+                parts = unpacked(pack, flat)
                 for variable in pack.variables:
                     master = self.masters.piece(variable).master
                     if _in(variable, averages):
@@ -230,15 +248,6 @@ class WorkerSteps:
 
             with tf.device(server(pack.server)):
                 self._one_op(("state", number), take)(flat)
-
-    def _keep_logs(self, logs: Any, sums: dict[str, Any]) -> None:
-        """Adds up what a custom step returns."""
-        if not isinstance(logs, dict):
-            raise UsageError(
-                f"the model's train_step returned {type(logs).__name__}: expected a dict of logs, "
-                'such as {"loss": loss}.'
-            )
-        self.log_names = list(logs)
 
     # ------------------------------------------------------------ updates
 
@@ -286,7 +295,7 @@ class WorkerSteps:
             )
 
             def update_pack(flat: tf.Tensor, pack: Pack = pack) -> None:
-                for variable, grad in zip(pack.variables, _unpacked(pack, flat).values(),
+                for variable, grad in zip(pack.variables, unpacked(pack, flat).values(),
                                           strict=True):
                     self._update_whole(optimizer, masters.piece(variable), variable, grad)
 
@@ -317,22 +326,30 @@ class WorkerSteps:
         Returns:
             int64 [], on the server, once the updates are made.
         """
-        masters = self.masters
-        # What every update needs, each server has for itself.
-        scalars = [(v, _ReadOnly(copies[where])) for v, copies in masters.scalars]
-
         def run(sent: list[list[tf.Tensor]]) -> tf.Tensor:
-            with standing_in(scalars):
-                for tensors, (_, update) in zip(sent, updates, strict=True):
-                    update(*tensors)
-            for variable, copies in masters.scalars:
-                if variable is optimizer.iterations:
-                    copies[where].assign_add(1)
+            arrived = zip(sent, (update for _, update in updates), strict=True)
+            self._run_updates(where, optimizer, list(arrived))
             return tf.constant(0, tf.int64)
 
         with tf.device(server(where)):
             op = self._one_op(("update", where, id(optimizer)), run)
             return op([list(tensors) for tensors, _ in updates])
+
+    def _run_updates(
+        self,
+        where: int,
+        optimizer: Any,
+        updates: list[tuple[list[tf.Tensor], Callable[..., None]]],
+    ) -> None:
+        """On a server: updates its variables, and counts for its own copy of the optimizer."""
+        # What every update needs, each server has for itself.
+        scalars = [(v, _ReadOnly(copies[where])) for v, copies in self.masters.scalars]
+        with standing_in(scalars):
+            for tensors, update in updates:
+                update(*tensors)
+        for variable, copies in self.masters.scalars:
+            if variable is optimizer.iterations:
+                copies[where].assign_add(1)
 
     def _one_op(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` as one op; traced for the first of the steps in a turn, used by all."""
@@ -419,7 +436,8 @@ def _signal(grads: list[tuple[Any, Any]]) -> tf.Tensor:
     return tf.cast(tf.size(values), tf.int64) * 0
 
 
-def _unpacked(pack: Pack, flat: tf.Tensor) -> dict[int, tf.Tensor]:
+def unpacked(pack: Pack, flat: tf.Tensor) -> dict[int, tf.Tensor]:
+    """Tensors by id of the variable, of the one tensor that they travel in."""
     parts = tf.split(flat, pack.sizes) if len(pack.sizes) > 1 else [flat]
     return {
         id(v): tf.reshape(p, v.shape) for v, p in zip(pack.variables, parts, strict=True)
