@@ -9,7 +9,7 @@ import random
 import re
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 from tests.cluster import PROGRAMS, tfmw_command
 from tfmw.errors import PREEMPTED
+from tfmw.export import verify
 
 pytestmark = pytest.mark.multiprocess
 
@@ -41,10 +42,17 @@ class Trained:
 Disturb = Callable[[int, int, int, int], None]
 
 
-def train(folder: Path, disturb: Disturb, *options: str, launcher_too: Any = None) -> Trained:
+def train(
+    folder: Path,
+    disturb: Disturb,
+    *options: str,
+    launcher_too: Any = None,
+    arguments: Sequence[str] = (),
+) -> Trained:
     """Trains on two workers, and lets `disturb` know of each step."""
     (folder / "results").mkdir(exist_ok=True)
     command = ["run", "--workers", "2", *options, PROGRAM, "--backup_dir", str(folder / "backup")]
+    command += arguments
     env = {"TFMW_RESULT": str(folder / "results")}
     output, attempt = "", 0
     with tfmw_command(*command, env=env) as run:
@@ -139,3 +147,27 @@ def test_chaos_many_kills_at_random_moments(undisturbed, tmp_path):
     assert len(killed) == len(moments)
     assert done.restarts == len(moments)
     assert os.listdir(tmp_path / "backup") == ["LOCK"]  # a run that is done needs none any more
+
+
+def test_chaos_killed_in_steps_backups_validation_and_export(undisturbed, tmp_path):
+    chance = random.Random(4)
+    either = [chance.randrange(2) for _ in range(3)]
+    # Each attempt comes further than the one before, or `tfmw run` would see a crash loop.
+    deaths = [
+        "0:backup:2",  # the chief writes: of steps 4 and 8, the second
+        f"{either[0]}:step:{chance.randint(5, 7)}",
+        f"{either[1]}:validation:{chance.randint(1, 4)}",  # after step 12
+        f"{either[2]}:step:{chance.randint(5, 7)}",
+        "0:backup:1",
+        "0:export:1",
+    ]
+    export = tmp_path / "export"
+    arguments = ["--export_dir", str(export), "--die", ",".join(deaths)]
+    done = train(tmp_path, lambda *_: None, "--max-restarts", "20", arguments=arguments)
+    assert_same(done, undisturbed)
+    points = [death.split(":")[1] for death in deaths]
+    assert list(re.findall(r"dies in (\w+)", done.output)) == points
+    assert done.restarts == len(points)
+    assert verify(export) == []
+    assert [entry.name for entry in tmp_path.iterdir() if "export" in entry.name] == ["export"]
+    assert os.listdir(tmp_path / "backup") == ["LOCK"]

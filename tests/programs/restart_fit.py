@@ -2,11 +2,16 @@
 
 Each step prints "made step <n> <pid>", so that the parent can choose its moment; each result
 carries the weights, bit for bit, and how often the model was trained on each example.
+
+`--die worker:point:count,...` has one entry for each attempt: that worker kills itself (SIGKILL)
+at the count-th step, backup (written, not yet in its place), batch of validation, or export
+(likewise).
 """
 
 import argparse
 import hashlib
 import os
+import signal
 from typing import Any
 
 import keras
@@ -14,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmw
+import tfmw.backup
 from tests.programs import _result
 
 EXAMPLES, BATCH, REPLICAS = 96, 8, 2
@@ -41,9 +47,64 @@ class Count(keras.layers.Layer):
         return x[:, :4]
 
 
+class Death:
+    """Dies at one point, the count-th time that this attempt comes there."""
+
+    def __init__(self, point: str, count: int):
+        self.point = point
+        self.left = count
+        if point == "backup":
+            self.on_each(tfmw.backup.BackupStore, "_replace")
+        if point == "export":
+            self.on_each(tf.io.gfile, "rename")
+
+    def reached(self, point: str) -> None:
+        if point == self.point:
+            self.left -= 1
+            if self.left == 0:
+                print(f"dies in {point}", flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_each(self, owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            self.reached(self.point)
+            return function(*args, **kwargs)
+
+        setattr(owner, name, replacement)
+
+
+class Mortal(keras.callbacks.Callback):
+    """The same callback in every attempt and on every worker, whoever dies."""
+
+    def __init__(self, deaths: list[Death]):
+        super().__init__()
+        self._deaths = deaths
+
+    def on_train_batch_end(self, batch, logs=None):
+        for death in self._deaths:
+            death.reached("step")
+
+    def on_test_batch_end(self, batch, logs=None):
+        for death in self._deaths:
+            death.reached("validation")
+
+
+def death_of(task: str, attempt: int, plan: str) -> list[Death]:
+    """What `--die` has for this worker in this attempt."""
+    deaths = plan.split(",") if plan else []
+    if attempt >= len(deaths):
+        return []
+    worker, point, count = deaths[attempt].split(":")
+    return [Death(point, int(count))] if task == f"worker {worker}" else []
+
+
 def main() -> None:
     flags = argparse.ArgumentParser()
     flags.add_argument("--backup_dir")
+    flags.add_argument("--export_dir")
+    flags.add_argument("--die", default="")
     flags.add_argument("--epochs", type=int, default=3)
     options = flags.parse_args()
     keras.utils.set_random_seed(3)
@@ -57,13 +118,18 @@ def main() -> None:
     model.compile(keras.optimizers.Adam(0.02), "mse")
     dataset = tf.data.Dataset.from_tensor_slices((np.hstack([x, one_hot]), y))
     dataset = dataset.shuffle(EXAMPLES).batch(BATCH)
+    everything = tf.data.Dataset.from_tensor_slices((np.hstack([x, one_hot]), y)).batch(24)
+    attempt = int(os.environ.get("TFMW_ATTEMPT", 0))
+    death = death_of(os.environ.get("TFMW_TASK", ""), attempt, options.die)
     history = tfmw.fit(
         model,
         dataset,
         epochs=options.epochs,
         verbose=0,
-        callbacks=[SayStep()],
+        validation_data=everything,
+        callbacks=[SayStep(), Mortal(death)],
         backup_dir=options.backup_dir,
+        export_dir=options.export_dir,
         backup_every=4,
         seed=11,
     )
@@ -74,7 +140,7 @@ def main() -> None:
             "seen": [REPLICAS * float(n) for n in model.layers[1].seen.numpy()],
             "iterations": int(model.optimizer.iterations),
             "history": history.history,
-            "attempt": int(os.environ.get("TFMW_ATTEMPT", 0)),
+            "attempt": attempt,
         }
     )
 
