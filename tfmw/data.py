@@ -210,6 +210,9 @@ def _pushed(
     spec = node.element_spec
     elements = _input_of(node)
     source, selections, maps = _peel(elements)
+    if any(isinstance(s, tf.RaggedTensorSpec) for s in tf.nest.flatten(source.element_spec)):
+        # Maps forget that an element is a row of a ragged tensor, and it would be batched as dense.
+        return None
     if not maps and _steps(elements) is None:
         # Nothing is saved below, and counting would cost a reduction at each step.
         return None

@@ -70,6 +70,7 @@ class SyncDriver:
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._logs: dict[str, _Logs] = {}
         self._assigned: list[Any] = []
+        self._gathers = False  # sparse gradients, as of embeddings, are gathered
         self._combined: dict[int, str] = {}  # id of a metric's variable -> how replicas combine
         self._metric_start: dict[int, np.ndarray] | None = None
         self.heard: list[float] = []
@@ -129,9 +130,20 @@ class SyncDriver:
             evenness.empty or (evenness.uneven and kind == "train" and bool(self._state()))
         )
         key = (kind, careful, counted, repr(iterator.element_spec))
+        steps = tf.constant(most, tf.int64)
+        varying = self.replicas > 1 and (not counted or _varies(iterator.element_spec))
         if key not in self._functions:
             self._functions[key] = self._traced(kind, careful, counted)
-        return int(self._functions[key](iterator, tf.constant(most, tf.int64)))
+            if varying and hasattr(self._functions[key], "get_concrete_function"):
+                self._functions[key].get_concrete_function(iterator, steps)
+        if not (varying and self._gathers):
+            return int(self._functions[key](iterator, steps))
+        # TensorFlow remembers the shape of each gather for the length of a call, so that a batch of
+        # another shape needs another call: "Shape mismatch in the collective instance".
+        for made in range(most):
+            if not int(self._functions[key](iterator, tf.constant(1, tf.int64))):
+                return made
+        return most
 
     def _traced(self, kind: str, careful: bool, counted: bool) -> Callable[..., Any]:
         """A function (iterator, most) -> steps made."""
@@ -294,6 +306,7 @@ class SyncDriver:
         if share.careful:
             present = share.rows > 0
             grads = [_or_zeros(g, present) for g in grads]
+        self._gathers |= any(isinstance(g, tf.IndexedSlices) for g in grads)
         positions = [i for i, g in enumerate(grads) if g is not None]
         replica = tf.distribute.get_replica_context()
         sent = [self._compressed(grads[i]) for i in positions]
@@ -773,6 +786,14 @@ def _rows(batch: Any) -> tf.Tensor:
     if isinstance(first, tf.SparseTensor):
         return tf.cast(first.dense_shape[0], tf.int32)
     return tf.shape(first)[0]
+
+
+def _varies(element_spec: Any) -> bool:
+    """Whether batches may differ in more than their number of examples."""
+    return any(
+        not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None or None in spec.shape[1:]
+        for spec in tf.nest.flatten(element_spec)
+    )
 
 
 def _or_one_example(tensor: Any, present: tf.Tensor) -> Any:

@@ -3,7 +3,7 @@
     python -m tests.matrix.columns FOLDER reference devices      # one process
     tfmw run --workers 2 tests/programs/matrix.py FOLDER         # a cluster
 
-FOLDER gets one `<column>.<number of row>.npz` per row and column, and `<column>.json` with times,
+FOLDER gets one `<column>.<name of row>.npz` per row and column, and `<column>.json` with times,
 errors and, of each task, a digest of the weights.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 import time
 import traceback
@@ -38,7 +39,6 @@ def run_all(
         Name of row -> {"seconds", "error" (a traceback or None), "digest" of the weights}.
     """
     report: dict[str, Any] = {}
-    numbers = {name: i for i, name in enumerate(ROWS)}
     for name in names:
         begin = time.perf_counter()
         error = digest = None
@@ -46,7 +46,7 @@ def run_all(
             results = run(ROWS[name], strategy)
             digest = digest_of(results)
             if folder is not None:
-                np.savez(folder / f"{column}.{numbers[name]}.npz", **_savable(results))
+                np.savez(_path(folder, column, name), **_savable(results))
         except Exception:
             error = traceback.format_exc()
         report[name] = {
@@ -67,9 +67,12 @@ def digest_of(results: dict[str, np.ndarray]) -> str:
 
 
 def load(folder: Path, column: str, row: Row) -> dict[str, np.ndarray]:
-    number = list(ROWS).index(row.name)
-    with np.load(folder / f"{column}.{number}.npz") as file:
+    with np.load(_path(folder, column, row.name)) as file:
         return {name.replace("|", "/"): file[name] for name in file.files}
+
+
+def _path(folder: Path, column: str, name: str) -> Path:
+    return folder / f"{column}.{re.sub('[^a-zA-Z0-9]+', '_', name)}.npz"
 
 
 def _savable(results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

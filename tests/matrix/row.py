@@ -62,6 +62,7 @@ class Row:
         equal: prefixes of result names that must be equal to one process.
         core: in the small set that runs on the oldest supported versions.
         warns: part of a warning that tfmw must give on several replicas.
+        only: the columns that run it; all, where there are none.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Row:
     equal: tuple[str, ...] = ("",)
     core: bool = False
     warns: str = ""
+    only: tuple[str, ...] = ()
 
 
 ROWS: dict[str, Row] = {}

@@ -1,5 +1,14 @@
 """All rows of the matrix; importing this registers them in `tests.matrix.row.ROWS`."""
 
-from tests.matrix.rows import data, execution, layers, losses, models, optimizers, steps
+from tests.matrix.rows import (
+    applications,
+    data,
+    execution,
+    layers,
+    losses,
+    models,
+    optimizers,
+    steps,
+)
 
-__all__ = ["data", "execution", "layers", "losses", "models", "optimizers", "steps"]
+__all__ = ["applications", "data", "execution", "layers", "losses", "models", "optimizers", "steps"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers
 
 from tests.matrix.row import Case, row
@@ -142,3 +143,25 @@ def other_norms() -> Case:
         ]
     )
     return Case(compiled(model, adam()), classes(), predict=None)
+
+
+def _padded(examples: int = EXAMPLES) -> tf.data.Dataset:
+    """Sentences of many lengths, so that batches differ in shape from step to step."""
+    random = np.random.default_rng(8)
+    lengths = random.integers(1, 9, examples)
+    words = [random.integers(1, WORDS, n).astype("int32") for n in lengths]
+    data = tf.data.Dataset.from_generator(
+        lambda: zip(words, numbers(examples)[1], strict=True),
+        output_signature=(tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int32)),
+    )
+    data = data.padded_batch(8)
+    return data.apply(tf.data.experimental.assert_cardinality(-(-examples // 8)))
+
+
+@row("batches padded to different lengths: sparse gradients of any size", core=True)
+def padded_batches() -> Case:
+    words = keras.Input([None], dtype="int32")
+    x = layers.Embedding(WORDS, 4, mask_zero=True)(words)
+    model = keras.Model(words, layers.Dense(3)(layers.GlobalAveragePooling1D()(x)))
+    # Many steps in one call: there, shapes may not change.
+    return Case(compiled(model, adam(), steps_per_execution=4), _padded(), predict=None)

@@ -1,0 +1,48 @@
+"""Models from keras.applications, untrained, on small images."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+from tests.matrix.row import Case, row
+from tests.matrix.rows.common import batches, compiled
+
+_NOT_EQUAL = (
+    "each replica normalizes by the statistics of its own part of the batch; all replicas end alike"
+)
+
+
+def _images(model: keras.Model, synchronized: bool) -> Case:
+    for layer in model.layers:
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.synchronized = synchronized
+    random = np.random.default_rng(9)
+    x = random.normal(size=(16, 32, 32, 3)).astype("float32")
+    y = random.integers(0, 3, 16).astype("int32")
+    loss = keras.losses.SparseCategoricalCrossentropy()
+    trained = compiled(model, keras.optimizers.SGD(0.01, momentum=0.9), loss=loss)
+    return Case(trained, batches(x, y), fit={"epochs": 1}, evaluate=None, predict=None)
+
+
+def _mobile_net() -> keras.Model:
+    return keras.applications.MobileNetV2((32, 32, 3), alpha=0.35, weights=None, classes=3)
+
+
+def _res_net() -> keras.Model:
+    return keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3), classes=3)
+
+
+@row("MobileNetV2, synchronized statistics", tol=1e-3, only=("two",))
+def mobile_net_synchronized() -> Case:
+    return _images(_mobile_net(), synchronized=True)
+
+
+@row("MobileNetV2 as it comes", but=_NOT_EQUAL, equal=(), only=("two",))
+def mobile_net() -> Case:
+    return _images(_mobile_net(), synchronized=False)
+
+
+@row("ResNet50, synchronized statistics", tol=1e-3, only=("two",))
+def res_net_synchronized() -> Case:
+    return _images(_res_net(), synchronized=True)
