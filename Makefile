@@ -4,7 +4,7 @@
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint type clean
+.PHONY: help demo test test-fast test-oldest lint type clean
 
 SHELL := bash
 VENV  := .venv
@@ -22,7 +22,7 @@ WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
-	@echo "make test-fast, make lint, make type, make clean"
+	@echo "make test-fast, make test-oldest, make lint, make type, make clean"
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { \
@@ -40,6 +40,15 @@ demo: $(STAMP)
 
 test: lint type
 	@$(BIN)/python -m pytest
+
+# The oldest TensorFlow and Keras that tfmw works with, in an environment of their own.
+OLDEST := build/oldest
+
+test-oldest: pyproject.toml
+	@test -x $(OLDEST)/bin/python || "$(PYTHON)" -m venv $(OLDEST)
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  'tensorflow==2.18.1' 'keras==3.8.0' --editable '.[dev]'
+	@$(OLDEST)/bin/python -m pytest -m "not multiprocess" tests/test_keras_compat.py tests/matrix
 
 test-fast: $(STAMP)
 	@$(BIN)/python -m pytest -m "not multiprocess"
