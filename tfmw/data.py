@@ -191,6 +191,7 @@ def _whole(dataset: tf.data.Dataset) -> Share:
         even,
         even,
         dataset.element_spec,
+        _global_batch_size(dataset),
     )
 
 
@@ -349,7 +350,8 @@ def _sliced(dataset: tf.data.Dataset, split: Split) -> Share:
         full = last = Evenness.of(size, split)
     else:
         full = last = Evenness(True, True)
-    return Share(_ordered(pairs), _steps(dataset), full, last, spec, size)
+    batch_size = _global_batch_size(dataset)
+    return Share(_ordered(pairs), _steps(dataset), full, last, spec, batch_size)
 
 
 def of_function(
@@ -618,6 +620,19 @@ def _empty(spec: Any) -> Any:
         return tf.zeros([0, *[d or 0 for d in s.shape[1:]]], s.dtype)
 
     return tf.nest.map_structure(leaf, spec)
+
+
+def _global_batch_size(dataset: tf.data.Dataset) -> int | None:
+    """The size of all batches but the last, where a pipeline says it."""
+    node: tf.data.Dataset | None = dataset
+    while node is not None and isinstance(node, keras_compat.REBUILDABLE):
+        if isinstance(node, keras_compat.Batch):
+            arguments = keras_compat.batch_arguments(node)
+            return None if arguments is None else arguments[0]
+        if isinstance(node, keras_compat.Map):
+            break
+        node = keras_compat.dataset_input(node)
+    return _static_batch_size(dataset.element_spec)
 
 
 def _static_batch_size(spec: Any) -> int | None:

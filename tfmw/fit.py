@@ -171,7 +171,7 @@ def fit(
                     "backup_every": str(backup_every),
                 }
             )
-            backups.restore(model, feed.share.batch_size)
+            backups.restore(model, feed.share.batch_size or batch_size)
             mine = callbacks_lib.for_task(callbacks, group.is_chief, group.size)
             callback_list = keras.callbacks.CallbackList(
                 mine,

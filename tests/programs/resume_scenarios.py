@@ -27,6 +27,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs import _result
+from tests.programs.counting import Counts
 from tfmw.backup import BackupStore
 from tfmw.errors import Preempted
 
@@ -37,23 +38,8 @@ Y = (X @ rng.normal(size=(6, 1)) > 0).astype(np.float32)
 X[:, 5] = np.arange(N)  # the number of each example, which `Counts` takes out
 
 
-class Counts(keras.layers.Layer):
-    """How often the model was trained on each example: float32 [N], a part of its state."""
-
-    def build(self, shape):
-        self.counts = self.add_weight(
-            shape=(N,), initializer="zeros", trainable=False, name="counts"
-        )
-
-    def call(self, x, training=False):
-        if training:
-            numbers = tf.cast(x[:, 5], tf.int32)
-            self.counts.assign_add(tf.reduce_sum(tf.one_hot(numbers, N), axis=0))
-        return x[:, :5]
-
-
 def layers(inside: list[Any]) -> keras.Model:
-    return keras.Sequential([keras.Input((6,)), Counts(), *inside])
+    return keras.Sequential([keras.Input((6,)), Counts(N), *inside])
 
 
 def plain(optimizer: Any = "adam") -> keras.Model:
@@ -395,7 +381,7 @@ class Gan(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.counter = Counts()
+        self.counter = Counts(N)
         self.make = keras.layers.Dense(5)
         self.judge = keras.layers.Dense(1)
         self.noise = keras.random.SeedGenerator(11)
