@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 STEPS, EPOCHS = 60, 2
@@ -96,3 +98,25 @@ def test_a_backup_of_two_servers_is_restored_on_one(run_cluster, tmp_path):
     assert (first["began_at"], then["began_at"]) == (0, 10)
     assert then["iterations"] == 20
     assert then["off_by"] < 1e-6, "from four epochs in one process"
+
+
+@pytest.mark.multiprocess
+class TestSynchronousUpdates:
+    def test_all_workers_together_make_the_steps_of_one_process(self, run_cluster):
+        found = run_cluster("ps_sync.py", workers=2, ps=2, timeout_s=150).chief
+        assert found["iterations"] == 40
+        assert found["dropped"] == 0
+        assert found["moved"] > 0.1
+        assert found["off_by"] < 1e-5, "from one process on the batches of both"
+
+    def test_a_straggler_is_not_waited_for_and_its_gradients_are_counted(self, run_cluster):
+        found = run_cluster("ps_sync.py", "--aggregate=2", workers=3, ps=1, timeout_s=150).chief
+        assert found["iterations"] == 40
+        # Each of its batches takes as long as many steps of the others: all or all but a few late.
+        assert 2 <= found["dropped"] <= 40
+        assert found["loss"][1] < found["loss"][0]
+
+    def test_an_error_on_one_worker_ends_them_all(self, run_cluster):
+        run = run_cluster("ps_bad_batch.py", workers=2, ps=1, timeout_s=100, status=1)
+        assert "bad batch" in run.output
+        assert re.search(r"^tfmw: chief failed", run.output.splitlines()[-1]), "others echo it"

@@ -154,7 +154,8 @@ def test_the_flags_are_those_of_the_contract():
     assert {flag.name for flag in own} == {
         *("strategy", "collectives", "epochs", "max_steps", "batch_size", "backup_dir"),
         *("export_dir", "job_name", "task_index", "worker_hosts", "ps_hosts", "sync_replicas"),
-        *("replicas_to_aggregate", "num_gpus"),
+        *("replicas_to_aggregate", "num_gpus", "chief_host", "existing_servers"),
+        "min_shard_bytes",
     }
 
 
@@ -177,9 +178,13 @@ def test_cluster_from_flags():
         (["--worker_hosts=h0:1,h1:2"], "names 2 workers and --task_index is missing"),
         (["--worker_hosts=h0,h1", "--task_index=0"], "'h0'"),
         (["--worker_hosts=h0:1,h1:2", "--task_index=2"], "worker 2"),
-        (["--ps_hosts=h0:1"], "--ps_hosts is not supported"),
-        (["--sync_replicas"], "--sync_replicas is not supported"),
-        (["--replicas_to_aggregate=2"], "--replicas_to_aggregate is not supported"),
+        (["--ps_hosts=h0:1"], "--ps_hosts is given and --worker_hosts is not"),
+        (["--sync_replicas"], "--sync_replicas is for parameter servers"),
+        (["--replicas_to_aggregate=2"], "--sync_replicas is for parameter servers"),
+        (
+            ["--worker_hosts=h0:2,h1:2", "--ps_hosts=h2:1", "--job_name=worker"],
+            "--worker_hosts names 2 tasks and --task_index is missing",
+        ),
         (["--num_gpus=1000"], "--num_gpus=1000, but TensorFlow sees"),
         (["--strategy=none_such"], "none_such"),
         (["--collectives=none_such"], "none_such"),

@@ -19,6 +19,7 @@ import collections
 import contextlib
 import functools
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -137,15 +138,15 @@ class PsDriver:
             for _ in range(self._workers)
         ]
         wait, cancel = together.advance(steps)
-        with futures.ThreadPoolExecutor(1) as pool:
-            advancing = pool.submit(wait)
-            try:
-                fetched = [self._fetched(result) for result in results]
-                self._coordinator.join()
-                advancing.result()
-            except BaseException:
-                cancel()
-                raise
+        advancing = _in_background(wait)
+        try:
+            # Raises the error of any worker; the others wait for its gradient, and are cancelled.
+            self._coordinator.join()
+            fetched = [self._fetched(result) for result in results]
+            advancing.result()
+        except BaseException:
+            cancel()  # where a server is gone this does not reach it: nobody waits for the thread
+            raise
         for result in fetched:
             self._add_up(result)
         self.applied = int(self.masters.applied.numpy())
@@ -340,7 +341,7 @@ class _Run:
                 logs.update({f"val_{name}": v for name, v in self._validate().items()})
             self._callbacks.on_epoch_end(epoch, logs)
             last = model.stop_training or epoch + 1 == epochs
-            due, leave = backups.due_after_epoch(epoch, last)
+            due, leave = backups.due_after_epoch(epoch, self._step, last)
             if due:
                 self._save(epoch + 1)
             if leave:
@@ -415,6 +416,20 @@ def _build(model: keras.Model, source: data.Source) -> None:
     makers, spec = ps_data.for_workers(source, 1)
     del makers
     keras_compat.build_all(model, spec)
+
+
+def _in_background(call: Callable[[], Any]) -> futures.Future[Any]:
+    """Calls on a thread that does not keep the process alive."""
+    outcome: futures.Future[Any] = futures.Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as e:
+            outcome.set_exception(e)
+
+    threading.Thread(target=run, name="tfmw-steps", daemon=True).start()
+    return outcome
 
 
 def _python(value: Any) -> Any:

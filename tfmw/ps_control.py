@@ -201,7 +201,10 @@ def wait_for_end(
                         if not standing:
                             return
                     if "failed" in news and not standing:
-                        raise TaskFailed(f"the coordinator failed: {news['failed']}")
+                        # In TensorFlow's words for it, by which a launcher knows an echo.
+                        raise TaskFailed(
+                            f"Error reported from /job:chief/task:0: {news['failed']}"
+                        )
                     deadline = clock() + patience_s
                     if not news:
                         last = "it left without a word"

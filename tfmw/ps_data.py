@@ -44,7 +44,7 @@ def for_workers(
         UsageError: an empty dataset, or one that runs Python code.
     """
     own = [_of_worker(source, worker, workers) for worker in range(workers)]
-    spec = own[0][0].element_spec
+    spec = _common_spec([dataset.element_spec for dataset, _ in own])
 
     def maker(dataset: tf.data.Dataset, skip: int) -> Callable[[], tf.data.Dataset]:
         graph = keras_compat.dataset_graph(dataset)
@@ -92,6 +92,28 @@ def _of_worker(source: data.Source, worker: int, workers: int) -> tuple[tf.data.
     dataset = share.dataset.map(lambda parts, total: parts[0])
     _refuse_empty(dataset)
     return dataset, begin
+
+
+def _common_spec(specs: list[Any]) -> Any:
+    """What the batches of all workers have in common: the same function reads them all."""
+    first = specs[0]
+    for worker, other in enumerate(specs[1:], start=1):
+        try:
+            tf.nest.assert_same_structure(first, other, expand_composites=False)
+            first = tf.nest.map_structure(lambda a, b: _common(a, b), first, other)
+        except (TypeError, ValueError) as e:
+            raise UsageError(
+                f"workers read different data: worker 0 has batches of {specs[0]}, worker {worker} "
+                f"of {other}; return the same structure and types on every worker."
+            ) from e
+    return first
+
+
+def _common(a: Any, b: Any) -> Any:
+    common = a.most_specific_common_supertype([b])
+    if common is None or (isinstance(common, tf.TensorSpec) and common.shape.rank is None):
+        raise ValueError(f"{a} and {b} have different ranks")
+    return common
 
 
 def _refuse_empty(dataset: tf.data.Dataset) -> None:
