@@ -24,11 +24,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfmw
 from tests.backup_points import failing, watched
 from tests.cluster import ONE_THREAD, PROGRAMS, ROOT
-from tfmw import keras_compat, state
+from tfmw import keras_compat, state, strategies
 from tfmw.backup import BackgroundWriter, BackupStore, Damaged, verify
-from tfmw.errors import UsageError
+from tfmw.errors import TfmwError, UsageError
 from tfmw.resume import Schedule
 
 ENVIRON = {**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -686,3 +687,103 @@ def test_an_error_of_another_kind_is_raised_where_the_training_is():
         writer.wait()
     writer.wait()
     assert told == []
+
+
+# ---------------------------------------------------------------- row 25: a loss that is not finite
+
+
+class Spoil(keras.callbacks.Callback):
+    """Makes the weights NaN before a step, as too high a learning rate would."""
+
+    def __init__(self, before):
+        super().__init__()
+        self.before = before
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == self.before:
+            kernel = self.model.trainable_variables[0]
+            kernel.assign(np.full(kernel.shape, np.nan))
+
+
+def train(folder: Path, spoil_before: int, **options: Any) -> keras.Model:
+    model = dense_model(optimizer=keras.optimizers.SGD(0.01), rate=0.0)
+    x = np.ones((12, 3), np.float32)
+    tfmw.fit(
+        model,
+        x,
+        x[:, :1],
+        batch_size=4,
+        epochs=4,
+        verbose=0,
+        callbacks=[
+            Spoil(spoil_before),
+            tfmw.callbacks.BackupAndRestore(folder, 2, delete_checkpoint=False, **options),
+        ],
+    )
+    return model
+
+
+def test_row_25_a_loss_that_is_nan_ends_the_run_and_the_backup_before_stays(tmp_path):
+    with pytest.raises(TfmwError, match=r"the loss is nan in epoch 3 at step 2: training ends"):
+        train(tmp_path / "b", spoil_before=7)
+    store = BackupStore(tmp_path / "b")
+    newest = store.newest()
+    assert newest is not None
+    assert newest.step == 6
+    assert all(np.isfinite(v).all() for v in newest.tensors().values())
+    # Nothing has to be removed by hand: what is mended goes on from there.
+    model = train(tmp_path / "b", spoil_before=-1)
+    assert int(model.optimizer.iterations) == 12
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+
+
+def test_row_25_weights_that_are_nan_are_not_backed_up_before_the_loss_shows_it(tmp_path, caplog):
+    class SpoilAfter(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if int(self.model.optimizer.iterations) == 6:
+                self.model.trainable_variables[0].assign(np.full((3, 4), np.inf))
+
+    model = dense_model(optimizer=keras.optimizers.SGD(0.01), rate=0.0)
+    x = np.ones((12, 3), np.float32)
+    with caplog.at_level(logging.WARNING, "tfmw"), pytest.raises(TfmwError, match="the loss is"):
+        tfmw.fit(
+            model,
+            x,
+            x[:, :1],
+            batch_size=4,
+            epochs=4,
+            verbose=0,
+            backup_dir=tmp_path / "b",
+            backup_every=2,
+            callbacks=[SpoilAfter()],
+        )
+    assert BackupStore(tmp_path / "b").steps() == [2, 4]
+    assert "no backup at step 6: " in caplog.text
+    assert "is not finite; the backup before is kept" in caplog.text
+
+
+def test_row_25_unless_asked(tmp_path):
+    model = train(tmp_path / "b", spoil_before=7, save_nan=True)
+    assert int(model.optimizer.iterations) == 12
+    newest = BackupStore(tmp_path / "b").newest()
+    assert newest is not None
+    assert newest.step == 12
+    assert not all(np.isfinite(v).all() for v in newest.tensors().values() if v.dtype.kind == "f")
+
+
+def test_backups_go_when_the_process_ends_well_and_not_those_of_others(tmp_path, monkeypatch):
+    """A process that has finished must not remove what another run has written there since."""
+    at_end: list[Any] = []
+    monkeypatch.setattr(strategies, "on_success", at_end.append)
+    model = dense_model()
+    x = np.ones((4, 3), np.float32)
+    for name in ("mine", "others"):
+        tfmw.fit(model, x, x[:, :1], verbose=0, backup_dir=tmp_path / name)
+    others = BackupStore(tmp_path / "others")
+    newest = others.newest()
+    assert newest is not None
+    others.write(50, newest.tensors(), {**newest.record, "run": "another"})
+    for end in at_end:
+        end()
+    assert BackupStore(tmp_path / "mine").steps() == []
+    assert others.steps()[-1] == 50

@@ -283,7 +283,7 @@ class _Run:
             session.follow_chief()
             training_logs = epoch_logs
             last = model.stop_training or epoch + 1 == epochs
-            due, leave = backups.due_after_epoch(epoch, last)
+            due, leave = backups.due_after_epoch(epoch, self._step, last)
             if due:
                 self._save(epoch + 1, begun=False)
             if leave:

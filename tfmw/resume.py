@@ -125,6 +125,7 @@ class Backups:
         self._stack = contextlib.ExitStack()
         self._last = clock()
         self._asked_to_leave = threading.Event()
+        self._lost: str | None = None  # why the last backup could not be written
 
     @classmethod
     def of(cls, group: Group, asked: BackupAndRestore | None) -> Backups:
@@ -263,13 +264,15 @@ class Backups:
             return True
         return self.schedule.steps is not None and step % self.schedule.steps == 0
 
-    def due_after_epoch(self, epoch: int, last: bool) -> tuple[bool, bool]:
+    def due_after_epoch(self, epoch: int, step: int, last: bool) -> tuple[bool, bool]:
         """(whether to save at the end of `epoch`, whether to leave). A call of all tasks."""
         said = self._group.from_all(self.signals())
         leave = any(s[0] for s in said)
         due = leave or any(s[1] for s in said)
         if self.schedule.epochs is not None:
             due = due or (epoch + 1) % self.schedule.epochs == 0
+        if self.schedule.steps is not None:
+            due = due or step % self.schedule.steps == 0
         return due and not last, leave and not last
 
     # ------------------------------------------------------------ save
@@ -324,8 +327,10 @@ class Backups:
                     )
                     return
         self._store.write(step, tensors, record)
+        self._lost = None
 
     def _not_written(self, error: Exception) -> None:
+        self._lost = str(error) or type(error).__name__
         logger.warning(
             "no backup could be written to %s (%s); training goes on, the backup before is kept",
             self.path,
@@ -345,7 +350,9 @@ class Backups:
         """Ends the process with the status that asks to be run again. Raises Preempted."""
         self.wait()
         strategies.mark_failed()
-        raise Preempted(f"told to leave: stopped after step {step}, which is in {self.path}")
+        if self._lost is None:
+            raise Preempted(f"told to leave: stopped after step {step}, which is in {self.path}")
+        raise Preempted(f"told to leave: stopped after step {step}, which is lost ({self._lost})")
 
     def refuse_nan(self, logs: Mapping[str, Any], epoch: int, step: int) -> None:
         """Raises TfmwError where the loss is not finite: going on would ruin the backups."""
@@ -361,7 +368,15 @@ class Backups:
         """The run is over: its last backup says so, and goes when the process ends well."""
         self.wait()
         if self._delete and self._store is not None:
-            strategies.on_success(self._store.clear)
+            strategies.on_success(self._remove_mine)
+
+    def _remove_mine(self) -> None:
+        """Removes the backups, unless another run goes on from them or has left others there."""
+        assert self._store is not None
+        with contextlib.suppress(TfmwError), self._store.locked():
+            newest = self._store.newest()
+            if newest is not None and newest.record["run"] == _RUN:
+                self._store.clear()
 
 
 class NoBackups(Backups):
@@ -397,7 +412,7 @@ class NoBackups(Backups):
         """Never."""
         return False
 
-    def due_after_epoch(self, epoch: int, last: bool) -> tuple[bool, bool]:
+    def due_after_epoch(self, epoch: int, step: int, last: bool) -> tuple[bool, bool]:
         """Never."""
         return False, False
 
