@@ -475,8 +475,9 @@ def _ordered_graph(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
             if node.op in _SEED_INPUTS:
                 slots = _SEED_INPUTS[node.op]
                 values = [_folded(node.input[i], by_name) for i in slots]
-                if None not in values:
-                    mine.append(values)
+                known = [value for value in values if value is not None]
+                if len(known) == len(slots):
+                    mine.append(known)
                     places.append((nodes, suffix, node, slots))
             if node.op in _GENERATOR_INPUT:
                 # The generator of reshuffles is this process's, shared with the dataset that was

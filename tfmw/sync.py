@@ -63,9 +63,7 @@ class SyncDriver:
         self.model = model
         self.strategy = strategy
         self.group = Group.of(strategy)
-        self.split = Split(
-            self.group.size, self.group.rank, placement.local_replicas(strategy)
-        )
+        self.split = Split(self.group.size, self.group.rank, placement.local_replicas(strategy))
         self._stack = contextlib.ExitStack()
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._logs: dict[str, _Logs] = {}
@@ -123,9 +121,7 @@ class SyncDriver:
         """Runs up to `most` evaluation steps; see `train`."""
         return self._steps("test", iterator, most, evenness, counted)
 
-    def _steps(
-        self, kind: str, iterator: Any, most: int, evenness: Evenness, counted: bool
-    ) -> int:
+    def _steps(self, kind: str, iterator: Any, most: int, evenness: Evenness, counted: bool) -> int:
         careful = self.replicas > 1 and (
             evenness.empty or (evenness.uneven and kind == "train" and bool(self._state()))
         )
@@ -134,8 +130,9 @@ class SyncDriver:
         varying = self.replicas > 1 and (not counted or _varies(iterator.element_spec))
         if key not in self._functions:
             self._functions[key] = self._traced(kind, careful, counted)
-            if varying and hasattr(self._functions[key], "get_concrete_function"):
-                self._functions[key].get_concrete_function(iterator, steps)
+            trace = getattr(self._functions[key], "get_concrete_function", None)
+            if varying and trace is not None:
+                trace(iterator, steps)  # tells whether anything is gathered
         if not (varying and self._gathers):
             return int(self._functions[key](iterator, steps))
         # TensorFlow remembers the shape of each gather for the length of a call, so that a batch of
@@ -291,9 +288,7 @@ class SyncDriver:
         if how != "unchanged":
             self._combined[id(variable)] = how
 
-    def _reduce_gradients(
-        self, grads: list[Any], share: keras_compat.LossShare
-    ) -> list[Any]:
+    def _reduce_gradients(self, grads: list[Any], share: keras_compat.LossShare) -> list[Any]:
         """Gradients of this replica -> gradients of the global batch, the same everywhere."""
         if not share.used:
             self._warn_once(
@@ -469,12 +464,11 @@ class SyncDriver:
                 return {name: results[name] for name in logs.names}, heard
 
             self._functions[("look", kind)] = (
-                look if self.model.run_eagerly and self.replicas == 1
+                look
+                if self.model.run_eagerly and self.replicas == 1
                 else tf.function(look, autograph=False)
             )
-        values, heard = self._functions[("look", kind)](
-            tf.constant([*signals, 0.0], tf.float32)
-        )
+        values, heard = self._functions[("look", kind)](tf.constant([*signals, 0.0], tf.float32))
         self.heard = [float(h) for h in heard.numpy()[: len(signals)]]
         return _python_logs(values)
 
@@ -579,9 +573,7 @@ class SyncDriver:
                 for t in tf.nest.flatten(result, expand_composites=False)
             ]
             outputs.append([[leaf[d] for leaf in flat] for d in range(self.split.local)])
-            rows.append(
-                [int(n) for n in self.strategy.experimental_local_results(counts)]
-            )
+            rows.append([int(n) for n in self.strategy.experimental_local_results(counts)])
             after_step(len(rows))
         return self._assembled(outputs, rows, structure)
 
@@ -819,9 +811,7 @@ def _or_zeros(grad: Any, present: tf.Tensor) -> Any:
     if grad is None:
         return None
     if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            _or_zeros(grad.values, present), grad.indices, grad.dense_shape
-        )
+        return tf.IndexedSlices(_or_zeros(grad.values, present), grad.indices, grad.dense_shape)
     return tf.cond(present, lambda: grad, lambda: tf.zeros_like(grad))
 
 
@@ -847,9 +837,7 @@ def _packed_sum(values: list[tf.Tensor]) -> list[tf.Tensor]:
     for dtype, positions in sorted(by_type.items(), key=lambda item: item[0].name):
         carrier = dtype if dtype in (tf.float32, tf.float64, tf.int32, tf.int64) else None
         carrier = carrier or (tf.float32 if dtype.is_floating else tf.int64)
-        flat = tf.concat(
-            [tf.reshape(tf.cast(values[i], carrier), [-1]) for i in positions], axis=0
-        )
+        flat = tf.concat([tf.reshape(tf.cast(values[i], carrier), [-1]) for i in positions], axis=0)
         total = replica.all_reduce(SUM, flat)
         sizes = [int(np.prod(values[i].shape.as_list())) for i in positions]
         for i, part in zip(positions, tf.split(total, sizes), strict=True):

@@ -75,7 +75,7 @@ def _path(folder: Path, column: str, name: str) -> Path:
     return folder / f"{column}.{re.sub('[^a-zA-Z0-9]+', '_', name)}.npz"
 
 
-def _savable(results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _savable(results: dict[str, np.ndarray]) -> dict[str, Any]:
     # Names become files of an archive.
     return {name.replace("/", "|"): value for name, value in results.items()}
 

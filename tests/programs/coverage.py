@@ -109,7 +109,7 @@ class Numbers(keras.utils.PyDataset):
         return 11
 
     def __getitem__(self, index: int) -> Any:
-        part = np.arange(index * 10, min(index * 10 + 10, EXAMPLES)) + 1
+        part: Any = np.arange(index * 10, min(index * 10 + 10, EXAMPLES)) + 1
         return part, part % 7
 
 
@@ -144,7 +144,7 @@ def seeded(seed: int) -> str:
         return compiled(out)
 
     trained: list[Any] = []
-    callback = keras.callbacks.LambdaCallback(
+    callback: Any = keras.callbacks.LambdaCallback(
         on_train_end=lambda logs: trained.extend(w.tobytes() for w in callback.model.get_weights())
     )
     tfmw.fit(model, data, epochs=2, verbose=0, seed=seed, callbacks=[callback])
@@ -160,7 +160,7 @@ def everything() -> dict[str, Any]:
     result["map calls"] = list(mapped)
     result["function"] = train(of_function)
     result["PyDataset"] = train(Numbers())
-    x = np.arange(EXAMPLES) + 1
+    x: Any = np.arange(EXAMPLES) + 1
     tf.random.set_seed(None)  # under a seed, Keras takes arrays in the same order in each epoch
     result["arrays shuffled"] = train(x, y=x % 7, batch_size=10)
     result["arrays"] = train(x, y=x % 7, batch_size=10, shuffle=False)

@@ -185,7 +185,8 @@ class Gan(keras.Model):
 def gan() -> Case:
     model = Gan()
     optimizers = [adam(), adam(0.02)]
-    model.compile(*optimizers, keras.losses.BinaryCrossentropy(from_logits=True))
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    model.compile(optimizers[0], optimizers[1], loss)
     real, _ = numbers()
     latent = np.random.default_rng(2).normal(size=(len(real), 2)).astype("float32")
     return Case(model, batches(latent, real), evaluate=None, optimizers=optimizers)
