@@ -92,7 +92,7 @@ def init() -> Cluster:
             sync_replicas=FLAGS.sync_replicas,
             replicas_to_aggregate=FLAGS.replicas_to_aggregate,
         )
-    elif FLAGS.sync_replicas or FLAGS.replicas_to_aggregate:
+    elif not joined.has_ps and (FLAGS.sync_replicas or FLAGS.replicas_to_aggregate):
         raise UsageError(
             "--sync_replicas is for parameter servers, and this cluster has none: give --ps_hosts, "
             "or leave it out; workers alone are always in step."

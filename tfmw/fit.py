@@ -133,6 +133,13 @@ def fit(
         callbacks, asked = callbacks_lib.without_backup(callbacks)
         if backup_dir is not None:
             asked = callbacks_lib.BackupAndRestore(backup_dir, save_freq=backup_every)
+        validate = None if validation is None else lambda: evaluate(
+            model, validation.x, validation.y, batch_size=validation.batch_size,
+            sample_weight=validation.sample_weight, steps=validation_steps, verbose=0,
+            return_dict=True, strategy="default",
+        )
+        if strategies.is_evaluator():
+            return _evaluate_beside(session, source, asked, validate)
         servers = strategies.servers_of(session.strategy)
         if servers is not None:
             from tfmw import ps
@@ -144,11 +151,7 @@ def fit(
                 epochs=epochs,
                 verbose=verbose,
                 callbacks=callbacks,
-                validate=None if validation is None else lambda: evaluate(
-                    model, validation.x, validation.y, batch_size=validation.batch_size,
-                    sample_weight=validation.sample_weight, steps=validation_steps, verbose=0,
-                    return_dict=True, strategy="default",
-                ),
+                validate=validate,
                 validation_freq=validation_freq,
                 initial_epoch=initial_epoch,
                 steps_per_epoch=steps_per_epoch,
@@ -219,6 +222,24 @@ def _fit_on_new_workers(
             f"strategy={settings['strategy']!r}: leave one of the two out."
         )
     return local.fit(model, workers, x, validation_data, settings)
+
+
+def _evaluate_beside(
+    session: _Session, source: data.Source, asked: Any, validate: Any
+) -> keras.callbacks.History:
+    """What fit does on an evaluator: scores the backups of the training."""
+    if asked is None or validate is None:
+        missing = "backup_dir" if asked is None else "validation_data"
+        raise UsageError(
+            f"this task is an evaluator and {missing} was not given: it evaluates each backup of "
+            "the training on the validation data; pass both to fit on every task."
+        )
+    from tfmw import evaluator
+
+    session.build(source.share(session.split, data.Order()))
+    return evaluator.watch(
+        session.model, validate, asked.backup_dir, remove=asked.delete_checkpoint
+    )
 
 
 class _Run:

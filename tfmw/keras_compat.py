@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -829,13 +830,29 @@ def configure_coordination(jobs: dict[str, int], leader: str, heartbeat_s: int) 
     )
 
 
+_ASK_AGAIN_S = 5.0
+
+
 def coordination_set(key: str, value: str) -> None:
     _context.context().set_config_key_value(key, value)
 
 
 def coordination_get(key: str, timeout_s: float) -> str:
-    """Waits for a key. Raises tf.errors.DeadlineExceededError after `timeout_s` seconds."""
-    return _context.context().get_config_key_value(key, int(timeout_s * 1000))
+    """Waits for a key. Raises tf.errors.DeadlineExceededError after `timeout_s` seconds.
+
+    It asks again every few seconds: a call that is under way when the network is cut does not end
+    with the connection, and the next one finds that the task has lost its cluster.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return _context.context().get_config_key_value(
+                key, max(1, int(min(left, _ASK_AGAIN_S) * 1000))
+            )
+        except tf.errors.DeadlineExceededError:
+            if left <= _ASK_AGAIN_S:
+                raise
 
 
 def coordination_delete(key: str) -> None:
@@ -906,6 +923,11 @@ def uses_weight_decay(optimizer: Any, variable: Any) -> bool:
 def current_learning_rate(optimizer: Any) -> Any:
     """The learning rate of this step, a schedule's too, computed where this is called."""
     return optimizer._get_current_learning_rate()
+
+
+def more_is_better(name: str) -> bool:
+    """As Keras's ModelCheckpoint guesses from the name of a log."""
+    return "acc" in name or "auc" in name.lower() or name.removeprefix("val_").startswith("fmeasure")
 
 
 def one_op(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw import state, strategies
+from tfmw import evaluator, state, strategies
 from tfmw.backup import BackgroundWriter, BackupStore, Damaged
 from tfmw.callbacks import BackupAndRestore
 from tfmw.errors import Preempted, TfmwError, UsageError
@@ -373,6 +373,8 @@ class Backups:
     def _remove_mine(self) -> None:
         """Removes the backups, unless another run goes on from them or has left others there."""
         assert self._store is not None
+        if evaluator.is_watching(self.path):
+            return  # it removes them once it has seen the last one
         with contextlib.suppress(TfmwError), self._store.locked():
             newest = self._store.newest()
             if newest is not None and newest.record["run"] == _RUN:

@@ -54,6 +54,7 @@ class _Joined:
 
 
 _joined: _Joined | None = None
+_evaluating = False
 
 
 def init(
@@ -94,7 +95,7 @@ def init(
         UsageError: an unknown strategy or collectives, or TensorFlow has run an op already.
         TfmwError: some task did not come in time.
     """
-    global _joined
+    global _joined, _evaluating
     _require_choice("strategy", strategy, STRATEGIES)
     _require_choice("collectives", collectives, COLLECTIVES)
     resolved = Cluster.resolve(os.environ, cluster)
@@ -108,6 +109,8 @@ def init(
             # Joining is done; how gradients are reduced may still be chosen.
             _joined.options = _communication_options(collectives, bytes_per_pack, timeout_s)
         return _joined.cluster
+    if resolved.task == "evaluator":
+        _evaluating = True
     if resolved.is_single or resolved.task == "evaluator":
         return resolved
     if strategy == "parameter_server" or resolved.has_ps:
@@ -365,6 +368,8 @@ def choose(strategy: str | tf.distribute.Strategy | None) -> tf.distribute.Strat
     if strategy is None:
         strategy = "auto"
     _require_choice("strategy", strategy, STRATEGIES)
+    if is_evaluator():
+        return tf.distribute.get_strategy()
     if strategy == "auto":
         if tf.distribute.has_strategy():
             return tf.distribute.get_strategy()
@@ -382,6 +387,11 @@ def choose(strategy: str | tf.distribute.Strategy | None) -> tf.distribute.Strat
     if strategy == "default":
         return tf.distribute.get_strategy()
     return current_strategy() if _joined is not None else parameter_server()
+
+
+def is_evaluator() -> bool:
+    """Whether this process evaluates what others train."""
+    return _evaluating or (_joined is None and Cluster.resolve(os.environ).task == "evaluator")
 
 
 def servers_of(strategy: tf.distribute.Strategy) -> ps_cluster.Joined | None:
@@ -497,6 +507,8 @@ def parameter_server(
         UsageError: the cluster has no parameter servers, or the settings contradict each other.
     """
     resolved = init(cluster, strategy="parameter_server")
+    if is_evaluator():
+        return current_strategy()
     if _joined is None or _joined.servers is None:
         raise UsageError(
             f"parameter-server training needs at least one worker and one ps, received "
