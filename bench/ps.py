@@ -174,7 +174,7 @@ def legacy(strategy: Any, steps_per_execution: int) -> Callable[[float], float]:
 
 
 def _measured(epoch: Callable[[int], float]) -> Callable[[float], float]:
-    """(seconds) -> steps per second, after a first epoch that traces and a second that estimates."""
+    """(seconds) -> steps per second, after an epoch that traces and one that estimates."""
     epoch(100)
     estimate = [400 / epoch(400)]
 

@@ -84,6 +84,7 @@ def test_a_killed_evaluator_goes_on_where_it_was(tmp_path):
 def test_two_evaluators_are_one_too_many(tmp_path):
     with evaluator._watching(str(tmp_path)):
         assert evaluator.is_watching(tmp_path)
-        with pytest.raises(UsageError, match="another evaluator"), evaluator._watching(str(tmp_path)):
+        second = evaluator._watching(str(tmp_path))
+        with pytest.raises(UsageError, match="another evaluator"), second:
             pass
     assert not evaluator.is_watching(tmp_path)

@@ -39,7 +39,8 @@ def test_a_killed_worker_is_done_without_and_used_again(tmp_path):
         cluster.chief.say("with worker 0 again")
         found = run_until_the_end(cluster, result)
     by_worker_1 = found["by_worker_1"]
-    assert found["iterations"] == len(by_worker_1) * STEPS, "each update once, also those that were under way"
+    updates = len(by_worker_1) * STEPS
+    assert found["iterations"] == updates, "each once, also those that were under way"
     assert 0 < by_worker_1[0] < 1
     assert by_worker_1[2] == 1
     assert 0 < by_worker_1[-1] < 1, "it came back and works"

@@ -85,10 +85,11 @@ def watch(
     with _watching(path), contextlib.closing(writer):
         while True:
             backup = _newest(store)
-            if backup is None or backup.step in done.logs and not backup.record["done"]:
+            old = backup is not None and backup.step in done.logs
+            if backup is None or (old and not backup.record["done"]):
                 sleep(_LOOK_EVERY_S)
                 continue
-            if backup.step not in done.logs:
+            if not old:
                 tensors = _tensors(backup)
                 if tensors is None:  # a newer one has taken its place
                     continue
@@ -128,11 +129,13 @@ def is_watching(backup_dir: str | os.PathLike[str]) -> bool:
     lock = os.path.join(os.fspath(backup_dir), _LOCK)
     if "://" in lock or not os.path.exists(lock):
         return False
-    with open(lock, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    file = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
     return False
 
 
@@ -162,7 +165,7 @@ class _Done:
     def __init__(self, path: str):
         self._path = path
         self.logs: dict[int, dict[str, float]] = {}
-        with contextlib.suppress(OSError, ValueError, AttributeError, tf.errors.OpError):
+        if tf.io.gfile.exists(path):
             with tf.io.gfile.GFile(path) as file:
                 self.logs = {int(step): logs for step, logs in json.load(file).items()}
 

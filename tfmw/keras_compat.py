@@ -38,6 +38,7 @@ from keras.src.trainers.data_adapters import tf_dataset_adapter as _tf_dataset_a
 from keras.src.utils import tracking
 from tensorflow.python.data.ops import (
     batch_op,
+    dataset_ops,
     map_op,
     prefetch_op,
     repeat_op,
@@ -45,7 +46,6 @@ from tensorflow.python.data.ops import (
     skip_op,
     take_op,
 )
-from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.data.ops import iterator_ops as _iterator_ops
 from tensorflow.python.data.util import random_seed as data_random_seed
 from tensorflow.python.distribute.coordinator import cluster_coordinator as _cluster_coordinator
@@ -886,7 +886,8 @@ def optimizer_slots(optimizer: Any) -> list[list[Any]]:
     for name, value in vars(optimizer).items():
         if name in ("_trainable_variables", "_variables") or not isinstance(value, (list, tuple)):
             continue
-        if len(value) != count or not all(isinstance(v, (keras.Variable, type(None))) for v in value):
+        kinds = (keras.Variable, type(None))
+        if len(value) != count or not all(isinstance(v, kinds) for v in value):
             continue
         for index, slot in enumerate(value):
             if slot is not None and all(slot is not s for s in slots[index]):
@@ -927,7 +928,8 @@ def current_learning_rate(optimizer: Any) -> Any:
 
 def more_is_better(name: str) -> bool:
     """As Keras's ModelCheckpoint guesses from the name of a log."""
-    return "acc" in name or "auc" in name.lower() or name.removeprefix("val_").startswith("fmeasure")
+    name = name.removeprefix("val_").lower()
+    return "acc" in name or "auc" in name or name.startswith("fmeasure")
 
 
 def one_op(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -391,7 +391,7 @@ class _Run:
         return not model.stop_training
 
     def _save(self, epoch: int, made: int = 0, done: bool = False) -> None:
-        nothing = np.zeros([1, 0], np.float64)  # no replica keeps anything to itself
+        nothing: Any = np.zeros([1, 0], np.float64)  # no replica keeps anything to itself
         self._backups.save(
             self._step,
             self._driver.model,

@@ -1,8 +1,8 @@
 """Synchronous updates on parameter servers, with spare workers.
 
     steps = SynchronousSteps(model, masters, name, workers=3, aggregate=2)
-    coordinator.schedule(steps.function, args=(iterator, worker, limit, seeds))     # one per worker
-    steps.advance(10)                            # on the coordinator: waits for, and makes, 10 steps
+    coordinator.schedule(steps.function, args=(iterator, worker, limit, seeds))   # one per worker
+    steps.advance(10)                          # on the coordinator: waits for, and makes, 10 steps
 
 Each server has an accumulator for each pack of its gradients. A worker takes the masters' values at
 step s, and gives its gradients, marked with s, to the accumulators; then it waits for step s + 1.

@@ -1,6 +1,6 @@
 """What each worker of a parameter-server cluster reads.
 
-    makers, spec = for_workers(source, workers=2)     # each maker runs with its worker as the device
+    makers, spec = for_workers(source, workers=2)   # each maker runs with its worker as the device
 
 Workers go at their own pace and may come and go, so nobody could promise that each example is
 read once: each worker reads the whole dataset, again and again, in an order of its own, as in

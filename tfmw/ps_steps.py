@@ -151,8 +151,8 @@ class WorkerSteps:
                 f"{self._name}/remote_{number}",
                 variable.shape,
                 _dtype(variable),
-                lambda ids, pieces=pieces: look_up(pieces, ids),
-                lambda pieces=pieces: read_whole(pieces),
+                functools.partial(look_up, pieces),
+                functools.partial(read_whole, pieces),
             )
         return found
 

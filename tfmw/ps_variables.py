@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat, placement
+from tfmw import keras_compat
 from tfmw.errors import UsageError
 
 BLOCK_BYTES = 64 << 20
@@ -142,7 +143,7 @@ class Masters:
         bounds = [rows * i // count for i in range(count + 1)]
         return [
             self._piece(variable, int(np.argmin(self._load)), a, b)
-            for a, b in zip(bounds, bounds[1:], strict=False)
+            for a, b in itertools.pairwise(bounds)
             if b > a
         ]
 
@@ -334,6 +335,3 @@ def standing_in(pairs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     finally:
         for variable, value in before:
             keras_compat.set_native(variable, value)
-
-
-refuse_raw_variables = placement.refuse_raw_variables

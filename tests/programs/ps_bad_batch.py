@@ -1,5 +1,7 @@
 """One of two workers that train in step meets a batch that its pipeline refuses."""
 
+from typing import Any
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -8,8 +10,8 @@ import tfmw
 
 tfmw.init()
 strategy = tfmw.strategies.parameter_server(sync_replicas=True)
-x = np.ones((64, 8), np.float32)
-y = np.zeros(64, np.int64)
+x: Any = np.ones((64, 8), np.float32)
+y: Any = np.zeros(64, np.int64)
 
 
 def read(context):

@@ -4,6 +4,7 @@ ps_shards.py [--rows=20000] [--width=32]
 """
 
 import argparse
+from typing import Any
 
 import _result
 import keras
@@ -41,9 +42,9 @@ def dataset(ids):
     return tf.data.Dataset.from_tensors((ids, y)).repeat()
 
 
-results = {}
-# Keras squares the gradients of a row one by one where a batch names it twice, instead of their sum:
-# with duplicates its Adagrad and Adam are another algorithm.
+results: dict[str, Any] = {}
+# Where a batch names a row twice Keras squares its gradients one by one, instead of their sum: with
+# duplicates its Adagrad and Adam are another algorithm.
 for name, ids, make_optimizer in (
     ("SGD", twice, lambda: keras.optimizers.SGD(0.5)),
     ("Adagrad", once, lambda: keras.optimizers.Adagrad(0.1)),
@@ -73,6 +74,7 @@ for name, ids, make_optimizer in (
 from tfmw.ps_variables import Masters  # noqa: E402
 
 servers = tfmw.strategies.servers_of(strategy)
+assert servers is not None
 masters = Masters(model, len(servers.cluster.ps), servers.settings.partition)
 table = model.get_layer("table").embeddings
 results["pieces"] = [[p.server, p.start, p.stop] for p in masters.pieces(table)]

@@ -21,7 +21,7 @@ tfmw.init()
 strategy = tfmw.strategies.parameter_server(min_shard_bytes=1 << 16)
 ids = np.random.default_rng(0).permutation(5000)[:256]
 y = (ids % 2).astype(np.float32)
-began_at = []
+began_at: list[int] = []
 
 
 class Begin(keras.callbacks.Callback):
@@ -58,6 +58,7 @@ alone.fit(dataset(), epochs=options.epochs, steps_per_epoch=5, verbose=0)
 from tfmw.ps_variables import Masters  # noqa: E402
 
 servers = tfmw.strategies.servers_of(strategy)
+assert servers is not None
 masters = Masters(model, len(servers.cluster.ps), servers.settings.partition)
 _result.write(
     {
