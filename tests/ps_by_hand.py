@@ -1,10 +1,10 @@
 """A parameter-server cluster as one starts it in several terminals, each task its own process.
 
-    with ByHand(program, workers=2, ps=1, arguments=[...]) as cluster:
-        cluster.chief.wait_for("epoch 2")           # a line that it prints
-        cluster.kill("worker 0")                    # kill -9
-        cluster.start("worker 0")                   # again, on the same address
-        assert cluster.chief.end() == 0
+with ByHand(program, workers=2, ps=1, arguments=[...]) as cluster:
+    cluster.chief.wait_for("epoch 2")           # a line that it prints
+    cluster.kill("worker 0")                    # kill -9
+    cluster.start("worker 0")                   # again, on the same address
+    assert cluster.chief.end() == 0
 """
 
 from __future__ import annotations

@@ -707,7 +707,7 @@ class Spoil(keras.callbacks.Callback):
 
 def train(folder: Path, spoil_before: int, **options: Any) -> keras.Model:
     model = dense_model(optimizer=keras.optimizers.SGD(0.01), rate=0.0)
-    x = np.ones((12, 3), np.float32)
+    x: np.ndarray = np.ones((12, 3), np.float32)
     tfmw.fit(
         model,
         x,
@@ -744,7 +744,7 @@ def test_row_25_weights_that_are_nan_are_not_backed_up_before_the_loss_shows_it(
                 self.model.trainable_variables[0].assign(np.full((3, 4), np.inf))
 
     model = dense_model(optimizer=keras.optimizers.SGD(0.01), rate=0.0)
-    x = np.ones((12, 3), np.float32)
+    x: np.ndarray = np.ones((12, 3), np.float32)
     with caplog.at_level(logging.WARNING, "tfmw"), pytest.raises(TfmwError, match="the loss is"):
         tfmw.fit(
             model,
@@ -776,7 +776,7 @@ def test_backups_go_when_the_process_ends_well_and_not_those_of_others(tmp_path,
     at_end: list[Any] = []
     monkeypatch.setattr(strategies, "on_success", at_end.append)
     model = dense_model()
-    x = np.ones((4, 3), np.float32)
+    x: np.ndarray = np.ones((4, 3), np.float32)
     for name in ("mine", "others"):
         tfmw.fit(model, x, x[:, :1], verbose=0, backup_dir=tmp_path / name)
     others = BackupStore(tmp_path / "others")

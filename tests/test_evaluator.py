@@ -33,8 +33,12 @@ def run(request, tmp_path_factory):
     """A run with an evaluator that is given time for each backup."""
     folder = tmp_path_factory.mktemp("evaluator")
     found = run_cluster(
-        "evaluated.py", str(folder), workers=1 + (not request.param), ps=request.param,
-        evaluator=True, timeout_s=150,
+        "evaluated.py",
+        str(folder),
+        workers=1 + (not request.param),
+        ps=request.param,
+        evaluator=True,
+        timeout_s=150,
     )
     return found, folder / "backups"
 

@@ -195,9 +195,7 @@ def _whole(dataset: tf.data.Dataset) -> Share:
     )
 
 
-def _pushed(
-    dataset: tf.data.Dataset, split: Split, order: Order, skip: int
-) -> Share | None:
+def _pushed(dataset: tf.data.Dataset, split: Split, order: Order, skip: int) -> Share | None:
     """The cut below the maps of a pipeline that ends in `batch`; None where it is not one."""
     node = dataset
     while isinstance(node, (*keras_compat.Prefetch, *keras_compat.OptionsNode)):
@@ -261,9 +259,7 @@ def _positions(source: tf.data.Dataset, size: int, split: Split) -> tf.data.Data
     if size % split.replicas == 0 and split.local == 1:
         return source.shard(split.replicas, split.rank)
     return (
-        source.enumerate()
-        .filter(lambda j, _: split.mine(j % size))
-        .map(lambda _, element: element)
+        source.enumerate().filter(lambda j, _: split.mine(j % size)).map(lambda _, element: element)
     )
 
 
@@ -383,9 +379,7 @@ def of_function(
     if split.local == 1:
         return _counting(dataset.map(lambda *b: (_element(b),)), spec, split, None)
     empty = tf.data.Dataset.from_tensors(_empty(spec)).repeat()
-    streams = tuple(
-        dataset.shard(split.local, d).concatenate(empty) for d in range(split.local)
-    )
+    streams = tuple(dataset.shard(split.local, d).concatenate(empty) for d in range(split.local))
     zipped = tf.data.Dataset.zip(streams).take_while(
         lambda *parts: tf.reduce_any([_rows(p) > 0 for p in parts])
     )
@@ -553,7 +547,6 @@ _FOLDS: dict[str, Callable[..., Any]] = {
 def _ordered(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.deterministic = True
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
 
 
@@ -610,7 +603,7 @@ def _empty(spec: Any) -> Any:
     def leaf(s: Any) -> Any:
         if isinstance(s, tf.RaggedTensorSpec):
             flat = tf.zeros([0, *[d or 0 for d in s.shape[s.ragged_rank + 1 :]]], s.dtype)
-            splits = [np.zeros([1], np.int64)] * s.ragged_rank
+            splits: list[Any] = [np.zeros([1], np.int64)] * s.ragged_rank
             return tf.RaggedTensor.from_nested_row_splits(flat, splits)
         if isinstance(s, tf.SparseTensorSpec):
             return tf.SparseTensor(
@@ -824,4 +817,3 @@ def steps_of(share: Share, steps: int | None, what: str) -> int | None:
             "dataset with take()."
         )
     return share.steps
-

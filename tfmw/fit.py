@@ -23,14 +23,9 @@ from tfmw import callbacks as callbacks_lib
 from tfmw import data, keras_compat, placement, state, strategies
 from tfmw.errors import UsageError
 from tfmw.group import Group
-from tfmw.launch import record_error
+from tfmw.launch import record_error, report_progress
 from tfmw.resume import Backups
 from tfmw.sync import COMPRESSIONS, SyncDriver
-
-try:
-    from tfmw.launch import report_progress
-except ImportError:
-    def report_progress(step: int) -> None: ...
 
 # One Python call runs about this long: seldom enough to cost nothing, often enough for a live bar.
 _SECONDS_PER_CALL = 0.2
@@ -79,8 +74,8 @@ def fit(
         workers: trains on that many new processes of this machine and brings the result back: the
             way for notebooks, where TensorFlow has run already. What cannot travel there (a
             dataset that holds Python functions, say) is refused before anything starts.
-        backup_dir: where the state of the run is saved, and where a run that was interrupted goes on
-            from: the short form of `tfmw.callbacks.BackupAndRestore(backup_dir)`.
+        backup_dir: where the state of the run is saved, and where an interrupted run goes on from:
+            the short form of `tfmw.callbacks.BackupAndRestore(backup_dir)`.
         backup_every: a number of steps, "epoch", "3 epochs", or a time such as "10 s".
         export_dir: after training the chief exports a SavedModel there.
         seed: makes runs with the same number of workers equal bit for bit. It sets the seeds of
@@ -127,16 +122,29 @@ def fit(
         if validation_data is not None:
             val_x, val_y, val_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
             validation = data.Source(
-                val_x, val_y, val_weight, _batch_size(val_x, validation_batch_size, batch_size),
+                val_x,
+                val_y,
+                val_weight,
+                _batch_size(val_x, validation_batch_size, batch_size),
                 validation_steps,
             )
         callbacks, asked = callbacks_lib.without_backup(callbacks)
         if backup_dir is not None:
             asked = callbacks_lib.BackupAndRestore(backup_dir, save_freq=backup_every)
-        validate = None if validation is None else lambda: evaluate(
-            model, validation.x, validation.y, batch_size=validation.batch_size,
-            sample_weight=validation.sample_weight, steps=validation_steps, verbose=0,
-            return_dict=True, strategy="default",
+        validate = (
+            None
+            if validation is None
+            else lambda: evaluate(
+                model,
+                validation.x,
+                validation.y,
+                batch_size=validation.batch_size,
+                sample_weight=validation.sample_weight,
+                steps=validation_steps,
+                verbose=0,
+                return_dict=True,
+                strategy="default",
+            )
         )
         if strategies.is_evaluator():
             return _evaluate_beside(session, source, asked, validate)
@@ -323,7 +331,7 @@ class _Run:
 
     def _train_epoch(self, epoch: int, pace: _Pace, every_batch: bool) -> dict[str, Any]:
         session, feed, backups = self._session, self._feed, self._backups
-        model, group, driver = session.model, session.group, session.driver
+        model, driver = session.model, session.driver
         assert driver is not None
         logs: dict[str, Any] = {}
         for begin, most, evenness, iterator in feed.epoch(pace, backups, self._step):

@@ -830,7 +830,7 @@ def configure_coordination(jobs: dict[str, int], leader: str, heartbeat_s: int) 
     )
 
 
-_ASK_AGAIN_S = 5.0
+_ASK_AGAIN_S = 3600.0
 
 
 def coordination_set(key: str, value: str) -> None:
@@ -937,9 +937,7 @@ def one_op(function: Callable[..., Any]) -> Callable[..., Any]:
     return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 
-def cancelable(
-    function: Any, *arguments: Any
-) -> tuple[Callable[[], Any], Callable[[], None]]:
+def cancelable(function: Any, *arguments: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
     """(calls a concrete function, which may block; makes that call end, from another thread)."""
     manager = _cancellation.CancellationManager()
     call = manager.get_cancelable_function(function)

@@ -146,6 +146,7 @@ def local_replicas(strategy: tf.distribute.Strategy) -> int:
 
 
 def spans_processes(strategy: tf.distribute.Strategy) -> bool:
+    """Whether replicas live in several processes."""
     return strategy.num_replicas_in_sync > local_replicas(strategy)
 
 

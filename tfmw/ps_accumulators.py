@@ -116,7 +116,9 @@ class SynchronousSteps(WorkerSteps):
             return tf.identity(over), done + 1
 
         _, done = tf.while_loop(
-            lambda now, done: now < limit, step, [first, tf.constant(0, tf.int64)],
+            lambda now, done: now < limit,
+            step,
+            [first, tf.constant(0, tf.int64)],
             parallel_iterations=1,
         )
         return self._results(done, locals_, begun, seeds)

@@ -202,9 +202,7 @@ def wait_for_end(
                             return
                     if "failed" in news and not standing:
                         # In TensorFlow's words for it, by which a launcher knows an echo.
-                        raise TaskFailed(
-                            f"Error reported from /job:chief/task:0: {news['failed']}"
-                        )
+                        raise TaskFailed(f"Error reported from /job:chief/task:0: {news['failed']}")
                     deadline = clock() + patience_s
                     if not news:
                         last = "it left without a word"

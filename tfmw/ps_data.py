@@ -66,7 +66,10 @@ def _of_worker(source: data.Source, worker: int, workers: int) -> tuple[tf.data.
         """What `data.Order.agree` is given, for this worker: the seeds of shuffles."""
         if isinstance(seeds, list):
             return [
-                pair if pair is None else [0, 0] if pair[0] == _UNSEEDED
+                pair
+                if pair is None
+                else [0, 0]
+                if pair[0] == _UNSEEDED
                 else [pair[0], pair[1] + _SEED_APART * worker]
                 for pair in seeds
             ]

@@ -56,9 +56,7 @@ def read_whole(pieces: Sequence[Piece]) -> tf.Tensor:
     return values[0] if len(values) == 1 else tf.concat(values, axis=0)
 
 
-def to_pieces(
-    pieces: Sequence[Piece], gradient: Any
-) -> list[tuple[Any, ...]]:
+def to_pieces(pieces: Sequence[Piece], gradient: Any) -> list[tuple[Any, ...]]:
     """Divides the gradient of a divided variable among its servers.
 
     Args:

@@ -101,7 +101,9 @@ class WorkerSteps:
 
         def loop(begin: tf.Tensor, end: tf.Tensor, steps: int) -> tf.Tensor:
             (done,) = tf.while_loop(
-                lambda done: done < end, lambda done: (turn(done, steps),), [begin],
+                lambda done: done < end,
+                lambda done: (turn(done, steps),),
+                [begin],
                 parallel_iterations=1,
             )
             return done
@@ -136,7 +138,11 @@ class WorkerSteps:
         """Stand-ins of this worker by id of the Keras variable."""
         masters = self.masters
         ordinary = [
-            *masters.trainable, *masters.state, *masters.frozen, *masters.seeds, *self.metrics
+            *masters.trainable,
+            *masters.state,
+            *masters.frozen,
+            *masters.seeds,
+            *self.metrics,
         ]
         found: dict[int, Any] = {}
         for number, variable in enumerate(ordinary):
@@ -257,12 +263,16 @@ class WorkerSteps:
         keras_apply = optimizer.apply
 
         def apply(grads: Any, trainable_variables: Any = None) -> None:
-            grads = [_densified(g, v) for g, v in zip(
-                grads,
-                keras_compat.optimized_variables(optimizer)
-                if trainable_variables is None else list(trainable_variables),
-                strict=True,
-            )]
+            grads = [
+                _densified(g, v)
+                for g, v in zip(
+                    grads,
+                    keras_compat.optimized_variables(optimizer)
+                    if trainable_variables is None
+                    else list(trainable_variables),
+                    strict=True,
+                )
+            ]
             keras_apply(grads, trainable_variables)
 
         def update_step(grads: Any, variables: Any, learning_rate: Any) -> None:
@@ -289,14 +299,14 @@ class WorkerSteps:
         packs, alone = masters.packs(here)
         for pack in [*packs, *(Pack(masters.piece(v).server, _dtype(v), (v,)) for v in alone)]:
             flat = tf.concat(
-                [tf.reshape(tf.cast(by_variable[id(v)], pack.dtype), [-1])
-                 for v in pack.variables],
+                [tf.reshape(tf.cast(by_variable[id(v)], pack.dtype), [-1]) for v in pack.variables],
                 axis=0,
             )
 
             def update_pack(flat: tf.Tensor, pack: Pack = pack) -> None:
-                for variable, grad in zip(pack.variables, unpacked(pack, flat).values(),
-                                          strict=True):
+                for variable, grad in zip(
+                    pack.variables, unpacked(pack, flat).values(), strict=True
+                ):
                     self._update_whole(optimizer, masters.piece(variable), variable, grad)
 
             todo[pack.server].append(([flat], update_pack))
@@ -326,6 +336,7 @@ class WorkerSteps:
         Returns:
             int64 [], on the server, once the updates are made.
         """
+
         def run(sent: list[list[tf.Tensor]]) -> tf.Tensor:
             arrived = zip(sent, (update for _, update in updates), strict=True)
             self._run_updates(where, optimizer, list(arrived))
@@ -439,9 +450,7 @@ def _signal(grads: list[tuple[Any, Any]]) -> tf.Tensor:
 def unpacked(pack: Pack, flat: tf.Tensor) -> dict[int, tf.Tensor]:
     """Tensors by id of the variable, of the one tensor that they travel in."""
     parts = tf.split(flat, pack.sizes) if len(pack.sizes) > 1 else [flat]
-    return {
-        id(v): tf.reshape(p, v.shape) for v, p in zip(pack.variables, parts, strict=True)
-    }
+    return {id(v): tf.reshape(p, v.shape) for v, p in zip(pack.variables, parts, strict=True)}
 
 
 def _here(tensor: tf.Tensor) -> tf.Tensor:

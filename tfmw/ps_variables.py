@@ -103,11 +103,11 @@ class Masters:
         weights = _unique(model.variables, without=self.seeds)
         updated = _unique(keras_compat.state_variables_of(model), without=self.seeds)
         self.state = [v for v in updated if _in(v, weights) and not _in(v, self.trainable)]
-        self.frozen = [
-            v for v in weights if not _in(v, self.trainable) and not _in(v, self.state)
-        ]
-        counts = {id(v): partition(v.shape.as_list(), keras_compat.native(v).dtype)
-                  for v in self.trainable}
+        self.frozen = [v for v in weights if not _in(v, self.trainable) and not _in(v, self.state)]
+        counts = {
+            id(v): partition(v.shape.as_list(), keras_compat.native(v).dtype)
+            for v in self.trainable
+        }
         self.divided = [v for v in self.trainable if counts[id(v)] > 1]
         self.whole = [v for v in self.trainable if counts[id(v)] <= 1]
         refuse_unsupported(self.optimizers, bool(self.divided))

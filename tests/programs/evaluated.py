@@ -70,6 +70,6 @@ if cluster.task == "evaluator":
     losses = keras.losses.sparse_categorical_crossentropy(y[:200], outputs, from_logits=True)
     result["best_loss"] = float(np.mean(losses))
 if "TFMW_RESULT" in os.environ:
-    import _result
+    from tests.programs import _result
 
     _result.write(result)

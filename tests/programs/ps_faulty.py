@@ -94,9 +94,9 @@ result = {
     "iterations": int(model.optimizer.iterations.numpy()),
     "accuracy": history.history["accuracy"],
     "by_worker_1": history.history["by_worker_1"],
-    "evaluated": tfmw.evaluate(
-        model, np.pad(x, ((0, 0), (0, 1))), y, verbose=0, return_dict=True
-    )["accuracy"],
+    "evaluated": tfmw.evaluate(model, np.pad(x, ((0, 0), (0, 1))), y, verbose=0, return_dict=True)[
+        "accuracy"
+    ],
 }
 print(json.dumps(result), flush=True)
 if options.result:

@@ -6,12 +6,12 @@ ps_shards.py [--rows=20000] [--width=32]
 import argparse
 from typing import Any
 
-import _result
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tfmw
+from tests.programs import _result
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--rows", type=int, default=20000)

@@ -5,12 +5,12 @@ ps_shards_backup.py --backup=DIR --epochs=N
 
 import argparse
 
-import _result
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tfmw
+from tests.programs import _result
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--backup", required=True)
@@ -50,9 +50,7 @@ tfmw.fit(
     steps_per_epoch=5,
     verbose=0,
     strategy=strategy,
-    callbacks=[
-        Begin(), tfmw.callbacks.BackupAndRestore(options.backup, delete_checkpoint=False)
-    ],
+    callbacks=[Begin(), tfmw.callbacks.BackupAndRestore(options.backup, delete_checkpoint=False)],
 )
 alone.fit(dataset(), epochs=options.epochs, steps_per_epoch=5, verbose=0)
 from tfmw.ps_variables import Masters  # noqa: E402

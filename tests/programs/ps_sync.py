@@ -5,12 +5,12 @@ ps_sync.py [--aggregate=2] [--steps=20]
 
 import argparse
 
-import _result
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tfmw
+from tests.programs import _result
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--aggregate", type=int)
@@ -44,8 +44,13 @@ def read(context):
     data = tf.data.Dataset.from_tensors((x[mine], y[mine])).repeat()
     if context.input_pipeline_id == workers - 1 and options.aggregate:
         # A straggler: much to compute for each batch.
-        data = data.map(lambda a, b: (a + 0 * tf.reduce_sum(tf.linalg.svd(
-            tf.random.normal([300, 300]), compute_uv=False)), b))
+        data = data.map(
+            lambda a, b: (
+                a
+                + 0 * tf.reduce_sum(tf.linalg.svd(tf.random.normal([300, 300]), compute_uv=False)),
+                b,
+            )
+        )
     return data
 
 

@@ -7,12 +7,12 @@ import argparse
 import os
 from pathlib import Path
 
-import _result
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tfmw
+from tests.programs import _result
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--records", required=True)
@@ -76,8 +76,9 @@ history = tfmw.fit(
     validation_data=(x, y),
     verbose=2,
 )
-records = [tf.io.parse_tensor(f.read_bytes(), tf.float32).numpy()
-           for f in Path(options.records).iterdir()]
+records = [
+    tf.io.parse_tensor(f.read_bytes(), tf.float32).numpy() for f in Path(options.records).iterdir()
+]
 seen = np.concatenate(records)
 losses = keras.losses.sparse_categorical_crossentropy(seen[:, 0], seen[:, 1:], from_logits=True)
 evaluated = tfmw.evaluate(model, x, y, verbose=0, return_dict=True)
