@@ -1,0 +1,76 @@
+"""Shares of datasets, in one process: arithmetic, and what cannot be divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfmw import data
+from tfmw.errors import UsageError
+
+SPLITS = [(2, 1), (3, 1), (2, 2)]
+
+
+def _shares(dataset: tf.data.Dataset, workers: int, local: int) -> list[list[list[Any]]]:
+    """Step -> replica -> its examples, put together from all workers."""
+    steps: list[list[list[Any]]] = []
+    for rank in range(workers):
+        share = data.Share.of(dataset, data.Split(workers, rank, local), data.Order(seed=3))
+        for step, (parts, total) in enumerate(share.dataset.as_numpy_iterator()):
+            if step == len(steps):
+                steps.append([])
+            if int(total) < 0 and not any(len(p) for p in parts):
+                break
+            steps[step].extend(p.tolist() for p in parts)
+    return [step for step in steps if any(step)]
+
+
+@pytest.mark.parametrize(("workers", "local"), SPLITS)
+@pytest.mark.parametrize(("examples", "batch"), [(1, 4), (7, 4), (21, 8), (5, 1)])
+@pytest.mark.parametrize("kind", ["mapped", "plain", "filtered"])
+def test_shares_of_a_step_are_its_global_batch(
+    workers: int, local: int, examples: int, batch: int, kind: str
+) -> None:
+    dataset = tf.data.Dataset.range(examples)
+    if kind != "plain":
+        dataset = dataset.map(lambda i: i + 100)
+    if kind == "filtered":
+        dataset = dataset.filter(lambda i: i % 5 != 1)
+    dataset = dataset.batch(batch)
+    whole = [b.tolist() for b in dataset.as_numpy_iterator()]
+    steps = _shares(dataset, workers, local)
+    assert [sorted(e for part in step for e in part) for step in steps] == whole
+    if kind != "filtered":
+        # Example j of a global batch is replica j mod R's.
+        for step, expected in zip(steps, whole, strict=True):
+            assert step == [expected[r :: workers * local] for r in range(workers * local)]
+
+
+@pytest.mark.parametrize(("workers", "local"), SPLITS)
+def test_rows_add_up(workers: int, local: int) -> None:
+    for total in range(20):
+        rows = [data.Split(workers, rank, local).rows(total) for rank in range(workers)]
+        assert sum(rows) == total
+
+
+def _sparse(examples: int) -> tf.SparseTensor:
+    return tf.sparse.from_dense(np.eye(examples, dtype="float32"))
+
+
+def test_sparse_batches_are_divided() -> None:
+    dataset = tf.data.Dataset.from_tensor_slices(_sparse(6)).batch(4)
+    rows = []
+    for rank in range(2):
+        share = data.Share.of(dataset, data.Split(2, rank), data.Order())
+        for (part,), _ in share.dataset:
+            rows.extend(tf.sparse.to_dense(part).numpy().argmax(1).tolist())
+    assert sorted(rows) == list(range(6))
+
+
+def test_sparse_batches_that_were_mapped_are_refused() -> None:
+    dataset = tf.data.Dataset.from_tensor_slices(_sparse(6)).batch(4).map(lambda s: s * 2.0)
+    with pytest.raises(UsageError, match=r"end the dataset in batch\(\), or make them dense"):
+        data.Share.of(dataset, data.Split(2, 0), data.Order())
