@@ -830,7 +830,7 @@ def configure_coordination(jobs: dict[str, int], leader: str, heartbeat_s: int) 
     )
 
 
-_ASK_AGAIN_S = 3600.0
+_ASK_AGAIN_S = 5.0
 
 
 def coordination_set(key: str, value: str) -> None:
