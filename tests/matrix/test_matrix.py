@@ -33,7 +33,7 @@ CLUSTERS = {
     "two_by_two": (2, 2, CORE),
 }
 
-pytestmark = pytest.mark.timeout(900)  # a column is one launch, in the fixture of its first cell
+pytestmark = pytest.mark.timeout(1800)  # a column is one launch, in the fixture of its first cell
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +61,7 @@ def _single_process(folder: Path, names: list[str]) -> dict[str, Any]:
     }
     try:
         for column, process in processes.items():
-            output, _ = process.communicate(timeout=800)
+            output, _ = process.communicate(timeout=1500)
             assert process.returncode == 0, f"{column}:\n{output}"
     finally:
         for process in processes.values():
@@ -88,7 +88,7 @@ def _cluster_column(folder: Path, column: str) -> list[dict[str, Any]]:
         str(devices),
         *names,
         workers=workers,
-        timeout_s=800,
+        timeout_s=1500,
         env={"TF_CPP_MIN_LOG_LEVEL": "2"},
     )
     assert len(run) == workers

@@ -1,4 +1,7 @@
-"""Models from keras.applications, untrained, on small images."""
+"""Models from keras.applications, untrained, on small images, with synchronized statistics.
+
+As they come, each replica normalizes by its own part of the batch: see the row BatchNormalization.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,11 @@ import numpy as np
 from tests.matrix.row import Case, row
 from tests.matrix.rows.common import batches, compiled
 
-_NOT_EQUAL = (
-    "each replica normalizes by the statistics of its own part of the batch; all replicas end alike"
-)
 
-
-def _images(model: keras.Model, synchronized: bool) -> Case:
+def _images(model: keras.Model) -> Case:
     for layer in model.layers:
         if isinstance(layer, keras.layers.BatchNormalization):
-            layer.synchronized = synchronized
+            layer.synchronized = True
     random = np.random.default_rng(9)
     x = random.normal(size=(16, 32, 32, 3)).astype("float32")
     y = random.integers(0, 3, 16).astype("int32")
@@ -35,14 +34,9 @@ def _res_net() -> keras.Model:
 
 @row("MobileNetV2, synchronized statistics", tol=1e-3, only=("two",))
 def mobile_net_synchronized() -> Case:
-    return _images(_mobile_net(), synchronized=True)
-
-
-@row("MobileNetV2 as it comes", but=_NOT_EQUAL, equal=(), only=("two",))
-def mobile_net() -> Case:
-    return _images(_mobile_net(), synchronized=False)
+    return _images(_mobile_net())
 
 
 @row("ResNet50, synchronized statistics", tol=1e-3, only=("two",))
 def res_net_synchronized() -> Case:
-    return _images(_res_net(), synchronized=True)
+    return _images(_res_net())
