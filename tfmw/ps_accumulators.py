@@ -17,6 +17,7 @@ batches that were computed, the dropped ones too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -72,8 +73,9 @@ class SynchronousSteps(WorkerSteps):
                         reduction_type="SUM",
                     )
                 )
-        with tf.device(server(masters.home)):
+        with tf.device(server(packs[0].server)):
             self._sent = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradients_sent")
+        with tf.device(server(masters.home)):
             self._used = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradients_used")
             self._over = [
                 tf.queue.FIFOQueue(-1, [tf.int64], [[]], shared_name=f"{self._name}/over_{w}")
@@ -153,23 +155,20 @@ class SynchronousSteps(WorkerSteps):
                 tf.reshape(tf.cast(by_variable[id(v)], pack.dtype), [-1]) for v in pack.variables
             ]
 
-            def give(flat: tf.Tensor, now: tf.Tensor, number: int = number) -> tf.Tensor:
-                handle = self._accumulators[number]
-                if number == 0:
-                    self._sent_one()
-                tf.raw_ops.ResourceAccumulatorApplyGradient(
-                    handle=handle, local_step=now, gradient=flat
-                )
-                return tf.constant(0, tf.int64)
-
             with tf.device(server(pack.server)):
-                op = self._one_op(("give", number), give)
+                op = self._one_op(("give", number), functools.partial(self._give, number))
                 told = op(tf.concat([*flat, tf.ones([1], pack.dtype)], axis=0), self._now)
             applied.append(told)
         self._given.extend(applied)
 
-    def _sent_one(self) -> None:
-        self._sent.assign_add(1)
+    def _give(self, number: int, flat: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
+        """On a server: takes one worker's gradients of step `now`, or drops them as too late."""
+        if number == 0:
+            self._sent.assign_add(1)
+        tf.raw_ops.ResourceAccumulatorApplyGradient(
+            handle=self._accumulators[number], local_step=now, gradient=flat
+        )
+        return tf.constant(0, tf.int64)
 
     # ------------------------------------------------------------ on the coordinator
 

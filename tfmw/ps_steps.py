@@ -242,18 +242,20 @@ class WorkerSteps:
                 sent.append(after if _in(variable, averages) else after - before[id(variable)])
             flat = tf.concat([tf.reshape(t, [-1]) for t in sent], axis=0)
 
-            def take(flat: tf.Tensor, pack: Pack = pack) -> tf.Tensor:
-                parts = unpacked(pack, flat)
-                for variable in pack.variables:
-                    master = self.masters.piece(variable).master
-                    if _in(variable, averages):
-                        master.assign(parts[id(variable)])
-                    else:
-                        master.assign_add(parts[id(variable)])
-                return tf.constant(0)
-
             with tf.device(server(pack.server)):
+                take = functools.partial(self._take_state, pack, averages)
                 self._one_op(("state", number), take)(flat)
+
+    def _take_state(self, pack: Pack, averages: list[Any], flat: tf.Tensor) -> tf.Tensor:
+        """On a server: what a step left in its state."""
+        parts = unpacked(pack, flat)
+        for variable in pack.variables:
+            master = self.masters.piece(variable).master
+            if _in(variable, averages):
+                master.assign(parts[id(variable)])
+            else:
+                master.assign_add(parts[id(variable)])
+        return tf.constant(0)
 
     # ------------------------------------------------------------ updates
 
