@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cluster import PROGRAMS, run_cluster, tfmw_command
+from tests.cluster import ONE_THREAD, PROGRAMS, ROOT, run_cluster, tfmw_command
 from tfmw.backup import BackupStore, verify
 from tfmw.errors import PREEMPTED
 
@@ -194,3 +197,25 @@ def test_a_run_that_is_over_is_gone_through_at_once(folder, undisturbed):
         assert run["made"] == 0
         assert run["bits"] == undisturbed[0]["bits"]
         assert run["history"] == undisturbed[0]["history"]
+
+
+# ---------------------------------------------------------------- row 18: the network between tasks
+
+
+def test_row_18_both_sides_of_a_cut_network_end(tmp_path):
+    assert shutil.which("ip"), "this test needs the ip command: install iproute2"
+    namespaces = "-n" if os.geteuid() == 0 else "-Urn"
+    run = subprocess.run(
+        ["unshare", namespaces, sys.executable, PROGRAMS / "network_cut.py", tmp_path],
+        env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert all(status not in (0, None) for status in result["statuses"]), result
+    assert max(result["seconds"]) < 40, result
+    for log in result["logs"]:
+        assert "Error" in log
+    assert verify(tmp_path / "backups") == []

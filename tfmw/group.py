@@ -15,7 +15,7 @@ import base64
 import functools
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,19 +55,31 @@ class Group:
         size: number of processes.
     """
 
-    def __init__(self, rank: int, size: int):
+    def __init__(self, rank: int, size: int, tasks: Sequence[str] = ()):
         self.rank = rank
         self.size = size
+        self._tasks = tasks  # as TensorFlow calls them: "/job:worker/replica:0/task:1"
 
     @classmethod
     def of(cls, strategy: tf.distribute.Strategy) -> Group:
         if not placement.spans_processes(strategy):
             return cls(0, 1)
         local = placement.local_replicas(strategy)
+        jobs = strategy.cluster_resolver.cluster_spec().as_dict()
         return cls(
             placement.first_local_replica(strategy) // local,
             strategy.num_replicas_in_sync // local,
+            [
+                f"/job:{job}/replica:0/task:{index}"
+                for job in ("chief", "worker")
+                for index in range(len(jobs.get(job, ())))
+            ],
         )
+
+    def _said(self, key: str, rank: int) -> Any:
+        """What task `rank` has set `key` to, once it has."""
+        task = self._tasks[rank] if rank != self.rank else None
+        return json.loads(keras_compat.coordination_get(key, _WAIT_S, task))
 
     @property
     def is_chief(self) -> bool:
@@ -82,7 +94,7 @@ class Group:
             return decide()
         key = f"tfmw/chief/{next(_calls)}"
         if not self.is_chief:
-            answer = json.loads(keras_compat.coordination_get(key, _WAIT_S))
+            answer = self._said(key, rank=0)
             if "wrong" in answer:
                 raise UsageError(answer["wrong"])
             return answer["value"]
@@ -108,10 +120,7 @@ class Group:
             return [value]
         call = next(_calls)
         keras_compat.coordination_set(f"tfmw/all/{call}/{self.rank}", json.dumps(value))
-        return [
-            json.loads(keras_compat.coordination_get(f"tfmw/all/{call}/{rank}", _WAIT_S))
-            for rank in range(self.size)
-        ]
+        return [self._said(f"tfmw/all/{call}/{rank}", rank) for rank in range(self.size)]
 
     def arrays_from_chief(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The chief's arrays on every task, through the coordination service: for small ones.

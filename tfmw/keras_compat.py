@@ -831,17 +831,25 @@ def configure_coordination(jobs: dict[str, int], leader: str, heartbeat_s: int) 
 
 
 _ASK_AGAIN_S = 5.0
+_ANSWER_MS = 10_000
 
 
 def coordination_set(key: str, value: str) -> None:
     _context.context().set_config_key_value(key, value)
 
 
-def coordination_get(key: str, timeout_s: float) -> str:
-    """Waits for a key. Raises tf.errors.DeadlineExceededError after `timeout_s` seconds.
+def coordination_get(key: str, timeout_s: float, task: str | None = None) -> str:
+    """Waits for a key.
 
-    It asks again every few seconds: a call that is under way when the network is cut does not end
-    with the connection, and the next one finds that the task has lost its cluster.
+    Where the network is cut, the call under way does not end, nor do later ones find out: so the
+    task that is to set the key is asked every few seconds whether it is there.
+
+    Args:
+        task: such as "/job:worker/replica:0/task:1".
+
+    Raises:
+        tf.errors.DeadlineExceededError: after `timeout_s` seconds.
+        tf.errors.OpError: `task` cannot be reached, or was started again.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -853,6 +861,8 @@ def coordination_get(key: str, timeout_s: float) -> str:
         except tf.errors.DeadlineExceededError:
             if left <= _ASK_AGAIN_S:
                 raise
+        if task is not None:
+            _context.context().check_collective_ops_peer_health(task, _ANSWER_MS)
 
 
 def coordination_delete(key: str) -> None:
