@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -13,3 +14,11 @@ from tests import cluster
 def run_cluster() -> Callable[..., cluster.ClusterRun]:
     """`tests.cluster.run_cluster`; fixtures of any scope may use it."""
     return cluster.run_cluster
+
+
+# A shell starts its background jobs with these ignored, and whoever runs the tests so would hand
+# that on to every process whose reaction to them is tested.
+for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        default = signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(_number, default)

@@ -133,16 +133,19 @@ def test_an_interrupt_ends_the_workers_and_keeps_what_was_reached():
         text=True,
         env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
     )
-    assert process.stdout is not None
     lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "backed up" in line:
-            break
-    started = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=60)
-    seconds = time.monotonic() - started
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if "backed up" in line:
+                break
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+        seconds = time.monotonic() - started
+    finally:
+        process.kill()
     output = "".join(lines) + rest
     assert process.returncode == 0, output
     kept = re.search(r"stopped; the model has the weights of step (\d+)", output)

@@ -18,7 +18,10 @@ directory = Path(sys.argv[1])
 program = Path(__file__).parent / "train_long.py"
 
 
-def ip(*words: str, inside: tuple[str, ...] = ()) -> None:
+here: tuple[str, ...] = ()  # what goes before a command that is to run in this namespace
+
+
+def ip(*words: str, inside: tuple[str, ...] = here) -> None:
     subprocess.run([*inside, "ip", *words], check=True)
 
 
@@ -27,15 +30,15 @@ other = subprocess.Popen(
 )
 assert other.stdout is not None
 assert other.stdout.readline() == "there\n"
-there = ("nsenter", "-n", "-t", str(other.pid))
+there: tuple[str, ...] = ("nsenter", "-n", "-t", str(other.pid))
 ip("link", "add", "here", "type", "veth", "peer", "name", "there", "netns", str(other.pid))
-for inside, device, address in (((), "here", ADDRESSES[0]), (there, "there", ADDRESSES[1])):
+for inside, device, address in ((here, "here", ADDRESSES[0]), (there, "there", ADDRESSES[1])):
     ip("link", "set", "lo", "up", inside=inside)
     ip("address", "add", f"{address}/24", "dev", device, inside=inside)
     ip("link", "set", device, "up", inside=inside)
 
-tasks = []
-for index, inside in enumerate(((), there)):
+tasks: list[subprocess.Popen[str]] = []
+for index, inside in enumerate((here, there)):
     config = {
         "cluster": {"worker": [f"{a}:{PORT}" for a in ADDRESSES]},
         "task": {"type": "worker", "index": index},
@@ -48,6 +51,7 @@ for index, inside in enumerate(((), there)):
                 env={**os.environ, "TF_CONFIG": json.dumps(config)},
                 stdout=file,
                 stderr=subprocess.STDOUT,
+                text=True,
             )
         )
 try:
@@ -65,9 +69,11 @@ try:
         task.wait(timeout=150)
         ended.append(time.monotonic() - cut)
 finally:
-    for process in (*tasks, other):
-        process.kill()
-        process.wait()
+    for task in tasks:
+        task.kill()
+        task.wait()
+    other.kill()
+    other.wait()
 print(
     json.dumps(
         {

@@ -6,6 +6,7 @@ After epoch 3 the chief waits for the file CUT, and the others for the chief's w
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -22,7 +23,7 @@ class Say(keras.callbacks.Callback):
             time.sleep(0.05)
 
 
-x = np.ones((8, 3), np.float32)
+x: Any = np.ones((8, 3), np.float32)
 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 tfmw.fit(
