@@ -127,16 +127,16 @@ class SyncDriver:
         )
         key = (kind, careful, counted, repr(iterator.element_spec))
         steps = tf.constant(most, tf.int64)
-        varying = self.replicas > 1 and (not counted or _varies(iterator.element_spec))
         if key not in self._functions:
             self._functions[key] = self._traced(kind, careful, counted)
             trace = getattr(self._functions[key], "get_concrete_function", None)
-            if varying and trace is not None:
+            if trace is not None:
                 trace(iterator, steps)  # tells whether anything is gathered
-        if not (varying and self._gathers):
+        if not self._gathers:
             return int(self._functions[key](iterator, steps))
-        # TensorFlow remembers the shape of each gather for the length of a call, so that a batch of
-        # another shape needs another call: "Shape mismatch in the collective instance".
+        # TensorFlow remembers the shape of each gather for the length of a call, so a batch of
+        # another shape, as the last one, needs a call of its own: "Shape mismatch in the collective
+        # instance" otherwise.
         for made in range(most):
             if not int(self._functions[key](iterator, tf.constant(1, tf.int64))):
                 return made
@@ -301,7 +301,7 @@ class SyncDriver:
         if share.careful:
             present = share.rows > 0
             grads = [_or_zeros(g, present) for g in grads]
-        self._gathers |= any(isinstance(g, tf.IndexedSlices) for g in grads)
+        self._gathers |= self.replicas > 1 and any(isinstance(g, tf.IndexedSlices) for g in grads)
         positions = [i for i, g in enumerate(grads) if g is not None]
         replica = tf.distribute.get_replica_context()
         sent = [self._compressed(grads[i]) for i in positions]
@@ -778,14 +778,6 @@ def _rows(batch: Any) -> tf.Tensor:
     if isinstance(first, tf.SparseTensor):
         return tf.cast(first.dense_shape[0], tf.int32)
     return tf.shape(first)[0]
-
-
-def _varies(element_spec: Any) -> bool:
-    """Whether batches may differ in more than their number of examples."""
-    return any(
-        not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None or None in spec.shape[1:]
-        for spec in tf.nest.flatten(element_spec)
-    )
 
 
 def _or_one_example(tensor: Any, present: tf.Tensor) -> Any:

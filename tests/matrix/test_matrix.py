@@ -89,7 +89,8 @@ def _cluster_column(folder: Path, column: str) -> list[dict[str, Any]]:
         *names,
         workers=workers,
         timeout_s=1500,
-        env={"TF_CPP_MIN_LOG_LEVEL": "2"},
+        # Virtual devices are for before init, which `tfmw run` would call first.
+        env={"TF_CPP_MIN_LOG_LEVEL": "2", **({"TFMW_NO_INIT": "1"} if devices > 1 else {})},
     )
     assert len(run) == workers
     return list(run)
