@@ -1,0 +1,158 @@
+"""What backing up costs: stall per backup, time to write, share of the training time.
+
+    python bench/backup.py [--seconds 30] [--every 10] [--pairs 2]
+
+One process trains an MLP of 25 million parameters with Adam (300 MB of state) in one call of fit.
+Stretches with backups and stretches without alternate in it, so that both see the same machine; the
+cost is the ratio of their times per step. Processor time is told too: on a machine that others use,
+it is the figure to trust.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from typing import Any
+from unittest import mock
+
+WIDTH = 2730  # 784 x 2730 + 3 x 2730 x 2730 + 2730 x 10 and biases: 24.5 million parameters
+BATCH = 64
+
+
+def main() -> None:
+    """Trains, and prints the figures."""
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("--seconds", type=float, default=30.0, help="of each stretch")
+    flags.add_argument("--every", type=float, default=10.0, help="seconds between backups")
+    flags.add_argument("--pairs", type=int, default=2, help="of stretches, with and without")
+    flags.add_argument("--dir", help="where backups go (default: the temporary directory)")
+    options = flags.parse_args()
+
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import tfmw
+    from tfmw import resume
+
+    switch = Switch(options.seconds, 2 * options.pairs)
+    saves: list[float] = []
+    writes: list[float] = []
+    save, is_up, write = resume.Backups.save, resume.Backups._time_is_up, resume.Backups._write
+
+    def timed_save(self: Any, *args: Any) -> None:
+        start = time.perf_counter()
+        save(self, *args)
+        saves.append(time.perf_counter() - start)
+
+    def timed_write(self: Any, *args: Any) -> None:
+        start = time.perf_counter()
+        write(self, *args)
+        writes.append(time.perf_counter() - start)
+
+    def is_up_now(self: Any) -> bool:
+        return switch.with_backups and is_up(self)
+
+    for name, timed in (
+        ("save", timed_save),
+        ("_write", timed_write),
+        ("_time_is_up", is_up_now),
+    ):
+        mock.patch.object(resume.Backups, name, timed).start()
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            switch.step()
+            self.model.stop_training = switch.over
+
+    model = keras.Sequential(
+        [keras.Input((784,))]
+        + [keras.layers.Dense(WIDTH, activation="relu") for _ in range(4)]
+        + [keras.layers.Dense(10)]
+    )
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x = np.random.default_rng(0).normal(size=(1024, 784)).astype(np.float32)
+    dataset = tf.data.Dataset.from_tensor_slices((x, np.arange(1024) % 10)).batch(BATCH).repeat()
+    with tempfile.TemporaryDirectory(dir=options.dir) as folder:
+        tfmw.fit(
+            model,
+            dataset,
+            steps_per_epoch=1_000_000,
+            verbose=0,
+            callbacks=[Watch()],
+            backup_dir=folder,
+            backup_every=f"{options.every} s",
+        )
+    print(f"{model.count_params() / 1e6:.1f} M parameters, Adam, batch {BATCH}")
+    switch.report(saves[:-1], writes[:-1], options.every)
+
+
+class Switch:
+    """Which stretch of the training this is, and how long its steps took.
+
+    Args:
+        seconds: of a stretch.
+        stretches: with backups and without, in turns.
+    """
+
+    def __init__(self, seconds: float, stretches: int):
+        self._seconds = seconds
+        self._stretches = stretches
+        self._number = -1  # the first steps trace and warm up
+        self._begun = self._last = time.perf_counter()
+        self._cpu_begun = time.process_time()
+        self._steps = 0
+        self._done: list[tuple[bool, float, float]] = []
+        self._all: dict[bool, list[float]] = {True: [], False: []}
+
+    @property
+    def with_backups(self) -> bool:
+        return self._number >= 0 and self._number % 2 == 0
+
+    @property
+    def over(self) -> bool:
+        return self._number >= self._stretches
+
+    def step(self) -> None:
+        """Notes that a step was made."""
+        now = time.perf_counter()
+        if self._number >= 0:
+            self._all[self.with_backups].append(now - self._last)
+        self._last = now
+        self._steps += 1
+        if now - self._begun >= (self._seconds if self._number >= 0 else 10.0):
+            if self._number >= 0:
+                wall, cpu = now - self._begun, time.process_time() - self._cpu_begun
+                self._done.append((self.with_backups, wall / self._steps, cpu / self._steps))
+            self._number += 1
+            self._begun, self._cpu_begun, self._steps = now, time.process_time(), 0
+
+    def report(self, saves: list[float], writes: list[float], every: float) -> None:
+        """Prints the figures."""
+        mean = {
+            on: statistics.mean(t for was_on, t, _ in self._done if was_on == on)
+            for on in (True, False)
+        }
+        median = statistics.median(self._all[False])
+        lines = [
+            ("step without backups", f"{1000 * mean[False]:.1f} ms, median {1000 * median:.1f}"),
+            (f"step with one every {every:g} s", f"{1000 * mean[True]:.1f} ms"),
+            ("stall per backup", f"{1000 * statistics.mean(saves):.1f} ms, of {len(saves)}"),
+            ("slowest step with backups", f"{1000 * max(self._all[True]):.1f} ms"),
+            ("written in the background", f"{statistics.mean(writes):.2f} s"),
+            ("cost in wall time", f"{100 * (mean[True] / mean[False] - 1):.2f} %"),
+            ("processor time, without", f"{1000 * self._cpu(False):.1f} ms per step"),
+            ("cost in processor time", f"{100 * (self._cpu(True) / self._cpu(False) - 1):.2f} %"),
+        ]
+        for what, value in lines:
+            print(f"{what:32}{value}")
+
+    def _cpu(self, with_backups: bool) -> float:
+        """Processor seconds of this process per step: other processes change them little."""
+        return statistics.mean(cpu for on, _, cpu in self._done if on == with_backups)
+
+
+if __name__ == "__main__":
+    main()
