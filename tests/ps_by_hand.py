@@ -24,6 +24,16 @@ from typing import Any
 from tests.cluster import MARK, ONE_THREAD, PROGRAMS, ROOT, marked
 
 
+def free_addresses(count: int) -> list[str]:
+    """Addresses on this machine; every port is held until all are known."""
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [f"127.0.0.1:{s.getsockname()[1]}" for s in held]
+    finally:
+        for s in held:
+            s.close()
+
+
 class Process:
     """One task: its lines as they come, and its end."""
 
@@ -108,10 +118,7 @@ class ByHand:
         self._mark = uuid.uuid4().hex
         self._env = env or {}
         names = ["chief", *(f"worker {i}" for i in range(workers)), *(f"ps {i}" for i in range(ps))]
-        held = [socket.create_server(("127.0.0.1", 0)) for _ in names]
-        addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in held]
-        for s in held:
-            s.close()
+        addresses = free_addresses(len(names))
         self._cluster: dict[str, list[str]] = {}
         for name, address in zip(names, addresses, strict=True):
             self._cluster.setdefault(name.split()[0], []).append(address)

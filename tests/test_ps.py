@@ -88,6 +88,11 @@ class TestDividedVariables:
         assert found["off_by"] < 1e-6
         assert found["slots_off_by"] < 1e-6
 
+    def test_what_callbacks_set_on_the_coordinator_reaches_the_servers(self, shards):
+        bias_at_rate_0, bias_then = shards["callbacks"]
+        assert bias_at_rate_0 == 7.0
+        assert bias_then < 7.0
+
 
 @pytest.mark.multiprocess
 def test_a_backup_of_two_servers_is_restored_on_one(run_cluster, tmp_path):

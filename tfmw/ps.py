@@ -331,10 +331,10 @@ class _Run:
                 model.reset_metrics()
             with unchanged() if made else contextlib.nullcontext():
                 self._callbacks.on_epoch_begin(epoch)
+            driver.masters.push()
             logs = self._train_epoch(epoch, made)
             made = 0
-            last = model.stop_training or epoch + 1 == epochs
-            driver.masters.lower(slots=last or backups.on)
+            driver.masters.lower(slots=backups.on)
             if self._validate is not None and keras_compat.should_validate(
                 model, epoch, self._validation_freq
             ):
@@ -348,6 +348,7 @@ class _Run:
                 backups.leave(self._step)
             if last:
                 break
+        driver.masters.lower(weights=False, slots=True)
         self._callbacks.on_train_end(logs=logs)
         if backups.on:
             self._save(epochs, done=True)

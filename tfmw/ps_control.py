@@ -109,12 +109,27 @@ class CoordinatorLine:
         """Tells every server that the coordinator gives up, and why."""
         self._tell({"failed": message})
 
+    def close(self) -> None:
+        """Ends all connections, as the end of this process would."""
+        self._stop_listening()
+        with self._changed:
+            peers = list(self._peers.values())
+            self._peers.clear()
+        for peer in peers:
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+
     def _tell(self, message: dict[str, Any]) -> None:
         with self._changed:
             peers = list(self._peers.values())
         for peer in peers:
             with contextlib.suppress(OSError):
                 _send(peer, message)  # and stays connected: servers outlive this process
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
 
     def _accept(self) -> None:
@@ -153,6 +168,7 @@ class CoordinatorLine:
     def _watch(self, name: str, peer: socket.socket) -> None:
         with contextlib.suppress(OSError):
             peer.recv(1)  # servers have nothing to say: this is their end
+        peer.close()
         with self._changed:
             if self._peers.get(name) is peer:
                 del self._peers[name]

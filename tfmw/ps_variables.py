@@ -36,6 +36,8 @@ from tfmw.errors import UsageError
 BLOCK_BYTES = 64 << 20
 """Values travel to and from the coordinator in pieces of at most this size."""
 
+_COORDINATOR = "/job:chief/replica:0/task:0/device:CPU:0"
+
 PACKED_BYTES = 1 << 20
 """Variables up to this size travel with others; larger ones gain nothing from it."""
 
@@ -131,7 +133,10 @@ class Masters:
         with tf.device(server(self.home)):
             self.tickets = tf.Variable(0, dtype=tf.int64, trainable=False, name="tickets")
             self.applied = tf.Variable(0, dtype=tf.int64, trainable=False, name="applied")
-        self._snapshot = {id(v): v.numpy() for v, _ in self.scalars}
+        self._sent = {id(v): v.numpy() for v, _ in self.scalars}
+        self._weights = weights
+        self._known: dict[int, tf.Tensor] = {}
+        self._remember()
 
     # ------------------------------------------------------------ placing
 
@@ -171,10 +176,11 @@ class Masters:
                 lambda: tf.zeros(shape, own.dtype), trainable=own.trainable, name="master"
             )
         for a, b in _blocks(start, stop, size):
-            with tf.device("/job:chief/replica:0/task:0/device:CPU:0"):
-                block = own[a:b]
+            with tf.device(_COORDINATOR):
+                block = tf.gather(own, tf.range(a, b))
             with tf.device(server(where)):
-                master[a - start : b - start].assign(tf.identity(block))
+                rows = tf.range(a - start, b - start)
+                master.scatter_update(tf.IndexedSlices(tf.identity(block), rows))
         return master
 
     def slots_of(self, variable: Any) -> list[Any]:
@@ -214,39 +220,57 @@ class Masters:
 
     # ------------------------------------------------------------ the coordinator's copies
 
-    def lower(self, slots: bool) -> None:
+    def lower(self, weights: bool = True, slots: bool = False) -> None:
         """Gives the user's model the values that the servers have.
 
         Args:
-            slots: whether the optimizer's slots too, which are as large as the model or larger.
+            weights: whether the model's own variables.
+            slots: whether the optimizer's slots, which are as large as the model or larger.
         """
         for variable in _unique(self.trainable + self.state):
             for piece in self.pieces(variable):
-                _fetch(piece.master, variable, piece)
+                if weights:
+                    _fetch(piece.master, variable, piece)
                 if slots:
                     for slot in self.slots_of(variable):
                         _fetch(piece.slots[id(slot)], slot, piece)
         for variable, copies in self.scalars:
             if keras_compat.is_iterations(variable, self.optimizers):
                 keras_compat.native(variable).assign(copies[self.home].read_value())
-        self._snapshot = {id(v): v.numpy() for v, _ in self.scalars}
+                self._sent[id(variable)] = variable.numpy()
+        if weights:
+            self._remember()
+
+    def _remember(self) -> None:
+        """What the coordinator and the servers have alike. Costs nothing until it is changed."""
+        for variable in self._weights:
+            if len(self.pieces(variable)) == 1 and _bytes(variable) <= BLOCK_BYTES:
+                self._known[id(variable)] = keras_compat.native(variable).read_value()
+
+    def push(self) -> None:
+        """Sends what callbacks have changed on the coordinator: weights, the learning rate.
+
+        Not weights of more than 64 MB, for which looking would cost too much.
+        """
+        self.push_scalars()
+        for variable in self._weights:
+            known = self._known.get(id(variable))
+            if known is None:
+                continue
+            own = keras_compat.native(variable).read_value()
+            if not bool(tf.reduce_all(tf.equal(own, known))):
+                self.piece(variable).master.assign(own)
+                self._known[id(variable)] = own
 
     def push_scalars(self) -> None:
         """Sends what callbacks have changed on the coordinator, such as the learning rate."""
         for variable, copies in self.scalars:
             value = variable.numpy()
-            if np.array_equal(value, self._snapshot[id(variable)]):
+            if np.array_equal(value, self._sent[id(variable)]):
                 continue
             for copy in copies:
                 copy.assign(value)
-            self._snapshot[id(variable)] = value
-
-    def push_weights(self) -> None:
-        """Sends the coordinator's weights, where a callback has set them."""
-        for variable in _unique(self.trainable + self.state + self.frozen):
-            own = keras_compat.native(variable)
-            for piece in self.pieces(variable):
-                piece.master.assign(own[piece.start : piece.stop] if piece.stop else own)
+            self._sent[id(variable)] = value
 
 
 def refuse_unsupported(optimizers: list[Any], divided: bool) -> None:
@@ -296,8 +320,11 @@ def _fetch(master: tf.Variable, variable: Any, piece: Piece) -> None:
         return
     for a, b in _blocks(0, shape[0], size):
         with tf.device(server(piece.server)):
-            block = master[a:b]
-        own[piece.start + a : piece.start + b].assign(tf.identity(block))
+            # Reading a variable that had sparse updates copies it whole; gathering rows does not.
+            block = tf.gather(master, tf.range(a, b))
+        with tf.device(_COORDINATOR):
+            rows = tf.range(piece.start + a, piece.start + b)
+            own.scatter_update(tf.IndexedSlices(tf.identity(block), rows))
 
 
 def _blocks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:

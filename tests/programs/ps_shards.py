@@ -71,6 +71,27 @@ for name, ids, make_optimizer in (
             for v, w in zip(model.optimizer.variables, alone.optimizer.variables, strict=True)
         ),
     }
+
+
+class Changes(keras.callbacks.Callback):
+    """Sets weights and the learning rate on the coordinator, where callbacks run."""
+
+    def on_train_begin(self, logs=None):
+        self.model.layers[-1].bias.assign([7.0])
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.optimizer.learning_rate = [0.0, 0.5][epoch]
+
+    def on_epoch_end(self, epoch, logs=None):
+        results["callbacks"].append(float(self.model.layers[-1].bias.numpy()[0]))
+
+
+results["callbacks"] = []
+model = make(keras.optimizers.SGD(0.5))
+tfmw.fit(
+    model, dataset(once), epochs=2, steps_per_epoch=5, verbose=0, strategy=strategy,
+    callbacks=[Changes()],
+)
 from tfmw.ps_variables import Masters  # noqa: E402
 
 servers = tfmw.strategies.servers_of(strategy)
