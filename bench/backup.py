@@ -39,7 +39,7 @@ def main() -> None:
 
     switch = Switch(options.seconds, 2 * options.pairs)
     saves: list[float] = []
-    writes: list[float] = []
+    writes: list[tuple[float, float]] = []
     save, is_up, write = resume.Backups.save, resume.Backups._time_is_up, resume.Backups._write
 
     def timed_save(self: Any, *args: Any) -> None:
@@ -48,9 +48,9 @@ def main() -> None:
         saves.append(time.perf_counter() - start)
 
     def timed_write(self: Any, *args: Any) -> None:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.thread_time()
         write(self, *args)
-        writes.append(time.perf_counter() - start)
+        writes.append((time.perf_counter() - start, time.thread_time() - cpu))
 
     def is_up_now(self: Any) -> bool:
         return switch.with_backups and is_up(self)
@@ -129,19 +129,20 @@ class Switch:
             self._number += 1
             self._begun, self._cpu_begun, self._steps = now, time.process_time(), 0
 
-    def report(self, saves: list[float], writes: list[float], every: float) -> None:
+    def report(self, saves: list[float], writes: list[tuple[float, float]], every: float) -> None:
         """Prints the figures."""
         mean = {
             on: statistics.mean(t for was_on, t, _ in self._done if was_on == on)
             for on in (True, False)
         }
         median = statistics.median(self._all[False])
+        wall, cpu = (statistics.mean(times) for times in zip(*writes, strict=True))
         lines = [
             ("step without backups", f"{1000 * mean[False]:.1f} ms, median {1000 * median:.1f}"),
             (f"step with one every {every:g} s", f"{1000 * mean[True]:.1f} ms"),
             ("stall per backup", f"{1000 * statistics.mean(saves):.1f} ms, of {len(saves)}"),
             ("slowest step with backups", f"{1000 * max(self._all[True]):.1f} ms"),
-            ("written in the background", f"{statistics.mean(writes):.2f} s"),
+            ("written in the background", f"{wall:.2f} s, {cpu:.2f} s of it computing"),
             ("cost in wall time", f"{100 * (mean[True] / mean[False] - 1):.2f} %"),
             ("processor time, without", f"{1000 * self._cpu(False):.1f} ms per step"),
             ("cost in processor time", f"{100 * (self._cpu(True) / self._cpu(False) - 1):.2f} %"),
