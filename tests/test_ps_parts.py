@@ -228,9 +228,11 @@ def test_a_seeded_order_is_the_same_every_time():
 
 def test_a_function_gets_the_number_of_its_worker():
     def read(context):
-        return tf.data.Dataset.range(6).shard(
-            context.num_input_pipelines, context.input_pipeline_id
-        ).batch(3)
+        return (
+            tf.data.Dataset.range(6)
+            .shard(context.num_input_pipelines, context.input_pipeline_id)
+            .batch(3)
+        )
 
     assert first_batches(data.Source(read), 2, 2) == [[[0, 2, 4]] * 2, [[1, 3, 5]] * 2]
 

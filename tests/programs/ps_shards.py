@@ -89,7 +89,12 @@ class Changes(keras.callbacks.Callback):
 results["callbacks"] = []
 model = make(keras.optimizers.SGD(0.5))
 tfmw.fit(
-    model, dataset(once), epochs=2, steps_per_epoch=5, verbose=0, strategy=strategy,
+    model,
+    dataset(once),
+    epochs=2,
+    steps_per_epoch=5,
+    verbose=0,
+    strategy=strategy,
     callbacks=[Changes()],
 )
 from tfmw.ps_variables import Masters  # noqa: E402
