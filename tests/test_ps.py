@@ -88,6 +88,9 @@ class TestDividedVariables:
         assert found["off_by"] < 1e-6
         assert found["slots_off_by"] < 1e-6
 
+    def test_moments_of_earlier_batches_move_no_row(self, shards):
+        assert shards["lazy"]
+
     def test_what_callbacks_set_on_the_coordinator_reaches_the_servers(self, shards):
         bias_at_rate_0, bias_then = shards["callbacks"]
         assert bias_at_rate_0 == 7.0

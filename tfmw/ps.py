@@ -306,6 +306,15 @@ class _Run:
         self._validate = validate
         self._validation_freq = validation_freq
         self._step = 0  # since the run began, over all resumes
+        # Whether somebody looks at the weights between epochs: large tables take long to fetch.
+        self._looked_at = (
+            backups.on
+            or validate is not None
+            or any(
+                type(c) not in (keras.callbacks.History, keras.callbacks.ProgbarLogger)
+                for c in callback_list.callbacks
+            )
+        )
 
     def train(self, initial_epoch: int, epochs: int) -> None:
         model, backups, driver = self._driver.model, self._backups, self._driver
@@ -334,7 +343,8 @@ class _Run:
             driver.masters.push()
             logs = self._train_epoch(epoch, made)
             made = 0
-            driver.masters.lower(slots=backups.on)
+            if self._looked_at:
+                driver.masters.lower(slots=backups.on)
             if self._validate is not None and keras_compat.should_validate(
                 model, epoch, self._validation_freq
             ):
@@ -348,7 +358,7 @@ class _Run:
                 backups.leave(self._step)
             if last:
                 break
-        driver.masters.lower(weights=False, slots=True)
+        driver.masters.lower(weights=not self._looked_at, slots=True)
         self._callbacks.on_train_end(logs=logs)
         if backups.on:
             self._save(epochs, done=True)
