@@ -61,6 +61,16 @@ def joined(threads):
     return [raised for _, raised in threads]
 
 
+def test_servers_leave_when_the_coordinator_is_done(addresses):
+    threads = servers(addresses)
+    line = CoordinatorLine(cluster("chief", 0, addresses), FACTS)
+    line.wait_for_all(10)
+    assert line.connected == {"ps 0", "worker 0"}
+    line.finish()
+    line.close()
+    assert joined(threads) == [[], []]
+
+
 def test_servers_outlive_a_coordinator_that_dies_and_serve_the_next(addresses):
     threads = servers(addresses)
     first = CoordinatorLine(cluster("chief", 0, addresses), FACTS)

@@ -384,7 +384,7 @@ class Attempt:
         if self._only_echoes_of_leaving():
             return ()
         failed = [(task, task.error()) for task in self.tasks if self._failed(task)]
-        if all(_is_secondary(record) for _, record in failed):
+        if failed and all(_is_secondary(record) for _, record in failed):
             # The cause may be in a task that told of its error and hung instead of leaving.
             failed += [
                 (task, record)

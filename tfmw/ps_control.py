@@ -151,15 +151,13 @@ class CoordinatorLine:
             if problem is None and name in self._peers:
                 # The same task started again: its old connection may not have broken yet.
                 self._peers.pop(name).close()
+            with contextlib.suppress(OSError):
+                _send(peer, {"problem": problem})  # before whatever is told to all peers
             if problem is None:
                 self._peers[name] = peer
             else:
                 self._problem = problem
-        with contextlib.suppress(OSError):
-            _send(peer, {"problem": problem})
-        if problem is not None:
-            peer.close()
-        with self._changed:
+                peer.close()
             self._changed.notify_all()
         if problem is None:
             _keep_alive(peer)
@@ -248,8 +246,9 @@ def _receive(peer: socket.socket, timeout_s: float | None) -> dict[str, Any]:
     peer.settimeout(timeout_s)
     data = b""
     try:
+        # Byte by byte: the line after it, which may have come too, is for the next call.
         while not data.endswith(b"\n") and len(data) < _MAX_LINE:
-            part = peer.recv(65536)
+            part = peer.recv(1)
             if not part:
                 return {}
             data += part

@@ -377,7 +377,9 @@ class Backups:
             return  # it removes them once it has seen the last one
         with contextlib.suppress(TfmwError), self._store.locked():
             newest = self._store.newest()
-            if newest is not None and newest.record["run"] == _RUN:
+            # A run that was over and is started again writes nothing: its backup is its own still.
+            restored = self.record["run"] if self.record is not None else _RUN
+            if newest is not None and newest.record["run"] in (_RUN, restored):
                 self._store.clear()
 
 
