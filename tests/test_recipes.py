@@ -105,7 +105,7 @@ def test_make_demo(environ, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert accuracy(done.stdout) >= 0.97
-    assert done.stdout.count("Epoch 12/12") == 1, "one task shows progress"
+    assert done.stdout.count("epoch 12/12") == 1, "one task shows progress"
     labels, predicted = digits(done.stdout, "label"), digits(done.stdout, "predicted")
     assert len(labels) == 6
     assert sum(a == b for a, b in zip(labels, predicted, strict=True)) >= 5

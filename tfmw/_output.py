@@ -15,6 +15,8 @@ import codecs
 import re
 from typing import TextIO
 
+from tfmw._notices import is_notice, may_become_notice
+
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _MAX_PENDING = 1 << 16  # characters of one unfinished line that are kept
 
@@ -42,6 +44,7 @@ class Display:
         self._out = out
         self._live = live
         self._shown = ""  # the live task's unfinished line, as the terminal shows it
+        self._held = ""  # the live task's begin of a line that may become a notice
         self._pending: dict[str, str] = {}
         self._decoders: dict[str, codecs.IncrementalDecoder] = {}
 
@@ -59,14 +62,16 @@ class Display:
         if rest and (final or len(rest) > _MAX_PENDING):
             lines, rest = [*lines, rest], ""
         self._pending[task] = rest
-        if lines:
-            self._print("".join(f"[{task}] {collapse(line)}\n" for line in lines))
+        shown = [line for line in map(collapse, lines) if not is_notice(line)]
+        if shown:
+            self._print("".join(f"[{task}] {line}\n" for line in shown))
 
     def line(self, text: str) -> None:
         """Prints a line of the launcher's own."""
         self._print(f"{text}\n")
 
     def _pass_through(self, text: str, final: bool) -> None:
+        text = self._without_notices(text, final)
         _, newline, rest = text.rpartition("\n")
         line = rest if newline else self._shown + rest
         # A line that ends in "\r" still shows what it showed.
@@ -74,6 +79,20 @@ class Display:
         if final and self._shown:
             text, self._shown = text + "\n", ""
         self._write(text)
+
+    def _without_notices(self, text: str, final: bool) -> str:
+        text, self._held = self._held + text, ""
+        kept, begins = [], not self._shown
+        for line in filter(None, re.split(r"(?<=\n)", text)):
+            whole = final or line.endswith("\n")
+            if begins and whole and is_notice(line):
+                continue
+            if begins and not whole and len(line) < _MAX_PENDING and may_become_notice(line):
+                self._held = line  # the last one
+                break
+            kept.append(line)
+            begins = whole
+        return "".join(kept)
 
     def _print(self, text: str) -> None:
         if self._shown:

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
 from tfmw import data, keras_compat, placement, state, strategies
+from tfmw._lines import with_lines
 from tfmw.errors import UsageError
 from tfmw.group import Group
 from tfmw.launch import record_error, report_progress
@@ -184,10 +185,11 @@ def fit(
             )
             backups.restore(model, feed.share.batch_size or batch_size)
             mine = callbacks_lib.for_task(callbacks, group.is_chief, group.size)
+            shows = group.is_chief and verbose != 0 and not backups.is_done(epochs)
             callback_list = keras.callbacks.CallbackList(
-                mine,
+                with_lines(mine, shows, verbose),
                 add_history=True,
-                add_progbar=group.is_chief and verbose != 0 and not backups.is_done(epochs),
+                add_progbar=shows,
                 verbose=verbose,
                 epochs=epochs,
                 steps=feed.steps,
@@ -411,9 +413,11 @@ def evaluate(
         session.build(feed.share)
         with SyncDriver(model, session.strategy) as driver:
             session.driver = driver
+            mine = callbacks_lib.for_task(callbacks, group.is_chief, group.size)
+            shows = group.is_chief and verbose != 0
             callback_list = keras.callbacks.CallbackList(
-                callbacks_lib.for_task(callbacks, group.is_chief, group.size),
-                add_progbar=group.is_chief and verbose != 0,
+                with_lines(mine, shows, verbose),
+                add_progbar=shows,
                 verbose=verbose,
                 epochs=1,
                 steps=feed.steps,
@@ -473,9 +477,11 @@ def predict(
         session.build(feed.share, inputs_only=True)
         with SyncDriver(model, session.strategy) as driver:
             session.driver = driver
+            mine = callbacks_lib.for_task(callbacks, group.is_chief, group.size)
+            shows = group.is_chief and verbose != 0
             callback_list = keras.callbacks.CallbackList(
-                callbacks_lib.for_task(callbacks, group.is_chief, group.size),
-                add_progbar=group.is_chief and verbose != 0,
+                with_lines(mine, shows, verbose),
+                add_progbar=shows,
                 verbose=verbose,
                 epochs=1,
                 steps=feed.steps,

@@ -32,6 +32,7 @@ import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
 from tfmw import data, keras_compat, placement, ps_cluster, ps_data, state
+from tfmw._lines import with_lines
 from tfmw._progress import report_progress
 from tfmw.errors import UsageError
 from tfmw.group import Group
@@ -263,10 +264,11 @@ def fit(
         backups = stack.enter_context(Backups.of(alone, backup))
         _build(model, source)
         backups.restore(model, source.batch_size)
+        shows = verbose != 0 and not backups.is_done(epochs)
         callback_list = keras.callbacks.CallbackList(
-            callbacks_lib.for_task(callbacks, True, 1),
+            with_lines(callbacks_lib.for_task(callbacks, True, 1), shows, verbose),
             add_history=True,
-            add_progbar=verbose != 0 and not backups.is_done(epochs),
+            add_progbar=shows,
             verbose=verbose,
             epochs=epochs,
             steps=steps_per_epoch,
@@ -311,7 +313,7 @@ class _Run:
             backups.on
             or validate is not None
             or any(
-                type(c) not in (keras.callbacks.History, keras.callbacks.ProgbarLogger)
+                not isinstance(c, keras.callbacks.History | keras.callbacks.ProgbarLogger)
                 for c in callback_list.callbacks
             )
         )
