@@ -17,7 +17,8 @@ How a dataset is cut, cheapest way first:
 * `sliced`: anything else, and arrays. Every worker runs the pipeline and keeps its rows of each
   global batch.
 * `of_function`: a callable that takes a `tf.distribute.InputContext` and returns the pipeline of
-  that worker, batched per replica. Workers may have different amounts of data.
+  that worker, batched per replica. Workers may have different amounts of data. `tfds` makes such a
+  callable of a TFDS data set, by which each worker opens its own files only.
 
 All workers must see the same order, so all take the seeds of the chief's shuffles, drawn for those
 that have none (`ordered`), and parallel transformations are made deterministic.
@@ -34,6 +35,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw import keras_compat
+from tfmw._tfds import tfds as tfds
 from tfmw.errors import UsageError
 
 INFINITE = -1

@@ -25,7 +25,7 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
-__all__ = ["default_data_dir", "load", "one_process_at_a_time"]
+__all__ = ["default_data_dir", "load", "one_process_at_a_time", "prepared"]
 
 # Datasets that ship with tfmw: their names, and the modules that register them.
 _OWN = {"tfmw_digits": "tfmw.datasets.digits"}
@@ -46,6 +46,19 @@ def load(
     Returns:
         A `tf.data.Dataset` of unbatched examples, or what else `tfds.load` was asked for.
     """
+    prepared(name, data_dir=data_dir)
+    where = None if data_dir is None else os.fspath(data_dir)
+    return tfds.load(name, split=split, data_dir=where, download=False, **kwargs)
+
+
+def prepared(
+    name: str, *, data_dir: str | os.PathLike[str] | None = None
+) -> tfds.core.DatasetBuilder:
+    """The builder of a dataset that is there to be read, prepared in one process at a time.
+
+    Args:
+        name, data_dir: as for `load`.
+    """
     own = _OWN.get(name.partition("/")[0].partition(":")[0])
     if own is not None:
         importlib.import_module(own)
@@ -53,8 +66,10 @@ def load(
     builder = tfds.builder(name, data_dir=where)
     if not builder.data_path.exists():  # TFDS renames finished data here: what exists is whole
         with one_process_at_a_time(builder.data_dir):
+            # Made anew: another process may have prepared it meanwhile.
             tfds.builder(name, data_dir=where).download_and_prepare()
-    return tfds.load(name, split=split, data_dir=where, download=False, **kwargs)
+        builder = tfds.builder(name, data_dir=where)
+    return builder
 
 
 @contextlib.contextmanager

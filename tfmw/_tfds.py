@@ -1,0 +1,139 @@
+"""`tfmw.data.tfds`: a TFDS data set of which each worker opens its own files only.
+
+    train = tfmw.data.tfds("mnist", "train", 128)     # a function of an InputContext
+    tfmw.fit(model, train, epochs=5)
+
+How the examples are dealt out, once per epoch each:
+
+* as many files as workers, or more: file f is worker f mod N's (`ReadConfig(input_context=...)`);
+* fewer: each worker reads a range of the examples (`tfds.even_splits`), and opens the files in
+  which that range lies.
+
+All seeds are given, so that a run that goes on from a backup sees the order it would have seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfmw.errors import UsageError
+
+
+def tfds(
+    name: str,
+    split: str,
+    batch_size: int,
+    *,
+    shuffle: int = 10_000,
+    seed: int = 0,
+    map: Callable[..., Any] | None = None,
+    as_supervised: bool = True,
+    data_dir: str | os.PathLike[str] | None = None,
+    read_config: Any = None,
+    **kwargs: Any,
+) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
+    """A TFDS data set, for `fit` and `evaluate`: each worker opens its own files only.
+
+    A data set that is not there yet is prepared by one process, while the others of that file
+    system wait.
+
+    Args:
+        name: a TFDS name: "mnist", "my_dataset/config:1.0.0"; "tfmw_digits" ships with tfmw.
+        split: a TFDS split: "train", "train[:80%]", "train+test".
+        batch_size: examples of a global batch; each replica gets its part of it.
+        shuffle: shuffles a worker's files, and its examples through a buffer of so many of them,
+            anew for each epoch; 0 leaves both in order.
+        seed: of these shuffles.
+        map: called on each example before it is batched, with (features, label) where
+            `as_supervised`.
+        as_supervised: elements are (features, label), else dicts of all features.
+        data_dir: where TFDS keeps its data.
+        read_config: a `tfds.ReadConfig` with what else TFDS is to be told; its `input_context` and
+            `shuffle_seed` are set here.
+        **kwargs: to `tfds.load`, such as `decoders`.
+
+    Returns:
+        A function of a `tf.distribute.InputContext` that returns that worker's pipeline.
+
+    Raises:
+        UsageError: a wrong `batch_size` or `shuffle`; when the function is called: a batch size
+            that the replicas do not divide, or an empty split.
+    """
+    for what, value, least in (("batch_size", batch_size, 1), ("shuffle", shuffle, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UsageError(
+                f"{what} is {value!r}: expected a number of examples, at least {least}."
+            )
+
+    def dataset_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        per_replica, remainder = divmod(batch_size, context.num_replicas_in_sync)
+        if remainder:
+            raise UsageError(
+                f"batch_size is {batch_size} with {context.num_replicas_in_sync} replicas: each "
+                "reads its own files, so the batch size must be a multiple of their number; use "
+                f"{max(1, per_replica) * context.num_replicas_in_sync}."
+            )
+        dataset = _read(
+            name,
+            split,
+            context,
+            shuffle_files=shuffle > 0,
+            seed=seed,
+            as_supervised=as_supervised,
+            data_dir=data_dir,
+            read_config=read_config,
+            **kwargs,
+        )
+        if shuffle:
+            dataset = dataset.shuffle(shuffle, seed=seed, reshuffle_each_iteration=True)
+        if map is not None:
+            dataset = dataset.map(map, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        return dataset.batch(per_replica).prefetch(tf.data.AUTOTUNE)
+
+    return dataset_fn
+
+
+def _read(
+    name: str,
+    split: str,
+    context: tf.distribute.InputContext,
+    *,
+    shuffle_files: bool,
+    seed: int,
+    data_dir: str | os.PathLike[str] | None,
+    read_config: Any,
+    **kwargs: Any,
+) -> tf.data.Dataset:
+    """This worker's examples, one by one."""
+    import tensorflow_datasets
+
+    from tfmw import datasets
+
+    workers, rank = context.num_input_pipelines, context.input_pipeline_id
+    builder = datasets.prepared(name, data_dir=data_dir)
+    files = len(builder.info.splits[split].file_instructions)
+    if not files:
+        raise UsageError(f"the split {split!r} of {name!r} is empty: expected examples to read.")
+    config = dataclasses.replace(
+        read_config or tensorflow_datasets.ReadConfig(),
+        input_context=context if files >= workers > 1 else None,
+        shuffle_seed=seed,
+        shuffle_reshuffle_each_iteration=True,
+    )
+    mine: Any = split
+    nothing = False
+    if workers > files:
+        shares = tensorflow_datasets.even_splits(split, workers)
+        mine = shares[rank]
+        # TFDS refuses to read an empty range; its structure is the first worker's.
+        nothing = not builder.info.splits[mine].num_examples
+        mine = shares[0] if nothing else mine
+    dataset = builder.as_dataset(
+        split=mine, shuffle_files=shuffle_files, read_config=config, **kwargs
+    )
+    return dataset.take(0) if nothing else dataset
