@@ -63,6 +63,7 @@ class Row:
         core: in the small set that runs on the oldest supported versions.
         warns: part of a warning that tfmw must give on several replicas.
         only: the columns that run it; all, where there are none.
+        floatx: Keras's default type while it runs.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Row:
     core: bool = False
     warns: str = ""
     only: tuple[str, ...] = ()
+    floatx: str = "float32"
 
 
 ROWS: dict[str, Row] = {}
@@ -102,6 +104,17 @@ def run(row: Row, strategy: tf.distribute.Strategy | None) -> dict[str, np.ndarr
     """
     keras.backend.clear_session()
     keras.utils.set_random_seed(1)
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx(row.floatx)
+    keras.config.set_dtype_policy(row.floatx)
+    try:
+        return _run(row, strategy)
+    finally:
+        keras.config.set_floatx(before[0])
+        keras.config.set_dtype_policy(before[1])
+
+
+def _run(row: Row, strategy: tf.distribute.Strategy | None) -> dict[str, np.ndarray]:
     case = row.build()
     model = case.model
     with warnings.catch_warnings(record=True) as caught:

@@ -28,7 +28,7 @@ REST_ON_DEVICES = [name for name in REST if not ROWS[name].only]
 
 # Column -> (worker processes, virtual devices of each, its rows).
 CLUSTERS = {
-    "two": (2, 1, CORE),
+    "two": (2, 1, list(ROWS)),
     "three": (3, 1, CORE),
     "two_by_two": (2, 2, CORE),
 }
