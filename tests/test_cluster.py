@@ -6,7 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -422,6 +422,103 @@ class TestOpenMpi:
 
     def test_a_lone_process(self):
         assert Cluster.resolve(mpi(0, 1, 0, 1)).is_single
+
+
+def vertex(pool: str, index: int, **pools: list[str]) -> dict[str, str]:
+    """What Vertex AI gives a replica of a custom job."""
+    spec = {
+        "cluster": pools,
+        "environment": "cloud",
+        "task": {"type": pool, "index": index, "trial": "1"},
+        "job": "{}",
+    }
+    return {"CLUSTER_SPEC": json.dumps(spec)}
+
+
+class TestVertex:
+    pools: ClassVar[dict[str, list[str]]] = {
+        "workerpool0": ["cmle-training-workerpool0-ab-0:2222"],
+        "workerpool1": [f"cmle-training-workerpool1-ab-{i}:2222" for i in range(2)],
+    }
+
+    def test_pool_0_is_the_chief_and_pool_1_are_the_workers(self):
+        cluster = Cluster.resolve(vertex("workerpool1", 1, **self.pools))
+        assert (cluster.task, cluster.index, cluster.num_workers) == ("worker", 1, 3)
+        assert cluster.chief == ("cmle-training-workerpool0-ab-0:2222",)
+        assert cluster.address == "cmle-training-workerpool1-ab-1:2222"
+        assert cluster.source == "vertex"
+
+    def test_pools_2_and_3_are_servers_and_evaluators(self):
+        more = {**self.pools, "workerpool2": ["p:2222"], "workerpool3": ["e:2222"]}
+        server = Cluster.resolve(vertex("workerpool2", 0, **more))
+        assert (server.task, server.num_workers, server.has_ps) == ("ps", 2, True)
+        assert Cluster.resolve(vertex("workerpool3", 0, **more)).task == "evaluator"
+
+    def test_a_job_of_one_replica_is_a_single_process(self):
+        assert Cluster.resolve(vertex("workerpool0", 0, workerpool0=["a:2222"])).is_single
+
+    def test_a_cluster_spec_of_somebody_else_is_none_of_ours(self):
+        for text in ("3 nodes", "[]", json.dumps({"cluster": {"worker": ["a:1"]}})):
+            assert Cluster.resolve({"CLUSTER_SPEC": text}).source == "none"
+
+    def test_wrong_pools_and_tasks_are_told(self):
+        with pytest.raises(ClusterError, match="worker pool 'workerpool4'"):
+            Cluster.resolve(vertex("workerpool0", 0, **self.pools, workerpool4=["x:1"]))
+        with pytest.raises(ClusterError, match="CLUSTER_SPEC says that this process is worker 2"):
+            Cluster.resolve(vertex("workerpool1", 2, **self.pools))
+
+
+class TestSageMaker:
+    hosts: ClassVar[dict[str, str]] = {
+        "SM_HOSTS": '["algo-1","algo-2","algo-3"]',
+        "SM_CURRENT_HOST": "algo-2",
+    }
+
+    def test_each_host_is_a_worker(self):
+        cluster = Cluster.resolve(self.hosts)
+        assert cluster.workers == ("algo-1:2222", "algo-2:2222", "algo-3:2222")
+        assert (cluster.index, cluster.source) == (1, "sagemaker")
+
+    def test_parameter_servers_and_ports_as_everywhere(self):
+        cluster = Cluster.resolve({**self.hosts, "TFMW_NUM_PS": "1", "TFMW_PORT": "9"})
+        assert (cluster.task, cluster.address, cluster.ps) == ("worker", "algo-2:9", ("algo-3:9",))
+
+    def test_one_host_is_a_single_process(self):
+        one = {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}
+        assert Cluster.resolve(one).is_single
+
+    @pytest.mark.parametrize(
+        ("wrong", "said"),
+        [({"SM_CURRENT_HOST": "algo-4"}, "not in SM_HOSTS"), ({"SM_HOSTS": "algo-1"}, "a list")],
+    )
+    def test_what_is_wrong_is_told(self, wrong, said):
+        with pytest.raises(ClusterError, match=said):
+            Cluster.resolve({**self.hosts, **wrong})
+
+
+class TestHosts:
+    def test_this_machine_is_found_among_the_hosts(self):
+        # 198.51.100.0/24 is for documentation (RFC 5737): no machine has it.
+        cluster = Cluster.of_hosts(["198.51.100.1", "127.0.0.1:7", "198.51.100.2"])
+        assert cluster.workers == ("198.51.100.1:2222", "127.0.0.1:7", "198.51.100.2:2222")
+        assert cluster.index == 1
+        assert repr(cluster) == "Cluster(worker 1 of 3 at 127.0.0.1:7, from hosts)"
+
+    @pytest.mark.parametrize(
+        ("hosts", "said"),
+        [
+            (["127.0.0.1:1", "127.0.0.1:2"], "2 of them are an address of this machine"),
+            (["198.51.100.1", "198.51.100.2"], "none of them is an address of this machine"),
+            (["h0", "h0"], "h0:2222 to both worker 0 and worker 1"),
+        ],
+    )
+    def test_what_cannot_be_told_is_asked(self, hosts, said):
+        with pytest.raises(ClusterError, match=said):
+            Cluster.of_hosts(hosts, 0 if hosts == ["h0", "h0"] else None)
+
+    def test_the_last_are_parameter_servers(self):
+        found = [Cluster.of_hosts(["h0", "h1", "h2"], i, ps=1) for i in range(3)]
+        assert [c.task for c in found] == ["chief", "worker", "ps"]
 
 
 class TestOrder:

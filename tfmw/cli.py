@@ -1,24 +1,28 @@
 """The command `tfmw`.
 
     tfmw run --workers 2 train.py --epochs 3      # a cluster on this machine
+    tfmw run --hosts h0,h1 train.py --epochs 3    # on h0 and on h1: one task on each
     srun tfmw run train.py --epochs 3             # one task of a cluster that others started
     tfmw env                                      # a report to paste in an issue
+    tfmw check --hosts h0,h1 --backup-dir /shared # on h0 and on h1: will it work
     tfmw check /shared/run7 build/model           # are backups and exports intact
 
-Options take hyphens and underscores alike. Exit status: 0 all done, 1 a task failed, or something
-that was checked is damaged, 2 wrong usage or wrong cluster description, 75 the tasks saved their
-state and are to be run again, 128 + n ended by signal n.
+Options take hyphens and underscores alike. Exit status: 0 all done, 1 a task failed, or what was
+checked is not in order, 2 wrong usage or wrong cluster description, 75 the tasks saved their state
+and are to be run again, 128 + n ended by signal n.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from tfmw.cluster import Cluster
 from tfmw.errors import UsageError
 
 
@@ -46,12 +50,13 @@ def _main(argv: list[str]) -> int:
     commands.add_parser(
         "env", help="versions, devices, cluster and environment, to paste in an issue"
     )
-    check = commands.add_parser("check", help="say whether backups and exports are intact")
-    check.add_argument("paths", nargs="+", metavar="PATH", help="a backup_dir or an export_dir")
+    _check_parser(commands)
     program: list[str] = []
     if argv[:1] == ["run"]:
         own, program = _split(argv[1:], run)
         argv = ["run", *own]
+    elif argv[:1] == ["check"]:
+        argv = list(map(_with_hyphens, argv))
     options = parser.parse_args(argv)
     if options.command == "env":
         from tfmw import _env
@@ -59,10 +64,83 @@ def _main(argv: list[str]) -> int:
         print(_env.report(os.environ))
         return 0
     if options.command == "check":
+        return _check(options)
+    return _run(options, program)
+
+
+def _check_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
+    check = commands.add_parser(
+        "check",
+        help="say whether a cluster will work, or whether backups and exports are intact",
+        usage="tfmw check [--hosts H0,H1] [options], or tfmw check PATH ...",
+        description="Without PATH: is this cluster going to work? Run it on every task, at about "
+        "the same time, as the run itself is going to be started: names, ports, each pair of "
+        "tasks, versions, GPUs, clocks, shared directories. With PATH: are these backups and "
+        "exports what they were when they were written?",
+        epilog="Exit status: 0 all is well, 1 something is not, 2 wrong usage or wrong cluster "
+        "description.",
+        allow_abbrev=False,
+    )
+    check.add_argument("paths", nargs="*", metavar="PATH", help="a backup_dir or an export_dir")
+    _add_hosts(check)
+    check.add_argument("--ps", type=int, default=0, metavar="N", help="the last N are servers (0)")
+    check.add_argument("--backup-dir", metavar="DIR", help="must be shared, and writable")
+    check.add_argument("--export-dir", metavar="DIR", help="must be shared, and writable")
+    check.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="wait for the others so long (60)"
+    )
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--hosts",
+        metavar="H0,H1",
+        help="all hosts of the cluster, with one task on each, the chief's first, with ports or "
+        "without (2222); the same on every host",
+    )
+    parser.add_argument(
+        "--host-index",
+        type=int,
+        metavar="I",
+        help="which of them this host is, from 0, where its address doesn't tell",
+    )
+
+
+def _check(options: argparse.Namespace) -> int:
+    directories = {
+        f"--{name}": value
+        for name, value in (("backup_dir", options.backup_dir), ("export_dir", options.export_dir))
+        if value is not None
+    }
+    if options.paths:
+        if directories or options.hosts:
+            raise UsageError(
+                "tfmw check takes either paths, to see whether they are intact, or a cluster and "
+                "its directories; call it twice."
+            )
         from tfmw import _check
 
         return _check.report(options.paths)
-    return _run(options, program)
+    from tfmw import _check_cluster
+
+    cluster = _cluster_of_hosts(options)
+    if cluster is None:
+        cluster = Cluster.resolve(os.environ)
+    return _check_cluster.report(cluster, directories, timeout_s=options.timeout)
+
+
+def _cluster_of_hosts(options: argparse.Namespace) -> Cluster | None:
+    """The cluster that --hosts describes; None without it."""
+    if options.hosts is None:
+        if options.host_index is not None:
+            raise UsageError("--host-index is given and --hosts is not; list the hosts.")
+        return None
+    if os.environ.get("TF_CONFIG", "").strip():
+        raise UsageError(
+            f"TF_CONFIG is already set to {os.environ['TF_CONFIG']}; unset it or drop --hosts."
+        )
+    hosts = [host.strip() for host in options.hosts.split(",")]
+    return Cluster.of_hosts(hosts, options.host_index, options.ps)
 
 
 def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.ArgumentParser:
@@ -71,7 +149,8 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
         help="run a script on several processes of this machine",
         usage="tfmw run [--workers N] [options] (SCRIPT | -m MODULE) [its flags]",
         description="Runs SCRIPT, or MODULE, in every task of a fresh cluster on this machine. "
-        "Without --workers: as the one task that TF_CONFIG or a scheduler says it is.",
+        "With --hosts, on each of them: as the one task of that host. Without either: as the one "
+        "task that TF_CONFIG or a scheduler says it is.",
         epilog="Exit status: 0 all done, 1 a task failed (the last line names the first one), "
         "2 wrong usage or cluster description, 75 told to leave (SIGTERM, SIGUSR1): the tasks have "
         "saved their state, run the same command again.",
@@ -85,6 +164,7 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
     run.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="keep each task's output in a folder in DIR"
     )
+    _add_hosts(run)
     _add_terms(run)
     # Where the program starts is found by `_split`; this is for the help.
     run.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
@@ -174,12 +254,18 @@ def _split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str],
         if token == "-m":
             return [*own, "-m", *rest[:1]], rest
         name, equals, value = token.partition("=")
-        name = name.replace("_", "-")
+        name = _with_hyphens(name)
         own.append(name + equals + value)
         if name in valued and not equals:
             own += rest[:1]
             del rest[:1]
     return own, rest
+
+
+def _with_hyphens(token: str) -> str:
+    """--log_dir=a_b -> --log-dir=a_b."""
+    name, equals, value = token.partition("=")
+    return (name.replace("_", "-") if name.startswith("--") else name) + equals + value
 
 
 def _run(options: argparse.Namespace, program: list[str]) -> int:
@@ -195,8 +281,22 @@ def _run(options: argparse.Namespace, program: list[str]) -> int:
         standby=options.standby,
         isolate=options.isolate,
     )
+    cluster = _cluster_of_hosts(options)
+    if cluster is not None:
+        if options.workers is not None:
+            raise UsageError(
+                "--hosts starts one task on each host, with all of its GPUs, and --workers several "
+                "on this machine; leave one of the two out."
+            )
+        if not cluster.is_single:
+            os.environ["TF_CONFIG"] = json.dumps(cluster.as_tf_config())
     if options.workers is None:
-        if options.ps or options.evaluator or options.log_dir or terms != Terms():
+        if (
+            (options.ps and cluster is None)
+            or options.evaluator
+            or options.log_dir
+            or terms != Terms()
+        ):
             raise UsageError(
                 "--ps, --evaluator, --log-dir and what is to be done about failures need "
                 "--workers, the number of workers to start."

@@ -11,12 +11,14 @@
 3. Slurm: a task of a job step with several tasks (`srun`);
 4. Kubernetes: a pod of an indexed Job;
 5. Open MPI: a process of `mpirun`;
-6. otherwise this process is alone.
+6. Vertex AI: a replica of a custom job;
+7. SageMaker: a host of a training job;
+8. otherwise this process is alone.
 
 A description that was found and is wrong raises `ClusterError`; it never falls through to the next.
-The launchers of 3 to 5 give each task a number r from 0. All tasks are workers, worker 0 being the
-chief; with `TFMW_NUM_PS=k` task 0 is the coordinator ("chief"), the last k tasks are parameter
-servers, and those between are workers.
+The launchers of 3 to 5 and 7 give each task a number r from 0. All tasks are workers, worker 0
+being the chief; with `TFMW_NUM_PS=k` task 0 is the coordinator ("chief"), the last k tasks are
+parameter servers, and those between are workers.
 
 This module uses the standard library only: it answers before TensorFlow is imported.
 """
@@ -29,6 +31,7 @@ import itertools
 import json
 import os
 import re
+import socket
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -64,6 +67,21 @@ OMPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"  # 1
 OMPI_LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"  # 2
 PMIX_NAMESPACE = "PMIX_NAMESPACE"  # prterun-h0-1234@1: one name per mpirun
 
+# cloud.google.com/vertex-ai/docs/training/distributed-training#cluster-variables
+# {"cluster": {"workerpool0": ["cmle-training-workerpool0-ab-0:2222"], "workerpool1": [...]},
+#  "environment": "cloud", "task": {"type": "workerpool1", "index": 0, "trial": "..."}}
+CLUSTER_SPEC = "CLUSTER_SPEC"
+WORKER_POOLS = {
+    "workerpool0": "chief",
+    "workerpool1": "worker",
+    "workerpool2": "ps",
+    "workerpool3": "evaluator",
+}
+
+# github.com/aws/sagemaker-training-toolkit, ENVIRONMENT_VARIABLES.md
+SM_HOSTS = "SM_HOSTS"  # ["algo-1","algo-2"]
+SM_CURRENT_HOST = "SM_CURRENT_HOST"  # algo-1
+
 # What the launchers above don't tell.
 TFMW_PORT = "TFMW_PORT"  # 2222: first port on each host; tasks of one host take consecutive ports
 TFMW_NUM_PS = "TFMW_NUM_PS"  # 2: the last 2 tasks are parameter servers
@@ -88,6 +106,9 @@ _WHERE = {
     "slurm": "the Slurm environment",
     "kubernetes": "the Kubernetes environment",
     "open mpi": "the Open MPI environment",
+    "vertex": CLUSTER_SPEC,
+    "sagemaker": "the SageMaker environment",
+    "hosts": "the list of hosts",
 }
 
 
@@ -144,11 +165,37 @@ class Cluster:
             return cluster
         if cluster is not None:
             return _from_config(cluster, "explicit")
-        for read in (_from_tf_config, _from_slurm, _from_kubernetes, _from_open_mpi):
+        for read in (
+            _from_tf_config,
+            _from_slurm,
+            _from_kubernetes,
+            _from_open_mpi,
+            _from_vertex,
+            _from_sagemaker,
+        ):
             found = read(environ)
             if found is not None:
                 return found
         return cls(source="none")
+
+    @classmethod
+    def of_hosts(cls, hosts: Sequence[str], index: int | None = None, ps: int = 0) -> Cluster:
+        """The cluster of one task on each host.
+
+        Args:
+            hosts: names or addresses, with a port or without (then 2222).
+            index: which of them this process is on; by default the only one of them whose address
+                is one of this machine's.
+            ps: the last so many tasks are parameter servers, and the first one coordinates.
+
+        Raises:
+            ClusterError: malformed or repeated hosts, or which one this machine is can't be told.
+        """
+        addresses = [_with_port(host, DEFAULT_PORT) for host in hosts]
+        _addresses("hosts", addresses, _WHERE["hosts"])
+        if index is None:
+            index = _own_host(addresses)
+        return _ranked(addresses, index, {TFMW_NUM_PS: str(ps)}, "hosts")
 
     @property
     def is_single(self) -> bool:
@@ -587,6 +634,90 @@ def _from_open_mpi(environ: Mapping[str, str]) -> Cluster | None:
         )
     addresses = [f"{host}:{port + local}" for host in hosts for local in range(local_size)]
     return _ranked(addresses, rank, environ, "open mpi")
+
+
+# ---- Vertex AI ------------------------------------------------------------------------------
+
+
+def _from_vertex(environ: Mapping[str, str]) -> Cluster | None:
+    try:
+        config = json.loads(environ.get(CLUSTER_SPEC, "{}"))
+    except ValueError:
+        return None  # the name is not Vertex's alone
+    pools = config.get("cluster") if isinstance(config, Mapping) else None
+    if not isinstance(pools, Mapping) or "workerpool0" not in pools:
+        return None
+    unknown = [pool for pool in pools if pool not in WORKER_POOLS]
+    if unknown:
+        raise ClusterError(
+            f"{CLUSTER_SPEC} lists a worker pool {unknown[0]!r}; expected workerpool0 (the chief), "
+            "workerpool1 (workers), workerpool2 (parameter servers) or workerpool3 (evaluators)."
+        )
+    task = config.get("task")
+    if isinstance(task, Mapping):
+        task = {**task, "type": WORKER_POOLS.get(task.get("type", ""), task.get("type"))}
+    jobs = {WORKER_POOLS[pool]: addresses for pool, addresses in pools.items() if addresses}
+    return _from_config({"cluster": jobs, "task": task}, "vertex")
+
+
+# ---- SageMaker ------------------------------------------------------------------------------
+
+
+def _from_sagemaker(environ: Mapping[str, str]) -> Cluster | None:
+    text = environ.get(SM_HOSTS)
+    if not text:
+        return None
+    try:
+        hosts = json.loads(text)
+    except ValueError:
+        hosts = None
+    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+        raise ClusterError(
+            f'{SM_HOSTS} is {_short(text)}; expected a list such as ["algo-1", "algo-2"].'
+        )
+    if len(hosts) <= 1:
+        return None
+    own = environ.get(SM_CURRENT_HOST)
+    if own not in hosts:
+        raise ClusterError(
+            f"{SM_CURRENT_HOST} is {own!r}, which is not in {SM_HOSTS}, {_short(text)}; set it to "
+            "the name of this host."
+        )
+    port = _port(environ) or DEFAULT_PORT
+    addresses = [_with_port(host, port) for host in hosts]
+    return _ranked(addresses, hosts.index(own), environ, "sagemaker")
+
+
+# ---- hosts by hand --------------------------------------------------------------------------
+
+
+def _own_host(addresses: Sequence[str]) -> int:
+    """The position of the only address that is this machine's."""
+    own = [i for i, address in enumerate(addresses) if is_here(address)]
+    if len(own) != 1:
+        what = "none of them is" if not own else f"{len(own)} of them are"
+        raise ClusterError(
+            f"which of the hosts {', '.join(addresses)} this machine is can't be told: {what} an "
+            "address of this machine; say it with --host-index, from 0."
+        )
+    return own[0]
+
+
+def is_here(address: str) -> bool:
+    """Whether the host of "host:port" is an address of this machine: one that it can listen on."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, where in found:
+        try:
+            with socket.socket(family, kind, protocol) as one:
+                one.bind(where)
+                return True
+        except OSError:
+            continue
+    return False
 
 
 # ---- what the launchers share -----------------------------------------------------------------
