@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -211,3 +212,32 @@ def test_a_system_that_forbids_it_is_found_out(tmp_path):
     command = ["unshare", "-Ur", "sh", "-c", shell, sys.executable, code]
     answer = subprocess.run(command, capture_output=True, text=True)
     assert answer.stdout == "impossible: unshare: No space left on device\n", answer.stderr
+
+
+# ---- row 34: a description with public addresses ------------------------------------------------
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("elsewhere", "warned"), [("8.8.8.8:2222", True), ("192.168.7.7:2222", False)]
+)
+@pytest.mark.parametrize("task", ["worker", "chief"])
+def test_a_public_address_in_a_description_is_warned_about(task, elsewhere, warned):
+    """The first task waits for the others and calls nobody, so nothing goes to that address."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        here = f"127.0.0.1:{held.getsockname()[1]}"
+    jobs = {
+        "worker": {"worker": [here, elsewhere]},
+        "chief": {"chief": [here], "worker": ["127.0.0.1:1"], "ps": [elsewhere]},
+    }
+    config = {"cluster": jobs[task], "task": {"type": task, "index": 0}}
+    done = subprocess.run(
+        [sys.executable, "-c", "import tfmw; tfmw.init(start_timeout_s=0.3)"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CONFIG": json.dumps(config)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "did not come within 0.3 s" in done.stderr
+    said = f"{elsewhere} is a public address; keep the cluster in a private network"
+    assert (said in done.stderr) == warned, done.stderr

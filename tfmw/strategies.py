@@ -113,6 +113,12 @@ def init(
         _evaluating = True
     if resolved.is_single or resolved.task == "evaluator":
         return resolved
+    if resolved.is_public():
+        logger.warning(
+            "tf.distribute's gRPC has no authentication, and whoever reaches its port can run "
+            "code: %s is a public address; keep the cluster in a private network.",
+            ", ".join(resolved.public_addresses()),
+        )
     if strategy == "parameter_server" or resolved.has_ps:
         _join_parameter_servers(resolved, strategy, start_timeout_s, existing_servers)
         return resolved
@@ -129,12 +135,6 @@ def _join_multi_worker(
 ) -> None:
     global _joined
     _require_not_started("tfmw.init()")
-    if cluster.is_public():
-        logger.warning(
-            "tf.distribute's gRPC has no authentication, and whoever reaches its port can run "
-            "code: %s is a public address; keep the cluster in a private network.",
-            ", ".join(cluster.public_addresses()),
-        )
     facts = {
         **{name: _version(name) for name in ("tensorflow", "keras", "numpy", "tfmw")},
         "Python": ".".join(map(str, sys.version_info[:2])),
