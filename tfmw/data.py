@@ -40,6 +40,10 @@ from tfmw.errors import UsageError
 
 INFINITE = -1
 
+# What tfmw maps over batches has no Python control flow to convert; converting takes about 0.1 s a
+# function, for which a run that is started again would wait.
+_as_it_is = tf.autograph.experimental.do_not_convert
+
 
 @dataclasses.dataclass(frozen=True)
 class Split:
@@ -166,10 +170,10 @@ def shard(dataset: tf.data.Dataset, input_context: tf.distribute.InputContext) -
     local = max(1, input_context.num_replicas_in_sync // workers)
     split = Split(workers, input_context.input_pipeline_id, local)
     share = Share.of(dataset, split, Order())
-    batches = share.dataset.flat_map(lambda parts, total: _from_tuple(parts))
+    batches = share.dataset.flat_map(_as_it_is(lambda parts, total: _from_tuple(parts)))
     if share.counted:
-        return batches.filter(lambda *b: _rows(b) > 0)
-    return batches.take_while(lambda *b: _rows(b) > 0)
+        return batches.filter(_as_it_is(lambda *b: _rows(b) > 0))
+    return batches.take_while(_as_it_is(lambda *b: _rows(b) > 0))
 
 
 def _from_tuple(parts: tuple[Any, ...]) -> tf.data.Dataset:
@@ -186,9 +190,9 @@ def _whole(dataset: tf.data.Dataset) -> Share:
     steps = _steps(dataset)
     even = Evenness(False, False)
     return Share(
-        dataset.map(lambda *b: ((_element(b),), tf.cast(_rows(_element(b)), tf.int64))).prefetch(
-            tf.data.AUTOTUNE
-        ),
+        dataset.map(
+            _as_it_is(lambda *b: ((_element(b),), tf.cast(_rows(_element(b)), tf.int64)))
+        ).prefetch(tf.data.AUTOTUNE),
         steps,
         even,
         even,
@@ -244,7 +248,7 @@ def _pushed(dataset: tf.data.Dataset, split: Split, order: Order, skip: int) -> 
         remainder = 0 if drop_remainder else count % size
         steps = count // size + (remainder > 0)
         totals = tf.data.Dataset.range(steps).map(
-            lambda k: tf.minimum(np.int64(size), np.int64(count) - k * np.int64(size))
+            _as_it_is(lambda k: tf.minimum(np.int64(size), np.int64(count) - k * np.int64(size)))
         )
         last = Evenness.of(remainder or size, split)
         missing = steps - (count // size if rows else 0) - (1 if split.rows(remainder) else 0)
@@ -260,9 +264,8 @@ def _positions(source: tf.data.Dataset, size: int, split: Split) -> tf.data.Data
     """The elements at this worker's positions of each global batch of `size`."""
     if size % split.replicas == 0 and split.local == 1:
         return source.shard(split.replicas, split.rank)
-    return (
-        source.enumerate().filter(lambda j, _: split.mine(j % size)).map(lambda _, element: element)
-    )
+    mine = source.enumerate().filter(_as_it_is(lambda j, _: split.mine(j % size)))
+    return mine.map(_as_it_is(lambda _, element: element))
 
 
 def _peel(
@@ -341,8 +344,8 @@ def _sliced(dataset: tf.data.Dataset, split: Split) -> Share:
         rows = tf.boolean_mask(tf.range(total), split.mine(tf.range(total)))
         return tf.nest.map_structure(lambda t: tf.gather(t, rows), batch), total
 
-    parts = dataset.map(cut, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    pairs = parts.map(lambda batch, total: (_local_parts(batch, split), total))
+    parts = dataset.map(_as_it_is(cut), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    pairs = parts.map(_as_it_is(lambda batch, total: (_local_parts(batch, split), total)))
     size = _static_batch_size(spec)
     if size is not None:
         full = last = Evenness.of(size, split)
@@ -379,20 +382,20 @@ def of_function(
         return _whole(dataset)
     spec = dataset.element_spec
     if split.local == 1:
-        return _counting(dataset.map(lambda *b: (_element(b),)), spec, split, None)
+        return _counting(dataset.map(_as_it_is(lambda *b: (_element(b),))), spec, split, None)
     empty = tf.data.Dataset.from_tensors(_empty(spec)).repeat()
     streams = tuple(dataset.shard(split.local, d).concatenate(empty) for d in range(split.local))
     zipped = tf.data.Dataset.zip(streams).take_while(
-        lambda *parts: tf.reduce_any([_rows(p) > 0 for p in parts])
+        _as_it_is(lambda *parts: tf.reduce_any([_rows(p) > 0 for p in parts]))
     )
-    return _counting(zipped.map(lambda *parts: tuple(parts)), spec, split, None)
+    return _counting(zipped.map(_as_it_is(lambda *parts: tuple(parts))), spec, split, None)
 
 
 def _counting(parts: tf.data.Dataset, spec: Any, split: Split, size: int | None) -> Share:
     """A share whose totals the replicas add up step by step."""
     nothing = tf.data.Dataset.from_tensors(tuple(_empty(spec) for _ in range(split.local)))
     endless = parts.concatenate(nothing.repeat())
-    dataset = endless.map(lambda *p: (tuple(p), np.int64(-1)))
+    dataset = endless.map(_as_it_is(lambda *p: (tuple(p), np.int64(-1))))
     anything = Evenness(True, True)
     return Share(_ordered(dataset), None, anything, anything, spec, size, counted=False)
 
@@ -580,7 +583,7 @@ def _rows(batch: Any) -> tf.Tensor:
 
 
 def _split_locally(batches: tf.data.Dataset, split: Split) -> tf.data.Dataset:
-    return batches.map(lambda *b: _local_parts(_element(b), split))
+    return batches.map(_as_it_is(lambda *b: _local_parts(_element(b), split)))
 
 
 def _local_parts(batch: Any, split: Split) -> tuple[Any, ...]:
@@ -705,7 +708,7 @@ class Source:
                 weigh = keras_compat.make_class_weight_map(self.class_weight)
                 out = Share.of(dataset, split, order, skip)
                 mapped = out.dataset.map(
-                    lambda parts, total: (tuple(weigh(*p) for p in parts), total)
+                    _as_it_is(lambda parts, total: (tuple(weigh(*p) for p in parts), total))
                 )
                 spec = mapped.element_spec[0][0]
                 out = dataclasses.replace(out, dataset=_ordered(mapped), element_spec=spec)

@@ -718,12 +718,11 @@ class _Feed:
     def _begin_pass(self, skip: int = 0) -> None:
         share = self.share
         if self._source.reshuffled_by_keras:
-            if self._passes:
-                order = data.Order(self._seed + self._passes, self._agree)
-                share = self.share = self._source.share(self._session.split, order)
+            order = data.Order(self._seed + self._passes, self._agree)
             if skip:
-                order = data.Order(self._seed + self._passes, self._agree)
                 share = self._source.share(self._session.split, order, skip)
+            elif self._passes:
+                share = self.share = self._source.share(self._session.split, order)
         elif skip and self._source.is_read_once:
             share = dataclasses.replace(share, dataset=share.dataset.skip(skip))
         elif skip:
