@@ -284,3 +284,22 @@ def test_a_wrong_description_is_status_2(checks, addresses):
     ((status, lines),) = checks.end()
     assert status == 2
     assert lines[0].startswith("tfmw: TF_CONFIG says that this process is worker 5")
+
+
+def test_a_stranger_on_the_port_is_passed_over(checks, addresses):
+    """What is not one of our lines is hung up on, and neither answered nor executed."""
+    checks.begin(0, addresses[:2], "--timeout", "2")
+    host, port = addresses[0].split(":")
+    for line in (b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04c\n", b'{"tfmw check": {"from": 1}}\n'):
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                stranger = socket.create_connection((host, int(port)), timeout=10)
+                break
+        with stranger:
+            stranger.sendall(line)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.makefile("rb").read() == b""
+    ((status, lines),) = checks.end()
+    assert status == 1
+    (line,) = bad(lines)
+    assert line.startswith(f"worker 1 at {addresses[1]} cannot be reached")
