@@ -1,0 +1,34 @@
+"""`tfmw.fit` inside of Ray actors: recipes/schedulers/on_ray.py on a Ray of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import ONE_THREAD, ROOT
+from tfmw.export import verify
+
+
+@pytest.mark.multiprocess
+def test_two_actors_train(tmp_path: Path) -> None:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "TF_CONFIG"))}
+    environ |= {**ONE_THREAD, "RAY_USAGE_STATS_ENABLED": "0", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    command = [sys.executable, "recipes/schedulers/on_ray.py", "--epochs=2"]
+    run = subprocess.run(
+        [*command, f"--export_dir={tmp_path}/model"],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    (accuracy,) = re.findall(r"validation accuracy: (0\.\d+)", run.stdout)
+    assert float(accuracy) > 0.5  # it trained: one of ten digits by chance
+    assert verify(tmp_path / "model") == []
