@@ -1,11 +1,12 @@
 """From `kill -9` of a worker to the first new training step, beside PyTorch's torchrun.
 
-    python bench/recovery.py [--repeat 3]
+    python bench/recovery.py [--repeat 3] [--torch-python /path/to/python]
 
 Two workers train a toy model with a backup every 20 steps; one of them is killed. For each way of
 restarting it prints the median, in seconds since the kill, of: detected (the launcher says so, or
 the first process of the new attempt shows up), restarted (the script runs again, in every worker),
-first new step. torchrun restarts the same training in PyTorch, where torch is installed.
+first new step. torchrun restarts the same training in PyTorch, where torch is installed: here, or
+in another environment, whose Python is named.
 """
 
 from __future__ import annotations
@@ -96,6 +97,9 @@ def measure(command: list[str], spares: bool) -> dict[str, float]:
     """Seconds from the kill to each event of one run of `command`."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+    # Else workers of torch 2.13's second attempt may find the addresses of the first in the store
+    # that both attempts share, and give up.
+    environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     launcher = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
     )
@@ -168,6 +172,7 @@ def main() -> None:
     """Measures each way of restarting."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=3, help="runs of each; medians are printed")
+    parser.add_argument("--torch-python", help="of an environment with torch (default: this one)")
     parser.add_argument("--train", choices=("tfmw", "torch"), help=argparse.SUPPRESS)
     parser.add_argument("--backup_dir", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -179,8 +184,11 @@ def main() -> None:
         "tfmw run, with spares": [*tfmw, "--standby", "auto"],
         "tfmw run, --standby off": [*tfmw, "--standby", "off"],
     }
-    if importlib.util.find_spec("torch"):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torch_python = options.torch_python or (
+        sys.executable if importlib.util.find_spec("torch") else None
+    )
+    if torch_python:
+        torchrun = [torch_python, "-m", "torch.distributed.run", "--standalone"]
         ways["torchrun"] = [*torchrun, "--nproc-per-node", "2", "--max-restarts", "1"]
     print(f"{'seconds since kill -9':26}{'detected':>10}{'restarted':>11}{'first new step':>16}")
     for name, way in ways.items():
@@ -193,8 +201,8 @@ def main() -> None:
         keys = ("detected", "restarted", "first new step")
         medians = [statistics.median(row[key] for row in rows) for key in keys]
         print(f"{name:26}{medians[0]:10.2f}{medians[1]:11.2f}{medians[2]:16.2f}", flush=True)
-    if "torchrun" not in ways:
-        print("torchrun: torch is not installed (pip install tfmw[bench])")
+    if not torch_python:
+        print("torchrun: torch is not installed; pip install torch, or --torch-python")
 
 
 if __name__ == "__main__":
