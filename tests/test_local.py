@@ -66,7 +66,12 @@ def functional():
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: Network(4), functional, lambda: keras.Sequential([Scale(3), keras.layers.Dense(2)])],
+    [
+        lambda: Network(4),
+        functional,
+        lambda: keras.Sequential([Scale(3), keras.layers.Dense(2)]),
+        lambda: keras.Sequential([keras.layers.Rescaling(0.5), keras.layers.Dense(2)]),
+    ],
 )
 def test_a_model_arrives_as_it_left(make):
     model = compiled(make())
@@ -93,6 +98,9 @@ def test_what_cannot_travel_is_refused_with_the_way_out():
     ]:
         with pytest.raises(UsageError, match=said):
             tfmw.fit(model, x, workers=2)
+    table = compiled(keras.Sequential([keras.layers.StringLookup(vocabulary=["a"])]))
+    with pytest.raises(UsageError, match=r"cannot travel to other processes.*pass callables"):
+        travel.pack(table)
     with pytest.raises(UsageError, match=r"received workers=0: expected a number of processes"):
         tfmw.fit(model, dataset.batch(32), workers=0)
 

@@ -35,7 +35,7 @@ from keras.src.trainers.data_adapters import (
     get_data_adapter,
 )
 from keras.src.trainers.data_adapters import tf_dataset_adapter as _tf_dataset_adapter
-from keras.src.utils import tracking
+from keras.src.utils import backend_utils, tracking
 from tensorflow.python.data.ops import (
     batch_op,
     dataset_ops,
@@ -575,6 +575,14 @@ def recorded_assignments(
 def is_saveable(part: Any) -> bool:
     """Layers, models, losses, metrics, optimizers, seed generators and the like."""
     return isinstance(part, keras_saveable.KerasSaveable)
+
+
+def backend_switch(part: Any) -> str | None:
+    """The backend that a preprocessing layer's switch is set to; None for anything else.
+
+    Its `__getattr__` reads an attribute that a blank one lacks, without end.
+    """
+    return vars(part)["_backend"] if isinstance(part, backend_utils.DynamicBackend) else None
 
 
 def saveable_state(part: Any) -> dict[str, Any]:

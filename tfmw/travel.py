@@ -19,9 +19,13 @@ import weakref
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfmw import keras_compat
 from tfmw.errors import UsageError
+
+# What objects say that cannot be taken apart; OpError: a layer's lookup table, say.
+_REFUSALS = (TypeError, ValueError, AttributeError, NotImplementedError, tf.errors.OpError)
 
 
 def pack(parcel: Any) -> bytes:
@@ -46,7 +50,7 @@ def pack(parcel: Any) -> bytes:
     buffer = io.BytesIO()
     try:
         Pickler(buffer).dump(parcel)
-    except (TypeError, ValueError, AttributeError, NotImplementedError, pickle.PicklingError) as e:
+    except (*_REFUSALS, pickle.PicklingError) as e:
         reason = (str(e) or type(e).__name__).splitlines()[0]
         raise UsageError(
             f"something in the arguments cannot travel to other processes ({reason}): pass "
@@ -76,6 +80,8 @@ def _reduced(part: Any) -> Any:
     if keras_compat.is_tracked_collection(part):
         base = next(b for b in (list, dict, set) if isinstance(part, b))
         return _blank, (type(part),), (vars(part), base(part)), None, None, _fill_collection
+    if (backend := keras_compat.backend_switch(part)) is not None:
+        return type(part), (backend,)
     if isinstance(part, weakref.ReferenceType):
         return weakref.ref, (part(),)
     if isinstance(part, _LOCKS):
