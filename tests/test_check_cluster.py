@@ -301,5 +301,5 @@ def test_a_stranger_on_the_port_is_passed_over(checks, addresses):
             assert stranger.makefile("rb").read() == b""
     ((status, lines),) = checks.end()
     assert status == 1
-    (line,) = bad(lines)
-    assert line.startswith(f"worker 1 at {addresses[1]} cannot be reached")
+    (said,) = bad(lines)
+    assert said.startswith(f"worker 1 at {addresses[1]} cannot be reached")
