@@ -4,7 +4,7 @@
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-oldest lint type clean
+.PHONY: help demo test test-fast test-oldest lint type docs notebooks clean
 
 SHELL := bash
 VENV  := .venv
@@ -22,7 +22,8 @@ WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
-	@echo "make test-fast, make test-oldest, make lint, make type, make clean"
+	@echo "make test-fast, make test-oldest, make lint, make type,"
+	@echo "make docs, make notebooks, make clean"
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { \
@@ -59,6 +60,15 @@ lint: $(STAMP)
 
 type: $(STAMP)
 	@$(BIN)/mypy --no-error-summary
+
+# The API reference, from the docstrings: build/docs/index.html.
+docs: $(STAMP)
+	@$(QUIET) $(BIN)/pdoc --docformat google --output-directory build/docs tfmw $(WITHOUT_NOTICES)
+	@echo "build/docs/index.html"
+
+# Runs every notebook and keeps what it showed, in place.
+notebooks: $(STAMP)
+	@$(BIN)/python notebooks/execute.py 2> >(grep -v IPKernelApp >&2)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
