@@ -202,6 +202,28 @@ def test_a_partitioner_divides_the_first_axis_alone():
         ps_cluster.partition_of(lambda shape, dtype: [1], 5, 4)
 
 
+# ---- how many steps a function makes ------------------------------------------------------------
+
+
+def test_functions_are_as_long_as_half_a_second_of_steps():
+    pace, each, lengths = ps._Pace(1), 1 / 256, []
+    for _ in range(5):
+        lengths.append(pace.next(100_000, 2))
+        pace.took(each * lengths[-1], lengths[-1])
+    assert lengths == [1, 8, 64, 128, 128]
+    # Towards the end in smaller ones, after which the next epoch begins with whole ones.
+    assert [pace.next(left, 2) for left in (200, 100, 20, 1)] == [50, 32, 20, 1]
+    pace.took(each, 1)
+    pace.took(0.0, 0)  # found its tickets taken
+    assert pace.next(100_000, 2) == 128
+
+
+def test_steps_per_execution_is_taken_at_its_word():
+    pace = ps._Pace(7)
+    pace.took(100.0, 7)
+    assert [pace.next(left, 2) for left in (100, 3)] == [7, 3]
+
+
 # ---- who reads what -----------------------------------------------------------------------------
 
 

@@ -105,11 +105,11 @@ class PsDriver:
             while waiting or (left > 0 and going):
                 while going and left > 0 and len(waiting) < _AHEAD * self._workers:
                     most = self._pace.next(left, self._workers)
-                    waiting.append((self._schedule(most, limit), time.perf_counter()))
+                    waiting.append(self._schedule(most, limit))
                     left -= most
-                result, since = waiting.popleft()
-                made = self._add_up(self._fetched(result))
-                self._pace.took(time.perf_counter() - since, made)
+                result = self._fetched(waiting.popleft())
+                made = self._add_up(result)
+                self._pace.took(float(result["seconds"]), made)
                 done += made
                 if made:
                     report_progress(begun + done)
@@ -205,7 +205,6 @@ class _Pace:
     def __init__(self, steps_per_execution: int):
         self._fixed = steps_per_execution if steps_per_execution > 1 else None
         self._most = 1
-        self._results = 0
 
     def next(self, left: int, workers: int) -> int:
         """Steps of the next function, of `left` that remain in the epoch."""
@@ -215,12 +214,10 @@ class _Pace:
         return min(left, max(1, self._most // 4, min(self._most, left // (2 * workers))))
 
     def took(self, seconds: float, steps: int) -> None:
-        """Hears how long a function was under way, waiting included."""
-        self._results += 1
-        if self._results <= 1 or not steps:
-            return  # the first one is traced
-        each = seconds / (_AHEAD * steps)
-        enough = int(_SECONDS_PER_FUNCTION / max(each, 1e-6))
+        """Hears how long a worker computed. How long its work had to wait says nothing of steps."""
+        if not steps:
+            return
+        enough = int(_SECONDS_PER_FUNCTION / max(seconds / steps, 1e-6))
         self._most = max(1, min(enough, self._most * 8, _MOST_STEPS_PER_FUNCTION))
 
 

@@ -59,8 +59,8 @@ class WorkerSteps:
 
     Attributes:
         function: (iterator, most int64 [], limit int64 [], seeds [uint32 [2], ...]) -> dict with
-            "steps" int64 [], "metrics" (what each metric variable gained) and "draws" (by how much
-            each seed generator advanced).
+            "steps" int64 [], "seconds" float64 [] that they took, "metrics" (what each metric
+            variable gained) and "draws" (by how much each seed generator advanced).
     """
 
     def __init__(
@@ -93,6 +93,9 @@ class WorkerSteps:
         locals_ = self._begin()
         begun = [self._begin_seed(locals_[id(s)], v, first) for s, v in self._seeds(seeds)]
         step = functools.partial(self._step, iterator, locals_)
+        since = tf.timestamp()
+        with tf.control_dependencies([since]):
+            count = tf.identity(count)
 
         def turn(done: tf.Tensor, steps: int) -> tf.Tensor:
             for _ in range(steps):
@@ -110,7 +113,9 @@ class WorkerSteps:
 
         done = loop(tf.constant(0, tf.int64), count // UNROLLED * UNROLLED, UNROLLED)
         done = loop(done, count, 1)
-        return self._results(done, locals_, begun, seeds)
+        with tf.control_dependencies([done]):
+            seconds = tf.timestamp() - since
+        return {**self._results(done, locals_, begun, seeds), "seconds": seconds}
 
     def _begin(self) -> dict[int, Any]:
         """Stand-ins that hold what a function begins with."""
