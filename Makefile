@@ -39,8 +39,13 @@ demo: $(STAMP)
 	@$(QUIET) $(BIN)/tfmw run --workers 2 recipes/digits.py --export_dir=build/digits
 	@$(QUIET) $(BIN)/python recipes/predict.py --export_dir=build/digits $(WITHOUT_NOTICES)
 
+# Debian installs Slurm's daemons where only root's PATH looks.
+SLURM := $(shell PATH="$$PATH:/usr/sbin" command -v slurmctld)
+NO_SLURM := make test: without the tests of Slurm, which is not installed: apt-get install slurm-wlm
+
 test: lint type
-	@$(BIN)/python -m pytest
+	@$(if $(SLURM),,echo "$(NO_SLURM)")
+	@$(BIN)/python -m pytest $(if $(SLURM),,-m "not slurm")
 
 # The oldest TensorFlow and Keras that tfmw works with, in an environment of their own.
 OLDEST := build/oldest

@@ -1,0 +1,62 @@
+"""Train as a job of Slurm that is told to leave the first time: train_requeued.py FOLDER.
+
+After the second epoch of the first run the chief has Slurm send the signal that it sends before a
+time limit, and waits for it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import tfmw
+
+folder = Path(sys.argv[1])
+cluster = tfmw.init()
+restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+if cluster.is_chief:
+    with (folder / "restarts").open("a") as file:
+        file.write(f"{restarts}\n")
+
+
+class Told(keras.callbacks.Callback):
+    chief_only = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if restarts != "0" or epoch != 1:
+            return
+        came = threading.Event()
+        handle = signal.getsignal(signal.SIGTERM)
+        assert callable(handle)
+
+        def note(number: int, frame: Any) -> None:
+            came.set()
+            handle(number, frame)
+
+        signal.signal(signal.SIGTERM, note)
+        subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]], check=True)
+        assert came.wait(60)
+
+
+x: Any = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+tfmw.fit(
+    model,
+    x,
+    x[:, :1],
+    batch_size=8,
+    epochs=10,
+    verbose=0,
+    callbacks=[Told()],
+    backup_dir=folder / "backups",
+)
+if cluster.is_chief:
+    (folder / "done").write_text(json.dumps({"iterations": int(model.optimizer.iterations)}))
