@@ -34,19 +34,17 @@ def command(*args: str) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-@pytest.fixture(scope="module", params=["lists", "subclassed_dict"])
+@pytest.fixture(scope="module")
 def exported(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """A folder with the export "model", its inputs, and what the model answers, by name."""
-    make, inputs, positional, names = MODELS[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
+    make, inputs, _, _ = MODELS["subclassed_dict"]
+    folder = tmp_path_factory.mktemp("serving")
     model = make()
     export(model, folder / "model")
     arrays = {name: np.asarray(values, np.float32) for name, values in inputs.items()}
-    answer = model(list(arrays.values()) if positional else arrays, training=False)
-    if not isinstance(answer, dict):
-        answer = dict(zip(names, answer, strict=True))
+    answer = model(arrays, training=False)
     (folder / "inputs.json").write_text(json.dumps(inputs))
     return folder, inputs, {name: np.asarray(value) for name, value in answer.items()}
 
