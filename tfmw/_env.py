@@ -6,18 +6,18 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 
+from tfmw import _secrets
 from tfmw.cluster import Cluster
 from tfmw.errors import ClusterError
 
 PACKAGES = ("tfmw", "tensorflow", "keras", "tensorflow-datasets", "numpy", "protobuf", "absl-py")
 PREFIXES = ("TF_", "TFMW_", "SLURM_", "OMPI_", "PMIX_", "JOB_", "KERAS_", "CUDA_", "NCCL_", "OMP_")
+NAMES = ("CLUSTER_SPEC", "SM_HOSTS", "SM_CURRENT_HOST")
 
-_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 _TIMEOUT_S = 120
 
 # Another process, because importing TensorFlow may crash, and because it greets on stderr.
@@ -50,9 +50,8 @@ def facts(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     except ClusterError as error:
         yield "cluster", f"wrong: {error}"
     for name in sorted(environ):
-        if name.startswith(PREFIXES):
-            hidden = _SECRET.search(name) is not None
-            yield f"${name}", "(hidden)" if hidden else environ[name]
+        if name.startswith(PREFIXES) or name in NAMES:
+            yield f"${name}", _secrets.shown(name, environ[name])
 
 
 def ask_tensorflow(python: str = sys.executable) -> tuple[str, str]:

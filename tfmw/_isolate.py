@@ -123,7 +123,9 @@ def objection(
         return "this machine is in no network", False
     for word in argv:
         if _URL.search(word):
-            return f"{word!r} names a place in the network", True
+            from tfmw import _secrets  # here, as the helper runs this file without the package
+
+            return f"{_secrets.without_secrets(word)!r} names a place in the network", True
     for name, value in sorted(environ.items()):
         if value and (name.lower() in ("http_proxy", "https_proxy", "all_proxy")):
             return f"{name} is set", True
