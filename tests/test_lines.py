@@ -31,6 +31,8 @@ error: Failed call to cuInit: UNKNOWN ERROR (303)
 You may see slightly different numerical results due to floating-point round-off errors.
 E0000 00:00:1732000000.123456   12869 cuda_dnn.cc:8310] Unable to register cuDNN factory: \
 Attempting to register factory for plugin cuDNN when one has already been registered
+I0000 00:00:1795267204.413700   12602 tf_record_dataset_op.cc:396] The default buffer size is \
+262144, which is overridden by the user specified `buffer_size` of 8388608
 W0000 00:00:1732000000.123456   12869 computation_placer.cc:177] computation placer already \
 registered. Please check linkage and avoid linking the same target more than once.
 """.splitlines()

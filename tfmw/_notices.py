@@ -28,6 +28,7 @@ _MESSAGES = (
         r"(?:UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE)",
     ),
     (r"cuda_(?:fft|dnn|blas)\.cc", r"Unable to register cu\w+ factory"),
+    (r"tf_record_dataset_op\.cc", "The default buffer size is 262144, which is overridden by the"),
     (r"computation_placer\.cc", "computation placer already registered"),
 )
 
