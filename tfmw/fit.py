@@ -25,8 +25,9 @@ from tfmw._lines import with_lines
 from tfmw.errors import UsageError
 from tfmw.group import Group
 from tfmw.launch import record_error, report_progress
+from tfmw.reduction import COMPRESSIONS
 from tfmw.resume import Backups
-from tfmw.sync import COMPRESSIONS, SyncDriver
+from tfmw.sync import SyncDriver
 
 # One Python call runs about this long: seldom enough to cost nothing, often enough for a live bar.
 _SECONDS_PER_CALL = 0.2

@@ -29,15 +29,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat, placement, strategies
+from tfmw import keras_compat, placement
 from tfmw.data import Evenness, Split
 from tfmw.errors import UsageError
 from tfmw.group import Group
+from tfmw.reduction import SUM, Reduction
 
 logger = logging.getLogger("tfmw")
 
-SUM = tf.distribute.ReduceOp.SUM
-COMPRESSIONS = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 
 class SyncDriver:
@@ -72,8 +71,7 @@ class SyncDriver:
         self._combined: dict[int, str] = {}  # id of a metric's variable -> how replicas combine
         self._metric_start: dict[int, np.ndarray] | None = None
         self.heard: list[float] = []
-        self._options = strategies.reduction_options(strategy)
-        self._wire = None if compression is None else COMPRESSIONS[compression]
+        self._reduction = Reduction(strategy, compression)
         self._has_synchronized_norm = any(
             keras_compat.is_synchronized_batch_norm(layer)
             for layer in keras_compat.layers_of(model)
@@ -302,21 +300,7 @@ class SyncDriver:
             present = share.rows > 0
             grads = [_or_zeros(g, present) for g in grads]
         self._gathers |= self.replicas > 1 and any(isinstance(g, tf.IndexedSlices) for g in grads)
-        positions = [i for i, g in enumerate(grads) if g is not None]
-        replica = tf.distribute.get_replica_context()
-        sent = [self._compressed(grads[i]) for i in positions]
-        reduced = replica.all_reduce(SUM, sent, self._options)
-        out: list[Any] = [None] * len(grads)
-        for position, value in zip(positions, reduced, strict=True):
-            dense = not isinstance(value, tf.IndexedSlices)
-            out[position] = tf.cast(value, grads[position].dtype) if dense else value
-        return out
-
-    def _compressed(self, grad: Any) -> Any:
-        """A dense float32 gradient in the 16 bits that it travels in, if any were asked for."""
-        if self._wire is None or isinstance(grad, tf.IndexedSlices) or grad.dtype != tf.float32:
-            return grad
-        return tf.cast(grad, self._wire)
+        return self._reduction(grads)
 
     def _local_replica(self) -> int:
         replica = tf.distribute.get_replica_context()

@@ -36,6 +36,7 @@ class Case:
         predict: `x` of `predict`; default: the training data. None: not predicted.
         optimizers: those whose variables are compared.
         reference: arguments of `fit` that stock Keras gets in place of these.
+        ours: arguments that `tfmw.fit` alone takes.
     """
 
     model: Any
@@ -46,6 +47,7 @@ class Case:
     predict: Any = "training data"
     optimizers: list[Any] | None = None
     reference: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ours: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +153,7 @@ def _stock(case: Case) -> dict[str, np.ndarray]:
 
 
 def _tfmw(case: Case, strategy: tf.distribute.Strategy) -> dict[str, np.ndarray]:
-    arguments = {"epochs": EPOCHS, "verbose": 0, "strategy": strategy, **case.fit}
+    arguments = {"epochs": EPOCHS, "verbose": 0, "strategy": strategy, **case.fit, **case.ours}
     history = tfmw.fit(case.model, case.x, case.y, **arguments)
     return _results(
         case,

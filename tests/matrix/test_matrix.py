@@ -24,7 +24,7 @@ from tests.matrix.row import ROWS, Row, compared, difference
 
 CORE = [name for name, row in ROWS.items() if row.core]
 REST = [name for name, row in ROWS.items() if not row.core]
-REST_ON_DEVICES = [name for name in REST if not ROWS[name].only]
+REST_ON_DEVICES = [name for name in REST if "devices" in (ROWS[name].only or ["devices"])]
 
 # Column -> (worker processes, virtual devices of each, its rows).
 CLUSTERS = {
@@ -54,7 +54,7 @@ def _start(folder: Path, column: str, names: list[str]) -> subprocess.Popen[str]
 
 def _single_process(folder: Path, names: list[str]) -> dict[str, Any]:
     """Runs the reference and the devices' column side by side; returns their reports."""
-    on_devices = [name for name in names if not ROWS[name].only]
+    on_devices = [name for name in names if name in {*CORE, *REST_ON_DEVICES}]
     processes = {
         "reference": _start(folder, "reference", names),
         "devices": _start(folder, "devices", on_devices),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import keras
+
 from tests.matrix.row import Case, row
 from tests.matrix.rows.common import adam, classes, compiled, mlp
 
@@ -19,3 +21,32 @@ def jit_compile() -> Case:
 @row("run_eagerly", core=True)
 def run_eagerly() -> Case:
     return Case(compiled(mlp(), adam(), run_eagerly=True), classes(20))
+
+
+@row("gradients as bfloat16", tol=2e-2, only=("devices", "two"))
+def gradient_compression_bf16() -> Case:
+    return Case(compiled(mlp(), adam()), classes(), ours={"gradient_compression": "bf16"})
+
+
+@row("gradients as float16", tol=2e-3, only=("devices", "two"))
+def gradient_compression_fp16() -> Case:
+    return Case(compiled(mlp(), adam()), classes(), ours={"gradient_compression": "fp16"})
+
+
+def _wide(units: int) -> Case:
+    """A kernel float32 [units, units], whose gradient is too large to be reduced in one piece."""
+    model = keras.Sequential(
+        [keras.layers.Input([5]), keras.layers.Dense(units), keras.layers.Dense(units)]
+    )
+    data = classes(16)
+    return Case(compiled(model, "sgd"), data, fit={"epochs": 1}, evaluate=None, predict=None)
+
+
+@row("a gradient of 13 MB", only=("two",))
+def large_gradient() -> Case:
+    return _wide(1824)
+
+
+@row("a gradient of 13 MB, of an odd number of elements", only=("two",))
+def odd_gradient() -> Case:
+    return _wide(1825)

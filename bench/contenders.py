@@ -1,0 +1,193 @@
+"""One worker of one contender: trains a network of `works`, and times its epochs.
+
+    python -m bench.contenders CONTENDER WORK EPOCHS
+
+Who it is, it learns from TF_CONFIG (TensorFlow) and RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+(PyTorch). Rank 0 prints one JSON line: the seconds of a step, for each epoch but the first two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from bench.works import WORKS, examples, keras_network, torch_network
+
+RANK = int(os.environ.get("RANK", "0"))
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+WARM_UP = 2  # epochs
+EXAMPLES = 1024  # in memory, for all workers together, read again and again
+
+
+class _Clock:
+    """Ends of epochs -> seconds per step."""
+
+    def __init__(self, steps: int):
+        self._steps = steps
+        self._ends: list[float] = []
+
+    def epoch_ends(self) -> None:
+        self._ends.append(time.perf_counter())
+
+    def seconds_per_step(self) -> list[float]:
+        pairs = list(zip(self._ends, self._ends[1:], strict=False))[WARM_UP - 1 :]
+        return [(end - begin) / self._steps for begin, end in pairs]
+
+
+def _dataset(name: str) -> Any:
+    """Global batches for ever."""
+    import tensorflow as tf
+
+    work = WORKS[name]
+    x, y = examples(work, max(EXAMPLES, work.batch * WORLD))
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).repeat()
+    return batches.batch(work.batch * WORLD, drop_remainder=True)
+
+
+def _fit(fit: Callable[..., Any], keras: Any, name: str, epochs: int) -> list[float]:
+    clock = _Clock(WORKS[name].steps)
+    timer = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: clock.epoch_ends())
+    fit(
+        _dataset(name),
+        epochs=epochs,
+        steps_per_epoch=WORKS[name].steps,
+        callbacks=[timer],
+        verbose=0,
+    )
+    return clock.seconds_per_step()
+
+
+def tfmw(name: str, epochs: int, **options: Any) -> list[float]:
+    """tfmw.fit with its defaults."""
+    import functools
+
+    import keras
+
+    import tfmw
+
+    tfmw.init()
+    model = keras_network(name, keras, **options.pop("compiled", {}))
+    return _fit(functools.partial(tfmw.fit, model, **options), keras, name, epochs)
+
+
+def tfmw_jit(name: str, epochs: int) -> list[float]:
+    """The same of a model compiled with jit_compile=True."""
+    return tfmw(name, epochs, compiled={"jit_compile": True})
+
+
+def tfmw_bf16(name: str, epochs: int) -> list[float]:
+    """tfmw.fit whose gradients travel as bfloat16."""
+    return tfmw(name, epochs, gradient_compression="bf16")
+
+
+def tfmw_fp16(name: str, epochs: int) -> list[float]:
+    """tfmw.fit whose gradients travel as float16."""
+    return tfmw(name, epochs, gradient_compression="fp16")
+
+
+def stock_fit(name: str, epochs: int) -> list[float]:
+    """Keras 3's own fit, in one process."""
+    import keras
+
+    return _fit(keras_network(name, keras).fit, keras, name, epochs)
+
+
+def _multi_worker() -> Any:
+    import tensorflow as tf
+
+    # RING, as the others here; TensorFlow's "auto" is RING on CPUs as well.
+    ring = tf.distribute.experimental.CommunicationImplementation.RING
+    options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
+    return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+
+
+def legacy_fit(name: str, epochs: int) -> list[float]:
+    """Fit of tf_keras with MultiWorkerMirroredStrategy: today's official way."""
+    import tf_keras
+
+    with _multi_worker().scope():
+        model = keras_network(name, tf_keras)
+    return _fit(model.fit, tf_keras, name, epochs)
+
+
+def hand_loop(name: str, epochs: int) -> list[float]:
+    """A loop over `strategy.run` in a tf.function, one step per call, as the guides write it."""
+    import tensorflow as tf
+    import tf_keras
+
+    strategy, work = _multi_worker(), WORKS[name]
+    with strategy.scope():
+        model = keras_network(name, tf_keras)
+    iterator = iter(strategy.experimental_distribute_dataset(_dataset(name)))
+
+    @tf.function
+    def step(batch: Any) -> Any:
+        return strategy.run(model.train_step, args=(batch,))
+
+    clock = _Clock(work.steps)
+    for _ in range(epochs):
+        for _ in range(work.steps):
+            logs = step(next(iterator))
+        float(strategy.reduce("MEAN", logs["loss"], axis=None))
+        clock.epoch_ends()
+    return clock.seconds_per_step()
+
+
+def ddp(name: str, epochs: int, hook: str = "") -> list[float]:
+    """PyTorch DistributedDataParallel with gloo."""
+    import torch
+    from torch import distributed
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    work = WORKS[name]
+    model = DistributedDataParallel(torch_network(name))
+    if hook:
+        model.register_comm_hook(None, getattr(default_hooks, hook))
+    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+    optimizer = kinds[work.optimizer](model.parameters(), lr=0.001)
+    loss_of = torch.nn.CrossEntropyLoss()
+    x, y = (torch.from_numpy(a) for a in examples(work, EXAMPLES // WORLD))
+    if not work.words and len(work.shape) == 3:
+        x = x.permute(0, 3, 1, 2).contiguous()
+    clock, begin = _Clock(work.steps), 0
+    for _ in range(epochs):
+        for _ in range(work.steps):
+            batch = slice(begin, begin + work.batch)
+            begin = (begin + work.batch) % (len(x) - work.batch + 1)
+            optimizer.zero_grad()
+            loss = loss_of(model(x[batch]), y[batch])
+            loss.backward()
+            optimizer.step()
+        loss.item()
+        clock.epoch_ends()
+    distributed.destroy_process_group()
+    return clock.seconds_per_step()
+
+
+def ddp_16_bit(name: str, epochs: int) -> list[float]:
+    """The same with PyTorch's own hook that sends gradients as float16."""
+    return ddp(name, epochs, "fp16_compress_hook")
+
+
+CONTENDERS: dict[str, Callable[[str, int], list[float]]] = {
+    f.__name__: f
+    for f in (
+        tfmw, tfmw_jit, tfmw_bf16, tfmw_fp16, stock_fit, legacy_fit, hand_loop, ddp, ddp_16_bit
+    )
+}  # fmt: skip
+
+if __name__ == "__main__":
+    contender, work_name, number = sys.argv[1:]
+    # One core per worker, so that a worker more is a core more.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[RANK % len(cores)]})
+    seconds = CONTENDERS[contender](work_name, int(number))
+    if RANK == 0:
+        print(json.dumps(seconds), flush=True)
