@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
 import time
 
+import cloudpickle
 import keras
 import numpy as np
 import pytest
@@ -83,6 +85,12 @@ def test_a_model_arrives_as_it_left(make):
         for m in (model, arrived)
     ]
     assert going_on[0] == going_on[1]
+
+
+def test_a_function_that_uses_tfmw_travels():
+    scope = {"__name__": "__main__", "tfmw": tfmw}
+    exec("def of_a_notebook():\n    return tfmw", scope)
+    assert pickle.loads(cloudpickle.dumps(scope["of_a_notebook"]))() is tfmw
 
 
 def test_what_cannot_travel_is_refused_with_the_way_out():

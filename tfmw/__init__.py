@@ -81,6 +81,10 @@ class _Package(types.ModuleType):
             value = getattr(value, name)
         super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # cloudpickle knows plain modules only; functions of a notebook that use tfmw name this one.
+        return importlib.import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package
 
