@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
 
 import pytest
 import tensorflow as tf
 
 from tests.cluster import run_cluster
 from tests.ps_by_hand import ByHand
+from tests.test_rendezvous import ports
 from tfmw import UsageError, evaluator
 from tfmw.export import verify
 
@@ -58,6 +66,69 @@ def test_tensorboard_has_the_scores(run):
     found = scalars(folder / "evaluation")["evaluation_loss_vs_iterations"]
     expected = {STEPS * (e + 1): loss for e, loss in enumerate(result.chief["val_loss"])}
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+@contextlib.contextmanager
+def tensorboard(folder):
+    """The real TensorBoard on a folder: asks its server for a path, with a query."""
+    (port,) = ports(1)
+    options = ["--logdir", str(folder), "--port", str(port), "--bind_all", "--load_fast=false"]
+    command = [sys.executable, "-m", "tensorboard.main", *options]
+    with (folder / "tensorboard.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def ask(path, **query):
+        url = f"http://127.0.0.1:{port}/data/{path}?{urllib.parse.urlencode(query)}"
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return json.load(answer)
+
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(urllib.error.URLError):
+                # It answers before it has read all files.
+                if ask("plugin/scalars/tags").keys() >= {"board/train", "backups/evaluation"}:
+                    break
+            assert server.poll() is None, (folder / "tensorboard.log").read_text()
+            assert time.monotonic() < deadline, (folder / "tensorboard.log").read_text()
+            time.sleep(0.1)
+        yield ask
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def test_the_real_tensorboard_shows_training_and_evaluation(run):
+    """One curve of the chief's, and beside it the evaluator's, over steps of their own."""
+    result, folder = run
+    with tensorboard(folder.parent) as ask:
+
+        def curve(run, tag):
+            # [wall time, step, value]
+            points = ask("plugin/scalars/scalars", run=run, tag=tag)
+            return {step: value for _, step, value in points}
+
+        runs = set(ask("plugin/scalars/tags"))
+        assert runs == {"board/train", "board/validation", "backups/evaluation"}
+        losses = curve("board/train", "epoch_loss")
+        assert losses == pytest.approx(dict(enumerate(result.chief["loss"])), rel=1e-5)
+        val_losses = curve("board/validation", "epoch_loss")
+        assert val_losses == pytest.approx(dict(enumerate(result.chief["val_loss"])), rel=1e-5)
+        beside = curve("backups/evaluation", "evaluation_loss_vs_iterations")
+        expected = {STEPS * (e + 1): loss for e, loss in enumerate(result.chief["val_loss"])}
+        assert beside == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_profile_is_the_chiefs(run):
+    """`profile_batch` of the callback: one trace, with the steps in it."""
+    result, folder = run
+    traces = list(folder.parent.rglob("*.xplane.pb"))
+    if "chief" in result.by_task:  # the coordinator of parameter servers, which asked for none
+        assert traces == []
+        return
+    (trace,) = traces
+    assert trace.parts[-5:-2] == ("train", "plugins", "profile")
+    assert b"ollective" in trace.read_bytes()  # the gradients' way between the workers
 
 
 def test_the_best_is_exported_and_the_backups_are_gone(run):

@@ -20,6 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfmw import keras_compat
 from tfmw.errors import UsageError
 
 # Keras's callbacks that write files, print or send: one writer is enough, and safe.
@@ -160,7 +161,7 @@ def wants_every_batch(callback: Any) -> bool:
         if type(callback) is keras.callbacks.ModelCheckpoint:
             return callback.save_freq != "epoch"
     if type(callback) is keras.callbacks.TensorBoard:
-        return callback.update_freq != "epoch" or bool(getattr(callback, "profile_batch", 0))
+        return callback.update_freq != "epoch" or keras_compat.profiles_batches(callback)
     base = keras.callbacks.Callback
     return any(
         hook in vars(callback) or getattr(type(callback), hook) is not getattr(base, hook)

@@ -534,6 +534,11 @@ def flatten_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
     return model._flatten_metrics_in_order(logs)
 
 
+def profiles_batches(tensorboard: keras.callbacks.TensorBoard) -> bool:
+    """Whether the callback was given a `profile_batch`, which it keeps under other names."""
+    return bool(tensorboard._should_trace)
+
+
 def requested_initial_epoch(model: keras.Model) -> int | None:
     return model._initial_epoch
 

@@ -23,6 +23,8 @@ backups = folder / "backups"
 cluster = tfmw.init()
 if cluster.task == "evaluator":
     print("evaluator watches", flush=True)
+# The coordinator of parameter servers makes no steps of its own.
+PROFILED = 0 if cluster.has_ps else (STEPS + 2, STEPS + 4)
 
 rng = np.random.default_rng(0)
 x = rng.normal(size=(640, 10)).astype(np.float32)
@@ -60,10 +62,13 @@ history = tfmw.fit(
     steps_per_epoch=STEPS,
     validation_data=(x[:200], y[:200]),
     backup_dir=backups,
-    callbacks=[WaitForEvaluator()],
+    callbacks=[
+        keras.callbacks.TensorBoard(folder / "board", profile_batch=PROFILED),
+        WaitForEvaluator(),
+    ],
     verbose=0,
 )
-result = {"val_loss": history.history["val_loss"]}
+result = {name: history.history.get(name) for name in ("loss", "val_loss")}
 if cluster.task == "evaluator":
     best = tf.saved_model.load(str(backups / "best"))
     outputs = best.serve(tf.constant(x[:200]))
