@@ -87,6 +87,10 @@ class Process:
         self._reader.join(10)
         return status
 
+    @property
+    def running(self) -> bool:
+        return self._popen.poll() is None
+
     def kill(self) -> None:
         """Kills it as the kernel would, if it still runs."""
         self._popen.send_signal(signal.SIGKILL)
