@@ -25,6 +25,8 @@ from tfmw._lines import with_lines
 from tfmw.errors import UsageError
 from tfmw.group import Group
 from tfmw.launch import record_error, report_progress
+from tfmw.precision import check as check_precision
+from tfmw.precision import trained_in
 from tfmw.reduction import COMPRESSIONS
 from tfmw.resume import Backups
 from tfmw.sync import SyncDriver
@@ -60,6 +62,7 @@ def fit(
     export_dir: str | os.PathLike[str] | None = None,
     seed: int | None = None,
     gradient_compression: str | None = None,
+    precision: str | None = None,
 ) -> keras.callbacks.History:
     """Trains `model` on all replicas of the cluster, with the numbers of one process.
 
@@ -85,6 +88,10 @@ def fit(
             TensorFlow's deterministic ops on, for the whole process.
         gradient_compression: "fp16" or "bf16": dense gradients travel between replicas, and are
             summed, in 16 bits. Half the traffic, and no longer the numbers of one process.
+        precision: "mixed_bfloat16" or "mixed_float16": float32 layers compute in 16 bits while they
+            are trained; weights, optimizer and losses stay float32, and the model is a float32
+            model again afterwards. "mixed_float16" needs a `keras.optimizers.LossScaleOptimizer`.
+            None or "float32": as the layers say.
 
     Returns:
         A `keras.callbacks.History`, the same on every worker.
@@ -101,6 +108,7 @@ def fit(
             f"unknown gradient_compression {gradient_compression!r}: expected None, "
             f"{' or '.join(map(repr, COMPRESSIONS))}."
         )
+    check_precision(precision)
     if workers is not None:
         settings = {k: v for k, v in locals().items() if k not in _NOT_SENT}
         return _fit_on_new_workers(model, workers, x, validation_data, settings)
@@ -154,20 +162,21 @@ def fit(
         if servers is not None:
             from tfmw import ps
 
-            return ps.fit(
-                model,
-                servers,
-                source,
-                epochs=epochs,
-                verbose=verbose,
-                callbacks=callbacks,
-                validate=validate,
-                validation_freq=validation_freq,
-                initial_epoch=initial_epoch,
-                steps_per_epoch=steps_per_epoch,
-                backup=asked,
-                export_dir=export_dir,
-            )
+            with trained_in(model, precision):
+                return ps.fit(
+                    model,
+                    servers,
+                    source,
+                    epochs=epochs,
+                    verbose=verbose,
+                    callbacks=callbacks,
+                    validate=validate,
+                    validation_freq=validation_freq,
+                    initial_epoch=initial_epoch,
+                    steps_per_epoch=steps_per_epoch,
+                    backup=asked,
+                    export_dir=export_dir,
+                )
         with Backups.of(group, asked) as backups:
             found = backups.record
             feed = _Feed(session, source, steps_per_epoch, "steps_per_epoch", found)
@@ -196,7 +205,10 @@ def fit(
                 steps=feed.steps,
                 model=model,
             )
-            with SyncDriver(model, session.strategy, gradient_compression) as driver:
+            with (
+                trained_in(model, precision),
+                SyncDriver(model, session.strategy, gradient_compression) as driver,
+            ):
                 session.driver = driver
                 run = _Run(session, feed, backups, callback_list)
                 if validation is not None:

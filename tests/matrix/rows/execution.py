@@ -50,3 +50,8 @@ def large_gradient() -> Case:
 @row("a gradient of 13 MB, of an odd number of elements", only=("two",))
 def odd_gradient() -> Case:
     return _wide(1825)
+
+
+@row("precision mixed_bfloat16", tol=2e-2, only=("devices", "two"))
+def precision_bfloat16() -> Case:
+    return Case(compiled(mlp(), adam()), classes(), ours={"precision": "mixed_bfloat16"})
