@@ -1,0 +1,100 @@
+"""Runs notebooks with a real kernel, and keeps in them what they showed.
+
+    make notebooks                                             # all of them
+    python notebooks/execute.py notebooks/first_fit.ipynb      # one
+
+What is kept is what a reader sees in the end: the last state of a progress bar, no TensorFlow
+notices about machines without a GPU, no paths of this machine, no times of execution.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+from tfmw._notices import is_notice
+from tfmw._output import collapse
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted(Path(__file__).parent.glob("*.ipynb"))
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_MACHINE = [  # (path of this machine, what stands for it)
+    (str(ROOT), "."),
+    (os.path.expanduser("~"), "~"),
+    (sys.prefix, "python"),
+    (tempfile.gettempdir(), "TMP"),
+]
+
+
+def execute(path: Path, timeout_s: float = 240) -> Any:
+    """Runs a notebook in its own folder.
+
+    Args:
+        path: the notebook; the file is left as it is.
+        timeout_s: seconds for one cell.
+
+    Returns:
+        The notebook with its outputs, as `readable` makes them.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell raised.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    resources = {"metadata": {"path": str(path.parent)}}
+    NotebookClient(
+        notebook,
+        timeout=timeout_s,
+        kernel_name="python3",
+        resources=resources,
+        record_timing=False,
+    ).execute()
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = readable(cell.outputs)
+    # The kernel wrote its own version there.
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    return notebook
+
+
+def readable(outputs: list[Any]) -> list[Any]:
+    """Outputs of a cell as they look in the end, without what is particular to this machine."""
+    found: list[Any] = []
+    for output in outputs:
+        stream = output.output_type == "stream"
+        if stream and found and found[-1].get("name") == output.name:
+            found[-1].text += output.text
+        else:
+            found.append(output)
+    for output in found:
+        if output.output_type == "stream":
+            output.text = _last_state(output.text)
+    return [o for o in found if o.output_type != "stream" or o.text]
+
+
+def _last_state(text: str) -> str:
+    lines = [_ANSI.sub("", collapse(line.removesuffix("\r"))).rstrip() for line in text.split("\n")]
+    text = "\n".join(line for line in lines if not is_notice(line))
+    for path, name in _MACHINE:
+        text = text.replace(path, name)
+    return text
+
+
+def _main(paths: list[str]) -> None:
+    for path in [Path(p).resolve() for p in paths] or NOTEBOOKS:
+        print(f"{path.name}", flush=True)
+        nbformat.write(execute(path), path)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])
