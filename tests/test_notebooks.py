@@ -18,10 +18,6 @@ NAMES = ["first_fit", "many_workers", "surviving_a_crash", "parameter_servers"]
 NAMES += ["reading_a_benchmark"]
 
 
-# Those whose outputs are committed; `make notebooks` writes the others'.
-EXECUTED = ["first_fit", "many_workers", "reading_a_benchmark", "surviving_a_crash"]
-
-
 def text_of(notebook: Any) -> str:
     """All that a notebook's cells have printed."""
     outputs = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs]
@@ -138,20 +134,20 @@ def test_every_notebook_is_run() -> None:
     assert all(f"test_{name}" in globals() for name in NAMES)
 
 
-@pytest.mark.parametrize("name", EXECUTED)
+@pytest.mark.parametrize("name", NAMES)
 def test_committed_outputs_show_the_same(name: str) -> None:
     SHOWS[name](text_of(committed(name)))
     assert plots_of(committed(name)) == PLOTS.get(name, 1)
 
 
-@pytest.mark.parametrize("name", EXECUTED)
+@pytest.mark.parametrize("name", NAMES)
 def test_committed_outputs_are_of_one_whole_run(name: str) -> None:
     cells = [cell for cell in committed(name).cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert not any(o.output_type == "error" for cell in cells for o in cell.outputs)
 
 
-@pytest.mark.parametrize("name", EXECUTED)
+@pytest.mark.parametrize("name", NAMES)
 def test_committed_outputs_name_no_machine(name: str) -> None:
     text = text_of(committed(name))
     assert not re.search(r"(?<![\w.~])/(?:home|root|work|tmp|usr|opt|var|mnt|data)/", text)

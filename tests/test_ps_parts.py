@@ -11,7 +11,19 @@ import pytest
 import tensorflow as tf
 
 from tests.ps_by_hand import free_addresses
-from tfmw import Cluster, ClusterError, TaskFailed, TfmwError, UsageError, data, ps, ps_cluster
+from tfmw import (
+    Cluster,
+    ClusterError,
+    TaskFailed,
+    TfmwError,
+    UsageError,
+    data,
+    evaluator,
+    ps,
+    ps_cluster,
+    state,
+)
+from tfmw.backup import BackupStore
 from tfmw.ps_control import CoordinatorLine, wait_for_end
 from tfmw.ps_data import for_workers
 from tfmw.ps_variables import refuse_unsupported
@@ -272,3 +284,61 @@ def test_arrays_are_shuffled_apart():
     )
     assert first != second
     assert sorted(np.ravel(first)) == sorted(np.ravel(second)) == list(range(40))
+
+
+# ---- which backup the evaluator exports ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("monitor", "scores"),
+    [
+        ("loss", [0.5, 0.3, 0.4]),
+        ("accuracy", [0.5, 0.9, 0.7]),
+        ("loss", [float("nan"), 0.3, float("nan")]),
+    ],
+)
+def test_the_evaluator_keeps_the_best_not_the_last(tmp_path, monitor, scores):
+    model = small_model()
+    store = BackupStore(tmp_path)
+    to_come = list(enumerate(scores))
+
+    def next_backup(seconds):
+        """While the evaluator sleeps the training writes a backup; its bias is its number."""
+        number, _ = to_come.pop(0)
+        model.layers[0].bias.assign([float(number)])
+        tensors = state.Snapshots().take(model, tf.distribute.get_strategy())
+        record = {"done": not to_come, "signature": state.signature(model, None)}
+        model.layers[0].bias.assign([-1.0])
+        store.write(number, tensors, record)
+
+    evaluated = iter(scores)
+    history = evaluator.watch(
+        model, lambda: {monitor: next(evaluated)}, tmp_path, monitor=monitor, sleep=next_backup
+    )
+    assert history.epoch == [0, 1, 2]
+    best = tf.saved_model.load(str(tmp_path / "best"))
+    assert best.serve(tf.zeros([1, 2])).numpy() == [[1.0]]
+    assert model.layers[0].bias.numpy() == [2.0], "the last that was evaluated"
+    assert not store.steps()
+
+
+# ---- what is saved while training goes on -------------------------------------------------------
+
+
+def test_a_snapshot_stays_as_it_is_and_memory_for_it_is_taken_once():
+    model = keras.Sequential([keras.Input((600,)), keras.layers.Dense(600), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    snapshots, strategy = state.Snapshots(), tf.distribute.get_strategy()
+    kernel = next(name for name in state.named(model) if name.endswith("kernel"))
+    places = []
+    for value in (1.0, 2.0, 3.0):
+        for variable in model.variables:
+            variable.assign(tf.fill(variable.shape, value))
+        taken = snapshots.take(model, strategy)
+        for variable in model.variables:
+            variable.assign_add(tf.ones(variable.shape))
+        for name, variable in state.named(model).items():
+            if any(variable is v for v in model.variables):
+                np.testing.assert_array_equal(taken[name], np.full(variable.shape, value))
+        places.append(np.asarray(memoryview(taken[kernel])).ctypes.data)
+    assert len(set(places)) == 1

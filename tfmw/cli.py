@@ -6,6 +6,7 @@
     tfmw env                                      # a report to paste in an issue
     tfmw check --hosts h0,h1 --backup-dir /shared # on h0 and on h1: will it work
     tfmw check /shared/run7 build/model           # are backups and exports intact
+    tfmw bench --workers 2 train.py:make          # where does the time of a step go
 
 Options take hyphens and underscores alike. Exit status: 0 all done, 1 a task failed, or what was
 checked is not in order, 2 wrong usage or wrong cluster description, 75 the tasks saved their state
@@ -51,6 +52,7 @@ def _main(argv: list[str]) -> int:
         "env", help="versions, devices, cluster and environment, to paste in an issue"
     )
     _check_parser(commands)
+    _bench_parser(commands)
     program: list[str] = []
     if argv[:1] == ["run"]:
         own, program = _split(argv[1:], run)
@@ -65,6 +67,10 @@ def _main(argv: list[str]) -> int:
         return 0
     if options.command == "check":
         return _check(options)
+    if options.command == "bench":
+        from tfmw import _bench
+
+        return _bench.main(options.target, options.workers, options.steps)
     return _run(options, program)
 
 
@@ -89,6 +95,22 @@ def _check_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
     check.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="wait for the others so long (60)"
     )
+
+
+def _bench_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="say where the time of a training step goes, and what more workers would bring",
+        usage="tfmw bench [--workers N] [--steps K] (FILE.py|MODULE):FUNCTION",
+        description="FUNCTION returns (model, dataset) or (model, dataset, arguments of fit): a "
+        "compiled model, and a tf.data.Dataset batched by the global batch size. It is trained on "
+        "N new processes of this machine, with everything, without reducing gradients, and with "
+        "one batch kept in memory.",
+        allow_abbrev=False,
+    )
+    bench.add_argument("target", metavar="FILE.py:FUNCTION", help="what to train")
+    bench.add_argument("--workers", type=int, default=2, metavar="N", help="processes (2)")
+    bench.add_argument("--steps", type=int, default=20, metavar="K", help="steps per epoch (20)")
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:

@@ -416,6 +416,7 @@ class _Run:
                 "feed": {"made": made},
                 "batch_size": None,
             },
+            busy=False,  # steps assign to the servers' variables
         )
 
 

@@ -12,6 +12,8 @@ over replicas in the same order.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -24,6 +26,23 @@ COMPRESSIONS = {"fp16": tf.float16, "bf16": tf.bfloat16}
 # A gradient is cut where it is larger than this many packs; into pieces of so many packs.
 WHOLE_PACKS, PIECE_PACKS = 6, 2
 _ALIGNED = 32  # elements: TensorFlow cuts rows of a multiple of 64 bytes without copying them
+_nothing: tf.Variable | None = (
+    None  # a zero that TensorFlow can't fold, while reduction is left out
+)
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Gradients are computed and count for nothing: for measuring what reducing them costs.
+
+    Replicas that went on by their own gradients would drift apart.
+    """
+    global _nothing
+    _nothing = tf.Variable(0.0, trainable=False)
+    try:
+        yield
+    finally:
+        _nothing = None
 
 
 class Reduction:
@@ -46,6 +65,8 @@ class Reduction:
         Args:
             grads: dense tensors, `tf.IndexedSlices`, or None for what has no gradient.
         """
+        if _nothing is not None:
+            return [scaled(g, _nothing) for g in grads]
         sent: list[Any] = []
         cut: list[int] = []  # how many pieces of each
         for grad in grads:
@@ -81,3 +102,13 @@ class Reduction:
         size = max(1, PIECE_PACKS * self._pack // (row * grad.dtype.size))
         sizes = [min(size, rows - start) for start in range(0, rows, size)]
         return list(tf.split(tf.reshape(grad, [rows, row]), sizes, axis=0))
+
+
+def scaled(grad: Any, factor: Any) -> Any:
+    """A gradient, dense or `tf.IndexedSlices`, times a number; None stays None."""
+    if grad is None:
+        return None
+    if isinstance(grad, tf.IndexedSlices):
+        values = grad.values * tf.cast(factor, grad.values.dtype)
+        return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
+    return grad * tf.cast(factor, grad.dtype)

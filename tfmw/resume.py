@@ -120,6 +120,7 @@ class Backups:
         self._save_nan = save_nan
         self._clock = clock
         self._store = BackupStore(directory) if group.is_chief else None
+        self._snapshots = state.Snapshots()
         self._writer = BackgroundWriter(self._write, self._not_written, clock)
         self._signature: list[str] = []
         self._stack = contextlib.ExitStack()
@@ -152,6 +153,7 @@ class Backups:
         try:
             self._writer.wait()
         finally:
+            self._snapshots.forget()
             self._stack.close()
 
     def _open(self) -> dict[str, Any] | None:
@@ -285,6 +287,7 @@ class Backups:
         kept: tuple[Any, Any],
         callbacks: list[Any],
         record: dict[str, Any],
+        busy: bool = True,
     ) -> None:
         """Copies the state out; the chief writes it in the background.
 
@@ -293,12 +296,15 @@ class Backups:
             kept: what replicas keep to themselves (`SyncDriver.kept_by_replicas`).
             callbacks: this task's.
             record: JSON values: where in the data the run is.
+            busy: whether every step assigns to the model's variables.
         """
         self._last = self._clock()
         if not self._group.is_chief:
             return
         states, arrays = state.callback_states(callbacks)
-        tensors = state.with_replicas({**state.capture(model, strategy), **arrays}, *kept)
+        self._writer.wait()  # the last snapshot is in its hands
+        taken = self._snapshots.take(model, strategy, busy)
+        tensors = state.with_replicas({**taken, **arrays}, *kept)
         trainable = {id(v) for v in model.trainable_variables}
         must_be_finite = [name for name, v in state.named(model).items() if id(v) in trainable]
         full = {

@@ -1,7 +1,7 @@
 """What of a run is saved: taken out of a model that trains, put back into one that starts.
 
     shape = signature(model, batch_size)             # refuses another model's backup
-    tensors = capture(driver)                        # every variable, by name
+    tensors = Snapshots().take(model, strategy)      # every variable, by name
     restore(model, tensors)                          # before the model is lifted
 
 All replicas have the same weights and optimizer slots, so the chief's are saved. What replicas keep
@@ -35,6 +35,9 @@ _NUMBER = re.compile(r"_\d+(?![^\W_])")
 _METRICS = "replicas/metrics"
 _AVERAGES = "replicas/averages"
 _CALLBACK = "callbacks/"
+_WORTH_KEEPING_BYTES = 1 << 20
+_KEPT_TYPES = (tf.float16, tf.float32, tf.float64)
+_ALIGNED = 64  # bytes; EIGEN_MAX_ALIGN_BYTES
 _AT_FIRST = "_tfmw_at_first"  # an attribute of callbacks, while they are in a run with backups
 
 
@@ -134,12 +137,52 @@ def named(model: keras.Model) -> dict[str, Any]:
 # ---------------------------------------------------------------- the model
 
 
-def capture(model: keras.Model, strategy: tf.distribute.Strategy) -> dict[str, Any]:
-    """Values of all shared variables now: tensors, which later assignments leave as they are."""
-    return {
-        name: placement.local_copies(strategy, variable)[0].read_value()
-        for name, variable in named(model).items()
-    }
+class Snapshots:
+    """Copies of a model's variables, one after another, in memory that is taken once.
+
+    TensorFlow shares the memory of what is read until the variable is assigned to again; then the
+    training step has to make the copy, into memory that the system finds and clears for it. That
+    takes many times as long as copying.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[str, tuple[np.ndarray, tf.Tensor]] = {}  # both of the same memory
+
+    def take(
+        self, model: keras.Model, strategy: tf.distribute.Strategy, busy: bool = True
+    ) -> dict[str, tf.Tensor]:
+        """Values of all shared variables now, which training leaves as they are.
+
+        Those of the time before change to the new ones: nobody may use them any more.
+
+        Args:
+            busy: whether every step assigns to the variables, so that copies are worth the memory.
+        """
+        found = {}
+        for name, variable in named(model).items():
+            value = placement.local_copies(strategy, variable)[0].read_value()
+            size = value.shape.num_elements() * value.dtype.size
+            large = size >= _WORTH_KEEPING_BYTES and value.dtype in _KEPT_TYPES
+            found[name] = self._copied(name, value) if busy and large else value
+        return found
+
+    def _copied(self, name: str, value: tf.Tensor) -> tf.Tensor:
+        if "CPU" not in value.device:
+            return value
+        source = np.asarray(memoryview(value))  # `value.numpy()` would be a copy of its own
+        if name not in self._copies:
+            # TensorFlow takes memory over only where it is aligned as its own is.
+            room = np.empty(source.nbytes + _ALIGNED, np.uint8)
+            begin = -room.ctypes.data % _ALIGNED
+            copy = room[begin : begin + source.nbytes].view(source.dtype).reshape(source.shape)
+            self._copies[name] = copy, tf.experimental.dlpack.from_dlpack(copy.__dlpack__())
+        copy, tensor = self._copies[name]
+        np.copyto(copy, source)
+        return tensor
+
+    def forget(self) -> None:
+        """Gives the memory back."""
+        self._copies.clear()
 
 
 def restore(model: keras.Model, tensors: Mapping[str, Any]) -> None:

@@ -33,10 +33,9 @@ from tfmw import keras_compat, placement
 from tfmw.data import Evenness, Split
 from tfmw.errors import UsageError
 from tfmw.group import Group
-from tfmw.reduction import SUM, Reduction
+from tfmw.reduction import SUM, Reduction, scaled
 
 logger = logging.getLogger("tfmw")
-
 
 
 class SyncDriver:
@@ -295,7 +294,7 @@ class SyncDriver:
                 "Use self.compute_loss(...) or keras.losses objects for sums."
             )
         if share.later or not share.used:
-            grads = [_scaled(g, share.weight) for g in grads]
+            grads = [scaled(g, share.weight) for g in grads]
         if share.careful:
             present = share.rows > 0
             grads = [_or_zeros(g, present) for g in grads]
@@ -772,15 +771,6 @@ def _or_one_example(tensor: Any, present: tf.Tensor) -> Any:
     out = tf.cond(present, lambda: tensor, lambda: one)
     out.set_shape([None, *tensor.shape[1:]])
     return out
-
-
-def _scaled(grad: Any, weight: tf.Tensor) -> Any:
-    if grad is None:
-        return None
-    if isinstance(grad, tf.IndexedSlices):
-        values = grad.values * tf.cast(weight, grad.values.dtype)
-        return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
-    return grad * tf.cast(weight, grad.dtype)
 
 
 def _or_zeros(grad: Any, present: tf.Tensor) -> Any:

@@ -1,0 +1,115 @@
+"""What a step costs on N workers: a model in one formula, for `tfmw bench`. Standard library only.
+
+    t(N) = compute + input + communication(N)
+    communication(N) = 2 (N - 1) / N * bytes / bandwidth  +  2 (N - 1) * latency
+
+The second line is a ring all-reduce (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms
+for Clusters of Workstations, 2009): 2 (N - 1) messages of bytes / N each. `bandwidth` and `latency`
+are those that this model, on these machines, was seen to get.
+
+Assumptions: each worker keeps its batch (the global batch grows with N); workers are alike; each
+has its own link, and links do not share a switch that is too narrow; nothing overlaps; the slowest
+of N workers is as fast as the mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Where the time of one step goes, in seconds, on `workers` workers.
+
+    Attributes:
+        workers: number of workers that it was measured on.
+        compute: forward and backward pass, and update of the weights.
+        communication: all-reduce of the gradients, as far as it is not hidden.
+        input: waiting for the next batch.
+        gradient_bytes: what one worker's gradients take on the wire.
+        latency: of one message between two workers.
+    """
+
+    workers: int
+    compute: float
+    communication: float
+    input: float
+    gradient_bytes: int
+    latency: float = 0.0
+
+    @property
+    def step(self) -> float:
+        """Seconds of one step."""
+        return self.compute + self.communication + self.input
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that the ring gets; infinite where nothing was sent."""
+        n = self.workers
+        busy = self.communication - 2 * (n - 1) * self.latency
+        if n == 1 or busy <= 0:
+            return float("inf")
+        return 2 * (n - 1) / n * self.gradient_bytes / busy
+
+    def on(
+        self, workers: int, bandwidth: float | None = None, latency: float | None = None
+    ) -> Cost:
+        """The same on another number of workers, or another network.
+
+        Args:
+            bandwidth: bytes per second, at most what was measured.
+            latency: seconds of one message, in place of what was measured.
+        """
+        rate = self.bandwidth if bandwidth is None else min(bandwidth, self.bandwidth)
+        delay = self.latency if latency is None else latency
+        ring = 2 * (workers - 1) / workers * self.gradient_bytes / rate
+        seconds = ring + 2 * (workers - 1) * delay
+        return dataclasses.replace(self, workers=workers, communication=seconds, latency=delay)
+
+    def efficiency(self) -> float:
+        """Examples per second and worker, relative to one worker alone."""
+        return (self.compute + self.input) / self.step
+
+    @property
+    def bound_by(self) -> str:
+        """The part that takes most of a step."""
+        parts = {n: getattr(self, n) for n in ("compute", "communication", "input")}
+        return max(parts, key=parts.__getitem__)
+
+
+ADVICE = {
+    "compute": "more workers share the work; precision='mixed_bfloat16' where the processor has "
+    "it, or GPUs, make it less.",
+    "communication": "larger batches per worker need fewer reductions per example; "
+    "gradient_compression='bf16' halves what travels; more workers make it no better.",
+    "input": "end the dataset in .batch(...).prefetch(tf.data.AUTOTUNE), map with "
+    "num_parallel_calls=tf.data.AUTOTUNE, cache what is decoded; or hand a callable to fit, so "
+    "that each worker reads its own files.",
+}
+
+MANY = (1, 2, 4, 8, 16, 64, 256, 1024)
+
+
+def report(cost: Cost, global_batch: int | None, parameters: int) -> str:
+    """Lines to print: parts of a step, what bounds it, what to change, and what to expect."""
+    about = f"{cost.workers} worker(s), {parameters:,} parameters"
+    if global_batch:
+        about += f", global batch {global_batch}: {global_batch / cost.step:,.0f} examples/s"
+    lines = [about, f"{'part of a step':<16} {'ms':>9} {'share':>6}"]
+    for name in ("compute", "communication", "input", "step"):
+        seconds = getattr(cost, name)
+        lines.append(f"{name:<16} {1000 * seconds:>9.2f} {seconds / cost.step:>6.0%}")
+    lines.append(f"bound by {cost.bound_by}: {ADVICE[cost.bound_by]}")
+    if cost.workers == 1:
+        return "\n".join(lines)
+    lines += [
+        f"the ring gets {cost.bandwidth / 1e9:.2f} GB/s, one message takes "
+        f"{1e6 * cost.latency:.0f} us",
+        "expected on N such workers, each with its batch: t(N) = compute + input + "
+        "2 (N-1)/N bytes/bandwidth + 2 (N-1) latency",
+        f"{'workers':<16} {'ms':>9} {'efficiency':>10}",
+    ]
+    for workers in MANY:
+        there = cost.on(workers)
+        lines.append(f"{workers:<16} {1000 * there.step:>9.2f} {there.efficiency():>10.0%}")
+    return "\n".join(lines)
