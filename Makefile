@@ -1,10 +1,11 @@
 # make demo    two worker processes train on real digits; a fresh process then predicts
 # make test    what CI runs: lint, types, every test
+# make bench   time of a step beside every other way to do it
 #
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-oldest lint type docs notebooks clean
+.PHONY: help demo test test-fast test-oldest bench lint type docs notebooks clean
 
 SHELL := bash
 VENV  := .venv
@@ -65,6 +66,16 @@ lint: $(STAMP)
 
 type: $(STAMP)
 	@$(BIN)/mypy --no-error-summary
+
+# Its peers go into an environment of their own: tf_keras, and PyTorch without CUDA's libraries where
+# an index has such a build (the one of pytorch.org for CPUs, say, in PIP_INDEX_URL).
+BENCH := build/bench-env
+
+bench: pyproject.toml
+	@test -x $(BENCH)/bin/python || "$(PYTHON)" -m venv $(BENCH)
+	@$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  'torch==2.13.0' --editable '.[bench]'
+	@$(BENCH)/bin/python -m bench.steps
 
 # The API reference, from the docstrings: build/docs/index.html.
 docs: $(STAMP)

@@ -10,6 +10,7 @@ one's first two. `make bench` runs this, and needs the extra `bench` (tf_keras, 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import socket
@@ -19,8 +20,23 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench.works import WORKS
+
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Milliseconds per step of one contender: median, least and most of its epochs."""
+
+    work: str
+    workers: int
+    contender: str
+    ms: float
+    least: float
+    most: float
+
 
 # Work -> workers -> contenders, the first one ours.
 PLAN: dict[str, dict[int, list[str]]] = {
@@ -31,6 +47,13 @@ PLAN: dict[str, dict[int, list[str]]] = {
     },
     "resnet50": {2: ["tfmw", "legacy_fit", "ddp"]},
     "transformer": {1: ["tfmw", "stock_fit"], 2: ["tfmw", "legacy_fit", "ddp"]},
+}
+PEERS = {
+    "stock_fit": "Keras 3 `fit`",
+    "legacy_fit": "tf_keras `fit`",
+    "hand_loop": "hand-written loop",
+    "ddp": "PyTorch DDP, gloo",
+    "ddp_16_bit": "PyTorch DDP, gloo, 16-bit hook",
 }
 EPOCHS = {"cnn": 6, "mlp": 6, "resnet50": 5, "transformer": 6, "tiny": 6}
 
@@ -90,39 +113,105 @@ def _free_ports(number: int) -> list[int]:
     return ports
 
 
-def measure(works: list[str], rounds: int, only: list[str]) -> list[dict[str, object]]:
-    """Rows {"work", "workers", "contender", "ms", "spread"}: medians of all rounds."""
+def measure(works: list[str], rounds: int, only: list[str]) -> list[Row]:
+    """Medians of all rounds."""
     seconds: dict[tuple[str, int, str], list[float]] = {}
-    for _ in range(rounds):
-        for work in works:
-            for workers, contenders in PLAN.get(work, {2: ["tfmw"]}).items():
-                for contender in contenders:
-                    if only and contender not in only:
-                        continue
-                    times = run(contender, work, workers)
-                    seconds.setdefault((work, workers, contender), []).extend(times)
-                    print(
-                        f"{work}, {workers} worker(s), {contender}: "
-                        f"{1000 * statistics.median(times):.2f} ms",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+    for number in range(rounds):
+        for work, workers, contender in _turns(works, only):
+            times = run(contender, work, workers)
+            seconds.setdefault((work, workers, contender), []).extend(times)
+            print(
+                f"round {number + 1}: {work}, {workers} worker(s), {contender}: "
+                f"{1000 * statistics.median(times):.2f} ms",
+                file=sys.stderr,
+                flush=True,
+            )
     return [
-        {
-            "work": work,
-            "workers": workers,
-            "contender": contender,
-            "ms": 1000 * statistics.median(times),
-            "spread": (max(times) - min(times)) / statistics.median(times),
-        }
-        for (work, workers, contender), times in seconds.items()
+        Row(*key, 1000 * statistics.median(times), *_spread(times))
+        for key, times in seconds.items()
     ]
 
 
+def _turns(works: list[str], only: list[str]) -> list[tuple[str, int, str]]:
+    return [
+        (work, workers, contender)
+        for work in works
+        for workers, contenders in PLAN.get(work, {2: ["tfmw"]}).items()
+        for contender in contenders
+        if not only or contender in only
+    ]
+
+
+def _spread(times: list[float]) -> tuple[float, float]:
+    return 1000 * min(times), 1000 * max(times)
+
+
+def ratios(rows: list[Row]) -> list[tuple[str, int, str, str, float, float, float]]:
+    """(work, workers, ours, against, ms of ours, ms of theirs, ratio), smaller is better."""
+    found = []
+    for ours in rows:
+        if not ours.contender.startswith("tfmw"):
+            continue
+        for theirs in rows:
+            same = (theirs.work, theirs.workers) == (ours.work, ours.workers)
+            if same and not theirs.contender.startswith("tfmw"):
+                found.append(
+                    (
+                        ours.work,
+                        ours.workers,
+                        ours.contender,
+                        theirs.contender,
+                        ours.ms,
+                        theirs.ms,
+                        ours.ms / theirs.ms,
+                    )
+                )
+    return found
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown."""
+    lines = [
+        "| work | workers | tfmw, ms per step | against | ms per step | ratio |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for work, workers, ours, against, mine, theirs, ratio in ratios(rows):
+        how = ours.removeprefix("tfmw").strip("_").replace("_", " ")
+        how = f" ({how})" if how else ""
+        lines.append(
+            f"| {WORKS[work].about} | {workers} | {mine:.1f}{how} | {PEERS[against]} | "
+            f"{theirs:.1f} | {ratio:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Bars of milliseconds per step, one panel for each work and number of workers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups = sorted({(row.work, row.workers) for row in rows})
+    figure, panels = pyplot.subplots(
+        len(groups), 1, figsize=(8, 0.6 + 0.35 * (len(rows) + 2 * len(groups))), squeeze=False
+    )
+    for panel, group in zip(panels[:, 0], groups, strict=True):
+        mine = [row for row in rows if (row.work, row.workers) == group][::-1]
+        colors = ["#d95f02" if row.contender.startswith("tfmw") else "#7f8fa6" for row in mine]
+        errors = [[row.ms - row.least for row in mine], [row.most - row.ms for row in mine]]
+        names = [PEERS.get(row.contender, row.contender.replace("_", " ")) for row in mine]
+        panel.barh(names, [row.ms for row in mine], color=colors, xerr=errors)
+        panel.set_title(f"{WORKS[group[0]].about}: {group[1]} worker(s)", fontsize=9, loc="left")
+    panels[-1, 0].set_xlabel("ms per step; lines from the least to the most of an epoch")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
-    """Measures, prints the table and keeps it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--works", default="cnn,mlp,resnet50,transformer")
+    """Measures, prints the table, and keeps it with its figures and a plot."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--works", default="cnn,mlp,transformer,resnet50")
     parser.add_argument("--contenders", default="", help="only these")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench")
@@ -130,9 +219,13 @@ def main() -> None:
     only = [name for name in options.contenders.split(",") if name]
     rows = measure(options.works.split(","), options.rounds, only)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "steps.json").write_text(json.dumps(rows, indent=1))
-    for row in rows:
-        print(row)
+    (options.out / "steps.json").write_text(
+        json.dumps([dataclasses.asdict(row) for row in rows], indent=1)
+    )
+    (options.out / "steps.md").write_text(table(rows) + "\n")
+    plot(rows, options.out / "steps.png")
+    print(table(rows))
+    print(f"kept in {options.out}: steps.md, steps.json, steps.png")
 
 
 if __name__ == "__main__":
