@@ -54,7 +54,7 @@ OLDEST := build/oldest
 test-oldest: pyproject.toml
 	@test -x $(OLDEST)/bin/python || "$(PYTHON)" -m venv $(OLDEST)
 	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  'tensorflow==2.18.1' 'keras==3.8.0' --editable '.[dev]'
+	  'tensorflow==2.18.1' 'keras==3.8.0' pytest pytest-timeout --editable .
 	@$(OLDEST)/bin/python -m pytest -m "not multiprocess" tests/test_keras_compat.py tests/matrix
 
 test-fast: $(STAMP)

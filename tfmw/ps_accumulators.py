@@ -126,14 +126,22 @@ class SynchronousSteps(WorkerSteps):
         return self._results(done, locals_, begun, seeds)
 
     def _wait(self, worker: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
-        """The number of the step that goes on, once `now` is over. News of earlier ones is old."""
+        """The number of the step that goes on, once `now` is over.
 
-        def news(_: tf.Tensor) -> tf.Tensor:
-            return tf.switch_case(
-                tf.cast(worker, tf.int32), [queue.dequeue for queue in self._over]
-            )
+        A straggler hears of several steps at once: it joins the newest, for its gradients of the
+        others would come late as well.
+        """
 
-        (over,) = tf.while_loop(lambda step: step <= now, news, [now], parallel_iterations=1)
+        def mine(of: Callable[[Any], Any]) -> Any:
+            choices = [functools.partial(of, queue) for queue in self._over]
+            return tf.switch_case(tf.cast(worker, tf.int32), choices)
+
+        (over,) = tf.while_loop(
+            lambda step: tf.logical_or(step <= now, mine(lambda queue: queue.size()) > 0),
+            lambda _: mine(lambda queue: queue.dequeue()),
+            [now],
+            parallel_iterations=1,
+        )
         return over
 
     def _count(self, applied: list[tf.Tensor]) -> None:

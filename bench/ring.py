@@ -1,0 +1,81 @@
+"""Time of an all-reduce over the workers, by the size of the pieces that it is cut into.
+
+    tfmw run --workers 2 bench/ring.py [--mb 11 64] [--pieces 512 1024 2048 4096 8192 0]
+
+Wall time and processor time of the chief, in ms: medians of five rounds of five all-reduces. This
+is where `RING_BYTES_PER_PACK` and the sizes in tfmw/reduction.py come from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from typing import Any
+
+import tensorflow as tf
+
+import tfmw
+
+ROUNDS, TIMES = 5, 5
+SUM = tf.distribute.ReduceOp.SUM
+
+
+def measure(strategy: Any, elements: int, piece: int, dtype: tf.DType) -> tuple[float, float]:
+    """(wall, processor) milliseconds of an all-reduce of `elements` in pieces of `piece`."""
+    # Packs of one byte: nothing is joined, so that pieces stay what they are.
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=1)
+    with strategy.scope():
+        values = tf.Variable(tf.ones([elements], dtype))
+
+    def once() -> Any:
+        flat = tf.identity(values.read_value())
+        sizes = [min(piece, elements - start) for start in range(0, elements, piece)]
+        parts = tf.split(flat, sizes) if len(sizes) > 1 else [flat]
+        reduced = tf.distribute.get_replica_context().all_reduce(SUM, parts, options)
+        return tf.cast(tf.concat(reduced, axis=0)[0], tf.float32)
+
+    @tf.function(autograph=False)
+    def many() -> Any:
+        def body(made: Any, total: Any) -> Any:
+            first = strategy.experimental_local_results(strategy.run(once))[0]
+            return made + 1, total + first
+
+        zero = tf.constant(0), tf.constant(0.0)
+        return tf.while_loop(lambda made, _: made < TIMES, body, zero, parallel_iterations=1)[1]
+
+    many()
+    wall, processor = [], []
+    for _ in range(ROUNDS):
+        begin, used = time.perf_counter(), time.process_time()
+        float(many())
+        wall.append(time.perf_counter() - begin)
+        processor.append(time.process_time() - used)
+    return tuple(1000 * statistics.median(t) / TIMES for t in (wall, processor))  # type: ignore
+
+
+def main() -> None:
+    """Measures each size, prints a table on the chief."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mb", type=float, nargs="+", default=[11, 64])
+    parser.add_argument("--pieces", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 0])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    options = parser.parse_args()
+    cluster = tfmw.init()
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[cluster.index % len(cores)]})
+    strategy, dtype = tfmw.strategies.current_strategy(), tf.as_dtype(options.dtype)
+    if cluster.is_chief:
+        print(f"{'MB':>6} {'KB per piece':>13} {'ms':>8} {'ms of processor':>16}")
+    for mb in options.mb:
+        elements = int(mb * (1 << 20)) // dtype.size
+        for kb in options.pieces:
+            piece = kb * 1024 // dtype.size or elements
+            wall, processor = measure(strategy, elements, piece, dtype)
+            if cluster.is_chief:
+                print(f"{mb:>6g} {kb or 'whole':>13} {wall:>8.1f} {processor:>16.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
