@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import re
 from typing import Any
@@ -129,6 +130,7 @@ def test_lines_are_for_where_nobody_watches(monkeypatch):
         def isatty(self):
             return True
 
+    importlib.import_module("ipykernel.kernelapp")  # imported is not running
     monkeypatch.setattr("sys.stdout", io.StringIO())
     assert [type(c) for c in with_lines([], True, "auto")] == [Lines]
     own = keras.callbacks.ProgbarLogger()

@@ -16,6 +16,8 @@ from typing import Any, TextIO
 
 import keras
 
+from tfmw._output import is_watched
+
 INTERVAL_S = 10.0
 """Seconds between two lines within an epoch."""
 
@@ -129,7 +131,7 @@ def with_lines(callbacks: list[Any], shows: bool, verbose: Any) -> list[Any]:
         shows: whether this task shows progress at all.
         verbose: as in Keras; only "auto" leaves the choice to us.
     """
-    watched = sys.stdout.isatty() or "ipykernel" in sys.modules
+    watched = is_watched(sys.stdout)
     chosen = any(isinstance(c, keras.callbacks.ProgbarLogger) for c in callbacks)
     if not shows or verbose != "auto" or watched or chosen:
         return callbacks

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import re
+import sys
 from typing import TextIO
 
 from tfmw._notices import is_notice, may_become_notice
@@ -29,6 +30,14 @@ def collapse(line: str) -> str:
     """
     pieces = [piece.replace("\b", "") for piece in line.split("\r")]
     return next((piece for piece in reversed(pieces) if piece), "")
+
+
+def is_watched(out: TextIO) -> bool:
+    """Whether somebody sees what is written to `out` at once: a terminal, or a notebook's cell."""
+    # A program that has only imported ipykernel is no notebook: one runs as the kernel's app.
+    kernel = sys.modules.get("ipykernel.kernelapp")
+    in_notebook = kernel is not None and kernel.IPKernelApp.initialized()
+    return out.isatty() or (in_notebook and out is sys.stdout)
 
 
 class Display:

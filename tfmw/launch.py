@@ -40,7 +40,7 @@ from typing import Any, NoReturn, TextIO
 from tfmw import _call, _isolate
 from tfmw._attempt import FAREWELL_S, GRACE_S, Attempt, Setting, task_name, wait
 from tfmw._failure import Failure, describe_status
-from tfmw._output import Display
+from tfmw._output import Display, is_watched
 from tfmw._progress import report_progress
 from tfmw._record import record_error
 from tfmw._restart import Choice, End, Policy, Terms
@@ -316,7 +316,7 @@ def _run(
             f"TF_CONFIG is already set to {environ['TF_CONFIG']}; unset it or drop --workers."
         )
     stdout = sys.stdout if stdout is None else stdout
-    terminal = stdout.isatty() or ("ipykernel" in sys.modules and stdout is sys.stdout)
+    terminal = is_watched(stdout)
     chief = task_name(*tasks[0]) if (terminal if live is None else live) else None
     display = Display(stdout, chief)
     with contextlib.ExitStack() as held:
