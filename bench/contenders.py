@@ -8,6 +8,7 @@ Who it is, it learns from TF_CONFIG (TensorFlow) and RANK, WORLD_SIZE, MASTER_AD
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -34,7 +35,7 @@ class _Clock:
         self._ends.append(time.perf_counter())
 
     def seconds_per_step(self) -> list[float]:
-        pairs = list(zip(self._ends, self._ends[1:], strict=False))[WARM_UP - 1 :]
+        pairs = list(itertools.pairwise(self._ends))[WARM_UP - 1 :]
         return [(end - begin) / self._steps for begin, end in pairs]
 
 
@@ -70,13 +71,8 @@ def tfmw(name: str, epochs: int, **options: Any) -> list[float]:
     import tfmw
 
     tfmw.init()
-    model = keras_network(name, keras, **options.pop("compiled", {}))
+    model = keras_network(name, keras)
     return _fit(functools.partial(tfmw.fit, model, **options), keras, name, epochs)
-
-
-def tfmw_jit(name: str, epochs: int) -> list[float]:
-    """The same of a model compiled with jit_compile=True."""
-    return tfmw(name, epochs, compiled={"jit_compile": True})
 
 
 def tfmw_bf16(name: str, epochs: int) -> list[float]:
@@ -179,7 +175,7 @@ def ddp_16_bit(name: str, epochs: int) -> list[float]:
 CONTENDERS: dict[str, Callable[[str, int], list[float]]] = {
     f.__name__: f
     for f in (
-        tfmw, tfmw_jit, tfmw_bf16, tfmw_fp16, stock_fit, legacy_fit, hand_loop, ddp, ddp_16_bit
+        tfmw, tfmw_bf16, tfmw_fp16, stock_fit, legacy_fit, hand_loop, ddp, ddp_16_bit
     )
 }  # fmt: skip
 

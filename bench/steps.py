@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 from bench.works import WORKS
+from tfmw._ports import reserved_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 400
@@ -64,7 +64,8 @@ def run(contender: str, work: str, workers: int) -> list[float]:
     Raises:
         RuntimeError: a process failed; the message is the end of its output.
     """
-    ports = _free_ports(workers + 1)
+    with reserved_ports(workers + 1) as ports:
+        pass  # all different; the processes take them
     addresses = [f"127.0.0.1:{port}" for port in ports[1:]]
     processes, logs = [], []
     for rank in range(workers):
@@ -105,14 +106,6 @@ def run(contender: str, work: str, workers: int) -> list[float]:
     return [float(seconds) for seconds in json.loads(line)]
 
 
-def _free_ports(number: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
 def measure(works: list[str], rounds: int, only: list[str]) -> list[Row]:
     """Medians of all rounds."""
     seconds: dict[tuple[str, int, str], list[float]] = {}
@@ -127,7 +120,7 @@ def measure(works: list[str], rounds: int, only: list[str]) -> list[Row]:
                 flush=True,
             )
     return [
-        Row(*key, 1000 * statistics.median(times), *_spread(times))
+        Row(*key, *(1000 * of(times) for of in (statistics.median, min, max)))
         for key, times in seconds.items()
     ]
 
@@ -140,10 +133,6 @@ def _turns(works: list[str], only: list[str]) -> list[tuple[str, int, str]]:
         for contender in contenders
         if not only or contender in only
     ]
-
-
-def _spread(times: list[float]) -> tuple[float, float]:
-    return 1000 * min(times), 1000 * max(times)
 
 
 def ratios(rows: list[Row]) -> list[tuple[str, int, str, str, float, float, float]]:

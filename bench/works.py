@@ -57,12 +57,11 @@ def examples(work: Work, number: int) -> tuple[np.ndarray, np.ndarray]:
     return x, random.integers(0, CLASSES, number)
 
 
-def keras_network(name: str, keras: Any, **compiled: Any) -> Any:
+def keras_network(name: str, keras: Any) -> Any:
     """The network, compiled.
 
     Args:
         keras: Keras 3, or tf_keras.
-        compiled: more arguments of `compile`.
     """
     work, layers = WORKS[name], keras.layers
     inputs = keras.Input(work.shape, dtype="int32" if work.words else "float32")
@@ -91,7 +90,7 @@ def keras_network(name: str, keras: Any, **compiled: Any) -> Any:
     model = keras.Model(inputs, layers.Dense(CLASSES)(x))
     optimizers = {"sgd": keras.optimizers.SGD(0.001), "adam": keras.optimizers.Adam(0.001)}
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizers[work.optimizer], loss, metrics=["accuracy"], **compiled)
+    model.compile(optimizers[work.optimizer], loss, metrics=["accuracy"])
     return model
 
 

@@ -26,9 +26,7 @@ COMPRESSIONS = {"fp16": tf.float16, "bf16": tf.bfloat16}
 # A gradient is cut where it is larger than this many packs; into pieces of so many packs.
 WHOLE_PACKS, PIECE_PACKS = 6, 2
 _ALIGNED = 32  # elements: TensorFlow cuts rows of a multiple of 64 bytes without copying them
-_nothing: tf.Variable | None = (
-    None  # a zero that TensorFlow can't fold, while reduction is left out
-)
+_nothing: tf.Variable | None = None  # while reduction is left out: a 0 that TensorFlow can't fold
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ COLLECTIVES = ("auto", "ring", "nccl")
 STRATEGIES = ("auto", "multi_worker_mirrored", "mirrored", "parameter_server", "default")
 
 # Reducing 100 MB between two CPU workers: 400 ms in one piece, 170 to 200 ms in packs of 1 to 4 MB
-# (`tfmw bench` measures it again). NCCL pipelines by itself and prefers large packs.
+# (bench/ring.py measures it again). NCCL pipelines by itself and prefers large packs.
 RING_BYTES_PER_PACK = 2 << 20
 HEARTBEAT_S = 10
 LEAVE_TIMEOUT_S = 60.0

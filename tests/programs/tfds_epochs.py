@@ -7,13 +7,12 @@ files each task gets a copy without those that are not its own.
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import keras
-import tensorflow as tf
 
 import tfmw
 from tests.programs import _result
+from tests.programs.recording import NewEpoch, Recorder, seen
 
 folder = Path(sys.argv[1])
 cluster = tfmw.init()
@@ -22,27 +21,6 @@ shutil.copytree(folder / "many", own)
 for number, file in enumerate(sorted(own.rglob("*.tfrecord-*"))):
     if number % cluster.num_workers != cluster.index:
         file.unlink()
-
-seen: list[list[int]] = []
-
-
-class Recorder(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = keras.layers.Dense(1)
-
-    def call(self, x: Any) -> Any:
-        return self.head(tf.cast(x, tf.float32)[:, None])
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data  # 0 is the example of a replica that has none
-        tf.py_function(lambda v: seen[-1].extend(v.numpy()[v.numpy() > 0].tolist()), [x], [])
-        return super().train_step((x, tf.cast(y, tf.float32)))
-
-
-class NewEpoch(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        seen.append([])
 
 
 def train(data_dir: Path, split: str = "train", shuffle: int = 50) -> list[list[int]]:
