@@ -27,6 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw import evaluator, state, strategies
+from tfmw._signals import LEAVE
 from tfmw.backup import BackgroundWriter, BackupStore, Damaged
 from tfmw.callbacks import BackupAndRestore
 from tfmw.errors import Preempted, TfmwError, UsageError
@@ -126,6 +127,7 @@ class Backups:
         self._stack = contextlib.ExitStack()
         self._last = clock()
         self._asked_to_leave = threading.Event()
+        self._leaving = False
         self._lost: str | None = None  # why the last backup could not be written
 
     @classmethod
@@ -179,9 +181,14 @@ class Backups:
         def asked(number: int, frame: Any) -> None:
             self._asked_to_leave.set()
 
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in LEAVE:
             before = signal.signal(number, asked)
-            self._stack.callback(signal.signal, number, before)
+            self._stack.callback(self._restore_signal, number, before)
+
+    def _restore_signal(self, number: int, before: Any) -> None:
+        # All is saved, and this process ends with the status that says so. The first task to end
+        # may have the scheduler send SIGTERM to the others, in the middle of their exit.
+        signal.signal(number, signal.SIG_IGN if self._leaving else before)
 
     # ------------------------------------------------------------ restore
 
@@ -355,6 +362,7 @@ class Backups:
     def leave(self, step: int) -> None:
         """Ends the process with the status that asks to be run again. Raises Preempted."""
         self.wait()
+        self._leaving = True
         strategies.mark_failed()
         if self._lost is None:
             raise Preempted(f"told to leave: stopped after step {step}, which is in {self.path}")

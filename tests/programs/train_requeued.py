@@ -1,15 +1,17 @@
 """Train as a job of Slurm that is told to leave the first time: train_requeued.py FOLDER.
 
 After the second epoch of the first run the chief has Slurm send the signal that it sends before a
-time limit, and waits for it.
+time limit, and waits for it. It is the last to end: the other task's status has `srun` end it.
 """
 
+import atexit
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,13 @@ restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
 if cluster.is_chief:
     with (folder / "restarts").open("a") as file:
         file.write(f"{restarts}\n")
+
+
+def wait_until_srun_ends_this_task() -> None:
+    deadline = time.monotonic() + 60
+    while "srun: launch/slurm: _step_signal: Terminating" not in (folder / "log").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 class Told(keras.callbacks.Callback):
@@ -43,6 +52,7 @@ class Told(keras.callbacks.Callback):
         signal.signal(signal.SIGTERM, note)
         subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]], check=True)
         assert came.wait(60)
+        atexit.register(wait_until_srun_ends_this_task)
 
 
 x: Any = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
