@@ -8,6 +8,7 @@ Who it is, it learns from TF_CONFIG (TensorFlow) and RANK, WORLD_SIZE, MASTER_AD
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -83,6 +84,18 @@ def tfmw_bf16(name: str, epochs: int) -> list[float]:
 def tfmw_fp16(name: str, epochs: int) -> list[float]:
     """tfmw.fit whose gradients travel as float16."""
     return tfmw(name, epochs, gradient_compression="fp16")
+
+
+def tfmw_xla(name: str, epochs: int) -> list[float]:
+    """tfmw.fit of a model compiled by XLA."""
+    import keras
+
+    import tfmw
+
+    tfmw.init()
+    model = keras_network(name, keras)
+    model.jit_compile = True
+    return _fit(functools.partial(tfmw.fit, model), keras, name, epochs)
 
 
 def stock_fit(name: str, epochs: int) -> list[float]:
@@ -175,7 +188,7 @@ def ddp_16_bit(name: str, epochs: int) -> list[float]:
 CONTENDERS: dict[str, Callable[[str, int], list[float]]] = {
     f.__name__: f
     for f in (
-        tfmw, tfmw_bf16, tfmw_fp16, stock_fit, legacy_fit, hand_loop, ddp, ddp_16_bit
+        tfmw, tfmw_bf16, tfmw_fp16, tfmw_xla, stock_fit, legacy_fit, hand_loop, ddp, ddp_16_bit
     )
 }  # fmt: skip
 

@@ -174,12 +174,17 @@ def legacy(strategy: Any, steps_per_execution: int) -> Callable[[float], float]:
 
 
 def _measured(epoch: Callable[[int], float]) -> Callable[[float], float]:
-    """(seconds) -> steps per second, after an epoch that traces and one that estimates."""
+    """(seconds) -> steps per second, after an epoch that traces and one that estimates.
+
+    Each measurement begins with an epoch that does not count: the contender before may still be
+    tidying up on the workers.
+    """
     epoch(100)
     estimate = [400 / epoch(400)]
 
     def measure(seconds: float) -> float:
         steps = max(100, int(estimate[0] * seconds))
+        epoch(steps // 4)
         estimate[0] = steps / epoch(steps)
         return estimate[0]
 

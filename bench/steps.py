@@ -40,14 +40,17 @@ class Row:
 
 # Work -> workers -> contenders, the first one ours.
 PLAN: dict[str, dict[int, list[str]]] = {
-    "cnn": {1: ["tfmw", "stock_fit"], 2: ["tfmw", "legacy_fit", "ddp", "hand_loop"]},
+    "cnn": {1: ["tfmw", "stock_fit"], 2: ["tfmw", "legacy_fit", "ddp", "hand_loop", "tfmw_xla"]},
     "mlp": {
         1: ["tfmw", "stock_fit"],
-        2: ["tfmw", "legacy_fit", "hand_loop", "ddp", "tfmw_bf16", "tfmw_fp16", "ddp_16_bit"],
+        2: [
+            "tfmw", "legacy_fit", "hand_loop", "ddp",
+            "tfmw_bf16", "tfmw_fp16", "tfmw_xla", "ddp_16_bit",
+        ],
     },
     "resnet50": {2: ["tfmw", "legacy_fit", "ddp"]},
-    "transformer": {1: ["tfmw", "stock_fit"], 2: ["tfmw", "legacy_fit", "ddp"]},
-}
+    "transformer": {1: ["tfmw", "stock_fit"], 2: ["tfmw", "legacy_fit", "ddp", "tfmw_xla"]},
+}  # fmt: skip
 PEERS = {
     "stock_fit": "Keras 3 `fit`",
     "legacy_fit": "tf_keras `fit`",

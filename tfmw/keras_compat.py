@@ -16,6 +16,7 @@ What is private, and why tfmw needs it:
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -61,6 +62,10 @@ Variable = keras.Variable
 # ---------------------------------------------------------------- losses and their shares
 
 
+class CannotCompile(Exception):
+    """A loss needs sums over all replicas in the middle of the step."""
+
+
 class LossShare:
     """The part of the global batch that one replica holds, while its step is traced.
 
@@ -75,6 +80,8 @@ class LossShare:
         later: whether losses stay means over this replica's examples, and gradients are weighted
             instead. So for steps that may add terms of their own to Keras's losses: a mean that
             is written by hand is then right too, alone or in a sum with others.
+        waiting: while XLA compiles the step, which leaves no place for collectives: a list that
+            takes (gradients, what reduces and applies them) instead. Else None.
     """
 
     def __init__(
@@ -93,9 +100,12 @@ class LossShare:
         self.weight = tf.math.divide_no_nan(tf.cast(rows, tf.float32), tf.cast(total, tf.float32))
         self.used = False
         self.scalar_losses = False
+        self.waiting: list[tuple[list[Any], Callable[[list[Any]], None]]] | None = None
 
     def all_sum(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums over replicas; no gradient flows through (normalizers are constants)."""
+        if self.waiting is not None:
+            raise CannotCompile
         replica = tf.distribute.get_replica_context()
         stopped = [tf.stop_gradient(tf.identity(v)) for v in values]
         reduced: list[tf.Tensor] = replica.all_reduce(tf.distribute.ReduceOp.SUM, stopped)
@@ -308,12 +318,21 @@ def alone_on_replica(
             # Backpropagation may lose shapes, and only tensors of known shape travel in packs.
             if isinstance(grad, tf.Tensor):
                 grad.set_shape(variable.shape)
+        if share.waiting is None:
+            finish(share, grads, trainable_variables)
+        else:
+            compiled = functools.partial(finish, share, variables=trainable_variables, xla=True)
+            share.waiting.append((grads, compiled))
+
+    def finish(share: LossShare, grads: list[Any], variables: Any, xla: bool = False) -> None:
         reduced = reduce_gradients(grads, share)
 
         def update() -> tf.Tensor:
-            keras_apply(reduced, trainable_variables)
+            keras_apply(reduced, variables)
             return tf.constant(0)
 
+        if xla:
+            update = tf.function(update, jit_compile=True, autograph=False)
         if share.counted:
             update()
         else:

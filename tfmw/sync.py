@@ -19,6 +19,7 @@ on each replica and added up when somebody looks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import warnings
@@ -76,10 +77,6 @@ class SyncDriver:
             for layer in keras_compat.layers_of(model)
         )
         self._warned: set[str] = set()
-        if self.replicas > 1 and model.jit_compile:
-            self._warn_once(
-                "jit_compile is off on several replicas: XLA cannot compile collectives."
-            )
 
     @property
     def replicas(self) -> int:
@@ -247,15 +244,54 @@ class SyncDriver:
         step = model.train_step if kind == "train" else model.test_step
         if share is None and model.jit_compile and not model.run_eagerly:
             step = tf.function(step, jit_compile=True, reduce_retracing=True)
+        is_own = keras_compat.overrides_step(model, f"{kind}_step")
+        if share is not None and model.jit_compile and not model.run_eagerly:
+            step = functools.partial(self._compiled, step, is_own, share)
         with _Noted.on_this_thread() as noted:
             returned = step(batch)
-        is_own = keras_compat.overrides_step(model, f"{kind}_step")
         logs.keep(returned, noted if is_own else None, local, share)
         if share is not None and share.scalar_losses:
             self._warn_once(
                 "a loss function returned one number instead of one per example: it is taken for "
                 "a mean over the examples of each replica."
             )
+
+    def _compiled(
+        self, step: Callable[[Any], Any], is_own: bool, share: keras_compat.LossShare, batch: Any
+    ) -> Any:
+        """A step compiled by XLA on each replica; what replicas exchange stays outside.
+
+        Keras's train_step makes its gradients, and then applies them: here one compiled function
+        makes them, they are reduced, and another one applies them.
+        """
+        waiting: list[Any] = []
+        # XLA takes all virtual devices of a process for one, and refuses the others' variables.
+        possible = self.split.local == 1 and not is_own and not self._has_synchronized_norm
+
+        def compute(batch: Any) -> Any:
+            logs = step(batch)
+            return logs, [grads for grads, _ in waiting]
+
+        if possible:
+            share.waiting = waiting
+            try:
+                function = tf.function(compute, jit_compile=True, autograph=False)
+                logs, grads = function(batch)
+            except keras_compat.CannotCompile:
+                waiting.clear()
+            else:
+                for mine, (_, finish) in zip(grads, waiting, strict=True):
+                    finish(mine)
+                return logs
+            finally:
+                share.waiting = None
+        self._warn_once(
+            "jit_compile is off on several replicas of one process, and where replicas exchange "
+            "numbers in the middle of a step, which XLA cannot compile: in a train_step of your "
+            "own, in a synchronized BatchNormalization, in a loss divided by masks or weights of "
+            "the global batch."
+        )
+        return step(batch)
 
     def _weights_later(self, kind: str) -> bool:
         """Whether a step may use losses that Keras does not compute; see `LossShare.later`."""

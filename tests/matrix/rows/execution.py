@@ -13,9 +13,26 @@ def steps_per_execution() -> Case:
     return Case(compiled(mlp(), adam(), steps_per_execution=3), classes())
 
 
-@row("jit_compile", warns="jit_compile is off")
+@row("jit_compile", only=("two",))
 def jit_compile() -> Case:
     return Case(compiled(mlp(), adam(), jit_compile=True), classes(40))
+
+
+@row("jit_compile, several replicas in a process", warns="jit_compile is off", only=("devices",))
+def jit_compile_devices() -> Case:
+    return jit_compile()
+
+
+@row("jit_compile, synchronized BatchNormalization", warns="jit_compile is off", only=("two",))
+def jit_compile_where_xla_cannot() -> Case:
+    model = keras.Sequential(
+        [
+            keras.layers.Input([5]),
+            keras.layers.BatchNormalization(synchronized=True),
+            keras.layers.Dense(3),
+        ]
+    )
+    return Case(compiled(model, adam(), jit_compile=True), classes(40))
 
 
 @row("run_eagerly", core=True)
