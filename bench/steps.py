@@ -45,7 +45,7 @@ PLAN: dict[str, dict[int, list[str]]] = {
         1: ["tfmw", "stock_fit"],
         2: [
             "tfmw", "legacy_fit", "hand_loop", "ddp",
-            "tfmw_bf16", "tfmw_fp16", "tfmw_xla", "ddp_16_bit",
+            "tfmw_bf16", "tfmw_fp16", "tfmw_xla", "tfmw_xla_fp16", "ddp_16_bit",
         ],
     },
     "resnet50": {2: ["tfmw", "legacy_fit", "ddp"]},

@@ -510,6 +510,12 @@ class TestFunctions:
         with pytest.raises(UsageError, match="at least 1"):
             launch(launch_functions.rank_and, 1, workers=workers)
 
+    def test_what_is_noted_of_each_launch_is_said_once(self, monkeypatch, capfd):
+        monkeypatch.setattr(sys.modules["tfmw.launch"], "_network", lambda *_: (None, "a note"))
+        for _ in range(2):
+            launch(launch_functions.rank_and, 1, workers=1)
+        assert capfd.readouterr().err.count("tfmw: a note") == 1
+
     def test_handlers_are_put_back(self):
         before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
         launch(launch_functions.rank_and, 1, workers=1)

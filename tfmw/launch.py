@@ -62,6 +62,10 @@ __all__ = [
 ]
 
 
+_said: set[str] = set()
+"""Notes that launches of this process have given."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """How a run ended.
@@ -330,7 +334,8 @@ def _run(
         if payload is None and _wants_standbys(terms, task_env):
             standbys = Standbys(host, task_env, chief)
             held.callback(standbys.close)
-        if note:
+        if note and (payload is None or note not in _said):
+            _said.add(note)  # a notebook launches from cell after cell
             print(f"tfmw: {note}", file=sys.stderr, flush=True)
         setting = Setting(
             command=command,

@@ -1,6 +1,9 @@
 """Synchronous updates on parameter servers, with all workers or with spare ones.
 
-ps_sync.py [--aggregate=2] [--steps=20]
+ps_sync.py [--aggregate=2] [--steps=20] [--late_from=FILE]
+
+With --late_from the last worker's first gradient comes when the others are ten steps further: FILE
+tells. It alone has a feature that is zero everywhere else.
 """
 
 import argparse
@@ -15,6 +18,7 @@ from tests.programs import _result
 parser = argparse.ArgumentParser()
 parser.add_argument("--aggregate", type=int)
 parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--late_from", default="")
 options = parser.parse_args()
 
 cluster = tfmw.init()
@@ -25,6 +29,9 @@ rng = np.random.default_rng(0)
 x = rng.normal(size=(64, 8)).astype(np.float32)
 y = x[:, :3].argmax(axis=1).astype(np.int64)
 workers = cluster.num_workers
+LATE = 7  # the feature
+if options.late_from:
+    x[:, LATE] = 0.0
 
 
 def make():
@@ -39,19 +46,39 @@ def make():
 
 
 def read(context):
-    """Each worker has a batch of its own, always the same; the last one is slow."""
+    """Each worker has a batch of its own, always the same; the last one's first comes late."""
     mine = slice(context.input_pipeline_id, None, workers)
     data = tf.data.Dataset.from_tensors((x[mine], y[mine])).repeat()
-    if context.input_pipeline_id == workers - 1 and options.aggregate:
-        # A straggler: much to compute for each batch.
-        data = data.map(
-            lambda a, b: (
-                a
-                + 0 * tf.reduce_sum(tf.linalg.svd(tf.random.normal([300, 300]), compute_uv=False)),
-                b,
-            )
-        )
+    if not options.late_from:
+        return data
+    if context.input_pipeline_id == 0:
+        return data.enumerate().map(when_it_is_late)
+    if context.input_pipeline_id == workers - 1:
+        marked = x[mine].copy()
+        marked[:, LATE] = 1.0
+        late = tf.data.Dataset.from_tensors((marked, y[mine])).map(once_it_is_late)
+        return late.concatenate(data)
     return data
+
+
+def when_it_is_late(number, batch):
+    """Another worker is at its tenth step: time for the late one to begin its first."""
+
+    def say():
+        with tf.control_dependencies([tf.io.write_file(options.late_from, "")]):
+            return tf.constant(0)
+
+    with tf.control_dependencies([tf.cond(number == 10, say, lambda: tf.constant(0))]):
+        return tf.nest.map_structure(tf.identity, batch)
+
+
+def once_it_is_late(*batch):
+    def yet():
+        return tf.size(tf.io.matching_files(options.late_from)) == 0
+
+    (waited,) = tf.while_loop(lambda _: yet(), lambda _: (tf.constant(0),), [tf.constant(0)])
+    with tf.control_dependencies([waited]):
+        return tf.nest.map_structure(tf.identity, batch)
 
 
 model, alone = make(), make()
@@ -63,6 +90,7 @@ alone.fit(whole, epochs=2, steps_per_epoch=options.steps, verbose=0)
 _result.write(
     {
         "loss": history.history["loss"],
+        "late": float(np.abs(model.weights[0].numpy() - make().weights[0].numpy())[LATE].max()),
         "iterations": int(model.optimizer.iterations.numpy()),
         "dropped": sum(history.history["dropped_gradients"]),
         "off_by": max(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import keras
+import tensorflow as tf
 
 from tests.matrix.row import Case, row
 from tests.matrix.rows.common import adam, classes, compiled, mlp
@@ -13,14 +17,39 @@ def steps_per_execution() -> Case:
     return Case(compiled(mlp(), adam(), steps_per_execution=3), classes())
 
 
+class _Compiles(keras.callbacks.Callback):
+    """Fails where fewer functions than these many are compiled by XLA."""
+
+    def __init__(self, functions: int) -> None:
+        super().__init__()
+        self._functions = functions
+        self._seen = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        tf_function = tf.function
+
+        def function(*args: Any, **options: Any) -> Any:
+            self._seen += bool(options.get("jit_compile"))
+            return tf_function(*args, **options)
+
+        self._patch = mock.patch.object(tf, "function", function)
+        self._patch.start()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._patch.stop()
+        assert self._seen >= self._functions, f"XLA compiled {self._seen} functions"
+
+
 @row("jit_compile", only=("two",))
 def jit_compile() -> Case:
-    return Case(compiled(mlp(), adam(), jit_compile=True), classes(40))
+    # The gradients, and the update.
+    ours = {"callbacks": [_Compiles(2)]}
+    return Case(compiled(mlp(), adam(), jit_compile=True), classes(40), ours=ours)
 
 
 @row("jit_compile, several replicas in a process", warns="jit_compile is off", only=("devices",))
 def jit_compile_devices() -> Case:
-    return jit_compile()
+    return Case(compiled(mlp(), adam(), jit_compile=True), classes(40))
 
 
 @row("jit_compile, synchronized BatchNormalization", warns="jit_compile is off", only=("two",))
