@@ -78,8 +78,8 @@ class Cost:
 
 
 ADVICE = {
-    "compute": "more workers share the work; precision='mixed_bfloat16' where the processor has "
-    "it, or GPUs, make it less.",
+    "compute": "more workers share the work; compile(jit_compile=True), "
+    "precision='mixed_bfloat16' where the processor has it, or GPUs, make it less.",
     "communication": "larger batches per worker need fewer reductions per example; "
     "gradient_compression='bf16' halves what travels; more workers make it no better.",
     "input": "end the dataset in .batch(...).prefetch(tf.data.AUTOTUNE), map with "
