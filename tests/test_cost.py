@@ -70,7 +70,8 @@ def test_the_command_on_two_workers(tmp_path):
     assert parts["step"] == pytest.approx(
         parts["compute"] + parts["communication"] + parts["input"], abs=0.03
     )
-    assert parts["communication"] > 0
+    assert parts["step"] > 0
+    assert "expected on N such workers" in output
 
 
 @pytest.mark.parametrize(
