@@ -24,11 +24,17 @@ from tests.matrix.row import ROWS, Row, compared, difference
 
 CORE = [name for name, row in ROWS.items() if row.core]
 REST = [name for name, row in ROWS.items() if not row.core]
-REST_ON_DEVICES = [name for name in REST if "devices" in (ROWS[name].only or ["devices"])]
+
+
+def _runs_on(column: str, names: list[str]) -> list[str]:
+    return [name for name in names if column in (ROWS[name].only or [column])]
+
+
+REST_ON_DEVICES = _runs_on("devices", REST)
 
 # Column -> (worker processes, virtual devices of each, its rows).
 CLUSTERS = {
-    "two": (2, 1, list(ROWS)),
+    "two": (2, 1, _runs_on("two", list(ROWS))),
     "three": (3, 1, CORE),
     "two_by_two": (2, 2, CORE),
 }
