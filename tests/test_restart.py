@@ -273,7 +273,7 @@ class TestWatchdog:
 
 
 def test_row_01_a_worker_that_is_killed_all_start_again_as_a_new_attempt(run):
-    done = run("worker 0@0=stubborn", "worker 1@0=step:3 kill", max_restarts=3, grace_s=20)
+    done = run("worker 0@0=stubborn", "worker 1@0=step:3 kill", max_restarts=3, grace_s=100)
     assert done.result.status == 0
     assert (done.result.attempts, done.result.restarts, done.result.failures) == (2, 1, ())
     assert done.seconds < 50  # the other one is stubborn, and is not waited for
