@@ -273,7 +273,9 @@ class TestWatchdog:
 
 
 def test_row_01_a_worker_that_is_killed_all_start_again_as_a_new_attempt(run):
-    done = run("worker 0@0=stubborn", "worker 1@0=step:3 kill", max_restarts=3, grace_s=100)
+    done = run(
+        "worker 0@0=stubborn:up", "worker 1@0=gate:up step:3 kill", max_restarts=3, grace_s=100
+    )
     assert done.result.status == 0
     assert (done.result.attempts, done.result.restarts, done.result.failures) == (2, 1, ())
     assert done.seconds < 50  # the other one is stubborn, and is not waited for
@@ -293,7 +295,7 @@ def test_row_01_a_worker_that_is_killed_all_start_again_as_a_new_attempt(run):
 
 
 def test_row_02_the_chief_too(run):
-    done = run("worker 0@0=step:3 kill", "worker 1@0=stubborn", max_restarts=1)
+    done = run("worker 0@0=gate:up step:3 kill", "worker 1@0=stubborn:up", max_restarts=1)
     assert (done.result.status, done.result.attempts) == (0, 2)
 
 
@@ -355,7 +357,7 @@ def test_fewer_workers_go_on(run):
 
 
 def test_row_16_a_stopped_task(run):
-    done = run("worker 0@0=stubborn", "worker 1@0=step:2 stop", max_restarts=1)
+    done = run("worker 0@0=stubborn:up", "worker 1@0=gate:up step:2 stop", max_restarts=1)
     assert (done.result.status, done.result.attempts) == (0, 2)
     assert done.seconds < 50
     assert "worker 1 failed in attempt 0" in done.lines[0]

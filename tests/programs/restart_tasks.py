@@ -49,8 +49,10 @@ def wait() -> None:
     signal.pause()
 
 
-def stubborn() -> NoReturn:
+def stubborn(name: str = "") -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if name:
+        open_gate(name)
     while True:
         wait()
 
