@@ -655,10 +655,14 @@ class _Feed:
     def _replay(self, share: data.Share, passes: int) -> None:
         """Each pass over a dataset draws its reshuffles when it begins: begins that many."""
         late = not self._source.is_read_once and data.draws_late(share.dataset)
+        # Keras reads a PyDataset by threads of its own, for whoever asks: an iterator that is given
+        # up, but has not ended yet, would take batches of the next one.
+        draws = not isinstance(self._source.x, keras.utils.PyDataset)
         for _ in range(passes):
-            iterator = iter(share.dataset)
-            if late:
-                next(iterator, None)
+            if draws:
+                iterator = iter(share.dataset)
+                if late:
+                    next(iterator, None)
             share.on_epoch_begin()
             share.on_epoch_end()
 
