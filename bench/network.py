@@ -1,6 +1,6 @@
 """Predicted against measured: the time of a step on networks of less bandwidth.
 
-    sudo python bench/network.py [--rates 10gbit 3gbit 1gbit 300mbit 100mbit] [--workers 2]
+    sudo python -m bench.network [--rates 10gbit 3gbit 1gbit 300mbit 100mbit] [--workers 2]
 
 Each rate is one run of `tfmw bench` in a network namespace of its own, whose loopback tc-tbf(8)
 limits. All workers' messages share it, so each gets its part of the rate. The prediction is made by
