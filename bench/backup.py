@@ -5,8 +5,8 @@
 One process trains an MLP of 25 million parameters with Adam (300 MB of state) in one call of fit.
 The first backup takes the memory that all others use again, and is told apart. Then stretches with
 backups and stretches without alternate, so that both see the same machine; the cost is the ratio of
-their times per step. Processor time is told too: on a machine that others use,
-it is the figure to trust.
+their times per step. Processor time is told too: on a machine that others use, it is the figure to
+trust.
 """
 
 from __future__ import annotations

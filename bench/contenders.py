@@ -17,12 +17,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bench.works import WORKS, examples, keras_network, torch_network
+from bench.works import EXAMPLES, WORKS, batches, examples, keras_network, torch_network
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 WARM_UP = 2  # epochs
-EXAMPLES = 1024  # in memory, for all workers together, read again and again
 
 
 class _Clock:
@@ -40,21 +39,11 @@ class _Clock:
         return [(end - begin) / self._steps for begin, end in pairs]
 
 
-def _dataset(name: str) -> Any:
-    """Global batches for ever."""
-    import tensorflow as tf
-
-    work = WORKS[name]
-    x, y = examples(work, max(EXAMPLES, work.batch * WORLD))
-    batches = tf.data.Dataset.from_tensor_slices((x, y)).repeat()
-    return batches.batch(work.batch * WORLD, drop_remainder=True)
-
-
 def _fit(fit: Callable[..., Any], keras: Any, name: str, epochs: int) -> list[float]:
     clock = _Clock(WORKS[name].steps)
     timer = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: clock.epoch_ends())
     fit(
-        _dataset(name),
+        batches(name, WORLD),
         epochs=epochs,
         steps_per_epoch=WORKS[name].steps,
         callbacks=[timer],
@@ -63,16 +52,15 @@ def _fit(fit: Callable[..., Any], keras: Any, name: str, epochs: int) -> list[fl
     return clock.seconds_per_step()
 
 
-def tfmw(name: str, epochs: int, **options: Any) -> list[float]:
+def tfmw(name: str, epochs: int, xla: bool = False, **options: Any) -> list[float]:
     """tfmw.fit with its defaults."""
-    import functools
-
     import keras
 
     import tfmw
 
     tfmw.init()
     model = keras_network(name, keras)
+    model.jit_compile = xla or model.jit_compile
     return _fit(functools.partial(tfmw.fit, model, **options), keras, name, epochs)
 
 
@@ -86,21 +74,14 @@ def tfmw_fp16(name: str, epochs: int) -> list[float]:
     return tfmw(name, epochs, gradient_compression="fp16")
 
 
+def tfmw_xla(name: str, epochs: int) -> list[float]:
+    """tfmw.fit of a model compiled by XLA."""
+    return tfmw(name, epochs, xla=True)
+
+
 def tfmw_xla_fp16(name: str, epochs: int) -> list[float]:
     """Both: compiled by XLA, and gradients travel as float16."""
-    return tfmw_xla(name, epochs, gradient_compression="fp16")
-
-
-def tfmw_xla(name: str, epochs: int, **options: Any) -> list[float]:
-    """tfmw.fit of a model compiled by XLA."""
-    import keras
-
-    import tfmw
-
-    tfmw.init()
-    model = keras_network(name, keras)
-    model.jit_compile = True
-    return _fit(functools.partial(tfmw.fit, model, **options), keras, name, epochs)
+    return tfmw(name, epochs, xla=True, gradient_compression="fp16")
 
 
 def stock_fit(name: str, epochs: int) -> list[float]:
@@ -136,7 +117,7 @@ def hand_loop(name: str, epochs: int) -> list[float]:
     strategy, work = _multi_worker(), WORKS[name]
     with strategy.scope():
         model = keras_network(name, tf_keras)
-    iterator = iter(strategy.experimental_distribute_dataset(_dataset(name)))
+    iterator = iter(strategy.experimental_distribute_dataset(batches(name, WORLD)))
 
     @tf.function
     def step(batch: Any) -> Any:

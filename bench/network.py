@@ -23,17 +23,14 @@ BURST = "2mb"  # loopback's packets are of 64 KB
 
 
 def make() -> tuple[object, object]:
-    """The CNN of TensorFlow's multi-worker tutorial, and batches of 64 per worker."""
+    """The CNN of TensorFlow's multi-worker tutorial, and 20 global batches."""
     import keras
-    import tensorflow as tf
 
-    from bench.works import WORKS, examples, keras_network
+    from bench.works import batches, keras_network
     from tfmw import strategies
 
-    work = WORKS["cnn"]
-    batch = work.batch * strategies.current_strategy().num_replicas_in_sync
-    data = tf.data.Dataset.from_tensor_slices(examples(work, 1024)).repeat()
-    return keras_network("cnn", keras), data.batch(batch, drop_remainder=True).take(20)
+    workers = strategies.current_strategy().num_replicas_in_sync
+    return keras_network("cnn", keras), batches("cnn", workers).take(20)
 
 
 def run(rate: str | None, workers: int) -> tuple[dict[str, float], int]:
@@ -44,21 +41,8 @@ def run(rate: str | None, workers: int) -> tuple[dict[str, float], int]:
     """
     limit = f"tc qdisc add dev lo root tbf rate {rate} burst {BURST} latency 1s" if rate else "true"
     bench = [sys.executable, "-m", "tfmw", "bench", f"--workers={workers}", f"{__file__}:make"]
-    done = subprocess.run(
-        [
-            "unshare",
-            "--net",
-            "sh",
-            "-c",
-            f'ip link set lo up && {limit} && exec "$@"',
-            "sh",
-            *bench,
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    behind = ["unshare", "--net", "sh", "-c", f'ip link set lo up && {limit} && exec "$@"', "sh"]
+    done = subprocess.run([*behind, *bench], cwd=ROOT, capture_output=True, text=True, check=False)
     found = dict(re.findall(r"^(\w+) +([\d.]+) +\d+%$", done.stdout, re.MULTILINE))
     parameters = re.search(r"([\d,]+) parameters", done.stdout)
     if done.returncode or parameters is None:

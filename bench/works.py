@@ -34,6 +34,7 @@ class Work:
 
 
 CLASSES = 10
+EXAMPLES = 1024  # in memory, for all workers together, read again and again
 WIDTH = 128  # of the transformer
 
 WORKS = {
@@ -55,6 +56,15 @@ def examples(work: Work, number: int) -> tuple[np.ndarray, np.ndarray]:
     else:
         x = random.random((number, *work.shape), np.float32)
     return x, random.integers(0, CLASSES, number)
+
+
+def batches(name: str, workers: int) -> Any:
+    """A tf.data.Dataset of global batches, for ever."""
+    import tensorflow as tf
+
+    batch = WORKS[name].batch * workers
+    numbers = examples(WORKS[name], max(EXAMPLES, batch))
+    return tf.data.Dataset.from_tensor_slices(numbers).repeat().batch(batch, drop_remainder=True)
 
 
 def keras_network(name: str, keras: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -74,3 +76,35 @@ def test_sparse_batches_that_were_mapped_are_refused() -> None:
     dataset = tf.data.Dataset.from_tensor_slices(_sparse(6)).batch(4).map(lambda s: s * 2.0)
     with pytest.raises(UsageError, match=r"end the dataset in batch\(\), or make them dense"):
         data.Share.of(dataset, data.Split(2, 0), data.Order())
+
+
+class _Batches(keras.utils.PyDataset):
+    """Read by threads of Keras's; waits a little for them when an epoch begins."""
+
+    def __init__(self) -> None:
+        super().__init__(workers=2)
+        self.read = threading.Event()
+        self.epochs = 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.set()
+        return np.full((2, 1), float(index))
+
+    def on_epoch_begin(self) -> None:
+        self.read.wait(0.3)
+
+    def on_epoch_end(self) -> None:
+        self.epochs += 1
+
+
+def test_an_epoch_that_is_left_out_reads_nothing() -> None:
+    batches = _Batches()
+    source = data.Source(batches)
+    share = source.share(data.Split(1, 0, 1), data.Order(seed=3))
+    batches.read.clear()  # of the first, for the form of batches
+    share.leave_epoch_out()
+    assert not batches.read.is_set()
+    assert batches.epochs == 1

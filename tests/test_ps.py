@@ -123,7 +123,8 @@ class TestSynchronousUpdates:
         found = run.chief
         assert found["iterations"] == 40
         assert found["late"] == 0.0, "a gradient of ten steps before moved the weights"
-        assert 1 <= found["dropped"] <= 40
+        # Each of its batches takes as long as many steps of the others: all or all but a few late.
+        assert 2 <= found["dropped"] <= 40
         assert found["loss"][1] < found["loss"][0]
 
     def test_an_error_on_one_worker_ends_them_all(self, run_cluster):

@@ -274,11 +274,11 @@ class TestWatchdog:
 
 def test_row_01_a_worker_that_is_killed_all_start_again_as_a_new_attempt(run):
     done = run(
-        "worker 0@0=stubborn:up", "worker 1@0=gate:up step:3 kill", max_restarts=3, grace_s=100
+        "worker 0@0=stubborn:up", "worker 1@0=gate:up step:3 kill", max_restarts=3, grace_s=20
     )
     assert done.result.status == 0
     assert (done.result.attempts, done.result.restarts, done.result.failures) == (2, 1, ())
-    assert done.seconds < 50  # the other one is stubborn, and is not waited for
+    assert done.seconds < 10  # the other one is stubborn, and is not waited for
     first, second = done.task("worker 0", 0), done.task("worker 0", 1)
     assert first["pid"] != second["pid"]
     assert set(first["config"]["cluster"]["worker"]).isdisjoint(
@@ -288,7 +288,7 @@ def test_row_01_a_worker_that_is_killed_all_start_again_as_a_new_attempt(run):
     assert second["max_restarts"] == "3"
     assert len(done.lines) == 1
     assert re.fullmatch(
-        r"tfmw: restart 1 of 3 at once: worker 1 failed in attempt 0 after \d+\.\d s at step 3: "
+        r"tfmw: restart 1 of 3 at once: worker 1 failed in attempt 0 after \d\.\d s at step 3: "
         r"SIGKILL \(.*memory.*\)",
         done.lines[0],
     )
@@ -316,7 +316,7 @@ def test_row_26_the_first_error_is_what_everybody_shows(run):
     assert (done.result.status, done.result.attempts) == (1, 3)
     summary = done.result.summary()
     assert re.fullmatch(
-        r"tfmw: worker 1 failed first, in attempt 0 after \d+\.\d s: "
+        r"tfmw: worker 1 failed first, in attempt 0 after \d\.\d s: "
         r"ValueError: bad batch in attempt 0 \(exit status 1\)",
         summary[-1],
     )
@@ -359,7 +359,7 @@ def test_fewer_workers_go_on(run):
 def test_row_16_a_stopped_task(run):
     done = run("worker 0@0=stubborn:up", "worker 1@0=gate:up step:2 stop", max_restarts=1)
     assert (done.result.status, done.result.attempts) == (0, 2)
-    assert done.seconds < 50
+    assert done.seconds < 20
     assert "worker 1 failed in attempt 0" in done.lines[0]
     assert "stopped by a signal" in done.lines[0]
 

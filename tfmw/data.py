@@ -27,6 +27,7 @@ that have none (`ordered`), and parallel transformations are made deterministic.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +120,9 @@ class Share:
         last: evenness of the last step of a pass.
         element_spec: of one batch, as the model gets it.
         batch_size: of the global batch, where it is known.
+        counted: whether the dataset says the number of examples of each step.
+        on_epoch_begin, on_epoch_end: to be called around each epoch that is read.
+        leave_epoch_out: to be called for an epoch that nobody reads, because an earlier run did.
     """
 
     dataset: tf.data.Dataset
@@ -130,6 +134,7 @@ class Share:
     counted: bool = True
     on_epoch_begin: Callable[[], None] = lambda: None
     on_epoch_end: Callable[[], None] = lambda: None
+    leave_epoch_out: Callable[[], None] = lambda: None
 
     @classmethod
     def of(cls, dataset: tf.data.Dataset, split: Split, order: Order, skip: int = 0) -> Share:
@@ -700,7 +705,7 @@ class Source:
                     "sample weights itself, as (x, y, sample_weight)."
                 )
             return out
-        hooks = (lambda: None, lambda: None)
+        hooks: dict[str, Any] = {}
         if keras_compat.is_dataset(self.x):
             dataset = self.x
             if self.class_weight is not None:
@@ -718,10 +723,14 @@ class Source:
             dataset, hooks = self._read_by_keras(split, order)
         out = Share.of(dataset, split, order, skip)
         _refuse_empty(out)
-        return dataclasses.replace(out, on_epoch_begin=hooks[0], on_epoch_end=hooks[1])
+        return dataclasses.replace(out, **hooks)
 
-    def _read_by_keras(self, split: Split, order: Order) -> tuple[tf.data.Dataset, Any]:
-        """Arrays, PyDataset, generators: Keras's own adapters make a dataset of global batches."""
+    def _read_by_keras(self, split: Split, order: Order) -> tuple[tf.data.Dataset, dict[str, Any]]:
+        """Arrays, PyDataset, generators: Keras's own adapters make a dataset of global batches.
+
+        Returns:
+            (dataset, the hooks of the share).
+        """
         options = {
             "batch_size": self.batch_size,
             "steps_per_epoch": self.steps,
@@ -747,9 +756,12 @@ class Source:
                 dataset = adapter.get_tf_dataset()
             finally:
                 tf.random.set_seed(mine)
-        if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
-            dataset = dataset.apply(tf.data.experimental.assert_cardinality(x.num_batches))
-        return dataset, (adapter.on_epoch_begin, adapter.on_epoch_end)
+        hooks = {"on_epoch_begin": adapter.on_epoch_begin, "on_epoch_end": adapter.on_epoch_end}
+        if isinstance(x, keras.utils.PyDataset):
+            hooks["leave_epoch_out"] = functools.partial(_leave_epoch_out, x)
+            if x.num_batches is not None:
+                dataset = dataset.apply(tf.data.experimental.assert_cardinality(x.num_batches))
+        return dataset, hooks
 
     @property
     def is_read_once(self) -> bool:
@@ -798,6 +810,12 @@ class _Permuted(keras.utils.PyDataset):
     def on_epoch_end(self) -> None:
         self._dataset.on_epoch_end()
         self._order = self._random.permutation(len(self))
+
+
+def _leave_epoch_out(dataset: keras.utils.PyDataset) -> None:
+    """The dataset's own part of an epoch: Keras's would begin to read, and keep what it read."""
+    dataset.on_epoch_begin()
+    dataset.on_epoch_end()
 
 
 def _refuse_empty(share: Share) -> None:

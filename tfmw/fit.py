@@ -654,17 +654,15 @@ class _Feed:
 
     def _replay(self, share: data.Share, passes: int) -> None:
         """Each pass over a dataset draws its reshuffles when it begins: begins that many."""
-        late = not self._source.is_read_once and data.draws_late(share.dataset)
-        # Keras reads a PyDataset by threads of its own, for whoever asks: an iterator that is given
-        # up, but has not ended yet, would take batches of the next one.
-        draws = not isinstance(self._source.x, keras.utils.PyDataset)
+        # What Python code makes draws nothing here, and would begin to be read by its threads.
+        draws = not self._source.is_read_once
+        late = draws and data.draws_late(share.dataset)
         for _ in range(passes):
             if draws:
                 iterator = iter(share.dataset)
                 if late:
                     next(iterator, None)
-            share.on_epoch_begin()
-            share.on_epoch_end()
+            share.leave_epoch_out()
 
     def epoch(
         self, pace: _Pace, backups: Backups | None = None, step: int = 0

@@ -102,6 +102,15 @@ class LossShare:
         self.scalar_losses = False
         self.waiting: list[tuple[list[Any], Callable[[list[Any]], None]]] | None = None
 
+    @contextlib.contextmanager
+    def gradients_waiting(self) -> Iterator[list[Any]]:
+        """Gradients of this context are put into the list that it gives; see `waiting`."""
+        self.waiting = []
+        try:
+            yield self.waiting
+        finally:
+            self.waiting = None
+
     def all_sum(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums over replicas; no gradient flows through (normalizers are constants)."""
         if self.waiting is not None:

@@ -69,8 +69,10 @@ def init(
 ) -> Cluster:
     """Finds out which task of which cluster this process is, and joins.
 
-    No-op on a single machine. A second call returns the same cluster; it may still choose
-    `collectives`, `bytes_per_pack` and `timeout_s` (`tfmw run` makes the first call for a script).
+    On a single machine it only has TensorFlow keep the memory of the tensors that it frees, as it
+    does everywhere, unless TF_CPU_ALLOCATOR_USE_BFC says what to do with it. A second call returns
+    the same cluster; it may still choose `collectives`, `bytes_per_pack` and `timeout_s` (`tfmw
+    run` makes the first call for a script).
 
     Args:
         cluster: an explicit description (`Cluster`, or a dict in the form of TF_CONFIG); else the

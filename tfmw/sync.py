@@ -242,11 +242,12 @@ class SyncDriver:
         model = self.model
         logs = self._logs.setdefault(kind, _Logs())
         step = model.train_step if kind == "train" else model.test_step
-        if share is None and model.jit_compile and not model.run_eagerly:
-            step = tf.function(step, jit_compile=True, reduce_retracing=True)
         is_own = keras_compat.overrides_step(model, f"{kind}_step")
-        if share is not None and model.jit_compile and not model.run_eagerly:
-            step = functools.partial(self._compiled, step, is_own, share)
+        if model.jit_compile and not model.run_eagerly:
+            if share is None:
+                step = tf.function(step, jit_compile=True, reduce_retracing=True)
+            else:
+                step = functools.partial(self._compiled, step, is_own, share)
         with _Noted.on_this_thread() as noted:
             returned = step(batch)
         logs.keep(returned, noted if is_own else None, local, share)
@@ -264,27 +265,20 @@ class SyncDriver:
         Keras's train_step makes its gradients, and then applies them: here one compiled function
         makes them, they are reduced, and another one applies them.
         """
-        waiting: list[Any] = []
         # XLA takes all virtual devices of a process for one, and refuses the others' variables.
-        possible = self.split.local == 1 and not is_own and not self._has_synchronized_norm
+        if self.split.local == 1 and not is_own and not self._has_synchronized_norm:
+            with contextlib.suppress(keras_compat.CannotCompile):
+                with share.gradients_waiting() as waiting:
 
-        def compute(batch: Any) -> Any:
-            logs = step(batch)
-            return logs, [grads for grads, _ in waiting]
+                    def compute(batch: Any) -> Any:
+                        logs = step(batch)
+                        return logs, [grads for grads, _ in waiting]
 
-        if possible:
-            share.waiting = waiting
-            try:
-                function = tf.function(compute, jit_compile=True, autograph=False)
-                logs, grads = function(batch)
-            except keras_compat.CannotCompile:
-                waiting.clear()
-            else:
-                for mine, (_, finish) in zip(grads, waiting, strict=True):
-                    finish(mine)
+                    compiled = tf.function(compute, jit_compile=True, autograph=False)
+                    logs, all_grads = compiled(batch)
+                for grads, (_, finish) in zip(all_grads, waiting, strict=True):
+                    finish(grads)
                 return logs
-            finally:
-                share.waiting = None
         self._warn_once(
             "jit_compile is off on several replicas of one process, and where replicas exchange "
             "numbers in the middle of a step, which XLA cannot compile: in a train_step of your "

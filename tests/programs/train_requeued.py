@@ -29,6 +29,7 @@ if cluster.is_chief:
 
 
 def wait_until_srun_ends_this_task() -> None:
+    # The signal is ignored by now, so the log, which srun writes, is all there is to go by.
     deadline = time.monotonic() + 60
     while "srun: launch/slurm: _step_signal: Terminating" not in (folder / "log").read_text():
         assert time.monotonic() < deadline
