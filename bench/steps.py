@@ -86,9 +86,16 @@ def run(contender: str, work: str, workers: int) -> list[float]:
         if workers > 1:
             environ["TF_CONFIG"] = json.dumps(task)
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (read below)
-        command = [sys.executable, "-m", "bench.contenders", contender, work, str(EPOCHS[work])]
+        start = ["-m", "tfmw", "run", "-m"] if contender.startswith("tfmw") else ["-m"]
+        command = [*start, "bench.contenders", contender, work, str(EPOCHS[work])]
         processes.append(
-            subprocess.Popen(command, env=environ, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            subprocess.Popen(
+                [sys.executable, *command],
+                env=environ,
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
         )
         logs.append(log)
     try:

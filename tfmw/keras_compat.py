@@ -56,6 +56,7 @@ from tensorflow.python.eager import context as _context
 from tensorflow.python.eager import record as _record
 from tensorflow.python.ops import gen_experimental_dataset_ops
 from tensorflow.python.ops import resource_variable_ops as _resource_variables
+from tensorflow.python.util import _pywrap_util_port
 
 Variable = keras.Variable
 
@@ -845,6 +846,12 @@ def global_seed() -> int | None:
 # ---------------------------------------------------------------- the runtime and its cluster
 
 
+def computes_with_onednn() -> bool:
+    """Whether TensorFlow took oneDNN's kernels when it was imported."""
+    on: bool = _pywrap_util_port.IsMklEnabled()
+    return on
+
+
 def runtime_started() -> bool:
     """Whether TensorFlow has initialized its devices, after which no cluster can be joined."""
     return _context.context()._context_handle is not None
@@ -1165,6 +1172,7 @@ def check() -> list[str]:
         (base_trainer.Trainer, "compute_loss"),
         (data_adapter_utils, "class_weight_to_sample_weights"),
         (dataset_ops.DatasetV2, "_inputs"),
+        (_pywrap_util_port, "IsMklEnabled"),
         (_context.Context, "configure_coordination_service"),
         (_context.Context, "set_config_key_value"),
         (_context.Context, "get_config_key_value"),

@@ -27,13 +27,14 @@ import dataclasses
 import importlib.machinery
 import itertools
 import os
+import platform
 import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -195,6 +196,7 @@ def run_here(argv: Sequence[str], *, module: bool = False) -> NoReturn:
     """
     _check_program(argv, module)
     Cluster.resolve(os.environ)
+    _compute_with_onednn(os.environ)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [*TASK_COMMAND, "module" if module else "script", *argv])
@@ -529,9 +531,20 @@ def _task_environment(environ: Mapping[str, str], terminal: bool) -> dict[str, s
     """What all tasks get; Attempt adds what differs."""
     env = dict(environ)
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's greetings, once per task
+    _compute_with_onednn(env)
     env["PYTHONUNBUFFERED"] = "1"
     env.pop("TFMW_TTY", None)
     if terminal:
         env["TFMW_TTY"] = "1"
         env.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
     return env
+
+
+def _compute_with_onednn(env: MutableMapping[str, str]) -> None:
+    """Has TensorFlow take oneDNN's kernels, as it does by itself on newer x86 processors only.
+
+    It decides when it is imported, so a script could not. On processors with AVX2 alone its own
+    kernels take 1.3 (transformer) to 2.6 times (ResNet50) as long.
+    """
+    if platform.machine() in ("x86_64", "AMD64"):
+        env.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")

@@ -51,7 +51,8 @@ def _start(folder: Path, column: str, names: list[str]) -> subprocess.Popen[str]
     environ = {**os.environ, **cluster.ONE_THREAD, "PYTHONPATH": str(cluster.ROOT)}
     return subprocess.Popen(
         [sys.executable, "-m", "tests.matrix.columns", str(folder), column, *names],
-        env={**environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+        # The kernels that tasks of `tfmw run` take.
+        env={**environ, "TF_CPP_MIN_LOG_LEVEL": "2", "TF_ENABLE_ONEDNN_OPTS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
