@@ -18,7 +18,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	"$$p" -c '$(SUPPORTED)' 2>/dev/null && { echo "$$p"; break; }; done)
 
 # TensorFlow's start-up notices would drown the progress bar; Python's errors are still shown.
-QUIET := TF_CPP_MIN_LOG_LEVEL=3 TF_ENABLE_ONEDNN_OPTS=0
+QUIET := TF_CPP_MIN_LOG_LEVEL=3
 WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 )' >&2)
 
 help:
@@ -44,9 +44,12 @@ demo: $(STAMP)
 SLURM := $(shell PATH="$$PATH:/usr/sbin" command -v slurmctld)
 NO_SLURM := make test: without the tests of Slurm, which is not installed: apt-get install slurm-wlm
 
+# So many files of tests at a time: one leaves a core idle while its clusters meet, die and restart.
+JOBS := 2
+
 test: lint type
 	@$(if $(SLURM),,echo "$(NO_SLURM)")
-	@$(BIN)/python -m pytest $(if $(SLURM),,-m "not slurm")
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(if $(SLURM),,-m "not slurm")
 
 # The oldest TensorFlow and Keras that tfmw works with, in an environment of their own.
 OLDEST := build/oldest
