@@ -44,12 +44,9 @@ demo: $(STAMP)
 SLURM := $(shell PATH="$$PATH:/usr/sbin" command -v slurmctld)
 NO_SLURM := make test: without the tests of Slurm, which is not installed: apt-get install slurm-wlm
 
-# So many files of tests at a time: one leaves a core idle while its clusters meet, die and restart.
-JOBS := 2
-
 test: lint type
 	@$(if $(SLURM),,echo "$(NO_SLURM)")
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(if $(SLURM),,-m "not slurm")
+	@$(BIN)/python -m pytest $(if $(JOBS),-n $(JOBS) --dist loadfile) $(if $(SLURM),,-m "not slurm")
 
 # The oldest TensorFlow and Keras that tfmw works with, in an environment of their own.
 OLDEST := build/oldest

@@ -123,7 +123,8 @@ def cnn() -> Case:
     return Case(compiled(model, adam()), batches(x, numbers()[1]))
 
 
-@row("small transformer", tol=2e-5)
+# The gradient of a key's bias is zero but for rounding, and Adam makes a step of that.
+@row("small transformer", tol=5e-5)
 def transformer() -> Case:
     words = keras.Input([7], dtype="int32")
     positions = layers.Embedding(7, 8)(ops.arange(7))
