@@ -4,8 +4,8 @@
 
 Each point is one run of `tfmw run` on this machine: an MLP with Adam, whose weights have so many
 megabytes (the state that is backed up is three times that), backed up after each epoch. Under each
-column stands its slope: what one more worker, or 100 MB more, adds. Where workers outnumber the
-cores, they start one after the other.
+column stands its slope: what one more worker, or 100 MB more, adds. Workers that outnumber the
+cores share them, and start more slowly.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import platform
 import pty
 import re
 import signal
@@ -520,3 +521,35 @@ class TestFunctions:
         before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
         launch(launch_functions.rank_and, 1, workers=1)
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+# Elsewhere TensorFlow's own choice stays.
+ASKED = "1" if platform.machine() == "x86_64" else None
+
+WHICH_KERNELS = """
+import os
+print("asked:", os.environ.get("TF_ENABLE_ONEDNN_OPTS"))
+if os.environ["LOOK"]:
+    from tfmw import keras_compat
+    print("oneDNN:", keras_compat.computes_with_onednn())
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "chosen", "expected"),
+    [
+        (["--workers=1"], {"LOOK": "1"}, [f"asked: {ASKED}", f"oneDNN: {ASKED == '1'}"]),
+        ([], {"LOOK": ""}, [f"asked: {ASKED}"]),
+        (["--workers=1"], {"LOOK": "", "TF_ENABLE_ONEDNN_OPTS": "0"}, ["asked: 0"]),
+    ],
+)
+def test_tasks_compute_with_onednn_unless_told_otherwise(
+    tmp_path: Path, options: list[str], chosen: dict[str, str], expected: list[str]
+):
+    (tmp_path / "which.py").write_text(WHICH_KERNELS)
+    env = {**NO_INIT, **chosen}
+    with tfmw_command("run", *options, str(tmp_path / "which.py"), env=env) as process:
+        output = process.communicate(timeout=100)[0]
+    assert process.returncode == 0, output
+    said = [line.rpartition("] ")[2] for line in output.splitlines()]
+    assert [line for line in said if line.startswith(("asked", "oneDNN"))] == expected

@@ -1,16 +1,12 @@
-"""What tfmw has TensorFlow use on CPUs: an allocator that keeps memory, and oneDNN's kernels."""
+"""The allocator that init() chooses for tensors of the CPU."""
 
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
-from pathlib import Path
 
-import pytest
-
-from tests.cluster import ONE_THREAD, ROOT, tfmw_command
+from tests.cluster import ONE_THREAD, ROOT
 
 PROGRAM = """
 import tfmw
@@ -43,35 +39,3 @@ def test_tensors_come_from_memory_that_is_kept():
 
 def test_a_choice_of_the_users_own_stays():
     assert said(TF_CPU_ALLOCATOR_USE_BFC="0") == "malloc keeps no account"
-
-
-# Elsewhere TensorFlow's own choice stays.
-ASKED = "1" if platform.machine() == "x86_64" else None
-
-WHICH_KERNELS = """
-import os
-print("asked:", os.environ.get("TF_ENABLE_ONEDNN_OPTS"))
-if os.environ["LOOK"]:
-    from tfmw import keras_compat
-    print("oneDNN:", keras_compat.computes_with_onednn())
-"""
-
-
-@pytest.mark.parametrize(
-    ("options", "chosen", "expected"),
-    [
-        (["--workers=1"], {"LOOK": "1"}, [f"asked: {ASKED}", f"oneDNN: {ASKED == '1'}"]),
-        ([], {"LOOK": ""}, [f"asked: {ASKED}"]),
-        (["--workers=1"], {"LOOK": "", "TF_ENABLE_ONEDNN_OPTS": "0"}, ["asked: 0"]),
-    ],
-)
-def test_tasks_compute_with_onednn_unless_told_otherwise(
-    tmp_path: Path, options: list[str], chosen: dict[str, str], expected: list[str]
-):
-    (tmp_path / "which.py").write_text(WHICH_KERNELS)
-    env = {"TFMW_NO_INIT": "1", **chosen}
-    with tfmw_command("run", *options, str(tmp_path / "which.py"), env=env) as process:
-        output = process.communicate(timeout=100)[0]
-    assert process.returncode == 0, output
-    said = [line.rpartition("] ")[2] for line in output.splitlines()]
-    assert [line for line in said if line.startswith(("asked", "oneDNN"))] == expected

@@ -196,7 +196,7 @@ def run_here(argv: Sequence[str], *, module: bool = False) -> NoReturn:
     """
     _check_program(argv, module)
     Cluster.resolve(os.environ)
-    _compute_with_onednn(os.environ)
+    compute_with_onednn(os.environ)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [*TASK_COMMAND, "module" if module else "script", *argv])
@@ -531,7 +531,7 @@ def _task_environment(environ: Mapping[str, str], terminal: bool) -> dict[str, s
     """What all tasks get; Attempt adds what differs."""
     env = dict(environ)
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's greetings, once per task
-    _compute_with_onednn(env)
+    compute_with_onednn(env)
     env["PYTHONUNBUFFERED"] = "1"
     env.pop("TFMW_TTY", None)
     if terminal:
@@ -540,7 +540,7 @@ def _task_environment(environ: Mapping[str, str], terminal: bool) -> dict[str, s
     return env
 
 
-def _compute_with_onednn(env: MutableMapping[str, str]) -> None:
+def compute_with_onednn(env: MutableMapping[str, str]) -> None:
     """Has TensorFlow take oneDNN's kernels, as it does by itself on newer x86 processors only.
 
     It decides when it is imported, so a script could not. On processors with AVX2 alone its own

@@ -21,6 +21,7 @@ from tests import cluster
 from tests.matrix import rows  # noqa: F401  registers all rows
 from tests.matrix.columns import load
 from tests.matrix.row import ROWS, Row, compared, difference
+from tfmw.launch import compute_with_onednn
 
 CORE = [name for name, row in ROWS.items() if row.core]
 REST = [name for name, row in ROWS.items() if not row.core]
@@ -49,10 +50,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _start(folder: Path, column: str, names: list[str]) -> subprocess.Popen[str]:
     environ = {**os.environ, **cluster.ONE_THREAD, "PYTHONPATH": str(cluster.ROOT)}
+    environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    compute_with_onednn(environ)  # as tasks of `tfmw run` do
     return subprocess.Popen(
         [sys.executable, "-m", "tests.matrix.columns", str(folder), column, *names],
-        # The kernels that tasks of `tfmw run` take.
-        env={**environ, "TF_CPP_MIN_LOG_LEVEL": "2", "TF_ENABLE_ONEDNN_OPTS": "1"},
+        env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
