@@ -1,39 +1,50 @@
-"""Time of an all-reduce over the workers, by the size of the pieces that it is cut into.
+"""Time of an all-reduce over the workers: tfmw's ring, and TensorFlow's by the size of its pieces.
 
     tfmw run --workers 2 bench/ring.py [--mb 11 64] [--pieces 512 1024 2048 4096 8192 0]
 
 Wall time and processor time of the chief, in ms: medians of five rounds of five all-reduces. This
-is where `RING_BYTES_PER_PACK` and the sizes in tfmw/reduction.py come from.
+is where `RING_BYTES_PER_PACK` and the sizes in tfmw/reduction.py come from. A worker has one core.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 import tfmw
+from tfmw.reduction import Reduction
 
 ROUNDS, TIMES = 5, 5
 SUM = tf.distribute.ReduceOp.SUM
 
 
-def measure(strategy: Any, elements: int, piece: int, dtype: tf.DType) -> tuple[float, float]:
-    """(wall, processor) milliseconds of an all-reduce of `elements` in pieces of `piece`."""
+def by_tensorflow(piece: int, flat: tf.Tensor) -> list[Any]:
+    """The sum in pieces of `piece` elements, over TensorFlow's ring."""
     # Packs of one byte: nothing is joined, so that pieces stay what they are.
     options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=1)
+    elements = int(flat.shape[0])
+    sizes = [min(piece, elements - start) for start in range(0, elements, piece)]
+    parts = tf.split(flat, sizes) if len(sizes) > 1 else [flat]
+    reduced: list[Any] = tf.distribute.get_replica_context().all_reduce(SUM, parts, options)
+    return reduced
+
+
+def measure(
+    strategy: Any, elements: int, dtype: tf.DType, reduce: Callable[[tf.Tensor], list[Any]]
+) -> tuple[float, float]:
+    """(wall, processor) milliseconds of an all-reduce of `elements`."""
     with strategy.scope():
         values = tf.Variable(tf.ones([elements], dtype))
 
     def once() -> Any:
-        flat = tf.identity(values.read_value())
-        sizes = [min(piece, elements - start) for start in range(0, elements, piece)]
-        parts = tf.split(flat, sizes) if len(sizes) > 1 else [flat]
-        reduced = tf.distribute.get_replica_context().all_reduce(SUM, parts, options)
+        reduced = reduce(tf.identity(values.read_value()))
         return tf.cast(tf.concat(reduced, axis=0)[0], tf.float32)
 
     @tf.function(autograph=False)
@@ -66,15 +77,23 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[cluster.index % len(cores)]})
     strategy, dtype = tfmw.strategies.current_strategy(), tf.as_dtype(options.dtype)
+    reduction = Reduction(strategy)
+
+    def over_ring(flat: tf.Tensor) -> list[Any]:
+        return reduction([flat])
+
     if cluster.is_chief:
-        print(f"{'MB':>6} {'KB per piece':>13} {'ms':>8} {'ms of processor':>16}")
+        print(f"{'MB':>6} {'over':>22} {'ms':>8} {'ms of processor':>16}")
     for mb in options.mb:
         elements = int(mb * (1 << 20)) // dtype.size
+        ways: dict[str, Callable[[tf.Tensor], list[Any]]] = {"tfmw's ring": over_ring}
         for kb in options.pieces:
             piece = kb * 1024 // dtype.size or elements
-            wall, processor = measure(strategy, elements, piece, dtype)
+            ways[f"gRPC, {f'{kb} KB' if kb else 'whole'}"] = functools.partial(by_tensorflow, piece)
+        for name, reduce in ways.items():
+            wall, processor = measure(strategy, elements, dtype, reduce)
             if cluster.is_chief:
-                print(f"{mb:>6g} {kb or 'whole':>13} {wall:>8.1f} {processor:>16.1f}", flush=True)
+                print(f"{mb:>6g} {name:>22} {wall:>8.1f} {processor:>16.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from tfmw.errors import TfmwError, UsageError
 FLAGS = flags.FLAGS
 
 flags.DEFINE_string("strategy", "auto", "How to train: auto, or a name that tfmw.init() takes.")
-flags.DEFINE_string("collectives", "auto", "How workers exchange gradients: auto, ring or nccl.")
+flags.DEFINE_string("collectives", "auto", "How workers sum gradients: auto, ring or nccl.")
 flags.DEFINE_integer("epochs", 12, "Passes over the training data.", lower_bound=1)
 flags.DEFINE_integer("max_steps", None, "Stop after this many global batches.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 64, "Examples in a global batch, over all workers.", 1)

@@ -24,6 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = Path(__file__).resolve().parent / "programs"
+PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'tests/lean'}"
 
 MARK = "TFMW_TEST_RUN"  # in the environment of every process of a run, children's children too
 
@@ -122,7 +123,7 @@ def tfmw_command(
     """`python -m tfmw ...`, whose processes must all be gone at the end of the `with`."""
     mark = uuid.uuid4().hex
     environ = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "TFMW_TTY")}
-    environ |= {**ONE_THREAD, "PYTHONPATH": str(ROOT), **(env or {}), MARK: mark}
+    environ |= {**ONE_THREAD, "PYTHONPATH": PYTHONPATH, **(env or {}), MARK: mark}
     popen = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **popen}
     process = subprocess.Popen(
         [sys.executable, "-m", "tfmw", *command], env=environ, text=True, **popen

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.cluster import ONE_THREAD, ROOT
+from tests.cluster import ONE_THREAD, PYTHONPATH, ROOT
 from tests.test_rendezvous import ports
 
 INSTALL = "apt-get install slurm-wlm"
@@ -74,7 +74,7 @@ class OneMachine:
         self._daemons: list[subprocess.Popen[bytes]] = []
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TF_CONFIG"))}
         self.env = {**environ, **ONE_THREAD, "SLURM_CONF": str(folder / "slurm.conf")}
-        self.env["PYTHONPATH"] = str(ROOT)
+        self.env["PYTHONPATH"] = PYTHONPATH
 
     def __enter__(self) -> OneMachine:
         ctld_port, first_port, second_port = ports(3)

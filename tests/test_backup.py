@@ -26,13 +26,13 @@ import tensorflow as tf
 
 import tfmw
 from tests.backup_points import failing, watched
-from tests.cluster import ONE_THREAD, PROGRAMS, ROOT
+from tests.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
 from tfmw import keras_compat, state, strategies
 from tfmw.backup import BackgroundWriter, BackupStore, Damaged, verify
 from tfmw.errors import TfmwError, UsageError
 from tfmw.resume import Schedule
 
-ENVIRON = {**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
+ENVIRON = {**os.environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH, "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
 def tensors(value: float, size: int = 100) -> dict[str, np.ndarray]:

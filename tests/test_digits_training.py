@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.cluster import ONE_THREAD, PROGRAMS, ROOT, run_cluster
+from tests.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH, run_cluster
 
 pytestmark = pytest.mark.multiprocess
 
@@ -25,7 +25,7 @@ def reference():
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH},
         check=True,
     )
     return json.loads(run.stdout.splitlines()[-1])

@@ -14,8 +14,8 @@ import urllib.request
 import pytest
 import tensorflow as tf
 
+from tests.by_hand import ByHand
 from tests.cluster import run_cluster
-from tests.ps_by_hand import ByHand
 from tests.test_rendezvous import ports
 from tfmw import UsageError, evaluator
 from tfmw.export import verify

@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
-from tests.cluster import ONE_THREAD, PROGRAMS, ROOT
+from tests.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
 from tfmw import keras_compat, travel
 from tfmw.errors import UsageError
 
@@ -147,7 +147,7 @@ def test_an_interrupt_ends_the_workers_and_keeps_what_was_reached():
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH, "PYTHONUNBUFFERED": "1"},
     )
     lines = []
     try:

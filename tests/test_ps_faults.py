@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.ps_by_hand import ByHand
+from tests.by_hand import ByHand
 
 pytestmark = pytest.mark.multiprocess
 

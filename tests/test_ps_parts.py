@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.ps_by_hand import free_addresses
+from tests.by_hand import free_addresses
 from tfmw import (
     Cluster,
     ClusterError,

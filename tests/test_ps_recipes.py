@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
+from tests.by_hand import Process, free_addresses
 from tests.cluster import ONE_THREAD, ROOT
-from tests.ps_by_hand import Process, free_addresses
 
 pytestmark = pytest.mark.multiprocess
 

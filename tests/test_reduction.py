@@ -70,3 +70,83 @@ def test_a_pack_size_of_0_leaves_all_whole(sent, monkeypatch):
     monkeypatch.setattr(strategies, "reduction_options", lambda strategy: whole)
     reduced([numbers(4096, 1025)])
     assert [value.shape.as_list() for value in sent] == [[4096, 1025]]
+
+
+class TestOverRing:
+    @pytest.fixture
+    def exchanged(self, monkeypatch) -> list[Any]:
+        """What goes over a ring of two equal workers: arrays, or lists of rows and indices."""
+        seen: list[Any] = []
+
+        def total(mine, add=np.add):
+            seen.append(mine)
+            out = np.empty_like(mine)
+            add(mine, mine, out)
+            return out
+
+        def gather(mine):
+            seen.append(list(mine))
+            return [np.concatenate([array, array]) for array in mine]
+
+        ring = types.SimpleNamespace(sum=total, gather=gather, free_memory=lambda: None)
+        monkeypatch.setattr(strategies, "ring_of", lambda strategy: ring)
+        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=100)
+        monkeypatch.setattr(strategies, "reduction_options", lambda strategy: options)
+        return seen
+
+    def test_small_gradients_travel_together_and_the_last_ones_first(self, exchanged):
+        grads = [numbers(3), None, numbers(2, 10), numbers(30), numbers(4), numbers(0)]
+        total = reduced(grads)
+        assert [len(array) for array in exchanged] == [4, 30, 23]
+        for grad, summed in zip(grads, total, strict=True):
+            if grad is None:
+                assert summed is None
+            else:
+                np.testing.assert_array_equal(summed, 2 * grad)
+                assert summed.shape == grad.shape
+
+    def test_types_and_sparse_gradients_travel_alone(self, exchanged):
+        rows = tf.IndexedSlices(numbers(2, 4), tf.constant([0, 3], tf.int64), tf.constant([5, 4]))
+        total = reduced([numbers(0), rows, numbers(0), tf.ones([2], tf.float64), numbers(5)])
+        kinds = ["rows" if isinstance(sent, list) else sent.dtype.name for sent in exchanged]
+        assert kinds == ["float32", "float64", "float32", "rows", "float32"]
+        np.testing.assert_array_equal(total[1].values, np.concatenate([numbers(2, 4)] * 2))
+        np.testing.assert_array_equal(total[1].indices, [0, 3, 0, 3])
+        np.testing.assert_array_equal(total[3], [2, 2])
+        assert total[3].dtype == tf.float64
+
+    @pytest.mark.parametrize(("name", "wire"), reduction.COMPRESSIONS.items())
+    def test_16_bits(self, exchanged, name, wire):
+        total_of = Reduction(tf.distribute.get_strategy(), name)
+        (total,) = tf.function(lambda: total_of([numbers(40)]), autograph=False)()
+        assert exchanged[0].dtype == wire.as_numpy_dtype
+        assert total.dtype == tf.float32
+        np.testing.assert_array_equal(total, 2 * numbers(40))
+
+    def test_shapes_that_are_known_only_when_a_step_runs(self, exchanged):
+        total_of = Reduction(tf.distribute.get_strategy())
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 2])])
+        def run(grad):
+            return total_of([numbers(3), grad])
+
+        total = run(numbers(6, 2))
+        assert [len(array) for array in exchanged] == [12, 3]
+        np.testing.assert_array_equal(total[1], 2 * numbers(6, 2))
+
+    def test_exchanges_keep_the_order_of_the_program(self, exchanged):
+        """Over functions, too: tasks that took another order would wait for each other for ever."""
+        total_of = Reduction(tf.distribute.get_strategy())
+        steps = tf.Variable(0)
+
+        @tf.function
+        def first(matrix):
+            steps.assign_add(1)
+            return total_of([tf.linalg.matmul(matrix, matrix)[0, :3]])
+
+        @tf.function
+        def run(matrix):
+            return first(matrix), total_of([numbers(2)])
+
+        run(tf.ones([1500, 1500]))
+        assert [len(array) for array in exchanged] == [3, 2]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cluster import ONE_THREAD, PROGRAMS, ROOT, run_cluster, tfmw_command
+from tests.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH, run_cluster, tfmw_command
 from tfmw.backup import BackupStore, verify
 from tfmw.errors import PREEMPTED
 
@@ -217,7 +217,7 @@ def test_row_18_both_sides_of_a_cut_network_end(tmp_path):
     namespaces = "-n" if os.geteuid() == 0 else "-Urn"
     run = subprocess.run(
         ["unshare", namespaces, sys.executable, PROGRAMS / "network_cut.py", tmp_path],
-        env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
+        env={**os.environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH, "TF_CPP_MIN_LOG_LEVEL": "2"},
         capture_output=True,
         text=True,
         timeout=200,

@@ -156,16 +156,19 @@ def _latency(strategy: Any) -> float:
     """Seconds of one message of a ring: an all-reduce of one number is 2 (N - 1) of them."""
     import tensorflow as tf
 
+    from tfmw.reduction import Reduction
+
     replicas = strategy.num_replicas_in_sync
     if replicas == 1:
         return 0.0
+    reduction = Reduction(strategy)
 
     @tf.function(autograph=False)
     def reduce_many() -> Any:
         def one() -> Any:
             value = tf.constant(1.0)
             for _ in range(MESSAGES):
-                value = tf.distribute.get_replica_context().all_reduce("MEAN", value)
+                value = reduction([value])[0] / replicas
             return value
 
         return strategy.run(one)

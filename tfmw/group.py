@@ -22,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw import keras_compat, placement
+from tfmw._record import ECHO
 from tfmw.errors import UsageError
 
 # A message of the coordination service may have 4 MB; base64 adds a third.
@@ -29,6 +30,9 @@ _PIECE = 2 << 20
 
 # Answers of the chief that are kept for tasks that lag behind.
 _KEPT_CALLS = 4096
+
+_TOLD_S = 2.0  # a task that fails tells so before it leaves
+_NOBODYS_GROUP = 2**31 - 2  # strategies count theirs from 1
 
 _WAIT_S = 3600.0  # a chief may be busy; a dead one is reported by the coordination service
 
@@ -80,6 +84,32 @@ class Group:
         """What task `rank` has set `key` to, once it has."""
         task = self._tasks[rank] if rank != self.rank else None
         return json.loads(keras_compat.coordination_get(key, _WAIT_S, task))
+
+    def require_there(self, rank: int) -> None:
+        """Raises tf.errors.OpError where task `rank` cannot be reached, or was started again."""
+        keras_compat.require_task(self._tasks[rank])
+
+    def why_lost(self, found: Exception) -> tf.errors.OpError:
+        """The error to raise where this task found that another has gone: what that one told.
+
+        The coordination service keeps the words of a task that fails to itself, but ends
+        collectives with them: also one in which nobody else takes part.
+        """
+        try:
+            tf.raw_ops.CollectiveReduceV2(
+                input=0.0,
+                group_size=self.size,
+                group_key=_NOBODYS_GROUP,
+                instance_key=_NOBODYS_GROUP,
+                ordering_token=[],
+                merge_op="Add",
+                final_op="Id",
+                timeout_seconds=_TOLD_S,
+            )
+        except tf.errors.OpError as told:
+            if ECHO in str(told):
+                return told
+        return tf.errors.UnavailableError(None, None, str(found))
 
     @property
     def is_chief(self) -> bool:

@@ -910,7 +910,16 @@ def coordination_get(key: str, timeout_s: float, task: str | None = None) -> str
             if left <= _ASK_AGAIN_S:
                 raise
         if task is not None:
-            _context.context().check_collective_ops_peer_health(task, _ANSWER_MS)
+            require_task(task)
+
+
+def require_task(task: str) -> None:
+    """Raises tf.errors.OpError where `task` cannot be reached, or was started again.
+
+    Args:
+        task: such as "/job:worker/replica:0/task:1".
+    """
+    _context.context().check_collective_ops_peer_health(task, _ANSWER_MS)
 
 
 def coordination_delete(key: str) -> None:

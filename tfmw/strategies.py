@@ -15,6 +15,7 @@ import dataclasses
 import importlib
 import logging
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from tfmw import ps_cluster
+    from tfmw.ring import Ring
 
 logger = logging.getLogger("tfmw")
 
@@ -51,6 +53,9 @@ class _Joined:
     strategy: tf.distribute.Strategy
     options: tf.distribute.experimental.CommunicationOptions
     servers: ps_cluster.Joined | None = None
+    collectives: str = "auto"
+    ring: Ring | None = None
+    asked_for_ring: bool = False  # `ring` says what came of it
 
 
 _joined: _Joined | None = None
@@ -79,7 +84,10 @@ def init(
             environment is asked: TF_CONFIG, Slurm, Kubernetes, Open MPI.
         strategy: "auto" (synchronous training; parameter servers where the cluster has some),
             "multi_worker_mirrored", "mirrored", "parameter_server" or "default" (none).
-        collectives: "auto", "ring" or "nccl": how synchronous workers reduce.
+        collectives: how synchronous workers reduce gradients: "nccl" between GPUs; "ring" over
+            TensorFlow's gRPC; "auto": NCCL where each worker has GPUs; else over tfmw's own ring
+            (`tfmw.ring`), or TensorFlow's where workers can't connect to each other on any TCP
+            port, or have several virtual devices.
         bytes_per_pack: gradients are reduced in packs of about this many bytes.
         timeout_s: seconds after which a collective fails; None waits as long as peers are alive.
         start_timeout_s: seconds to wait for all tasks to come; and for a coordinator of parameter
@@ -111,6 +119,7 @@ def init(
         if collectives != "auto" or bytes_per_pack is not None or timeout_s is not None:
             # Joining is done; how gradients are reduced may still be chosen.
             _joined.options = _communication_options(collectives, bytes_per_pack, timeout_s)
+            _joined.collectives = collectives
         return _joined.cluster
     if resolved.task == "evaluator":
         _evaluating = True
@@ -163,7 +172,7 @@ def _join_multi_worker(
 
     from tfmw import keras_compat
 
-    _bound_threads()
+    _choose_threads()
     config = cluster.as_tf_config()
     jobs = {name: len(a) for name, a in config["cluster"].items() if name in ("chief", "worker")}
     leader = f"/job:{'chief' if 'chief' in jobs else 'worker'}/replica:0/task:0"
@@ -179,7 +188,7 @@ def _join_multi_worker(
     strategy = tf.distribute.MultiWorkerMirroredStrategy(
         cluster_resolver=resolver, communication_options=options
     )
-    _joined = _Joined(cluster, strategy, options)
+    _joined = _Joined(cluster, strategy, options, collectives=collectives)
     _end_at_sigterm()
     _end_together()
     logger.info(
@@ -219,7 +228,7 @@ def _join_parameter_servers(
             threads=ps_cluster.threads_of_a_task(),
         )
         raise SystemExit(0)
-    _bound_threads()
+    _choose_threads()
     servers = ps_cluster.coordinate(cluster, facts, timeout_s=start_timeout_s)
     options = _communication_options("auto", None, None)
     _joined = _Joined(cluster, servers.strategy, options, servers)
@@ -241,14 +250,19 @@ def _version(package: str) -> str:
         return str(importlib.import_module(package).__version__)
 
 
-def _bound_threads() -> None:
+def _choose_threads() -> None:
     """Shares this machine's cores between the tasks that a launcher started on it."""
     import tensorflow as tf
 
     tasks = int(os.environ.get("TFMW_LOCAL_TASKS", "1"))
+    cores = len(os.sched_getaffinity(0))
     if tasks > 1 and "TF_NUM_INTRAOP_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0))
         tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // tasks))
+    # A sum over tfmw's ring blocks one of these threads, and with the others TensorFlow answers
+    # peers that are still in an earlier collective.
+    chosen = tf.config.threading.get_inter_op_parallelism_threads()
+    chosen = chosen or int(os.environ.get("TF_NUM_INTEROP_THREADS", "0")) or cores
+    tf.config.threading.set_inter_op_parallelism_threads(max(2, chosen))
 
 
 def _end_at_sigterm() -> None:
@@ -320,16 +334,24 @@ def report_failure(error: BaseException) -> None:
     mark_failed()
     if _joined is None or already:
         return
+    try:
+        _tell(_joined, error)
+    finally:
+        if _joined.ring is not None:
+            _joined.ring.close()  # others that wait for this task find out now, and hear why
+
+
+def _tell(joined: _Joined, error: BaseException) -> None:
     import tensorflow as tf
 
     from tfmw import keras_compat
 
     if is_secondary(error):
         return
-    if _joined.servers is not None:
-        _joined.servers.line.fail(f"{type(error).__name__}: {error}")
+    if joined.servers is not None:
+        joined.servers.line.fail(f"{type(error).__name__}: {error}")
         return
-    name = f"{_joined.cluster.task} {_joined.cluster.index}"
+    name = f"{joined.cluster.task} {joined.cluster.index}"
     try:
         keras_compat.coordination_report_error(f"{name}: {type(error).__name__}: {error}")
     except (tf.errors.OpError, ValueError) as e:
@@ -366,6 +388,48 @@ def reduction_options(
 ) -> tf.distribute.experimental.CommunicationOptions | None:
     """How `strategy` is to reduce gradients, where `init` was told; None for its own way."""
     return _joined.options if _joined is not None and strategy is _joined.strategy else None
+
+
+def ring_of(strategy: tf.distribute.Strategy) -> Ring | None:
+    """The ring of tfmw's own that `strategy` sums gradients over; None where TensorFlow does.
+
+    It is for workers of one CPU replica each, unless `init` was told which collectives to take. All
+    tasks call this: the first call connects them.
+    """
+    if _joined is None or strategy is not _joined.strategy or _joined.collectives != "auto":
+        return None
+    if not _joined.asked_for_ring:
+        _joined.asked_for_ring = True
+        _joined.ring = _connected(_joined)
+    return _joined.ring
+
+
+def _connected(joined: _Joined) -> Ring | None:
+    from tfmw import ring
+    from tfmw.group import Group
+
+    group = Group.of(joined.strategy)
+    devices = joined.strategy.extended.worker_devices
+    if not all(group.from_all(len(devices) == 1 and "CPU" in devices[0].upper())):
+        return None
+    try:
+        return ring.connect(
+            group.rank,
+            [rendezvous.split(address)[0] for address in rendezvous.members_of(joined.cluster)],
+            group.from_chief(lambda: secrets.token_hex(16)).encode(),
+            group.from_all,
+            group.require_there,
+            joined.options.timeout_seconds,
+        )
+    except ring.RingBroken as e:
+        if group.is_chief:
+            logger.warning(
+                "gradients travel over TensorFlow's gRPC, which takes longer: %s. Let workers "
+                "connect to each other on any TCP port, or choose collectives='ring' to be at "
+                "peace with it.",
+                e,
+            )
+        return None
 
 
 def choose(strategy: str | tf.distribute.Strategy | None) -> tf.distribute.Strategy:
@@ -449,7 +513,7 @@ def multi_worker_mirrored(
     """Synchronous training on all workers of the cluster, which this joins if `init` has not.
 
     Args:
-        collectives: "auto" (NCCL where each worker has GPUs, else ring), "ring" or "nccl".
+        collectives: "auto", "ring" or "nccl", as in `init`.
         cluster: as in `init`.
         bytes_per_pack: gradients are reduced in packs of about this many bytes.
         timeout_s: seconds after which a collective fails; None waits as long as peers are alive.

@@ -68,7 +68,7 @@ class SyncDriver:
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._logs: dict[str, _Logs] = {}
         self._assigned: list[Any] = []
-        self._gathers = False  # sparse gradients, as of embeddings, are gathered
+        self._gathers = False  # sparse gradients, as of embeddings, by TensorFlow
         self._combined: dict[int, str] = {}  # id of a metric's variable -> how replicas combine
         self._metric_start: dict[int, np.ndarray] | None = None
         self.heard: list[float] = []
@@ -127,15 +127,27 @@ class SyncDriver:
             trace = getattr(self._functions[key], "get_concrete_function", None)
             if trace is not None:
                 trace(iterator, steps)  # tells whether anything is gathered
-        if not self._gathers:
-            return int(self._functions[key](iterator, steps))
-        # TensorFlow remembers the shape of each gather for the length of a call, so a batch of
-        # another shape, as the last one, needs a call of its own: "Shape mismatch in the collective
-        # instance" otherwise.
-        for made in range(most):
-            if not int(self._functions[key](iterator, tf.constant(1, tf.int64))):
-                return made
-        return most
+        run = self._functions[key]
+        with self._peers_named():
+            if not self._gathers:
+                return int(run(iterator, steps))
+            # A batch of another shape, as the last one, needs a call of its own.
+            for made in range(most):
+                if not int(run(iterator, tf.constant(1, tf.int64))):
+                    return made
+            return most
+
+    @contextlib.contextmanager
+    def _peers_named(self) -> Iterator[None]:
+        """Where a task is lost in the middle of a step, the error says which, and why."""
+        try:
+            yield
+        except tf.errors.OpError:
+            broken = self._reduction.broken
+            if broken is None:
+                raise
+            lost = isinstance(broken, OSError | tf.errors.OpError)
+            raise (self.group.why_lost(broken) if lost else broken) from None
 
     def _traced(self, kind: str, careful: bool, counted: bool) -> Callable[..., Any]:
         """A function (iterator, most) -> steps made."""
@@ -329,7 +341,8 @@ class SyncDriver:
         if share.careful:
             present = share.rows > 0
             grads = [_or_zeros(g, present) for g in grads]
-        self._gathers |= self.replicas > 1 and any(isinstance(g, tf.IndexedSlices) for g in grads)
+        if not self._reduction.shapes_may_change:
+            self._gathers |= any(isinstance(grad, tf.IndexedSlices) for grad in grads)
         return self._reduction(grads)
 
     def _local_replica(self) -> int:

@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _start(folder: Path, column: str, names: list[str]) -> subprocess.Popen[str]:
-    environ = {**os.environ, **cluster.ONE_THREAD, "PYTHONPATH": str(cluster.ROOT)}
+    environ = {**os.environ, **cluster.ONE_THREAD, "PYTHONPATH": cluster.PYTHONPATH}
     environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
     compute_with_onednn(environ)  # as tasks of `tfmw run` do
     return subprocess.Popen(

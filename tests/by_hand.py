@@ -1,4 +1,4 @@
-"""A parameter-server cluster as one starts it in several terminals, each task its own process.
+"""A cluster as one starts it in several terminals, each task its own process.
 
 with ByHand(program, workers=2, ps=1, arguments=[...]) as cluster:
     cluster.chief.wait_for("epoch 2")           # a line that it prints
@@ -21,7 +21,7 @@ import time
 import uuid
 from typing import Any
 
-from tests.cluster import MARK, ONE_THREAD, PROGRAMS, ROOT, marked
+from tests.cluster import MARK, ONE_THREAD, PROGRAMS, PYTHONPATH, marked
 
 
 def free_addresses(count: int) -> list[str]:
@@ -91,6 +91,10 @@ class Process:
     def running(self) -> bool:
         return self._popen.poll() is None
 
+    def freeze(self) -> None:
+        """Stops it without ending it: its connections stay open."""
+        self._popen.send_signal(signal.SIGSTOP)
+
     def kill(self) -> None:
         """Kills it as the kernel would, if it still runs."""
         self._popen.send_signal(signal.SIGKILL)
@@ -151,7 +155,7 @@ class ByHand:
             **{k: v for k, v in os.environ.items() if not k.startswith("TFMW_")},
             **ONE_THREAD,
             "TF_CPP_MIN_LOG_LEVEL": "2",
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{PROGRAMS}",
+            "PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{PROGRAMS}",
             "PYTHONUNBUFFERED": "1",
             "TF_CONFIG": json.dumps(config),
             MARK: self._mark,

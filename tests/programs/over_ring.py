@@ -1,0 +1,87 @@
+"""Trains the same model three times: without tfmw's ring, which cannot be joined; over it; without.
+
+Writes, of each time: how many exchanges were made over the ring, and a checksum of the weights.
+"""
+
+import hashlib
+import logging
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmw
+from tests.programs._result import write
+from tfmw import ring, strategies
+
+
+def model() -> keras.Model:
+    keras.utils.set_random_seed(5)
+    layers = keras.layers
+    made = keras.Sequential(
+        [
+            keras.Input((6,), dtype="int32"),
+            layers.Embedding(50, 8),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(3),
+        ]
+    )
+    made.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return made
+
+
+def trained(**options: Any) -> dict[str, Any]:
+    """What came of a training of 2 epochs, whose last batch is a small one."""
+    before = exchanges()
+    trainee = model()
+    random = np.random.default_rng(0)
+    words, labels = random.integers(0, 50, (70, 6)), random.integers(0, 3, 70)
+    data = tf.data.Dataset.from_tensor_slices((words, labels)).batch(16)
+    tfmw.fit(trainee, data, epochs=2, verbose=0, seed=1, **options)
+    digest = hashlib.sha256(b"".join(w.tobytes() for w in trainee.get_weights())).hexdigest()
+    return {"exchanges": exchanges() - before, "weights": digest}
+
+
+def exchanges() -> int:
+    """Over the ring, so far."""
+    joined = strategies._joined
+    assert joined is not None
+    return 0 if joined.ring is None else joined.ring._exchanges
+
+
+class Heard(logging.Handler):
+    """Keeps the warnings of tfmw."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+cluster = tfmw.init()
+heard = Heard()
+logging.getLogger("tfmw").addHandler(heard)
+connect = ring._greeted
+
+
+def refused(*arguments: Any) -> Any:
+    raise ConnectionRefusedError("nobody listens here")
+
+
+if cluster.index == 1:
+    setattr(ring, "_greeted", refused)  # noqa: B010
+without = trained()
+warned = list(heard.messages)
+
+ring._greeted = connect
+assert strategies._joined is not None
+strategies._joined.asked_for_ring = False  # as in a new process
+over = trained()
+compressed = trained(gradient_compression="bf16")
+
+tfmw.init(collectives="ring")
+chosen = trained()
+write({"without": without, "over": over, "16 bits": compressed, "chosen": chosen, "warned": warned})

@@ -1,0 +1,289 @@
+"""The ring that gradients travel through: sums, and what happens when a worker goes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.by_hand import ByHand
+from tests.cluster import run_cluster
+from tfmw import ring
+from tfmw.ring import Ring, RingBroken
+
+Array = np.ndarray[Any, Any]
+TOKEN = b"t" * 32
+
+
+class Exchange:
+    """`from_all` for threads."""
+
+    def __init__(self, size: int):
+        self._barrier = threading.Barrier(size)
+        self._values: list[Any] = [None] * size
+
+    def of(self, rank: int) -> Callable[[Any], list[Any]]:
+        def from_all(value: Any) -> list[Any]:
+            self._values[rank] = value
+            self._barrier.wait(20)
+            values = list(self._values)
+            self._barrier.wait(20)
+            return values
+
+        return from_all
+
+
+def in_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work` returns, or raises, for each rank."""
+    results: list[Any] = [None] * size
+
+    def one(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except Exception as e:
+            results[rank] = e
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return results
+
+
+def sums_of(rings: list[Ring], arrays: list[Array]) -> Callable[[int], Array]:
+    return lambda rank: rings[rank].sum(arrays[rank])
+
+
+def gathers_of(rings: list[Ring], arrays: list[Any]) -> Callable[[int], list[Array]]:
+    return lambda rank: rings[rank].gather(arrays[rank])
+
+
+@pytest.fixture
+def joined() -> Iterator[Callable[..., list[Any]]]:
+    """Joins rings that are closed afterwards: joined(3), or with a `from_all` of the test's own."""
+    rings: list[Any] = []
+
+    def join(size: int, change: Callable[[Any], Any] | None = None, **options: Any) -> list[Any]:
+        exchange = Exchange(size)
+
+        def one(rank: int) -> Ring:
+            from_all = exchange.of(rank)
+            if change is not None:
+                from_all = change(from_all)
+            return ring.connect(rank, ["127.0.0.1"] * size, TOKEN, from_all, **options)
+
+        results = in_threads(size, one)
+        rings.extend(r for r in results if isinstance(r, Ring))
+        return results
+
+    yield join
+    for one in rings:
+        one.close()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_of_any_length_and_type(joined, size):
+    rings = joined(size)
+    random = np.random.default_rng(size)
+    for dtype in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16):
+        for length in (0, 1, size - 1, 1000, 200_001):
+            # Whole numbers, whose sums are exact in any order.
+            arrays = [random.integers(-20, 20, length).astype(dtype) for _ in range(size)]
+            kept = [a.copy() for a in arrays]
+            sums = in_threads(size, sums_of(rings, arrays))
+            for total, array, before in zip(sums, arrays, kept, strict=True):
+                assert total.dtype == dtype
+                np.testing.assert_array_equal(total, np.sum(kept, axis=0).astype(dtype))
+                np.testing.assert_array_equal(array, before)
+
+
+def test_sums_are_the_same_to_the_last_bit_on_all_workers(joined):
+    rings = joined(3)
+    arrays = [np.random.default_rng(r).normal(size=100_003).astype("f") for r in range(3)]
+    sums = in_threads(3, sums_of(rings, arrays))
+    assert len({total.tobytes() for total in sums}) == 1
+    np.testing.assert_allclose(sums[0], np.sum(arrays, axis=0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rows_of_all_are_gathered_by_rank(joined, size):
+    rings = joined(size)
+    for lengths in ([3, 0, 5, 1], [0, 0, 0, 0], [70_000, 1, 2, 3]):
+        values: list[Array] = [np.full((lengths[r], 2), r, "f") for r in range(size)]
+        indices: list[Array] = [np.arange(lengths[r], dtype=np.int64) for r in range(size)]
+
+        mine = list(zip(values, indices, strict=True))
+        gathered = in_threads(size, gathers_of(rings, mine))
+        for everyones_values, everyones_indices in gathered:
+            np.testing.assert_array_equal(everyones_values, np.concatenate(values))
+            np.testing.assert_array_equal(everyones_indices, np.concatenate(indices))
+            assert everyones_indices.dtype == np.int64
+
+
+def test_memory_that_was_let_go_of_is_used_again_and_other_memory_is_not(joined):
+    rings = joined(2)
+    ones: Array = np.ones(1000, "f")
+
+    def three_times(rank: int) -> tuple[list[int], np.ndarray]:
+        kept = rings[rank].sum(ones)
+        addresses = [kept.ctypes.data]
+        for _ in range(2):
+            addresses.append(rings[rank].sum(ones * 2).ctypes.data)
+        rings[rank].free_memory()
+        return addresses, kept
+
+    for addresses, kept in in_threads(2, three_times):
+        assert addresses[0] != addresses[1] == addresses[2]
+        assert addresses[0] % 64 == 0
+        np.testing.assert_array_equal(kept, 2)
+
+
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+def test_a_worker_that_leaves_ends_the_sums_of_all(joined, leaver):
+    rings = joined(3)
+    large: Array = np.ones(4_000_000, "f")
+
+    def work(rank: int) -> Any:
+        if rank == leaver:
+            return rings[rank].close()
+        return rings[rank].sum(large)
+
+    results = in_threads(3, work)
+    for rank, result in enumerate(results):
+        if rank != leaver:
+            assert isinstance(result, RingBroken)
+    assert any(f"lost worker {leaver}" in str(r) for r in results)
+    with pytest.raises(RingBroken):
+        rings[leaver - 1].sum(large)
+
+
+def test_workers_that_sum_different_things_are_told(joined):
+    rings = joined(2)
+    results = in_threads(2, lambda rank: rings[rank].sum(np.ones(10 + rank, "f")))
+    assert any("worker 0 40 bytes, worker 1 44 bytes" in str(r) for r in results), results
+    assert all(isinstance(r, RuntimeError | RingBroken) for r in results)
+
+
+def test_a_quiet_neighbour_is_asked_after_and_waited_for_no_longer_than_told(joined, monkeypatch):
+    monkeypatch.setattr(ring, "QUIET_S", 0.05)
+    asked: list[int] = []
+    rings = joined(2, still_there=asked.append, timeout_s=0.3)
+    with pytest.raises(RingBroken, match="no number came or went"):
+        rings[0].sum(np.ones(10, "f"))
+    assert asked.count(1) >= 3
+
+    def gone(rank: int) -> None:
+        raise ConnectionError(f"worker {rank} is gone")
+
+    rings = joined(2, still_there=gone)
+    with pytest.raises(ConnectionError, match="worker 1 is gone"):
+        rings[0].sum(np.ones(10, "f"))
+    assert str(rings[0].broken) == "worker 1 is gone"
+
+
+def test_strangers_are_turned_away(joined):
+    """Whoever connects first, without the token, is not taken for a worker."""
+    strangers = []
+
+    def with_stranger(from_all: Any) -> Any:
+        def change(value: Any) -> list[Any]:
+            if isinstance(value, int):  # the port
+                stranger = socket.create_connection(("127.0.0.1", value))
+                stranger.sendall(b"x" * len(TOKEN))
+                strangers.append(stranger)
+            return from_all(value)
+
+        return change
+
+    rings = joined(2, with_stranger)
+    sums = in_threads(2, lambda rank: rings[rank].sum(np.full(5, rank + 1, "f")))
+    np.testing.assert_array_equal(sums, np.full([2, 5], 3))
+    for stranger in strangers:
+        assert stranger.recv(1) == b""
+        stranger.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_a_worker_is_found_by_address_and_by_name(host):
+    with ring._listen(host) as server:
+        with socket.create_connection((host, server.getsockname()[1]), timeout=5):
+            server.accept()[0].close()
+        only_there = server.getsockname()[0] == host
+    assert only_there == (host != "localhost")
+
+
+def test_neighbours_that_cannot_connect_are_named_on_all(joined, monkeypatch):
+    monkeypatch.setattr(ring, "CONNECT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = closed.getsockname()[1]
+
+    def cut(from_all: Any) -> Any:
+        def change(value: Any) -> list[Any]:
+            values = from_all(value)
+            return [values[0], nobody] if isinstance(value, int) else values
+
+        return change
+
+    for result in joined(2, cut):
+        assert isinstance(result, RingBroken)
+        assert f"worker 0 could not connect to worker 1 at 127.0.0.1:{nobody} (" in str(result)
+        assert "refused" in str(result)
+        assert "worker 0 did not come to worker 1 (timed out)" in str(result)
+
+
+@pytest.fixture(scope="module")
+def tasks() -> list[dict[str, Any]]:
+    return run_cluster("over_ring.py", workers=2)
+
+
+@pytest.mark.multiprocess
+class TestTraining:
+    def test_gradients_travel_through_the_ring_unless_told_otherwise(self, tasks):
+        for task in tasks:
+            # 5 batches of 2 epochs: one pack of dense gradients, and the embedding's rows.
+            assert task["over"]["exchanges"] == 2 * 5 * 2
+            assert task["chosen"]["exchanges"] == 0
+
+    def test_the_numbers_are_those_of_tensorflows_collectives(self, tasks):
+        for task in tasks:
+            assert (
+                task["over"]["weights"] == task["chosen"]["weights"] == task["without"]["weights"]
+            )
+
+    def test_16_bits_are_the_same_on_all(self, tasks):
+        assert tasks[0]["16 bits"] == tasks[1]["16 bits"]
+        assert tasks[0]["16 bits"]["weights"] != tasks[0]["over"]["weights"]
+
+    def test_where_workers_cannot_connect_tensorflow_reduces_and_it_is_said(self, tasks):
+        assert [task["without"]["exchanges"] for task in tasks] == [0, 0]
+        (warning,) = tasks[0]["warned"]
+        assert "gradients travel over TensorFlow's gRPC" in warning
+        assert "worker 1 could not connect to worker 0 at" in warning
+        assert "(nobody listens here)" in warning
+        assert tasks[1]["warned"] == []
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        # Nothing closes the connections of a task that is frozen.
+        ("freeze", "/job:worker/replica:0/task:0"),
+        ("kill", "UnavailableError"),
+    ],
+)
+def test_without_a_launcher_the_others_find_out_by_themselves(tmp_path, end, error):
+    (tmp_path / "cut").touch()
+    arguments = [tmp_path / "backups", tmp_path / "cut"]
+    with ByHand("train_long.py", workers=1, ps=0, arguments=arguments) as cluster:
+        cluster.tasks["worker 0"].wait_for("epoch 4\n")
+        getattr(cluster.tasks["worker 0"], end)()
+        assert cluster.chief.end() == 1
+        assert error in cluster.chief.output

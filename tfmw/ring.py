@@ -1,0 +1,433 @@
+"""All-reduce over plain TCP, for gradients of workers without GPUs. Standard library and NumPy.
+
+    ring = connect(rank, addresses, token, from_all=group.from_all)
+    total = ring.sum(mine)         # float32 [n]: the sum over workers, bit for bit the same on all
+    rows, = ring.gather([mine])    # float32 [sum of n]: all workers' arrays, one after the other
+
+Each worker sends to the next one and receives from the one before it: 2 (N - 1) messages of a
+1/N-th of the array each (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters
+of Workstations, 2009). What comes in is added and sent on in small pieces, so that a sum is on its
+way to the next worker before the whole of it is there.
+
+TensorFlow's own ring does the same over gRPC, where each message is allocated, zeroed and copied
+several times: two to four times the time of this one (bench/ring.py measures both). What travels
+here are numbers only, between workers that have shown each other the token of this training, which
+they have from TensorFlow's coordination service.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hmac
+import ipaddress
+import math
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Add = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]  # (a, b, out)
+
+CONNECT_S = 5.0
+QUIET_S = 5.0  # without a byte, after which neighbours are asked whether they are there
+
+_PIECE_BYTES = 1 << 18  # what is added and sent on at once; it stays in the caches meanwhile
+_ALIGNED = 64  # bytes: TensorFlow takes over arrays aligned so without copying them
+_HEADER = struct.Struct("!QQ")  # number of the exchange, bytes that follow
+
+# A machine that is gone without a word: the kernel finds out by itself. tcp(7); seconds, but for
+# TCP_USER_TIMEOUT, which is in milliseconds.
+_KEEPALIVE = {
+    "TCP_KEEPIDLE": 5,
+    "TCP_KEEPINTVL": 2,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 11_000,
+}
+
+
+class RingBroken(ConnectionError):
+    """A neighbour in the ring has gone, or is stuck."""
+
+
+def _add(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    np.add(a, b, out=out)
+
+
+class Ring:
+    """This worker's place in a ring.
+
+    Args:
+        rank: this worker, of `size`.
+        to_next, from_previous: connected stream sockets.
+        still_there: called with a rank whenever nothing came or went for QUIET_S seconds; raises
+            where that worker cannot be reached.
+        timeout_s: seconds without a byte after which a sum fails; None waits as long as both
+            neighbours are there.
+
+    Attributes:
+        broken: why no sum can be made any more; None while they can.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        to_next: socket.socket,
+        from_previous: socket.socket,
+        still_there: Callable[[int], object] = lambda rank: None,
+        timeout_s: float | None = None,
+    ):
+        self.rank, self.size = rank, size
+        self.broken: Exception | None = None
+        self._next, self._previous = to_next, from_previous
+        self._still_there = still_there
+        self._timeout_s = timeout_s
+        self._memory = _Memory()
+        self._exchanges = 0  # made so far
+        self._one_at_a_time = threading.Lock()
+        for peer in (to_next, from_previous):
+            peer.setblocking(False)
+
+    def sum(self, mine: np.ndarray, add: Add = _add) -> np.ndarray:
+        """The sum of all workers' arrays. All workers make all calls, in the same order.
+
+        Args:
+            mine: [n], of the same n and type on all; it is not changed.
+            add: puts the sum of two arrays into a third.
+
+        Raises:
+            RingBroken: a worker has gone. The ring is closed then.
+            RuntimeError: workers sum different things; the same.
+        """
+        with self._exchange():
+            return self._sum(np.ascontiguousarray(mine), add)
+
+    def gather(self, mine: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """All workers' arrays, joined along the first axis by rank. All workers call it.
+
+        Args:
+            mine: arrays [rows, ...] of one number of rows, which may differ between workers.
+
+        Raises:
+            RingBroken, RuntimeError: as in `sum`.
+        """
+        with self._exchange():
+            return self._gather([np.ascontiguousarray(array) for array in mine])
+
+    def free_memory(self) -> None:
+        """Lets go of the memory that sums are made in, until the next."""
+        self._memory = _Memory()
+
+    @contextlib.contextmanager
+    def _exchange(self) -> Iterator[None]:
+        with self._one_at_a_time:
+            if self.broken is not None:
+                raise self.broken
+            try:
+                yield
+            except Exception as e:
+                self.broken = self.broken or e
+                self._shut()
+                raise
+
+    def close(self) -> None:
+        """Ends the ring for this worker, and so for its neighbours, whatever they wait for."""
+        self.broken = self.broken or RingBroken("this worker has left the ring")
+        for peer in (self._next, self._previous):
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)  # a sum under way fails, and shuts the rest
+        if self._one_at_a_time.acquire(blocking=False):
+            self._shut()
+            self._one_at_a_time.release()
+
+    def _shut(self) -> None:
+        self._next.close()
+        self._previous.close()
+
+    def _sum(self, mine: np.ndarray, add: Add) -> np.ndarray:
+        last = self.size - 1
+        total = self._memory.like(mine)
+        cuts = [len(mine) * part // self.size for part in range(self.size + 1)]
+
+        def part(array: np.ndarray, number: int) -> np.ndarray:
+            number %= self.size
+            return array[cuts[number] : cuts[number + 1]]
+
+        # Sent k-th is what came (k - 1)-th, with this worker's own numbers added in a first round.
+        going = _Going(self._next)
+        going.add(self._header(mine.nbytes), part(mine, self.rank), may_go=True)
+        going.add(*(part(total, self.rank - k) for k in range(1, 2 * last)))
+        theirs = self._their_bytes(going)
+        if theirs != mine.nbytes:
+            raise self._differ(f"{theirs} bytes", f"{mine.nbytes} bytes")
+        for k in range(2 * last):
+            coming, summand = (part(array, self.rank - 1 - k) for array in (total, mine))
+            for piece in _pieces(coming):
+                self._receive(coming[piece], going)
+                if k < last:
+                    add(coming[piece], summand[piece], coming[piece])
+                going.release(coming[piece].nbytes)
+        self._finish(going)
+        return total
+
+    def _gather(self, mine: list[np.ndarray]) -> list[np.ndarray]:
+        row = sum(array.itemsize * math.prod(array.shape[1:]) for array in mine)
+        everyone = [mine] * self.size
+        going = _Going(self._next)
+        going.add(self._header(sum(a.nbytes for a in mine)), *mine, may_go=True)
+        for k in range(self.size - 1):
+            nbytes = self._their_bytes(going)
+            rows, rest = divmod(nbytes, row) if row else (len(mine[0]), nbytes)
+            if rest:
+                raise self._differ(f"{nbytes} bytes", f"rows of {row} bytes")
+            block = [np.empty((rows, *array.shape[1:]), array.dtype) for array in mine]
+            for array in block:
+                self._receive(array, going)
+            if k < self.size - 2:
+                going.add(self._header(nbytes), *block, may_go=True)
+            everyone[(self.rank - 1 - k) % self.size] = block
+        self._finish(going)
+        return [np.concatenate(arrays) for arrays in zip(*everyone, strict=True)]
+
+    def _header(self, nbytes: int) -> np.ndarray:
+        return np.frombuffer(_HEADER.pack(self._exchanges, nbytes), np.uint8)
+
+    def _their_bytes(self, going: _Going) -> int:
+        """How many bytes come next, from a worker that is at the same exchange as this one."""
+        header: np.ndarray = np.empty(_HEADER.size, np.uint8)
+        self._receive(header, going)
+        number, nbytes = _HEADER.unpack(header.tobytes())
+        if number != self._exchanges:
+            raise self._differ(f"exchange {number}", f"exchange {self._exchanges}")
+        return int(nbytes)
+
+    def _finish(self, going: _Going) -> None:
+        """Until all has gone."""
+        while going.left:
+            if not self._push(going):
+                self._wait(going, reading=False)
+        self._exchanges += 1
+
+    def _receive(self, into: np.ndarray, going: _Going) -> None:
+        """Fills an array from the worker before, and sends meanwhile what may go."""
+        view = _bytes_of(into)
+        while view:
+            moved = self._push(going)
+            try:
+                count = self._previous.recv_into(view)
+            except BlockingIOError:
+                if not moved:
+                    self._wait(going, reading=True)
+                continue
+            except OSError as e:
+                raise self._lost(self.rank - 1, str(e)) from None
+            if not count:
+                raise self._lost(self.rank - 1, "it closed the connection")
+            view = view[count:]
+
+    def _push(self, going: _Going) -> bool:
+        """Sends what may go and the next worker has room for; returns whether there was any."""
+        try:
+            return going.push()
+        except OSError as e:
+            raise self._lost(self.rank + 1, str(e)) from None
+
+    def _wait(self, going: _Going, reading: bool) -> None:
+        """Until a neighbour may be read from, or written to where there is something to write."""
+        poll = select.poll()
+        if reading:
+            poll.register(self._previous, select.POLLIN)
+        if going.may_go:
+            poll.register(self._next, select.POLLOUT)
+        begin = time.monotonic()
+        while not poll.poll(1000 * QUIET_S):
+            for rank in (self.rank - 1, self.rank + 1):
+                self._still_there(rank % self.size)
+            if self._timeout_s is not None and time.monotonic() - begin > self._timeout_s:
+                raise RingBroken(f"no number came or went for {self._timeout_s:g} s")
+
+    def _differ(self, theirs: str, ours: str) -> RuntimeError:
+        return RuntimeError(
+            f"workers exchange different things: worker {(self.rank - 1) % self.size} {theirs}, "
+            f"worker {self.rank} {ours}"
+        )
+
+    def _lost(self, rank: int, why: str) -> RingBroken:
+        return RingBroken(f"lost worker {rank % self.size} while gradients were summed: {why}")
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    flat: npt.NDArray[np.uint8] = array.reshape(-1).view(np.uint8)
+    return memoryview(flat)
+
+
+class _Going:
+    """What goes to the next worker: the bytes of several arrays, each once it is released."""
+
+    def __init__(self, peer: socket.socket):
+        self._peer = peer
+        self._parts: collections.deque[memoryview] = collections.deque()
+        self._released = 0
+
+    def add(self, *arrays: np.ndarray, may_go: bool = False) -> None:
+        """Puts arrays behind the others; `release` lets them go, or `may_go` at once."""
+        for array in arrays:
+            if array.size:
+                self._parts.append(_bytes_of(array))
+                self._released += array.nbytes if may_go else 0
+
+    @property
+    def left(self) -> bool:
+        return bool(self._parts)
+
+    @property
+    def may_go(self) -> bool:
+        return self.left and self._released > 0
+
+    def release(self, nbytes: int) -> None:
+        """The next `nbytes` bytes may go."""
+        self._released += nbytes
+
+    def push(self) -> bool:
+        """Sends what may go, as far as there is room for it; returns whether there was any."""
+        moved = False
+        while self.may_go:
+            part = self._parts[0]
+            try:
+                count = self._peer.send(part[: self._released])
+            except BlockingIOError:
+                return moved
+            self._parts[0] = part[count:]
+            if not self._parts[0]:
+                self._parts.popleft()
+            self._released -= count
+            moved = True
+        return moved
+
+
+class _Memory:
+    """Arrays that nobody holds any more are used again.
+
+    Fresh memory costs more than the sum itself: the system clears each page of it.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, list[np.ndarray]] = {}
+
+    def like(self, array: np.ndarray) -> np.ndarray:
+        """An array of the same length and type, of any values."""
+        blocks = self._blocks.setdefault(array.nbytes, [])
+        for block in blocks:
+            if sys.getrefcount(block) == _UNUSED:
+                break
+        else:
+            block = np.empty(array.nbytes + _ALIGNED, np.uint8)
+            blocks.append(block)
+        start = -block.ctypes.data % _ALIGNED
+        return block[start : start + array.nbytes].view(array.dtype)
+
+
+_UNUSED = 3  # references to a block: of the list, of the loop over it, and of getrefcount
+
+
+def _pieces(array: np.ndarray) -> Iterator[slice]:
+    step = max(1, _PIECE_BYTES // array.itemsize)
+    for start in range(0, len(array), step):
+        yield slice(start, start + step)
+
+
+def connect(
+    rank: int,
+    hosts: Sequence[str],
+    token: bytes,
+    from_all: Callable[[Any], list[Any]],
+    still_there: Callable[[int], object] = lambda rank: None,
+    timeout_s: float | None = None,
+) -> Ring:
+    """Joins the ring. All workers call it.
+
+    Args:
+        rank: this worker.
+        hosts: names or IP addresses of all workers, by rank.
+        token: what the workers of this training know, and nobody else.
+        from_all: gives every worker's value, by rank.
+        still_there, timeout_s: as in `Ring`.
+
+    Raises:
+        RingBroken: on all workers, where two neighbours could not connect; it names them.
+    """
+    size = len(hosts)
+    with contextlib.ExitStack() as undo:
+        server = undo.enter_context(_listen(hosts[rank]))
+        ports = from_all(server.getsockname()[1])
+        after = (rank + 1) % size
+        problem = None
+        there = f"worker {after} at {hosts[after]}:{ports[after]}"
+        try:
+            to_next = undo.enter_context(_greeted(hosts[after], ports[after], token))
+        except OSError as e:
+            problem = f"worker {rank} could not connect to {there} ({e})"
+        try:
+            from_previous = undo.enter_context(_accepted(server, token))
+        except OSError as e:
+            before = (rank - 1) % size
+            problem = problem or f"worker {before} did not come to worker {rank} ({e})"
+        problems = [said for said in from_all(problem) if said is not None]
+        if problems:
+            raise RingBroken("; ".join(problems))
+        server.close()
+        undo.pop_all()
+    return Ring(rank, size, to_next, from_previous, still_there, timeout_s)
+
+
+def _listen(host: str) -> socket.socket:
+    """A listening socket on a free port: of this IP address, or of all behind a name.
+
+    This machine may know its own name as another address than others do (127.0.1.1 on Debian).
+    """
+    with contextlib.suppress(ValueError, OSError):
+        version = ipaddress.ip_address(host).version
+        family = socket.AF_INET6 if version == 6 else socket.AF_INET
+        return socket.create_server((host, 0), family=family)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _greeted(host: str, port: int, token: bytes) -> socket.socket:
+    peer = socket.create_connection((host, port), timeout=CONNECT_S)
+    peer.sendall(token)
+    return _tuned(peer)
+
+
+def _accepted(server: socket.socket, token: bytes) -> socket.socket:
+    """The first connection that knows the token."""
+    deadline = time.monotonic() + CONNECT_S
+    while True:
+        server.settimeout(max(0.01, deadline - time.monotonic()))
+        peer, _address = server.accept()
+        peer.settimeout(CONNECT_S)
+        with contextlib.suppress(OSError):
+            said = b""
+            while len(said) < len(token) and (part := peer.recv(len(token) - len(said))):
+                said += part
+            if hmac.compare_digest(said, token):
+                return _tuned(peer)
+        peer.close()
+
+
+def _tuned(peer: socket.socket) -> socket.socket:
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):  # all of them on Linux
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return peer
