@@ -41,10 +41,10 @@ def measure(
 ) -> tuple[float, float]:
     """(wall, processor) milliseconds of an all-reduce of `elements`."""
     with strategy.scope():
-        values = tf.Variable(tf.ones([elements], dtype))
+        values = tf.Variable(tf.ones([elements]))
 
     def once() -> Any:
-        reduced = reduce(tf.identity(values.read_value()))
+        reduced = reduce(tf.cast(values.read_value(), dtype))
         return tf.cast(tf.concat(reduced, axis=0)[0], tf.float32)
 
     @tf.function(autograph=False)

@@ -117,9 +117,11 @@ def _import_politely() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         with contextlib.suppress(Exception):  # the task will meet it again, and tell
             import tfmw
+            from tfmw._imports import collector_paused
 
-            for name in tfmw.__all__:
-                getattr(tfmw, name)
+            with collector_paused():
+                for name in tfmw.__all__:
+                    getattr(tfmw, name)
 
     with contextlib.suppress(ImportError):
         importlib.import_module("numpy")

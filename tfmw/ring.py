@@ -10,7 +10,7 @@ of Workstations, 2009). What comes in is added and sent on in small pieces, so t
 way to the next worker before the whole of it is there.
 
 TensorFlow's own ring does the same over gRPC, where each message is allocated, zeroed and copied
-several times: two to four times the time of this one (bench/ring.py measures both). What travels
+several times: three to four times the time of this one (bench/ring.py measures both). What travels
 here are numbers only, between workers that have shown each other the token of this training, which
 they have from TensorFlow's coordination service.
 """

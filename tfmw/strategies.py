@@ -24,6 +24,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from tfmw import rendezvous
+from tfmw._imports import collector_paused
 from tfmw.cluster import Cluster
 from tfmw.errors import TfmwError, UsageError
 
@@ -167,10 +168,10 @@ def _join_multi_worker(
         "collectives": collectives,
     }
     rendezvous.meet(cluster, facts, timeout_s=start_timeout_s)
+    with collector_paused():
+        import tensorflow as tf
 
-    import tensorflow as tf
-
-    from tfmw import keras_compat
+        from tfmw import keras_compat
 
     _choose_threads()
     config = cluster.as_tf_config()
