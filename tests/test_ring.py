@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -180,12 +183,37 @@ def test_a_quiet_neighbour_is_asked_after_and_waited_for_no_longer_than_told(joi
     assert asked.count(1) >= 3
 
     def gone(rank: int) -> None:
+        asked.append(rank)
         raise ConnectionError(f"worker {rank} is gone")
 
+    asked.clear()
     rings = joined(2, still_there=gone)
     with pytest.raises(ConnectionError, match="worker 1 is gone"):
         rings[0].sum(np.ones(10, "f"))
     assert str(rings[0].broken) == "worker 1 is gone"
+    assert asked == [1, 1]
+
+
+def test_a_neighbour_that_misses_a_question_is_not_lost(joined, monkeypatch):
+    monkeypatch.setattr(ring, "QUIET_S", 0.05)
+    answers = ["busy", "there", "busy", "there"]
+    all_given = threading.Event()
+
+    def busy_at_times(rank: int) -> None:
+        answer = answers.pop(0) if answers else "there"
+        if not answers:
+            all_given.set()
+        if answer == "busy":
+            raise ConnectionError(answer)
+
+    rings = joined(2, still_there=busy_at_times)
+
+    def work(rank: int) -> Any:
+        assert rank == 0 or all_given.wait(20)
+        return rings[rank].sum(np.ones(10, "f"))
+
+    for total in in_threads(2, work):
+        np.testing.assert_array_equal(total, np.full(10, 2))
 
 
 def test_strangers_are_turned_away(joined):
@@ -208,6 +236,24 @@ def test_strangers_are_turned_away(joined):
     for stranger in strangers:
         assert stranger.recv(1) == b""
         stranger.close()
+
+
+def test_strangers_that_say_nothing_are_not_waited_for_one_by_one(monkeypatch):
+    monkeypatch.setattr(ring, "CONNECT_S", 0.5)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        for _ in range(20):
+            stack.enter_context(socket.create_connection(server.getsockname()))
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError):
+            ring._accepted(server, TOKEN)
+        assert time.monotonic() - begin < 5
+
+
+def test_infinities_are_summed_without_a_word(joined):
+    rings = joined(2)
+    sums = in_threads(2, lambda rank: rings[rank].sum(np.full(3, [-np.inf, np.inf][rank], "f")))
+    assert np.isnan(sums).all()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
@@ -272,18 +318,24 @@ class TestTraining:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("end", "error"),
+    ("end", "error", "how"),
     [
         # Nothing closes the connections of a task that is frozen.
-        ("freeze", "/job:worker/replica:0/task:0"),
-        ("kill", "UnavailableError"),
+        ("freeze", "UnavailableError|/job:worker/replica:0/task:0", ()),
+        ("kill", "UnavailableError", ()),
+        ("kill", "UnavailableError", ("eagerly",)),
+        ("break", "Error reported from .*ValueError: told to break", ()),
     ],
 )
-def test_without_a_launcher_the_others_find_out_by_themselves(tmp_path, end, error):
+def test_without_a_launcher_the_others_find_out_by_themselves(tmp_path, end, error, how):
     (tmp_path / "cut").touch()
-    arguments = [tmp_path / "backups", tmp_path / "cut"]
+    arguments = [tmp_path / "backups", tmp_path / "cut", *how]
     with ByHand("train_long.py", workers=1, ps=0, arguments=arguments) as cluster:
         cluster.tasks["worker 0"].wait_for("epoch 4\n")
-        getattr(cluster.tasks["worker 0"], end)()
+        if end == "break":
+            (tmp_path / "break").touch()
+        else:
+            getattr(cluster.tasks["worker 0"], end)()
         assert cluster.chief.end() == 1
-        assert error in cluster.chief.output
+        last = cluster.chief.output.partition("Traceback")[2]
+        assert re.search(error, last), cluster.chief.output

@@ -191,6 +191,7 @@ def fit(
                     "validation_freq": str(validation_freq),
                     "steps_per_execution": model.steps_per_execution,
                     "backup_every": str(backup_every),
+                    "collectives": strategies.chosen_collectives(),
                 }
             )
             backups.restore(model, feed.share.batch_size or batch_size)

@@ -32,6 +32,7 @@ _PIECE = 2 << 20
 _KEPT_CALLS = 4096
 
 _TOLD_S = 2.0  # a task that fails tells so before it leaves
+_ANSWER_S = 5.0
 _NOBODYS_GROUP = 2**31 - 2  # strategies count theirs from 1
 
 _WAIT_S = 3600.0  # a chief may be busy; a dead one is reported by the coordination service
@@ -83,11 +84,14 @@ class Group:
     def _said(self, key: str, rank: int) -> Any:
         """What task `rank` has set `key` to, once it has."""
         task = self._tasks[rank] if rank != self.rank else None
-        return json.loads(keras_compat.coordination_get(key, _WAIT_S, task))
+        try:
+            return json.loads(keras_compat.coordination_get(key, _WAIT_S, task))
+        except tf.errors.OpError as e:
+            raise self.why_lost(e) from None
 
     def require_there(self, rank: int) -> None:
-        """Raises tf.errors.OpError where task `rank` cannot be reached, or was started again."""
-        keras_compat.require_task(self._tasks[rank])
+        """Raises tf.errors.OpError where task `rank` gives no answer, or was started again."""
+        keras_compat.require_task(self._tasks[rank], _ANSWER_S)
 
     def why_lost(self, found: Exception) -> tf.errors.OpError:
         """The error to raise where this task found that another has gone: what that one told.
@@ -109,6 +113,8 @@ class Group:
         except tf.errors.OpError as told:
             if ECHO in str(told):
                 return told
+        if isinstance(found, tf.errors.OpError):
+            return found
         return tf.errors.UnavailableError(None, None, str(found))
 
     @property

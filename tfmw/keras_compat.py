@@ -879,7 +879,7 @@ def configure_coordination(jobs: dict[str, int], leader: str, heartbeat_s: int) 
 
 
 _ASK_AGAIN_S = 5.0
-_ANSWER_MS = 10_000
+_ANSWER_S = 10.0
 
 
 def coordination_set(key: str, value: str) -> None:
@@ -910,16 +910,16 @@ def coordination_get(key: str, timeout_s: float, task: str | None = None) -> str
             if left <= _ASK_AGAIN_S:
                 raise
         if task is not None:
-            require_task(task)
+            require_task(task, _ANSWER_S)
 
 
-def require_task(task: str) -> None:
-    """Raises tf.errors.OpError where `task` cannot be reached, or was started again.
+def require_task(task: str, timeout_s: float) -> None:
+    """Raises tf.errors.OpError where `task` gives no answer in time, or was started again.
 
     Args:
         task: such as "/job:worker/replica:0/task:1".
     """
-    _context.context().check_collective_ops_peer_health(task, _ANSWER_MS)
+    _context.context().check_collective_ops_peer_health(task, int(1000 * timeout_s))
 
 
 def coordination_delete(key: str) -> None:

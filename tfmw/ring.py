@@ -38,19 +38,15 @@ Add = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]  # (a, b, out)
 
 CONNECT_S = 5.0
 QUIET_S = 5.0  # without a byte, after which neighbours are asked whether they are there
+_MISSES = 2  # questions in a row without an answer: a busy worker may miss one
 
 _PIECE_BYTES = 1 << 18  # what is added and sent on at once; it stays in the caches meanwhile
 _ALIGNED = 64  # bytes: TensorFlow takes over arrays aligned so without copying them
 _HEADER = struct.Struct("!QQ")  # number of the exchange, bytes that follow
 
-# A machine that is gone without a word: the kernel finds out by itself. tcp(7); seconds, but for
-# TCP_USER_TIMEOUT, which is in milliseconds.
-_KEEPALIVE = {
-    "TCP_KEEPIDLE": 5,
-    "TCP_KEEPINTVL": 2,
-    "TCP_KEEPCNT": 3,
-    "TCP_USER_TIMEOUT": 11_000,
-}
+# A machine that is gone without a word: the kernel finds out by itself; tcp(7), in seconds. Not by
+# TCP_USER_TIMEOUT, which takes a worker that is late, and so reads nothing, for a lost one.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 class RingBroken(ConnectionError):
@@ -58,7 +54,8 @@ class RingBroken(ConnectionError):
 
 
 def _add(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    np.add(a, b, out=out)
+    with np.errstate(all="ignore"):  # infinities are for the optimizer to see
+        np.add(a, b, out=out)
 
 
 class Ring:
@@ -67,8 +64,9 @@ class Ring:
     Args:
         rank: this worker, of `size`.
         to_next, from_previous: connected stream sockets.
-        still_there: called with a rank whenever nothing came or went for QUIET_S seconds; raises
-            where that worker cannot be reached.
+        still_there: called with the rank of each neighbour whenever nothing came or went for
+            QUIET_S seconds; raises where that worker gives no answer. The second time in a row it
+            counts as lost.
         timeout_s: seconds without a byte after which a sum fails; None waits as long as both
             neighbours are there.
 
@@ -89,7 +87,7 @@ class Ring:
         self.broken: Exception | None = None
         self._next, self._previous = to_next, from_previous
         self._still_there = still_there
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._memory = _Memory()
         self._exchanges = 0  # made so far
         self._one_at_a_time = threading.Lock()
@@ -247,12 +245,18 @@ class Ring:
             poll.register(self._previous, select.POLLIN)
         if going.may_go:
             poll.register(self._next, select.POLLOUT)
-        begin = time.monotonic()
-        while not poll.poll(1000 * QUIET_S):
-            for rank in (self.rank - 1, self.rank + 1):
-                self._still_there(rank % self.size)
-            if self._timeout_s is not None and time.monotonic() - begin > self._timeout_s:
-                raise RingBroken(f"no number came or went for {self._timeout_s:g} s")
+        begin, misses = time.monotonic(), 0
+        while not poll.poll(1000 * min(QUIET_S, self.timeout_s or QUIET_S)):
+            try:
+                for rank in {(self.rank + 1) % self.size, (self.rank - 1) % self.size}:
+                    self._still_there(rank)
+                misses = 0
+            except Exception:
+                misses += 1
+                if misses == _MISSES:
+                    raise
+            if self.timeout_s is not None and time.monotonic() - begin > self.timeout_s:
+                raise RingBroken(f"no number came or went for {self.timeout_s:g} s")
 
     def _differ(self, theirs: str, ours: str) -> RuntimeError:
         return RuntimeError(
@@ -335,7 +339,9 @@ class _Memory:
         return block[start : start + array.nbytes].view(array.dtype)
 
 
-_UNUSED = 3  # references to a block: of the list, of the loop over it, and of getrefcount
+# References to a block that nobody else holds, counted as `like` does: those of the list, of the
+# loop over it, and of getrefcount's argument, which some versions of Python leave out.
+_UNUSED = next(sys.getrefcount(block) for block in [np.empty(1)])
 
 
 def _pieces(array: np.ndarray) -> Iterator[slice]:
@@ -411,17 +417,26 @@ def _greeted(host: str, port: int, token: bytes) -> socket.socket:
 def _accepted(server: socket.socket, token: bytes) -> socket.socket:
     """The first connection that knows the token."""
     deadline = time.monotonic() + CONNECT_S
-    while True:
-        server.settimeout(max(0.01, deadline - time.monotonic()))
+    while (left := deadline - time.monotonic()) > 0:
+        server.settimeout(left)
         peer, _address = server.accept()
-        peer.settimeout(CONNECT_S)
         with contextlib.suppress(OSError):
-            said = b""
-            while len(said) < len(token) and (part := peer.recv(len(token) - len(said))):
-                said += part
-            if hmac.compare_digest(said, token):
+            if hmac.compare_digest(_first_bytes(peer, len(token), deadline), token):
                 return _tuned(peer)
         peer.close()
+    raise TimeoutError("timed out")
+
+
+def _first_bytes(peer: socket.socket, count: int, deadline: float) -> bytes:
+    """What a peer says at once; a worker says its token before it is accepted."""
+    said = b""
+    while len(said) < count and (left := deadline - time.monotonic()) > 0:
+        peer.settimeout(min(left, 1.0))
+        part = peer.recv(count - len(said))
+        if not part:
+            break
+        said += part
+    return said
 
 
 def _tuned(peer: socket.socket) -> socket.socket:

@@ -119,8 +119,11 @@ def init(
             )
         if collectives != "auto" or bytes_per_pack is not None or timeout_s is not None:
             # Joining is done; how gradients are reduced may still be chosen.
-            _joined.options = _communication_options(collectives, bytes_per_pack, timeout_s)
-            _joined.collectives = collectives
+            if collectives != "auto":
+                _joined.collectives = collectives
+            _joined.options = _communication_options(_joined.collectives, bytes_per_pack, timeout_s)
+            if _joined.ring is not None:
+                _joined.ring.timeout_s = timeout_s
         return _joined.cluster
     if resolved.task == "evaluator":
         _evaluating = True
@@ -173,7 +176,9 @@ def _join_multi_worker(
 
         from tfmw import keras_compat
 
-    _choose_threads()
+    _bound_threads()
+    if collectives == "auto":
+        _add_a_thread()
     config = cluster.as_tf_config()
     jobs = {name: len(a) for name, a in config["cluster"].items() if name in ("chief", "worker")}
     leader = f"/job:{'chief' if 'chief' in jobs else 'worker'}/replica:0/task:0"
@@ -229,7 +234,7 @@ def _join_parameter_servers(
             threads=ps_cluster.threads_of_a_task(),
         )
         raise SystemExit(0)
-    _choose_threads()
+    _bound_threads()
     servers = ps_cluster.coordinate(cluster, facts, timeout_s=start_timeout_s)
     options = _communication_options("auto", None, None)
     _joined = _Joined(cluster, servers.strategy, options, servers)
@@ -251,19 +256,29 @@ def _version(package: str) -> str:
         return str(importlib.import_module(package).__version__)
 
 
-def _choose_threads() -> None:
+def _bound_threads() -> None:
     """Shares this machine's cores between the tasks that a launcher started on it."""
     import tensorflow as tf
 
     tasks = int(os.environ.get("TFMW_LOCAL_TASKS", "1"))
-    cores = len(os.sched_getaffinity(0))
     if tasks > 1 and "TF_NUM_INTRAOP_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
         tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // tasks))
-    # A sum over tfmw's ring blocks one of these threads, and with the others TensorFlow answers
-    # peers that are still in an earlier collective.
+
+
+def _add_a_thread() -> None:
+    """Gives TensorFlow a thread more for ops, as a sum over tfmw's ring blocks one.
+
+    With the others it also answers peers that are still in an earlier collective.
+    """
+    import tensorflow as tf
+
     chosen = tf.config.threading.get_inter_op_parallelism_threads()
-    chosen = chosen or int(os.environ.get("TF_NUM_INTEROP_THREADS", "0")) or cores
-    tf.config.threading.set_inter_op_parallelism_threads(max(2, chosen))
+    if not chosen:
+        said = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+        chosen = int(said) if said.isdecimal() else 0
+        chosen = chosen or len(os.sched_getaffinity(0))
+    tf.config.threading.set_inter_op_parallelism_threads(chosen + 1)
 
 
 def _end_at_sigterm() -> None:
@@ -382,6 +397,11 @@ def current_strategy() -> tf.distribute.Strategy:
     import tensorflow as tf
 
     return tf.distribute.get_strategy() if _joined is None else _joined.strategy
+
+
+def chosen_collectives() -> str:
+    """What `init` was told to reduce gradients with, last."""
+    return "auto" if _joined is None else _joined.collectives
 
 
 def reduction_options(

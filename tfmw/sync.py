@@ -142,9 +142,10 @@ class SyncDriver:
         """Where a task is lost in the middle of a step, the error says which, and why."""
         try:
             yield
-        except tf.errors.OpError:
+        except Exception as e:
             broken = self._reduction.broken
-            if broken is None:
+            # TensorFlow wraps what an op raises, but not where it runs eagerly.
+            if broken is None or not (e is broken or isinstance(e, tf.errors.OpError)):
                 raise
             lost = isinstance(broken, OSError | tf.errors.OpError)
             raise (self.group.why_lost(broken) if lost else broken) from None

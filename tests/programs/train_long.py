@@ -1,6 +1,7 @@
-"""Trains for ever with backups: train_long.py BACKUPS CUT.
+"""Trains for ever with backups: train_long.py BACKUPS CUT [eagerly].
 
-After epoch 3 the chief waits for the file CUT, and the others for the chief's word.
+After epoch 3 the chief waits for the file CUT, and the others for the chief's word. Where there is
+a file `break` beside it, the others raise an error.
 """
 
 import sys
@@ -21,11 +22,13 @@ class Say(keras.callbacks.Callback):
         print(f"epoch {epoch}", flush=True)
         while epoch == 3 and cluster.is_chief and not Path(sys.argv[2]).exists():
             time.sleep(0.05)
+        if not cluster.is_chief and Path(sys.argv[2]).with_name("break").exists():
+            raise ValueError("told to break")
 
 
 x: Any = np.ones((8, 3), np.float32)
 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-model.compile("sgd", "mse")
+model.compile("sgd", "mse", run_eagerly="eagerly" in sys.argv)
 tfmw.fit(
     model,
     x,
