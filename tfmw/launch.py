@@ -544,7 +544,7 @@ def compute_with_onednn(env: MutableMapping[str, str]) -> None:
     """Has TensorFlow take oneDNN's kernels, as it does by itself on newer x86 processors only.
 
     It decides when it is imported, so a script could not. On processors with AVX2 alone its own
-    kernels take 1.3 (transformer) to 2.6 times (ResNet50) as long.
+    kernels make a step of ResNet50 2.4 times as long (bench/steps.py).
     """
     if platform.machine() in ("x86_64", "AMD64"):
         env.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
