@@ -1,4 +1,4 @@
-"""Trains the same model three times: without tfmw's ring, which cannot be joined; over it; without.
+"""Trains the same model without tfmw's ring, which cannot be joined; over it; in 16 bits; without.
 
 Writes, of each time: how many exchanges were made over the ring, and a checksum of the weights.
 """
