@@ -16,7 +16,7 @@ import pytest
 
 from tests.by_hand import ByHand
 from tests.cluster import run_cluster
-from tfmw import ring
+from tfmw import _links, ring
 from tfmw.ring import Ring, RingBroken
 
 Array = np.ndarray[Any, Any]
@@ -68,18 +68,27 @@ def gathers_of(rings: list[Ring], arrays: list[Any]) -> Callable[[int], list[Arr
     return lambda rank: rings[rank].gather(arrays[rank])
 
 
+@pytest.fixture(params=["shared memory", "TCP"])
+def over(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What numbers travel through."""
+    monkeypatch.setenv(_links.SHARED_MEMORY, "0" if request.param == "TCP" else "1")
+    return str(request.param)
+
+
 @pytest.fixture
-def joined() -> Iterator[Callable[..., list[Any]]]:
+def joined(over: str) -> Iterator[Callable[..., list[Any]]]:
     """Joins rings that are closed afterwards: joined(3), or with a `from_all` of the test's own."""
     rings: list[Any] = []
 
-    def join(size: int, change: Callable[[Any], Any] | None = None, **options: Any) -> list[Any]:
+    def join(
+        size: int, change: Callable[[int, Any], Any] | None = None, **options: Any
+    ) -> list[Any]:
         exchange = Exchange(size)
 
         def one(rank: int) -> Ring:
             from_all = exchange.of(rank)
             if change is not None:
-                from_all = change(from_all)
+                from_all = change(rank, from_all)
             return ring.connect(rank, ["127.0.0.1"] * size, TOKEN, from_all, **options)
 
         results = in_threads(size, one)
@@ -167,6 +176,34 @@ def test_a_worker_that_leaves_ends_the_sums_of_all(joined, leaver):
         rings[leaver - 1].sum(large)
 
 
+def test_what_a_worker_sent_before_it_left_still_counts(joined):
+    rings = joined(2)
+    ones: Array = np.ones(1000, "f")
+    has_left = threading.Event()
+    takes = []
+    take = rings[1]._previous.take
+
+    def late(into: Array) -> Array | None:
+        takes.append(into)
+        assert len(takes) < 3 or has_left.wait(20)  # after the header and the first half
+        taken: Array | None = take(into)
+        while taken is None and len(takes) < 3:
+            taken = take(into)
+        return taken
+
+    rings[1]._previous.take = late
+
+    def work(rank: int) -> Any:
+        total = rings[rank].sum(ones)
+        if rank == 0:
+            rings[0].close()
+            has_left.set()
+        return total
+
+    np.testing.assert_array_equal(in_threads(2, work), np.full([2, 1000], 2))
+    assert len(takes) == 3
+
+
 def test_workers_that_sum_different_things_are_told(joined):
     rings = joined(2)
     results = in_threads(2, lambda rank: rings[rank].sum(np.ones(10 + rank, "f")))
@@ -216,14 +253,23 @@ def test_a_neighbour_that_misses_a_question_is_not_lost(joined, monkeypatch):
         np.testing.assert_array_equal(total, np.full(10, 2))
 
 
-def test_strangers_are_turned_away(joined):
+def to(address: Any, over: str) -> socket.socket:
+    """A connection to a worker."""
+    if over == "TCP":
+        return socket.create_connection(("127.0.0.1", address["port"]))
+    peer = socket.socket(socket.AF_UNIX)
+    peer.connect(f"\0{address['name']}")
+    return peer
+
+
+def test_strangers_are_turned_away(joined, over):
     """Whoever connects first, without the token, is not taken for a worker."""
     strangers = []
 
-    def with_stranger(from_all: Any) -> Any:
+    def with_stranger(rank: int, from_all: Any) -> Any:
         def change(value: Any) -> list[Any]:
-            if isinstance(value, int):  # the port
-                stranger = socket.create_connection(("127.0.0.1", value))
+            if isinstance(value, dict):  # the address
+                stranger = to(value, over)
                 stranger.sendall(b"x" * len(TOKEN))
                 strangers.append(stranger)
             return from_all(value)
@@ -238,16 +284,42 @@ def test_strangers_are_turned_away(joined):
         stranger.close()
 
 
-def test_strangers_that_say_nothing_are_not_waited_for_one_by_one(monkeypatch):
-    monkeypatch.setattr(ring, "CONNECT_S", 0.5)
+def test_strangers_that_say_nothing_are_not_waited_for_one_by_one(over, monkeypatch):
+    monkeypatch.setattr(_links, "CONNECT_S", 0.5)
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        door = stack.enter_context(_links.Door("127.0.0.1"))
         for _ in range(20):
-            stack.enter_context(socket.create_connection(server.getsockname()))
+            stack.enter_context(to(door.address, over))
         begin = time.monotonic()
         with pytest.raises(TimeoutError):
-            ring._accepted(server, TOKEN)
+            door.accepted(door.address, TOKEN)
         assert time.monotonic() - begin < 5
+
+
+def test_workers_of_one_machine_share_memory_and_others_use_tcp(joined, over):
+    """The last of three is elsewhere."""
+
+    def last_elsewhere(rank: int, from_all: Any) -> Any:
+        def change(value: Any) -> list[Any]:
+            if rank == 2 and isinstance(value, dict):
+                value["machine"] = ["elsewhere", 0]
+            return from_all(value)
+
+        return change
+
+    rings = joined(3, last_elsewhere)
+    kinds = [(type(r._next), type(r._previous)) for r in rings]
+    out, into = _links.Out, _links.In
+    if over == "TCP":
+        assert kinds == [(out, into)] * 3
+    else:
+        shared_out, shared_into = _links.SharedOut, _links.SharedIn
+        assert kinds == [(shared_out, into), (out, shared_into), (out, into)]
+    arrays: list[Array] = [np.full(500_000, rank, "f") for rank in range(3)]
+    np.testing.assert_array_equal(in_threads(3, sums_of(rings, arrays)), np.full([3, 500_000], 3))
+    mine = [[array[: 200_000 * rank]] for rank, array in enumerate(arrays)]
+    for (rows,) in in_threads(3, gathers_of(rings, mine)):
+        np.testing.assert_array_equal(rows, np.repeat([1.0, 2.0], [200_000, 400_000]))
 
 
 def test_infinities_are_summed_without_a_word(joined):
@@ -258,7 +330,7 @@ def test_infinities_are_summed_without_a_word(joined):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_a_worker_is_found_by_address_and_by_name(host):
-    with ring._listen(host) as server:
+    with _links._listen(host) as server:
         with socket.create_connection((host, server.getsockname()[1]), timeout=5):
             server.accept()[0].close()
         only_there = server.getsockname()[0] == host
@@ -266,14 +338,16 @@ def test_a_worker_is_found_by_address_and_by_name(host):
 
 
 def test_neighbours_that_cannot_connect_are_named_on_all(joined, monkeypatch):
-    monkeypatch.setattr(ring, "CONNECT_S", 0.3)
+    monkeypatch.setattr(_links, "CONNECT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = closed.getsockname()[1]
 
-    def cut(from_all: Any) -> Any:
+    def cut(rank: int, from_all: Any) -> Any:
         def change(value: Any) -> list[Any]:
             values = from_all(value)
-            return [values[0], nobody] if isinstance(value, int) else values
+            if isinstance(value, dict):
+                values[1] = {**values[1], "port": nobody, "name": "nobody"}
+            return values
 
         return change
 
@@ -294,14 +368,15 @@ class TestTraining:
     def test_gradients_travel_through_the_ring_unless_told_otherwise(self, tasks):
         for task in tasks:
             # 5 batches of 2 epochs: one pack of dense gradients, and the embedding's rows.
-            assert task["over"]["exchanges"] == 2 * 5 * 2
+            for over, links in (("over TCP", "Out"), ("over", "SharedOut")):
+                assert task[over]["exchanges"] == 2 * 5 * 2
+                assert task[over]["links"] == links
             assert task["chosen"]["exchanges"] == 0
 
     def test_the_numbers_are_those_of_tensorflows_collectives(self, tasks):
         for task in tasks:
-            assert (
-                task["over"]["weights"] == task["chosen"]["weights"] == task["without"]["weights"]
-            )
+            ways = ("over", "over TCP", "chosen", "without")
+            assert len({task[way]["weights"] for way in ways}) == 1
 
     def test_16_bits_are_the_same_on_all(self, tasks):
         assert tasks[0]["16 bits"] == tasks[1]["16 bits"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
+import os
 import statistics
 import sys
 import time
@@ -85,8 +86,9 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
     import numpy as np
 
     import tfmw
-    from tfmw import reduction, strategies
+    from tfmw import _links, reduction, strategies
 
+    os.environ[_links.SHARED_MEMORY] = "0"  # what is foretold is for workers of several machines
     tfmw.init()
     make = _load(target)
     model, dataset, options = _parts(make(), target)

@@ -1,4 +1,4 @@
-"""All-reduce over plain TCP, for gradients of workers without GPUs. Standard library and NumPy.
+"""All-reduce for gradients of workers without GPUs. Standard library and NumPy.
 
     ring = connect(rank, addresses, token, from_all=group.from_all)
     total = ring.sum(mine)         # float32 [n]: the sum over workers, bit for bit the same on all
@@ -7,20 +7,18 @@
 Each worker sends to the next one and receives from the one before it: 2 (N - 1) messages of a
 1/N-th of the array each (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters
 of Workstations, 2009). What comes in is added and sent on in small pieces, so that a sum is on its
-way to the next worker before the whole of it is there.
+way to the next worker before the whole of it is there. It gets there over TCP, or through memory
+that two workers of one machine share (tfmw/_links.py).
 
 TensorFlow's own ring does the same over gRPC, where each message is allocated, zeroed and copied
-several times: three to four times the time of this one (bench/ring.py measures both). What travels
-here are numbers only, between workers that have shown each other the token of this training, which
-they have from TensorFlow's coordination service.
+several times: a multiple of the time of this one (bench/ring.py measures both). What travels here
+are numbers only, between workers that have shown each other the token of this training, which they
+have from TensorFlow's coordination service.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import hmac
-import ipaddress
 import math
 import select
 import socket
@@ -32,21 +30,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from tfmw import _links
+from tfmw._links import PIECE_BYTES, In, Out
 
 Add = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]  # (a, b, out)
 
-CONNECT_S = 5.0
 QUIET_S = 5.0  # without a byte, after which neighbours are asked whether they are there
 _MISSES = 2  # questions in a row without an answer: a busy worker may miss one
 
-_PIECE_BYTES = 1 << 18  # what is added and sent on at once; it stays in the caches meanwhile
 _ALIGNED = 64  # bytes: TensorFlow takes over arrays aligned so without copying them
 _HEADER = struct.Struct("!QQ")  # number of the exchange, bytes that follow
-
-# A machine that is gone without a word: the kernel finds out by itself; tcp(7), in seconds. Not by
-# TCP_USER_TIMEOUT, which takes a worker that is late, and so reads nothing, for a lost one.
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 class RingBroken(ConnectionError):
@@ -63,7 +57,7 @@ class Ring:
 
     Args:
         rank: this worker, of `size`.
-        to_next, from_previous: connected stream sockets.
+        to_next, from_previous: the links to both neighbours.
         still_there: called with the rank of each neighbour whenever nothing came or went for
             QUIET_S seconds; raises where that worker gives no answer. The second time in a row it
             counts as lost.
@@ -78,8 +72,8 @@ class Ring:
         self,
         rank: int,
         size: int,
-        to_next: socket.socket,
-        from_previous: socket.socket,
+        to_next: Out,
+        from_previous: In,
         still_there: Callable[[int], object] = lambda rank: None,
         timeout_s: float | None = None,
     ):
@@ -91,8 +85,6 @@ class Ring:
         self._memory = _Memory()
         self._exchanges = 0  # made so far
         self._one_at_a_time = threading.Lock()
-        for peer in (to_next, from_previous):
-            peer.setblocking(False)
 
     def sum(self, mine: np.ndarray, add: Add = _add) -> np.ndarray:
         """The sum of all workers' arrays. All workers make all calls, in the same order.
@@ -139,16 +131,16 @@ class Ring:
     def close(self) -> None:
         """Ends the ring for this worker, and so for its neighbours, whatever they wait for."""
         self.broken = self.broken or RingBroken("this worker has left the ring")
-        for peer in (self._next, self._previous):
+        for link in (self._next, self._previous):
             with contextlib.suppress(OSError):
-                peer.shutdown(socket.SHUT_RDWR)  # a sum under way fails, and shuts the rest
+                link.peer.shutdown(socket.SHUT_RDWR)  # a sum under way fails, and shuts the rest
         if self._one_at_a_time.acquire(blocking=False):
             self._shut()
             self._one_at_a_time.release()
 
     def _shut(self) -> None:
-        self._next.close()
-        self._previous.close()
+        self._next.peer.close()
+        self._previous.peer.close()
 
     def _sum(self, mine: np.ndarray, add: Add) -> np.ndarray:
         last = self.size - 1
@@ -160,91 +152,100 @@ class Ring:
             return array[cuts[number] : cuts[number + 1]]
 
         # Sent k-th is what came (k - 1)-th, with this worker's own numbers added in a first round.
-        going = _Going(self._next)
-        going.add(self._header(mine.nbytes), part(mine, self.rank), may_go=True)
-        going.add(*(part(total, self.rank - k) for k in range(1, 2 * last)))
-        theirs = self._their_bytes(going)
+        self._next.add(self._header(mine.nbytes), part(mine, self.rank), may_go=True)
+        self._next.add(*(part(total, self.rank - k) for k in range(1, 2 * last)))
+        theirs = self._their_bytes()
         if theirs != mine.nbytes:
             raise self._differ(f"{theirs} bytes", f"{mine.nbytes} bytes")
         for k in range(2 * last):
             coming, summand = (part(array, self.rank - 1 - k) for array in (total, mine))
             for piece in _pieces(coming):
-                self._receive(coming[piece], going)
-                if k < last:
-                    add(coming[piece], summand[piece], coming[piece])
-                going.release(coming[piece].nbytes)
-        self._finish(going)
+                here = coming[piece]
+                with self._received(here) as numbers:
+                    if k < last:
+                        add(numbers, summand[piece], here)
+                    elif numbers is not here:
+                        here[...] = numbers
+                if k < 2 * last - 1:
+                    self._next.release(here.nbytes)
+        self._finish()
         return total
 
     def _gather(self, mine: list[np.ndarray]) -> list[np.ndarray]:
         row = sum(array.itemsize * math.prod(array.shape[1:]) for array in mine)
         everyone = [mine] * self.size
-        going = _Going(self._next)
-        going.add(self._header(sum(a.nbytes for a in mine)), *mine, may_go=True)
+        self._next.add(self._header(sum(a.nbytes for a in mine)), *mine, may_go=True)
         for k in range(self.size - 1):
-            nbytes = self._their_bytes(going)
+            nbytes = self._their_bytes()
             rows, rest = divmod(nbytes, row) if row else (len(mine[0]), nbytes)
             if rest:
                 raise self._differ(f"{nbytes} bytes", f"rows of {row} bytes")
             block = [np.empty((rows, *array.shape[1:]), array.dtype) for array in mine]
             for array in block:
-                self._receive(array, going)
+                self._receive(array.reshape(-1).view(np.uint8))
             if k < self.size - 2:
-                going.add(self._header(nbytes), *block, may_go=True)
+                self._next.add(self._header(nbytes), *block, may_go=True)
             everyone[(self.rank - 1 - k) % self.size] = block
-        self._finish(going)
+        self._finish()
         return [np.concatenate(arrays) for arrays in zip(*everyone, strict=True)]
 
     def _header(self, nbytes: int) -> np.ndarray:
         return np.frombuffer(_HEADER.pack(self._exchanges, nbytes), np.uint8)
 
-    def _their_bytes(self, going: _Going) -> int:
+    def _their_bytes(self) -> int:
         """How many bytes come next, from a worker that is at the same exchange as this one."""
         header: np.ndarray = np.empty(_HEADER.size, np.uint8)
-        self._receive(header, going)
+        self._receive(header)
         number, nbytes = _HEADER.unpack(header.tobytes())
         if number != self._exchanges:
             raise self._differ(f"exchange {number}", f"exchange {self._exchanges}")
         return int(nbytes)
 
-    def _finish(self, going: _Going) -> None:
+    def _finish(self) -> None:
         """Until all has gone."""
-        while going.left:
-            if not self._push(going):
-                self._wait(going, reading=False)
+        while self._next.left:
+            if not self._push():
+                self._wait(reading=False)
         self._exchanges += 1
 
-    def _receive(self, into: np.ndarray, going: _Going) -> None:
-        """Fills an array from the worker before, and sends meanwhile what may go."""
-        view = _bytes_of(into)
-        while view:
-            moved = self._push(going)
+    def _receive(self, into: np.ndarray) -> None:
+        """Fills an array from the worker before."""
+        for piece in _pieces(into):
+            here = into[piece]
+            with self._received(here) as came:
+                if came is not here:
+                    here[...] = came
+
+    @contextlib.contextmanager
+    def _received(self, into: np.ndarray) -> Iterator[np.ndarray]:
+        """The next numbers of the worker before, in `into` or elsewhere; sends what may go."""
+        while True:
+            moved = self._push()
             try:
-                count = self._previous.recv_into(view)
-            except BlockingIOError:
-                if not moved:
-                    self._wait(going, reading=True)
-                continue
+                came = self._previous.take(into)
             except OSError as e:
                 raise self._lost(self.rank - 1, str(e)) from None
-            if not count:
-                raise self._lost(self.rank - 1, "it closed the connection")
-            view = view[count:]
+            if came is not None:
+                break
+            if not moved:
+                self._wait(reading=True)
+        yield came
+        self._previous.done()
 
-    def _push(self, going: _Going) -> bool:
+    def _push(self) -> bool:
         """Sends what may go and the next worker has room for; returns whether there was any."""
         try:
-            return going.push()
+            return self._next.push()
         except OSError as e:
             raise self._lost(self.rank + 1, str(e)) from None
 
-    def _wait(self, going: _Going, reading: bool) -> None:
-        """Until a neighbour may be read from, or written to where there is something to write."""
+    def _wait(self, reading: bool) -> None:
+        """Until something has come, or there is room again for something that may go."""
         poll = select.poll()
         if reading:
-            poll.register(self._previous, select.POLLIN)
-        if going.may_go:
-            poll.register(self._next, select.POLLOUT)
+            poll.register(self._previous.peer, select.POLLIN)
+        if self._next.may_go:
+            self._next.watch(poll)
         begin, misses = time.monotonic(), 0
         while not poll.poll(1000 * min(QUIET_S, self.timeout_s or QUIET_S)):
             try:
@@ -266,55 +267,6 @@ class Ring:
 
     def _lost(self, rank: int, why: str) -> RingBroken:
         return RingBroken(f"lost worker {rank % self.size} while gradients were summed: {why}")
-
-
-def _bytes_of(array: np.ndarray) -> memoryview:
-    flat: npt.NDArray[np.uint8] = array.reshape(-1).view(np.uint8)
-    return memoryview(flat)
-
-
-class _Going:
-    """What goes to the next worker: the bytes of several arrays, each once it is released."""
-
-    def __init__(self, peer: socket.socket):
-        self._peer = peer
-        self._parts: collections.deque[memoryview] = collections.deque()
-        self._released = 0
-
-    def add(self, *arrays: np.ndarray, may_go: bool = False) -> None:
-        """Puts arrays behind the others; `release` lets them go, or `may_go` at once."""
-        for array in arrays:
-            if array.size:
-                self._parts.append(_bytes_of(array))
-                self._released += array.nbytes if may_go else 0
-
-    @property
-    def left(self) -> bool:
-        return bool(self._parts)
-
-    @property
-    def may_go(self) -> bool:
-        return self.left and self._released > 0
-
-    def release(self, nbytes: int) -> None:
-        """The next `nbytes` bytes may go."""
-        self._released += nbytes
-
-    def push(self) -> bool:
-        """Sends what may go, as far as there is room for it; returns whether there was any."""
-        moved = False
-        while self.may_go:
-            part = self._parts[0]
-            try:
-                count = self._peer.send(part[: self._released])
-            except BlockingIOError:
-                return moved
-            self._parts[0] = part[count:]
-            if not self._parts[0]:
-                self._parts.popleft()
-            self._released -= count
-            moved = True
-        return moved
 
 
 class _Memory:
@@ -345,7 +297,7 @@ _UNUSED = next(sys.getrefcount(block) for block in [np.empty(1)])
 
 
 def _pieces(array: np.ndarray) -> Iterator[slice]:
-    step = max(1, _PIECE_BYTES // array.itemsize)
+    step = max(1, PIECE_BYTES // array.itemsize)
     for start in range(0, len(array), step):
         yield slice(start, start + step)
 
@@ -371,78 +323,25 @@ def connect(
         RingBroken: on all workers, where two neighbours could not connect; it names them.
     """
     size = len(hosts)
+    after, before = (rank + 1) % size, (rank - 1) % size
     with contextlib.ExitStack() as undo:
-        server = undo.enter_context(_listen(hosts[rank]))
-        ports = from_all(server.getsockname()[1])
-        after = (rank + 1) % size
+        door = undo.enter_context(_links.Door(hosts[rank]))
+        addresses: list[_links.Address] = from_all(door.address)
         problem = None
-        there = f"worker {after} at {hosts[after]}:{ports[after]}"
         try:
-            to_next = undo.enter_context(_greeted(hosts[after], ports[after], token))
+            to_next = _links.connect(hosts[after], addresses[after], door.address, token)
+            undo.callback(to_next.peer.close)
         except OSError as e:
+            there = f"worker {after} at {hosts[after]}:{addresses[after]['port']}"
             problem = f"worker {rank} could not connect to {there} ({e})"
         try:
-            from_previous = undo.enter_context(_accepted(server, token))
+            from_previous = door.accepted(addresses[before], token)
+            undo.callback(from_previous.peer.close)
         except OSError as e:
-            before = (rank - 1) % size
             problem = problem or f"worker {before} did not come to worker {rank} ({e})"
         problems = [said for said in from_all(problem) if said is not None]
         if problems:
             raise RingBroken("; ".join(problems))
-        server.close()
         undo.pop_all()
+        door.close()
     return Ring(rank, size, to_next, from_previous, still_there, timeout_s)
-
-
-def _listen(host: str) -> socket.socket:
-    """A listening socket on a free port: of this IP address, or of all behind a name.
-
-    This machine may know its own name as another address than others do (127.0.1.1 on Debian).
-    """
-    with contextlib.suppress(ValueError, OSError):
-        version = ipaddress.ip_address(host).version
-        family = socket.AF_INET6 if version == 6 else socket.AF_INET
-        return socket.create_server((host, 0), family=family)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
-
-
-def _greeted(host: str, port: int, token: bytes) -> socket.socket:
-    peer = socket.create_connection((host, port), timeout=CONNECT_S)
-    peer.sendall(token)
-    return _tuned(peer)
-
-
-def _accepted(server: socket.socket, token: bytes) -> socket.socket:
-    """The first connection that knows the token."""
-    deadline = time.monotonic() + CONNECT_S
-    while (left := deadline - time.monotonic()) > 0:
-        server.settimeout(left)
-        peer, _address = server.accept()
-        with contextlib.suppress(OSError):
-            if hmac.compare_digest(_first_bytes(peer, len(token), deadline), token):
-                return _tuned(peer)
-        peer.close()
-    raise TimeoutError("timed out")
-
-
-def _first_bytes(peer: socket.socket, count: int, deadline: float) -> bytes:
-    """What a peer says at once; a worker says its token before it is accepted."""
-    said = b""
-    while len(said) < count and (left := deadline - time.monotonic()) > 0:
-        peer.settimeout(min(left, 1.0))
-        part = peer.recv(count - len(said))
-        if not part:
-            break
-        said += part
-    return said
-
-
-def _tuned(peer: socket.socket) -> socket.socket:
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):  # all of them on Linux
-            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return peer

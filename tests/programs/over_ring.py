@@ -1,10 +1,12 @@
-"""Trains the same model without tfmw's ring, which cannot be joined; over it; in 16 bits; without.
+"""Trains the same model without tfmw's ring, which cannot be joined; over it, through TCP and
+through shared memory; in 16 bits; without.
 
 Writes, of each time: how many exchanges were made over the ring, and a checksum of the weights.
 """
 
 import hashlib
 import logging
+import os
 from typing import Any
 
 import keras
@@ -13,7 +15,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs._result import write
-from tfmw import ring, strategies
+from tfmw import _links, strategies
 
 
 def model() -> keras.Model:
@@ -40,7 +42,7 @@ def trained(**options: Any) -> dict[str, Any]:
     data = tf.data.Dataset.from_tensor_slices((words, labels)).batch(16)
     tfmw.fit(trainee, data, epochs=2, verbose=0, seed=1, **options)
     digest = hashlib.sha256(b"".join(w.tobytes() for w in trainee.get_weights())).hexdigest()
-    return {"exchanges": exchanges() - before, "weights": digest}
+    return {"exchanges": exchanges() - before, "links": links(), "weights": digest}
 
 
 def exchanges() -> int:
@@ -48,6 +50,20 @@ def exchanges() -> int:
     joined = strategies._joined
     assert joined is not None
     return 0 if joined.ring is None else joined.ring._exchanges
+
+
+def links() -> str:
+    """The kind of the link to the next worker."""
+    joined = strategies._joined
+    assert joined is not None
+    return type(joined.ring and joined.ring._next).__name__
+
+
+def forget() -> None:
+    """Joins the ring again, as a new process would."""
+    joined = strategies._joined
+    assert joined is not None
+    joined.asked_for_ring, joined.ring = False, None
 
 
 class Heard(logging.Handler):
@@ -64,7 +80,7 @@ class Heard(logging.Handler):
 cluster = tfmw.init()
 heard = Heard()
 logging.getLogger("tfmw").addHandler(heard)
-connect = ring._greeted
+connect = _links.connect
 
 
 def refused(*arguments: Any) -> Any:
@@ -72,16 +88,28 @@ def refused(*arguments: Any) -> Any:
 
 
 if cluster.index == 1:
-    setattr(ring, "_greeted", refused)  # noqa: B010
+    setattr(_links, "connect", refused)  # noqa: B010
 without = trained()
 warned = list(heard.messages)
 
-ring._greeted = connect
-assert strategies._joined is not None
-strategies._joined.asked_for_ring = False  # as in a new process
+_links.connect = connect
+forget()
+os.environ[_links.SHARED_MEMORY] = "0"
+over_tcp = trained()
+del os.environ[_links.SHARED_MEMORY]
+forget()
 over = trained()
 compressed = trained(gradient_compression="bf16")
 
 tfmw.init(collectives="ring")
 chosen = trained()
-write({"without": without, "over": over, "16 bits": compressed, "chosen": chosen, "warned": warned})
+write(
+    {
+        "without": without,
+        "over TCP": over_tcp,
+        "over": over,
+        "16 bits": compressed,
+        "chosen": chosen,
+        "warned": warned,
+    }
+)
