@@ -31,7 +31,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat, placement
+from tfmw import keras_compat, placement, strategies
 from tfmw.data import Evenness, Split
 from tfmw.errors import UsageError
 from tfmw.group import Group
@@ -195,7 +195,7 @@ class SyncDriver:
             )
             return made
 
-        return tf.function(steps, autograph=False, reduce_retracing=True)
+        return _function(steps, reduce_retracing=True)
 
     def _replica_step(
         self,
@@ -373,8 +373,8 @@ class SyncDriver:
         if self.replicas == 1 or not self._state():
             return
         if "average" not in self._functions:
-            self._functions["average"] = tf.function(
-                lambda: self.strategy.run(lambda: self._average(self._state())), autograph=False
+            self._functions["average"] = _function(
+                lambda: self.strategy.run(lambda: self._average(self._state()))
             )
         self._functions["average"]()
 
@@ -486,9 +486,7 @@ class SyncDriver:
                 return {name: results[name] for name in logs.names}, heard
 
             self._functions[("look", kind)] = (
-                look
-                if self.model.run_eagerly and self.replicas == 1
-                else tf.function(look, autograph=False)
+                look if self.model.run_eagerly and self.replicas == 1 else _function(look)
             )
         values, heard = self._functions[("look", kind)](tf.constant([*signals, 0.0], tf.float32))
         self.heard = [float(h) for h in heard.numpy()[: len(signals)]]
@@ -514,12 +512,11 @@ class SyncDriver:
                     rows.append(tf.one_hot(number, self.replicas, dtype=tf.float64)[:, None] * flat)
                 return replica.all_reduce(SUM, rows) if self.replicas > 1 else rows
 
-            self._functions["kept"] = tf.function(
+            self._functions["kept"] = _function(
                 lambda: [
                     self.strategy.experimental_local_results(t)[0]
                     for t in self.strategy.run(on_replica)
-                ],
-                autograph=False,
+                ]
             )
         metrics, averages = self._functions["kept"]()
         return metrics, averages
@@ -577,7 +574,7 @@ class SyncDriver:
             return self.strategy.run(on_replica, args=(parts,))
 
         if not self.model.run_eagerly:
-            one_step = tf.function(one_step, autograph=False, reduce_retracing=True)
+            one_step = _function(one_step, reduce_retracing=True)
         outputs: list[list[Any]] = []  # per step and local replica: flat outputs
         rows: list[list[int]] = []
         structure: Any = None
@@ -657,19 +654,24 @@ class SyncDriver:
                 "predictions are strings, which cannot be sent between workers: predict their "
                 "indices and look them up afterwards."
             )
+        ring = strategies.ring_of(self.strategy)
+        if ring is not None:
+            rows = mine if len(mine) else np.zeros([0, *shape], dtype.as_numpy_dtype)
+            with self._peers_named():
+                (flat,) = ring.gather([rows])
+            return np.split(flat, np.cumsum(sizes)[:-1])
         carrier = dtype if dtype in (tf.float32, tf.float64, tf.int32, tf.int64) else None
         carrier = carrier or (tf.float32 if dtype.is_floating else tf.int64)
         padded = np.zeros([max(sizes), *shape], carrier.as_numpy_dtype)
         padded[: len(mine)] = mine.reshape(-1, *shape) if len(mine) else 0
 
-        @tf.function(autograph=False)
         def gather(value: tf.Tensor) -> tf.Tensor:
             return self.strategy.gather(
                 self.strategy.run(lambda v: tf.identity(v), args=(value,)), axis=0
             )
 
         local = self.split.local
-        flat = gather(tf.constant(padded)).numpy()
+        flat = _function(gather)(tf.constant(padded)).numpy()
         blocks = np.split(flat, self.group.size * local)[::local]
         return [
             block[:size].astype(dtype.as_numpy_dtype)
@@ -681,6 +683,15 @@ class SyncDriver:
             self._warned.add(message)
             if self.group.is_chief:
                 warnings.warn(f"tfmw: {message}", stacklevel=2)
+
+
+def _function(function: Callable[..., Any], **options: Any) -> Any:
+    """A `tf.function` of one driver.
+
+    TensorFlow counts how often the same code is traced, and warns of it: each call of fit, evaluate
+    and predict traces its own. Of a partial it counts each one apart.
+    """
+    return tf.function(functools.partial(function), autograph=False, **options)
 
 
 def _interleaved(lengths: list[int]) -> bool:
