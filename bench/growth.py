@@ -26,7 +26,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 INPUTS = 1000
 EPOCHS, STEPS = 4, 20  # so long that a backup is written before the next one
-PS_STEPS = 2000
+PS_STEPS = 500
 MARK = "growth: "
 
 SYNCHRONOUS = {

@@ -1,10 +1,11 @@
 """Time of a training step: tfmw beside every other way to do it, in one run, as ratios.
 
-    python -m bench.steps [--works cnn,mlp] [--rounds 2] [--out build/bench]
+    python -m bench.steps [--works cnn,mlp] [--rounds 3] [--out build/bench]
 
-Contenders take turns, so that what else the machine does hits all alike; each turn is a fresh set
-of processes with one core each. A figure is the median over all epochs of all rounds but each
-one's first two. `make bench` runs this, and needs the extra `bench` (tf_keras, PyTorch).
+Contenders take turns, so that what else the machine does hits all alike: as often as there are
+rounds. Each turn is a fresh set of processes with one core each. A figure is the median over all
+epochs of all rounds but each one's first two. `make bench` runs one round, in half an hour, and
+needs the extra `bench` (tf_keras, PyTorch).
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--works", default="cnn,mlp,transformer,resnet50")
     parser.add_argument("--contenders", default="", help="only these")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench")
     options = parser.parse_args()
     only = [name for name in options.contenders.split(",") if name]
