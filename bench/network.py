@@ -1,94 +1,127 @@
-"""Predicted against measured: the time of a step on networks of less bandwidth.
+"""Predicted against measured: the time of a step by workers, rate and delay of the network.
 
-    sudo python -m bench.network [--rates 10gbit 3gbit 1gbit 300mbit 100mbit] [--workers 2]
+    sudo python -m bench.network [--workers 2 3 4] [--rates 1000 300 100] [--delays 0.1 1 10]
 
-Each rate is one run of `tfmw bench` in a network namespace of its own, whose loopback tc-tbf(8)
-limits. All workers' messages share it, so each gets its part of the rate. The prediction is made by
-tfmw/cost.py from the run without a limit. Needs root, `unshare` and `tc` (iproute2).
+Every worker has a network namespace of its own, and its packets take their time on the way
+(bench/wire.py). What tfmw/cost.py predicts comes from a single run: two workers, whose packets pass
+through as fast as they can. Rates, in Mbit/s, are those at which each worker may send; delays, in
+ms, are of one way. Needs root, and Linux with unshare, nsenter and ip (iproute2). Workers that
+outnumber the cores share them: then their part of a step that is not communication is measured, not
+predicted.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import dataclasses
+import json
+import math
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from bench.wire import Network
+from tfmw.cost import Cost
+from tfmw.launch import compute_with_onednn
+
 ROOT = Path(__file__).resolve().parents[1]
-BITS = {"gbit": 1e9, "mbit": 1e6}
-PARTS = ("compute", "communication", "input", "step")
-BURST = "2mb"  # loopback's packets are of 64 KB
+STEPS = 8  # of an epoch
+PORT = 20_000
+MARK = "cost: "
 
 
 def make() -> tuple[object, object]:
-    """The CNN of TensorFlow's multi-worker tutorial, and 20 global batches."""
+    """The CNN of TensorFlow's multi-worker tutorial, and its global batches."""
     import keras
 
     from bench.works import batches, keras_network
     from tfmw import strategies
 
     workers = strategies.current_strategy().num_replicas_in_sync
-    return keras_network("cnn", keras), batches("cnn", workers).take(20)
+    return keras_network("cnn", keras), batches("cnn", workers).take(STEPS)
 
 
-def run(rate: str | None, workers: int) -> tuple[dict[str, float], int]:
-    """({part of a step: ms}, number of parameters) of `tfmw bench` behind a limit.
+def child() -> None:
+    """One worker: what `tfmw bench` measures, printed."""
+    from tfmw import _bench
+
+    cost, _batch, _parameters = _bench._measure("bench.network:make", STEPS)
+    print(MARK + json.dumps(dataclasses.asdict(cost)), flush=True)
+
+
+def measure(workers: int, mbit_per_s: float = math.inf, delay_ms: float = 0.0) -> Cost:
+    """What a step costs the chief.
 
     Raises:
-        RuntimeError: it failed; the message is its output.
+        RuntimeError: a worker failed; the message is its output.
     """
-    limit = f"tc qdisc add dev lo root tbf rate {rate} burst {BURST} latency 1s" if rate else "true"
-    bench = [sys.executable, "-m", "tfmw", "bench", f"--workers={workers}", f"{__file__}:make"]
-    behind = ["unshare", "--net", "sh", "-c", f'ip link set lo up && {limit} && exec "$@"', "sh"]
-    done = subprocess.run([*behind, *bench], cwd=ROOT, capture_output=True, text=True, check=False)
-    found = dict(re.findall(r"^(\w+) +([\d.]+) +\d+%$", done.stdout, re.MULTILINE))
-    parameters = re.search(r"([\d,]+) parameters", done.stdout)
-    if done.returncode or parameters is None:
-        raise RuntimeError(done.stdout + done.stderr)
-    return {part: float(found[part]) for part in PARTS}, int(parameters[1].replace(",", ""))
+    with Network(workers, 1e6 * mbit_per_s, 1e-3 * delay_ms) as network:
+        addresses = [f"{address}:{PORT}" for address in network.addresses]
+        processes = []
+        for worker in range(workers):
+            task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": worker}}
+            environ = {
+                **os.environ,
+                "TF_CONFIG": json.dumps(task),
+                "TF_NUM_INTRAOP_THREADS": "1",
+                "TF_CPP_MIN_LOG_LEVEL": "3",
+            }
+            compute_with_onednn(environ)
+            command = [sys.executable, "-m", "bench.network", "--child"]
+            processes.append(
+                subprocess.Popen(
+                    [*network.inside(worker), *command],
+                    cwd=ROOT,
+                    env=environ,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
+    said = [line for line in outputs[0].splitlines() if line.startswith(MARK)]
+    if not said:
+        raise RuntimeError("\n".join(outputs))
+    return Cost(**json.loads(said[0].removeprefix(MARK)))
 
 
 def main() -> None:
     """Measures, predicts, and prints a table."""
-    from tfmw.cost import Cost
-
     flags = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    flags.add_argument(
-        "--rates", nargs="+", default=["10gbit", "3gbit", "1gbit", "300mbit", "100mbit"]
-    )
-    flags.add_argument("--workers", type=int, default=2)
+    flags.add_argument("--workers", type=int, nargs="+", default=[2, 3, 4])
+    flags.add_argument("--rates", type=float, nargs="+", default=[1000, 300, 100])
+    flags.add_argument("--delays", type=float, nargs="+", default=[0.1, 1, 10])
+    flags.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = flags.parse_args()
-    missing = [name for name in ("unshare", "tc", "ip") if shutil.which(name) is None]
+    if options.child:
+        return child()
+    missing = [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]
     if missing:
         flags.error(f"{missing[0]} is not installed: apt-get install iproute2 util-linux")
 
-    free, parameters = run(None, options.workers)
-    n = options.workers
-    cost = Cost(
-        workers=n,
-        compute=free["compute"] / 1e3,
-        communication=free["communication"] / 1e3,
-        input=free["input"] / 1e3,
-        gradient_bytes=4 * parameters,
-    )
-    print("| rate of the link | MB/s of each worker | predicted, ms | measured, ms | ratio |")
-    print("| --- | --- | --- | --- | --- |")
-    print(f"| no limit | {cost.bandwidth / 1e6:.0f} | | {free['step']:.1f} | |")
-    for rate in options.rates:
-        number, unit = re.fullmatch(r"([\d.]+)(\w+)", rate).groups()
-        each = float(number) * BITS[unit] / 8 / n
-        there = cost.on(n, bandwidth=each)
-        measured, _ = run(rate, n)
-        ratio = 1e3 * there.step / measured["step"]
+    free = measure(2)
+    print("| workers | Mbit/s | delay, ms | communication, predicted, ms | measured | ratio |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    print(f"| 2 | any | 0 | | {1e3 * free.communication:.1f} | |", flush=True)
+    settings = [
+        *((workers, options.rates[0], 0.0) for workers in options.workers),
+        *((2, rate, 0.0) for rate in options.rates[1:]),
+        *((2, options.rates[0], delay) for delay in options.delays),
+    ]
+    for workers, rate, delay in settings:
+        there = free.on(workers, bandwidth=1e6 * rate / 8, latency=free.latency + 1e-3 * delay)
+        measured = measure(workers, rate, delay)
+        ratio = there.communication / measured.communication
         print(
-            f"| {rate} | {each / 1e6:.0f} | {1e3 * there.step:.1f} | {measured['step']:.1f} | "
-            f"{ratio:.2f} |",
+            f"| {workers} | {rate:g} | {delay:g} | {1e3 * there.communication:.1f} | "
+            f"{1e3 * measured.communication:.1f} | {ratio:.2f} |",
             flush=True,
         )
+    return None
 
 
 if __name__ == "__main__":

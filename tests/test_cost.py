@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -27,6 +28,13 @@ def test_a_ring_of_four():
     # 2 * 3/4 * 10 MB at 1 GB/s + 6 messages
     assert MEASURED.on(4).communication == pytest.approx(0.015 + 0.006)
     assert MEASURED.on(4).efficiency() == pytest.approx(0.030 / 0.051)
+
+
+def test_each_pack_of_gradients_waits_for_its_own_messages():
+    packs = dataclasses.replace(MEASURED, sums=3)
+    assert packs.bandwidth == pytest.approx(10**7 / 0.006)
+    assert packs.on(2).step == pytest.approx(MEASURED.step)
+    assert packs.on(4, latency=0.01).communication == pytest.approx(1.5 * 0.006 + 3 * 6 * 0.01)
 
 
 def test_a_slower_network():
@@ -72,6 +80,7 @@ def test_the_command_on_two_workers(tmp_path):
         parts["compute"] + parts["communication"] + parts["input"], abs=0.03
     )
     assert parts["communication"] > 0
+    assert "a step sums 2 times" in output  # 9 MB of weights, and the bias
     assert "expected on N such workers" in output
 
 

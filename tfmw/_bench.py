@@ -20,7 +20,7 @@ from typing import Any
 from tfmw.cost import Cost, report
 from tfmw.errors import UsageError
 
-ROUNDS = 5  # timed epochs, after one that traces and one that warms up
+WARM_UP, ROUNDS = 2, 5  # epochs: one that traces and one that warms up; those that are timed
 MESSAGES = 50
 
 
@@ -94,7 +94,10 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
     model, dataset, options = _parts(make(), target)
     size = _batch_size(dataset)
     strategy = strategies.current_strategy()
+    ring = strategies.ring_of(strategy)
+    before = ring.exchanges if ring is not None else 0
     whole = _seconds(model, dataset, options, steps)
+    sums = (ring.exchanges - before) / ((ROUNDS + WARM_UP) * steps) if ring is not None else 1.0
     with reduction.left_out():
         alone = _seconds(model, dataset, options, steps)
         still = dataset.take(1).cache().repeat()
@@ -108,6 +111,7 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
         input=max(0.0, alone - compute),
         gradient_bytes=parameters * item,
         latency=_latency(strategy),
+        sums=sums,
     )
     return cost, size, parameters
 
@@ -144,13 +148,13 @@ def _seconds(model: Any, dataset: Any, options: dict[str, Any], steps: int) -> f
         dataset,
         **{
             **options,
-            "epochs": ROUNDS + 2,
+            "epochs": WARM_UP + ROUNDS,
             "steps_per_epoch": steps,
             "callbacks": [timer],
             "verbose": 0,
         },
     )
-    spans = [end - begin for begin, end in itertools.pairwise(ends)][1:]
+    spans = [end - begin for begin, end in itertools.pairwise(ends)][WARM_UP - 1 :]
     return statistics.median(spans) / steps
 
 

@@ -1,15 +1,17 @@
 """What a step costs on N workers: a model in one formula, for `tfmw bench`. Standard library only.
 
     t(N) = compute + input + communication(N)
-    communication(N) = 2 (N - 1) / N * bytes / bandwidth  +  2 (N - 1) * latency
+    communication(N) = 2 (N - 1) / N * bytes / bandwidth  +  sums * 2 (N - 1) * latency
 
 The second line is a ring all-reduce (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms
-for Clusters of Workstations, 2009): 2 (N - 1) messages of bytes / N each. `bandwidth` and `latency`
-are those that this model, on these machines, was seen to get.
+for Clusters of Workstations, 2009): 2 (N - 1) messages of bytes / N each, and as many again for
+each pack of gradients (`sums`). `bandwidth` and `latency` are those that this model, on these
+machines, was seen to get.
 
 Assumptions: each worker keeps its batch (the global batch grows with N); workers are alike; each
-has its own link, and links do not share a switch that is too narrow; nothing overlaps; the slowest
-of N workers is as fast as the mean.
+has its own link, and links do not share a switch that is too narrow; nothing overlaps; as many
+packs as measured (they grow with N, so rather fewer); the slowest of N workers is as fast as the
+mean.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class Cost:
         input: waiting for the next batch.
         gradient_bytes: what one worker's gradients take on the wire.
         latency: of one message between two workers.
+        sums: all-reduces of one step, one after the other.
     """
 
     workers: int
@@ -36,6 +39,7 @@ class Cost:
     input: float
     gradient_bytes: int
     latency: float = 0.0
+    sums: float = 1.0
 
     @property
     def step(self) -> float:
@@ -46,7 +50,7 @@ class Cost:
     def bandwidth(self) -> float:
         """Bytes per second that the ring gets; infinite where nothing was sent."""
         n = self.workers
-        busy = self.communication - 2 * (n - 1) * self.latency
+        busy = self.communication - self.sums * 2 * (n - 1) * self.latency
         if n == 1 or busy <= 0:
             return float("inf")
         return 2 * (n - 1) / n * self.gradient_bytes / busy
@@ -63,7 +67,7 @@ class Cost:
         rate = self.bandwidth if bandwidth is None else min(bandwidth, self.bandwidth)
         delay = self.latency if latency is None else latency
         ring = 2 * (workers - 1) / workers * self.gradient_bytes / rate
-        seconds = ring + 2 * (workers - 1) * delay
+        seconds = ring + self.sums * 2 * (workers - 1) * delay
         return dataclasses.replace(self, workers=workers, communication=seconds, latency=delay)
 
     def efficiency(self) -> float:
@@ -104,9 +108,9 @@ def report(cost: Cost, global_batch: int | None, parameters: int) -> str:
         return "\n".join(lines)
     lines += [
         f"the ring gets {cost.bandwidth / 1e9:.2f} GB/s, one message takes "
-        f"{1e6 * cost.latency:.0f} us",
+        f"{1e6 * cost.latency:.0f} us, a step sums {cost.sums:g} times",
         "expected on N such workers, each with its batch: t(N) = compute + input + "
-        "2 (N-1)/N bytes/bandwidth + 2 (N-1) latency",
+        "2 (N-1)/N bytes/bandwidth + sums 2 (N-1) latency",
         f"{'workers':<16} {'ms':>9} {'efficiency':>10}",
     ]
     for workers in MANY:

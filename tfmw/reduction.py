@@ -31,7 +31,9 @@ COMPRESSIONS = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 # A gradient is cut where it is larger than this many packs; into pieces of so many packs.
 WHOLE_PACKS, PIECE_PACKS = 6, 2
-RING_PACK = 4 << 20  # bytes; through tfmw's own ring, where the strategy has no packs
+# Bytes, through tfmw's own ring, where the strategy has no packs: at least, and for each worker, as
+# the messages of a pack wait for one another, and their number grows with the workers.
+RING_PACK, RING_PACK_OF_WORKER = 4 << 20, 1 << 20
 _ALIGNED = 32  # elements: TensorFlow cuts rows of a multiple of 64 bytes without copying them
 _nothing: tf.Variable | None = None  # while reduction is left out: a 0 that TensorFlow can't fold
 
@@ -64,7 +66,10 @@ class Reduction:
         self._wire = None if compression is None else COMPRESSIONS[compression]
         self._pack = self._options.bytes_per_pack if self._options is not None else 0
         ring = strategies.ring_of(strategy)
-        self._ring = None if ring is None else _OverRing(ring, self._pack or RING_PACK)
+        self._ring = None
+        if ring is not None:
+            pack = self._pack or max(RING_PACK, ring.size * RING_PACK_OF_WORKER)
+            self._ring = _OverRing(ring, pack)
 
     @property
     def broken(self) -> Exception | None:

@@ -66,6 +66,7 @@ class Ring:
 
     Attributes:
         broken: why no sum can be made any more; None while they can.
+        exchanges: sums and gathers made so far.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Ring:
         self._still_there = still_there
         self.timeout_s = timeout_s
         self._memory = _Memory()
-        self._exchanges = 0  # made so far
+        self.exchanges = 0  # made so far
         self._one_at_a_time = threading.Lock()
 
     def sum(self, mine: np.ndarray, add: Add = _add) -> np.ndarray:
@@ -190,15 +191,15 @@ class Ring:
         return [np.concatenate(arrays) for arrays in zip(*everyone, strict=True)]
 
     def _header(self, nbytes: int) -> np.ndarray:
-        return np.frombuffer(_HEADER.pack(self._exchanges, nbytes), np.uint8)
+        return np.frombuffer(_HEADER.pack(self.exchanges, nbytes), np.uint8)
 
     def _their_bytes(self) -> int:
         """How many bytes come next, from a worker that is at the same exchange as this one."""
         header: np.ndarray = np.empty(_HEADER.size, np.uint8)
         self._receive(header)
         number, nbytes = _HEADER.unpack(header.tobytes())
-        if number != self._exchanges:
-            raise self._differ(f"exchange {number}", f"exchange {self._exchanges}")
+        if number != self.exchanges:
+            raise self._differ(f"exchange {number}", f"exchange {self.exchanges}")
         return int(nbytes)
 
     def _finish(self) -> None:
@@ -206,7 +207,7 @@ class Ring:
         while self._next.left:
             if not self._push():
                 self._wait(reading=False)
-        self._exchanges += 1
+        self.exchanges += 1
 
     def _receive(self, into: np.ndarray) -> None:
         """Fills an array from the worker before."""

@@ -49,7 +49,7 @@ def exchanges() -> int:
     """Over the ring, so far."""
     joined = strategies._joined
     assert joined is not None
-    return 0 if joined.ring is None else joined.ring._exchanges
+    return 0 if joined.ring is None else joined.ring.exchanges
 
 
 def links() -> str:
