@@ -30,6 +30,17 @@ from tfmw import _env
 _env.ask_tensorflow = lambda: ("tensorflow", os.environ.get("PRETEND_GPUS", "none"))
 clock, version = time.time, metadata.version
 time.time = lambda: clock() + float(os.environ.get("PRETEND_AHEAD", "0"))
+if "PRETEND_FIREWALL" in os.environ:
+    import socket
+
+    connect = socket.create_connection
+
+    def behind_a_firewall(address, *args, **options):
+        if str(address[1]) not in os.environ["PRETEND_FIREWALL"]:
+            raise TimeoutError("timed out")
+        return connect(address, *args, **options)
+
+    socket.create_connection = behind_a_firewall
 if "PRETEND_KERAS" in os.environ:
     metadata.version = lambda p: os.environ["PRETEND_KERAS"] if p == "keras" else version(p)
 """
@@ -111,6 +122,9 @@ def test_a_cluster_that_works(checks, addresses, tmp_path):
         for other in {0, 1, 2} - {index}:
             assert f"ok: worker {other} at {addresses[other]} is reached" in lines
         assert any(line.startswith("ok: 3 tasks agree: Python 3.") for line in lines)
+        after = (index + 1) % 3
+        said = f"ok: worker {after} is reached on other ports too, which sums of gradients take"
+        assert said in lines
         shares = [line for line in lines if "is shared with worker 0" in line]
         assert len(shares) == (2 if index else 0)
     assert list(tmp_path.iterdir()) == []
@@ -128,6 +142,7 @@ def test_a_cluster_with_servers(checks, addresses):
         checks.begin_as({"cluster": cluster, "task": {"type": task, "index": 0}}, env=env)
     for status, lines in checks.end():
         assert (status, bad(lines)) == (0, [])
+        assert not any("gradients" in line for line in lines)
 
 
 @pytest.mark.multiprocess
@@ -159,6 +174,17 @@ def test_a_task_that_was_not_started_is_named(checks, addresses):
         assert line.startswith(f"worker 2 at {addresses[2]} cannot be reached within 2 s")
         assert "nobody listens there; start tfmw check for that task too" in line
         assert f"ok: worker {1 - index} at {addresses[1 - index]} is reached" in lines
+
+
+def test_a_firewall_that_lets_the_ports_of_the_cluster_through_only(checks, addresses):
+    for index in range(2):
+        checks.begin(index, addresses[:2], env={"PRETEND_FIREWALL": " ".join(addresses)})
+    for index, (status, lines) in enumerate(checks.end()):
+        assert (status, bad(lines), lines[-1]) == (0, [], "all is well")
+        (note,) = (line for line in lines if line.startswith("note: "))
+        assert f"worker {1 - index} is reached on the port of the cluster and on no other" in note
+        assert "timed out" in note
+        assert "will take TensorFlow's gRPC" in note
 
 
 def test_a_name_that_is_not_known(checks, addresses):

@@ -5,8 +5,9 @@
 
 Every task listens on its own port, calls on every other task, and both tell each other who they
 are and what they have; so each pair is tried in both directions, on the ports that the run will
-use, and every task can say by itself what is wrong. Versions are compared with the chief's. The
-chief leaves a word in each directory, and the others look for it.
+use, and every task can say by itself what is wrong. Workers without GPUs try the next one's other
+ports too, as tfmw's ring will. Versions are compared with the chief's. The chief leaves a word in
+each directory, and the others look for it.
 
 Standard library only, but for TensorFlow in a process of its own, which counts the GPUs, and
 `tf.io.gfile` where a directory is a URL.
@@ -160,8 +161,9 @@ def _among(
             f"{tasks[mine]!r}, the address of this task ({mine}), is not this machine's: is this "
             "another task, or another machine? Correct the task's index or its address"
         )
-    with _Desk(mine, tasks[mine], verdict) as desk:
-        facts = find_facts()
+    any_port = rendezvous.listen(f"{rendezvous.split(tasks[mine])[0]}:0")
+    with _Desk(mine, tasks[mine], verdict) as desk, any_port:
+        facts = {**find_facts(), "any port": any_port.getsockname()[1]}
         desk.open(facts)
         deadline = time.monotonic() + timeout_s
         reached = desk.call_all({n: a for n, a in others.items() if n not in unknown}, deadline)
@@ -171,6 +173,7 @@ def _among(
             else:
                 verdict.failed(_unreached(name, others[name], in_vain, timeout_s))
         _compare(mine, dict(desk.heard), facts, verdict, min(_SHARED_S, timeout_s))
+        _call_next_in_ring(mine, tasks, dict(desk.heard), facts["gpus"], verdict)
         # A task that goes closes its port, and the others may not have called yet.
         desk.part([n for n, in_vain in reached.items() if in_vain is None], others, deadline)
 
@@ -247,6 +250,32 @@ def _compare(
     if heard and verdict.problems == before:
         said = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
         verdict.ok(f"{len(heard) + 1} tasks agree: {said}; GPUs: {facts['gpus'] or 'not used'}")
+
+
+def _call_next_in_ring(
+    mine: str,
+    tasks: Mapping[str, str],
+    heard: Mapping[str, dict[str, Any]],
+    gpus: str | None,
+    verdict: Verdict,
+) -> None:
+    """Calls on the next worker on a port that its system chose, as gradients will (tfmw.ring)."""
+    workers = [name for name in tasks if name == "chief" or name.startswith("worker")]
+    in_ring = gpus == "none" and mine in workers and not any(n.startswith("ps") for n in tasks)
+    after = workers[(workers.index(mine) + 1) % len(workers)] if in_ring else mine
+    host, port = rendezvous.split(tasks[after])[0], heard.get(after, {}).get("any port")
+    if after == mine or port is None:
+        return
+    try:
+        socket.create_connection((host, port), timeout=_CALL_S).close()
+    except OSError as error:
+        verdict.say(
+            f"note: {after} is reached on the port of the cluster and on no other (port {port}: "
+            f"{error.strerror or error}), so gradients will take TensorFlow's gRPC, which takes "
+            "longer: open the ports of /proc/sys/net/ipv4/ip_local_port_range between workers"
+        )
+    else:
+        verdict.ok(f"{after} is reached on other ports too, which sums of gradients take")
 
 
 def _or_nothing(value: Any) -> str:
