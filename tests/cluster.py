@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -140,6 +141,12 @@ def tfmw_command(
         process.wait()
         if process.stdout:
             process.stdout.close()
+
+
+def examples_per_step(output: str) -> float:
+    """By the rates in the last line of training that a run's chief has printed."""
+    *_, (steps, examples) = re.findall(r"train \| .* ([\d.]+) steps/s \| +([\d,]+) exam", output)
+    return float(examples.replace(",", "")) / float(steps)
 
 
 def marked(mark: str) -> dict[int, str]:

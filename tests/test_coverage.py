@@ -46,6 +46,13 @@ def test_every_example_once_per_epoch(run: ClusterRun, name: str) -> None:
         assert trained == Counter(EXPECTED[name]), f"epoch {epoch}"
 
 
+def test_every_task_counts_the_examples_of_all(run: ClusterRun) -> None:
+    """In whatever way the dataset is divided, and whether or not it knows how long it is."""
+    for counts in (task["counts"] for task in run):
+        assert len(counts) > 20
+        assert counts == {n: sum(len(e) for task in run for e in task[n]) for n in counts}
+
+
 def test_the_tasks_global_seeds_differ(run: ClusterRun) -> None:
     assert run[0]["global seeds"] != run[1]["global seeds"]
 

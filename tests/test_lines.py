@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import functools
 import importlib
 import io
+import os
+import pty
 import re
+import struct
+import termios
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfmw
-from tests.cluster import ROOT, tfmw_command
-from tfmw._lines import Lines, with_lines
+from tests.cluster import ROOT, examples_per_step, tfmw_command
+from tfmw._lines import Bar, Lines, Throughput, with_progress
 from tfmw._notices import is_notice
 from tfmw._output import Display
 
@@ -87,59 +95,153 @@ def test_a_bar_is_not_held_back():
 
 def played(steps_per_epoch, target, interval_s=10.0, seconds_per_step=0.5):
     """The lines of two epochs, on a clock of our own."""
-    out, now = io.StringIO(), [0.0]
-    lines = Lines(interval_s, out, clock=lambda: now[0])
+    out, now, examples = io.StringIO(), [0.0], [0]
+    clock = functools.partial(now.__getitem__, 0)
+    lines = Lines(functools.partial(examples.__getitem__, 0), interval_s, out, clock)
     lines.set_params({"epochs": 12, "steps": target, "verbose": "auto"})
     lines.on_train_begin()
     for epoch in (8, 9):
         lines.on_epoch_begin(epoch)
-        now[0] += 2  # tracing
+        now[0] += 2 if epoch == 8 else 0  # tracing
         for step in range(steps_per_epoch):
             now[0] += seconds_per_step
+            examples[0] += 640
             lines.on_train_batch_end(step, {"loss": 1 / (step + 1), "accuracy": 0.0005})
+        now[0] += 4  # validation
+        examples[0] += 1000
         lines.on_epoch_end(epoch, {"loss": 0.25, "accuracy": 1.0, "val_loss": 0.5})
     return out.getvalue().splitlines()
 
 
 def test_one_aligned_line_per_interval():
+    epochs, rates = (" 9", "10"), "   2.0 steps/s |   1,280 examples/s"
     assert played(50, 50) == [
-        "train | epoch  9/12 | step 16/50 |    2.0 steps/s | 0:17 left | loss: 0.0625 | accuracy: "
-        "5.0000e-04",
-        "train | epoch  9/12 | step 36/50 |    2.0 steps/s | 7.0 s left | loss: 0.0278 | accuracy: "
-        "5.0000e-04",
-        "train | epoch  9/12 | step 50/50 |    2.0 steps/s | took 0:27 | loss: 0.2500 | accuracy: "
-        "1.0000 | val_loss: 0.5000",
-        "train | epoch 10/12 | step 16/50 |    2.0 steps/s | 0:17 left | loss: 0.0625 | accuracy: "
-        "5.0000e-04",
-        "train | epoch 10/12 | step 36/50 |    2.0 steps/s | 7.0 s left | loss: 0.0278 | accuracy: "
-        "5.0000e-04",
-        "train | epoch 10/12 | step 50/50 |    2.0 steps/s | took 0:27 | loss: 0.2500 | accuracy: "
-        "1.0000 | val_loss: 0.5000",
+        f"train | epoch {epoch}/12 | step {rest}"
+        for epoch, first, second in zip(epochs, (16, 20), (36, 40), strict=True)
+        for rest in (
+            f"{first}/50 | {rates} | 0:{(50 - first) // 2} left | loss: {1 / first:.4f} | "
+            "accuracy: 5.0000e-04",
+            f"{second}/50 | {rates} | {(50 - second) / 2:.1f} s left | loss: {1 / second:.4f} | "
+            "accuracy: 5.0000e-04",
+            f"50/50 | {rates} | took 0:{31 if epoch == epochs[0] else 29} | loss: 0.2500 | "
+            "accuracy: 1.0000 | val_loss: 0.5000",
+        )
     ]
 
 
 def test_a_length_that_is_not_known_is_known_after_the_first_pass():
     first, _, end, again, *_ = played(50, None)
-    assert " | step 16 |    2.0 steps/s | loss" in first
+    assert " | step 16 |    2.0 steps/s |   1,280 examples/s | loss" in first
     assert " | step 50/50 | " in end
-    assert " | step 16/50 |    2.0 steps/s | 0:17 left | " in again
+    assert " | step 20/50 |    2.0 steps/s |   1,280 examples/s | 0:15 left | " in again
+
+
+def test_the_rate_of_a_single_call_counts_its_tracing():
+    now = [0.0]
+    throughput = Throughput(lambda: int(now[0]) * 100, clock=lambda: now[0])
+    assert (throughput.steps, throughput.examples) == (0, 0)
+    now[0] = 4
+    throughput.made(8)
+    assert (throughput.steps, throughput.examples) == (2, 100)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def drawn(monkeypatch, columns, target=938, steps=938, seconds_per_step=0.01, metrics=1):
+    """The states of a bar on a terminal, as it shows them; the last one of the epoch last."""
+    out, now, examples = Terminal(), [0.0], [0]
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    bar = Bar(lambda: examples[0], clock=lambda: now[0])
+    bar.set_params({"epochs": 1, "steps": target, "verbose": 1})
+    bar.on_train_begin()
+    bar.on_epoch_begin(0)
+    logs = {f"metric_{i}": 0.5 for i in range(metrics)}
+    for step in range(steps):
+        now[0] += seconds_per_step
+        examples[0] += 64
+        bar.progbar.interval = 0.0
+        bar.on_train_batch_end(step, logs)
+    bar.on_epoch_end(0, logs)
+    plain = re.sub(r"\x1b\[\d+m|\x08", "", out.getvalue())
+    return [state.rstrip() for state in re.split(r"[\r\n]+", plain) if state]
+
+
+def test_the_bar_is_keras_s_with_examples_a_second(monkeypatch):
+    states = drawn(monkeypatch, columns=200)
+    assert len(states) == 939
+    for state in states:
+        pattern = r" *\d+/938 ━{20} \d+m?s \d+[mu]?s/step - 6,400 examples/s - metric_0: 0\.5000"
+        assert re.fullmatch(pattern, state), state
+
+
+@pytest.mark.parametrize("columns", [60, 64, 70, 80, 90, 100])
+@pytest.mark.parametrize("target", [938, None])
+@pytest.mark.parametrize("metrics", [1, 2, 3])
+def test_no_state_of_the_bar_is_wider_than_its_terminal(monkeypatch, columns, target, metrics):
+    """It could not be written over: each state would stay."""
+    *states, last = drawn(monkeypatch, columns, target, metrics=metrics)
+    keras_own = [state for state in states if "examples/s" not in state]
+    longest = max(map(len, keras_own), default=0) - (16 if target else 0)  # the bar can be short
+    assert all(len(state) < columns for state in states if "examples/s" in state)
+    assert not keras_own or longest + len(" - 6,400 examples/s") >= columns - 8, "it would fit"
+    assert " - 6,400 examples/s - metric_0: 0.5000" in last
 
 
 def test_lines_are_for_where_nobody_watches(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     importlib.import_module("ipykernel.kernelapp")  # imported is not running
     monkeypatch.setattr("sys.stdout", io.StringIO())
-    assert [type(c) for c in with_lines([], True, "auto")] == [Lines]
+
+    def added(shows, verbose):
+        return [type(c) for c in with_progress([], shows, verbose, lambda: 0)]
+
+    assert added(True, "auto") == [Lines]
     own = keras.callbacks.ProgbarLogger()
-    assert with_lines([own], True, "auto") == [own]
-    for verbose in (1, 2):  # the user's choice
-        assert with_lines([], True, verbose) == []
-    assert with_lines([], False, "auto") == []
+    for verbose in ("auto", 1):
+        assert with_progress([own], True, verbose, lambda: 0) == [own]
+    assert added(True, 1) == [Bar]  # the user's choice
+    assert added(True, 2) == []
+    assert added(False, "auto") == []
     monkeypatch.setattr("sys.stdout", Terminal())
-    assert with_lines([], True, "auto") == []
+    assert added(True, "auto") == [Bar]
+    assert added(False, 1) == []
+    assert with_progress([], True, "auto") == [], "nobody knows how many examples: Keras's own"
+
+
+@pytest.mark.parametrize("kind", ["known", "unknown", "function", "ragged"])
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_examples_are_counted_one_by_one(monkeypatch, kind, eagerly):
+    """25 of them in batches of 10, and 7 to validate on; whoever knows the batches, or not."""
+    x: Any = np.arange(25, dtype="float32")[:, None]
+    batches: Any = tf.data.Dataset.from_tensor_slices((x, x)).batch(10)
+    if kind == "unknown":
+        batches = batches.filter(lambda x, y: True)
+    elif kind == "ragged":
+        sizes = [3, 12, 10]
+        splits = tf.RaggedTensor.from_row_lengths(x, sizes)
+        batches = tf.data.Dataset.from_tensor_slices(splits).map(lambda r: (r, r))
+    seen: list[int] = []
+    given: list[Any] = []
+
+    class Seen(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(given[0]())
+
+    def with_progress(callbacks, shows, verbose, examples=None):
+        given.append(examples)
+        return callbacks
+
+    monkeypatch.setattr(importlib.import_module("tfmw.fit"), "with_progress", with_progress)
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=eagerly)
+    data = (lambda context: batches) if kind == "function" else batches
+    validation = (x[:7], x[:7])
+    tfmw.fit(model, data, epochs=2, validation_data=validation, callbacks=[Seen()])
+    first = [3, 15, 25] if kind == "ragged" else [10, 20, 25]
+    assert seen == [*first, *(25 + 7 + n for n in first)]
 
 
 def test_fit_evaluate_and_predict_write_lines(capsys):
@@ -150,17 +252,41 @@ def test_fit_evaluate_and_predict_write_lines(capsys):
     tfmw.evaluate(model, x, x[:, :1])
     tfmw.predict(model, x)
     out = capsys.readouterr().out
-    seconds, loss = r" +[\d.]+ steps/s \| took [\d.]+ s", r" \| loss: [\d.e-]+"
+    steps, seconds, loss = r" +[\d.]+ steps/s \|", r" took [\d.]+ s", r" \| loss: [\d.e-]+"
+    examples = r" +[\d,]+ examples/s \|"
     expected = [
-        rf"train \| epoch 1/2 \| step 4/4 \|{seconds}{loss} \| val_loss: [\d.e-]+",
-        rf"train \| epoch 2/2 \| step 4/4 \|{seconds}{loss} \| val_loss: [\d.e-]+",
-        rf"test \| step 2/2 \|{seconds}{loss}",
-        rf"predict \| step 2/2 \|{seconds}",
+        rf"train \| epoch 1/2 \| step 4/4 \|{steps}{examples}{seconds}{loss} \| val_loss: [\d.e-]+",
+        rf"train \| epoch 2/2 \| step 4/4 \|{steps}{examples}{seconds}{loss} \| val_loss: [\d.e-]+",
+        rf"test \| step 2/2 \|{steps}{examples}{seconds}{loss}",
+        rf"predict \| step 2/2 \|{steps}{seconds}",
     ]
     lines = out.splitlines()
     assert len(lines) == len(expected), out
     for line, pattern in zip(lines, expected, strict=True):
         assert re.fullmatch(pattern, line), line
+
+
+def test_on_a_terminal_they_draw_bars_and_return_what_keras_returns(monkeypatch):
+    out = Terminal()
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setenv("COLUMNS", "200")
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x: Any = np.ones([40, 3], "float32")
+    told: list[Any] = []
+    seen = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: told.append([*logs])
+    )
+    history = tfmw.fit(model, x, x[:, :1], batch_size=10, callbacks=[seen], validation_split=0.2)
+    assert tfmw.evaluate(model, x, x[:, :1], return_dict=True).keys() == {"loss"}
+    tfmw.predict(model, x)
+    assert history.history.keys() == {"loss", "val_loss"}
+    assert told == [["loss"]] * 4
+    plain = re.sub(r"\x1b\[\d+m|\x08", "", out.getvalue())
+    fit, test, predict = [line.split("\r")[-1] for line in plain.strip().split("\n")]
+    assert re.match(r"4/4 ━{20} \d+s \d+m?s/step - [\d,]+ examples/s - loss: .* - val_loss: ", fit)
+    assert re.match(r"2/2 ━{20} \d+s \d+m?s/step - [\d,]+ examples/s - loss: ", test)
+    assert re.match(r"2/2 ━{20} \d+s \d+m?s/step *$", predict)
 
 
 @pytest.mark.multiprocess
@@ -174,6 +300,36 @@ def test_a_run_shows_what_the_tasks_say_and_logs_everything(tmp_path):
     said = [line for line in output.splitlines() if not line.startswith("tfmw: ")]
     kinds = [re.sub(r"[\d.]+", "0", line)[:24] for line in said]
     assert kinds == ["[worker 0] train | epoch"] * 2 + ["[worker 0] validation ac"], output
+    assert examples_per_step(output) == pytest.approx(1438 / 23, rel=0.02), "of both workers"
     for task in (0, 1):
         (log,) = tmp_path.glob(f"*/attempt_0/worker_{task}/output.log")
         assert any(map(is_notice, log.read_text().splitlines())), "TensorFlow says nothing any more"
+
+
+@pytest.mark.multiprocess
+def test_a_run_on_a_terminal_has_one_bar_with_examples_a_second(tmp_path):
+    """Two workers on 80 columns, where the whole bar has no place beside the rate."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    arguments = ["--workers", "2", "--log-dir", str(tmp_path)]
+    recipe = [str(ROOT / "recipes/digits.py"), "--epochs=2"]
+    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    with tfmw_command("run", *arguments, *recipe, env={"COLUMNS": "0"}, **terminal) as run:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while data := os.read(ours, 1 << 16):
+                shown += data
+        os.close(ours)
+        assert run.wait(timeout=120) == 0, shown
+    text = re.sub(r"\x1b\[\d+m|\x08", "", shown.decode())
+    states = [state.rstrip() for state in re.split(r"[\r\n]+", text) if "/23 " in state]
+    done = [state for state in states if " - val_loss: " in state]
+    assert len(done) == 2
+    assert len(states) > 4, "the bars move"
+    numbers = r"accuracy: \d\.\d{4} - loss: \d\.\d{4}"
+    for state in states:
+        pattern = rf"[ \d]\d/23 ━+ \d+s \d+m?s/step - [\d,]+ examples/s - {numbers}"
+        assert re.match(pattern, state), state
+        assert len(state) < 80 or state in done
+    assert "━" * 20 in done[0], "Keras's own"

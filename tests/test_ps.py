@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from tests.cluster import examples_per_step
+
 STEPS, EPOCHS = 60, 2
 
 
@@ -59,6 +61,9 @@ class TestFiveProcesses:
     def test_the_model_is_an_ordinary_one_again(self, five):
         assert all("/job:ps" not in device for device in five.chief["devices"])
 
+    def test_progress_tells_the_examples_of_all_workers(self, five):
+        assert examples_per_step(five.output) == pytest.approx(48, rel=0.05)
+
     def test_only_the_chief_runs_the_script(self, five):
         assert set(five.by_task) == {"chief"}
         assert five.status == 0
@@ -111,7 +116,9 @@ def test_a_backup_of_two_servers_is_restored_on_one(run_cluster, tmp_path):
 @pytest.mark.multiprocess
 class TestSynchronousUpdates:
     def test_all_workers_together_make_the_steps_of_one_process(self, run_cluster):
-        found = run_cluster("ps_sync.py", workers=2, ps=2, timeout_s=150).chief
+        run = run_cluster("ps_sync.py", workers=2, ps=2, timeout_s=150)
+        found = run.chief
+        assert examples_per_step(run.output) == pytest.approx(64, rel=0.05), "of both workers"
         assert found["iterations"] == 40
         assert found["dropped"] == 0
         assert found["moved"] > 0.1

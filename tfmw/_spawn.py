@@ -98,13 +98,18 @@ class Host:
             self._reaper.stdin.write(f"{line}\n".encode())
 
 
+def terminal_size() -> os.terminal_size:
+    """Of our terminal, or of what stands for it: a notebook's cell, about as wide as a page."""
+    return shutil.get_terminal_size((120, 24))
+
+
 def _pseudo_terminal() -> tuple[int, int]:
     """(ours, theirs): a terminal as wide as ours, so that progress bars know what they write to."""
     ours, theirs = pty.openpty()
     attributes = termios.tcgetattr(theirs)
     attributes[1] &= ~termios.OPOST  # "\n" stays "\n"
     termios.tcsetattr(theirs, termios.TCSANOW, attributes)
-    size = shutil.get_terminal_size()
+    size = terminal_size()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", size.lines, size.columns, 0, 0))
     return ours, theirs
 

@@ -177,8 +177,8 @@ def shard(dataset: tf.data.Dataset, input_context: tf.distribute.InputContext) -
     share = Share.of(dataset, split, Order())
     batches = share.dataset.flat_map(_as_it_is(lambda parts, total: _from_tuple(parts)))
     if share.counted:
-        return batches.filter(_as_it_is(lambda *b: _rows(b) > 0))
-    return batches.take_while(_as_it_is(lambda *b: _rows(b) > 0))
+        return batches.filter(_as_it_is(lambda *b: examples_of(b) > 0))
+    return batches.take_while(_as_it_is(lambda *b: examples_of(b) > 0))
 
 
 def _from_tuple(parts: tuple[Any, ...]) -> tf.data.Dataset:
@@ -196,7 +196,7 @@ def _whole(dataset: tf.data.Dataset) -> Share:
     even = Evenness(False, False)
     return Share(
         dataset.map(
-            _as_it_is(lambda *b: ((_element(b),), tf.cast(_rows(_element(b)), tf.int64)))
+            _as_it_is(lambda *b: ((_element(b),), tf.cast(examples_of(_element(b)), tf.int64)))
         ).prefetch(tf.data.AUTOTUNE),
         steps,
         even,
@@ -345,7 +345,7 @@ def _sliced(dataset: tf.data.Dataset, split: Split) -> Share:
 
     def cut(*element: Any) -> Any:
         batch = _element(element)
-        total = tf.cast(_rows(batch), tf.int64)
+        total = tf.cast(examples_of(batch), tf.int64)
         rows = tf.boolean_mask(tf.range(total), split.mine(tf.range(total)))
         return tf.nest.map_structure(lambda t: tf.gather(t, rows), batch), total
 
@@ -391,7 +391,7 @@ def of_function(
     empty = tf.data.Dataset.from_tensors(_empty(spec)).repeat()
     streams = tuple(dataset.shard(split.local, d).concatenate(empty) for d in range(split.local))
     zipped = tf.data.Dataset.zip(streams).take_while(
-        _as_it_is(lambda *parts: tf.reduce_any([_rows(p) > 0 for p in parts]))
+        _as_it_is(lambda *parts: tf.reduce_any([examples_of(p) > 0 for p in parts]))
     )
     return _counting(zipped.map(_as_it_is(lambda *parts: tuple(parts))), spec, split, None)
 
@@ -578,7 +578,8 @@ def _element(arguments: tuple[Any, ...]) -> Any:
     return arguments[0] if len(arguments) == 1 else arguments
 
 
-def _rows(batch: Any) -> tf.Tensor:
+def examples_of(batch: Any) -> tf.Tensor:
+    """int64 [], the examples in a batch."""
     first = next(t for t in tf.nest.flatten(batch) if t is not None)
     if isinstance(first, tf.RaggedTensor):
         return first.nrows(out_type=tf.int64)

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
 from tfmw import data, keras_compat, placement, state, strategies
-from tfmw._lines import with_lines
+from tfmw._lines import with_progress
 from tfmw.errors import UsageError
 from tfmw.group import Group
 from tfmw.launch import record_error, report_progress
@@ -198,7 +198,7 @@ def fit(
             mine = callbacks_lib.for_task(callbacks, group.is_chief, group.size)
             shows = group.is_chief and verbose != 0 and not backups.is_done(epochs)
             callback_list = keras.callbacks.CallbackList(
-                with_lines(mine, shows, verbose),
+                with_progress(mine, shows, verbose, session.examples),
                 add_history=True,
                 add_progbar=shows,
                 verbose=verbose,
@@ -430,7 +430,7 @@ def evaluate(
             mine = callbacks_lib.for_task(callbacks, group.is_chief, group.size)
             shows = group.is_chief and verbose != 0
             callback_list = keras.callbacks.CallbackList(
-                with_lines(mine, shows, verbose),
+                with_progress(mine, shows, verbose, session.examples),
                 add_progbar=shows,
                 verbose=verbose,
                 epochs=1,
@@ -494,7 +494,7 @@ def predict(
             mine = callbacks_lib.for_task(callbacks, group.is_chief, group.size)
             shows = group.is_chief and verbose != 0
             callback_list = keras.callbacks.CallbackList(
-                with_lines(mine, shows, verbose),
+                with_progress(mine, shows, verbose),
                 add_progbar=shows,
                 verbose=verbose,
                 epochs=1,
@@ -528,6 +528,10 @@ class _Session:
             self.group.size, self.group.rank, placement.local_replicas(strategy)
         )
         self.driver: SyncDriver | None = None
+
+    def examples(self) -> int:
+        """Examples of all steps so far, over all replicas."""
+        return self.driver.examples if self.driver is not None else 0
 
     def build(self, share: data.Share, inputs_only: bool = False) -> None:
         """Creates all variables that Keras would create on the first batch."""

@@ -46,7 +46,7 @@ from tfmw._progress import report_progress
 from tfmw._record import record_error
 from tfmw._restart import Choice, End, Policy, Terms
 from tfmw._signals import LEAVE, Signals
-from tfmw._spawn import TASK_COMMAND, Host
+from tfmw._spawn import TASK_COMMAND, Host, terminal_size
 from tfmw._standby import Standbys
 from tfmw.cluster import Cluster
 from tfmw.errors import PREEMPTED, TaskFailed, UsageError
@@ -536,7 +536,7 @@ def _task_environment(environ: Mapping[str, str], terminal: bool) -> dict[str, s
     env.pop("TFMW_TTY", None)
     if terminal:
         env["TFMW_TTY"] = "1"
-        env.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
+        env.setdefault("COLUMNS", str(terminal_size().columns))
     return env
 
 

@@ -32,7 +32,7 @@ import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
 from tfmw import data, keras_compat, placement, ps_cluster, ps_data, state
-from tfmw._lines import with_lines
+from tfmw._lines import with_progress
 from tfmw._progress import report_progress
 from tfmw.errors import UsageError
 from tfmw.group import Group
@@ -59,11 +59,13 @@ class PsDriver:
 
     Attributes:
         applied: updates since this driver began.
+        examples: that workers computed since then, those of dropped gradients too.
     """
 
     def __init__(self, model: keras.Model, servers: ps_cluster.Joined, source: data.Source):
         self.model = model
         self.applied = 0
+        self.examples = 0
         self._servers = servers
         self._coordinator = servers.coordinator
         self._workers = len(servers.cluster.workers)
@@ -191,6 +193,7 @@ class PsDriver:
         for variable, drawn in zip(self.masters.seeds, result["draws"], strict=True):
             own = keras_compat.native(variable)
             own.assign(own + tf.cast(drawn, own.dtype))
+        self.examples += int(result["examples"])
         return int(result["steps"])
 
     def logs(self) -> dict[str, Any]:
@@ -261,9 +264,11 @@ def fit(
         backups = stack.enter_context(Backups.of(alone, backup))
         _build(model, source)
         backups.restore(model, source.batch_size)
+        driver: PsDriver | None = None
+        mine = callbacks_lib.for_task(callbacks, True, 1)
         shows = verbose != 0 and not backups.is_done(epochs)
         callback_list = keras.callbacks.CallbackList(
-            with_lines(callbacks_lib.for_task(callbacks, True, 1), shows, verbose),
+            with_progress(mine, shows, verbose, lambda: driver.examples if driver else 0),
             add_history=True,
             add_progbar=shows,
             verbose=verbose,

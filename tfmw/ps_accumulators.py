@@ -108,22 +108,22 @@ class SynchronousSteps(WorkerSteps):
         ticket = first * len(self._over) + worker
         begun = [self._begin_seed(locals_[id(s)], v, ticket) for s, v in self._seeds(seeds)]
 
-        def step(now: tf.Tensor, done: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def step(now: tf.Tensor, done: tf.Tensor, seen: tf.Tensor) -> Any:
             self._now = now
             sent: list[tf.Tensor] = []
             self._given = sent
-            self._step(iterator, locals_)
+            examples = self._step(iterator, locals_)
             with tf.control_dependencies(sent), tf.device(server(masters.home)):
                 over = self._one_op("wait", self._wait)(worker, now)
-            return tf.identity(over), done + 1
+            return tf.identity(over), done + 1, seen + examples
 
-        _, done = tf.while_loop(
-            lambda now, done: now < limit,
+        _, done, seen = tf.while_loop(
+            lambda now, done, seen: now < limit,
             step,
-            [first, tf.constant(0, tf.int64)],
+            [first, tf.constant(0, tf.int64), tf.constant(0, tf.int64)],
             parallel_iterations=1,
         )
-        return self._results(done, locals_, begun, seeds)
+        return self._results(done, seen, locals_, begun, seeds)
 
     def _wait(self, worker: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
         """The number of the step that goes on, once `now` is over.

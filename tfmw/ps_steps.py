@@ -35,7 +35,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw import keras_compat
+from tfmw import data, keras_compat
 from tfmw.errors import UsageError
 from tfmw.ps_shards import Rows, look_up, read_whole, to_pieces
 from tfmw.ps_variables import PACKED_BYTES, Masters, Pack, Piece, server, standing_in
@@ -59,8 +59,9 @@ class WorkerSteps:
 
     Attributes:
         function: (iterator, most int64 [], limit int64 [], seeds [uint32 [2], ...]) -> dict with
-            "steps" int64 [], "seconds" float64 [] that they took, "metrics" (what each metric
-            variable gained) and "draws" (by how much each seed generator advanced).
+            "steps" int64 [], "examples" int64 [] of them, "seconds" float64 [] that they took,
+            "metrics" (what each metric variable gained) and "draws" (by how much each seed
+            generator advanced).
     """
 
     def __init__(
@@ -97,25 +98,25 @@ class WorkerSteps:
         with tf.control_dependencies([since]):
             count = tf.identity(count)
 
-        def turn(done: tf.Tensor, steps: int) -> tf.Tensor:
+        def turn(done: tf.Tensor, seen: tf.Tensor, steps: int) -> tuple[tf.Tensor, tf.Tensor]:
             for _ in range(steps):
-                step()
-            return done + steps
+                seen += step()
+            return done + steps, seen
 
-        def loop(begin: tf.Tensor, end: tf.Tensor, steps: int) -> tf.Tensor:
-            (done,) = tf.while_loop(
-                lambda done: done < end,
-                lambda done: (turn(done, steps),),
-                [begin],
+        def loop(begin: tuple[tf.Tensor, tf.Tensor], end: tf.Tensor, steps: int) -> Any:
+            return tf.while_loop(
+                lambda done, seen: done < end,
+                lambda done, seen: turn(done, seen, steps),
+                begin,
                 parallel_iterations=1,
             )
-            return done
 
-        done = loop(tf.constant(0, tf.int64), count // UNROLLED * UNROLLED, UNROLLED)
-        done = loop(done, count, 1)
+        none = tf.constant(0, tf.int64)
+        begin = loop((none, none), count // UNROLLED * UNROLLED, UNROLLED)
+        done, seen = loop(begin, count, 1)
         with tf.control_dependencies([done]):
             seconds = tf.timestamp() - since
-        return {**self._results(done, locals_, begun, seeds), "seconds": seconds}
+        return {**self._results(done, seen, locals_, begun, seeds), "seconds": seconds}
 
     def _begin(self) -> dict[int, Any]:
         """Stand-ins that hold what a function begins with."""
@@ -127,11 +128,17 @@ class WorkerSteps:
         return locals_
 
     def _results(
-        self, done: tf.Tensor, locals_: dict[int, Any], begun: list[tf.Tensor], seeds: list[Any]
+        self,
+        done: tf.Tensor,
+        seen: tf.Tensor,
+        locals_: dict[int, Any],
+        begun: list[tf.Tensor],
+        seeds: list[Any],
     ) -> dict[str, Any]:
         with tf.control_dependencies([done]):
             return {
                 "steps": tf.identity(done),
+                "examples": tf.identity(seen),
                 "metrics": [locals_[id(v)].read_value() for v in self.metrics],
                 "draws": [
                     locals_[id(s)].read_value() - b
@@ -182,6 +189,7 @@ class WorkerSteps:
     # ------------------------------------------------------------ one step
 
     def _step(self, iterator: Any, locals_: dict[int, Any]) -> tf.Tensor:
+        """Returns int64 [], the examples of the step."""
         masters, model = self.masters, self.model
         before = self._pull(locals_)
         own = [*masters.trainable, *masters.state, *masters.frozen, *masters.seeds, *self.metrics]
@@ -197,7 +205,8 @@ class WorkerSteps:
             stack.enter_context(keras_compat.recorded_assignments(self._assigned))
             stack.enter_context(keras_compat.lookups_through(remote))
             stack.enter_context(standing_in(pairs))
-            logs = model.train_step(next(iterator))
+            batch = next(iterator)
+            logs = model.train_step(batch)
         if not isinstance(logs, dict):
             raise UsageError(
                 f"the model's train_step returned {type(logs).__name__}: expected a dict of logs, "
@@ -210,7 +219,7 @@ class WorkerSteps:
                 "self.optimizer.apply_gradients(...) or self.optimizer.apply(...)."
             )
         self._count(applied)
-        return tf.constant(0)
+        return data.examples_of(batch)
 
     def _count(self, applied: list[tf.Tensor]) -> None:
         """Counts the step on the server that is home, after its updates there."""

@@ -52,6 +52,7 @@ class SyncDriver:
     Attributes:
         split: how global batches are divided between the replicas.
         group: the processes that train together.
+        examples: of the steps so far, over all replicas.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class SyncDriver:
         self.strategy = strategy
         self.group = Group.of(strategy)
         self.split = Split(self.group.size, self.group.rank, placement.local_replicas(strategy))
+        self.examples = 0
         self._stack = contextlib.ExitStack()
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._logs: dict[str, _Logs] = {}
@@ -127,15 +129,19 @@ class SyncDriver:
             trace = getattr(self._functions[key], "get_concrete_function", None)
             if trace is not None:
                 trace(iterator, steps)  # tells whether anything is gathered
-        run = self._functions[key]
         with self._peers_named():
             if not self._gathers:
-                return int(run(iterator, steps))
+                return self._call(key, iterator, steps)
             # A batch of another shape, as the last one, needs a call of its own.
             for made in range(most):
-                if not int(run(iterator, tf.constant(1, tf.int64))):
+                if not self._call(key, iterator, tf.constant(1, tf.int64)):
                     return made
             return most
+
+    def _call(self, key: Any, iterator: Any, steps: tf.Tensor) -> int:
+        made, examples = self._functions[key](iterator, steps)
+        self.examples += int(examples)
+        return int(made)
 
     @contextlib.contextmanager
     def _peers_named(self) -> Iterator[None]:
@@ -151,7 +157,7 @@ class SyncDriver:
             raise (self.group.why_lost(broken) if lost else broken) from None
 
     def _traced(self, kind: str, careful: bool, counted: bool) -> Callable[..., Any]:
-        """A function (iterator, most) -> steps made."""
+        """A function (iterator, most) -> (steps made, examples of them over all replicas)."""
         state = self._state() if careful and kind == "train" else []
 
         def one_step(parts: Any, total: Any) -> Any:
@@ -160,40 +166,45 @@ class SyncDriver:
                     lambda p, t: self._replica_step(kind, p, t, careful, counted, state),
                     args=(parts, total),
                 )
-            return self.strategy.experimental_local_results(totals)[0]
+            if counted:
+                return tf.maximum(total, 1)  # a batch without examples is not the end
+            return tf.cast(self.strategy.experimental_local_results(totals)[0], tf.int64)
 
         if self.model.run_eagerly:
 
-            def eager_steps(iterator: Any, most: tf.Tensor) -> int:
+            def eager_steps(iterator: Any, most: tf.Tensor) -> tuple[int, int]:
+                seen = 0
                 for made in range(int(most)):
                     try:
                         element = next(iterator)
                     except StopIteration:
-                        return made
-                    if not int(one_step(*element)):
-                        return made
-                return int(most)
+                        return made, seen
+                    examples = int(one_step(*element))
+                    if not examples:
+                        return made, seen
+                    seen += examples
+                return int(most), seen
 
             return eager_steps
 
-        def steps(iterator: Any, most: tf.Tensor) -> tf.Tensor:
-            def body(made: tf.Tensor, going: tf.Tensor) -> Any:
+        def steps(iterator: Any, most: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            def body(made: tf.Tensor, seen: tf.Tensor, going: tf.Tensor) -> Any:
                 element = iterator.get_next_as_optional()
                 examples = tf.cond(
                     element.has_value(),
-                    lambda: tf.cast(one_step(*element.get_value()), tf.int64),
+                    lambda: one_step(*element.get_value()),
                     lambda: tf.constant(0, tf.int64),
                 )
                 going = examples > 0
-                return made + tf.cast(going, tf.int64), going
+                return made + tf.cast(going, tf.int64), seen + examples, going
 
-            made, _ = tf.while_loop(
-                lambda made, going: tf.logical_and(going, made < most),
+            made, seen, _ = tf.while_loop(
+                lambda made, seen, going: tf.logical_and(going, made < most),
                 body,
-                [tf.constant(0, tf.int64), tf.constant(True)],
+                [tf.constant(0, tf.int64), tf.constant(0, tf.int64), tf.constant(True)],
                 parallel_iterations=1,
             )
-            return made
+            return made, seen
 
         return _function(steps, reduce_retracing=True)
 

@@ -118,9 +118,7 @@ def with_much_to_compute(a, b):
 
 
 model, alone = make(), make()
-history = tfmw.fit(
-    model, read, epochs=2, steps_per_epoch=options.steps, verbose=0, strategy=strategy
-)
+history = tfmw.fit(model, read, epochs=2, steps_per_epoch=options.steps, strategy=strategy)
 whole = tf.data.Dataset.from_tensors((x, y)).repeat()
 alone.fit(whole, epochs=2, steps_per_epoch=options.steps, verbose=0)
 _result.write(

@@ -74,7 +74,6 @@ history = tfmw.fit(
     epochs=options.epochs,
     steps_per_epoch=options.steps,
     validation_data=(x, y),
-    verbose=2,
 )
 records = [
     tf.io.parse_tensor(f.read_bytes(), tf.float32).numpy() for f in Path(options.records).iterdir()
