@@ -10,6 +10,7 @@ TensorFlow has not run yet.
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ class Worker:
     ) -> dict[str, list[float]]:
         """Joins the cluster and trains; the same on every worker."""
         import tfmw
+        from tfmw.launch import compute_with_onednn
 
+        compute_with_onednn(os.environ)  # as `tfmw run` does; TensorFlow asks when it is imported
         task = {"type": "worker", "index": index}
         tfmw.init({"cluster": {"worker": workers}, "task": task})
 
