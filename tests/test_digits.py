@@ -83,10 +83,12 @@ print(json.dumps([int(e["id"]) for e in tfds.as_numpy(read)]))
 
 
 def test_processes_that_start_together_prepare_it_once_and_read_the_same(tmp_path):
+    (temporary := tmp_path / "temporary").mkdir()
+    environ = {"TFDS_DATA_DIR": str(tmp_path), "TMPDIR": str(temporary)}
     readers = [
         subprocess.Popen(
             [sys.executable, "-c", READER],
-            env={**os.environ, "TFDS_DATA_DIR": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": "2"},
+            env={**os.environ, **environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -116,6 +118,7 @@ def test_processes_that_start_together_prepare_it_once_and_read_the_same(tmp_pat
     assert outputs[2] == outputs[0]
     versions = [p.name for p in (tmp_path / "tfmw_digits").iterdir() if p.is_dir()]
     assert versions == ["1.0.0"]
+    assert list(temporary.iterdir()) == []
 
 
 def test_the_lock_is_free_again_after_its_holder(tmp_path):

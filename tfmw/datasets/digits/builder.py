@@ -34,6 +34,13 @@ _CITATION = """\
 """
 
 
+class _Info(tfds.core.DatasetInfo):
+    """Looks for nothing in TFDS's bucket, and leaves no temporary folder for what is not there."""
+
+    def initialize_from_bucket(self) -> None:
+        """The description of the data comes with it."""
+
+
 class TfmwDigits(tfds.core.GeneratorBasedBuilder):
     """The 1,797 handwritten digits of the UCI repository, 8x8 pixels, shipped with tfmw.
 
@@ -77,7 +84,7 @@ class TfmwDigits(tfds.core.GeneratorBasedBuilder):
             self.info.read_from_directory(self.data_dir)
 
     def _info(self) -> tfds.core.DatasetInfo:
-        return tfds.core.DatasetInfo(
+        return _Info(
             builder=self,
             description="Handwritten digits, 8x8 pixels, of the UCI Machine Learning Repository.",
             homepage="https://doi.org/10.24432/C50P49",
