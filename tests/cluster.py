@@ -96,7 +96,7 @@ def run_cluster(
     options += ["--evaluator"] if evaluator else []
     path = PROGRAMS / Path(program).name
     path = path if path.exists() else Path(program)
-    folder = Path(tempfile.mkdtemp(prefix="tfmw-test-"))
+    folder = Path(tempfile.mkdtemp(prefix="run-"))
     (folder / "results").mkdir()
     command = ["run", *options, "--log-dir", str(folder / "logs"), str(path), *args]
     begin = time.monotonic()

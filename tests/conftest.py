@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests import cluster
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_files_are_pytest_s(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Temporary folders, of the processes under test too, go and stay with pytest's own."""
+    folder = str(tmp_path_factory.mktemp("tmp", numbered=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", folder)
+        patch.setitem(os.environ, "TMPDIR", folder)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,17 @@ def test_two_actors_train(tmp_path: Path) -> None:
     environ |= {**ONE_THREAD, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
     environ.pop("TF_ENABLE_ONEDNN_OPTS", None)
     command = [sys.executable, "recipes/schedulers/on_ray.py", "--epochs=2"]
-    run = subprocess.run(
-        [*command, f"--export_dir={tmp_path}/model"],
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    # Ray's sockets lie in there: their whole path may have 107 bytes.
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as short:
+        run = subprocess.run(
+            [*command, f"--export_dir={tmp_path}/model"],
+            cwd=ROOT,
+            env={**environ, "RAY_TMPDIR": short},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
     assert run.returncode == 0, run.stdout + run.stderr
     (accuracy,) = re.findall(r"validation accuracy: (0\.\d+)", run.stdout)
     if platform.machine() in ("x86_64", "AMD64"):
