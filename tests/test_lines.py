@@ -21,6 +21,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.cluster import ROOT, examples_per_step, tfmw_command
+from tfmw._failure import tail
 from tfmw._lines import Bar, Lines, Throughput, with_progress
 from tfmw._notices import is_notice
 from tfmw._output import Display
@@ -57,6 +58,21 @@ NO_NOTICES = [
 ]
 
 
+# What the survivors of collectives="ring" write once a worker is killed, with TensorFlow 2.21.0.
+ECHO = """\
+E0000 00:00:1795322305.180684    2442 ring_alg.cc:291] Aborting RingReduce with UNAVAILABLE: \
+recvmsg:Connection reset by peer
+Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling \
+/tensorflow.WorkerService/RecvBuf:
+:UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"recvmsg:Connection reset by peer"}
+E0000 00:00:1795322305.181298    2442 base_collective_executor.cc:252] \
+BaseCollectiveExecutor::StartAbort UNAVAILABLE: recvmsg:Connection reset by peer
+Additional GRPC error information from remote target /job:worker/replica:0/task:0 while calling \
+/tensorflow.WorkerService/CompleteInstance:
+:UNKNOWN:Error received from peer  {grpc_message:"recvmsg:Connection reset by peer", grpc_status:14}
+""".splitlines()
+
+
 @pytest.mark.parametrize("line", NOTICES)
 def test_a_notice_is_known(line):
     assert is_notice(line)
@@ -81,6 +97,39 @@ def test_notices_are_not_shown_however_they_arrive(live, size):
     kept = [line for line in lines if line not in NOTICES] + ["W0000 00:00:17"]
     label = "" if live else "[a] "
     assert out.getvalue() == "".join(f"{label}{line}\n" for line in kept)
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096])
+@pytest.mark.parametrize("live", ["a", None])
+def test_echoes_of_another_task_s_end_are_not_shown(live, size):
+    """Their second and third lines may be part of anything else."""
+    out = io.StringIO()
+    display = Display(out, live)
+    own = ["UnavailableError: worker 1 is gone", *ECHO[1:3], *NO_NOTICES, *ECHO[1:2]]
+    data = "".join(f"{line}\n" for line in [*own, *ECHO, *ECHO, *own, *ECHO[:2], *own]).encode()
+    for at in range(0, len(data), size):
+        display.feed("a", data[at : at + size])
+    label = "" if live else "[a] "
+    assert out.getvalue() == "".join(f"{label}{line}\n" for line in own) * 3
+
+
+def test_an_echo_in_the_middle_of_a_bar_ends_the_bar_s_line():
+    out = io.StringIO()
+    display = Display(out, "a")
+    echo = "".join(f"{line}\n" for line in ECHO).encode()
+    display.feed("a", b"\r 1/23")
+    display.feed("a", b"\b\b\r 2/23 - loss: 0.5" + echo[:500])
+    display.feed("a", echo[500:] + echo)
+    display.feed("a", b"\b\b\r 3/23")
+    assert out.getvalue() == "\r 1/23\b\b\r 2/23 - loss: 0.5\n\b\b\r 3/23"
+
+
+def test_the_end_of_a_log_is_shown_without_notices(tmp_path):
+    log = tmp_path / "output.log"
+    log.write_text("".join(f"{line}\n" for line in [*NO_NOTICES, *NOTICES]))
+    assert tail(log) == tuple(NO_NOTICES)
+    log.write_text("".join(f"{line}\n" for line in NOTICES))
+    assert tail(log) == ()
 
 
 def test_a_bar_is_not_held_back():

@@ -104,9 +104,15 @@ def test_rows_01_and_02_a_worker_then_the_chief_killed_in_a_step(undisturbed, tm
         if (attempt, worker) == (1, 0) and step == 15:
             kill(pid)
 
-    done = train(tmp_path, disturb, "--max-restarts", "2")
+    # TensorFlow's own, for what it says of a worker that is gone.
+    options = ["--max-restarts", "2", "--log-dir", str(tmp_path / "logs")]
+    done = train(tmp_path, disturb, *options, arguments=["--collectives=ring"])
     assert_same(done, undisturbed)
     assert done.restarts == 2
+    logs = "".join(log.read_text() for log in tmp_path.glob("logs/*/attempt_*/*/output.log"))
+    for said in (r"ring_alg|StartAbort", "failed call to cuInit"):
+        assert re.search(said, logs), "TensorFlow says nothing any more"
+        assert not re.search(said, done.output)
     assert [worker["attempt"] for worker in done.workers] == [2, 2]
 
 

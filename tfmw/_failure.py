@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tfmw._notices import is_notice
+
 _SIGNAL_HINTS = {
     signal.SIGKILL: "killed by someone, or by the kernel because memory ran out",
     signal.SIGSEGV: "a crash in native code",
@@ -73,14 +75,15 @@ def describe(
 
 
 def tail(log: Path, lines: int = 12) -> tuple[str, ...]:
-    """The last lines of a log; none where it can't be read."""
+    """The last lines of a log, without TensorFlow's notices; none where it can't be read."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - 8192))
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return ()
-    return tuple(text.rstrip().splitlines()[-lines:])
+    said = [line for line in text.rstrip().splitlines() if not is_notice(line)]
+    return tuple(said[-lines:])
 
 
 def describe_status(status: int | None, kernel_kills: int = 0) -> str:

@@ -1,11 +1,15 @@
-r"""TensorFlow's start-up notices, which say nothing about the run, and which no setting silences.
+r"""What TensorFlow says that says nothing: notices as it starts, echoes of another task's end.
 
     I0000 00:00:1795264727.917557   12869 cudart_stub.cc:31] Could not find cuda drivers on ...
 
-Each process writes a handful, so that those of ten tasks drown what the tasks have to say. The
-launcher doesn't show them; the log files keep them. Only lines that are known word for word count:
-another message of the same source files, such as a driver that doesn't fit, is shown.
-Seen with TensorFlow 2.18.1 to 2.21.0.
+    E0000 00:00:1795322305.180684    2442 ring_alg.cc:291] Aborting RingReduce with UNAVAILABLE: ...
+    Additional GRPC error information from remote target /job:worker/replica:0/task:1 while ...
+    :UNKNOWN:Error received from peer  {grpc_status:14, ...}
+
+Each process writes a handful, which no setting silences, so that those of ten tasks drown what the
+tasks have to say. The launcher doesn't show them; the log files keep them. Only lines that are
+known word for word count: another message of the same source files, such as a driver that doesn't
+fit, is shown. Notices seen with TensorFlow 2.18.1 to 2.21.0, echoes with 2.21.0.
 """
 
 from __future__ import annotations
@@ -42,6 +46,14 @@ _NOTICE = re.compile(
     )
 )
 
+# A peer is gone. Whoever lost it says which, in an error of its own; another status than this one
+# may be somebody's only word.
+_ECHO = re.compile(
+    rf"{_HEAD}(?:ring_alg\.cc:\d+\] Aborting Ring\w+ with|"
+    r"base_collective_executor\.cc:\d+\] BaseCollectiveExecutor::StartAbort) UNAVAILABLE: "
+)
+_ECHO_GOES_ON = ("Additional GRPC error information from remote target", ":UNKNOWN:Error received")
+
 _BEGINS = (
     "WARNING: All log messages",
     "To enable the following",
@@ -55,9 +67,28 @@ def is_notice(line: str) -> bool:
     return _NOTICE.match(line) is not None
 
 
-def may_become_notice(begin: str) -> bool:
-    """Whether the unfinished line `begin` can still become one: then its end is awaited."""
-    return any(
-        all(c == p or (p == "0" and c.isdigit()) for c, p in zip(begin, pattern, strict=False))
-        for pattern in _BEGINS
-    )
+class Filter:
+    """Which lines of one task need not be shown; it is asked about each of them, in order."""
+
+    def __init__(self) -> None:
+        self._in_echo = False
+
+    def hides(self, line: str) -> bool:
+        """Whether a whole line is a notice, or part of an echo."""
+        if self._in_echo and line.startswith(_ECHO_GOES_ON):
+            return True
+        self._in_echo = _ECHO.match(line) is not None
+        return self._in_echo or is_notice(line)
+
+    def may_hide(self, begin: str) -> bool:
+        """Whether the unfinished line `begin` can still become such a line: then wait for it."""
+        return any(
+            all(c == p or (p == "0" and c.isdigit()) for c, p in zip(begin, pattern, strict=False))
+            for pattern in (*_BEGINS, *(_ECHO_GOES_ON if self._in_echo else ()))
+        )
+
+    def without_echo(self, line: str) -> str:
+        """A whole line, up to where an echo came into the middle of it, as into a bar."""
+        echo = _ECHO.search(line)
+        self._in_echo = echo is not None
+        return f"{line[: echo.start()]}\n" if echo else line

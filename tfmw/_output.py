@@ -12,11 +12,12 @@ task is in the middle of its line is printed above that line.
 from __future__ import annotations
 
 import codecs
+import collections
 import re
 import sys
 from typing import TextIO
 
-from tfmw._notices import is_notice, may_become_notice
+from tfmw._notices import Filter
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _MAX_PENDING = 1 << 16  # characters of one unfinished line that are kept
@@ -53,7 +54,8 @@ class Display:
         self._out = out
         self._live = live
         self._shown = ""  # the live task's unfinished line, as the terminal shows it
-        self._held = ""  # the live task's begin of a line that may become a notice
+        self._held = ""  # the live task's begin of a line that may not be shown
+        self._filters: dict[str, Filter] = collections.defaultdict(Filter)
         self._pending: dict[str, str] = {}
         self._decoders: dict[str, codecs.IncrementalDecoder] = {}
 
@@ -71,7 +73,7 @@ class Display:
         if rest and (final or len(rest) > _MAX_PENDING):
             lines, rest = [*lines, rest], ""
         self._pending[task] = rest
-        shown = [line for line in map(collapse, lines) if not is_notice(line)]
+        shown = [line for line in map(collapse, lines) if not self._filters[task].hides(line)]
         if shown:
             self._print("".join(f"[{task}] {line}\n" for line in shown))
 
@@ -92,14 +94,15 @@ class Display:
     def _without_notices(self, text: str, final: bool) -> str:
         text, self._held = self._held + text, ""
         kept, begins = [], not self._shown
+        lines = self._filters[self._live or ""]
         for line in filter(None, re.split(r"(?<=\n)", text)):
             whole = final or line.endswith("\n")
-            if begins and whole and is_notice(line):
+            if begins and whole and lines.hides(line):
                 continue
-            if begins and not whole and len(line) < _MAX_PENDING and may_become_notice(line):
+            if begins and not whole and len(line) < _MAX_PENDING and lines.may_hide(line):
                 self._held = line  # the last one
                 break
-            kept.append(line)
+            kept.append(lines.without_echo(line) if whole and not begins else line)
             begins = whole
         return "".join(kept)
 
