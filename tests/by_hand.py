@@ -13,7 +13,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,16 +21,13 @@ import uuid
 from typing import Any
 
 from tests.cluster import MARK, ONE_THREAD, PROGRAMS, PYTHONPATH, marked
+from tfmw._ports import reserved_ports
 
 
 def free_addresses(count: int) -> list[str]:
-    """Addresses on this machine; every port is held until all are known."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [f"127.0.0.1:{s.getsockname()[1]}" for s in held]
-    finally:
-        for s in held:
-            s.close()
+    """Addresses on this machine, all different."""
+    with reserved_ports(count) as ports:
+        return [f"127.0.0.1:{port}" for port in ports]
 
 
 class Process:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
+from tests.by_hand import free_addresses
 from tests.cluster import ONE_THREAD, ROOT
 from tfmw import Cluster, UsageError
 from tfmw.export import verify
@@ -53,16 +53,6 @@ def finish(processes, timeout_s=120):
         for process in processes:
             process.kill()
             process.wait()
-
-
-def free_addresses(count):
-    """Addresses on this machine; every port is held until all are known."""
-    sockets = [socket.create_server(("localhost", 0)) for _ in range(count)]
-    try:
-        return [f"localhost:{s.getsockname()[1]}" for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
 
 
 def accuracy(text):
