@@ -44,12 +44,12 @@ demo: $(STAMP)
 SLURM := $(shell PATH="$$PATH:/usr/sbin" command -v slurmctld)
 NO_SLURM := make test: without the tests of Slurm, which is not installed: apt-get install slurm-wlm
 
-# Files of tests at a time: a cluster of two processes does not keep two cores busy all the time.
-JOBS ?= 2
+# Files of tests at a time. Two of them keep two cores busy, and then what is timed takes longer.
+JOBS ?= 1
 
 test: lint type
 	@$(if $(SLURM),,echo "$(NO_SLURM)")
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(if $(SLURM),,-m "not slurm")
+	@$(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile) $(if $(SLURM),,-m "not slurm")
 
 # The oldest TensorFlow and Keras that tfmw works with, in an environment of their own.
 OLDEST := build/oldest

@@ -90,7 +90,8 @@ class Kernel:
 
     def __init__(self, folder: Path) -> None:
         self.mark = uuid.uuid4().hex
-        environ = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+        # A notebook has no terminal whose width (COLUMNS) could make its bars shorter.
+        environ = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "COLUMNS")}
         environ |= {**ONE_THREAD, "PYTHONPATH": str(ROOT), MARK: self.mark}
         self.manager = KernelManager(kernel_name="python3")
         quiet = subprocess.DEVNULL

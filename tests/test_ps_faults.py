@@ -65,6 +65,7 @@ def test_a_killed_server_or_coordinator_goes_on_from_the_backup(tmp_path, dies):
             cluster.start("ps 0")
         chief = cluster.start("chief")
         begins = chief.wait_for("training begins at ")
+        chief.say("go on")  # heard where the backup of epoch 2 had not been written yet
         assert int(begins.split()[-1]) in (STEPS, 2 * STEPS), "the backup of an epoch's end"
         found = run_until_the_end(cluster, result)
     assert found["iterations"] == 5 * STEPS
