@@ -80,7 +80,11 @@ def measure(workers: int, mbit_per_s: float = math.inf, delay_ms: float = 0.0) -
                     text=True,
                 )
             )
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
+        try:
+            outputs = [process.communicate(timeout=300)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
     said = [line for line in outputs[0].splitlines() if line.startswith(MARK)]
     if not said:
         raise RuntimeError("\n".join(outputs))

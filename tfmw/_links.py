@@ -247,15 +247,14 @@ class Door:
 
     def __init__(self, host: str):
         self._tcp = _listen(host)
-        self._machine = _machine()
         self._unix = socket.socket(socket.AF_UNIX)
-        name = ""
-        if self._machine is not None:
+        machine, name = _machine(), ""
+        if machine is not None:
             self._unix.bind("")  # Linux chooses a name of no file: unix(7), "Autobind feature"
             self._unix.listen()
             name = self._unix.getsockname().decode().removeprefix("\0")
         port: int = self._tcp.getsockname()[1]
-        self.address: Address = {"port": port, "machine": self._machine, "name": name}
+        self.address: Address = {"port": port, "machine": machine, "name": name}
 
     def __enter__(self) -> Door:
         return self
@@ -313,14 +312,12 @@ def connect(host: str, after: Address, mine: Address, token: bytes) -> Out:
         peer = undo.enter_context(socket.socket(socket.AF_UNIX))
         peer.settimeout(CONNECT_S)
         peer.connect(f"\0{after['name']}")
-        memory = os.memfd_create("tfmw")
-        undo.callback(os.close, memory)
-        os.ftruncate(memory, _SLOTS * PIECE_BYTES)
-        socket.send_fds(peer, [token], [memory])
-        link = SharedOut(peer, _mapped(memory))
+        with open(os.memfd_create("tfmw"), "r+b") as memory:
+            memory.truncate(_SLOTS * PIECE_BYTES)
+            socket.send_fds(peer, [token], [memory.fileno()])
+            link = SharedOut(peer, _mapped(memory.fileno()))
         undo.pop_all()
-    os.close(memory)
-    return link
+        return link
 
 
 def _machine() -> list[Any] | None:

@@ -100,6 +100,12 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_last() -> None:
+    """Dies after worker 0 has left with the echo of it."""
+    await_error_of("worker_0")
+    kill()
+
+
 def unfinished_line() -> None:
     os.write(1, b"no newline \xff\xfe")
 
