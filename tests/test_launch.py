@@ -325,11 +325,12 @@ class TestOutput:
         env = {**NO_INIT, "TFMW_RESULT": str(tmp_path)}
         with tfmw_command(*command, env=env, stdout=theirs, stderr=theirs) as launcher:
             os.close(theirs)
-            shown = b""
-            while data := self.read(ours):
-                shown += data
-                if b"from the middle" in shown:
-                    (tmp_path / "in_the_middle").unlink(missing_ok=True)
+            middle = tmp_path / "in_the_middle"
+            shown = self.until(ours, b"\x1b[0m.")
+            middle.touch()
+            shown += self.until(ours, b"from the middle")
+            middle.unlink()
+            shown += self.until(ours, None)
             os.close(ours)
             assert launcher.wait(timeout=10) == 0
         text = shown.decode().replace("\r\n", "\n")
@@ -341,11 +342,15 @@ class TestOutput:
         )
 
     @staticmethod
-    def read(terminal: int) -> bytes:
-        try:
-            return os.read(terminal, 1 << 16)
-        except OSError:
-            return b""
+    def until(terminal: int, words: bytes | None) -> bytes:
+        """What the terminal shows, up to these words or its end."""
+        shown = b""
+        while words is None or words not in shown:
+            try:
+                shown += os.read(terminal, 1 << 16)
+            except OSError:
+                break
+        return shown
 
     @pytest.mark.parametrize(
         ("line", "shown"),

@@ -261,9 +261,10 @@ class Ring:
                 raise RingBroken(f"no number came or went for {self.timeout_s:g} s")
 
     def _differ(self, theirs: str, ours: str) -> RuntimeError:
+        said = sorted({(self.rank - 1) % self.size: theirs, self.rank: ours}.items())
         return RuntimeError(
-            f"workers exchange different things: worker {(self.rank - 1) % self.size} {theirs}, "
-            f"worker {self.rank} {ours}"
+            "workers exchange different things: "
+            + ", ".join(f"worker {rank} {what}" for rank, what in said)
         )
 
     def _lost(self, rank: int, why: str) -> RingBroken:

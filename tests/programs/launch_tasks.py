@@ -111,12 +111,13 @@ def unfinished_line() -> None:
 
 
 def progress() -> None:
-    """As Keras writes it, and one line of the other worker in between."""
+    """As Keras writes it, and a line of the other worker in between, once the first half shows."""
     print(f"a terminal: {sys.stdout.isatty()} {os.environ.get('TFMW_TTY')}")
     sys.stdout.write("\r1/2 \x1b[32m=\x1b[0m.")
     sys.stdout.flush()
     mark = Path(os.environ["TFMW_RESULT"]) / "in_the_middle"
-    mark.touch()
+    while not mark.exists():
+        os.sched_yield()
     while mark.exists():
         os.sched_yield()
     sys.stdout.write("\b" * 6 + "\r2/2 ==\n")
