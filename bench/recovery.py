@@ -26,7 +26,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 KILL_AT_STEP = 60
-SPARES_S = 60.0  # how long spares may take to get ready
 
 
 # ---- what is trained ----------------------------------------------------------------------------
@@ -45,7 +44,7 @@ def train_tfmw(folder: str) -> None:
 
         def on_train_batch_end(self, batch: int, logs: object = None) -> None:
             print(f"made step {int(self.model.optimizer.iterations)}", flush=True)
-            time.sleep(0.02)  # so that the run lasts until spares are ready
+            time.sleep(0.02)  # so that the kill comes between two backups
 
     model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(10), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -93,7 +92,7 @@ def train_torch(folder: str) -> None:
 # ---- the measurement ----------------------------------------------------------------------------
 
 
-def measure(command: list[str], spares: bool) -> dict[str, float]:
+def measure(command: list[str]) -> dict[str, float]:
     """Seconds from the kill to each event of one run of `command`."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
@@ -110,7 +109,7 @@ def measure(command: list[str], spares: bool) -> dict[str, float]:
             if found := re.search(r"script (\d+)", line):
                 scripts.append(int(found[1]))
             found = re.search(r"made step (\d+)", line)
-            if found and int(found[1]) >= KILL_AT_STEP and (not spares or _spares_wait(launcher)):
+            if found and int(found[1]) >= KILL_AT_STEP:
                 break
         os.kill(scripts[-1], signal.SIGKILL)
         killed = time.monotonic()
@@ -143,31 +142,6 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
     raise RuntimeError("the run ended:\n" + "".join(last))
 
 
-def _spares_wait(launcher: subprocess.Popen[str]) -> bool:
-    """Whether two spares have done their imports: they sleep, and have TensorFlow mapped."""
-    ready = 0
-    for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
-        folder = Path("/proc", child)
-        if b"\0standby\0" in (folder / "cmdline").read_bytes():
-            maps = (folder / "maps").read_text()
-            idle = (folder / "stat").read_text().rpartition(") ")[2].startswith("S")
-            ready += idle and "libtensorflow" in maps and _idle(folder)
-    return ready == 2
-
-
-def _idle(folder: Path) -> bool:
-    """Whether the process used no processor time for a while."""
-
-    def used() -> int:
-        # proc_pid_stat(5): utime and stime are fields 14 and 15.
-        fields = (folder / "stat").read_text().rpartition(") ")[2].split()
-        return int(fields[11]) + int(fields[12])
-
-    before = used()
-    time.sleep(0.3)
-    return used() == before
-
-
 def main() -> None:
     """Measures each way of restarting."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -181,7 +155,7 @@ def main() -> None:
         return
     tfmw = [sys.executable, "-m", "tfmw", "run", "--workers", "2", "--max-restarts", "1"]
     ways = {
-        "tfmw run, with spares": [*tfmw, "--standby", "auto"],
+        "tfmw run": tfmw,
         "tfmw run, --standby off": [*tfmw, "--standby", "off"],
     }
     torch_python = options.torch_python or (
@@ -197,7 +171,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 train = ["--train", "torch" if name == "torchrun" else "tfmw"]
                 command = [*way, __file__, *train, "--backup_dir", folder]
-                rows.append(measure(command, spares=name.endswith("with spares")))
+                rows.append(measure(command))
         keys = ("detected", "restarted", "first new step")
         medians = [statistics.median(row[key] for row in rows) for key in keys]
         print(f"{name:26}{medians[0]:10.2f}{medians[1]:11.2f}{medians[2]:16.2f}", flush=True)

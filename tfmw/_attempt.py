@@ -1,7 +1,7 @@
 """All tasks of a local cluster, once: started, watched, ended.
 
     attempt = Attempt(setting, layout, number=0)
-    attempt.start()      # fresh processes or spares, each in a session of its own
+    attempt.start()      # processes, each in a session of its own
     attempt.watch()      # until all are done, one has failed or hangs, or a signal came
     attempt.end()        # TERM, grace, KILL; no process is left
     attempt.failures()   # the cause first
@@ -33,7 +33,6 @@ from tfmw._process import Task, task_name
 from tfmw._restart import PREEMPT_GRACE_S, Policy, Terms, alone, backoff_s
 from tfmw._signals import Signals
 from tfmw._spawn import Host
-from tfmw._standby import Standbys
 from tfmw._watchdog import LAG_S, STOPPED_TIMEOUT_S, Sight, Stuck, Watchdog
 from tfmw.errors import PREEMPTED
 
@@ -70,7 +69,6 @@ class Setting:
         payload: standard input of each task; with it each task also gets a file for its result.
         stop: says which signal asks to end, and whether to be quick about it.
         terms: what the user allows.
-        standbys: spare processes, where there are to be some.
         grace_s: seconds between SIGTERM and SIGKILL.
         farewell_s: seconds in which serving tasks leave once the chief is done.
     """
@@ -84,7 +82,6 @@ class Setting:
     payload: bytes | None
     stop: Signals
     terms: Terms
-    standbys: Standbys | None
     grace_s: float = GRACE_S
     farewell_s: float = FAREWELL_S
 
@@ -135,6 +132,7 @@ class Attempt:
 
     def start(self) -> None:
         """Starts all tasks. The ports are held until the moment before."""
+        self._setting.host.wait(self._stop.received)
         self._began_at = time.monotonic()
         with contextlib.ExitStack() as inputs:
             prepared = [self._prepare(task, inputs) for task in self.tasks]
@@ -145,9 +143,8 @@ class Attempt:
 
     def _start(self, task: Task, stdin: IO[bytes] | int, fds: Sequence[int]) -> None:
         setting = self._setting
-        spare = setting.standbys.take(task.name) if setting.standbys else None
         live = task.name == setting.live
-        task.start(setting.host, setting.command, stdin, live, fds, spare)
+        task.start(setting.host, setting.command, stdin, live, fds)
         assert task.stream is not None
         self._selector.register(task.stream, selectors.EVENT_READ, task)
 
@@ -267,11 +264,11 @@ class Attempt:
             self._pump(POLL_S)
 
     def _guard(self) -> bool:
-        """Looks after hanging and lagging tasks and after the spares; whether a task hangs."""
+        """Looks after hanging and lagging tasks; whether a task hangs."""
         if time.monotonic() < self._next_guard:
             return False
         self._next_guard = time.monotonic() + GUARD_S
-        terms, standbys = self._setting.terms, self._setting.standbys
+        terms = self._setting.terms
         sights = [
             Sight(
                 task.name,
@@ -288,9 +285,6 @@ class Attempt:
             return True
         for line in self._watchdog.stragglers(sights):
             self._setting.display.line(f"tfmw: {line}")
-        # The start of a run has the cores to itself.
-        if standbys and (terms.standby == "on" or any(sight.step >= 0 for sight in sights)):
-            standbys.tend([task.name for task in self.tasks])
         return False
 
     def _dump_stacks(self) -> None:

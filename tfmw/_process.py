@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +12,7 @@ from typing import IO, Any
 
 from tfmw._progress import PROGRESS_FILE, Progress, ProgressFile
 from tfmw._record import ERROR_FILE
-from tfmw._spawn import Host
-from tfmw._standby import Spare
+from tfmw._spawn import Child, Host
 
 
 def task_name(kind: str, index: int) -> str:
@@ -54,7 +52,7 @@ class Task:
         self.ended = 0.0  # monotonic seconds, as seen by the launcher
         self.stream: int | None = None  # our end of its standard output and error
         self._progress: ProgressFile | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._log: IO[bytes] | None = None
 
     def start(
@@ -64,7 +62,6 @@ class Task:
         stdin: IO[bytes] | int,
         terminal: bool,
         fds: Sequence[int],
-        spare: Spare | None = None,
     ) -> None:
         """Starts the process; it dies with the calling thread (see `_task`).
 
@@ -74,17 +71,14 @@ class Task:
             stdin: its standard input.
             terminal: whether it writes to a terminal rather than a pipe.
             fds: descriptors of ours that it inherits.
-            spare: a process that waits to become this task, instead of a new one.
         """
         self.directory.mkdir(parents=True)
         self._log = open(self.log, "wb", buffering=0)  # noqa: SIM115  (closed in close)
         self._progress = ProgressFile(Path(self.env[PROGRESS_FILE]))
         self.started = time.monotonic()
         self._host = host
-        started = spare.become(self.env, command) if spare is not None else None
-        if started is None:
-            started = host.spawn(command, stdin, terminal, fds, self.env)
-        self._process, self.stream = started
+        self._process = host.spawn(command, stdin, terminal, fds, self.env)
+        self.stream = self._process.stream
 
     @property
     def pid(self) -> int:

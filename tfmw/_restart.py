@@ -53,7 +53,8 @@ class Terms:
         start_timeout_s: seconds until all tasks must be up and have met; 0: no limit.
         preempt_grace_s: seconds in which tasks that are told to leave save their state; None: 30,
             where tasks are known to save it.
-        standby: "on": spare processes at once; "auto": after the first step, with restarts.
+        standby: "on": a process that has imported TensorFlow stands by, and tasks are its copies;
+            "auto": with several tasks, or restarts, unless TFMW_NO_INIT is 1.
         isolate: "on": the tasks have no network but their own; "auto": where nothing speaks
             against it; see `_isolate`.
     """
@@ -84,8 +85,6 @@ class Terms:
                 raise UsageError(
                     f"{_option(name)} is {getattr(self, name)!r}; expected auto, on or off."
                 )
-        if self.standby == "on" and not self.max_restarts:
-            raise UsageError("--standby on needs --max-restarts: spares are for restarts.")
         if self.min_workers is None:
             return
         if not 1 <= self.min_workers <= workers:

@@ -1,7 +1,7 @@
 """Starts the processes of a run, and sees to it that none outlives the launcher.
 
     with Host(namespaces) as host:
-        process, stream = host.spawn(["script", "train.py"], subprocess.DEVNULL, False, [], env)
+        child = host.spawn(["script", "train.py"], subprocess.DEVNULL, False, [], env)
 
 A task asks Linux to be killed when the launcher goes (see `_task`), but what the task itself has
 started would stay. So a process of its own, the reaper, holds a pipe from the launcher: when that
@@ -22,13 +22,37 @@ import sys
 import termios
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tfmw._template import Template
 
 TASK_COMMAND = (sys.executable, str(Path(__file__).with_name("_task.py")))
 """Starts a task; see `_task`."""
 
 NAMESPACES = "TFMW_NAMESPACES"
 """Descriptors of the user and the network namespace that a task enters first: "5,6"."""
+
+
+class Child:
+    """A process that a host has started.
+
+    Attributes:
+        pid: its process id, and that of its session and its first group.
+        stream: our end of its standard output and error.
+    """
+
+    def __init__(self, pid: int, stream: int, process: subprocess.Popen[bytes] | None) -> None:
+        self.pid = pid
+        self.stream = stream
+        self._process = process
+
+    def wait(self) -> None:
+        """Until it has ended; then its number may be used again."""
+        if self._process is not None:
+            self._process.wait()
+        else:
+            os.waitpid(self.pid, 0)
 
 
 class Host:
@@ -40,6 +64,7 @@ class Host:
 
     def __init__(self, namespaces: Sequence[int] = ()) -> None:
         self._namespaces = list(namespaces)
+        self._template: Template | None = None
         self._reaper = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
@@ -52,10 +77,30 @@ class Host:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._template is not None:
+            self._template.close()
         self._tell("bye")
         assert self._reaper.stdin is not None
         self._reaper.stdin.close()
         self._reaper.wait()
+
+    def copy_from_now_on(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Has one process import TensorFlow, and what is spawned after that be copies of it.
+
+        Args:
+            command: the arguments of `_task.py` that most of them will have.
+            env: what all of them have in their environment.
+        """
+        from tfmw._template import Template  # the reaper is this file too, and finds no package
+
+        env = {**env, "TFMW_LAUNCHER_PID": str(os.getpid())}
+        self._template = Template([*TASK_COMMAND, "template"], command, env)
+        self._tell(f"+{self._template.pid}")
+
+    def wait(self, stop: Sequence[int]) -> None:
+        """Until processes can be spawned at once, or a signal to stop has come."""
+        if self._template is not None:
+            self._template.wait(stop)
 
     def spawn(
         self,
@@ -64,29 +109,49 @@ class Host:
         terminal: bool,
         fds: Sequence[int],
         env: Mapping[str, str],
-    ) -> tuple[subprocess.Popen[bytes], int]:
-        """A process in a session of its own, and our end of its standard output and error."""
+    ) -> Child:
+        """A process in a session of its own."""
         env = {**env, "TFMW_LAUNCHER_PID": str(os.getpid())}
         if self._namespaces:
             env[NAMESPACES] = ",".join(map(str, self._namespaces))
         ours, theirs = _pseudo_terminal() if terminal else os.pipe()
+        fds = [*fds, *self._namespaces]
         try:
-            process = subprocess.Popen(
-                [*TASK_COMMAND, *command],
-                stdin=stdin,
-                stdout=theirs,
-                stderr=theirs,
-                env=env,
-                start_new_session=True,
-                pass_fds=[*fds, *self._namespaces],
-            )
+            pid, process = self._copy(command, stdin, theirs, fds, env), None
+            if pid is None:
+                process = subprocess.Popen(
+                    [*TASK_COMMAND, *command],
+                    stdin=stdin,
+                    stdout=theirs,
+                    stderr=theirs,
+                    env=env,
+                    start_new_session=True,
+                    pass_fds=fds,
+                )
+                pid = process.pid
         except BaseException:
             os.close(ours)
             raise
         finally:
             os.close(theirs)
-        self._tell(f"+{process.pid}")
-        return process, ours
+        self._tell(f"+{pid}")
+        return Child(pid, ours, process)
+
+    def _copy(
+        self,
+        command: Sequence[str],
+        stdin: IO[bytes] | int,
+        output: int,
+        fds: Sequence[int],
+        env: Mapping[str, str],
+    ) -> int | None:
+        """The process id of a copy of the template; None where there is none to be had."""
+        if self._template is None:
+            return None
+        with open(os.devnull, "rb") as nothing:
+            reads = nothing if isinstance(stdin, int) else stdin
+            streams = {0: reads.fileno(), 1: output, 2: output}
+            return self._template.fork(command, env, {**streams, **{fd: fd for fd in fds}})
 
     def forget(self, pid: int) -> None:
         """Says that the process has ended and its group is gone: the number may be used again."""

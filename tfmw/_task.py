@@ -3,7 +3,7 @@
     python .../tfmw/_task.py script train.py --epochs 3
     python .../tfmw/_task.py module package.train --epochs 3
     python .../tfmw/_task.py call                   # a function: see `tfmw.launch`
-    python .../tfmw/_task.py standby 7              # a spare: see `_standby`
+    python .../tfmw/_task.py template 7 script ...  # a process to copy: see `_template`
 
 The launcher starts this file by its path, so that the first thing to happen is that the child
 ties its life to the launcher's, and so that tfmw is found without touching PYTHONPATH.
@@ -77,59 +77,6 @@ def _call() -> None:
     call.run()
 
 
-def _stand_by(control: int) -> list[str]:
-    """Imports what tasks need, then waits to become one; returns that task's arguments.
-
-    Runs no TensorFlow op: a cluster can only be joined before the first one.
-    """
-    import contextlib
-    import json
-    import socket
-
-    with socket.socket(fileno=control) as launcher:
-        _import_politely()
-        with contextlib.suppress(BrokenPipeError):  # its order has come already
-            launcher.sendall(b"r")
-        with launcher.makefile("rb") as orders:
-            line = orders.readline()
-    if not line:
-        sys.exit(0)
-    order = json.loads(line)
-    os.environ.clear()
-    os.environ.update(order["env"])
-    arguments: list[str] = order["argv"]
-    return arguments
-
-
-def _import_politely() -> None:
-    """Imports everything public of tfmw, at the lowest priority.
-
-    Linux gives each thread a priority of its own, and an ordinary user can't take a lower one back:
-    so a thread does the work, and the main thread keeps its place. NumPy starts threads when it is
-    imported, which inherit the priority: it goes first.
-    """
-    import contextlib
-    import importlib
-    import threading
-
-    def work() -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        with contextlib.suppress(Exception):  # the task will meet it again, and tell
-            import tfmw
-            from tfmw._imports import collector_paused
-
-            with collector_paused():
-                for name in tfmw.__all__:
-                    getattr(tfmw, name)
-
-    with contextlib.suppress(ImportError):
-        importlib.import_module("numpy")
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-
 def _init() -> None:
     if os.environ.get("TFMW_NO_INIT") != "1":
         import tfmw
@@ -184,9 +131,11 @@ def _from_the_users_code(frame: TracebackType | None) -> TracebackType | None:
 
 if __name__ == "__main__":
     _find_tfmw()
+    if sys.argv[1] == "template":
+        from tfmw import _template
+
+        _die_with_the_launcher()
+        sys.argv[1:] = _template.serve(int(sys.argv[2]))  # goes on in its copies only
     _enter_namespaces()  # takes away what the next line asks for
     _die_with_the_launcher()
-    arguments = sys.argv[1:]
-    if arguments[0] == "standby":
-        arguments = _stand_by(int(arguments[1]))
-    sys.exit(main(arguments))
+    sys.exit(main(sys.argv[1:]))

@@ -241,8 +241,8 @@ def _add_terms(run: argparse.ArgumentParser) -> None:
         "--standby",
         choices=("auto", "on", "off"),
         default="auto",
-        help="with --max-restarts: one spare process per task (8 at most, about 200 MB each) that "
-        "has imported TensorFlow, for quick restarts; auto: from the first step on (auto)",
+        help="one process that has imported TensorFlow stands by, and tasks start as copies of it, "
+        "at first and after a failure; auto: with several tasks or --max-restarts (auto)",
     )
     run.add_argument(
         "--isolate",

@@ -47,7 +47,6 @@ from tfmw._record import record_error
 from tfmw._restart import Choice, End, Policy, Terms
 from tfmw._signals import LEAVE, Signals
 from tfmw._spawn import TASK_COMMAND, Host, terminal_size
-from tfmw._standby import Standbys
 from tfmw.cluster import Cluster
 from tfmw.errors import PREEMPTED, TaskFailed, UsageError
 
@@ -157,7 +156,7 @@ def launch_tasks(
             default where `stdout` is a terminal or a notebook.
         grace_s: seconds between SIGTERM and SIGKILL for tasks that are ended.
         farewell_s: seconds in which ps, and workers beside them, leave once the chief is done.
-        terms: restarts, time limits, spare processes, the private network.
+        terms: restarts, time limits, copied processes, the private network.
 
     Returns:
         How it ended. Nothing of `Result.summary` is printed yet.
@@ -253,7 +252,7 @@ def launch(
             grace_s=grace_s,
             payload=payload,
             stop=stop,
-            terms=Terms(max_restarts=max_restarts, isolate=isolate, standby="off"),
+            terms=Terms(max_restarts=max_restarts, isolate=isolate),
         )
     if result.status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
@@ -332,10 +331,8 @@ def _run(
             held.callback(network.close)
         host = held.enter_context(Host(network.namespaces if network else ()))
         task_env = _task_environment(environ, terminal)
-        standbys = None
-        if payload is None and _wants_standbys(terms, task_env):
-            standbys = Standbys(host, task_env, chief)
-            held.callback(standbys.close)
+        if _wants_copies(terms, len(tasks), task_env):
+            host.copy_from_now_on(command, task_env)
         if note and (payload is None or note not in _said):
             _said.add(note)  # a notebook launches from cell after cell
             print(f"tfmw: {note}", file=sys.stderr, flush=True)
@@ -349,7 +346,6 @@ def _run(
             payload=payload,
             stop=stop,
             terms=terms,
-            standbys=standbys,
             grace_s=grace_s,
             farewell_s=farewell_s,
         )
@@ -428,10 +424,13 @@ def _status(attempt: Attempt, failures: Sequence[Failure], stop: Signals, displa
     return 128 + signal.SIGPIPE if display.broken else 0
 
 
-def _wants_standbys(terms: Terms, env: Mapping[str, str]) -> bool:
-    """Whether spare processes help: they have imported what a task without tfmw doesn't use."""
+def _wants_copies(terms: Terms, tasks: int, env: Mapping[str, str]) -> bool:
+    """Whether one process imports TensorFlow for all tasks.
+
+    Scripts that tfmw doesn't initialize may set what TensorFlow reads when it is imported.
+    """
     if terms.standby == "auto":
-        return terms.max_restarts > 0 and env.get("TFMW_NO_INIT") != "1"
+        return (tasks > 1 or terms.max_restarts > 0) and env.get("TFMW_NO_INIT") != "1"
     return terms.standby == "on"
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import logging
 import math
 import os
@@ -35,7 +36,13 @@ from tfmw.group import Group
 
 logger = logging.getLogger("tfmw")
 
-_RUN = f"{os.getpid()}-{time.time_ns()}"  # tells the backups of this process from others'
+
+@functools.cache
+def _run() -> str:
+    """Tells the backups of this process from others'; asked for first when it trains."""
+    return f"{os.getpid()}-{time.time_ns()}"
+
+
 _MINUTE, _HOUR = 60.0, 3600.0
 _UNITS = {
     **dict.fromkeys(("s", "sec", "second"), 1.0),
@@ -162,7 +169,7 @@ class Backups:
         assert self._store is not None
         self._stack.enter_context(self._store.locked())
         for backup in self._store.candidates():
-            if backup.record["done"] and backup.record["run"] == _RUN:
+            if backup.record["done"] and backup.record["run"] == _run():
                 break  # an earlier fit of this process, which has ended
             try:
                 self.tensors = backup.tensors()
@@ -316,7 +323,7 @@ class Backups:
         must_be_finite = [name for name, v in state.named(model).items() if id(v) in trainable]
         full = {
             **record,
-            "run": _RUN,
+            "run": _run(),
             "signature": self._signature,
             "callbacks": states,
             "random": state.random_state(),
@@ -392,8 +399,8 @@ class Backups:
         with contextlib.suppress(TfmwError), self._store.locked():
             newest = self._store.newest()
             # A run that was over and is started again writes nothing: its backup is its own still.
-            restored = self.record["run"] if self.record is not None else _RUN
-            if newest is not None and newest.record["run"] in (_RUN, restored):
+            restored = self.record["run"] if self.record is not None else _run()
+            if newest is not None and newest.record["run"] in (_run(), restored):
                 self._store.clear()
 
 

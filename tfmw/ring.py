@@ -261,10 +261,11 @@ class Ring:
                 raise RingBroken(f"no number came or went for {self.timeout_s:g} s")
 
     def _differ(self, theirs: str, ours: str) -> RuntimeError:
-        said = sorted({(self.rank - 1) % self.size: theirs, self.rank: ours}.items())
+        (one, its), (other, others) = sorted(
+            [((self.rank - 1) % self.size, theirs), (self.rank, ours)]
+        )
         return RuntimeError(
-            "workers exchange different things: "
-            + ", ".join(f"worker {rank} {what}" for rank, what in said)
+            f"workers exchange different things: worker {one} {its}, worker {other} {others}"
         )
 
     def _lost(self, rank: int, why: str) -> RingBroken:
