@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 import tfmw
-from tests.cluster import MARK, PROGRAMS, ClusterRun, marked, tfmw_command, wait_gone
+from tests.cluster import MARK, ONE_THREAD, PROGRAMS, ClusterRun, marked, tfmw_command, wait_gone
 from tests.programs import launch_functions
 from tfmw._failure import describe_status
 from tfmw._output import Display, collapse
@@ -526,6 +526,23 @@ class TestFunctions:
         before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
         launch(launch_functions.rank_and, 1, workers=1)
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.mark.multiprocess
+def test_the_next_run_of_a_process_finds_tensorflow_imported():
+    def kept(**env: str) -> list[int]:
+        tfmw.launch(launch_functions.rank_and, [1], 2, env=ONE_THREAD | env, stdout=io.StringIO())
+        children = Path("/proc/thread-self/children").read_text().split()
+        return [int(c) for c in children if b"template" in Path(f"/proc/{c}/cmdline").read_bytes()]
+
+    (template,) = kept()
+    copies = (launch_functions.is_copy_of, [template], 2)
+    assert tfmw.launch(*copies, env=ONE_THREAD, stdout=io.StringIO()) == [True, True]
+    assert kept() == [template]
+    (other,) = kept(TF_ENABLE_ONEDNN_OPTS="0")  # which TensorFlow reads when it is imported
+    assert other != template
+    os.kill(other, signal.SIGKILL)
+    assert len(kept(TF_ENABLE_ONEDNN_OPTS="0")) == 1
 
 
 # Elsewhere TensorFlow's own choice stays.

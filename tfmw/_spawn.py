@@ -65,6 +65,7 @@ class Host:
     def __init__(self, namespaces: Sequence[int] = ()) -> None:
         self._namespaces = list(namespaces)
         self._template: Template | None = None
+        self._keeps_template = False
         self._reaper = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
@@ -77,25 +78,31 @@ class Host:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._template is not None:
+        if self._template is not None and not self._keeps_template:
             self._template.close()
         self._tell("bye")
         assert self._reaper.stdin is not None
         self._reaper.stdin.close()
         self._reaper.wait()
 
-    def copy_from_now_on(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def copy_from_now_on(
+        self, command: Sequence[str], env: Mapping[str, str], keep: bool = False
+    ) -> None:
         """Has one process import TensorFlow, and what is spawned after that be copies of it.
 
         Args:
             command: the arguments of `_task.py` that most of them will have.
             env: what all of them have in their environment.
+            keep: whether it stays for the next run of this process.
         """
-        from tfmw._template import Template  # the reaper is this file too, and finds no package
+        from tfmw import _template  # the reaper is this file too, and finds no package
 
         env = {**env, "TFMW_LAUNCHER_PID": str(os.getpid())}
-        self._template = Template([*TASK_COMMAND, "template"], command, env)
-        self._tell(f"+{self._template.pid}")
+        make = _template.kept if keep else _template.Template
+        self._template = make([*TASK_COMMAND, "template"], command, env)
+        self._keeps_template = keep
+        if not keep:
+            self._tell(f"+{self._template.pid}")
 
     def wait(self, stop: Sequence[int]) -> None:
         """Until processes can be spawned at once, or a signal to stop has come."""

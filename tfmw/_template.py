@@ -17,6 +17,7 @@ itself.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -76,6 +77,11 @@ class Template:
         """Its process id."""
         return self._process.pid
 
+    @property
+    def usable(self) -> bool:
+        """Whether copies may be had of it, now or once it has imported."""
+        return not self._lost and self._process.poll() is None
+
     def wait(self, stop: Sequence[int]) -> None:
         """Until it can be copied, or is lost, or a signal to stop has come."""
         while not (self._imported or self._lost or stop):
@@ -115,7 +121,9 @@ class Template:
                     pid = int(self._control.recv(32))
                     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # ours?
             except (OSError, ValueError):
+                file.truncate(0)  # a copy that comes late finds no order, and leaves
                 self._lost = True
+                self._process.kill()
                 return None
         return pid
 
@@ -124,6 +132,31 @@ class Template:
         self._control.close()
         self._process.kill()
         self._process.wait()
+
+
+_kept: tuple[dict[str, str], Template] | None = None
+
+
+def kept(start: Sequence[str], shown: Sequence[str], env: Mapping[str, str]) -> Template:
+    """One for all runs of this process, until it ends or the environment changes.
+
+    Cells of a notebook start workers again and again.
+    """
+    global _kept
+    if _kept is not None and (_kept[0] != env or not _kept[1].usable):
+        _close_kept()
+    if _kept is None:
+        _kept = dict(env), Template(start, shown, env)
+        atexit.register(_close_kept)
+    return _kept[1]
+
+
+def _close_kept() -> None:
+    global _kept
+    atexit.unregister(_close_kept)
+    if _kept is not None:
+        _kept[1].close()
+    _kept = None
 
 
 @contextlib.contextmanager
@@ -185,7 +218,10 @@ def _copy(launcher: socket.socket) -> bool:
     if not middle:
         os.close(adopted)
         os.close(reads)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            os._exit(1)
         if pid:
             os.write(tells, str(pid).encode())
             os._exit(0)
@@ -196,7 +232,7 @@ def _copy(launcher: socket.socket) -> bool:
     os.close(waits)
     os.close(tells)
     os.waitpid(middle, 0)
-    launcher.sendall(os.read(reads, 32))
+    launcher.sendall(os.read(reads, 32) or b"none")
     os.close(reads)
     os.close(adopted)
     return True
@@ -206,7 +242,7 @@ def _become(received: Sequence[int]) -> list[str]:
     """In a copy: takes its descriptors, environment and folder; returns its arguments."""
     os.setsid()
     with open(received[0], "rb") as file:
-        order = json.loads(file.read())
+        order = json.loads(file.read() or sys.exit("no order"))
     numbers: list[int] = order["descriptors"]
     # First all out of the way, as one's number may be another's goal.
     apart = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(numbers) + 1) for fd in received[1:]]

@@ -332,7 +332,7 @@ def _run(
         host = held.enter_context(Host(network.namespaces if network else ()))
         task_env = _task_environment(environ, terminal)
         if _wants_copies(terms, len(tasks), task_env):
-            host.copy_from_now_on(command, task_env)
+            host.copy_from_now_on(command, task_env, keep=payload is not None)
         if note and (payload is None or note not in _said):
             _said.add(note)  # a notebook launches from cell after cell
             print(f"tfmw: {note}", file=sys.stderr, flush=True)
