@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,16 @@ def marked(mark: str) -> dict[int, str]:
             if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                 found[int(folder.name)] = command
+    return found
+
+
+def template_and_copies(pids: Iterable[int]) -> tuple[list[int], list[int]]:
+    """Of these processes: those that tasks are copied from, which print nowhere, and the copies."""
+    found: tuple[list[int], list[int]] = ([], [])
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if b"\0template\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found[os.readlink(f"/proc/{pid}/fd/1") != os.devnull].append(pid)
     return found
 
 

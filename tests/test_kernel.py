@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import select
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 from jupyter_client.manager import KernelManager
 
-from tests.cluster import MARK, ONE_THREAD, ROOT, marked
+from tests.cluster import MARK, ONE_THREAD, ROOT, marked, template_and_copies
 from tfmw._output import collapse
 
 pytestmark = pytest.mark.multiprocess
@@ -131,12 +130,7 @@ class Kernel:
 
     def tasks(self) -> list[int]:
         """The living workers that this kernel has started."""
-        found = []
-        for pid in marked(self.mark):
-            with contextlib.suppress(OSError):
-                if b"\0TFMW_TASK=worker" in Path(f"/proc/{pid}/environ").read_bytes():
-                    found.append(pid)
-        return found
+        return template_and_copies(marked(self.mark))[1]
 
 
 @pytest.fixture(scope="module")

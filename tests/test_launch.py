@@ -22,7 +22,16 @@ from typing import Any
 import pytest
 
 import tfmw
-from tests.cluster import MARK, ONE_THREAD, PROGRAMS, ClusterRun, marked, tfmw_command, wait_gone
+from tests.cluster import (
+    MARK,
+    ONE_THREAD,
+    PROGRAMS,
+    ClusterRun,
+    marked,
+    template_and_copies,
+    tfmw_command,
+    wait_gone,
+)
 from tests.programs import launch_functions
 from tfmw._failure import describe_status
 from tfmw._output import Display, collapse
@@ -533,7 +542,7 @@ def test_the_next_run_of_a_process_finds_tensorflow_imported():
     def kept(**env: str) -> list[int]:
         tfmw.launch(launch_functions.rank_and, [1], 2, env=ONE_THREAD | env, stdout=io.StringIO())
         children = Path("/proc/thread-self/children").read_text().split()
-        return [int(c) for c in children if b"template" in Path(f"/proc/{c}/cmdline").read_bytes()]
+        return template_and_copies(map(int, children))[0]
 
     (template,) = kept()
     copies = (launch_functions.is_copy_of, [template], 2)

@@ -15,7 +15,15 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import MARK, PROGRAMS, ROOT, marked, tfmw_command, wait_gone
+from tests.cluster import (
+    MARK,
+    PROGRAMS,
+    ROOT,
+    marked,
+    template_and_copies,
+    tfmw_command,
+    wait_gone,
+)
 from tfmw import _attempt
 from tfmw._failure import Failure, describe_status, kernel_kills
 from tfmw._restart import End, Policy, Terms, alone, backoff_s
@@ -571,9 +579,8 @@ def test_tasks_start_without_the_process_they_would_be_copies_of(serving, tmp_pa
 
 
 def template_of(launcher: int, program: str) -> int:
-    """The one child of a launcher that is older than all tasks; it shows what they run."""
+    """The process that tasks of a launcher are copied from; it shows what they run."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    copies = [int(c) for c in children if b"template" in Path(f"/proc/{c}/cmdline").read_bytes()]
-    oldest = min(copies)
-    assert program in Path(f"/proc/{oldest}/cmdline").read_text().split("\0")
-    return oldest
+    ((template,), _) = template_and_copies(map(int, children))
+    assert program in Path(f"/proc/{template}/cmdline").read_text().split("\0")
+    return template
