@@ -60,8 +60,9 @@ test-oldest: pyproject.toml
 	  'tensorflow==2.18.1' 'keras==3.8.0' pytest pytest-timeout --editable .
 	@$(OLDEST)/bin/python -m pytest -m "not multiprocess" tests/test_keras_compat.py tests/matrix
 
+# Everything that takes no longer than a moment, and a few rows of the matrix.
 test-fast: $(STAMP)
-	@$(BIN)/python -m pytest -m "not multiprocess"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not multiprocess and not slow"
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .

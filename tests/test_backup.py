@@ -162,6 +162,7 @@ def test_a_write_that_fails_anywhere_leaves_the_one_before(store, step, error):
     assert points > 8, "the points of a write were not reached"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["same", "other"])
 def test_a_kill_anywhere_in_a_write_leaves_a_whole_backup(tmp_path, step):
     """Row 3, with a real end of the process before each change of the disk."""
@@ -437,6 +438,7 @@ def test_a_run_that_goes_on_keeps_its_own_settings():
 # ---------------------------------------------------------------- row 12: one run at a time
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_until_the_first_is_gone(store):
     with subprocess.Popen(
         [sys.executable, PROGRAMS / "backup_lock.py", store.path],
@@ -462,6 +464,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone(store):
 # ---------------------------------------------------------------- row 8: disk full
 
 
+@pytest.mark.slow
 def test_training_goes_on_when_the_disk_is_full_and_the_old_backup_stays(tmp_path):
     mount = f'mount -t tmpfs -o size=1m tmpfs {tmp_path} && cd {tmp_path} && exec "$@"'
     namespaces = "-m" if os.geteuid() == 0 else "-Urm"

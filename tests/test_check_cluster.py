@@ -165,6 +165,7 @@ def test_one_process(checks, tmp_path):
     assert f"ok: --backup_dir {tmp_path} can be written" in lines
 
 
+@pytest.mark.slow
 def test_a_task_that_was_not_started_is_named(checks, addresses):
     for index in range(2):
         checks.begin(index, addresses, "--timeout", "2")
@@ -209,6 +210,7 @@ def test_an_address_of_another_machine(checks, addresses):
     )
 
 
+@pytest.mark.slow
 def test_a_port_in_use(checks, addresses):
     """Both sides see it: the task itself, and who calls on it and gets another's answer."""
     port = int(addresses[1].partition(":")[2])
@@ -241,6 +243,7 @@ def test_a_task_that_differs(checks, addresses, odd, said):
         assert [word for word in ["worker 2", *said] if word not in bad(lines)[-1]] == []
 
 
+@pytest.mark.slow
 def test_descriptions_that_differ(checks, addresses):
     checks.begin(0, addresses[:2])
     checks.begin(1, [addresses[0], addresses[1], "127.0.0.1:1"], "--timeout", "2")
@@ -251,6 +254,7 @@ def test_descriptions_that_differ(checks, addresses):
     assert any("worker 2 is '127.0.0.1:1' for worker 1, nothing for" in b for b in bad(others))
 
 
+@pytest.mark.slow
 def test_two_tasks_of_one_index(checks, addresses):
     for index in (0, 1, 1):
         checks.begin(index, addresses, "--timeout", "3")  # they wait for worker 2
@@ -258,6 +262,7 @@ def test_two_tasks_of_one_index(checks, addresses):
     assert any("two processes call themselves worker 1" in b for b in bad(results[0][1]))
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_not_shared(checks, addresses, tmp_path):
     """The same path, and another place on each task."""
     for index in range(2):
@@ -312,6 +317,7 @@ def test_a_wrong_description_is_status_2(checks, addresses):
     assert lines[0].startswith("tfmw: TF_CONFIG says that this process is worker 5")
 
 
+@pytest.mark.slow
 def test_a_stranger_on_the_port_is_passed_over(checks, addresses):
     """What is not one of our lines is hung up on, and neither answered nor executed."""
     checks.begin(0, addresses[:2], "--timeout", "2")

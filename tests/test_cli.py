@@ -204,6 +204,7 @@ class TestEnv:
             "unknown: TensorFlow can't be imported: ImportError: no libcuda",
         )
 
+    @pytest.mark.slow
     def test_the_command(self):
         answer = tfmw("env", env={"TFMW_SECRET": "hush"})
         assert answer.returncode == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -19,6 +20,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 GAP = "…"
 
 
+@functools.cache
 def messages() -> list[str]:
     """Every text in tfmw's source, with `…` where something is filled in."""
     found = []
@@ -131,6 +133,7 @@ def test_a_public_name_has_a_docstring(module, name):
         assert (value.__doc__ or "").strip(), f"{module}.{name}"
 
 
+@pytest.mark.slow
 def test_the_reference_is_made_of_them(tmp_path):
     """As `make docs` does it."""
     (command,) = re.findall(r"\$\(BIN\)/pdoc (.*) --output", (ROOT / "Makefile").read_text())

@@ -151,6 +151,7 @@ def elsewhere(tmp_path_factory):
     return expected, dict(zip(requests, results, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["signature", "layer:serving_default"])
 @pytest.mark.parametrize("name", MODELS)
 def test_serving_default_predicts_by_name_what_the_model_predicts(elsewhere, name, way):
@@ -160,6 +161,7 @@ def test_serving_default_predicts_by_name_what_the_model_predicts(elsewhere, nam
         np.testing.assert_allclose(results[name, way][output], values, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["serve", "layer:serve"])
 @pytest.mark.parametrize("name", MODELS)
 def test_serve_keeps_the_structures_of_the_model(elsewhere, name, way):
@@ -174,6 +176,7 @@ def test_serve_keeps_the_structures_of_the_model(elsewhere, name, way):
         np.testing.assert_allclose(found[output], values, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["signature", "layer:serving_default"])
 def test_a_key_comes_back_beside_each_prediction(elsewhere, way):
     _, results = elsewhere
@@ -241,6 +244,7 @@ def y_of(path):
     return loaded.serve(tf.constant([[1.0, 0.0]])).numpy().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "left"),
     [("before_the_manifest", 1.0), ("between_the_renames", None), ("after_them", 2.0)],

@@ -566,6 +566,7 @@ if os.environ["LOOK"]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "chosen", "expected"),
     [

@@ -260,6 +260,7 @@ def test_lines_are_for_where_nobody_watches(monkeypatch):
     assert with_progress([], True, "auto") == [], "nobody knows how many examples: Keras's own"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["known", "unknown", "function", "ragged"])
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_examples_are_counted_one_by_one(monkeypatch, kind, eagerly):

@@ -66,6 +66,7 @@ def functional():
     return keras.Model(inputs, keras.layers.Dense(2)(keras.layers.concatenate([hidden, inputs])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

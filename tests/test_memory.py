@@ -6,7 +6,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.cluster import ONE_THREAD, ROOT
+
+pytestmark = pytest.mark.slow  # each test imports TensorFlow in a process of its own
 
 PROGRAM = """
 import tfmw

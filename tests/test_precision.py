@@ -34,6 +34,7 @@ def model(optimizer):
     return network, noting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "optimizer"),
     [

@@ -63,6 +63,7 @@ def digits(text, what):
     return [int(digit) for digit in re.findall(rf"{what} (\d)", text)]
 
 
+@pytest.mark.slow
 def test_alone_without_any_flag_it_learns_and_its_export_predicts(environ, tmp_path):
     command = [DIGITS, f"--export_dir={tmp_path / 'model'}"]
     ((status, out, err),) = finish([start(command, environ, cwd=tmp_path)])
@@ -191,6 +192,7 @@ def test_wrong_flags_are_one_sentence(arguments, said):
         flagsaver.restore_flag_values(saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argument", ["--ps_hosts=h0:1", "stray"])
 def test_a_wrong_command_line_ends_with_status_2_and_no_traceback(environ, argument):
     ((status, _, err),) = finish([start([DIGITS, argument], environ)])

@@ -63,6 +63,7 @@ def test_tasks_that_agree_go_on(addresses):
     assert [r["error"] for r in results] == ["", "", ""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", [0, 2])
 def test_row_22_tasks_that_disagree_about_the_cluster_are_all_told(addresses, odd):
     lists = [addresses, addresses, addresses]
@@ -107,6 +108,7 @@ def test_row_30_versions_that_differ_are_refused_on_all_tasks(addresses):
         assert result["seconds"] < 30
 
 
+@pytest.mark.slow
 def test_row_23_a_task_that_never_comes_is_named_on_all_others(addresses):
     results = meet(*((config(i, addresses), FACTS) for i in (0, 1)), timeout_s=3)
     for result in results:
@@ -115,6 +117,7 @@ def test_row_23_a_task_that_never_comes_is_named_on_all_others(addresses):
         assert result["seconds"] < 15
 
 
+@pytest.mark.slow
 def test_row_23_a_chief_that_never_comes_is_named(addresses):
     results = meet(*((config(i, addresses), FACTS) for i in (1, 2)), timeout_s=2)
     for i, result in enumerate(results, start=1):
@@ -124,6 +127,7 @@ def test_row_23_a_chief_that_never_comes_is_named(addresses):
         )
 
 
+@pytest.mark.slow
 def test_row_20_a_port_that_is_taken_is_told(addresses):
     port = int(addresses[1].rpartition(":")[2])
     with socket.create_server(("", port)):

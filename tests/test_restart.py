@@ -354,6 +354,7 @@ def test_row_28_a_crash_loop_ends(run):
     assert done.result.summary()[-1].endswith("bad batch in attempt 0 (exit status 1)")
 
 
+@pytest.mark.slow
 def test_fewer_workers_go_on(run):
     done = run("worker 2@0=fail", "worker 2@1=fail", "worker 0@0=wait", "worker 0@1=wait",
                workers=3, max_restarts=5, min_workers=2)  # fmt: skip
@@ -363,6 +364,7 @@ def test_fewer_workers_go_on(run):
     assert "did not come back, so 2 go on" in done.lines[1]
 
 
+@pytest.mark.slow
 def test_row_16_a_stopped_task(run):
     done = run("worker 0@0=stubborn:up", "worker 1@0=gate:up step:2 stop", max_restarts=1)
     assert (done.result.status, done.result.attempts) == (0, 2)
@@ -371,6 +373,7 @@ def test_row_16_a_stopped_task(run):
     assert "stopped by a signal" in done.lines[0]
 
 
+@pytest.mark.slow
 def test_row_17_a_task_that_hangs(run):
     flags = ["worker 0@0=step:2 stubborn", "worker 1@0=step:2 stuck_in_a_function_of_its_own"]
     done = run(*flags, max_restarts=1, hang_timeout_s=1)
@@ -395,6 +398,7 @@ def test_row_19_a_straggler_is_named_and_left_alone(run, monkeypatch):
     assert re.search(r"worker 1 lags: silent for \d+ s at step 1, while another", done.text)
 
 
+@pytest.mark.slow
 def test_row_23_a_task_that_never_starts(run, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal\nif os.environ.get('TFMW_TASK') == 'worker 1': signal.pause()\n"
@@ -426,6 +430,7 @@ def test_leaving_without_restarts_is_passed_on(run):
 # ---- parameter servers --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_row_05_a_worker_of_parameter_servers_comes_back_alone(run):
     done = run(
         "chief@0=gate:back",
@@ -517,6 +522,7 @@ def test_row_14_tasks_that_do_not_save_die_of_it(serving):
     assert wait_gone(pids, 0) == []
 
 
+@pytest.mark.slow
 def test_row_14_the_grace_is_bounded(serving):
     launcher, pids = serving("*@0=stubborn", options=("--preempt-grace", "0.5"))
     begin = time.monotonic()

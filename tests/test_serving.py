@@ -65,6 +65,7 @@ def run(kind: str, folder: Path, model: str) -> None:
 FILES = ("inputs.json", "result.json")
 
 
+@pytest.mark.slow
 def test_tf_lite_answers_by_the_same_names(
     exported: tuple[Path, dict[str, Any], dict[str, Any]],
 ) -> None:
@@ -73,6 +74,7 @@ def test_tf_lite_answers_by_the_same_names(
     check(folder, inputs, expected)
 
 
+@pytest.mark.slow
 def test_onnx_answers_by_the_same_names(
     exported: tuple[Path, dict[str, Any], dict[str, Any]],
 ) -> None:

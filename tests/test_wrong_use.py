@@ -123,6 +123,7 @@ def test_one_sentence(name: str) -> None:
     assert "\n" not in message
 
 
+@pytest.mark.slow
 def test_init_after_the_first_op_says_what_to_do() -> None:
     script = """
 import tensorflow as tf
@@ -148,6 +149,7 @@ def test_importing_tfmw_imports_no_tensorflow() -> None:
     assert run.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_functions_keep_their_names_when_their_modules_are_imported() -> None:
     script = """
 import tfmw.fit, tfmw.export, tfmw.launch

@@ -1,7 +1,7 @@
 """Runs rows of the matrix, all in one launch, and keeps their results.
 
-    python -m tests.matrix.columns FOLDER reference devices      # one process
-    tfmw run --workers 2 tests/programs/matrix.py FOLDER         # a cluster
+    python -m tests.matrix.columns FOLDER reference,devices [ROW...]             # one process
+    tfmw run --workers 2 tests/programs/matrix.py FOLDER COLUMN 1 [ROW...]       # a cluster
 
 FOLDER gets one `<column>.<name of row>.npz` per row and column, and `<column>.json` with times,
 errors and, of each task, a digest of the weights.
@@ -98,7 +98,7 @@ def main(folder: Path, columns: list[str], names: list[str]) -> None:
     strategy = tfmw.strategies.mirrored(["CPU:0", "CPU:1"])
     for column in columns:
         chosen = strategy if column == "devices" else None
-        report = run_all(names or list(ROWS), chosen, column, folder)
+        report = run_all(names, chosen, column, folder)
         (folder / f"{column}.json").write_text(json.dumps([report]))
 
 

@@ -63,6 +63,7 @@ class Row:
             and everything else need only be finite and the same on every worker.
         equal: prefixes of result names that must be equal to one process.
         core: in the small set that runs on the oldest supported versions.
+        fast: of the core, in the smaller set that `make test-fast` runs.
         warns: part of a warning that tfmw must give on several replicas.
         only: the columns that run it; all, where there are none.
         floatx: Keras's default type while it runs.
@@ -75,6 +76,7 @@ class Row:
     but: str = ""
     equal: tuple[str, ...] = ("",)
     core: bool = False
+    fast: bool = False
     warns: str = ""
     only: tuple[str, ...] = ()
     floatx: str = "float32"

@@ -1,7 +1,7 @@
 """Every cell of the matrix: tfmw on several replicas against Keras in one process.
 
-All rows of a column run in one launch; a test is one cell. `make test-fast` runs the core rows on
-two virtual devices.
+A test is one cell. Of a column, those rows run whose cells were asked for (`-k AdamW`), all in one
+launch. `make test-fast` runs a few rows on two virtual devices.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ CLUSTERS = {
 
 pytestmark = pytest.mark.timeout(1800)  # a column is one launch, in the fixture of its first cell
 
+CORE_CELLS = [
+    pytest.param(name, marks=[] if ROWS[name].fast else [pytest.mark.slow]) for name in CORE
+]
+
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -79,17 +83,25 @@ def _single_process(folder: Path, names: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def core(folder: Path) -> dict[str, Any]:
-    return _single_process(folder, CORE)
+def asked(request: pytest.FixtureRequest) -> set[str]:
+    """The rows that a test to be run is about."""
+    cells = [item for item in request.session.items if item.path == Path(__file__)]
+    return {item.callspec.params["name"] for item in cells if hasattr(item, "callspec")}
 
 
 @pytest.fixture(scope="session")
-def rest(folder: Path) -> dict[str, Any]:
-    return _single_process(folder, REST)
+def core(folder: Path, asked: set[str]) -> dict[str, Any]:
+    return _single_process(folder, [name for name in CORE if name in asked])
 
 
-def _cluster_column(folder: Path, column: str) -> list[dict[str, Any]]:
+@pytest.fixture(scope="session")
+def rest(folder: Path, asked: set[str]) -> dict[str, Any]:
+    return _single_process(folder, [name for name in REST if name in asked])
+
+
+def _cluster_column(folder: Path, column: str, asked: set[str]) -> list[dict[str, Any]]:
     workers, devices, names = CLUSTERS[column]
+    names = [name for name in names if name in asked]
     run = cluster.run_cluster(
         "matrix.py",
         str(folder),
@@ -106,18 +118,18 @@ def _cluster_column(folder: Path, column: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def two(folder: Path, core: Any, rest: Any) -> list[dict[str, Any]]:
-    return _cluster_column(folder, "two")
+def two(folder: Path, asked: set[str], core: Any, rest: Any) -> list[dict[str, Any]]:
+    return _cluster_column(folder, "two", asked)
 
 
 @pytest.fixture(scope="session")
-def three(folder: Path, core: Any) -> list[dict[str, Any]]:
-    return _cluster_column(folder, "three")
+def three(folder: Path, asked: set[str], core: Any) -> list[dict[str, Any]]:
+    return _cluster_column(folder, "three", asked)
 
 
 @pytest.fixture(scope="session")
-def two_by_two(folder: Path, core: Any) -> list[dict[str, Any]]:
-    return _cluster_column(folder, "two_by_two")
+def two_by_two(folder: Path, asked: set[str], core: Any) -> list[dict[str, Any]]:
+    return _cluster_column(folder, "two_by_two", asked)
 
 
 def _check(folder: Path, column: str, row: Row, reports: list[dict[str, Any]]) -> None:
@@ -143,7 +155,7 @@ def _check(folder: Path, column: str, row: Row, reports: list[dict[str, Any]]) -
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", CORE_CELLS)
 def test_two_devices(name: str, folder: Path, core: dict[str, Any]) -> None:
     _check(folder, "devices", ROWS[name], core["devices"])
 
@@ -174,7 +186,7 @@ def test_two_processes_of_two_devices(
     _check(folder, "two_by_two", ROWS[name], two_by_two)
 
 
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", CORE_CELLS)
 def test_the_reference_learns(name: str, folder: Path, core: dict[str, Any]) -> None:
     """Two runs in which nothing happens would be equal too."""
     assert core["reference"][0][name]["error"] is None

@@ -8,7 +8,6 @@ from tensorflow.python.distribute import collective_all_reduce_strategy
 
 import tfmw
 from tests.matrix import columns
-from tests.matrix.row import ROWS
 from tests.programs import _result
 
 
@@ -30,4 +29,4 @@ cluster = tfmw.init()
 strategy = tfmw.strategies.current_strategy()
 assert strategy.num_replicas_in_sync == cluster.num_workers * int(devices)
 chief = Path(folder) if cluster.is_chief else None
-_result.write(columns.run_all(names or list(ROWS), strategy, column, chief))
+_result.write(columns.run_all(names, strategy, column, chief))

@@ -43,12 +43,12 @@ def map_after_batch() -> Case:
     return _case(classes().map(lambda x, y: (x - tf.reduce_mean(x, axis=0), y)))
 
 
-@row("batches that replicas do not divide", core=True)
+@row("batches that replicas do not divide", core=True, fast=True)
 def indivisible() -> Case:
     return _case(classes(EXAMPLES, 7))
 
 
-@row("last batch smaller than the number of replicas", core=True)
+@row("last batch smaller than the number of replicas", core=True, fast=True)
 def tail() -> Case:
     return _case(classes(17))
 
@@ -88,7 +88,7 @@ def passes() -> Case:
     return _case(classes(), fit={"steps_per_epoch": 3, "epochs": 1})
 
 
-@row("arrays", core=True)
+@row("arrays", core=True, fast=True)
 def arrays() -> Case:
     x, y = numbers()
     return _case(x, y, fit={"batch_size": 7, "shuffle": False})

@@ -12,7 +12,7 @@ from tests.matrix.row import Case, row
 from tests.matrix.rows.common import adam, classes, compiled, mlp
 
 
-@row("steps_per_execution", core=True)
+@row("steps_per_execution", core=True, fast=True)
 def steps_per_execution() -> Case:
     return Case(compiled(mlp(), adam(), steps_per_execution=3), classes())
 

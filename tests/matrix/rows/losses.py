@@ -29,7 +29,7 @@ def _weights() -> Any:
     return np.random.default_rng(4).uniform(0, 3, EXAMPLES).astype("float32")
 
 
-@row("sample weights in the dataset", core=True)
+@row("sample weights in the dataset", core=True, fast=True)
 def sample_weights() -> Case:
     model = compiled(mlp(), adam(), weighted_metrics=["accuracy"])
     return Case(model, batches(*numbers(), 8, _weights()), predict=None)
@@ -50,7 +50,7 @@ def class_weights() -> Case:
     return Case(model, classes(), fit={"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}, predict=None)
 
 
-@row("AUC, precision, recall, F1, MeanIoU, top-k", core=True, logs_tol=1e-4)
+@row("AUC, precision, recall, F1, MeanIoU, top-k", core=True, fast=True, logs_tol=1e-4)
 def metrics() -> Case:
     model = keras.Sequential([keras.Input([5]), layers.Dense(3, activation="softmax")])
     x, y = numbers()

@@ -27,7 +27,7 @@ def plain_adam() -> Case:
     return _with(optimizers.Adam(0.01, amsgrad=True))
 
 
-@row("AdamW", core=True)
+@row("AdamW", core=True, fast=True)
 def adamw() -> Case:
     return _with(optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3))
 
@@ -85,7 +85,7 @@ def ema_overwrite() -> Case:
     return _with(adam(use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3))
 
 
-@row("gradient_accumulation_steps", core=True)
+@row("gradient_accumulation_steps", core=True, fast=True)
 def accumulation() -> Case:
     return _with(adam(gradient_accumulation_steps=3))
 
