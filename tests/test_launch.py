@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tfmw
@@ -33,6 +34,7 @@ from tests.cluster import (
     wait_gone,
 )
 from tests.programs import launch_functions
+from tfmw import _template
 from tfmw._failure import describe_status
 from tfmw._output import Display, collapse
 from tfmw._ports import reserved_ports
@@ -538,7 +540,7 @@ class TestFunctions:
 
 
 @pytest.mark.multiprocess
-def test_the_next_run_of_a_process_finds_tensorflow_imported():
+def test_workers_are_copies_of_a_process_that_stays_for_the_next_run():
     def kept(**env: str) -> list[int]:
         tfmw.launch(launch_functions.rank_and, [1], 2, env=ONE_THREAD | env, stdout=io.StringIO())
         children = Path("/proc/thread-self/children").read_text().split()
@@ -548,10 +550,22 @@ def test_the_next_run_of_a_process_finds_tensorflow_imported():
     copies = (launch_functions.is_copy_of, [template], 2)
     assert tfmw.launch(*copies, env=ONE_THREAD, stdout=io.StringIO()) == [True, True]
     assert kept() == [template]
-    (other,) = kept(TF_ENABLE_ONEDNN_OPTS="0")  # which TensorFlow reads when it is imported
-    assert other != template
-    os.kill(other, signal.SIGKILL)
+    one, other = tfmw.launch(launch_functions.draw, [], 2, env=ONE_THREAD, stdout=io.StringIO())
+    assert all(a != b for a, b in zip(one, other, strict=True)), "copies draw the same numbers"
+    (another,) = kept(TF_ENABLE_ONEDNN_OPTS="0")  # which TensorFlow reads when it is imported
+    assert another != template
+    os.kill(another, signal.SIGKILL)
+    os.waitid(os.P_PID, another, os.WEXITED | os.WNOWAIT)
     assert len(kept(TF_ENABLE_ONEDNN_OPTS="0")) == 1
+
+
+def test_a_copy_draws_numbers_of_its_own():
+    drawn = []
+    for _ in range(2):
+        np.random.seed(1)
+        _template._draw_afresh()
+        drawn.append(np.random.rand())
+    assert drawn[0] != drawn[1]
 
 
 # Elsewhere TensorFlow's own choice stays.

@@ -262,12 +262,11 @@ def _become(received: Sequence[int]) -> list[str]:
 def _draw_afresh() -> None:
     """Seeds what was seeded when it was imported; else all copies would draw the same numbers.
 
-    Python's own `random` does so by itself.
+    NumPy 1 imports its generator, NumPy 2 when it is first used; TensorFlow's comes with the first
+    operation; Python's own seeds itself again after a fork.
     """
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-    if "tensorflow" in sys.modules:
-        sys.modules["tensorflow"].random.set_seed(None)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
 
 
 def _import_everything() -> None:

@@ -1,6 +1,7 @@
 """Functions for `tfmw.launch`."""
 
 import os
+import random
 import signal
 import sys
 from typing import Any
@@ -15,6 +16,14 @@ def is_copy_of(template: int) -> bool:
     """Whether this process shows the command line of a process that has imported TensorFlow."""
     with open("/proc/self/cmdline") as ours, open(f"/proc/{template}/cmdline") as theirs:
         return "tensorflow" in sys.modules and ours.read() == theirs.read()
+
+
+def draw() -> tuple[float, float, float]:
+    """Numbers from generators that nobody has seeded."""
+    import numpy as np
+    import tensorflow as tf
+
+    return random.random(), float(np.random.rand()), float(tf.random.uniform([]))
 
 
 def fail_on_1(error: Exception) -> None:
