@@ -18,6 +18,7 @@ import pytest
 from tests.cluster import (
     MARK,
     PROGRAMS,
+    PYTHONPATH,
     ROOT,
     marked,
     template_and_copies,
@@ -581,6 +582,18 @@ def test_tasks_start_without_the_process_they_would_be_copies_of(serving, tmp_pa
     output, _ = launcher.communicate(timeout=30)
     assert launcher.returncode == 0, output
     tasks = [json.loads((tmp_path / f"worker {i}@1.json").read_text()) for i in (0, 1)]
+    assert not any(task["tensorflow"] for task in tasks)
+
+
+@pytest.mark.multiprocess
+def test_tasks_do_not_wait_forever_for_the_process_they_would_be_copies_of(tmp_path):
+    (tmp_path / "tensorflow.py").write_text("import time\ntime.sleep(1e6)\n")
+    options = ["--workers", "2", "--standby", "on", "--start-timeout", "2"]
+    env = {**NO_INIT, "TFMW_RESULT": str(tmp_path), "PYTHONPATH": f"{tmp_path}:{PYTHONPATH}"}
+    with tfmw_command("run", *options, PROGRAM, "*@0=step:1", env=env) as launcher:
+        output, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 0, output
+    tasks = [json.loads((tmp_path / f"worker {i}@0.json").read_text()) for i in (0, 1)]
     assert not any(task["tensorflow"] for task in tasks)
 
 

@@ -132,7 +132,6 @@ class Attempt:
 
     def start(self) -> None:
         """Starts all tasks. The ports are held until the moment before."""
-        self._setting.host.wait(self._stop.received)
         self._began_at = time.monotonic()
         with contextlib.ExitStack() as inputs:
             prepared = [self._prepare(task, inputs) for task in self.tasks]

@@ -104,10 +104,10 @@ class Host:
         if not keep:
             self._tell(f"+{self._template.pid}")
 
-    def wait(self, stop: Sequence[int]) -> None:
-        """Until processes can be spawned at once, or a signal to stop has come."""
+    def wait(self, stop: Sequence[int], timeout_s: float) -> None:
+        """Until processes can be spawned at once, a signal to stop has come, or no longer."""
         if self._template is not None:
-            self._template.wait(stop)
+            self._template.wait(stop, timeout_s)
 
     def spawn(
         self,

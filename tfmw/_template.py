@@ -1,7 +1,7 @@
 """A process that has imported TensorFlow, of which the tasks of a run are copies.
 
     template = Template(["script", "train.py"], env)     # in the launcher
-    template.wait(stop)                                   # until it has imported: seconds
+    template.wait(stop, timeout_s=120)                    # until it has imported
     pid = template.fork(["script", "train.py"], env, {0: stdin, 1: stdout, 2: stdout})
 
 Importing TensorFlow and Keras takes seconds of a core and 200 MB, and a cluster must be joined
@@ -30,6 +30,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 ANSWER_S = 10.0
@@ -82,12 +83,19 @@ class Template:
         """Whether copies may be had of it, now or once it has imported."""
         return not self._lost and self._process.poll() is None
 
-    def wait(self, stop: Sequence[int]) -> None:
-        """Until it can be copied, or is lost, or a signal to stop has come."""
+    def wait(self, stop: Sequence[int], timeout_s: float) -> None:
+        """Until it can be copied, or is lost, or a signal to stop has come.
+
+        One that hasn't imported in time is given up: tasks that can't either are named.
+        """
+        give_up = time.monotonic() + timeout_s
         while not (self._imported or self._lost or stop):
             if select.select([self._control], [], [], 0.05)[0]:
                 self._imported = self._control.recv(1) == b"r"
                 self._lost = not self._imported
+            elif time.monotonic() > give_up:
+                self._lost = True
+                self._process.kill()
 
     def fork(
         self, command: Sequence[str], env: Mapping[str, str], descriptors: Mapping[int, int]

@@ -377,6 +377,7 @@ def _attempts(
     failures: tuple[Failure, ...] = ()
     stop = setting.stop
     for number in itertools.count():
+        setting.host.wait(stop.received, setting.terms.start_timeout_s or float("inf"))
         attempt = Attempt(setting, tasks, number, policy)
         try:
             attempt.start()
