@@ -44,7 +44,7 @@ def train_tfmw(folder: str) -> None:
 
         def on_train_batch_end(self, batch: int, logs: object = None) -> None:
             print(f"made step {int(self.model.optimizer.iterations)}", flush=True)
-            time.sleep(0.02)  # so that the kill comes between two backups
+            time.sleep(0.02)  # as in train_torch
 
     model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(10), keras.layers.Dense(1)])
     model.compile("sgd", "mse")

@@ -160,6 +160,11 @@ def marked(mark: str) -> dict[int, str]:
     return found
 
 
+def children(pid: int) -> list[int]:
+    """Of the main thread of a process."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def template_and_copies(pids: Iterable[int]) -> tuple[list[int], list[int]]:
     """Of these processes: those that tasks are copied from, which print nowhere, and the copies."""
     found: tuple[list[int], list[int]] = ([], [])

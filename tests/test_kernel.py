@@ -130,7 +130,9 @@ class Kernel:
 
     def tasks(self) -> list[int]:
         """The living workers that this kernel has started."""
-        return template_and_copies(marked(self.mark))[1]
+        found = [pid for pid, command in marked(self.mark).items() if "_task.py" in command]
+        templates, _ = template_and_copies(found)
+        return [pid for pid in found if pid not in templates]
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ from tests.cluster import (
     ONE_THREAD,
     PROGRAMS,
     ClusterRun,
+    children,
     marked,
     template_and_copies,
     tfmw_command,
@@ -543,8 +544,7 @@ class TestFunctions:
 def test_workers_are_copies_of_a_process_that_stays_for_the_next_run():
     def kept(**env: str) -> list[int]:
         tfmw.launch(launch_functions.rank_and, [1], 2, env=ONE_THREAD | env, stdout=io.StringIO())
-        children = Path("/proc/thread-self/children").read_text().split()
-        return template_and_copies(map(int, children))[0]
+        return template_and_copies(children(os.getpid()))[0]
 
     (template,) = kept()
     copies = (launch_functions.is_copy_of, [template], 2)

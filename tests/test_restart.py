@@ -20,6 +20,7 @@ from tests.cluster import (
     PROGRAMS,
     PYTHONPATH,
     ROOT,
+    children,
     marked,
     template_and_copies,
     tfmw_command,
@@ -599,7 +600,6 @@ def test_tasks_do_not_wait_forever_for_the_process_they_would_be_copies_of(tmp_p
 
 def template_of(launcher: int, program: str) -> int:
     """The process that tasks of a launcher are copied from; it shows what they run."""
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    ((template,), _) = template_and_copies(map(int, children))
+    ((template,), _) = template_and_copies(children(launcher))
     assert program in Path(f"/proc/{template}/cmdline").read_text().split("\0")
     return template

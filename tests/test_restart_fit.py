@@ -23,6 +23,8 @@ pytestmark = pytest.mark.multiprocess
 
 PROGRAM = str(PROGRAMS / "restart_fit.py")
 EPOCHS, STEPS = 3, 12
+# What TensorFlow's own collectives say of a worker that is gone.
+OF_THE_GONE = "ring_alg|StartAbort"
 
 
 @dataclasses.dataclass
@@ -104,16 +106,31 @@ def test_rows_01_and_02_a_worker_then_the_chief_killed_in_a_step(undisturbed, tm
         if (attempt, worker) == (1, 0) and step == 15:
             kill(pid)
 
-    # TensorFlow's own, for what it says of a worker that is gone.
     options = ["--max-restarts", "2", "--log-dir", str(tmp_path / "logs")]
     done = train(tmp_path, disturb, *options, arguments=["--collectives=ring"])
     assert_same(done, undisturbed)
     assert done.restarts == 2
-    logs = "".join(log.read_text() for log in tmp_path.glob("logs/*/attempt_*/*/output.log"))
-    # Of a worker that is gone it speaks only where it is not ended itself before it can.
-    assert re.search("failed call to cuInit", logs), "TensorFlow says nothing any more"
-    assert not re.search("ring_alg|StartAbort|failed call to cuInit", done.output)
+    assert_only_in_logs("failed call to cuInit", done, tmp_path / "logs")
+    assert not re.search(OF_THE_GONE, done.output)
     assert [worker["attempt"] for worker in done.workers] == [2, 2]
+
+
+def test_what_tensorflow_says_of_a_worker_that_is_gone_is_only_in_the_log(tmp_path):
+    def disturb(worker: int, step: int, attempt: int, pid: int) -> None:
+        if worker == 1 and step == 7:
+            kill(pid)
+
+    # Without a restart that waits for it, the survivor has the time to speak before it leaves.
+    options = ["--log-dir", str(tmp_path / "logs")]
+    done = train(tmp_path, disturb, *options, arguments=["--collectives=ring"])
+    assert "tfmw: worker 1 failed" in done.output.splitlines()[-1]
+    assert_only_in_logs(OF_THE_GONE, done, tmp_path / "logs")
+
+
+def assert_only_in_logs(said: str, done: Trained, logs: Path) -> None:
+    in_logs = "".join(log.read_text() for log in logs.glob("*/attempt_*/*/output.log"))
+    assert re.search(said, in_logs), "TensorFlow says nothing any more"
+    assert not re.search(said, done.output)
 
 
 def test_row_13_one_task_told_to_leave_then_the_launcher(undisturbed, tmp_path):

@@ -28,6 +28,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # sched.h
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1  # netdevice(7)
@@ -155,13 +156,14 @@ def enter(namespaces: Sequence[int]) -> None:
     """Puts the calling process, which has one thread, into the namespaces. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     for descriptor in namespaces:
-        _call(libc, "setns", descriptor, 0)
+        system_call(libc, "setns", descriptor, 0)
         os.close(descriptor)
     # A change of user namespace makes a process untouchable for debuggers, as if it were setuid.
-    _call(libc, "prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
+    system_call(libc, "prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
-def _call(libc: ctypes.CDLL, name: str, *args: int) -> None:
+def system_call(libc: ctypes.CDLL, name: str, *args: Any) -> None:
+    """Calls a function of the C library; raises OSError, with its name, unless it returns 0."""
     if getattr(libc, name)(*args) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -174,9 +176,9 @@ def _unshare() -> list[int]:
     names = ["net"]
     try:
         # Who may, needs no user namespace, in which he would lose his rights to others' files.
-        _call(libc, "unshare", CLONE_NEWNET)
+        system_call(libc, "unshare", CLONE_NEWNET)
     except OSError:
-        _call(libc, "unshare", CLONE_NEWUSER | CLONE_NEWNET)
+        system_call(libc, "unshare", CLONE_NEWUSER | CLONE_NEWNET)
         names = ["user", "net"]
         # user_namespaces(7): setgroups must be denied before an unprivileged user maps a group.
         Path("/proc/self/setgroups").write_text("deny")

@@ -33,6 +33,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+from tfmw._isolate import system_call
+
 ANSWER_S = 10.0
 """How long a copy may take: some 20 ms, with a machine that is busy."""
 
@@ -177,16 +179,12 @@ def _adopting() -> Iterator[None]:
     libc = ctypes.CDLL(None, use_errno=True)
     before = ctypes.c_int()
 
-    def prctl(option: int, value: object) -> None:
-        if libc.prctl(option, value, 0, 0, 0):
-            raise OSError(ctypes.get_errno(), "prctl")
-
-    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    system_call(libc, "prctl", _PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    system_call(libc, "prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
     finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, before.value)
+        system_call(libc, "prctl", _PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 # ---- in the template ----------------------------------------------------------------------------

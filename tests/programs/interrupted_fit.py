@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmw
-from tests.cluster import template_and_copies
+from tests.cluster import children, template_and_copies
 
 
 class SayWhenBackedUp(keras.callbacks.Callback):
@@ -48,11 +48,9 @@ def main() -> None:
         except KeyboardInterrupt:
             changed = not np.array_equal(before, model.get_weights()[0])
             print(f"iterations {int(model.optimizer.iterations)} changed {changed}")
-    children = f"/proc/self/task/{os.getpid()}/children"
-    with open(children) as f:
-        left = set(map(int, f.read().split()))
-    left -= {*template_and_copies(left)[0]}  # which waits for the next run
-    print("children left" if left else "no child left")
+    left = children(os.getpid())
+    waiting, _ = template_and_copies(left)  # for the next run
+    print("no child left" if left == waiting else "children left")
 
 
 if __name__ == "__main__":
