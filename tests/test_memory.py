@@ -26,6 +26,8 @@ except ValueError:
 
 def said(**chosen: str) -> str:
     env = {k: v for k, v in os.environ.items() if not k.startswith("TF_CPU_")}
+    # oneDNN, which is on by itself on some processors, has an allocator of its own.
+    env["TF_ENABLE_ONEDNN_OPTS"] = "0"
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env={**env, **ONE_THREAD, "PYTHONPATH": str(ROOT), **chosen},

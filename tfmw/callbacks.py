@@ -74,7 +74,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         double_checkpoint: accepted as Keras has it; two backups are always kept.
         delete_checkpoint: whether backups are removed when the process ends well.
         save_nan: whether a state with weights that are not finite may be saved; otherwise a loss
-            that is not finite ends the run, and the backup before stays.
+            that is not finite ends the run, as do weights where the loss hides them for as long as
+            it takes to the next backup; and the backup before stays.
 
     Example:
         tfmw.fit(model, data, callbacks=[tfmw.callbacks.BackupAndRestore("/shared/run7", 500)])

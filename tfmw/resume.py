@@ -22,7 +22,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -136,6 +136,7 @@ class Backups:
         self._asked_to_leave = threading.Event()
         self._leaving = False
         self._lost: str | None = None  # why the last backup could not be written
+        self._spoiled: tuple[str, int] | None = None  # what was not finite in it, after which step
 
     @classmethod
     def of(cls, group: Group, asked: BackupAndRestore | None) -> Backups:
@@ -311,6 +312,9 @@ class Backups:
             callbacks: this task's.
             record: JSON values: where in the data the run is.
             busy: whether every step assigns to the model's variables.
+
+        Raises:
+            TfmwError: a weight has not been finite since the last call, and no loss has shown it.
         """
         self._last = self._clock()
         if not self._group.is_chief:
@@ -319,6 +323,8 @@ class Backups:
         self._writer.wait()  # the last snapshot is in its hands
         taken = self._snapshots.take(model, strategy, busy)
         tensors = state.with_replicas({**taken, **arrays}, *kept)
+        if self._spoiled is not None and not _is_finite(tensors[self._spoiled[0]]):
+            self._refuse_spoiled()
         trainable = {id(v) for v in model.trainable_variables}
         must_be_finite = [name for name, v in state.named(model).items() if id(v) in trainable]
         full = {
@@ -336,10 +342,8 @@ class Backups:
         assert self._store is not None
         if not self._save_nan:
             for name in finite:
-                value = tensors[name]
-                if value.dtype.is_floating and not bool(
-                    tf.reduce_all(tf.math.is_finite(tf.cast(value, tf.float32)))
-                ):
+                if not _is_finite(tensors[name]):
+                    self._spoiled, self._lost = (name, step), f"{name} is not finite"
                     logger.warning(
                         "no backup at step %d: %s is not finite; the backup before is kept",
                         step,
@@ -347,7 +351,7 @@ class Backups:
                     )
                     return
         self._store.write(step, tensors, record)
-        self._lost = None
+        self._spoiled = self._lost = None
 
     def _not_written(self, error: Exception) -> None:
         self._lost = str(error) or type(error).__name__
@@ -385,9 +389,26 @@ class Backups:
             f"backup in {self.path!r} is from before. Lower the learning rate or check the data."
         )
 
+    def _refuse_spoiled(self) -> NoReturn:
+        """What makes 0 of a NaN, as ReLU may, hides from the loss that the model is ruined."""
+        assert self._spoiled is not None
+        name, step = self._spoiled
+        raise TfmwError(
+            f"{name} has not been finite since step {step} or before, though the loss is: training "
+            f"ends, and the last backup in {self.path!r} is from before. Lower the learning rate "
+            "or check the data."
+        )
+
     def finished(self) -> None:
-        """The run is over: its last backup says so, and goes when the process ends well."""
+        """The run is over: its last backup says so, and goes when the process ends well.
+
+        Raises:
+            TfmwError: a weight is not finite at the end.
+        """
         self.wait()
+        self._spoiled = self._group.from_chief(lambda: self._spoiled)
+        if self._spoiled is not None:
+            self._refuse_spoiled()
         if self._delete and self._store is not None:
             strategies.on_success(self._remove_mine)
 
@@ -446,3 +467,10 @@ class NoBackups(Backups):
 
     def finished(self) -> None:
         """Nothing to remove."""
+
+
+def _is_finite(value: tf.Tensor) -> bool:
+    """Whether there is no NaN and no infinity in it."""
+    if not value.dtype.is_floating:
+        return True
+    return bool(tf.reduce_all(tf.math.is_finite(tf.cast(value, tf.float32))))
