@@ -34,7 +34,8 @@ def main() -> None:
     if options.train:
         report(train(int(options.gigabytes * 1024 * MB), options.optimizer), options.json)
         return
-    cluster = [sys.executable, "-m", "tfmw", "run", "--workers", "2", "--ps", "2"]
+    # Each task has memory of its own: what copies of one process share would count for each.
+    cluster = [sys.executable, "-m", "tfmw", "run", "--standby=off", "--workers", "2", "--ps", "2"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run([*cluster, __file__, *sys.argv[1:], "--train"], env=environ)
     sys.exit(done.returncode)

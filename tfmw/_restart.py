@@ -54,8 +54,7 @@ class Terms:
         preempt_grace_s: seconds in which tasks that are told to leave save their state; None: 30,
             where tasks are known to save it.
         standby: "on": a process that has imported TensorFlow stands by, and tasks are its copies;
-            "auto": with several tasks, or restarts, unless there are parameter servers or
-            TFMW_NO_INIT is 1.
+            "auto": with several tasks, or restarts, unless TFMW_NO_INIT is 1.
         isolate: "on": the tasks have no network but their own; "auto": where nothing speaks
             against it; see `_isolate`.
     """

@@ -242,8 +242,7 @@ def _add_terms(run: argparse.ArgumentParser) -> None:
         choices=("auto", "on", "off"),
         default="auto",
         help="one process that has imported TensorFlow stands by, and tasks start as copies of it, "
-        "at first and after a failure; auto: with several tasks or --max-restarts, "
-        "but not with parameter servers (auto)",
+        "at first and after a failure; auto: with several tasks or --max-restarts (auto)",
     )
     run.add_argument(
         "--isolate",

@@ -331,7 +331,7 @@ def _run(
             held.callback(network.close)
         host = held.enter_context(Host(network.namespaces if network else ()))
         task_env = _task_environment(environ, terminal)
-        if _wants_copies(terms, tasks, task_env):
+        if _wants_copies(terms, len(tasks), task_env):
             host.copy_from_now_on(command, task_env, keep=payload is not None)
         if note and (payload is None or note not in _said):
             _said.add(note)  # a notebook launches from cell after cell
@@ -425,18 +425,13 @@ def _status(attempt: Attempt, failures: Sequence[Failure], stop: Signals, displa
     return 128 + signal.SIGPIPE if display.broken else 0
 
 
-def _wants_copies(terms: Terms, tasks: Sequence[tuple[str, int]], env: Mapping[str, str]) -> bool:
+def _wants_copies(terms: Terms, tasks: int, env: Mapping[str, str]) -> bool:
     """Whether one process imports TensorFlow for all tasks.
 
-    Scripts that tfmw doesn't initialize may set what TensorFlow reads when it is imported. And
-    workers of parameter servers that start at the same moment bring out a race of TensorFlow's
-    coordinator: it may cancel a function that another worker is about to begin, which then waits
-    for a gradient that never comes (tests/programs/ps_bad_batch.py, one run in six).
+    Scripts that tfmw doesn't initialize may set what TensorFlow reads when it is imported.
     """
     if terms.standby == "auto":
-        helps = len(tasks) > 1 or terms.max_restarts > 0
-        serves = any(kind == "ps" for kind, _ in tasks)
-        return helps and not serves and env.get("TFMW_NO_INIT") != "1"
+        return (tasks > 1 or terms.max_restarts > 0) and env.get("TFMW_NO_INIT") != "1"
     return terms.standby == "on"
 
 

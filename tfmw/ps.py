@@ -142,10 +142,17 @@ class PsDriver:
         ]
         wait, cancel = together.advance(steps)
         advancing = _in_background(wait)
+        fetching = [_in_background(functools.partial(self._fetched, r)) for r in results]
         try:
-            # Raises the error of any worker; the others wait for its gradient, and are cancelled.
-            self._coordinator.join()
-            fetched = [self._fetched(result) for result in results]
+            futures.wait([advancing, *fetching], return_when=futures.FIRST_EXCEPTION)
+            if any(_failed(call) for call in (advancing, *fetching)):
+                # The others wait for that worker's gradient. TensorFlow cancels them in `join`, and
+                # waits for their end; but one that was about to begin would not hear of it.
+                _in_background(together.give_up)
+            if _failed(advancing) and not any(map(_failed, fetching)):
+                advancing.result()
+            self._coordinator.join()  # raises the first error of a worker
+            fetched = [call.result() for call in fetching]
             advancing.result()
         except BaseException:
             cancel()  # where a server is gone this does not reach it: nobody waits for the thread
@@ -446,6 +453,10 @@ def _in_background(call: Callable[[], Any]) -> futures.Future[Any]:
 
     threading.Thread(target=run, name="tfmw-steps", daemon=True).start()
     return outcome
+
+
+def _failed(call: futures.Future[Any]) -> bool:
+    return call.done() and call.exception() is not None
 
 
 def _python(value: Any) -> Any:

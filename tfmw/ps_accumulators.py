@@ -98,6 +98,11 @@ class SynchronousSteps(WorkerSteps):
         """
         return keras_compat.cancelable(self._advance, tf.constant(steps, tf.int64))
 
+    def give_up(self) -> None:
+        """Whoever waits for the end of a step, or comes to wait for one, gets an error instead."""
+        for queue in self._over:
+            queue.close(cancel_pending_enqueues=True)
+
     # ------------------------------------------------------------ on a worker
 
     def _many(self, iterator: Any, worker: tf.Tensor, limit: tf.Tensor, seeds: list[Any]) -> Any:
