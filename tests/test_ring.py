@@ -125,6 +125,18 @@ def test_sums_are_the_same_to_the_last_bit_on_all_workers(joined):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("length", [0, 1, 1_000_003])
+def test_the_first_workers_array_is_on_all(joined, size, length):
+    rings = joined(size)
+    arrays = [np.random.default_rng(r).integers(0, 256, length, np.uint8) for r in range(size)]
+    for _ in range(2):
+        found = in_threads(size, lambda rank: rings[rank].broadcast(arrays[rank]))
+        assert [a.tobytes() for a in found] == [arrays[0].tobytes()] * size
+    sums = in_threads(size, sums_of(rings, [array.astype("f") for array in arrays]))
+    np.testing.assert_array_equal(sums[0], sums[-1])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_rows_of_all_are_gathered_by_rank(joined, size):
     rings = joined(size)
     for lengths in ([3, 0, 5, 1], [0, 0, 0, 0], [70_000, 1, 2, 3]):
@@ -377,6 +389,20 @@ class TestTraining:
         for task in tasks:
             ways = ("over", "over TCP", "chosen", "without")
             assert len({task[way]["weights"] for way in ways}) == 1
+
+    def test_workers_that_begin_apart_take_the_chiefs_weights(self, tasks):
+        for task in tasks:
+            for way in ("begun apart", "begun apart, chosen"):
+                assert task[way]["weights"] == task["over"]["weights"]
+            # Beside gradients only what differs travels: the embedding and the kernel.
+            assert task["begun apart"]["exchanges"] == task["over"]["exchanges"] + 2
+
+    @pytest.mark.parametrize("way", ["agreed", "agreed, chosen"])
+    def test_values_of_any_type_become_the_chiefs_and_only_where_they_differ(self, tasks, way):
+        types = ["float32", "float64", "bfloat16", "int64", "bool", "uint8"]
+        assert [task[way]["different"] for task in tasks] == [types, types]
+        assert tasks[0][way]["values"] == tasks[1][way]["values"]
+        assert tasks[0][way] == tasks[0]["agreed"]
 
     def test_16_bits_are_the_same_on_all(self, tasks):
         assert tasks[0]["16 bits"] == tasks[1]["16 bits"]

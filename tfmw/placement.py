@@ -16,7 +16,7 @@ value: whatever else held on to it, a saved function or an export, stays valid.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -48,20 +48,14 @@ def lifted(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[Non
     """Places the model on every replica of `strategy` and takes it back in the end.
 
     Args:
-        model: compiled and built, with its optimizer built.
+        model: compiled and built, with its optimizer built; the same on all workers (`agreement`).
         strategy: a synchronous strategy.
-
-    Raises:
-        UsageError: a layer keeps a raw `tf.Variable`, which Keras does not know and nobody would
-            keep the same on all replicas.
     """
-    refuse_raw_variables(model)
     if strategy.num_replicas_in_sync == 1:
         yield
         return
     variables = all_variables(model)
     seeds = [g.state for g in keras_compat.seed_generators_of(model)]
-    broadcast(strategy, variables)
     originals = [keras_compat.native(v) for v in variables]
     if local_replicas(strategy) == 1 and not any(
         isinstance(v, tf.distribute.DistributedValues) for v in originals
@@ -106,38 +100,6 @@ def local_copies(strategy: tf.distribute.Strategy, variable: Any) -> list[tf.Var
     return copies
 
 
-def broadcast(strategy: tf.distribute.Strategy, variables: Iterable[Any]) -> None:
-    """Gives every worker the chief's values: unseeded initializers differ between processes.
-
-    The variables travel in one tensor per type. A collective: all workers enter it.
-    """
-    if not spans_processes(strategy):
-        return
-    groups: dict[tf.DType, list[tf.Variable]] = {}
-    for variable in variables:
-        value = local_copies(strategy, variable)[0]
-        if value.dtype != tf.string:
-            groups.setdefault(_carrier(value.dtype), []).append(value)
-    for dtype, members in sorted(groups.items(), key=lambda item: item[0].name):
-        packed = tf.concat(
-            [tf.reshape(tf.cast(v.read_value(), dtype), [-1]) for v in members], axis=0
-        )
-        # A variable made in the scope takes the chief's initial value on every worker.
-        with strategy.scope():
-            shared = tf.Variable(packed, trainable=False)
-        flat = strategy.experimental_local_results(shared)[0].read_value()
-        sizes = [int(np.prod(v.shape.as_list())) for v in members]
-        for value, part in zip(members, tf.split(flat, sizes), strict=True):
-            value.assign(tf.cast(tf.reshape(part, value.shape), value.dtype))
-
-
-def _carrier(dtype: tf.DType) -> tf.DType:
-    """The type in which values of `dtype` travel unchanged; collectives know only a few."""
-    if dtype.is_floating:
-        return tf.float64 if dtype == tf.float64 else tf.float32
-    return tf.int64
-
-
 def local_replicas(strategy: tf.distribute.Strategy) -> int:
     """Replicas in this process."""
     if strategy.num_replicas_in_sync == 1:
@@ -174,7 +136,10 @@ def _vary_seeds(strategy: tf.distribute.Strategy, seeds: list[Any]) -> None:
 
 
 def refuse_raw_variables(model: keras.Model) -> None:
-    """Raises UsageError naming the layer and attribute that keep a raw `tf.Variable`."""
+    """Raises UsageError naming the layer and attribute that keep a raw `tf.Variable`.
+
+    Keras does not know of it, and nobody would keep it the same on all replicas.
+    """
     for layer in keras_compat.layers_of(model):
         for name, value in vars(layer).items():
             if type(layer).__module__.startswith("keras."):

@@ -3,6 +3,7 @@
     ring = connect(rank, addresses, token, from_all=group.from_all)
     total = ring.sum(mine)         # float32 [n]: the sum over workers, bit for bit the same on all
     rows, = ring.gather([mine])    # float32 [sum of n]: all workers' arrays, one after the other
+    first = ring.broadcast(mine)   # float32 [n]: the first worker's array
 
 Each worker sends to the next one and receives from the one before it: 2 (N - 1) messages of a
 1/N-th of the array each (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters
@@ -113,6 +114,18 @@ class Ring:
         with self._exchange():
             return self._gather([np.ascontiguousarray(array) for array in mine])
 
+    def broadcast(self, mine: np.ndarray) -> np.ndarray:
+        """The first worker's array. All workers call it.
+
+        Args:
+            mine: [n], of the same n and type on all.
+
+        Raises:
+            RingBroken, RuntimeError: as in `sum`.
+        """
+        with self._exchange():
+            return self._broadcast(np.ascontiguousarray(mine))
+
     def free_memory(self) -> None:
         """Lets go of the memory that sums are made in, until the next."""
         self._memory = _Memory()
@@ -189,6 +202,27 @@ class Ring:
             everyone[(self.rank - 1 - k) % self.size] = block
         self._finish()
         return [np.concatenate(arrays) for arrays in zip(*everyone, strict=True)]
+
+    def _broadcast(self, mine: np.ndarray) -> np.ndarray:
+        if self.rank == 0:
+            self._next.add(self._header(mine.nbytes), mine, may_go=True)
+            self._finish()
+            return mine
+        theirs = self._their_bytes()
+        if theirs != mine.nbytes:
+            raise self._differ(f"{theirs} bytes", f"{mine.nbytes} bytes")
+        first = np.empty_like(mine)
+        passes_on = self.rank < self.size - 1
+        if passes_on:
+            self._next.add(self._header(theirs), may_go=True)
+            self._next.add(first)
+        for piece in _pieces(first):
+            here = first[piece]
+            self._receive(here)
+            if passes_on:
+                self._next.release(here.nbytes)
+        self._finish()
+        return first
 
     def _header(self, nbytes: int) -> np.ndarray:
         return np.frombuffer(_HEADER.pack(self.exchanges, nbytes), np.uint8)

@@ -23,7 +23,6 @@ import functools
 import logging
 import threading
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +31,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw import keras_compat, placement, strategies
+from tfmw.agreement import agree
 from tfmw.data import Evenness, Split
 from tfmw.errors import UsageError
 from tfmw.group import Group
@@ -87,6 +87,9 @@ class SyncDriver:
 
     def __enter__(self) -> SyncDriver:
         enter = self._stack.enter_context
+        placement.refuse_raw_variables(self.model)
+        with self._peers_named():
+            agree(self.group, self.strategy, placement.all_variables(self.model))
         enter(placement.lifted(self.model, self.strategy))
         if self.replicas > 1:
             for optimizer in keras_compat.optimizers_of(self.model):
@@ -398,8 +401,7 @@ class SyncDriver:
     def agree_on_weights(self) -> None:
         """Gives every task the chief's weights where a callback changed those of one task only.
 
-        Nothing else would show it: gradients of different weights add up as well as any. All
-        tasks enter it. It costs one pass over the weights and one message.
+        All tasks enter it. It costs one pass over the weights and one message.
         """
         if self.group.size == 1:
             return
@@ -407,22 +409,15 @@ class SyncDriver:
         metrics = keras_compat.metric_variables(self.model)
         apart = {id(v) for v in [*seeds, *metrics]}  # what tasks keep to themselves
         variables = [v for v in placement.all_variables(self.model) if id(v) not in apart]
-        mine = [_checksum(placement.local_copies(self.strategy, v)[0]) for v in variables]
-        everyone = self.group.from_all(mine)
-        different = [
-            variable.path
-            for variable, *sums in zip(variables, *everyone, strict=True)
-            if len(set(sums)) > 1
-        ]
-        if different:
-            if self.group.is_chief:
-                warnings.warn(
-                    f"tfmw: {different[0]!r} and {len(different) - 1} other variables differed "
-                    "between tasks, so a callback changed them on some tasks only: all take the "
-                    "chief's values. Let it do the same on every task.",
-                    stacklevel=2,
-                )
-            placement.broadcast(self.strategy, variables)
+        with self._peers_named():
+            different = agree(self.group, self.strategy, variables)
+        if different and self.group.is_chief:
+            warnings.warn(
+                f"tfmw: {different[0].path!r} and {len(different) - 1} other variables differed "
+                "between tasks, so a callback changed them on some tasks only: all take the "
+                "chief's values. Let it do the same on every task.",
+                stacklevel=2,
+            )
 
     def reset_metrics(self) -> None:
         """Begins to count anew."""
@@ -840,13 +835,6 @@ def _or_zeros(grad: Any, present: tf.Tensor) -> Any:
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(_or_zeros(grad.values, present), grad.indices, grad.dense_shape)
     return tf.cond(present, lambda: grad, lambda: tf.zeros_like(grad))
-
-
-def _checksum(variable: tf.Variable) -> int:
-    """Changes, almost surely, whenever a value does; the same on every machine."""
-    if variable.dtype == tf.string:
-        return 0
-    return zlib.crc32(np.ascontiguousarray(variable.numpy()).reshape(-1).view(np.uint8))
 
 
 def _packed_sum(values: list[tf.Tensor]) -> list[tf.Tensor]:

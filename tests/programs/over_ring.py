@@ -2,11 +2,14 @@
 through shared memory; in 16 bits; without.
 
 Writes, of each time: how many exchanges were made over the ring, and a checksum of the weights.
+And, with the ring and without: the same where workers began with weights of their own, and what
+becomes of variables of many types that some workers have other values in.
 """
 
 import hashlib
 import logging
 import os
+import zlib
 from typing import Any
 
 import keras
@@ -15,11 +18,14 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs._result import write
-from tfmw import _links, strategies
+from tfmw import _links, agreement, strategies
+from tfmw.group import Group
+
+ALIKE = ("alike", "empty")
 
 
-def model() -> keras.Model:
-    keras.utils.set_random_seed(5)
+def model(seed: int) -> keras.Model:
+    keras.utils.set_random_seed(seed)
     layers = keras.layers
     made = keras.Sequential(
         [
@@ -33,16 +39,40 @@ def model() -> keras.Model:
     return made
 
 
-def trained(**options: Any) -> dict[str, Any]:
+def trained(seed: int = 5, **options: Any) -> dict[str, Any]:
     """What came of a training of 2 epochs, whose last batch is a small one."""
     before = exchanges()
-    trainee = model()
+    trainee = model(seed)
     random = np.random.default_rng(0)
     words, labels = random.integers(0, 50, (70, 6)), random.integers(0, 3, 70)
     data = tf.data.Dataset.from_tensor_slices((words, labels)).batch(16)
     tfmw.fit(trainee, data, epochs=2, verbose=0, seed=1, **options)
     digest = hashlib.sha256(b"".join(w.tobytes() for w in trainee.get_weights())).hexdigest()
     return {"exchanges": exchanges() - before, "links": links(), "weights": digest}
+
+
+def agreed(rank: int) -> dict[str, Any]:
+    """The names of variables that differed, and a checksum of each one's value afterwards."""
+    strategy = strategies.current_strategy()
+    values: dict[str, Any] = {
+        "alike": np.arange(5.0),
+        "empty": np.zeros([0, 3]),
+        "float32": np.array([[-0.0, 1.5], [np.nan, 3.0]]) * (1 + rank),
+        "float64": np.full(200_000, 1 / 3 + rank),
+        "bfloat16": np.array([1.0, 2.0 + rank]),
+        "int64": np.array(2**62 + rank),
+        "bool": np.array([True, rank > 0]),
+        "uint8": np.array([rank, 7]),
+    }
+    variables = [
+        keras.Variable(value, dtype="float32" if name in ALIKE else name, name=name)
+        for name, value in values.items()
+    ]
+    different = agreement.agree(Group.of(strategy), strategy, variables)
+    return {
+        "different": [variable.name for variable in different],
+        "values": {v.name: zlib.crc32(np.asarray(v.value).tobytes()) for v in variables},
+    }
 
 
 def exchanges() -> int:
@@ -100,11 +130,19 @@ del os.environ[_links.SHARED_MEMORY]
 forget()
 over = trained()
 compressed = trained(gradient_compression="bf16")
+begun_apart = trained(5 + cluster.index)
+agreed_over = agreed(cluster.index)
 
 tfmw.init(collectives="ring")
 chosen = trained()
+begun_apart_chosen = trained(5 + cluster.index)
+agreed_chosen = agreed(cluster.index)
 write(
     {
+        "begun apart": begun_apart,
+        "begun apart, chosen": begun_apart_chosen,
+        "agreed": agreed_over,
+        "agreed, chosen": agreed_chosen,
         "without": without,
         "over TCP": over_tcp,
         "over": over,
