@@ -44,8 +44,8 @@ demo: $(STAMP)
 SLURM := $(shell PATH="$$PATH:/usr/sbin" command -v slurmctld)
 NO_SLURM := make test: without the tests of Slurm, which is not installed: apt-get install slurm-wlm
 
-# Files of tests at a time. Two of them keep two cores busy, and then what is timed takes longer.
-JOBS ?= 1
+# Files of tests at a time: two of them keep two cores busy.
+JOBS ?= 2
 
 test: lint type
 	@$(if $(SLURM),,echo "$(NO_SLURM)")
