@@ -404,6 +404,13 @@ class TestTraining:
         assert tasks[0][way]["values"] == tasks[1][way]["values"]
         assert tasks[0][way] == tasks[0]["agreed"]
 
+    def test_what_was_traced_is_used_again_by_all_or_by_none(self, tasks):
+        for task in tasks:
+            first, second, third = task["called again"]
+            assert first[0] == second[0] == third[0]
+            assert second[1] == 0
+            assert third[1] > 0, "one worker has traced anew, and the others with it"
+
     def test_16_bits_are_the_same_on_all(self, tasks):
         assert tasks[0]["16 bits"] == tasks[1]["16 bits"]
         assert tasks[0]["16 bits"]["weights"] != tasks[0]["over"]["weights"]

@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfmw import callbacks as callbacks_lib
 from tfmw import data, keras_compat, placement, state, strategies
 from tfmw._lines import with_progress
+from tfmw.driving import driving
 from tfmw.errors import UsageError
 from tfmw.group import Group
 from tfmw.launch import record_error, report_progress
@@ -208,7 +209,9 @@ def fit(
             )
             with (
                 trained_in(model, precision),
-                SyncDriver(model, session.strategy, gradient_compression) as driver,
+                driving(
+                    model, session.strategy, gradient_compression, anew=seed is not None
+                ) as driver,
             ):
                 session.driver = driver
                 run = _Run(session, feed, backups, callback_list)
@@ -425,7 +428,7 @@ def evaluate(
         source = data.Source(x, y, sample_weight, batch_size, steps)
         feed = _Feed(session, source, steps, "steps")
         session.build(feed.share)
-        with SyncDriver(model, session.strategy) as driver:
+        with driving(model, session.strategy) as driver:
             session.driver = driver
             mine = callbacks_lib.for_task(callbacks, group.is_chief, group.size)
             shows = group.is_chief and verbose != 0
@@ -489,7 +492,7 @@ def predict(
         source = data.Source(x, None, None, batch_size, steps)
         feed = _Feed(session, source, steps, "steps")
         session.build(feed.share, inputs_only=True)
-        with SyncDriver(model, session.strategy) as driver:
+        with driving(model, session.strategy) as driver:
             session.driver = driver
             mine = callbacks_lib.for_task(callbacks, group.is_chief, group.size)
             shows = group.is_chief and verbose != 0

@@ -389,6 +389,10 @@ def assert_compiled(model: keras.Model, method: str) -> None:
     model._assert_compile_called(method)
 
 
+NOTES_OF_CALLS = ("_called",)
+"""Attributes in which layers note that they were called, and that no step reads."""
+
+
 def layers_of(model: keras.Model) -> list[Any]:
     return list(model._flatten_layers())
 

@@ -52,6 +52,11 @@ def left_out() -> Iterator[None]:
         _nothing = None
 
 
+def nothing() -> tf.Variable | None:
+    """What steps that are traced now have in place of reduction, if it is left out."""
+    return _nothing
+
+
 class Reduction:
     """Sums lists of gradients over the replicas of a strategy.
 

@@ -85,6 +85,19 @@ class SyncDriver:
     def replicas(self) -> int:
         return self.strategy.num_replicas_in_sync
 
+    @property
+    def outlives_the_lift(self) -> bool:
+        """Whether what was traced holds for the next time: copies of variables are others then."""
+        return self.split.local == 1 and not any(
+            isinstance(keras_compat.native(v), tf.distribute.DistributedValues)
+            for v in placement.all_variables(self.model)
+        )
+
+    def begin_anew(self) -> None:
+        """Forgets what was counted."""
+        self.examples = 0
+        self.heard = []
+
     def __enter__(self) -> SyncDriver:
         enter = self._stack.enter_context
         placement.refuse_raw_variables(self.model)
@@ -580,7 +593,9 @@ class SyncDriver:
             return self.strategy.run(on_replica, args=(parts,))
 
         if not self.model.run_eagerly:
-            one_step = _function(one_step, reduce_retracing=True)
+            one_step = self._functions.setdefault(
+                "predict", _function(one_step, reduce_retracing=True)
+            )
         outputs: list[list[Any]] = []  # per step and local replica: flat outputs
         rows: list[list[int]] = []
         structure: Any = None
@@ -694,8 +709,8 @@ class SyncDriver:
 def _function(function: Callable[..., Any], **options: Any) -> Any:
     """A `tf.function` of one driver.
 
-    TensorFlow counts how often the same code is traced, and warns of it: each call of fit, evaluate
-    and predict traces its own. Of a partial it counts each one apart.
+    TensorFlow counts how often the same code is traced, and warns of it: each driver traces its
+    own. Of a partial it counts each one apart.
     """
     return tf.function(functools.partial(function), autograph=False, **options)
 

@@ -75,6 +75,29 @@ def agreed(rank: int) -> dict[str, Any]:
     }
 
 
+def called_again(rank: int) -> list[list[float]]:
+    """[loss, number of calls that were traced] of three evaluations; the last with a change."""
+    called: list[Any] = []
+
+    class Noted(keras.layers.Layer):
+        scale = 1.0
+
+        def call(self, x: Any) -> Any:
+            called.append(self)
+            return x * self.scale
+
+    trainee = keras.Sequential([keras.Input((2,)), Noted(), keras.layers.Dense(1)])
+    trainee.compile("sgd", "mse")
+    found = []
+    for change in (False, False, True):
+        if change and rank == 1:
+            trainee.layers[0].note = "on one worker only"
+        called.clear()
+        loss = tfmw.evaluate(trainee, np.ones((6, 2)), np.zeros(6), verbose=0)
+        found.append([float(loss), len(called)])
+    return found
+
+
 def exchanges() -> int:
     """Over the ring, so far."""
     joined = strategies._joined
@@ -137,8 +160,10 @@ tfmw.init(collectives="ring")
 chosen = trained()
 begun_apart_chosen = trained(5 + cluster.index)
 agreed_chosen = agreed(cluster.index)
+again = called_again(cluster.index)
 write(
     {
+        "called again": again,
         "begun apart": begun_apart,
         "begun apart, chosen": begun_apart_chosen,
         "agreed": agreed_over,

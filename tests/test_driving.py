@@ -1,0 +1,177 @@
+"""What fit, evaluate and predict keep from call to call, and when they trace anew."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmw
+from tfmw import driving
+
+X: Any = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+Y = X[:, :1]
+
+
+called: list[keras.layers.Layer] = []
+
+
+class Noted(keras.layers.Layer):
+    """Notes that it is called, which is while a step is traced."""
+
+    factor = 1.0
+
+    def call(self, x):
+        called.append(self)
+        return x * self.factor
+
+
+def made(optimizer: Any = None) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    layers = [Noted(), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
+    model.compile(optimizer or keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    return model
+
+
+def fit(model: keras.Model, **more: Any) -> dict[str, list[float]]:
+    logs: dict[str, list[float]] = tfmw.fit(model, X, Y, batch_size=8, verbose=0, **more).history
+    return logs
+
+
+def evaluate(model: keras.Model) -> dict[str, float]:
+    logs: dict[str, float] = tfmw.evaluate(model, X, Y, verbose=0, return_dict=True)
+    return logs
+
+
+def predict(model: keras.Model) -> Any:
+    return tfmw.predict(model, X, verbose=0)
+
+
+def traces(model: keras.Model, call: Callable[[keras.Model], Any]) -> int:
+    called.clear()
+    call(model)
+    return sum(layer is model.layers[0] for layer in called)
+
+
+@pytest.mark.parametrize("call", [fit, evaluate, predict])
+def test_what_was_traced_is_used_again(call):
+    model = made()
+    assert traces(model, call) > 0
+    assert traces(model, call) == 0
+
+
+def test_also_where_something_else_was_called_in_between():
+    model = made()
+    for call in (fit, evaluate, predict):
+        call(model)
+    assert [traces(model, call) for call in (evaluate, fit, predict, evaluate)] == [0, 0, 0, 0]
+
+
+def test_the_numbers_are_those_of_keras():
+    ours, keras_own = made(), made()
+    for _ in range(3):
+        expected = keras_own.fit(X, Y, batch_size=8, verbose=0, shuffle=False).history
+        for name, values in fit(ours, shuffle=False).items():
+            assert values == pytest.approx(expected[name], rel=1e-5)
+        scores = keras_own.evaluate(X, Y, verbose=0, return_dict=True)
+        assert evaluate(ours) == pytest.approx(scores, rel=1e-5)
+    np.testing.assert_allclose(predict(ours), keras_own.predict(X, verbose=0), rtol=1e-5)
+
+
+CHANGES: dict[str, Callable[[keras.Model], Any]] = {
+    "an attribute of a layer": lambda model: setattr(model.layers[0], "factor", 3.0),
+    "dropout": lambda model: setattr(model.layers[2], "rate", 0.0),
+    "trainable": lambda model: setattr(model.layers[3], "trainable", False),
+    "the optimizer's clipping": lambda model: setattr(model.optimizer, "clipnorm", 1e-3),
+    "a schedule": lambda model: setattr(
+        model.optimizer, "learning_rate", keras.optimizers.schedules.CosineDecay(0.01, 10)
+    ),
+    "compile": lambda model: model.compile("sgd", "mae"),
+    "compile, the same": lambda model: model.compile(model.optimizer, model.loss),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_traced_anew(change):
+    kept, fresh = made(), made()
+    fit(kept)
+    fit(fresh)
+    CHANGES[change](kept)
+    CHANGES[change](fresh)
+    vars(fresh).pop(driving._KEPT)
+    assert fit(kept) == fit(fresh)
+    for a, b in zip(kept.get_weights(), fresh.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert traces(kept, fit) == 0
+
+
+def test_a_seed_makes_calls_equal_however_many_came_before():
+    class Noisy(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+
+        def call(self, x, training=False):
+            # An op of TensorFlow's own, whose seed is drawn when it is traced.
+            return self.dense(x + tf.random.normal(tf.shape(x)) * training)
+
+    def after(calls: int) -> list[float]:
+        model = Noisy()
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        for _ in range(calls):
+            fit(model, seed=4)
+        return fit(model, seed=4)["loss"]
+
+    assert after(0) == after(2)
+
+
+def test_an_error_leaves_nothing():
+    model = made()
+    evaluate(model)
+    with pytest.raises(ZeroDivisionError):
+        fit(model, callbacks=[keras.callbacks.LambdaCallback(on_train_begin=lambda _: 1 // 0)])
+    assert traces(model, evaluate) > 0
+
+
+def test_a_call_within_a_call_has_a_driver_of_its_own():
+    model = made()
+    within: list[dict[str, float]] = []
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: within.append(evaluate(model)))
+    fit(model, epochs=2, callbacks=[note])
+    assert within[-1] == pytest.approx(evaluate(model), rel=1e-6)
+    assert traces(model, fit) == 0
+
+
+def test_precisions_are_told_apart():
+    model = made()
+    for precision in ("mixed_bfloat16", None):
+        fit(model, precision=precision)
+    assert traces(model, lambda m: fit(m, precision="mixed_bfloat16")) > 0
+    assert traces(model, lambda m: fit(m, precision="mixed_bfloat16")) == 0
+
+
+def test_a_model_that_nobody_holds_goes():
+    model = made()
+    fit(model)
+    evaluate(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_what_is_kept_is_not_saved(tmp_path):
+    model = made()
+    fit(model)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras", custom_objects={"Noted": Noted})
+    assert driving._KEPT not in vars(loaded)
+    assert evaluate(loaded) == pytest.approx(evaluate(model), rel=1e-6)
