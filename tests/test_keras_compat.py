@@ -31,6 +31,14 @@ def test_a_name_that_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert keras_compat.check() == ["keras.src.losses.loss.apply_mask"]
 
 
+def test_a_seed_that_is_set_again_shows() -> None:
+    tf.random.set_seed(1)
+    before = keras_compat.source_of_seeds()
+    tf.random.set_seed(1)
+    assert before is not None
+    assert keras_compat.source_of_seeds() is not before
+
+
 def test_private_names_stand_in_one_module() -> None:
     found = [
         f"{path.name}:{number}: {line.strip()}"

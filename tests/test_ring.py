@@ -411,6 +411,20 @@ class TestTraining:
             assert second[1] == 0
             assert third[1] > 0, "one worker has traced anew, and the others with it"
 
+    def test_training_goes_on_in_steps_that_were_traced_before(self, tasks):
+        """After an evaluation or not, over either ring, and with evaluations in between."""
+        runs = [run["weights"] for task in tasks for run in task["trained again"]]
+        for weights in runs:
+            for got, expected in zip(weights, runs[0], strict=True):
+                np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+    def test_an_evaluation_within_a_call_leaves_each_replica_its_random_state(self, tasks):
+        for run in range(4):
+            states = [task["trained again"][run]["states"] for task in tasks]
+            for before, after in (state[i : i + 2] for state in states for i in (0, 2)):
+                assert before == after
+            assert states[0] != states[1]
+
     def test_16_bits_are_the_same_on_all(self, tasks):
         assert tasks[0]["16 bits"] == tasks[1]["16 bits"]
         assert tasks[0]["16 bits"]["weights"] != tasks[0]["over"]["weights"]

@@ -95,9 +95,9 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
     size = _batch_size(dataset)
     strategy = strategies.current_strategy()
     ring = strategies.ring_of(strategy)
-    before = ring.exchanges if ring is not None else 0
+    before = ring.reductions if ring is not None else 0
     whole = _seconds(model, dataset, options, steps)
-    sums = (ring.exchanges - before) / ((ROUNDS + WARM_UP) * steps) if ring is not None else 1.0
+    sums = (ring.reductions - before) / ((ROUNDS + WARM_UP) * steps) if ring is not None else 1.0
     with reduction.left_out():
         alone = _seconds(model, dataset, options, steps)
         still = dataset.take(1).cache().repeat()

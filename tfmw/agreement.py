@@ -10,6 +10,7 @@ what is not the same everywhere travels, over tfmw's ring where there is one.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -34,22 +35,28 @@ def agree(group: Group, strategy: tf.distribute.Strategy, variables: Sequence[An
     """
     if group.size == 1:
         return []
-    values = [placement.local_copies(strategy, v)[0] for v in variables]
+    values = [placement.local_copies(strategy, v) for v in variables]
     everyone = group.from_all([_checksum(value) for value in values])
     differs = [len(set(sums)) > 1 for sums in zip(*everyone, strict=True)]
-    different = [value for value, d in zip(values, differs, strict=True) if d]
+    different = [copies for copies, d in zip(values, differs, strict=True) if d]
     if different:
         ring = strategies.ring_of(strategy)
+        first = [copies[0] for copies in different]
         if ring is None:
-            _broadcast_by_tensorflow(strategy, different)
+            _broadcast_by_tensorflow(strategy, first)
         else:
-            _broadcast(ring, different)
+            _broadcast(ring, first)
+        for one, *others in different:
+            for other in others:
+                other.assign(one.read_value())
     return [variable for variable, d in zip(variables, differs, strict=True) if d]
 
 
-def _checksum(variable: tf.Variable) -> int:
+def _checksum(copies: list[tf.Variable]) -> int:
     """Changes, almost surely, whenever a value does; the same on every machine."""
-    return 0 if variable.dtype == tf.string else zlib.crc32(_bytes(variable).data)
+    if copies[0].dtype == tf.string:
+        return 0
+    return functools.reduce(lambda sum, copy: zlib.crc32(_bytes(copy).data, sum), copies, 0)
 
 
 def _bytes(variable: tf.Variable) -> np.ndarray:

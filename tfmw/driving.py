@@ -8,7 +8,8 @@ take them each time. So a model keeps the driver of its last call, as Keras keep
 
 What a step finds in attributes, such as a rate of dropout or which layers are trainable, is in its
 trace for good: Keras takes no notice of a change before `compile`. Here a driver is used again only
-while every attribute of the model, its layers, metrics and optimizers is what it was. What is
+while every attribute of the model, its layers, metrics, optimizers and variables is what it was,
+and was so whenever anything was traced: a callback may change one for the length of a call. What is
 changed inside of other objects, or is global, counts from the next `compile` on, as in Keras.
 """
 
@@ -28,75 +29,104 @@ from tfmw.sync import SyncDriver
 
 # TensorFlow's own notes are called so, which neither Keras nor `travel` takes for the model's.
 _KEPT = "_self_tfmw_kept"
-# What every call sets, and no step reads.
-_IGNORED = ("history", "stop_training", *keras_compat.NOTES_OF_CALLS, _KEPT)
+_MOST_KEPT = 2  # training and evaluation, where they differ: in precision, or compression
+_SET_BY_CALLS = ("history", "stop_training")  # on the model, and read by no step
 _COMPARED_BY_VALUE = (bool, int, float, str, bytes, keras.DTypePolicy)
 
 
-@contextlib.contextmanager
-def driving(
-    model: keras.Model,
-    strategy: tf.distribute.Strategy,
-    compression: str | None = None,
-    anew: bool = False,
-) -> Iterator[SyncDriver]:
-    """A driver in which the model is lifted.
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What traces depend on. They hold all of it, so that no id is used twice.
 
-    Args:
-        model, strategy, compression: as of `SyncDriver`.
-        anew: whether to trace in any case.
+    Attributes:
+        parts: what has to be the same object; where it is not, it will not be again.
+        settings: names and values of attributes, and what else a call may choose.
     """
-    facts = _facts(model, strategy, compression)
-    kept: _Kept | None = vars(model).pop(_KEPT, None)  # an error leaves none
-    holds = kept is not None and not anew and _same(kept.facts, facts)
-    # All or none: TensorFlow numbers its collectives as they are traced.
-    if all(Group.of(strategy).from_all(holds)):
-        assert kept is not None
-        driver = kept.driver
-        driver.begin_anew()
-    else:
-        driver = SyncDriver(model, strategy, compression)
-    with driver:
-        yield driver
-    if driver.outlives_the_lift:
-        vars(model)[_KEPT] = _Kept(facts, driver)
+
+    parts: list[Any]
+    settings: list[Any]
+
+    @classmethod
+    def of(
+        cls, model: keras.Model, strategy: tf.distribute.Strategy, compression: str | None
+    ) -> _Facts:
+        optimizers = keras_compat.optimizers_of(model)
+        variables = placement.all_variables(model)
+        parts = [
+            *keras_compat.layers_of(model),
+            *keras_compat.leaf_metrics(model),
+            *optimizers,
+            *(i for i in map(keras_compat.inner_optimizer, optimizers) if i is not None),
+            *variables,
+        ]
+        settings = [compression, reduction.nothing()]
+        for part in parts:
+            for name, value in vars(part).items():
+                if not (
+                    name.startswith("_self_")
+                    or name in keras_compat.NOTES_OF_CALLS
+                    or (part is model and name in _SET_BY_CALLS)
+                ):
+                    settings += [name, value]
+        return cls(
+            [
+                strategy,
+                strategies.ring_of(strategy),
+                strategies.reduction_options(strategy),
+                keras_compat.source_of_seeds(),
+                *parts,
+                *map(keras_compat.native, variables),
+            ],
+            settings,
+        )
+
+    def same_parts(self, other: _Facts) -> bool:
+        mine, theirs = self.parts, other.parts
+        return len(mine) == len(theirs) and all(map(_is, mine, theirs))
+
+    def same(self, other: _Facts) -> bool:
+        mine, theirs = self.settings, other.settings
+        return self.same_parts(other) and len(mine) == len(theirs) and all(map(_is, mine, theirs))
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, _COMPARED_BY_VALUE) and a == b)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    facts: list[Any]
+    facts: _Facts
     driver: SyncDriver
 
 
-def _facts(
-    model: keras.Model, strategy: tf.distribute.Strategy, compression: str | None
-) -> list[Any]:
-    """What traces depend on, in a fixed order. It holds all of it, so that no id is used twice."""
-    facts: list[Any] = [
-        strategy,
-        strategies.ring_of(strategy),
-        strategies.reduction_options(strategy),
-        compression,
-        reduction.nothing(),
-    ]
-    optimizers = keras_compat.optimizers_of(model)
-    for part in (
-        *keras_compat.layers_of(model),
-        *keras_compat.leaf_metrics(model),
-        *optimizers,
-        *map(keras_compat.inner_optimizer, optimizers),
-    ):
-        facts.append(part)
-        for name, value in vars(part).items() if part is not None else ():
-            if name not in _IGNORED:
-                facts += [name, value]
-    for variable in placement.all_variables(model):
-        facts += [variable, variable.trainable, keras_compat.native(variable)]
-    return facts
+@contextlib.contextmanager
+def driving(
+    model: keras.Model, strategy: tf.distribute.Strategy, compression: str | None = None
+) -> Iterator[SyncDriver]:
+    """A driver in which the model is lifted; the arguments are those of `SyncDriver`."""
+    at_begin = _Facts.of(model, strategy, compression)
+    # What cannot serve again goes now, before the call needs memory.
+    others = [k for k in vars(model).pop(_KEPT, []) if k.facts.same_parts(at_begin)]
+    number = next((i for i, k in enumerate(others) if k.facts.same(at_begin)), None)
+    # All take the same one, or none: TensorFlow numbers its collectives as they are traced.
+    numbers = set(Group.of(strategy).from_all(number))
+    if number is not None and len(numbers) == 1:
+        driver = others.pop(number).driver
+        driver.begin_anew()
+    else:
+        driver = SyncDriver(model, strategy, compression)
+    traced_in: list[_Facts] = []
+    try:
+        with driver:
+            entered = _Facts.of(model, strategy, compression)  # with what the driver itself sets
+            driver.on_trace = lambda: traced_in.append(_Facts.of(model, strategy, compression))
+            yield driver
+    finally:
+        driver.on_trace = _no_note
+        vars(model).pop(_KEPT, None)  # of calls within this one
+    if driver.outlives_the_lift and all(facts.same(entered) for facts in traced_in):
+        vars(model)[_KEPT] = [_Kept(at_begin, driver), *others][:_MOST_KEPT]
 
 
-def _same(before: list[Any], now: list[Any]) -> bool:
-    return len(before) == len(now) and all(
-        a is b or (type(a) is type(b) and isinstance(a, _COMPARED_BY_VALUE) and a == b)
-        for a, b in zip(before, now, strict=True)
-    )
+def _no_note() -> None:
+    """Nobody wants to know what is traced between calls, as nothing is."""

@@ -209,9 +209,7 @@ def fit(
             )
             with (
                 trained_in(model, precision),
-                driving(
-                    model, session.strategy, gradient_compression, anew=seed is not None
-                ) as driver,
+                driving(model, session.strategy, gradient_compression) as driver,
             ):
                 session.driver = driver
                 run = _Run(session, feed, backups, callback_list)
@@ -319,7 +317,7 @@ class _Run:
                 backups.restore_callbacks(callbacks)
                 driver.give_replicas(*backups.kept_by_replicas())
             session.follow_chief()
-            driver.agree_on_weights()
+            driver.agree_on_weights(inside)
             epoch_logs = self._train_epoch(epoch, pace, every_batch)
             driver.average_state()
             if self.validation is not None and keras_compat.should_validate(

@@ -847,6 +847,11 @@ def global_seed() -> int | None:
     return _context.global_seed()
 
 
+def source_of_seeds() -> Any:
+    """Another object after every `tf.random.set_seed`; of it ops that are traced draw a seed."""
+    return getattr(_context.context(), "_rng", None)
+
+
 # ---------------------------------------------------------------- the runtime and its cluster
 
 

@@ -27,6 +27,7 @@ from tfmw import keras_compat
 from tfmw.errors import UsageError
 
 # Folded into the seed of every replica but the first, so that dropout masks differ between them.
+_LIFTED = "_self_tfmw_lifted"  # so called, it does not count as the model's own
 _SEED_STEP = 0x9E3779B1  # 2**32 / golden ratio: nearby replica numbers give distant seeds
 
 
@@ -43,6 +44,19 @@ def all_variables(model: keras.Model) -> list[Any]:
     return list(found.values())
 
 
+def shared_variables(model: keras.Model) -> list[Any]:
+    """All that replicas begin a call with alike: within another call, all but their seeds."""
+    variables = all_variables(model)
+    if not is_lifted(model):
+        return variables
+    seeds = {id(seed) for seed in _seeds_of(model)}
+    return [variable for variable in variables if id(variable) not in seeds]
+
+
+def _seeds_of(model: keras.Model) -> list[Any]:
+    return [generator.state for generator in keras_compat.seed_generators_of(model)]
+
+
 @contextlib.contextmanager
 def lifted(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Places the model on every replica of `strategy` and takes it back in the end.
@@ -54,17 +68,15 @@ def lifted(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[Non
     if strategy.num_replicas_in_sync == 1:
         yield
         return
-    variables = all_variables(model)
-    seeds = [g.state for g in keras_compat.seed_generators_of(model)]
+    variables = shared_variables(model)
+    # Within another call seeds differ between replicas already.
+    seeds = [] if is_lifted(model) else _seeds_of(model)
     originals = [keras_compat.native(v) for v in variables]
     if local_replicas(strategy) == 1 and not any(
         isinstance(v, tf.distribute.DistributedValues) for v in originals
     ):
-        _vary_seeds(strategy, seeds)
-        try:
+        with _seeds_varied(model, strategy, seeds):
             yield
-        finally:
-            _vary_seeds(strategy, seeds)
         return
     with contextlib.ExitStack() as stack:
         for optimizer in keras_compat.optimizers_of(model):
@@ -80,16 +92,35 @@ def lifted(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[Non
                     aggregation=tf.VariableAggregation.NONE,
                 )
                 keras_compat.set_native(variable, copy)
-        _vary_seeds(strategy, seeds)
         try:
-            yield
+            with _seeds_varied(model, strategy, seeds):
+                yield
         finally:
-            _vary_seeds(strategy, seeds)
             # In the scope, as the model may have been made in it: then each original has copies.
             with strategy.scope():
                 for variable, original in zip(variables, originals, strict=True):
                     original.assign(local_copies(strategy, variable)[0].read_value())
                     keras_compat.set_native(variable, original)
+
+
+def is_lifted(model: keras.Model) -> bool:
+    """Whether replicas have the model, each with seeds of its own."""
+    return _LIFTED in vars(model)
+
+
+@contextlib.contextmanager
+def _seeds_varied(
+    model: keras.Model, strategy: tf.distribute.Strategy, seeds: list[Any]
+) -> Iterator[None]:
+    outermost = not is_lifted(model)
+    vars(model)[_LIFTED] = True  # past Keras's __setattr__
+    _vary_seeds(strategy, seeds)
+    try:
+        yield
+    finally:
+        _vary_seeds(strategy, seeds)
+        if outermost:
+            del vars(model)[_LIFTED]
 
 
 def local_copies(strategy: tf.distribute.Strategy, variable: Any) -> list[tf.Variable]:

@@ -109,7 +109,7 @@ class PsDriver:
                     most = self._pace.next(left, self._workers)
                     waiting.append(self._schedule(most, limit))
                     left -= most
-                result = self._fetched(waiting.popleft())
+                result = _fetched(waiting.popleft(), self._is_over)
                 made = self._add_up(result)
                 self._pace.took(float(result["seconds"]), made)
                 done += made
@@ -142,7 +142,8 @@ class PsDriver:
         ]
         wait, cancel = together.advance(steps)
         advancing = _in_background(wait)
-        fetching = [_in_background(functools.partial(self._fetched, r)) for r in results]
+        over = threading.Event()
+        fetching = [_in_background(functools.partial(_fetched, r, over.is_set)) for r in results]
         try:
             futures.wait([advancing, *fetching], return_when=futures.FIRST_EXCEPTION)
             if any(_failed(call) for call in (advancing, *fetching)):
@@ -155,6 +156,7 @@ class PsDriver:
             fetched = [call.result() for call in fetching]
             advancing.result()
         except BaseException:
+            over.set()
             cancel()  # where a server is gone this does not reach it: nobody waits for the thread
             raise
         for result in fetched:
@@ -177,21 +179,9 @@ class PsDriver:
             args=(self._iterator, tf.constant(most, tf.int64), limit, seeds),
         )
 
-    def _fetched(self, result: Any) -> dict[str, Any]:
-        """What a function returned. A worker may die with a result that nobody has taken yet.
-
-        Its function then runs again elsewhere, and TensorFlow puts the new result in its place;
-        meanwhile only asking again tells.
-        """
-        while True:
-            try:
-                fetched: dict[str, Any] = result.fetch()
-                return fetched
-            except tf.errors.OpError as e:
-                if not keras_compat.is_worker_failure(e):
-                    raise
-                self._coordinator.done()  # raises where something else went wrong
-                time.sleep(_ASK_AGAIN_S)
+    def _is_over(self) -> bool:
+        self._coordinator.done()  # raises where something else went wrong
+        return False
 
     def _add_up(self, result: dict[str, Any]) -> int:
         """Takes what a function counted into the model's own metrics, here and nowhere else."""
@@ -453,6 +443,25 @@ def _in_background(call: Callable[[], Any]) -> futures.Future[Any]:
 
     threading.Thread(target=run, name="tfmw-steps", daemon=True).start()
     return outcome
+
+
+def _fetched(result: Any, over: Callable[[], bool]) -> dict[str, Any]:
+    """What a function returned. A worker may die with a result that nobody has taken yet.
+
+    Its function then runs again elsewhere, and TensorFlow puts the new result in its place;
+    meanwhile only asking again tells.
+
+    Args:
+        over: called in between: whether nobody waits for the result any more.
+    """
+    while True:
+        try:
+            fetched: dict[str, Any] = result.fetch()
+            return fetched
+        except tf.errors.OpError as e:
+            if not keras_compat.is_worker_failure(e) or over():
+                raise
+            time.sleep(_ASK_AGAIN_S)
 
 
 def _failed(call: futures.Future[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""All-reduce for gradients of workers without GPUs. Standard library and NumPy.
+"""All-reduce for gradients of workers without GPUs, and a broadcast. Standard library and NumPy.
 
     ring = connect(rank, addresses, token, from_all=group.from_all)
     total = ring.sum(mine)         # float32 [n]: the sum over workers, bit for bit the same on all
@@ -67,7 +67,8 @@ class Ring:
 
     Attributes:
         broken: why no sum can be made any more; None while they can.
-        exchanges: sums and gathers made so far.
+        exchanges: sums, gathers and broadcasts made so far.
+        reductions: those of them that are not broadcasts.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Ring:
         self._still_there = still_there
         self.timeout_s = timeout_s
         self._memory = _Memory()
-        self.exchanges = 0  # made so far
+        self.exchanges = self.reductions = 0
         self._one_at_a_time = threading.Lock()
 
     def sum(self, mine: np.ndarray, add: Add = _add) -> np.ndarray:
@@ -100,6 +101,7 @@ class Ring:
             RuntimeError: workers sum different things; the same.
         """
         with self._exchange():
+            self.reductions += 1
             return self._sum(np.ascontiguousarray(mine), add)
 
     def gather(self, mine: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -112,6 +114,7 @@ class Ring:
             RingBroken, RuntimeError: as in `sum`.
         """
         with self._exchange():
+            self.reductions += 1
             return self._gather([np.ascontiguousarray(array) for array in mine])
 
     def broadcast(self, mine: np.ndarray) -> np.ndarray:

@@ -69,7 +69,7 @@ class SyncDriver:
         self._stack = contextlib.ExitStack()
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._logs: dict[str, _Logs] = {}
-        self._assigned: list[Any] = []
+        self._assigned: list[Any] | None = None  # by training steps, once one has been traced
         self._gathers = False  # sparse gradients, as of embeddings, by TensorFlow
         self._combined: dict[int, str] = {}  # id of a metric's variable -> how replicas combine
         self._metric_start: dict[int, np.ndarray] | None = None
@@ -80,6 +80,8 @@ class SyncDriver:
             for layer in keras_compat.layers_of(model)
         )
         self._warned: set[str] = set()
+        self.on_trace: Callable[[], Any] = lambda: None
+        """Called while anything is traced."""
 
     @property
     def replicas(self) -> int:
@@ -102,7 +104,7 @@ class SyncDriver:
         enter = self._stack.enter_context
         placement.refuse_raw_variables(self.model)
         with self._peers_named():
-            agree(self.group, self.strategy, placement.all_variables(self.model))
+            agree(self.group, self.strategy, placement.shared_variables(self.model))
         enter(placement.lifted(self.model, self.strategy))
         if self.replicas > 1:
             for optimizer in keras_compat.optimizers_of(self.model):
@@ -177,7 +179,10 @@ class SyncDriver:
         state = self._state() if careful and kind == "train" else []
 
         def one_step(parts: Any, total: Any) -> Any:
-            with keras_compat.recorded_assignments(self._assigned, self._note_metric):
+            assigned: list[Any] = []
+            if kind == "train":
+                assigned = self._assigned = self._assigned or []
+            with keras_compat.recorded_assignments(assigned, self._note_metric):
                 totals = self.strategy.run(
                     lambda p, t: self._replica_step(kind, p, t, careful, counted, state),
                     args=(parts, total),
@@ -222,7 +227,7 @@ class SyncDriver:
             )
             return made, seen
 
-        return _function(steps, reduce_retracing=True)
+        return self._function(steps, reduce_retracing=True)
 
     def _replica_step(
         self,
@@ -381,15 +386,21 @@ class SyncDriver:
     # ------------------------------------------------------------ what replicas keep to themselves
 
     def _state(self) -> list[Any]:
-        """Float variables that layers update in a step, each replica its own (batch norm)."""
-        state = [
+        """Float variables that layers update in a step, each replica its own (batch norm).
+
+        Until a training step has been traced: those that one may update.
+        """
+        state = self._any_state()
+        if self._assigned is None:
+            return state
+        return [v for v in state if any(v is a for a in self._assigned)]
+
+    def _any_state(self) -> list[Any]:
+        return [
             v
             for v in keras_compat.state_variables_of(self.model)
             if keras_compat.native(v).dtype.is_floating
         ]
-        if not self._assigned:
-            return state
-        return [v for v in state if any(v is a for a in self._assigned)]
 
     def average_state(self) -> None:
         """Makes moving averages the mean over replicas, everywhere.
@@ -400,7 +411,7 @@ class SyncDriver:
         if self.replicas == 1 or not self._state():
             return
         if "average" not in self._functions:
-            self._functions["average"] = _function(
+            self._functions["average"] = self._function(
                 lambda: self.strategy.run(lambda: self._average(self._state()))
             )
         self._functions["average"]()
@@ -411,16 +422,20 @@ class SyncDriver:
         for variable, total in zip(variables, sums, strict=True):
             keras_compat.native(variable).assign(total / tf.cast(self.replicas, total.dtype))
 
-    def agree_on_weights(self) -> None:
+    def agree_on_weights(self, inside_epoch: bool = False) -> None:
         """Gives every task the chief's weights where a callback changed those of one task only.
 
         All tasks enter it. It costs one pass over the weights and one message.
+
+        Args:
+            inside_epoch: whether each replica has moving averages of its own, as between steps.
         """
         if self.group.size == 1:
             return
         seeds = [g.state for g in keras_compat.seed_generators_of(self.model)]
         metrics = keras_compat.metric_variables(self.model)
-        apart = {id(v) for v in [*seeds, *metrics]}  # what tasks keep to themselves
+        averages = self._any_state() if inside_epoch else []
+        apart = {id(v) for v in [*seeds, *metrics, *averages]}  # what tasks keep to themselves
         variables = [v for v in placement.all_variables(self.model) if id(v) not in apart]
         with self._peers_named():
             different = agree(self.group, self.strategy, variables)
@@ -505,7 +520,7 @@ class SyncDriver:
                 return {name: results[name] for name in logs.names}, heard
 
             self._functions[("look", kind)] = (
-                look if self.model.run_eagerly and self.replicas == 1 else _function(look)
+                look if self.model.run_eagerly and self.replicas == 1 else self._function(look)
             )
         values, heard = self._functions[("look", kind)](tf.constant([*signals, 0.0], tf.float32))
         self.heard = [float(h) for h in heard.numpy()[: len(signals)]]
@@ -525,13 +540,13 @@ class SyncDriver:
                 replica = tf.distribute.get_replica_context()
                 number = replica.replica_id_in_sync_group
                 rows = []
-                for group in (keras_compat.metric_variables(self.model), self._state()):
+                for group in (keras_compat.metric_variables(self.model), self._any_state()):
                     values = [tf.reshape(tf.cast(v.value, tf.float64), [-1]) for v in group]
                     flat = tf.concat([tf.zeros([0], tf.float64), *values], axis=0)
                     rows.append(tf.one_hot(number, self.replicas, dtype=tf.float64)[:, None] * flat)
                 return replica.all_reduce(SUM, rows) if self.replicas > 1 else rows
 
-            self._functions["kept"] = _function(
+            self._functions["kept"] = self._function(
                 lambda: [
                     self.strategy.experimental_local_results(t)[0]
                     for t in self.strategy.run(on_replica)
@@ -553,7 +568,7 @@ class SyncDriver:
             averages = np.repeat(averages.mean(axis=0, keepdims=True), self.replicas, axis=0)
         for group, rows in (
             (keras_compat.metric_variables(self.model), metrics),
-            (self._state(), averages),
+            (self._any_state(), averages),
         ):
             for local in range(self.split.local):
                 row, start = rows[self.split.first + local], 0
@@ -594,7 +609,7 @@ class SyncDriver:
 
         if not self.model.run_eagerly:
             one_step = self._functions.setdefault(
-                "predict", _function(one_step, reduce_retracing=True)
+                "predict", self._function(one_step, reduce_retracing=True)
             )
         outputs: list[list[Any]] = []  # per step and local replica: flat outputs
         rows: list[list[int]] = []
@@ -698,6 +713,13 @@ class SyncDriver:
             block[:size].astype(dtype.as_numpy_dtype)
             for block, size in zip(blocks, sizes, strict=True)
         ]
+
+    def _function(self, function: Callable[..., Any], **options: Any) -> Any:
+        def noted(*arguments: Any) -> Any:
+            self.on_trace()
+            return function(*arguments)
+
+        return _function(noted, **options)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

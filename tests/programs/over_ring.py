@@ -98,6 +98,40 @@ def called_again(rank: int) -> list[list[float]]:
     return found
 
 
+class EvaluateToo(keras.callbacks.Callback):
+    """Evaluates within a call, and keeps the random states from before and afterwards."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__()
+        self.data = data
+        self.states: list[list[int]] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        state = self.model.layers[0].seed_generator.state
+        for evaluate in (False, True):
+            if evaluate:
+                tfmw.evaluate(self.model, self.data, verbose=0)
+            self.states.append(np.asarray(state.value).tolist())
+
+
+def trained_again(evaluated_first: bool) -> dict[str, Any]:
+    """Weights of a model with moving averages after two calls of fit on shares that differ."""
+    keras.utils.set_random_seed(3)
+    random = np.random.default_rng(1)
+    x = random.normal(size=(25, 4)).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8)  # the last one has 1
+    norm = keras.layers.BatchNormalization(momentum=0.5)
+    trainee = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.2), norm])
+    trainee.add(keras.layers.Dense(1))
+    trainee.compile(keras.optimizers.SGD(0.1), "mse")
+    if evaluated_first:
+        tfmw.evaluate(trainee, data, verbose=0)
+    within = EvaluateToo(data)
+    for callbacks in ([], [within]):
+        tfmw.fit(trainee, data, epochs=2, verbose=0, callbacks=callbacks)
+    return {"weights": [w.tolist() for w in trainee.get_weights()], "states": within.states}
+
+
 def exchanges() -> int:
     """Over the ring, so far."""
     joined = strategies._joined
@@ -155,15 +189,18 @@ over = trained()
 compressed = trained(gradient_compression="bf16")
 begun_apart = trained(5 + cluster.index)
 agreed_over = agreed(cluster.index)
+trained_over_ring = [trained_again(first) for first in (False, True)]
 
 tfmw.init(collectives="ring")
 chosen = trained()
 begun_apart_chosen = trained(5 + cluster.index)
 agreed_chosen = agreed(cluster.index)
 again = called_again(cluster.index)
+trained_over_tensorflow = [trained_again(first) for first in (False, True)]
 write(
     {
         "called again": again,
+        "trained again": [*trained_over_ring, *trained_over_tensorflow],
         "begun apart": begun_apart,
         "begun apart, chosen": begun_apart_chosen,
         "agreed": agreed_over,
