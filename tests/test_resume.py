@@ -35,7 +35,8 @@ ALONE = [
 ]  # fmt: skip
 TOGETHER = [
     "mapped_at_random", "repeated_with_steps", "arrays_shuffled", "py_dataset", "filtered",
-    "of_input_context", "layers_with_state", "several_optimizers", "callbacks",
+    "of_input_context", "layers_with_state", "averages_of_replicas_between_steps",
+    "several_optimizers", "callbacks",
 ]  # fmt: skip
 
 

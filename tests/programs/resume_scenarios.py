@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -61,6 +62,7 @@ class Scenario:
         epochs: of the run.
         every: how often it is backed up besides.
         lose: whether an error interrupts it, so that steps since the backup are made again.
+        between_calls: whether a callback interrupts it; otherwise a thread.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class Scenario:
         every: Any = "epoch",
         lose: bool = False,
         exact: bool = True,
+        between_calls: bool = True,
     ):
+        self.between_calls = between_calls
         self.fit, self.model, self.at, self.epochs = fit, model, at, epochs
         self.every, self.lose, self.exact = every, lose, exact
 
@@ -99,6 +103,23 @@ class Interrupt(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class InterruptFromAThread(keras.callbacks.Callback):
+    """Asks to leave, as `Interrupt`, without being called between steps."""
+
+    def __init__(self, at: int | None):
+        super().__init__()
+        self._at = lambda: at
+
+    def on_train_begin(self, logs=None):
+        if self._at() is not None and cluster.index == cluster.num_workers - 1:
+            threading.Thread(target=self._watch, args=(self._at(),), daemon=True).start()
+
+    def _watch(self, at: int) -> None:
+        while int(self.model.optimizer.iterations) < at:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def run(scenario: Scenario, folder: Path, interrupted: bool) -> dict[str, Any]:
     calls = [*scenario.at, None] if interrupted else [None]
     where = []
@@ -110,6 +131,9 @@ def run(scenario: Scenario, folder: Path, interrupted: bool) -> dict[str, Any]:
         backup = tfmw.callbacks.BackupAndRestore(
             folder, scenario.every if interrupted else "epoch", delete_checkpoint=False
         )
+        interrupt = (
+            Interrupt(at, scenario.lose) if scenario.between_calls else InterruptFromAThread(at)
+        )
         try:
             history = tfmw.fit(
                 model,
@@ -117,7 +141,7 @@ def run(scenario: Scenario, folder: Path, interrupted: bool) -> dict[str, Any]:
                 epochs=scenario.epochs,
                 verbose=0,
                 seed=7,
-                callbacks=[*mine, Interrupt(at, scenario.lose), backup],
+                callbacks=[*mine, interrupt, backup],
             )
         except (Preempted, Lost):
             newest = BackupStore(folder).newest() if cluster.is_chief else None
@@ -322,14 +346,18 @@ def of_input_context():
 
 
 def normed() -> keras.Model:
+    frozen = keras.layers.BatchNormalization()
     model = layers(
         [
             keras.layers.Dense(4),
             keras.layers.BatchNormalization(),
+            frozen,
             keras.layers.Dropout(0.3),
             keras.layers.Dense(1),
         ]
     )
+    frozen.moving_mean.assign([0.1, 0.2, 0.3, 0.4])
+    frozen.trainable = False
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse", metrics=["mae"])
     return model
 
@@ -338,6 +366,20 @@ def normed() -> keras.Model:
 def layers_with_state():
     # 39 examples: the last batch has seven, which two replicas cannot share evenly.
     return {"x": slices().take(39).shuffle(N).batch(BATCH), "validation_data": (X, Y)}
+
+
+@data(model=normed, at=(6,), every=2, between_calls=False)
+def averages_of_replicas_between_steps():
+    """No callback is called between steps, for which averages would be put together."""
+
+    def late(x):
+        time.sleep(0.02)  # so that the thread comes in time
+        return x
+
+    def slowly(x, y):
+        return tf.ensure_shape(tf.py_function(late, [x], x.dtype), [None, 6]), y
+
+    return {"x": slices().take(39).shuffle(N).batch(BATCH).map(slowly)}
 
 
 def accumulating() -> keras.Model:
