@@ -115,18 +115,14 @@ def driving(
         driver.begin_anew()
     else:
         driver = SyncDriver(model, strategy, compression)
-    traced_in: list[_Facts] = []
+    held: list[bool] = []  # whenever anything was traced
     try:
         with driver:
             entered = _Facts.of(model, strategy, compression)  # with what the driver itself sets
-            driver.on_trace = lambda: traced_in.append(_Facts.of(model, strategy, compression))
+            driver.traces_hold = lambda: _Facts.of(model, strategy, compression).same(entered)
+            driver.on_trace = lambda: held.append(driver.traces_hold())
             yield driver
     finally:
-        driver.on_trace = _no_note
         vars(model).pop(_KEPT, None)  # of calls within this one
-    if driver.outlives_the_lift and all(facts.same(entered) for facts in traced_in):
+    if driver.outlives_the_lift and all(held):
         vars(model)[_KEPT] = [_Kept(at_begin, driver), *others][:_MOST_KEPT]
-
-
-def _no_note() -> None:
-    """Nobody wants to know what is traced between calls, as nothing is."""

@@ -80,8 +80,11 @@ class SyncDriver:
             for layer in keras_compat.layers_of(model)
         )
         self._warned: set[str] = set()
+        self._to_check = False
         self.on_trace: Callable[[], Any] = lambda: None
         """Called while anything is traced."""
+        self.traces_hold: Callable[[], bool] = lambda: True
+        """Asked, once `begin_anew` was called, before anything that was traced before is used."""
 
     @property
     def replicas(self) -> int:
@@ -96,9 +99,20 @@ class SyncDriver:
         )
 
     def begin_anew(self) -> None:
-        """Forgets what was counted."""
+        """Forgets what was counted by calls before, not what they have traced."""
         self.examples = 0
         self.heard = []
+        self._to_check = True
+
+    def _check_traces(self) -> None:
+        """Forgets what was traced, too, where callbacks have changed the model meanwhile.
+
+        All workers enter it at the first step of a call.
+        """
+        if self._to_check and not all(self.group.from_all(self.traces_hold())):
+            self._functions.clear()
+            self._assigned = None
+        self._to_check = False
 
     def __enter__(self) -> SyncDriver:
         enter = self._stack.enter_context
@@ -137,6 +151,7 @@ class SyncDriver:
         return self._steps("test", iterator, most, evenness, counted)
 
     def _steps(self, kind: str, iterator: Any, most: int, evenness: Evenness, counted: bool) -> int:
+        self._check_traces()
         careful = self.replicas > 1 and (
             evenness.empty or (evenness.uneven and kind == "train" and bool(self._state()))
         )
@@ -607,6 +622,7 @@ class SyncDriver:
 
             return self.strategy.run(on_replica, args=(parts,))
 
+        self._check_traces()
         if not self.model.run_eagerly:
             one_step = self._functions.setdefault(
                 "predict", self._function(one_step, reduce_retracing=True)
