@@ -58,7 +58,8 @@ test-oldest: pyproject.toml
 	@test -x $(OLDEST)/bin/python || "$(PYTHON)" -m venv $(OLDEST)
 	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  'tensorflow==2.18.1' 'keras==3.8.0' pytest pytest-timeout --editable .
-	@$(OLDEST)/bin/python -m pytest -m "not multiprocess" tests/test_keras_compat.py tests/matrix
+	@$(OLDEST)/bin/python -m pytest -m "not multiprocess" \
+	  tests/test_keras_compat.py tests/test_driving.py tests/matrix
 
 # Everything that takes no longer than a moment, and a few rows of the matrix.
 test-fast: $(STAMP)
