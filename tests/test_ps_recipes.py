@@ -53,9 +53,9 @@ def test_five_terminals_whose_servers_serve_one_training_after_another(terminals
         )
         for job, index in tasks
     ]  # fmt: skip
-    first = terminals("chief", "digits.py", *cluster, "--job_name=chief")
-    # 0.983 to 0.997 in twenty runs; 0.967 where a busy machine made gradients come very late.
-    assert accuracy(first) >= 0.95
+    # Twice the recipe's epochs: asynchronous updates end at another accuracy each time.
+    first = terminals("chief", "digits.py", *cluster, "--job_name=chief", "--epochs=24")
+    assert accuracy(first) >= 0.97
     # Another script, a model with tables that are divided, on the servers that are there.
     flags = ["--job_name=chief", "--min_shard_bytes=65536", "--batch_size=64"]
     second = terminals("chief", "recommender.py", *cluster, *flags)

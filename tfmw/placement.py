@@ -49,11 +49,12 @@ def shared_variables(model: keras.Model) -> list[Any]:
     variables = all_variables(model)
     if not is_lifted(model):
         return variables
-    seeds = {id(seed) for seed in _seeds_of(model)}
+    seeds = {id(seed) for seed in seeds_of(model)}
     return [variable for variable in variables if id(variable) not in seeds]
 
 
-def _seeds_of(model: keras.Model) -> list[Any]:
+def seeds_of(model: keras.Model) -> list[Any]:
+    """The state of each seed generator of the model's layers."""
     return [generator.state for generator in keras_compat.seed_generators_of(model)]
 
 
@@ -70,7 +71,7 @@ def lifted(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[Non
         return
     variables = shared_variables(model)
     # Within another call seeds differ between replicas already.
-    seeds = [] if is_lifted(model) else _seeds_of(model)
+    seeds = [] if is_lifted(model) else seeds_of(model)
     originals = [keras_compat.native(v) for v in variables]
     if local_replicas(strategy) == 1 and not any(
         isinstance(v, tf.distribute.DistributedValues) for v in originals

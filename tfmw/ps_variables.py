@@ -30,7 +30,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat
+from tfmw import keras_compat, placement
 from tfmw.errors import UsageError
 
 BLOCK_BYTES = 64 << 20
@@ -100,7 +100,7 @@ class Masters:
         self.model = model
         self.servers = servers
         self.optimizers = keras_compat.optimizers_of(model)
-        self.seeds = [g.state for g in keras_compat.seed_generators_of(model)]
+        self.seeds = placement.seeds_of(model)
         self.trainable: list[Any] = list(model.trainable_variables)
         weights = _unique(model.variables, without=self.seeds)
         updated = _unique(keras_compat.state_variables_of(model), without=self.seeds)

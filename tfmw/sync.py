@@ -447,7 +447,7 @@ class SyncDriver:
         """
         if self.group.size == 1:
             return
-        seeds = [g.state for g in keras_compat.seed_generators_of(self.model)]
+        seeds = placement.seeds_of(self.model)
         metrics = keras_compat.metric_variables(self.model)
         averages = self._any_state() if inside_epoch else []
         apart = {id(v) for v in [*seeds, *metrics, *averages]}  # what tasks keep to themselves

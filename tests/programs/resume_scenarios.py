@@ -62,7 +62,7 @@ class Scenario:
         epochs: of the run.
         every: how often it is backed up besides.
         lose: whether an error interrupts it, so that steps since the backup are made again.
-        between_calls: whether a callback interrupts it; otherwise a thread.
+        by_callback: whether a callback interrupts it, between steps; otherwise a thread.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Scenario:
         every: Any = "epoch",
         lose: bool = False,
         exact: bool = True,
-        between_calls: bool = True,
+        by_callback: bool = True,
     ):
-        self.between_calls = between_calls
+        self.by_callback = by_callback
         self.fit, self.model, self.at, self.epochs = fit, model, at, epochs
         self.every, self.lose, self.exact = every, lose, exact
 
@@ -108,7 +108,7 @@ class InterruptFromAThread(keras.callbacks.Callback):
 
     def __init__(self, at: int | None):
         super().__init__()
-        self._at = lambda: at
+        self._at = lambda: at  # no attribute, as in `Interrupt`
 
     def on_train_begin(self, logs=None):
         if self._at() is not None and cluster.index == cluster.num_workers - 1:
@@ -132,7 +132,7 @@ def run(scenario: Scenario, folder: Path, interrupted: bool) -> dict[str, Any]:
             folder, scenario.every if interrupted else "epoch", delete_checkpoint=False
         )
         interrupt = (
-            Interrupt(at, scenario.lose) if scenario.between_calls else InterruptFromAThread(at)
+            Interrupt(at, scenario.lose) if scenario.by_callback else InterruptFromAThread(at)
         )
         try:
             history = tfmw.fit(
@@ -368,7 +368,7 @@ def layers_with_state():
     return {"x": slices().take(39).shuffle(N).batch(BATCH), "validation_data": (X, Y)}
 
 
-@data(model=normed, at=(6,), every=2, between_calls=False)
+@data(model=normed, at=(6,), every=2, by_callback=False)
 def averages_of_replicas_between_steps():
     """No callback is called between steps, for which averages would be put together."""
 
