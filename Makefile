@@ -59,7 +59,7 @@ test-oldest: pyproject.toml
 	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  'tensorflow==2.18.1' 'keras==3.8.0' pytest pytest-timeout --editable .
 	@$(OLDEST)/bin/python -m pytest -m "not multiprocess" \
-	  tests/test_keras_compat.py tests/test_driving.py tests/matrix
+	  tests/keras_compat/test_keras_compat.py tests/mirrored/test_cached_driver.py tests/matrix
 
 # Everything that takes no longer than a moment, and a few rows of the matrix.
 test-fast: $(STAMP)
@@ -68,6 +68,7 @@ test-fast: $(STAMP)
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet . || { echo "To format: $(BIN)/ruff format ."; exit 1; }
+	@$(BIN)/lint-imports --no-logo --quiet 2>/dev/null || $(BIN)/lint-imports
 
 type: $(STAMP)
 	@$(BIN)/mypy --no-error-summary

@@ -23,8 +23,8 @@ import sys
 from pathlib import Path
 
 from bench.wire import Network
-from tfmw.cost import Cost
-from tfmw.launch import compute_with_onednn
+from tfmw.launcher.run import compute_with_onednn
+from tfmw.tools.cost import Cost
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 8  # of an epoch
@@ -45,9 +45,9 @@ def make() -> tuple[object, object]:
 
 def child() -> None:
     """One worker: what `tfmw bench` measures, printed."""
-    from tfmw import _bench
+    from tfmw.tools import bench
 
-    cost, _batch, _parameters = _bench._measure("bench.network:make", STEPS)
+    cost, _batch, _parameters = bench._measure("bench.network:make", STEPS)
     print(MARK + json.dumps(dataclasses.asdict(cost)), flush=True)
 
 

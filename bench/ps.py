@@ -89,7 +89,7 @@ def network(library: Any) -> Any:
 def ours() -> Callable[[float], float]:
     """tfmw.fit's driver, as fit calls it: metrics, callbacks' logs and exact counts included."""
     from tfmw import data, keras_compat
-    from tfmw.ps import PsDriver
+    from tfmw.parameter_server.driver import PsDriver
 
     model = network(keras)
     servers = strategies.servers_of(strategies.current_strategy())

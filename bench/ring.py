@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 import tfmw
-from tfmw.reduction import Reduction
+from tfmw.mirrored.collectives.reduction import Reduction
 
 ROUNDS, TIMES = 5, 5
 SUM = tf.distribute.ReduceOp.SUM

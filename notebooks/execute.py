@@ -19,8 +19,8 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-from tfmw._notices import is_notice
-from tfmw._output import collapse
+from tfmw.launcher.log_filter import is_notice
+from tfmw.launcher.output import collapse
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted(Path(__file__).parent.glob("*.ipynb"))

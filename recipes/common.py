@@ -20,7 +20,7 @@ from absl import app, flags, logging
 
 import tfmw
 from tfmw import strategies
-from tfmw.cluster import Cluster
+from tfmw.cluster import Cluster, membership
 from tfmw.errors import TfmwError, UsageError
 
 FLAGS = flags.FLAGS
@@ -63,7 +63,7 @@ def run(main: Callable[[], None]) -> None:
                 raise UsageError(f"unexpected argument {argv[1]!r}: every setting is a --flag.")
             main()
         except TfmwError as error:
-            strategies.report_failure(error)  # the other tasks need not wait for this one
+            membership.report_failure(error)  # the other tasks need not wait for this one
             print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
             raise SystemExit(error.status) from error
 

@@ -1,4 +1,4 @@
-"""Fixtures for all tests; `tests.cluster` has the functions behind them."""
+"""Fixtures for all tests; `tests.helpers.cluster` has the functions behind them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests import cluster
+from tests.helpers import cluster
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,7 +24,7 @@ def _temporary_files_are_pytest_s(tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="session")
 def run_cluster() -> Callable[..., cluster.ClusterRun]:
-    """`tests.cluster.run_cluster`; fixtures of any scope may use it."""
+    """`tests.helpers.cluster.run_cluster`; fixtures of any scope may use it."""
     return cluster.run_cluster
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import PROGRAMS, ROOT
-from tfmw import _env, cli
+from tests.helpers.cluster import PROGRAMS, ROOT
+from tfmw import cli
+from tfmw.runtime import versions
+from tfmw.tools import env as _env
 
 PROGRAM = str(PROGRAMS / "launch_tasks.py")
 TWO = {"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}}
@@ -199,7 +201,7 @@ class TestEnv:
         python = tmp_path / "python"
         python.write_text("#!/bin/sh\necho 'ImportError: no libcuda' >&2\nexit 1\n")
         python.chmod(0o755)
-        assert _env.ask_tensorflow(str(python)) == (
+        assert versions.ask_tensorflow(str(python)) == (
             "unknown",
             "unknown: TensorFlow can't be imported: ImportError: no libcuda",
         )

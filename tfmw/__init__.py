@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tfmw.errors import ClusterError, TaskFailed, TfmwError, UsageError
     from tfmw.export import export
     from tfmw.fit import evaluate, fit, predict
-    from tfmw.launch import launch
+    from tfmw.launcher.run import launch
     from tfmw.strategies import init
 
 __version__ = "0.1.0"
@@ -39,7 +39,7 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "export": ("tfmw.export", "export"),
     "fit": ("tfmw.fit", "fit"),
     "init": ("tfmw.strategies", "init"),
-    "launch": ("tfmw.launch", "launch"),
+    "launch": ("tfmw.launcher.run", "launch"),
     "predict": ("tfmw.fit", "predict"),
     "strategies": ("tfmw.strategies", None),
 }

@@ -61,16 +61,16 @@ def _main(argv: list[str]) -> int:
         argv = list(map(_with_hyphens, argv))
     options = parser.parse_args(argv)
     if options.command == "env":
-        from tfmw import _env
+        from tfmw.tools import env
 
-        print(_env.report(os.environ))
+        print(env.report(os.environ))
         return 0
     if options.command == "check":
         return _check(options)
     if options.command == "bench":
-        from tfmw import _bench
+        from tfmw.tools import bench
 
-        return _bench.main(options.target, options.workers, options.steps)
+        return bench.main(options.target, options.workers, options.steps)
     return _run(options, program)
 
 
@@ -140,15 +140,15 @@ def _check(options: argparse.Namespace) -> int:
                 "tfmw check takes either paths, to see whether they are intact, or a cluster and "
                 "its directories; call it twice."
             )
-        from tfmw import _check
+        from tfmw.tools import verify
 
-        return _check.report(options.paths)
-    from tfmw import _check_cluster
+        return verify.report(options.paths)
+    from tfmw.cluster import check as check_cluster
 
     cluster = _cluster_of_hosts(options)
     if cluster is None:
         cluster = Cluster.resolve(os.environ)
-    return _check_cluster.report(cluster, directories, timeout_s=options.timeout)
+    return check_cluster.report(cluster, directories, timeout_s=options.timeout)
 
 
 def _cluster_of_hosts(options: argparse.Namespace) -> Cluster | None:
@@ -291,7 +291,7 @@ def _with_hyphens(token: str) -> str:
 
 
 def _run(options: argparse.Namespace, program: list[str]) -> int:
-    from tfmw.launch import Terms, launch_tasks, run_here
+    from tfmw.launcher.run import Terms, launch_tasks, run_here
 
     terms = Terms(
         max_restarts=options.max_restarts,

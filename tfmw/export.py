@@ -30,6 +30,7 @@ import keras
 import tensorflow as tf
 from tensorflow.core.protobuf import saved_model_pb2  # the format of saved_model.pb
 
+from tfmw.cluster import membership
 from tfmw.errors import UsageError
 
 if TYPE_CHECKING:
@@ -169,9 +170,7 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
 def _is_chief(cluster: Cluster | None) -> bool:
     if cluster is None:
-        from tfmw import strategies
-
-        cluster = strategies.current_cluster()
+        cluster = membership.current_cluster()
     return cluster is None or cluster.is_chief
 
 

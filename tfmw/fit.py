@@ -20,17 +20,24 @@ import keras
 import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
-from tfmw import data, keras_compat, placement, state, strategies
-from tfmw._lines import with_progress
-from tfmw.driving import driving
+from tfmw import data, keras_compat, strategies
+from tfmw.callbacks.progress import with_progress
+from tfmw.checkpoint import evaluator, state
+from tfmw.checkpoint.resume import Backups
+from tfmw.cluster import membership
+from tfmw.cluster.group import Group
+from tfmw.engines import local
 from tfmw.errors import UsageError
-from tfmw.group import Group
-from tfmw.launch import record_error, report_progress
+from tfmw.export import check_path, export
+from tfmw.keras_compat import placement
+from tfmw.mirrored.cached_driver import driving
+from tfmw.mirrored.collectives.reduction import COMPRESSIONS
+from tfmw.mirrored.driver import SyncDriver
+from tfmw.parameter_server import driver as parameter_server
 from tfmw.precision import check as check_precision
 from tfmw.precision import trained_in
-from tfmw.reduction import COMPRESSIONS
-from tfmw.resume import Backups
-from tfmw.sync import SyncDriver
+from tfmw.runtime.progress import report_progress
+from tfmw.runtime.recorded_errors import record_error
 
 # One Python call runs about this long: seldom enough to cost nothing, often enough for a live bar.
 _SECONDS_PER_CALL = 0.2
@@ -114,8 +121,6 @@ def fit(
         settings = {k: v for k, v in locals().items() if k not in _NOT_SENT}
         return _fit_on_new_workers(model, workers, x, validation_data, settings)
     if export_dir is not None:
-        from tfmw.export import check_path
-
         check_path(export_dir)
     if seed is not None:
         keras.utils.set_random_seed(seed)
@@ -157,14 +162,12 @@ def fit(
                 strategy="default",
             )
         )
-        if strategies.is_evaluator():
+        if membership.is_evaluator():
             return _evaluate_beside(session, source, asked, validate)
         servers = strategies.servers_of(session.strategy)
         if servers is not None:
-            from tfmw import ps
-
             with trained_in(model, precision):
-                return ps.fit(
+                return parameter_server.fit(
                     model,
                     servers,
                     source,
@@ -192,7 +195,7 @@ def fit(
                     "validation_freq": str(validation_freq),
                     "steps_per_execution": model.steps_per_execution,
                     "backup_every": str(backup_every),
-                    "collectives": strategies.chosen_collectives(),
+                    "collectives": membership.chosen_collectives(),
                 }
             )
             backups.restore(model, feed.share.batch_size or batch_size)
@@ -221,8 +224,6 @@ def fit(
                 run.train(keras_compat.requested_initial_epoch(model) or initial_epoch, epochs)
         history: keras.callbacks.History = model.history
         if export_dir is not None:
-            from tfmw.export import export
-
             export(model, export_dir, input_signature=_export_signature(model, feed.share))
         return history
 
@@ -234,19 +235,17 @@ _NOT_SENT = ("model", "workers", "x", "validation_data")
 def _fit_on_new_workers(
     model: Any, workers: int, x: Any, validation_data: Any, settings: dict[str, Any]
 ) -> keras.callbacks.History:
-    from tfmw import local
-
-    if not strategies.current_cluster().is_single:
+    if not membership.current_cluster().is_single:
         raise UsageError(
             f"workers={workers} starts new processes, and this process is already part of "
-            f"{strategies.current_cluster()!r}: leave workers= out."
+            f"{membership.current_cluster()!r}: leave workers= out."
         )
     if settings["strategy"] not in ("auto", "multi_worker_mirrored"):
         raise UsageError(
             f"workers={workers} trains with multi-worker mirroring, received "
             f"strategy={settings['strategy']!r}: leave one of the two out."
         )
-    return local.fit(model, workers, x, validation_data, settings)
+    return local.fit_on_workers(fit, model, workers, x, validation_data, settings)
 
 
 def _evaluate_beside(
@@ -259,8 +258,6 @@ def _evaluate_beside(
             f"this task is an evaluator and {missing} was not given: it evaluates each backup of "
             "the training on the validation data; pass both to fit on every task."
         )
-    from tfmw import evaluator
-
     session.build(source.share(session.split, data.Order()))
     return evaluator.watch(
         session.model, validate, asked.backup_dir, remove=asked.delete_checkpoint
@@ -589,7 +586,7 @@ def _errors_told() -> Iterator[None]:
     except BaseException as e:
         if not isinstance(e, KeyboardInterrupt | SystemExit | GeneratorExit):
             record_error(e)
-            strategies.report_failure(e)
+            membership.report_failure(e)
         raise
 
 

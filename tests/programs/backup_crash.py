@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.backup_points import dying, watched
-from tfmw.backup import BackupStore
+from tests.helpers.backup_points import dying, watched
+from tfmw.checkpoint.store import BackupStore
 
 directory, step = Path(sys.argv[1]), {"same": 1, "other": 2}[sys.argv[2]]
 

@@ -15,8 +15,8 @@ import keras
 import numpy as np
 
 import tfmw
-from tfmw import resume
-from tfmw.backup import BackupStore, verify
+from tfmw.checkpoint import resume
+from tfmw.checkpoint.store import BackupStore, verify
 
 messages: list[str] = []
 

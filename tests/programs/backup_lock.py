@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from tfmw.backup import BackupStore
+from tfmw.checkpoint.store import BackupStore
 
 with BackupStore(sys.argv[1]).locked():
     print("locked", flush=True)

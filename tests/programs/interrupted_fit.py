@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmw
-from tests.cluster import children, template_and_copies
+from tests.helpers.cluster import children, template_and_copies
 
 
 class SayWhenBackedUp(keras.callbacks.Callback):

@@ -7,8 +7,7 @@ import json
 import sys
 import time
 
-from tfmw import rendezvous
-from tfmw.cluster import Cluster
+from tfmw.cluster import Cluster, rendezvous
 from tfmw.errors import TfmwError
 
 cluster = Cluster.resolve({"TF_CONFIG": sys.argv[1]})

@@ -18,8 +18,11 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs._result import write
-from tfmw import _links, agreement, strategies
-from tfmw.group import Group
+from tfmw import strategies
+from tfmw.cluster.group import Group
+from tfmw.mirrored import agreement
+from tfmw.mirrored.collectives import connection
+from tfmw.mirrored.collectives import links as _links
 
 ALIKE = ("alike", "empty")
 
@@ -134,23 +137,17 @@ def trained_again(evaluated_first: bool) -> dict[str, Any]:
 
 def exchanges() -> int:
     """Over the ring, so far."""
-    joined = strategies._joined
-    assert joined is not None
-    return 0 if joined.ring is None else joined.ring.exchanges
+    return 0 if connection._ring is None else connection._ring.exchanges
 
 
 def links() -> str:
     """The kind of the link to the next worker."""
-    joined = strategies._joined
-    assert joined is not None
-    return type(joined.ring and joined.ring._next).__name__
+    return type(connection._ring and connection._ring._next).__name__
 
 
 def forget() -> None:
     """Joins the ring again, as a new process would."""
-    joined = strategies._joined
-    assert joined is not None
-    joined.asked_for_ring, joined.ring = False, None
+    connection._connected_once, connection._ring = False, None
 
 
 class Heard(logging.Handler):

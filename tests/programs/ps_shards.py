@@ -106,7 +106,7 @@ tfmw.fit(
     strategy=strategy,
     callbacks=[Changes()],
 )
-from tfmw.ps_variables import Masters  # noqa: E402
+from tfmw.parameter_server.variables import Masters  # noqa: E402
 
 servers = tfmw.strategies.servers_of(strategy)
 assert servers is not None

@@ -53,7 +53,7 @@ tfmw.fit(
     callbacks=[Begin(), tfmw.callbacks.BackupAndRestore(options.backup, delete_checkpoint=False)],
 )
 alone.fit(dataset(), epochs=options.epochs, steps_per_epoch=5, verbose=0)
-from tfmw.ps_variables import Masters  # noqa: E402
+from tfmw.parameter_server.variables import Masters  # noqa: E402
 
 servers = tfmw.strategies.servers_of(strategy)
 assert servers is not None

@@ -19,8 +19,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfmw
-import tfmw.backup
 from tests.programs import _result
+from tfmw.checkpoint.store import BackupStore
 
 EXAMPLES, BATCH, REPLICAS = 96, 8, 2
 
@@ -54,7 +54,7 @@ class Death:
         self.point = point
         self.left = count
         if point == "backup":
-            self.on_each(tfmw.backup.BackupStore, "_replace")
+            self.on_each(BackupStore, "_replace")
         if point == "export":
             self.on_each(tf.io.gfile, "rename")
 

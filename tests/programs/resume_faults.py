@@ -20,7 +20,7 @@ import tensorflow as tf
 import tfmw
 from tests.programs import _result
 from tests.programs.counting import Counts
-from tfmw import resume
+from tfmw.checkpoint import resume
 
 N, BATCH, EPOCHS = 48, 12, 3  # 4 steps in an epoch; 12 can be shared by 1, 2 and 3 workers
 

@@ -29,7 +29,7 @@ import tensorflow as tf
 import tfmw
 from tests.programs import _result
 from tests.programs.counting import Counts
-from tfmw.backup import BackupStore
+from tfmw.checkpoint.store import BackupStore
 from tfmw.errors import Preempted
 
 N, BATCH = 40, 8  # 5 steps in an epoch
@@ -164,7 +164,7 @@ def run(scenario: Scenario, folder: Path, interrupted: bool) -> dict[str, Any]:
 
 
 def state_of(model: keras.Model) -> list[Any]:
-    from tfmw import placement
+    from tfmw.keras_compat import placement
 
     return placement.all_variables(model)
 

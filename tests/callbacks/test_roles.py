@@ -1,0 +1,108 @@
+"""Callbacks on two processes: the chief decides and all hear, one task writes, errors end all."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.helpers.cluster import ClusterRun, run_cluster
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def decisions(tmp_path_factory: pytest.TempPathFactory) -> ClusterRun:
+    return run_cluster("callbacks.py", "decisions", str(tmp_path_factory.mktemp("d")))
+
+
+@pytest.fixture(scope="module")
+def writers(tmp_path_factory: pytest.TempPathFactory) -> ClusterRun:
+    return run_cluster("callbacks.py", "writers", str(tmp_path_factory.mktemp("w")))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "early",
+        "plateau",
+        "schedule",
+        "stop 0 batch",
+        "stop 0 epoch",
+        "stop 1 batch",
+        "stop 1 epoch",
+        "weights 0",
+        "weights 1",
+        "plain",
+    ],
+)
+def test_tasks_end_alike(decisions: ClusterRun, name: str) -> None:
+    chief, other = ({k: v for k, v in r[name].items() if k != "warnings"} for r in decisions)
+    assert chief == other
+
+
+def test_early_stopping_restores_the_best_weights(decisions: ClusterRun) -> None:
+    # The loss falls, and the callback wants it to rise: the first epoch is its best.
+    assert decisions[0]["early"]["epochs"] == [0, 1]
+    assert decisions[0]["early"]["sha"] == decisions[0]["first epoch"]
+    assert decisions[0]["early"]["sha"] != decisions[0]["plain"]["sha"]
+
+
+def test_learning_rates_change_everywhere(decisions: ClusterRun) -> None:
+    assert decisions[1]["plateau"]["rate"] == pytest.approx(0.1 * 0.5**3)
+    assert decisions[1]["schedule"]["rate"] == pytest.approx(0.1 / 4)
+
+
+def test_the_chief_stops_all(decisions: ClusterRun) -> None:
+    assert decisions[1]["stop 0 batch"]["iterations"] == 3
+    assert decisions[1]["stop 0 epoch"]["epochs"] == [0, 1]
+
+
+def test_another_task_stops_nobody(decisions: ClusterRun) -> None:
+    for hook in ("batch", "epoch"):
+        assert decisions[1][f"stop 1 {hook}"]["epochs"] == [0, 1, 2, 3]
+        assert decisions[1][f"stop 1 {hook}"]["sha"] == decisions[1]["plain"]["sha"]
+
+
+def test_weights_changed_on_one_task_only(decisions: ClusterRun) -> None:
+    """The chief's change is everybody's; another task's is undone. Both are told."""
+    plain = decisions[0]["plain"]
+    assert decisions[1]["weights 0"]["sha"] != plain["sha"]
+    assert decisions[1]["weights 0"]["rate"] == pytest.approx(0.05)
+    assert decisions[1]["weights 1"]["sha"] == plain["sha"]
+    assert decisions[1]["weights 1"]["rate"] == pytest.approx(0.1)
+    for on in (0, 1):
+        told = [w for w in decisions[0][f"weights {on}"]["warnings"] if "chief's values" in w]
+        assert len(told) == 1
+    assert not any("chief's values" in w for w in plain["warnings"])
+
+
+def test_nan_ends_the_run_everywhere(decisions: ClusterRun) -> None:
+    assert decisions[0]["nan epochs"] == decisions[1]["nan epochs"] == [0]
+
+
+def test_only_the_chief_writes(writers: ClusterRun) -> None:
+    chief, other = writers
+    assert other["files"] == []
+    assert {"1.weights.h5", "2.weights.h5", "best.keras", "log.csv"} <= set(chief["files"])
+    boards = [f for f in chief["files"] if f.startswith("board/train/")]
+    assert boards
+    lines = chief["csv"].splitlines()
+    assert [line.split(",")[0] for line in lines] == ["epoch", "0", "1"]
+
+
+def test_every_task_runs_callbacks_that_do_not_write(writers: ClusterRun) -> None:
+    #              LambdaCallback, RemoteMonitor, chief_only, ChiefOnly(...)
+    assert writers[0]["calls"] == [[0, 1], [0, 1], 2, 2]
+    assert writers[1]["calls"] == [[0, 1], [], 0, 0]
+
+
+def test_a_checkpoint_holds_the_weights_of_all(writers: ClusterRun) -> None:
+    assert writers[0]["loaded"] == writers[0]["fit"]["sha"] == writers[1]["fit"]["sha"]
+
+
+def test_an_error_in_one_tasks_callback_ends_the_run(tmp_path) -> None:
+    run = run_cluster("callbacks.py", "breaks", str(tmp_path), status=1)
+    assert run.by_task == {}
+    last = run.output.strip().splitlines()[-1]
+    assert re.search(r"worker 1.*ValueError: the callback of task 1 is broken", last), last

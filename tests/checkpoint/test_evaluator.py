@@ -1,0 +1,166 @@
+"""The side-car evaluator, beside synchronous training and beside parameter servers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+
+import pytest
+import tensorflow as tf
+
+from tests.cluster.test_rendezvous import ports
+from tests.helpers.by_hand import ByHand
+from tests.helpers.cluster import run_cluster
+from tfmw import UsageError
+from tfmw.checkpoint import evaluator
+from tfmw.export import verify
+
+pytestmark = pytest.mark.multiprocess
+EPOCHS, STEPS = 3, 20
+
+
+def scalars(folder):
+    """{tag: {step: value}} of the TensorBoard files in a folder."""
+    found: dict[str, dict[int, float]] = {}
+    for path in folder.glob("events.out.*"):
+        for record in tf.data.TFRecordDataset(str(path)):
+            event = tf.compat.v1.Event.FromString(record.numpy())
+            for value in event.summary.value:
+                of_tag = found.setdefault(value.tag, {})
+                of_tag[event.step] = float(tf.make_ndarray(value.tensor))
+    return found
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["synchronous", "parameter servers"])
+def run(request, tmp_path_factory):
+    """A run with an evaluator that is given time for each backup."""
+    folder = tmp_path_factory.mktemp("evaluator")
+    found = run_cluster(
+        "evaluated.py",
+        str(folder),
+        workers=1 + (not request.param),
+        ps=request.param,
+        evaluator=True,
+        timeout_s=150,
+    )
+    return found, folder / "backups"
+
+
+def test_every_backup_is_scored_with_the_weights_that_it_has(run):
+    result, folder = run
+    done = json.loads((folder / "evaluation" / "done.json").read_text())
+    assert set(done) == {str(STEPS * (e + 1)) for e in range(EPOCHS)}
+    by_chief = result.chief["val_loss"]
+    for epoch, loss in enumerate(by_chief):
+        assert done[str(STEPS * (epoch + 1))]["val_loss"] == pytest.approx(loss, rel=1e-5)
+    assert result.by_task["evaluator"]["val_loss"] == pytest.approx(by_chief, rel=1e-5)
+
+
+def test_tensorboard_has_the_scores(run):
+    result, folder = run
+    found = scalars(folder / "evaluation")["evaluation_loss_vs_iterations"]
+    expected = {STEPS * (e + 1): loss for e, loss in enumerate(result.chief["val_loss"])}
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@contextlib.contextmanager
+def tensorboard(folder):
+    """The real TensorBoard on a folder: asks its server for a path, with a query."""
+    (port,) = ports(1)
+    options = ["--logdir", str(folder), "--port", str(port), "--bind_all", "--load_fast=false"]
+    command = [sys.executable, "-m", "tensorboard.main", *options]
+    with (folder / "tensorboard.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def ask(path, **query):
+        url = f"http://127.0.0.1:{port}/data/{path}?{urllib.parse.urlencode(query)}"
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return json.load(answer)
+
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(urllib.error.URLError):
+                # It answers before it has read all files.
+                if ask("plugin/scalars/tags").keys() >= {"board/train", "backups/evaluation"}:
+                    break
+            assert server.poll() is None, (folder / "tensorboard.log").read_text()
+            assert time.monotonic() < deadline, (folder / "tensorboard.log").read_text()
+            time.sleep(0.1)
+        yield ask
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def test_the_real_tensorboard_shows_training_and_evaluation(run):
+    """One curve of the chief's, and beside it the evaluator's, over steps of their own."""
+    result, folder = run
+    with tensorboard(folder.parent) as ask:
+
+        def curve(run, tag):
+            # [wall time, step, value]
+            points = ask("plugin/scalars/scalars", run=run, tag=tag)
+            return {step: value for _, step, value in points}
+
+        runs = set(ask("plugin/scalars/tags"))
+        assert runs == {"board/train", "board/validation", "backups/evaluation"}
+        losses = curve("board/train", "epoch_loss")
+        assert losses == pytest.approx(dict(enumerate(result.chief["loss"])), rel=1e-5)
+        val_losses = curve("board/validation", "epoch_loss")
+        assert val_losses == pytest.approx(dict(enumerate(result.chief["val_loss"])), rel=1e-5)
+        beside = curve("backups/evaluation", "evaluation_loss_vs_iterations")
+        expected = {STEPS * (e + 1): loss for e, loss in enumerate(result.chief["val_loss"])}
+        assert beside == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_profile_is_the_chiefs(run):
+    """`profile_batch` of the callback: one trace, with the steps in it."""
+    result, folder = run
+    traces = list(folder.parent.rglob("*.xplane.pb"))
+    if "chief" in result.by_task:  # the coordinator of parameter servers, which asked for none
+        assert traces == []
+        return
+    (trace,) = traces
+    assert trace.parts[-5:-2] == ("train", "plugins", "profile")
+    assert b"ollective" in trace.read_bytes()  # the gradients' way between the workers
+
+
+def test_the_best_is_exported_and_the_backups_are_gone(run):
+    result, folder = run
+    assert verify(folder / "best") == []
+    best = min(result.chief["val_loss"])
+    assert result.by_task["evaluator"]["best_loss"] == pytest.approx(best, rel=1e-4)
+    assert not list(folder.glob("step_*"))
+
+
+def test_a_killed_evaluator_goes_on_where_it_was(tmp_path):
+    """It alone is killed, and alone started again."""
+    arguments = [tmp_path, "--wait"]
+    with ByHand("evaluated.py", workers=1, ps=1, arguments=arguments) as cluster:
+        first = cluster.start("evaluator")
+        first.wait_for("evaluated step 20")
+        first.kill()
+        second = cluster.start("evaluator")
+        second.wait_for("evaluator watches")
+        cluster.chief.say("go on")
+        assert cluster.chief.end() == 0, cluster.chief.output
+        assert second.end() == 0, second.output
+    assert "evaluated step 20" not in second.output
+    done = json.loads((tmp_path / "backups" / "evaluation" / "done.json").read_text())
+    assert {"20", str(STEPS * EPOCHS)} <= set(done)
+
+
+def test_two_evaluators_are_one_too_many(tmp_path):
+    with evaluator._watching(str(tmp_path)):
+        assert evaluator.is_watching(tmp_path)
+        second = evaluator._watching(str(tmp_path))
+        with pytest.raises(UsageError, match="another evaluator"), second:
+            pass
+    assert not evaluator.is_watching(tmp_path)

@@ -1,0 +1,194 @@
+"""Rows 1, 2 and 13 with real training: whatever is killed, the run ends with the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.cluster import PROGRAMS, tfmw_command
+from tfmw.errors import PREEMPTED
+from tfmw.export import verify
+
+pytestmark = pytest.mark.multiprocess
+
+PROGRAM = str(PROGRAMS / "restart_fit.py")
+EPOCHS, STEPS = 3, 12
+# What TensorFlow's own collectives say of a worker that is gone.
+OF_THE_GONE = "ring_alg|StartAbort"
+
+
+@dataclasses.dataclass
+class Trained:
+    """How a run of restart_fit.py ended, and what each worker had then."""
+
+    status: int
+    output: str
+    workers: list[dict[str, Any]]
+
+    @property
+    def restarts(self) -> int:
+        return self.output.count("tfmw: restart ")
+
+
+# What a test does when a worker says that it has made a step: (worker, step, attempt, pid).
+Disturb = Callable[[int, int, int, int], None]
+
+
+def train(
+    folder: Path,
+    disturb: Disturb,
+    *options: str,
+    launcher_too: Any = None,
+    arguments: Sequence[str] = (),
+) -> Trained:
+    """Trains on two workers, and lets `disturb` know of each step."""
+    (folder / "results").mkdir(exist_ok=True)
+    command = ["run", "--workers", "2", *options, PROGRAM, "--backup_dir", str(folder / "backup")]
+    command += arguments
+    env = {"TFMW_RESULT": str(folder / "results")}
+    output, attempt = "", 0
+    with tfmw_command(*command, env=env) as run:
+        assert run.stdout
+        for line in run.stdout:
+            output += line
+            attempt += line.startswith(("tfmw: restart ", "tfmw: attempt "))
+            if found := re.search(r"\[worker (\d)\] made step (\d+) (\d+)", line):
+                worker, step, pid = map(int, found.groups())
+                disturb(worker, step, attempt, pid)
+                if launcher_too:
+                    launcher_too(run, step)
+        run.wait(timeout=60)
+    files = [folder / "results" / f"worker_{i}.json" for i in (0, 1)]
+    found_results = [json.loads(file.read_text()) for file in files if file.exists()]
+    return Trained(run.returncode, output, found_results)
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    with_pid_gone = subprocess.run(["kill", f"-{int(number)}", str(pid)], capture_output=True)
+    assert with_pid_gone.returncode in (0, 1)  # 1: it was quicker
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    done = train(tmp_path_factory.mktemp("undisturbed"), lambda *_: None)
+    assert done.status == 0, done.output
+    return done
+
+
+def assert_same(done: Trained, undisturbed: Trained) -> None:
+    assert done.status == 0, done.output
+    for worker in done.workers:
+        assert worker["seen"] == [EPOCHS] * len(worker["seen"])
+        assert worker["iterations"] == EPOCHS * STEPS
+        assert worker["weights"] == undisturbed.workers[0]["weights"]
+        assert worker["history"] == undisturbed.workers[0]["history"]
+
+
+def test_the_undisturbed_run_sees_each_example_once_per_epoch(undisturbed):
+    assert_same(undisturbed, undisturbed)
+    assert undisturbed.restarts == 0
+
+
+def test_rows_01_and_02_a_worker_then_the_chief_killed_in_a_step(undisturbed, tmp_path):
+    def disturb(worker: int, step: int, attempt: int, pid: int) -> None:
+        if (attempt, worker) == (0, 1) and step == 7:
+            kill(pid)
+        if (attempt, worker) == (1, 0) and step == 15:
+            kill(pid)
+
+    options = ["--max-restarts", "2", "--log-dir", str(tmp_path / "logs")]
+    done = train(tmp_path, disturb, *options, arguments=["--collectives=ring"])
+    assert_same(done, undisturbed)
+    assert done.restarts == 2
+    assert_only_in_logs("failed call to cuInit", done, tmp_path / "logs")
+    assert not re.search(OF_THE_GONE, done.output)
+    assert [worker["attempt"] for worker in done.workers] == [2, 2]
+
+
+def test_what_tensorflow_says_of_a_worker_that_is_gone_is_only_in_the_log(tmp_path):
+    # Without a restart that waits for it, the survivor has the time to speak before it leaves. It
+    # waits in a collective then: what is between this step and the next needs nobody else.
+    options = ["--log-dir", str(tmp_path / "logs")]
+    arguments = ["--collectives=ring", "--die=1:step:6"]
+    done = train(tmp_path, lambda *_: None, *options, arguments=arguments)
+    assert "tfmw: worker 1 failed" in done.output.splitlines()[-1]
+    assert_only_in_logs(OF_THE_GONE, done, tmp_path / "logs")
+
+
+def assert_only_in_logs(said: str, done: Trained, logs: Path) -> None:
+    in_logs = "".join(log.read_text() for log in logs.glob("*/attempt_*/*/output.log"))
+    assert re.search(said, in_logs), "TensorFlow says nothing any more"
+    assert not re.search(said, done.output)
+
+
+def test_row_13_one_task_told_to_leave_then_the_launcher(undisturbed, tmp_path):
+    told: list[int] = []
+
+    def disturb(worker: int, step: int, attempt: int, pid: int) -> None:
+        if (attempt, worker) == (0, 1) and step == 5:
+            kill(pid, signal.SIGTERM)
+
+    def launcher_too(run: subprocess.Popen[str], step: int) -> None:
+        if step == 20 and not told:
+            told.append(step)
+            run.send_signal(signal.SIGUSR1)
+
+    done = train(tmp_path, disturb, "--max-restarts", "1", launcher_too=launcher_too)
+    assert done.status == PREEMPTED, done.output
+    assert "(not counted as a restart)" in done.output
+    assert "same command goes on from there" in done.output.splitlines()[-1]
+    assert_same(train(tmp_path, lambda *_: None), undisturbed)
+
+
+def test_chaos_many_kills_at_random_moments(undisturbed, tmp_path):
+    chance = random.Random(20)
+    # One kill in each of four attempts, some steps after the last, at either worker.
+    moments = [(chance.randrange(2), 3 + 8 * nth + chance.randrange(5)) for nth in range(4)]
+    killed: list[int] = []
+
+    def disturb(worker: int, step: int, attempt: int, pid: int) -> None:
+        if attempt < len(moments) and len(killed) == attempt:
+            victim, moment = moments[attempt]
+            if worker == victim and step >= moment:
+                killed.append(step)
+                kill(pid)
+
+    done = train(tmp_path, disturb, "--max-restarts", "8")
+    assert_same(done, undisturbed)
+    assert len(killed) == len(moments)
+    assert done.restarts == len(moments)
+    assert os.listdir(tmp_path / "backup") == ["LOCK"]  # a run that is done needs none any more
+
+
+def test_chaos_killed_in_steps_backups_validation_and_export(undisturbed, tmp_path):
+    chance = random.Random(4)
+    either = [chance.randrange(2) for _ in range(3)]
+    # Each attempt comes further than the one before, or `tfmw run` would see a crash loop.
+    deaths = [
+        "0:backup:2",  # the chief writes: of steps 4 and 8, the second
+        f"{either[0]}:step:{chance.randint(5, 7)}",
+        f"{either[1]}:validation:{chance.randint(1, 4)}",  # after step 12
+        f"{either[2]}:step:{chance.randint(5, 7)}",
+        "0:backup:1",
+        "0:export:1",
+    ]
+    export = tmp_path / "export"
+    arguments = ["--export_dir", str(export), "--die", ",".join(deaths)]
+    done = train(tmp_path, lambda *_: None, "--max-restarts", "20", arguments=arguments)
+    assert_same(done, undisturbed)
+    points = [death.split(":")[1] for death in deaths]
+    assert list(re.findall(r"dies in (\w+)", done.output)) == points
+    assert done.restarts == len(points)
+    assert verify(export) == []
+    assert [entry.name for entry in tmp_path.iterdir() if "export" in entry.name] == ["export"]
+    assert os.listdir(tmp_path / "backup") == ["LOCK"]

@@ -1,0 +1,232 @@
+"""Runs that are interrupted and go on, on real processes. Rows are those of docs/failures.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH, run_cluster, tfmw_command
+from tfmw.checkpoint.store import BackupStore, verify
+from tfmw.errors import PREEMPTED
+
+pytestmark = pytest.mark.multiprocess
+
+# Every kind of data, model state and callback: a run that was interrupted in the middle of an epoch
+# beside the same run undisturbed. On two processes those in which two differ from one.
+ALONE = [
+    "shuffled", "at_the_end_of_an_epoch", "mapped_at_random", "repeated_with_steps",
+    "repeated_after_batch", "passes_longer_than_epochs", "arrays_shuffled",
+    "arrays_with_all_arguments", "class_weight_of_a_dataset", "py_dataset",
+    "py_dataset_of_threads", "python_generator", "dataset_of_a_generator", "filtered", "tfrecords",
+    "interleaved_with_shuffles_inside", "of_input_context", "layers_with_state",
+    "gradient_accumulation", "moving_averages_of_weights", "loss_scale", "several_optimizers",
+    "callbacks", "schedule_that_goes_on_from_its_last_rate", "steps_made_again",
+    "steps_made_again_in_arrays", "no_backup_yet",
+]  # fmt: skip
+TOGETHER = [
+    "mapped_at_random", "repeated_with_steps", "arrays_shuffled", "py_dataset", "filtered",
+    "of_input_context", "layers_with_state", "averages_of_replicas_between_steps",
+    "several_optimizers", "callbacks",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Two processes, each alone, have half of them: two cores are as busy as for two workers."""
+    folder = str(tmp_path_factory.mktemp("alone"))
+
+    def half(names: list[str]) -> dict[str, Any]:
+        return run_cluster("resume_scenarios.py", folder, *names, workers=1, timeout_s=280)[0]
+
+    with futures.ThreadPoolExecutor() as pool:
+        first, second = pool.map(half, [ALONE[::2], ALONE[1::2]])
+    return [first | second]
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("together"))
+    return run_cluster("resume_scenarios.py", folder, *TOGETHER, workers=2, timeout_s=280)
+
+
+def assert_equal_to_the_undisturbed_run(result: dict[str, Any]) -> None:
+    assert "error" not in result, result["error"]
+    plain, resumed = result["plain"], result["resumed"]
+    assert plain["where"] == []
+    for name in plain.keys() - {"where"}:
+        assert resumed[name] == plain[name], f"{name}, interrupted at {resumed['where']}"
+    assert resumed["epoch"] == list(range(len(resumed["epoch"])))
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_process_goes_on_bit_for_bit(alone, name):
+    assert_equal_to_the_undisturbed_run(alone[0][name])
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_two_processes_go_on_bit_for_bit(together, name):
+    for worker in together:
+        assert_equal_to_the_undisturbed_run(worker[name])
+    first, second = (worker[name]["resumed"] for worker in together)
+    assert first["history"] == second["history"]
+
+
+@pytest.mark.parametrize("name", ["mapped_at_random", "arrays_shuffled", "py_dataset"])
+@pytest.mark.parametrize("run", ["alone", "together"])
+def test_each_example_is_trained_on_once_in_each_epoch(run, name, request):
+    result = request.getfixturevalue(run)[0][name]
+    assert result["resumed"]["counts"] == [result["epochs"]] * 40
+
+
+def test_an_interruption_in_the_middle_of_an_epoch_is_backed_up_there(together):
+    """Else the tests above would show less than they say."""
+    for name in TOGETHER:
+        assert any(begun for _, begun in together[0][name]["resumed"]["where"]), name
+
+
+def test_row_24_workers_with_different_amounts_of_data_neither_hang_nor_give_nan(together):
+    result = together[0]["of_input_context"]["resumed"]
+    assert np.isfinite(result["history"]["loss"]).all()
+    # The first worker has 20 examples, the second 13, in batches of 4; both make the steps of the
+    # longer one. What a layer counts on each replica is averaged by their numbers of examples.
+    whole, uneven, alone = 4 + 4, 2 * (4 * 4 + 1 * 1) / (4 + 1), 2 * 4
+    assert sum(result["counts"]) == pytest.approx(3 * (3 * whole + uneven + alone))
+    assert result["steps"] == 3 * 5
+
+
+# ---------------------------------------------------------------- row 35 and other worker counts
+
+
+def faults(
+    backups: Path, *places: str, workers: int, restarts: int = 0, status: int = 0
+) -> tuple[list[dict[str, Any]], str]:
+    """What the workers of resume_faults.py wrote, and what the launcher printed."""
+    results = Path(tempfile.mkdtemp(dir=backups.parent))
+    with tfmw_command(
+        "run", "--workers", str(workers), "--max-restarts", str(restarts),
+        "--log-dir", str(results / "logs"), str(PROGRAMS / "resume_faults.py"), str(backups),
+        *places,
+        env={"TFMW_RESULT": str(results)},
+    ) as run:  # fmt: skip
+        output, _ = run.communicate(timeout=200)
+    assert run.returncode == status, output
+    return [json.loads(file.read_text()) for file in sorted(results.glob("*.json"))], output
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder):
+    return faults(folder / "undisturbed", workers=2)[0]
+
+
+def test_row_35_killed_again_during_a_restore(folder, undisturbed):
+    runs, output = faults(
+        folder / "killed",
+        "step 5@0:1",
+        "restore@1:0",
+        "step 7@2:1",  # without progress in between, it would be a crash loop
+        workers=2,
+        restarts=4,
+    )
+    assert [run["attempt"] for run in runs] == ["3", "3"], output
+    assert runs[0]["bits"] == runs[1]["bits"] == undisturbed[0]["bits"]
+    assert runs[0]["counts"] == [3.0] * 48
+    assert runs[0]["history"] == undisturbed[0]["history"]
+
+
+@pytest.fixture(scope="module")
+def left_by_two(folder):
+    """The backups of two workers that were told to leave in the middle of the second epoch."""
+    faults(folder / "two", "leave 5@0:1", workers=2, status=PREEMPTED)
+    assert verify(folder / "two") == []
+    return folder / "two"
+
+
+def steps_of(backups: Path) -> int:
+    newest = BackupStore(backups).newest()
+    assert newest is not None
+    assert newest.record["feed"]["begun"]
+    return newest.step
+
+
+def assert_each_once_per_epoch(run: dict[str, Any], was: int, now: int, steps: int) -> None:
+    """Each example three times in three epochs, `steps` steps of it on `was` workers.
+
+    A count is a mean over the workers: those that an example had before, a of 3, are left in it as
+    a / was, and the others as (3 - a) / now.
+    """
+    before = (np.array(run["counts"]) / now - 3 / now) / (1 / was - 1 / now)
+    np.testing.assert_allclose(before, before.round(), atol=0.02)
+    assert set(before.round()) == {1.0, 2.0}  # all in the first epoch, some in the second
+    assert before.round().sum() == steps * 12
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_two_workers_leave_and_another_number_goes_on(folder, undisturbed, left_by_two, workers):
+    mine = folder / f"two_to_{workers}"
+    shutil.copytree(left_by_two, mine)
+    runs, _ = faults(mine, workers=workers)
+    assert len(runs) == workers
+    for run in runs:
+        assert run["made"] < 8, "it began anew"
+        assert run["bits"] == runs[0]["bits"]
+        assert_each_once_per_epoch(run, 2, workers, steps_of(left_by_two))
+        for mine_, theirs in zip(run["weights"], undisturbed[0]["weights"], strict=True):
+            np.testing.assert_allclose(mine_, theirs, rtol=1e-4, atol=1e-6)
+        for name, values in undisturbed[0]["history"].items():
+            np.testing.assert_allclose(run["history"][name], values, rtol=1e-4)
+
+
+def test_one_worker_leaves_and_two_go_on(folder, undisturbed):
+    faults(folder / "one", "leave 5@0:0", workers=1, status=PREEMPTED)
+    steps = steps_of(folder / "one")
+    runs, _ = faults(folder / "one", workers=2)
+    for run in runs:
+        assert run["made"] < 8
+        assert_each_once_per_epoch(run, 1, 2, steps)
+        for mine, theirs in zip(run["weights"], undisturbed[0]["weights"], strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_that_is_over_is_gone_through_at_once(folder, undisturbed):
+    runs, _ = faults(folder / "undisturbed", workers=2)
+    for run in runs:
+        assert run["made"] == 0
+        assert run["bits"] == undisturbed[0]["bits"]
+        assert run["history"] == undisturbed[0]["history"]
+
+
+# ---------------------------------------------------------------- row 18: the network between tasks
+
+
+def test_row_18_both_sides_of_a_cut_network_end(tmp_path):
+    assert shutil.which("ip"), "this test needs the ip command: install iproute2"
+    namespaces = "-n" if os.geteuid() == 0 else "-Urn"
+    run = subprocess.run(
+        ["unshare", namespaces, sys.executable, PROGRAMS / "network_cut.py", tmp_path],
+        env={**os.environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH, "TF_CPP_MIN_LOG_LEVEL": "2"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert all(status not in (0, None) for status in result["statuses"]), result
+    assert max(result["seconds"]) < 40, result
+    for log in result["logs"]:
+        assert "Error" in log
+    assert verify(tmp_path / "backups") == []

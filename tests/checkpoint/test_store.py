@@ -1,0 +1,811 @@
+"""State on disk: whole or not at all, found damaged where it is, never trusted, never in the way.
+
+Rows are those of docs/failures.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import logging
+import os
+import pickle
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmw
+from tests.helpers.backup_points import failing, watched
+from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
+from tfmw import keras_compat
+from tfmw.checkpoint import state
+from tfmw.checkpoint.resume import Schedule
+from tfmw.checkpoint.store import BackgroundWriter, BackupStore, Damaged, verify
+from tfmw.cluster import membership
+from tfmw.errors import TfmwError, UsageError
+
+ENVIRON = {**os.environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH, "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+def tensors(value: float, size: int = 100) -> dict[str, np.ndarray]:
+    return {"w": np.full(size, value, np.float32), "b": np.full((2, 3), value, np.float64)}
+
+
+@pytest.fixture
+def store(tmp_path):
+    return BackupStore(tmp_path / "backups")
+
+
+def written(store: BackupStore, *steps: int) -> list[Path]:
+    return [Path(store.write(s, tensors(s), {"value": s})) for s in steps]
+
+
+def value_of(backup: Any) -> int:
+    """The one number that a backup was filled with, after comparing all that it has."""
+    value: int = backup.record["value"]
+    found = backup.tensors()
+    for name, expected in tensors(value, found["w"].size).items():
+        np.testing.assert_array_equal(found[name], expected)
+    return value
+
+
+# ---------------------------------------------------------------- what is written is read
+
+
+@pytest.mark.parametrize("location", ["{}/backups", "file://{}/backups"])
+def test_what_is_written_is_read(tmp_path, location):
+    store = BackupStore(location.format(tmp_path))
+    arrays = {
+        "float32/[2, 3]": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "int64/[]": np.int64(-(2**60)),
+        "bool": np.array([True, False]),
+        "uint32": np.array([2**32 - 1], np.uint32),
+        "bfloat16": np.array([1.5, -2.0], tf.bfloat16.as_numpy_dtype),
+        "empty": np.zeros([0, 4], np.float64),
+        "a name with spaces, ä and %": np.float32(1.0),
+    }
+    record = {"epoch": 3, "rate": 0.1, "nested": [{"a": None, "b": "ü"}], "nan": None}
+    path = store.write(12, arrays, record)
+    assert path == f"{location.format(tmp_path)}/step_000000000012"
+    backup = store.newest()
+    assert backup is not None
+    assert (backup.step, backup.record) == (12, record)
+    found = backup.tensors()
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert found[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(found[name], array)
+    assert verify(store.path) == verify(path) == []
+
+
+def test_nothing_is_found_where_nothing_was_written(store):
+    assert store.newest() is None
+    assert verify(store.path) == [f"{store.path} is not a directory."]
+    with store.locked():
+        assert store.newest() is None
+        assert verify(store.path) == [f"{store.path} holds no backup."]
+
+
+def test_two_are_kept_and_the_highest_step_is_the_newest_whatever_the_clocks_say(store):
+    """Row 29: file times run backwards, as on a machine whose clock was set back."""
+    paths = written(store, 1, 10, 5_000_000_000)[1:]
+    for age, path in enumerate(paths):
+        os.utime(path, (1e9 - age * 1e6,) * 2)
+        for file in path.iterdir():
+            os.utime(file, (1e9 - age * 1e6,) * 2)
+    assert store.steps() == [10, 5_000_000_000]
+    assert value_of(store.newest()) == 5_000_000_000
+
+
+def test_steps_of_a_run_that_was_given_up_go_with_the_next_write(store):
+    written(store, 10, 20)
+    written(store, 15)
+    assert store.steps() == [10, 15]
+
+
+def test_the_same_step_is_replaced(store):
+    written(store, 10)
+    store.write(10, tensors(7), {"value": 7})
+    assert store.steps() == [10]
+    assert value_of(store.newest()) == 7
+
+
+def test_every_file_is_on_the_disk_before_it_has_its_name(store, monkeypatch):
+    synced: list[str] = []
+    rename = os.rename
+
+    def note_rename(source, target):
+        assert {*map(str, Path(source).rglob("*")), source} <= set(synced)
+        synced.append("renamed")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(os, "rename", note_rename)
+    written(store, 1)
+    assert synced[synced.index("renamed") + 1 :] == [store.path]
+
+
+# ---------------------------------------------------------------- rows 3 and 8: half a write
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), tf.errors.ResourceExhaustedError(None, None, "full")],
+)
+def test_a_write_that_fails_anywhere_leaves_the_one_before(store, step, error):
+    points = 0
+    failed = True
+    while failed:
+        store = BackupStore(f"{store.path}_{points}")
+        written(store, 1)
+        failed = True
+        with watched(failing(points, error)), contextlib.suppress(type(error)):
+            store.write(step, tensors(22), {"value": 22})
+            failed = False
+        with store.locked():
+            assert value_of(store.newest()) in ((1, 22) if failed else (22,))
+        names = os.listdir(store.path)
+        assert set(names) <= {"LOCK", "step_000000000001", "step_000000000002"}, names
+        assert verify(store.path) == []
+        written(store, 3)
+        assert value_of(store.newest()) == 3
+        points += 1
+    assert points > 8, "the points of a write were not reached"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["same", "other"])
+def test_a_kill_anywhere_in_a_write_leaves_a_whole_backup(tmp_path, step):
+    """Row 3, with a real end of the process before each change of the disk."""
+    run = subprocess.run(
+        [sys.executable, PROGRAMS / "backup_crash.py", tmp_path, step],
+        env=ENVIRON,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    points = int(run.stdout)
+    assert points > 8
+    left, found = [], []
+    for number in range(points):
+        store = BackupStore(tmp_path / str(number))
+        left += [name for name in os.listdir(store.path) if name.startswith(".")]
+        with store.locked():
+            backup = store.newest()
+            assert backup is not None
+            value = backup.record["value"]
+            np.testing.assert_array_equal(backup.tensors()["w"], np.full(1000, float(value)))
+            found.append(value)
+            assert not [name for name in os.listdir(store.path) if name.startswith(".")]
+            assert verify(store.path) == []
+    assert left, "no kill came in the middle of a write"
+    assert found == sorted(found)
+    assert set(found) == {1, 2}
+
+
+# ---------------------------------------------------------------- rows 9 and 10: damage
+
+
+def fall_back(store: BackupStore, caplog: pytest.LogCaptureFixture) -> int:
+    """The step that a run would go on from, as `resume.Backups` finds it."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "tfmw"):
+        for backup in store.candidates():
+            try:
+                return value_of(backup)
+            except Damaged as e:
+                store.pass_over(backup.step, e)
+    raise AssertionError("no backup is left")
+
+
+FILES = ("record.json", "tensors.index", "tensors.data-00000-of-00001")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_is_found_and_the_backup_before_is_used(store, caplog, name):
+    """Row 9."""
+    _, newest = written(store, 1, 2)
+    content = (newest / name).read_bytes()
+    for length in {0, 1, len(content) // 2, len(content) - 1}:
+        (newest / name).write_bytes(content[:length])
+        assert fall_back(store, caplog) == 1
+        assert "step_000000000002 is damaged" in caplog.text
+        assert "the one before is used" in caplog.text
+        assert len(verify(store.path)) == 1
+        assert len(verify(newest)) == 1
+    (newest / name).unlink()
+    assert fall_back(store, caplog) == 1
+    (newest / name).write_bytes(content)
+    assert fall_back(BackupStore(store.path), caplog) == 2
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_is_found_wherever_it_is(store, caplog, name):
+    """Row 10."""
+    _, newest = written(store, 1, 2)
+    content = (newest / name).read_bytes()
+    draw = random.Random(10)
+    for position in range(0, len(content), 1 + len(content) // 400):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << draw.randrange(8)
+        (newest / name).write_bytes(damaged)
+        assert fall_back(store, caplog) == 1, f"byte {position}"
+        assert "step_000000000002 is damaged" in caplog.text
+    assert len(verify(store.path)) == 1
+
+
+def test_a_damaged_backup_counts_for_none_of_the_two_that_are_kept(store, caplog):
+    _, newest = written(store, 1, 2)
+    (newest / "record.json").write_text("{}")
+    assert fall_back(store, caplog) == 1
+    written(store, 3)
+    assert store.steps() == [1, 3]
+
+
+def test_where_no_backup_is_intact_nothing_is_begun_anew_nor_deleted(store, caplog):
+    for path in written(store, 1, 2):
+        (path / "tensors.index").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"no backup in .* is intact \(.*step_0+2.*step_0+1"):
+        fall_back(store, caplog)
+    assert store.steps() == [1, 2]
+
+
+def test_a_backup_of_another_format_is_refused_and_left_alone(store, caplog):
+    _, newest = written(store, 1, 2)
+    reseal(newest, format=2)
+    with pytest.raises(UsageError, match="has format 2, this version reads 1"):
+        fall_back(store, caplog)
+    assert store.steps() == [1, 2]
+
+
+# ---------------------------------------------------------------- row 33: hostile backups
+
+
+def reseal(path: Path, **changes: Any) -> None:
+    """Changes the record of a backup and gives it the checksum that fits."""
+    body = json.loads(json.loads((path / "record.json").read_text())["body"])
+    text = json.dumps({**body, **changes})
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (path / "record.json").write_text(json.dumps({"sha256": digest, "body": text}))
+
+
+def executed() -> None:
+    raise AssertionError("what a backup holds was executed")
+
+
+class Trap:
+    def __reduce__(self):
+        return executed, ()
+
+
+@pytest.mark.parametrize("name", [*FILES, "more"])
+def test_links_in_a_backup_are_never_followed(store, tmp_path, caplog, name):
+    _, newest = written(store, 1, 2)
+    secret = tmp_path / "secret"
+    if name != "more":
+        (newest / name).rename(secret)
+    else:
+        secret.write_bytes(b"secret")
+    (newest / name).symlink_to(secret)
+    assert fall_back(store, caplog) == 1
+    assert "is not a plain file" in caplog.text
+    store.clear()
+    assert secret.exists()
+
+
+def test_a_link_in_place_of_a_backup_is_never_followed_nor_emptied(store, tmp_path, caplog):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    _, newest = written(store, 1, 2)
+    newest.rename(outside / "real")
+    newest.symlink_to(outside / "real")
+    (Path(store.path) / ".step_000000000003.tmp-x").symlink_to(outside)
+    nested = Path(store.path) / ".step_000000000004.tmp-x"
+    nested.mkdir()
+    (nested / "link").symlink_to(outside)
+    with store.locked():
+        assert fall_back(store, caplog) == 1
+        assert "is not a directory" in caplog.text
+        store.write(2, tensors(5), {"value": 5})
+        assert value_of(store.newest()) == 5
+        store.clear()
+    assert os.listdir(store.path) == ["LOCK"]
+    assert sorted(os.listdir(outside / "real")) == sorted(FILES)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sizes": {"../secret": 6}},
+        {"sizes": {"..": 4096}},
+        {"sizes": {"/etc/hostname": 1}},
+        {"sizes": ["tensors.index"]},
+        {"sizes": {"tensors.index": 10**30}},
+        {"record": "text"},
+        {"step": 99},
+        {"index_sha256": None},
+    ],
+)
+def test_a_record_that_says_what_no_backup_says_is_damaged(store, tmp_path, caplog, changes):
+    (tmp_path / "backups" / "secret").parent.mkdir()
+    (tmp_path / "backups" / "secret").write_bytes(b"secret")
+    _, newest = written(store, 1, 2)
+    reseal(newest, **changes)
+    assert fall_back(store, caplog) == 1
+    assert "is damaged" in caplog.text
+
+
+def test_a_record_without_bounds_takes_no_memory(store, caplog):
+    _, newest = written(store, 1, 2)
+    (newest / "record.json").write_text("[" * 200_000)
+    assert fall_back(store, caplog) == 1
+    with open(newest / "record.json", "wb") as file:
+        file.truncate(1 << 40)  # a hole: the disk holds nothing of it
+    assert fall_back(store, caplog) == 1
+    assert "too large" in caplog.text
+
+
+def test_an_index_that_tells_of_more_than_there_is_takes_no_memory(store, caplog):
+    written(store, 1)
+    newest = Path(store.write(2, {"w": np.zeros(1 << 20, np.float32)}, {"value": 2}))
+    data = newest / "tensors.data-00000-of-00001"
+    data.write_bytes(b"1234")
+    reseal(newest, sizes={"tensors.index": (newest / "tensors.index").stat().st_size, data.name: 4})
+    assert fall_back(store, caplog) == 1
+    assert "its index tells of 4194304 bytes, 4 are there" in caplog.text
+
+
+def test_what_lies_beside_is_neither_read_nor_executed(store, tmp_path, caplog):
+    trap = pickle.dumps(Trap())
+    (newest,) = written(store, 1)
+    for name in ("record.pkl", "checkpoint", "model.weights.h5", "tensors.pickle", "conftest.py"):
+        (newest / name).write_bytes(trap)
+        (Path(store.path) / name).write_bytes(trap)
+    assert fall_back(store, caplog) == 1
+    (newest / "record.json").write_bytes(trap)
+    with pytest.raises(UsageError, match=r"no backup in .* is intact"):
+        fall_back(store, caplog)
+
+
+def test_a_pipe_in_a_backup_is_no_place_to_wait(store, caplog):
+    _, newest = written(store, 1, 2)
+    (newest / "record.json").unlink()
+    os.mkfifo(newest / "record.json")
+    assert fall_back(store, caplog) == 1
+
+
+@pytest.mark.parametrize("make", [os.mkdir, lambda path: os.symlink("/etc/hostname", path)])
+def test_a_lock_that_is_no_file_is_refused(store, make):
+    os.makedirs(store.path)
+    make(os.path.join(store.path, "LOCK"))
+    with pytest.raises(UsageError, match="cannot be locked"), store.locked():
+        raise AssertionError("locked")
+
+
+def test_a_backup_gives_callbacks_numbers_but_neither_paths_nor_methods():
+    log = keras.callbacks.CSVLogger("mine.csv")
+    stop = keras.callbacks.EarlyStopping(patience=3)
+    states, arrays = state.callback_states([log, stop])
+    states[0]["values"].update(filename="/etc/passwd", on_epoch_end=1, __class__="x", sep=";")
+    states[1]["values"].update(monitor="other", wait=2)
+    state.restore_callbacks([log, stop], states, arrays, is_chief=True)
+    assert (log.filename, log.sep) == ("mine.csv", ",")
+    assert callable(log.on_epoch_end)
+    assert stop.wait == 2
+
+
+def test_a_run_that_goes_on_keeps_its_own_settings():
+    class Counter(keras.callbacks.Callback):
+        def __init__(self, every):
+            super().__init__()
+            self.every = every
+            self.count = 0
+
+    def begun(every):
+        callback = Counter(every)
+        state.note_callbacks([callback])
+        state.note_callbacks([callback])
+        return callback
+
+    first = begun(3)
+    first.count = 7
+    states, arrays = state.callback_states([first])
+    assert states[0]["values"] == {"count": 7}
+    second = begun(5)
+    state.restore_callbacks([second], states, arrays, is_chief=True)
+    assert (second.every, second.count) == (5, 7)
+    assert state.callback_states([second])[0][0]["values"] == {"count": 7}
+    # In the process where the run was interrupted, the callback has counted on since the backup.
+    first.count = 9
+    early, arrays = state.callback_states([begun(3)])
+    for _ in ("before on_train_begin", "after it"):
+        state.note_callbacks([first])
+    state.restore_callbacks([first], early, arrays, is_chief=True)
+    assert first.count == 0
+
+
+# ---------------------------------------------------------------- row 12: one run at a time
+
+
+@pytest.mark.slow
+def test_a_second_run_is_refused_until_the_first_is_gone(store):
+    with subprocess.Popen(
+        [sys.executable, PROGRAMS / "backup_lock.py", store.path],
+        env=ENVIRON,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "locked\n"
+            said = rf"in use by another run \(process {holder.pid} on "
+            with pytest.raises(UsageError, match=said), store.locked():
+                raise AssertionError("two runs hold one directory")
+        finally:
+            holder.kill()
+        holder.wait()
+    with store.locked():
+        assert value_of(store.read(written(store, 1) and 1)) == 1
+    with store.locked():  # let go of by a run that has ended
+        assert store.steps() == [1]
+
+
+# ---------------------------------------------------------------- row 8: disk full
+
+
+@pytest.mark.slow
+def test_training_goes_on_when_the_disk_is_full_and_the_old_backup_stays(tmp_path):
+    mount = f'mount -t tmpfs -o size=1m tmpfs {tmp_path} && cd {tmp_path} && exec "$@"'
+    namespaces = "-m" if os.geteuid() == 0 else "-Urm"
+    run = subprocess.run(
+        [
+            "unshare",
+            namespaces,
+            "sh",
+            "-c",
+            mount,
+            "sh",
+            sys.executable,
+            PROGRAMS / "backup_disk_full.py",
+        ],
+        env=ENVIRON,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])
+    seen, messages = result["seen"], result["messages"]
+    assert seen["full"], "the disk did not fill up"
+    assert seen["2"]["steps"] == [2, 4]
+    for epoch in "34":  # the disk is full: what was there before is there, and whole
+        assert seen[epoch] == {"steps": [2, 4], "problems": []}
+    assert seen["5"] == {"steps": [4, 10], "problems": []}  # there is space again
+    assert seen["left"]["problems"] == []
+    assert seen["left"]["names"] == ["LOCK", "step_000000000010", "step_000000000012"]
+    warned = [m for m in messages if m.startswith("no backup could be written to backups (")]
+    assert len(warned) == 2
+    assert "training goes on" in warned[0]
+
+
+# ---------------------------------------------------------------- row 11: whose backup
+
+
+def dense_model(**changes: Any) -> keras.Model:
+    settings = {
+        "activation": "relu",
+        "optimizer": keras.optimizers.Adam(),
+        "loss": "mse",
+        "metrics": ["mae"],
+        "units": 4,
+        "rate": 0.5,
+        "inputs": 3,
+        **changes,
+    }
+    model = keras.Sequential(
+        [
+            keras.Input((settings["inputs"],)),
+            keras.layers.Dense(settings["units"], activation=settings["activation"]),
+            keras.layers.Dropout(settings["rate"]),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(settings["optimizer"], settings["loss"], metrics=settings["metrics"])
+    return built(model, settings["inputs"], 1)
+
+
+def built(model: keras.Model, inputs: int, outputs: int) -> keras.Model:
+    spec = [tf.TensorSpec([2, size], tf.float32) for size in (inputs, outputs)]
+    keras_compat.build_all(model, tuple(spec))
+    return model
+
+
+class Subclassed(keras.Model):
+    def __init__(self, units=4):
+        super().__init__()
+        self.dense = keras.layers.Dense(units)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def test_the_same_model_has_the_same_signature_however_often_it_is_made():
+    first = state.signature(dense_model(), 32)
+    keras.layers.Dense(1)  # counts on in the names that Keras makes up
+    assert state.signature(dense_model(), 32) == first
+    other_rate = dense_model(optimizer=keras.optimizers.Adam(0.5))
+    assert state.signature(other_rate, 32) == first
+
+
+@pytest.mark.parametrize(
+    ("changes", "was", "now"),
+    [
+        ({"activation": "tanh"}, 'activation: "relu"', 'activation: "tanh"'),
+        ({"units": 5}, "units: 4", "units: 5"),
+        ({"rate": 0.4}, "rate: 0.5", "rate: 0.4"),
+        ({"inputs": 4}, "[null, 3]", "[null, 4]"),
+        ({"optimizer": keras.optimizers.AdamW()}, "optimizer: Adam", "optimizer: AdamW"),
+        ({"optimizer": keras.optimizers.Adam(beta_1=0.8)}, "beta_1: 0.9", "beta_1: 0.8"),
+        ({"loss": "mae"}, "loss: mse", "loss: mae"),
+        ({"metrics": ["mse"]}, "mae", "mse"),
+        ({"metrics": ["mae", "mse"]}, "[(), ()]", "[(), (), (), ()]"),
+    ],
+)
+def test_a_backup_of_another_model_is_refused_by_its_first_difference(changes, was, now):
+    saved = state.signature(dense_model(), 32)
+    mine = state.signature(dense_model(**changes), 32)
+    with pytest.raises(UsageError) as said:
+        state.refuse_other(saved, mine, "/b")
+    message = str(said.value)
+    assert "'/b' belongs to another model" in message
+    assert message.index(was) < message.index(now)
+    assert "Use another backup_dir, or delete that one" in message
+
+
+def test_a_backup_of_another_batch_size_or_class_is_refused():
+    saved = state.signature(dense_model(), 32)
+    with pytest.raises(UsageError, match=r"\[global batch size: 32\], this run has \[.*64\]"):
+        state.refuse_other(saved, state.signature(dense_model(), 64), "/b")
+    other = Subclassed()
+    other.compile("adam", "mse", metrics=["mae"])
+    built(other, 3, 4)
+    with pytest.raises(UsageError, match=r"\[model: Sequential\], this run has \[model: Subclass"):
+        state.refuse_other(saved, state.signature(other, 32), "/b")
+
+
+# ---------------------------------------------------------------- how often
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "epochs", "seconds"),
+    [
+        (7, 7, None, None),
+        ("7 steps", 7, None, None),
+        ("epoch", None, 1, None),
+        ("3 epochs", None, 3, None),
+        ("10 s", None, None, 10.0),
+        ("10s", None, None, 10.0),
+        ("0.5 s", None, None, 0.5),
+        ("90 seconds", None, None, 90.0),
+        ("5 min", None, None, 300.0),
+        ("2 minutes", None, None, 120.0),
+        ("1.5 h", None, None, 5400.0),
+        ("1 hour", None, None, 3600.0),
+        (datetime.timedelta(minutes=2), None, None, 120.0),
+    ],
+)
+def test_how_often(every, steps, epochs, seconds):
+    schedule = Schedule(every)
+    assert (schedule.steps, schedule.epochs, schedule.seconds) == (steps, epochs, seconds)
+
+
+@pytest.mark.parametrize(
+    "every",
+    [
+        0,
+        -1,
+        True,
+        False,
+        None,
+        "",
+        "s",
+        "fortnight",
+        "5 parsecs",
+        "0 s",
+        "steps",
+        "-3 epochs",
+        "10",
+        2.5,
+        "1.5 epochs",
+        "2.5 steps",
+        datetime.timedelta(0),
+    ],
+)
+def test_how_often_is_refused(every):
+    with pytest.raises(UsageError, match="unknown backup frequency"):
+        Schedule(every)
+
+
+# ---------------------------------------------------------------- beside training
+
+
+def test_a_write_runs_beside_training_and_the_next_one_after_it():
+    began, may_end, now = threading.Event(), threading.Event(), [0.0]
+    order: list[Any] = []
+
+    def write(number: int) -> None:
+        began.set()
+        assert may_end.wait(30)
+        order.append(number)
+        now[0] += 2.0
+
+    writer = BackgroundWriter(write, on_error=order.append, clock=lambda: now[0])
+    assert not writer.busy
+    writer.submit(1)
+    assert began.wait(30)  # and submit has returned: the write is under way
+    assert writer.busy
+    assert order == []
+    may_end.set()
+    writer.submit(2)
+    assert order[:1] == [1]  # never two at a time
+    writer.wait()
+    assert order == [1, 2]
+    assert writer.seconds == 2.0
+    assert not writer.busy
+
+
+@pytest.mark.parametrize("error", [OSError(28, "full"), tf.errors.UnknownError(None, None, "x")])
+def test_an_error_of_the_disk_is_told_and_training_goes_on(error):
+    told: list[Exception] = []
+
+    def write() -> None:
+        raise error
+
+    writer = BackgroundWriter(write, told.append)
+    writer.submit()
+    writer.wait()
+    assert told == [error]
+
+
+def test_an_error_of_another_kind_is_raised_where_the_training_is():
+    told: list[Exception] = []
+
+    def write() -> None:
+        raise ZeroDivisionError
+
+    writer = BackgroundWriter(write, told.append)
+    writer.submit()
+    with pytest.raises(ZeroDivisionError):
+        writer.wait()
+    writer.wait()
+    assert told == []
+
+
+# ---------------------------------------------------------------- row 25: a loss that is not finite
+
+
+class Spoil(keras.callbacks.Callback):
+    """Makes the weights NaN before a step, as too high a learning rate would."""
+
+    def __init__(self, before):
+        super().__init__()
+        self.before = before
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == self.before:
+            kernel = self.model.trainable_variables[0]
+            kernel.assign(np.full(kernel.shape, np.nan))
+
+
+def train(folder: Path, spoil_before: int, **options: Any) -> keras.Model:
+    # No ReLU: oneDNN, which some processors get, makes 0 of a NaN in it.
+    activation = options.pop("activation", "linear")
+    optimizer = keras.optimizers.SGD(0.01)
+    model = dense_model(activation=activation, optimizer=optimizer, rate=0.0)
+    x: np.ndarray = np.ones((12, 3), np.float32)
+    tfmw.fit(
+        model,
+        x,
+        x[:, :1],
+        batch_size=4,
+        epochs=4,
+        verbose=0,
+        callbacks=[
+            Spoil(spoil_before),
+            tfmw.callbacks.BackupAndRestore(folder, 2, delete_checkpoint=False, **options),
+        ],
+    )
+    return model
+
+
+def test_row_25_a_loss_that_is_nan_ends_the_run_and_the_backup_before_stays(tmp_path):
+    with pytest.raises(TfmwError, match=r"the loss is nan in epoch 3 at step 2: training ends"):
+        train(tmp_path / "b", spoil_before=7)
+    store = BackupStore(tmp_path / "b")
+    newest = store.newest()
+    assert newest is not None
+    assert newest.step == 6
+    assert all(np.isfinite(v).all() for v in newest.tensors().values())
+    # Nothing has to be removed by hand: what is mended goes on from there.
+    model = train(tmp_path / "b", spoil_before=-1)
+    assert int(model.optimizer.iterations) == 12
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+
+
+def test_row_25_weights_that_are_nan_are_not_backed_up_before_the_loss_shows_it(tmp_path, caplog):
+    class SpoilAfter(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if int(self.model.optimizer.iterations) == 6:
+                self.model.trainable_variables[0].assign(np.full((3, 4), np.inf))
+
+    model = dense_model(optimizer=keras.optimizers.SGD(0.01), rate=0.0)
+    x: np.ndarray = np.ones((12, 3), np.float32)
+    with caplog.at_level(logging.WARNING, "tfmw"), pytest.raises(TfmwError, match="the loss is"):
+        tfmw.fit(
+            model,
+            x,
+            x[:, :1],
+            batch_size=4,
+            epochs=4,
+            verbose=0,
+            backup_dir=tmp_path / "b",
+            backup_every=2,
+            callbacks=[SpoilAfter()],
+        )
+    assert BackupStore(tmp_path / "b").steps() == [2, 4]
+    assert "no backup at step 6: " in caplog.text
+    assert "is not finite; the backup before is kept" in caplog.text
+
+
+def zero_for_nan(x):
+    return keras.ops.where(keras.ops.isnan(x), 0.0, x)
+
+
+@pytest.mark.parametrize(("before", "since", "newest"), [(6, 8, 6), (11, 12, 10)])
+def test_row_25_weights_that_are_nan_end_the_run_where_the_loss_hides_it(
+    tmp_path, before, since, newest
+):
+    expected = f"dense/kernel has not been finite since step {since} or before, though the loss is"
+    with pytest.raises(TfmwError, match=expected):
+        train(tmp_path / "b", spoil_before=before, activation=zero_for_nan)
+    assert BackupStore(tmp_path / "b").steps()[-1] == newest
+
+
+def test_row_25_unless_asked(tmp_path):
+    model = train(tmp_path / "b", spoil_before=7, save_nan=True)
+    assert int(model.optimizer.iterations) == 12
+    newest = BackupStore(tmp_path / "b").newest()
+    assert newest is not None
+    assert newest.step == 12
+    assert not all(np.isfinite(v).all() for v in newest.tensors().values() if v.dtype.kind == "f")
+
+
+def test_backups_go_when_the_process_ends_well_and_not_those_of_others(tmp_path, monkeypatch):
+    """A process that has finished must not remove what another run has written there since."""
+    at_end: list[Any] = []
+    monkeypatch.setattr(membership, "on_success", at_end.append)
+    model = dense_model()
+    x: np.ndarray = np.ones((4, 3), np.float32)
+    for name in ("mine", "others"):
+        tfmw.fit(model, x, x[:, :1], verbose=0, backup_dir=tmp_path / name)
+    others = BackupStore(tmp_path / "others")
+    newest = others.newest()
+    assert newest is not None
+    others.write(50, newest.tensors(), {**newest.record, "run": "another"})
+    for end in at_end:
+        end()
+    assert BackupStore(tmp_path / "mine").steps() == []
+    assert others.steps()[-1] == 50

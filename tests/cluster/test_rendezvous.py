@@ -1,0 +1,168 @@
+"""Tasks that do not come or do not agree are told so on all tasks, before TensorFlow starts.
+
+Real processes, without TensorFlow. Rows are those of docs/failures.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.helpers.cluster import PROGRAMS, ROOT
+
+FACTS = {"tensorflow": "2.21.0", "keras": "3.15.1"}
+
+
+def ports(number: int) -> list[int]:
+    """Free ports, all held until all are found."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    found = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return found
+
+
+def config(index: int, addresses: list[str]) -> str:
+    return json.dumps(
+        {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+    )
+
+
+def meet(*tasks: tuple[str, dict[str, str]], timeout_s: float = 30) -> list[dict[str, Any]]:
+    """What each task got, one for each (TF_CONFIG, facts)."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, PROGRAMS / "meet.py", text, json.dumps(facts), str(timeout_s)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for text, facts in tasks
+    ]
+    try:
+        return [json.loads(p.communicate(timeout=60)[0]) for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def addresses():
+    return [f"127.0.0.1:{port}" for port in ports(3)]
+
+
+def test_tasks_that_agree_go_on(addresses):
+    results = meet(*((config(i, addresses), FACTS) for i in range(3)))
+    assert [r["error"] for r in results] == ["", "", ""]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", [0, 2])
+def test_row_22_tasks_that_disagree_about_the_cluster_are_all_told(addresses, odd):
+    lists = [addresses, addresses, addresses]
+    lists[odd] = [*addresses, "127.0.0.1:1"]
+    results = meet(*((config(i, lists[i]), FACTS) for i in range(3)))
+    for result in results:
+        assert result["type"] == "ClusterError"
+        assert "tasks disagree about the cluster" in result["error"]
+        assert "lists 4" in result["error"]
+        assert 'Give every task the same "cluster" in TF_CONFIG' in result["error"]
+        assert result["seconds"] < 30
+
+
+def test_row_22_an_address_that_differs_is_named(addresses):
+    moved = [*addresses[:2], "127.0.0.1:1"]
+    results = meet(
+        (config(0, addresses), FACTS), (config(1, moved), FACTS), (config(2, addresses), FACTS)
+    )
+    for result in results:
+        assert (
+            f"worker 2 is at '{addresses[2]}' for worker 0, at '127.0.0.1:1' for worker 1"
+            in (result["error"])
+        )
+
+
+def test_two_tasks_of_one_index_are_told(addresses):
+    results = meet(*((config(i, addresses), FACTS) for i in (0, 1, 1)))
+    said = [r["error"] for r in results if "two tasks call themselves" in r["error"]]
+    assert said
+    assert results[0]["error"] in said
+
+
+def test_row_30_versions_that_differ_are_refused_on_all_tasks(addresses):
+    other = {**FACTS, "keras": "3.8.0"}
+    results = meet(*((config(i, addresses), f) for i, f in enumerate((FACTS, FACTS, other))))
+    for result in results:
+        assert result["type"] == "ClusterError"
+        assert (
+            "tasks disagree about keras: worker 0 has 3.15.1, worker 2 has 3.8.0"
+            in (result["error"])
+        )
+        assert result["seconds"] < 30
+
+
+@pytest.mark.slow
+def test_row_23_a_task_that_never_comes_is_named_on_all_others(addresses):
+    results = meet(*((config(i, addresses), FACTS) for i in (0, 1)), timeout_s=3)
+    for result in results:
+        assert result["type"] == "TfmwError"
+        assert f"worker 2 ({addresses[2]}) did not come within 3 s" in result["error"]
+        assert result["seconds"] < 15
+
+
+@pytest.mark.slow
+def test_row_23_a_chief_that_never_comes_is_named(addresses):
+    results = meet(*((config(i, addresses), FACTS) for i in (1, 2)), timeout_s=2)
+    for i, result in enumerate(results, start=1):
+        assert (
+            f"worker {i} could not reach the chief at {addresses[0]} within 2 s"
+            in (result["error"])
+        )
+
+
+@pytest.mark.slow
+def test_row_20_a_port_that_is_taken_is_told(addresses):
+    port = int(addresses[1].rpartition(":")[2])
+    with socket.create_server(("", port)):
+        results = meet(*((config(i, addresses[:2]), FACTS) for i in (0, 1)), timeout_s=3)
+    assert results[1]["type"] == "ClusterError"
+    assert (
+        f"port {port} of this task's address '{addresses[1]}' cannot be used"
+        in (results[1]["error"])
+    )
+
+
+def test_a_stranger_on_the_chiefs_port_is_passed_over(addresses):
+    """What is not one of our lines neither ends the meeting nor is it executed."""
+    lines = [b"GET / HTTP/1.1\r\n\r\n\n", b"\x80\x04c\n", b'{"rank": "0"}\n', b"[" * 5000 + b"\n"]
+    port = int(addresses[0].rpartition(":")[2])
+    chief = subprocess.Popen(
+        [sys.executable, PROGRAMS / "meet.py", config(0, addresses[:2]), json.dumps(FACTS), "30"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        for line in lines:
+            while True:
+                try:
+                    stranger = socket.create_connection(("127.0.0.1", port), timeout=10)
+                    break
+                except ConnectionRefusedError:
+                    assert chief.poll() is None
+            with stranger:
+                stranger.sendall(line)
+                assert stranger.recv(1) == b""  # hung up on
+        (other,) = meet((config(1, addresses[:2]), FACTS))
+        assert other["error"] == ""
+        assert json.loads(chief.communicate(timeout=30)[0])["error"] == ""
+    finally:
+        chief.kill()
+        chief.wait()

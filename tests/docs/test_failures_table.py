@@ -1,0 +1,48 @@
+"""docs/failures.md has every row of the promises, and the tests that it names are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from tests.helpers.cluster import ROOT
+
+ROWS = range(1, 36)
+
+
+def table():
+    """{number: the cell with the tests} of the table in docs/failures.md."""
+    found = {}
+    for line in (ROOT / "docs" / "failures.md").read_text().splitlines():
+        if match := re.match(r"\| ([\d, ]+) \|.*\| ([^|]+) \|$", line):
+            found.update(dict.fromkeys(map(int, match[1].split(",")), match[2]))
+    return found
+
+
+def names(path):
+    """Tests of a file, those in classes as Class::test."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            inside = [n.name for n in node.body if isinstance(n, ast.FunctionDef)]
+            found.update(f"{node.name}::{name}" for name in inside)
+    return found
+
+
+def test_every_row_is_there():
+    assert sorted(table()) == list(ROWS)
+
+
+def test_every_test_that_it_names_is_there():
+    for number, cell in table().items():
+        file = None
+        for name in re.findall(r"`([^`]+)`", cell):
+            if re.match(r"(\w+/)*test_\w+\.py", name):
+                file, _, name = name.partition("::")
+            assert file is not None, f"row {number}: {name} is in no file"
+            path = ROOT / "tests" / file
+            assert path.is_file(), f"row {number}: there is no {file}"
+            test = name.removeprefix("::")
+            assert not test or test in names(path), f"row {number}: {file} has no {test}"

@@ -1,0 +1,173 @@
+"""`tfmw.fit(..., workers=2)`: from this process's memory to a fresh cluster and back."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import cloudpickle
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmw
+from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
+from tfmw import keras_compat
+from tfmw.engines import serialization
+from tfmw.errors import UsageError
+
+X = np.random.default_rng(0).normal(size=(203, 12)).astype("float32")
+Y = (X.sum(axis=1) > 0).astype("int32")
+
+
+class Scale(keras.layers.Layer):
+    """Neither registered, nor with a get_config, nor able to take keyword arguments."""
+
+    def __init__(self, units):
+        super().__init__()
+        self.units = units
+        self.inner = [keras.layers.Dense(units, kernel_regularizer="l2")]
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(self.units,), initializer="ones")
+
+    def call(self, x):
+        return self.inner[0](x) * self.scale
+
+
+class Network(keras.Model):
+    def __init__(self, units):
+        super().__init__()
+        self.hidden = Scale(units)
+        self.norm = keras.layers.BatchNormalization()
+        self.out = keras.layers.Dense(2)
+
+    def call(self, x, training=False):
+        return self.out(self.norm(self.hidden(x), training=training))
+
+
+def own_loss(y, logits):
+    return keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+
+
+def compiled(model):
+    model.compile(keras.optimizers.AdamW(0.01), own_loss, metrics=["accuracy"])
+    return model
+
+
+def functional():
+    inputs = keras.Input([12])
+    hidden = Scale(3)(inputs)
+    return keras.Model(inputs, keras.layers.Dense(2)(keras.layers.concatenate([hidden, inputs])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Network(4),
+        functional,
+        lambda: keras.Sequential([Scale(3), keras.layers.Dense(2)]),
+        lambda: keras.Sequential([keras.layers.Rescaling(0.5), keras.layers.Dense(2)]),
+    ],
+)
+def test_a_model_arrives_as_it_left(make):
+    model = compiled(make())
+    model.fit(X, Y, verbose=0, batch_size=32)
+    arrived = serialization.settled(serialization.unpack(serialization.pack(model)))
+    np.testing.assert_array_equal(arrived.predict(X, verbose=0), model.predict(X, verbose=0))
+    going_on = [
+        m.fit(X, Y, epochs=2, batch_size=32, shuffle=False, verbose=0).history["loss"]
+        for m in (model, arrived)
+    ]
+    assert going_on[0] == going_on[1]
+
+
+def test_a_function_that_uses_tfmw_travels():
+    scope = {"__name__": "__main__", "tfmw": tfmw}
+    exec("def of_a_notebook():\n    return tfmw", scope)
+    assert pickle.loads(cloudpickle.dumps(scope["of_a_notebook"]))() is tfmw
+
+
+def test_what_cannot_travel_is_refused_with_the_way_out():
+    model = compiled(keras.Sequential([keras.Input([12]), keras.layers.Dense(2)]))
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y))
+    python = dataset.map(lambda x, y: (tf.py_function(lambda v: v, [x], tf.float32), y)).batch(32)
+    variable = tf.Variable(1.0)
+    stateful = dataset.map(lambda x, y: (x * variable, y)).batch(32)
+    for x, said in [
+        (python, r"holds Python functions \(EagerPyFunc\).*pass a callable"),
+        (stateful, r"uses state of this process.*pass a callable"),
+        (iter([(X, Y)]), r"is a generator.*pass a callable"),
+    ]:
+        with pytest.raises(UsageError, match=said):
+            tfmw.fit(model, x, workers=2)
+    table = compiled(keras.Sequential([keras.layers.StringLookup(vocabulary=["a"])]))
+    with pytest.raises(UsageError, match=r"cannot travel to other processes.*pass callables"):
+        serialization.pack(table)
+    with pytest.raises(UsageError, match=r"received workers=0: expected a number of processes"):
+        tfmw.fit(model, dataset.batch(32), workers=0)
+
+
+@pytest.mark.multiprocess
+def test_training_comes_back_into_the_callers_model(monkeypatch):
+    for name, value in ONE_THREAD.items():
+        monkeypatch.setenv(name, value)
+    keras.utils.set_random_seed(1)
+    model, twin = compiled(Network(4)), compiled(Network(4))
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(40)
+    for each in (model, twin):
+        keras_compat.build_all(each, dataset.element_spec)
+    twin.set_weights(model.get_weights())
+    # No moving averages in the comparison: they are the mean over replicas, not of the batch.
+    for each in (model, twin):
+        each.norm.trainable = False
+    expected = twin.fit(dataset, epochs=2, shuffle=False, verbose=0, validation_data=(X, Y))
+    history = tfmw.fit(model, dataset, epochs=2, verbose=0, validation_data=(X, Y), workers=2)
+    assert history.history.keys() == expected.history.keys()
+    for name, values in expected.history.items():
+        np.testing.assert_allclose(history.history[name], values, rtol=1e-4, err_msg=name)
+    for mine, theirs in zip(model.get_weights(), twin.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
+    assert int(model.optimizer.iterations) == 2 * 6
+    assert model.history is history
+    # The caller's process is as free as before: its model goes on training by itself.
+    model.fit(dataset, verbose=0, shuffle=False)
+    assert int(model.optimizer.iterations) == 3 * 6
+
+
+@pytest.mark.multiprocess
+def test_an_interrupt_ends_the_workers_and_keeps_what_was_reached():
+    process = subprocess.Popen(
+        [sys.executable, PROGRAMS / "interrupted_fit.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH, "PYTHONUNBUFFERED": "1"},
+    )
+    lines = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if "backed up" in line:
+                break
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+        seconds = time.monotonic() - started
+    finally:
+        process.kill()
+    output = "".join(lines) + rest
+    assert process.returncode == 0, output
+    kept = re.search(r"stopped; the model has the weights of step (\d+)", output)
+    assert kept, output
+    assert f"iterations {kept[1]} changed True" in output
+    assert "no child left" in output
+    assert seconds < 10, output

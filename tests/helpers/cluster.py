@@ -1,0 +1,192 @@
+"""Real clusters for tests, through `tfmw run`.
+
+    run = run_cluster("sync_fit.py", workers=2)     # tests/programs/sync_fit.py
+    assert run[0]["weights"] == run[1]["weights"]   # what each worker gave to `_result.write`
+
+A plain function, so that a module-scoped fixture can call it; `run_cluster` is a fixture too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ROOT / "tests/programs"
+PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'tests/helpers/lean'}"
+
+MARK = "TFMW_TEST_RUN"  # in the environment of every process of a run, children's children too
+
+# Tests share few cores: a task that starts a pool per core slows all others down.
+ONE_THREAD = {
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+class ClusterRun(list[dict[str, Any]]):
+    """What the workers wrote, in order, and how the run ended.
+
+    Attributes:
+        status: exit status of `tfmw run`.
+        output: everything it printed.
+        by_task: what each task wrote, by name: "chief", "worker 0", "ps 0".
+        log_dir: the folder of the attempt, with one folder per task.
+        seconds: how long the run took.
+    """
+
+    def __init__(
+        self, status: int, output: str, by_task: dict[str, Any], log_dir: Path, seconds: float
+    ) -> None:
+        workers = sum(name.startswith("worker ") for name in by_task)
+        super().__init__(by_task[f"worker {i}"] for i in range(workers) if f"worker {i}" in by_task)
+        self.status = status
+        self.output = output
+        self.by_task = by_task
+        self.log_dir = log_dir
+        self.seconds = seconds
+
+    @property
+    def chief(self) -> dict[str, Any]:
+        """What the chief wrote: the task of that name, else worker 0."""
+        found: dict[str, Any] = self.by_task.get("chief") or self.by_task["worker 0"]
+        return found
+
+    def log(self, task: str) -> str:
+        """What one task printed."""
+        return (self.log_dir / task.replace(" ", "_") / "output.log").read_text()
+
+
+def run_cluster(
+    program: str | os.PathLike[str],
+    *args: str,
+    workers: int = 2,
+    ps: int = 0,
+    evaluator: bool = False,
+    timeout_s: float = 120,
+    env: Mapping[str, str] | None = None,
+    status: int | None = 0,
+) -> ClusterRun:
+    """Runs tests/programs/<program> in a fresh local cluster.
+
+    Args:
+        program: a file under tests/programs, with or without "programs/", or any other path.
+        *args: its flags.
+        workers: number of workers.
+        ps: number of parameter servers; with any, one more task, the chief.
+        evaluator: whether to add an evaluator.
+        timeout_s: seconds until the run is ended and the test fails.
+        env: added to the environment.
+        status: the exit status that is expected; None accepts any.
+    """
+    options = ["--workers", str(workers), "--ps", str(ps)]
+    options += ["--evaluator"] if evaluator else []
+    path = PROGRAMS / Path(program).name
+    path = path if path.exists() else Path(program)
+    folder = Path(tempfile.mkdtemp(prefix="run-"))
+    (folder / "results").mkdir()
+    command = ["run", *options, "--log-dir", str(folder / "logs"), str(path), *args]
+    begin = time.monotonic()
+    with tfmw_command(*command, env={"TFMW_RESULT": str(folder / "results"), **(env or {})}) as run:
+        try:
+            output, _ = run.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            run.terminate()
+            output, _ = run.communicate()
+            raise AssertionError(f"no end after {timeout_s} s:\n{output}") from None
+    seconds = time.monotonic() - begin
+    assert status is None or run.returncode == status, f"status {run.returncode}:\n{output}"
+    by_task = {
+        file.stem.replace("_", " "): json.loads(file.read_text())
+        for file in sorted((folder / "results").glob("*.json"))
+    }
+    log_dir = next(iter((folder / "logs").glob("*/attempt_0")), folder / "logs")
+    return ClusterRun(run.returncode, output, by_task, log_dir, seconds)
+
+
+@contextlib.contextmanager
+def tfmw_command(
+    *command: str, env: Mapping[str, str] | None = None, **popen: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """`python -m tfmw ...`, whose processes must all be gone at the end of the `with`."""
+    mark = uuid.uuid4().hex
+    environ = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "TFMW_TTY")}
+    environ |= {**ONE_THREAD, "PYTHONPATH": PYTHONPATH, **(env or {}), MARK: mark}
+    popen = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **popen}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tfmw", *command], env=environ, text=True, **popen
+    )
+    try:
+        yield process
+        process.wait(timeout=30)
+        assert not (left := marked(mark)), f"processes survive the run: {left}"
+    finally:
+        process.kill()
+        for pid in marked(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        if process.stdout:
+            process.stdout.close()
+
+
+def examples_per_step(output: str) -> float:
+    """By the rates in the last line of training that a run's chief has printed."""
+    *_, (steps, examples) = re.findall(r"train \| .* ([\d.]+) steps/s \| +([\d,]+) exam", output)
+    return float(examples.replace(",", "")) / float(steps)
+
+
+def marked(mark: str) -> dict[int, str]:
+    """The living processes with the mark in their environment: {pid: command line}."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found[int(folder.name)] = command
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """Of the main thread of a process."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def template_and_copies(pids: Iterable[int]) -> tuple[list[int], list[int]]:
+    """Of these processes: those that tasks are copied from, which print nowhere, and the copies."""
+    found: tuple[list[int], list[int]] = ([], [])
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if b"\0template\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found[os.readlink(f"/proc/{pid}/fd/1") != os.devnull].append(pid)
+    return found
+
+
+def wait_gone(pids: list[int], timeout_s: float) -> list[int]:
+    """Waits for the end of processes that aren't our children; returns those that remain."""
+    deadline = time.monotonic() + timeout_s
+    left = []
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            ready, _, _ = select.select([handle], [], [], max(0, deadline - time.monotonic()))
+        finally:
+            os.close(handle)
+        left += [] if ready else [pid]
+    return left

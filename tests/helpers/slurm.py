@@ -1,0 +1,169 @@
+"""A real Slurm on this machine, for as long as a `with` lasts, beside any other that runs here.
+
+    with OneMachine(folder) as slurm:
+        slurm.run("srun", "--ntasks=2", "hostname").stdout
+
+One controller and two nodes, all on loopback. The nodes are called 127.0.0.1 and 127.0.0.2, names
+that resolve everywhere, as a real cluster's do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.test_rendezvous import ports
+from tests.helpers.cluster import ONE_THREAD, PYTHONPATH, ROOT
+
+INSTALL = "apt-get install slurm-wlm"
+
+# slurm.conf(5). Nothing here is installed, authenticated or accounted: a test's Slurm.
+CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ctld_port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+AuthInfo=cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+PluginDir={plugins}
+PlugStackConfig={folder}/plugstack.conf
+MailProg=/bin/true
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SlurmdParameters=config_overrides
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SwitchType=switch/none
+MpiDefault=none
+SchedulerParameters=sched_interval=1,batch_sched_delay=0,sched_min_interval=0
+MinJobAge=300
+KillWait=5
+NodeName={first} NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port} CPUs={cpus}
+NodeName={second} NodeHostname={host} NodeAddr=127.0.0.1 Port={second_port} CPUs={cpus}
+PartitionName=all Nodes={first},{second} Default=YES MaxTime=INFINITE State=UP
+"""
+NODES = ("127.0.0.1", "127.0.0.2")
+CPUS = 4  # of each node, whatever this machine has (config_overrides)
+
+
+class OneMachine:
+    """Starts the daemons as children, and ends them.
+
+    Args:
+        folder: for configuration, state and logs.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TF_CONFIG"))}
+        self.env = {**environ, **ONE_THREAD, "SLURM_CONF": str(folder / "slurm.conf")}
+        self.env["PYTHONPATH"] = PYTHONPATH
+
+    def __enter__(self) -> OneMachine:
+        ctld_port, first_port, second_port = ports(3)
+        (library,) = {p.parent for p in Path("/usr/lib").rglob("slurm*/auth_none.so")}
+        text = CONF.format(
+            host=socket.gethostname().partition(".")[0],
+            user=getpass.getuser(),
+            folder=self._folder,
+            plugins=library,
+            ctld_port=ctld_port,
+            first=NODES[0],
+            second=NODES[1],
+            first_port=first_port,
+            second_port=second_port,
+            cpus=CPUS,
+        )
+        (self._folder / "slurm.conf").write_text(text)
+        (self._folder / "plugstack.conf").touch()
+        (self._folder / "state").mkdir()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.stop)
+            self._start("slurmctld", "-D", "-i")
+            for node in NODES:
+                (self._folder / f"spool-{node}").mkdir()
+                self._start("slurmd", "-D", "-N", node)
+            self._wait_until_idle()
+            undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def run(self, *command: str, timeout_s: float = 120, **options: Any) -> Any:
+        """A client command, such as srun."""
+        options = {"capture_output": True, "text": True, "cwd": ROOT, **options}
+        env = {**self.env, **options.pop("env", {})}
+        return subprocess.run(command, env=env, timeout=timeout_s, check=False, **options)
+
+    def submit(self, *command: str, timeout_s: float = 200, **options: Any) -> int:
+        """Submits a batch job and waits for its end, however often it is queued: its exit status.
+
+        Args:
+            command: options, script and arguments of sbatch(1).
+        """
+        answer = self.run("sbatch", "--parsable", *command, **options)
+        assert answer.returncode == 0, answer.stderr
+        deadline = time.monotonic() + timeout_s
+        while True:
+            # "JobId=3 ... JobState=COMPLETED Reason=None ... ExitCode=0:0 ..."
+            said = self.run("scontrol", "--oneliner", "show", "job", answer.stdout.strip()).stdout
+            job = dict(word.partition("=")[::2] for word in said.split() if "=" in word)
+            if job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
+                return int(job["ExitCode"].partition(":")[0])
+            assert time.monotonic() < deadline, f"the job is {job['JobState']}:\n{self.logs()}"
+            time.sleep(0.2)
+
+    def logs(self) -> str:
+        """What the daemons wrote, for messages."""
+        return "\n".join(f"{p.name}:\n{p.read_text()}" for p in self._folder.glob("*.log"))
+
+    def stop(self) -> None:
+        """Ends all jobs and daemons."""
+        if self._daemons:
+            self.run("scancel", "--full", "--user", getpass.getuser())
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in self._daemons:
+            try:
+                daemon.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        self._daemons = []
+
+    def _start(self, *command: str) -> None:
+        program = shutil.which(command[0], path=f"{os.environ['PATH']}:/usr/sbin")
+        assert program is not None, f"{command[0]} is not installed: {INSTALL}"
+        log = (self._folder / f"{'-'.join(command)}.out.log").open("wb")
+        with log:
+            self._daemons.append(
+                subprocess.Popen([program, *command[1:]], env=self.env, stdout=log, stderr=log)
+            )
+
+    def _wait_until_idle(self, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            states = self.run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()
+            if states == ["idle", "idle"]:
+                return
+            assert all(d.poll() is None for d in self._daemons), self.logs()
+            assert time.monotonic() < deadline, f"the nodes are {states}:\n{self.logs()}"
+            time.sleep(0.1)

@@ -1,0 +1,100 @@
+"""Private names of Keras and TensorFlow stand in one module, and all of them still exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfmw import keras_compat
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PRIVATE = re.compile(
+    r"\bkeras\.src\b|\btensorflow\.python\b|\btf_keras\b"
+    r"|(?<!self)(?<!cls)(?<!\bsuper\(\))\._(distribute_strategy|distribution_strategy|compile_loss"
+    r"|compile_metrics|loss_tracker|trainable_variables|var_key|flatten_layers|seed_generators"
+    r"|symbolic_build|direct_assign|inputs\(\)|map_func|batch_size\b|seed2?\b|context_handle)"
+)
+
+
+def test_every_private_name_exists() -> None:
+    assert keras_compat.missing_names() == []
+
+
+def test_a_name_that_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("keras.src.losses.loss.apply_mask")
+    assert keras_compat.missing_names() == ["keras.src.losses.loss.apply_mask"]
+
+
+def test_a_seed_that_is_set_again_shows() -> None:
+    tf.random.set_seed(1)
+    before = keras_compat.source_of_seeds()
+    tf.random.set_seed(1)
+    assert before is not None
+    assert keras_compat.source_of_seeds() is not before
+
+
+def test_private_names_stand_in_one_module() -> None:
+    found = [
+        f"{path.name}:{number}: {line.strip()}"
+        for path in sorted((ROOT / "tfmw").rglob("*.py"))
+        if path.parent.name != "keras_compat"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for code in [line.split("#")[0]]
+        if (re.match(r"\s*(from|import) (keras\.src|tensorflow\.python)", code))
+        or (PRIVATE.search(code) and not re.search(r"\b(self|cls|split|step)\._", code))
+    ]
+    # A path in a comment or docstring says where a fact comes from; it imports nothing.
+    found = [f for f in found if not re.search(r"tensorflow/python|\(tensorflow/", f)]
+    assert found == []
+
+
+def test_the_search_finds_private_names() -> None:
+    for line in (
+        "from keras.src import losses",
+        "model._distribute_strategy = None",
+        "optimizer._var_key(v)",
+        "import tensorflow.python.eager",
+    ):
+        assert PRIVATE.search(line), line
+
+
+@pytest.mark.parametrize(
+    ("update", "expected"),
+    [
+        (lambda v, x: v + x, "sum"),
+        (lambda v, x: x + v, "sum"),
+        (lambda v, x: v - x, "sum"),
+        (lambda v, x: v + x + x, "sum"),
+        (lambda v, x: tf.where(x > 0, v + x, v), "sum"),
+        (lambda v, x: tf.maximum(v, x), "max"),
+        (lambda v, x: tf.minimum(x, v), "min"),
+        (lambda v, x: tf.identity(v), "unchanged"),
+        (lambda v, x: x, None),
+        (lambda v, x: x - v, None),
+        (lambda v, x: 0.9 * v + x, None),
+        (lambda v, x: v + v, None),
+        (lambda v, x: v + v * x, None),
+        (lambda v, x: tf.maximum(v + x, x), None),
+    ],
+)
+def test_how_a_metric_combines_over_replicas(update, expected) -> None:
+    variable = keras.Variable(np.float32(1))
+    seen: list[str | None] = []
+
+    @tf.function(autograph=False)
+    def step(x):
+        def on_replica(x):
+            native = keras_compat.native(variable)
+            seen.append(keras_compat.combination(variable, update(native.read_value(), x)))
+            return x
+
+        return tf.distribute.get_strategy().run(on_replica, args=(x,))
+
+    step.get_concrete_function(tf.TensorSpec([]))
+    assert seen == [expected]

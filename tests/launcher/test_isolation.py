@@ -1,0 +1,243 @@
+"""The tasks' private network: who is in it, what it costs, what is said where there is none."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.cluster import PROGRAMS, ROOT, ClusterRun, tfmw_command
+from tfmw.errors import UsageError
+from tfmw.launcher import isolation
+from tfmw.launcher.run import Terms, launch_tasks
+
+NO_INIT = {"TFMW_NO_INIT": "1"}
+PROGRAM = str(PROGRAMS / "isolate_tasks.py")
+# What a machine in a network has; see proc_net(5).
+ROUTES = "Iface\tDestination\tGateway\neth0\t00000000\t010011AC\n"
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Any:
+    """(routes, addresses) of a machine."""
+
+    def write(routes: str = "Iface\tDestination\n", addresses: str = "") -> dict[str, Path]:
+        (tmp_path / "route").write_text(routes)
+        (tmp_path / "if_inet6").write_text(addresses)
+        return {"routes": tmp_path / "route", "addresses": tmp_path / "if_inet6"}
+
+    return write
+
+
+# ---- row 34: in the network ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def isolated(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two tasks with --isolate on: (exit status, output, what each found)."""
+    folder = tmp_path_factory.mktemp("isolated")
+    command = ["run", "--workers", "2", "--isolate", "on", "--log-dir", str(folder), PROGRAM]
+    with tfmw_command(*command, env={**NO_INIT, "TFMW_RESULT": str(folder)}) as run:
+        output, _ = run.communicate(timeout=60)
+    found = [json.loads((folder / f"worker_{i}.json").read_text()) for i in (0, 1)]
+    return run.returncode, output, found, folder
+
+
+class TestRow34:
+    def test_the_tasks_share_a_network_that_is_not_ours(self, isolated):
+        status, output, tasks, _ = isolated
+        assert status == 0, output
+        assert tasks[0]["namespace"] == tasks[1]["namespace"]
+        assert tasks[0]["namespace"] != os.readlink("/proc/self/ns/net")
+        assert tasks[1]["said"] == "hello"
+
+    def test_there_is_only_loopback(self, isolated):
+        for task in isolated[2]:
+            assert task["interfaces"][0] == "lo"
+            # Other names are templates that the kernel puts into every namespace, all of them down.
+            assert not {"eth0", "docker0"} & set(task["interfaces"])
+
+    def test_files_and_the_user_stay_the_same(self, isolated):
+        _, _, tasks, folder = isolated
+        for index, task in enumerate(tasks):
+            assert task["user"] == [os.getuid(), os.getgid()]
+            assert task["owner"] == os.getuid()
+            status = (folder / f"file_{index}").stat()
+            assert (status.st_uid, status.st_gid) == (os.getuid(), os.getgid())
+
+    def test_nothing_of_it_is_left_in_the_tasks(self, isolated):
+        for task in isolated[2]:
+            assert task["descriptors"] == []
+            assert task["left"] == []
+
+    def test_asked_for_it_needs_no_note(self, isolated):
+        assert isolated[1] == ""
+
+    def test_an_ordinary_user_can_have_it_too(self, tmp_path):
+        """By a user namespace; whoever is root here gives up the right to do without first."""
+        code = (
+            "import os, socket\n"
+            f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+            "from tfmw.launcher import isolation\n"
+            "network = isolation.create()\n"
+            "assert len(network.namespaces) == 2, network\n"
+            "isolation.enter(network.namespaces)\n"
+            "assert os.getuid() == int(sys.argv[1])\n"
+            "open(sys.argv[2], 'w').close()\n"
+            "with socket.create_server(('127.0.0.1', 0)) as server:\n"
+            "    socket.create_connection(server.getsockname()).close()\n"
+        )
+        command = [sys.executable, "-c", code, str(os.getuid()), str(tmp_path / "file")]
+        if os.getuid() == 0:
+            command = ["setpriv", "--bounding-set=-sys_admin", *command]
+        answer = subprocess.run(command, capture_output=True, text=True)
+        assert answer.returncode == 0, answer.stderr
+        assert (tmp_path / "file").stat().st_uid == os.getuid()
+
+
+# ---- auto ---------------------------------------------------------------------------------------
+
+
+class TestAuto:
+    def test_it_is_the_default_and_is_said(self, run_cluster, monkeypatch):
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", *isolation._CLIENTS):
+            monkeypatch.delenv(name, raising=False)
+        run: ClusterRun = run_cluster("isolate_tasks.py", env=NO_INIT)
+        here = os.readlink("/proc/self/ns/net")
+        if isolation.objection([], {}) is None:
+            assert run[0]["namespace"] != here
+            assert run.output.startswith("tfmw: the tasks live in a private network")
+            assert "--isolate off" in run.output
+        else:  # a machine that is in no network has nothing to close
+            assert run[0]["namespace"] == here
+            assert run.output == ""
+
+    @pytest.mark.parametrize(
+        ("argv", "environ", "why"),
+        [
+            (["train.py", "--data_dir=gs://bucket/mnist"], {}, "'--data_dir=gs://bucket/mnist'"),
+            (["train.py", "https://host/x"], {}, "'https://host/x'"),
+            (["train.py"], {"HTTPS_PROXY": "proxy:80"}, "HTTPS_PROXY is set"),
+            (["train.py"], {"https_proxy": "proxy:80"}, "https_proxy is set"),
+            (["train.py"], {"WANDB_API_KEY": "1"}, "WANDB_API_KEY is set"),
+            (["train.py"], {"TFDS_DATA_DIR": "gs://tfds"}, "TFDS_DATA_DIR is set"),
+        ],
+    )
+    def test_what_speaks_against_it(self, network, argv, environ, why):
+        clause, reachable = isolation.objection(argv, environ, **network(ROUTES)) or ("", False)
+        assert why in clause
+        assert reachable
+
+    @pytest.mark.parametrize(
+        ("argv", "environ"),
+        [
+            (["train.py", "--backup_dir=/data/x", "file:///data"], {}),
+            (["train.py"], {"TFDS_DATA_DIR": "/data", "HTTPS_PROXY": "", "LANG": "C"}),
+        ],
+    )
+    def test_what_does_not(self, network, argv, environ):
+        assert isolation.objection(argv, environ, **network(ROUTES)) is None
+
+    def test_a_machine_in_no_network_has_nothing_to_close(self, network):
+        lo = "00000000000000000000000000000001 01 80 10 80       lo\n"
+        assert isolation.objection([], {}, **network(addresses=lo)) == (
+            "this machine is in no network",
+            False,
+        )
+        eth0 = "fe8000000000000000fc00fffe000001 04 40 20 80     eth0\n"
+        assert isolation.objection([], {}, **network(addresses=lo + eth0)) is None
+
+    def test_one_task_opens_no_port(self, tmp_path, capfd):
+        env = {**NO_INIT, "TFMW_RESULT": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        program = [str(PROGRAMS / "launch_tasks.py")]
+        launch_tasks(program, workers=1, env=env, stdout=io.StringIO())
+        assert capfd.readouterr().err == ""
+
+    def test_who_misses_the_network_is_told_why(self, run_cluster):
+        run: ClusterRun = run_cluster(
+            "isolate_tasks.py", "download", env={**NO_INIT, "no_proxy": "*"}, status=1
+        )
+        if "private network" in run.output.splitlines()[0]:
+            assert "the tasks had no network, only their own: --isolate off" in run.output
+
+
+# ---- where it isn't possible --------------------------------------------------------------------
+
+
+class TestImpossible:
+    @pytest.fixture(autouse=True)
+    def forbidden(self, monkeypatch):
+        def create() -> isolation.Network:
+            raise isolation.Impossible("Operation not permitted")
+
+        monkeypatch.setattr(isolation, "create", create)
+        monkeypatch.setattr(isolation, "objection", lambda argv, environ: None)
+
+    def launch(self, tmp_path: Path, isolate: Any) -> int:
+        env = {**NO_INIT, "TFMW_RESULT": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        program = [str(PROGRAMS / "launch_tasks.py")]
+        terms = Terms(isolate=isolate)
+        return launch_tasks(program, env=env, stdout=io.StringIO(), terms=terms).status
+
+    def test_on_is_refused_in_one_sentence(self, tmp_path):
+        with pytest.raises(UsageError, match=r"allows no private network \(Operation not per") as e:
+            self.launch(tmp_path, "on")
+        assert e.value.status == 2
+
+    def test_auto_says_so_and_goes_on(self, tmp_path, capfd):
+        assert self.launch(tmp_path, "auto") == 0
+        assert "allows no private network for the tasks (Operation" in capfd.readouterr().err
+
+    def test_off_says_nothing(self, tmp_path, capfd):
+        assert self.launch(tmp_path, "off") == 0
+        assert capfd.readouterr().err == ""
+
+
+def test_a_system_that_forbids_it_is_found_out(tmp_path):
+    """In a user namespace that allows no further network namespace."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tfmw.launcher import isolation\n"
+        "try: isolation.create()\n"
+        "except isolation.Impossible as e: print('impossible:', e)\n"
+    )
+    shell = 'echo 0 > /proc/sys/user/max_net_namespaces; exec "$0" -c "$1"'
+    command = ["unshare", "-Ur", "sh", "-c", shell, sys.executable, code]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    assert answer.stdout == "impossible: unshare: No space left on device\n", answer.stderr
+
+
+# ---- row 34: a description with public addresses ------------------------------------------------
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("elsewhere", "warned"), [("8.8.8.8:2222", True), ("192.168.7.7:2222", False)]
+)
+@pytest.mark.parametrize("task", ["worker", "chief"])
+def test_a_public_address_in_a_description_is_warned_about(task, elsewhere, warned):
+    """The first task waits for the others and calls nobody, so nothing goes to that address."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        here = f"127.0.0.1:{held.getsockname()[1]}"
+    jobs = {
+        "worker": {"worker": [here, elsewhere]},
+        "chief": {"chief": [here], "worker": ["127.0.0.1:1"], "ps": [elsewhere]},
+    }
+    config = {"cluster": jobs[task], "task": {"type": task, "index": 0}}
+    done = subprocess.run(
+        [sys.executable, "-c", "import tfmw; tfmw.init(start_timeout_s=0.3)"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CONFIG": json.dumps(config)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "did not come within 0.3 s" in done.stderr
+    said = f"{elsewhere} is a public address; keep the cluster in a private network"
+    assert (said in done.stderr) == warned, done.stderr

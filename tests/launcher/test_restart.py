@@ -1,0 +1,605 @@
+"""Restarts: who is started again, when, and when it is enough. Rows: docs/restarts.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.cluster import (
+    MARK,
+    PROGRAMS,
+    PYTHONPATH,
+    ROOT,
+    children,
+    marked,
+    template_and_copies,
+    tfmw_command,
+    wait_gone,
+)
+from tfmw.errors import PREEMPTED, UsageError
+from tfmw.launcher import attempt as _attempt
+from tfmw.launcher.failure import Failure, describe_status, kernel_kills
+from tfmw.launcher.restart import End, Policy, Terms, alone, backoff_s
+from tfmw.launcher.run import Result, launch_tasks
+from tfmw.launcher.watchdog import Sight, Stuck, Watchdog
+from tfmw.runtime.signals import Signals
+
+PROGRAM = str(PROGRAMS / "restart_tasks.py")
+NO_INIT = {"TFMW_NO_INIT": "1", "PYTHONPATH": str(ROOT)}
+
+
+@dataclasses.dataclass
+class Run:
+    """What a run of restart_tasks.py left."""
+
+    result: Result
+    text: str
+    seconds: float
+    folder: Path
+
+    @property
+    def lines(self) -> list[str]:
+        """What the launcher said."""
+        return [line for line in self.text.splitlines() if line.startswith("tfmw:")]
+
+    def task(self, name: str, attempt: int, again: str = "") -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(
+            (self.folder / f"{name}@{attempt}{again}.json").read_text()
+        )
+        return found
+
+    def log(self, name: str, attempt: int) -> str:
+        assert self.result.directory
+        task = name.replace(" ", "_")
+        return (self.result.directory / f"attempt_{attempt}" / task / "output.log").read_text()
+
+    @property
+    def attempts(self) -> list[int]:
+        return sorted({int(file.name.split("@")[1][0]) for file in self.folder.glob("*@*.json")})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    """Runs restart_tasks.py: its flags, the layout, and the terms."""
+    (tmp_path / "result").mkdir()
+
+    def start(
+        *flags: str,
+        workers: int = 2,
+        ps: int = 0,
+        evaluator: bool = False,
+        grace_s: float = 1.0,
+        **terms: Any,
+    ) -> Run:
+        out = io.StringIO()
+        begin = time.monotonic()
+        result = launch_tasks(
+            [PROGRAM, *flags],
+            workers=workers,
+            ps=ps,
+            evaluator=evaluator,
+            log_dir=tmp_path / "logs",
+            env={**NO_INIT, "TFMW_RESULT": str(tmp_path / "result"), MARK: tmp_path.name},
+            stdout=out,
+            farewell_s=0.2,
+            grace_s=grace_s,
+            terms=Terms(**terms),
+        )
+        seconds = time.monotonic() - begin
+        assert marked(tmp_path.name) == {}
+        return Run(result, out.getvalue(), seconds, tmp_path / "result")
+
+    return start
+
+
+# ---- the policy, without a process --------------------------------------------------------------
+
+
+def failure(task: str = "worker 1", **facts: Any) -> Failure:
+    values: dict[str, Any] = {
+        "task": task,
+        "error": "ValueError: bad",
+        "status": 1,
+        "how": "exit status 1",
+        "detail": (),
+        "log": Path("log"),
+        "seconds": 2.0,
+        "usage": False,
+        **facts,
+    }
+    return Failure(**values)
+
+
+def end(step: int, task: str = "worker 1", **facts: Any) -> End:
+    return End(failures=(failure(task, step=step),), step=step, **facts)
+
+
+class TestPolicy:
+    def test_back_off_doubles_up_to_30_s(self):
+        assert [backoff_s(n) for n in range(8)] == [0, 1, 2, 4, 8, 16, 30, 30]
+        assert backoff_s(10_000) == 30
+
+    def test_the_budget_ends_it(self):
+        policy = Policy(Terms(max_restarts=3), workers=2)
+        decisions = [policy.after(end(step)) for step in (10, 20, 30, 40)]
+        assert [d.again for d in decisions] == [True, True, True, False]
+        assert [d.delay_s for d in decisions[:3]] == [0, 0, 0]  # each got on: no delay
+        assert decisions[0].line == (
+            "restart 1 of 3 at once: worker 1 failed in attempt 0 after 2.0 s at step 10: "
+            "ValueError: bad (exit status 1)"
+        )
+        assert "no restart is left of 3" in decisions[3].line
+
+    def test_row_28_two_attempts_in_a_row_without_progress_end_it(self):
+        policy = Policy(Terms(max_restarts=100), workers=2)
+        decisions = [policy.after(end(step)) for step in (10, 10, 11, 5, 11)]
+        assert [d.again for d in decisions] == [True, True, True, True, False]
+        assert [d.delay_s for d in decisions[:4]] == [0, 1, 0, 1]
+        assert "crash loop" in decisions[4].line
+
+    def test_a_program_that_reports_nothing_makes_progress_by_living(self):
+        policy = Policy(Terms(max_restarts=100), workers=2)
+        assert all(policy.after(end(-1, seconds=61)).again for _ in range(5))
+        assert policy.after(end(-1, seconds=1)).again
+        assert not policy.after(end(-1, seconds=1)).again
+
+    def test_wrong_usage_is_not_tried_again(self):
+        policy = Policy(Terms(max_restarts=3), workers=2)
+        assert not policy.after(End(failures=(failure(usage=True),), step=5)).again
+
+    def test_a_worker_that_cannot_come_back_is_left_out(self):
+        policy = Policy(Terms(max_restarts=9, min_workers=2), workers=3)
+        ends = [end(10), end(-2), end(-2), end(12), end(-3), end(-1)]
+        decisions = [policy.after(e) for e in ends]
+        assert [d.workers for d in decisions] == [3, 3, 2, 2, 2, 0]
+        assert "2 go on" in decisions[2].line
+        assert not decisions[5].again  # two are needed
+
+    def test_only_the_same_worker_counts_as_lost(self):
+        policy = Policy(Terms(max_restarts=9, min_workers=1), workers=3)
+        policy.after(end(-1))
+        assert not policy.after(end(-1, task="worker 2")).again  # a crash loop, then
+
+    def test_row_13_leaving_does_not_count(self):
+        policy = Policy(Terms(max_restarts=1), workers=2)
+        decisions = [policy.after(End(left=True, step=step)) for step in (5, 9, 9, 9, 9)]
+        assert all(d.again for d in decisions)
+        assert [d.delay_s for d in decisions] == [0, 0, 1, 2, 4]  # no hot loop either
+        assert policy.restarts == 0
+        assert not policy.after(End(left=True, step=20, signals=(signal.SIGTERM,))).again
+
+    def test_without_restarts_leaving_is_the_end(self):
+        assert not Policy(Terms(), workers=2).after(End(left=True, step=5)).again
+
+    def test_who_is_started_again_alone(self):
+        kinds = ("chief", "worker", "ps", "evaluator")
+        assert [kind for kind in kinds if alone(kind, has_ps=True)] == ["worker", "evaluator"]
+        assert [kind for kind in kinds if alone(kind, has_ps=False)] == ["evaluator"]
+
+    @pytest.mark.parametrize(
+        ("terms", "words"),
+        [
+            ({"max_restarts": -1}, "--max-restarts is -1"),
+            ({"max_restarts": 1, "min_workers": 3}, "--min-workers is 3; expected 1 to 2"),
+            ({"max_restarts": 1, "min_workers": 0}, "--min-workers is 0"),
+            ({"min_workers": 1}, "needs --max-restarts"),
+            ({"hang_timeout_s": -1}, "--hang-timeout is -1"),
+            ({"start_timeout_s": float("nan")}, "--start-timeout is nan"),
+            ({"preempt_grace_s": -2}, "--preempt-grace is -2"),
+            ({"monitor_interval_s": 0}, "--monitor-interval is 0"),
+            ({"isolate": "maybe"}, "--isolate is 'maybe'"),
+            ({"standby": "maybe"}, "--standby is 'maybe'"),
+        ],
+    )
+    def test_wrong_terms(self, terms, words):
+        with pytest.raises(UsageError, match=re.escape(words)):
+            Terms(**terms).check(workers=2)
+
+    def test_waiting_ends_with_a_signal(self):
+        stop, slept = Signals(), []
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if len(slept) == 3:
+                stop.received.append(signal.SIGTERM)
+
+        _attempt.wait(30, stop, sleep)
+        assert len(slept) == 3
+
+
+class TestWatchdog:
+    @pytest.fixture
+    def dog(self):
+        self.now = 0.0
+        return Watchdog(30, 120, 5, lag_s=10, clock=lambda: self.now)
+
+    def test_row_17_a_silent_task_is_found(self, dog):
+        sights = [Sight("worker 0", 7, 8), Sight("worker 1", 7, 9)]
+        assert dog.look(sights) is None
+        self.now = 10  # worker 0 reports once more, then waits for the other
+        sights[0] = Sight("worker 0", 7, 9)
+        assert dog.look(sights) is None
+        self.now = 29.9
+        assert dog.look(sights) is None
+        self.now = 41
+        assert dog.look(sights) == Stuck("worker 1", "no progress for 41 s after step 7")
+
+    def test_a_report_of_the_same_step_is_progress(self, dog):
+        for reports in range(10):
+            self.now += 20
+            assert dog.look([Sight("worker 0", 7, reports)]) is None
+
+    def test_before_the_first_step_no_hang_is_counted(self, dog):
+        self.now = 119
+        assert dog.look([Sight("worker 0", -1, 2)]) is None
+        self.now = 500
+        assert dog.look([Sight("worker 0", -1, 2)]) is None
+
+    def test_row_23_a_task_that_never_starts_is_named(self, dog):
+        sights = [Sight("worker 0", -2, 1), Sight("worker 1", -3, 0)]
+        assert dog.look(sights) is None
+        self.now = 120
+        assert dog.look(sights) == Stuck("worker 1", "did not start within 120 s")
+        sights[1] = Sight("worker 1", -1, 2)
+        assert dog.look(sights) == Stuck("worker 0", "did not join the others within 120 s")
+
+    def test_a_server_only_has_to_be_up(self, dog):
+        self.now = 500
+        assert dog.look([Sight("ps 0", -2, 1, must_join=False)]) is None
+
+    def test_row_16_a_stopped_task_is_found_unless_it_is_continued(self, dog):
+        sight = Sight("worker 1", 7, 8, stopped=True)
+        for self.now, seen in ((0, sight), (4, sight), (5, Sight("worker 1", 7, 8)), (9, sight)):
+            assert dog.look([seen]) is None
+        self.now = 14
+        assert dog.look([sight]) == Stuck("worker 1", "stopped by a signal for 5 s")
+
+    def test_row_19_a_straggler_is_named_once_and_again_when_it_has_doubled(self, dog):
+        said = {}
+        for second in range(45):
+            self.now = second
+            sights = [Sight("worker 0", second, second), Sight("worker 1", 3, 1)]
+            dog.look(sights)
+            for line in dog.stragglers(sights):
+                said[second] = line
+        assert list(said) == [10, 20, 40][: len(said)]
+        assert said[10] == (
+            "worker 1 lags: silent for 10 s at step 3, while another has come to step 10"
+        )
+
+
+# ---- real processes -----------------------------------------------------------------------------
+
+
+def test_row_01_a_worker_that_is_killed_all_start_again_as_a_new_attempt(run):
+    done = run(
+        "worker 0@0=stubborn:up", "worker 1@0=gate:up step:3 kill", max_restarts=3, grace_s=20
+    )
+    assert done.result.status == 0
+    assert (done.result.attempts, done.result.restarts, done.result.failures) == (2, 1, ())
+    assert done.seconds < 10  # the other one is stubborn, and is not waited for
+    first, second = done.task("worker 0", 0), done.task("worker 0", 1)
+    assert first["pid"] != second["pid"]
+    assert set(first["config"]["cluster"]["worker"]).isdisjoint(
+        second["config"]["cluster"]["worker"]
+    )
+    assert [Path(t["log"]).parts[-3] for t in (first, second)] == ["attempt_0", "attempt_1"]
+    assert second["max_restarts"] == "3"
+    assert len(done.lines) == 1
+    assert re.fullmatch(
+        r"tfmw: restart 1 of 3 at once: worker 1 failed in attempt 0 after \d\.\d s at step 3: "
+        r"SIGKILL \(.*memory.*\)",
+        done.lines[0],
+    )
+
+
+def test_row_02_the_chief_too(run):
+    done = run("worker 0@0=gate:up step:3 kill", "worker 1@0=stubborn:up", max_restarts=1)
+    assert (done.result.status, done.result.attempts) == (0, 2)
+
+
+def test_without_restarts_nothing_is_started_again(run):
+    done = run("worker 0@0=wait", "worker 1@0=step:3 kill")
+    assert (done.result.status, done.attempts) == (1, [0])
+
+
+def test_row_26_the_first_error_is_what_everybody_shows(run):
+    done = run(
+        "worker 0@0=wait",
+        "worker 1@0=step:1 fail",
+        "worker 0@1=step:2 kill",
+        "worker 1@1=wait",
+        "*@2=step:3 fail",
+        max_restarts=2,
+    )
+    assert (done.result.status, done.result.attempts) == (1, 3)
+    summary = done.result.summary()
+    assert re.fullmatch(
+        r"tfmw: worker 1 failed first, in attempt 0 after \d\.\d s: "
+        r"ValueError: bad batch in attempt 0 \(exit status 1\)",
+        summary[-1],
+    )
+    assert any("worker 0 failed too in attempt 1: SIGKILL" in line for line in summary)
+    assert any("failed too in attempt 2: ValueError: bad batch in att" in line for line in summary)
+    assert "no restart is left of 2" in done.lines[-1]
+
+
+def test_row_27_out_of_memory_is_restarted_and_said(run, tmp_path):
+    done = run("worker 0@0=wait", "worker 1@0=step:1 kill", max_restarts=1)
+    assert done.result.status == 0
+    assert "memory ran out" in done.lines[0]
+    vmstat = tmp_path / "vmstat"
+    vmstat.write_text("nr_free_pages 5\noom_kill 3\n")
+    assert kernel_kills(vmstat) == 3
+    assert "out of memory is likely" in describe_status(-signal.SIGKILL, kernel_kills(vmstat))
+    assert "likely" not in describe_status(-signal.SIGTERM, kernel_kills(vmstat))
+    assert kernel_kills(tmp_path / "none") == 0
+
+
+def test_row_28_a_crash_loop_ends(run):
+    done = run(
+        "worker 0@0=wait", "worker 0@1=wait", "worker 1@0=fail", "worker 1@1=fail", max_restarts=9
+    )
+    assert (done.result.status, done.attempts) == (1, [0, 1])
+    assert "restart 1 of 9 in 1 s" in done.lines[0]
+    assert "a crash loop" in done.lines[1]
+    assert done.result.summary()[-1].endswith("bad batch in attempt 0 (exit status 1)")
+
+
+@pytest.mark.slow
+def test_fewer_workers_go_on(run):
+    done = run("worker 2@0=fail", "worker 2@1=fail", "worker 0@0=wait", "worker 0@1=wait",
+               workers=3, max_restarts=5, min_workers=2)  # fmt: skip
+    assert done.result.status == 0
+    assert sorted(done.result.tasks) == ["worker 0", "worker 1"]
+    assert len(done.task("worker 0", 2)["config"]["cluster"]["worker"]) == 2
+    assert "did not come back, so 2 go on" in done.lines[1]
+
+
+@pytest.mark.slow
+def test_row_16_a_stopped_task(run):
+    done = run("worker 0@0=stubborn:up", "worker 1@0=gate:up step:2 stop", max_restarts=1)
+    assert (done.result.status, done.result.attempts) == (0, 2)
+    assert done.seconds < 20
+    assert "worker 1 failed in attempt 0" in done.lines[0]
+    assert "stopped by a signal" in done.lines[0]
+
+
+@pytest.mark.slow
+def test_row_17_a_task_that_hangs(run):
+    flags = ["worker 0@0=step:2 stubborn", "worker 1@0=step:2 stuck_in_a_function_of_its_own"]
+    done = run(*flags, max_restarts=1, hang_timeout_s=1)
+    assert (done.result.status, done.result.attempts) == (0, 2)
+    assert re.search(r"no progress for \d+ s after step 2", done.lines[0])
+    assert "in stubborn" in done.log("worker 0", 0)
+    assert "in stuck_in_a_function_of_its_own" in done.log("worker 1", 0)
+
+
+def test_a_hang_without_restarts_is_a_failure(run):
+    done = run("worker 1@0=step:2 stuck_in_a_function_of_its_own", hang_timeout_s=1)
+    assert done.result.status == 1
+    assert "worker 1 failed after" in done.result.summary()[-1]
+    assert "no progress for" in done.result.summary()[-1]
+    assert any("in stuck_in_a_function" in line for line in done.result.summary())
+
+
+def test_row_19_a_straggler_is_named_and_left_alone(run, monkeypatch):
+    monkeypatch.setattr(_attempt, "LAG_S", 0.3)
+    done = run("worker 0@0=steps_until_lag", "worker 1@0=step:1 gate:lag")
+    assert done.result.status == 0
+    assert re.search(r"worker 1 lags: silent for \d+ s at step 1, while another", done.text)
+
+
+@pytest.mark.slow
+def test_row_23_a_task_that_never_starts(run, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\nif os.environ.get('TFMW_TASK') == 'worker 1': signal.pause()\n"
+    )
+    monkeypatch.setitem(NO_INIT, "PYTHONPATH", f"{tmp_path}:{ROOT}")
+    done = run("worker 0@0=wait", start_timeout_s=1.5)
+    assert done.result.status == 1
+    assert "tfmw: worker 1 failed after" in done.result.summary()[-1]
+    assert done.result.summary()[-1].endswith("did not start within 1.5 s")
+
+
+def test_row_13_a_task_that_is_told_to_leave(run):
+    done = run(
+        "worker 0@0=step:4 serve:up",
+        "worker 1@0=step:4 gate:up tell:worker_0 serve",
+        max_restarts=1,
+    )
+    assert (done.result.status, done.result.attempts, done.result.restarts) == (0, 2, 0)
+    assert "saved their state and left" in done.lines[0]
+    assert "at step 4 (not counted as a restart)" in done.lines[0]
+
+
+def test_leaving_without_restarts_is_passed_on(run):
+    done = run("worker 0@0=leave", "worker 1@0=leave")
+    assert (done.result.status, done.result.attempts) == (PREEMPTED, 1)
+    assert "same command goes on" in done.result.summary()[-1]
+
+
+# ---- parameter servers --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_row_05_a_worker_of_parameter_servers_comes_back_alone(run):
+    done = run(
+        "chief@0=gate:back",
+        "worker 1@0=kill",
+        "worker 1@again=open_gate:back",
+        "worker 0@0=stubborn",
+        "ps 0@0=stubborn",
+        ps=1,
+        max_restarts=2,
+    )
+    assert (done.result.status, done.result.attempts, done.result.restarts) == (0, 1, 1)
+    assert "of worker 1 alone" in done.lines[0]
+    first, again = done.task("worker 1", 0), done.task("worker 1", 0, ".again")
+    assert first["config"] == again["config"]  # the same address
+    assert first["log"] != again["log"]
+    assert done.result.tasks["worker 1"] == 0
+
+
+def test_row_31_an_evaluator_comes_back_alone(run):
+    done = run(
+        "worker 0@0=gate:back",
+        "evaluator@0=fail",
+        "evaluator@again=open_gate:back",
+        workers=1,
+        evaluator=True,
+        max_restarts=1,
+    )
+    assert (done.result.status, done.attempts, done.result.restarts) == (0, [0], 1)
+
+
+@pytest.mark.parametrize("dead", ["ps 0", "chief"])
+def test_rows_04_and_06_a_server_or_the_coordinator_takes_all_along(run, dead):
+    waits = [f"{task}@0=wait" for task in ("chief", "worker 0", "ps 0") if task != dead]
+    done = run(*waits, f"{dead}@0=step:1 kill", workers=1, ps=1, max_restarts=1)
+    assert (done.result.status, done.attempts) == (0, [0, 1])
+
+
+def test_a_worker_that_keeps_dying_alone_ends_the_run(run):
+    done = run(
+        "chief@0=wait", "worker 0@0=fail", "worker 0@again=fail", "ps 0@0=wait",
+        workers=1, ps=1, max_restarts=2,
+    )  # fmt: skip
+    assert (done.result.status, done.result.restarts) == (1, 2)
+    assert "worker 0 failed" in done.result.summary()[-1]
+
+
+# ---- signals to the launcher --------------------------------------------------------------------
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Any]:
+    """A run by the command line whose tasks serve: start(actions, options) -> launcher, pids."""
+    with_end: list[Any] = []
+
+    def start(*flags: str, options: tuple[str, ...] = (), ready: int = 2) -> Any:
+        command = ["run", "--workers", "2", "--log-dir", str(tmp_path), *options, PROGRAM, *flags]
+        manager = tfmw_command(*command, env={**NO_INIT, "TFMW_RESULT": str(tmp_path)})
+        with_end.append(manager)
+        launcher = manager.__enter__()
+        assert launcher.stdout
+        seen = ""
+        while seen.count("ready") < ready:
+            line = launcher.stdout.readline()
+            assert line, f"the run ended:\n{seen}"
+            seen += line
+        return launcher, [int(pid) for pid in re.findall(r"ready (\d+)", seen)]
+
+    yield start
+    for manager in with_end:
+        manager.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("options", [(), ("--max-restarts", "3")])
+def test_row_14_a_launcher_that_is_told_to_leave_lets_the_tasks_save(serving, number, options):
+    launcher, pids = serving("*@0=serve", options=options)
+    launcher.send_signal(number)
+    output, _ = launcher.communicate(timeout=10)
+    assert launcher.returncode == PREEMPTED
+    assert "same command goes on" in output.splitlines()[-1]
+    assert wait_gone(pids, 0) == []
+
+
+def test_row_14_tasks_that_do_not_save_die_of_it(serving):
+    launcher, pids = serving("*@0=wait", options=("--max-restarts", "3"))
+    launcher.terminate()
+    launcher.communicate(timeout=10)
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert wait_gone(pids, 0) == []
+
+
+@pytest.mark.slow
+def test_row_14_the_grace_is_bounded(serving):
+    launcher, pids = serving("*@0=stubborn", options=("--preempt-grace", "0.5"))
+    begin = time.monotonic()
+    launcher.terminate()
+    launcher.communicate(timeout=10)
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert 0.5 < time.monotonic() - begin < 5
+    assert wait_gone(pids, 0) == []
+
+
+def test_row_14_a_second_signal_ends_everything_at_once(serving):
+    launcher, pids = serving("*@0=stubborn", options=("--preempt-grace", "60"))
+    begin = time.monotonic()
+    launcher.terminate()
+    launcher.send_signal(signal.SIGUSR1)
+    launcher.communicate(timeout=10)
+    assert time.monotonic() - begin < 3
+    assert wait_gone(pids, 0) == []
+
+
+# ---- copies -------------------------------------------------------------------------------------
+
+
+@pytest.mark.multiprocess
+def test_tasks_are_copies_of_one_process_at_first_and_again_and_none_is_left(serving, tmp_path):
+    options = ("--max-restarts", "2", "--standby", "on")
+    flags = ("*@0=step:1 wait", "*@1=step:2 wait")
+    launcher, pids = serving(*flags, options=options)
+    os.kill(pids[1], signal.SIGKILL)
+    seen = ""
+    while len(re.findall(r"ready \d+", seen)) < 2:
+        line = launcher.stdout.readline()
+        assert line, f"the run ended:\n{seen}"
+        seen += line
+    tasks = [
+        json.loads((tmp_path / f"worker {i}@{attempt}.json").read_text())
+        for attempt in (0, 1)
+        for i in (0, 1)
+    ]
+    assert all(task["tensorflow"] for task in tasks)  # the program itself imports none
+    assert all(task["argv"] == list(flags) for task in tasks)
+    assert len({task["pid"] for task in tasks}) == 4
+    # Row 15: the launcher is killed beside tasks that are copies, and the process they copy.
+    template = template_of(launcher.pid, PROGRAM)
+    launcher.kill()
+    launcher.wait()
+    assert wait_gone([template, *(task["pid"] for task in tasks)], 5) == []
+
+
+@pytest.mark.multiprocess
+def test_tasks_start_without_the_process_they_would_be_copies_of(serving, tmp_path):
+    options = ("--max-restarts", "2", "--standby", "on")
+    launcher, pids = serving("*@0=step:1 wait", "*@1=step:2", options=options)
+    os.kill(template_of(launcher.pid, PROGRAM), signal.SIGKILL)
+    os.kill(pids[1], signal.SIGKILL)
+    output, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 0, output
+    tasks = [json.loads((tmp_path / f"worker {i}@1.json").read_text()) for i in (0, 1)]
+    assert not any(task["tensorflow"] for task in tasks)
+
+
+@pytest.mark.multiprocess
+def test_tasks_do_not_wait_forever_for_the_process_they_would_be_copies_of(tmp_path):
+    (tmp_path / "tensorflow.py").write_text("import time\ntime.sleep(1e6)\n")
+    options = ["--workers", "2", "--standby", "on", "--start-timeout", "2"]
+    env = {**NO_INIT, "TFMW_RESULT": str(tmp_path), "PYTHONPATH": f"{tmp_path}:{PYTHONPATH}"}
+    with tfmw_command("run", *options, PROGRAM, "*@0=step:1", env=env) as launcher:
+        output, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 0, output
+    tasks = [json.loads((tmp_path / f"worker {i}@0.json").read_text()) for i in (0, 1)]
+    assert not any(task["tensorflow"] for task in tasks)
+
+
+def template_of(launcher: int, program: str) -> int:
+    """The process that tasks of a launcher are copied from; it shows what they run."""
+    ((template,), _) = template_and_copies(children(launcher))
+    assert program in Path(f"/proc/{template}/cmdline").read_text().split("\0")
+    return template

@@ -1,0 +1,601 @@
+"""Local clusters: what their users see, how they fail, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import platform
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tfmw
+from tests.helpers.cluster import (
+    MARK,
+    ONE_THREAD,
+    PROGRAMS,
+    ClusterRun,
+    children,
+    marked,
+    template_and_copies,
+    tfmw_command,
+    wait_gone,
+)
+from tests.programs import launch_functions
+from tfmw.errors import TaskFailed, UsageError
+from tfmw.launcher import template as _template
+from tfmw.launcher.failure import describe_status
+from tfmw.launcher.output import Display, collapse
+from tfmw.launcher.run import launch_tasks
+from tfmw.runtime.ports import reserved_ports
+from tfmw.runtime.recorded_errors import record_error
+
+PROGRAM = str(PROGRAMS / "launch_tasks.py")
+NO_INIT = {"TFMW_NO_INIT": "1"}
+
+
+@pytest.fixture(scope="module")
+def run(run_cluster: Any) -> Any:
+    """Runs launch_tasks.py without TensorFlow."""
+
+    def start(*flags: str, **options: Any) -> ClusterRun:
+        options = {"timeout_s": 60, "status": None, "env": NO_INIT, **options}
+        found: ClusterRun = run_cluster("launch_tasks.py", *flags, **options)
+        return found
+
+    return start
+
+
+# ---- a run that succeeds -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two(run: Any) -> ClusterRun:
+    found: ClusterRun = run("--epochs", "3", workers=2)
+    return found
+
+
+def without_note(run: ClusterRun) -> str:
+    """What a run printed, without its line on the tasks' network: it depends on the system."""
+    first, _, rest = run.output.partition("\n")
+    return rest if first.startswith("tfmw: ") and " network" in first else run.output
+
+
+class TestSuccess:
+    def test_status_and_no_summary(self, two):
+        assert two.status == 0
+        assert "tfmw:" not in without_note(two)
+
+    def test_every_line_carries_its_task(self, two):
+        assert sorted(without_note(two).splitlines()) == [
+            "[worker 0] to stderr",
+            "[worker 0] to stdout",
+            "[worker 1] to stderr",
+            "[worker 1] to stdout",
+        ]
+
+    def test_every_task_has_a_log(self, two):
+        for task in ("worker 0", "worker 1"):
+            assert sorted(two.log(task).splitlines()) == ["to stderr", "to stdout"]
+
+    def test_the_script_sees_what_python_would_show_it(self, two):
+        for result in two:
+            assert result["argv"] == [PROGRAM, "--epochs", "3"]
+            assert result["name"] == "__main__"
+            assert result["path"] == str(PROGRAMS)
+
+    def test_tf_config(self, two):
+        assert [r["config"]["task"] for r in two] == [
+            {"type": "worker", "index": 0},
+            {"type": "worker", "index": 1},
+        ]
+        assert two[0]["config"]["cluster"] == two[1]["config"]["cluster"]
+        addresses = two[0]["config"]["cluster"]["worker"]
+        assert len(set(addresses)) == 2
+        assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in addresses)
+
+    def test_the_environment_of_a_task(self, two):
+        for i, result in enumerate(two):
+            env = result["env"]
+            assert env["TFMW_LOCAL_TASKS"] == "2"
+            assert env["TFMW_LOCAL_RANK"] == str(i)
+            assert env["TFMW_TASK"] == f"worker {i}"
+            assert Path(env["TFMW_ERROR_FILE"]) == two.log_dir / f"worker_{i}" / "error.json"
+            assert env["TF_CPP_MIN_LOG_LEVEL"] == "2"
+            assert "TFMW_TTY" not in env
+            assert not result["terminal"]
+            assert result["session"]
+
+    def test_parameter_servers_come_with_a_chief(self, run):
+        result = run(workers=2, ps=1, evaluator=True)
+        assert result.status == 0
+        assert sorted(result.by_task) == ["chief", "evaluator", "ps 0", "worker 0", "worker 1"]
+        cluster = result.chief["config"]["cluster"]
+        assert {job: len(a) for job, a in cluster.items()} == {"chief": 1, "worker": 2, "ps": 1}
+        assert result.by_task["evaluator"]["config"]["task"] == {"type": "evaluator", "index": 0}
+        assert result.by_task["ps 0"]["env"]["TFMW_LOCAL_TASKS"] == "5"
+
+    def test_processes_that_a_task_leaves_behind_are_ended(self, run):
+        assert run("worker 1=leave_a_child").status == 0  # run_cluster looks for survivors
+
+    def test_an_unfinished_line_and_bytes_that_are_no_text_are_shown(self, run):
+        assert "[worker 1] no newline \ufffd\ufffd\n" in run("worker 1=unfinished_line").output
+
+    def test_without_a_log_dir_nothing_stays(self, tmp_path):
+        with tfmw_command(
+            "run",
+            "--workers",
+            "1",
+            PROGRAM,
+            env={**NO_INIT, "TMPDIR": str(tmp_path), "TFMW_RESULT": "/nowhere"},
+        ) as p:
+            failed, _ = p.communicate(timeout=60)
+        assert p.returncode == 1
+        kept = list(tmp_path.glob("tfmw-*/attempt_0/worker_0/output.log"))
+        assert len(kept) == 1
+        assert str(kept[0]) in failed
+        with tfmw_command(
+            "run",
+            "--workers",
+            "1",
+            PROGRAM,
+            env={**NO_INIT, "TMPDIR": str(tmp_path), "TFMW_RESULT": str(tmp_path)},
+        ) as p:
+            p.communicate(timeout=60)
+        assert p.returncode == 0
+        assert len(list(tmp_path.glob("tfmw-*"))) == 1  # fmt: skip
+
+
+# ---- a run that fails --------------------------------------------------------------------------
+
+
+def last_line(run: ClusterRun) -> str:
+    return run.output.rstrip().splitlines()[-1]
+
+
+class TestFailure:
+    def test_the_last_line_names_the_task_and_its_error(self, run):
+        result = run("worker 0=wait", "worker 1=fail")
+        assert result.status == 1
+        assert re.fullmatch(
+            r"tfmw: worker 1 failed after \d+\.\d s: ValueError: bad batch \(exit status 1\)",
+            last_line(result),
+        )
+        log = result.log_dir / "worker_1" / "output.log"
+        assert f"tfmw: log of worker 1: {log}" in result.output
+        assert 'raise ValueError("bad batch")' in log.read_text()
+        # The traceback starts in the user's file.
+        assert "_task.py" not in log.read_text()
+
+    @pytest.mark.parametrize("peer", ["wait", "stubborn"])
+    def test_the_others_are_ended_within_2_s(self, run, peer):
+        result = run(f"worker 0={peer}", "worker 1=fail", f"worker 2={peer}", workers=3)
+        ended = time.monotonic()
+        record = json.loads((result.log_dir / "worker_1" / "error.json").read_text())
+        assert result.status == 1
+        assert ended - record["monotonic"] < 2
+
+    @pytest.mark.parametrize(
+        ("first", "second"),
+        [
+            ("echo_last", "fail_and_hang"),  # the one to blame told of it, and is still dying
+            ("echo", "fail_last"),  # its echo was heard before it spoke
+            ("echo_last", "fail"),
+        ],
+    )
+    def test_the_cause_is_named_not_its_echo(self, run, first, second):
+        result = run(f"worker 0={first}", f"worker 1={second}")
+        assert result.status == 1
+        assert re.match("tfmw: worker 1 failed (first, )?", last_line(result))
+        assert "ValueError: bad batch" in last_line(result)
+        assert "SIG" not in last_line(result)  # a task that we ended had no such end of its own
+        if second != "fail":  # then the echo may come too late to be heard
+            assert "tfmw: worker 0 failed too: RuntimeError: training failed" in result.output
+
+    def test_an_echo_alone_is_named(self, run):
+        result = run("worker 0=wait", "worker 1=echo")
+        assert "worker 1 failed after" in last_line(result)
+        assert "RuntimeError: training failed" in last_line(result)
+
+    def test_a_dead_task_is_the_cause_of_an_echo(self, run):
+        result = run("worker 0=echo", "worker 1=kill_last")
+        assert "worker 1 failed first" in last_line(result)
+
+    def test_a_killed_task(self, run):
+        result = run("worker 0=wait", "worker 1=kill")
+        assert result.status == 1
+        assert "worker 1 failed" in last_line(result)
+        assert "SIGKILL" in last_line(result)
+        assert "memory" in last_line(result)
+
+    @pytest.mark.parametrize(
+        ("action", "words"), [("leave_3", "exit status 3"), ("leave_words", "no data here")]
+    )
+    def test_a_task_that_leaves(self, run, action, words):
+        result = run("worker 0=wait", f"worker 1={action}")
+        assert result.status == 1
+        assert "worker 1 failed" in last_line(result)
+        assert words in last_line(result)
+
+    def test_wrong_usage_is_one_sentence_and_status_2(self, run):
+        result = run("worker 0=wait", "worker 1=usage")
+        assert result.status == 2
+        sentence = "the model is not compiled; call compile first."
+        assert result.log("worker 1") == f"tfmw: {sentence}\n"
+        assert last_line(result).endswith(f": {sentence} (exit status 2)")
+        assert "Traceback" not in result.output
+
+    def test_a_parameter_server_that_dies_ends_the_run(self, run):
+        result = run("chief=wait", "worker 0=wait", "ps 0=kill", workers=1, ps=1)
+        assert result.status == 1
+        assert "ps 0 failed" in last_line(result)
+
+    def test_serving_tasks_that_stay_are_ended_without_blame(self, tmp_path):
+        result = launch_tasks(
+            [PROGRAM, "worker 0=wait", "ps 0=stubborn"],
+            workers=1,
+            ps=1,
+            env={
+                **NO_INIT,
+                "TFMW_RESULT": str(tmp_path),
+                "PYTHONPATH": str(PROGRAMS.parent.parent),
+            },
+            stdout=io.StringIO(),
+            farewell_s=0.2,
+        )
+        assert (result.status, result.failures) == (0, ())
+        assert result.tasks["ps 0"] == -signal.SIGKILL
+
+
+# ---- signals, and the launcher's own end -------------------------------------------------------
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[Any]:
+    """A run whose tasks wait: (launcher, what it printed, the pids of all its processes)."""
+    flags = ["worker 0=parent", "worker 1=stubborn"]
+    command = ["run", "--workers", "2", "--log-dir", str(tmp_path), PROGRAM, *flags]
+    with tfmw_command(*command, env=NO_INIT) as launcher:
+        assert launcher.stdout
+        seen = ""
+        while seen.count("ready") < 2 or "child" not in seen:
+            line = launcher.stdout.readline()
+            assert line, f"the run ended:\n{seen}"
+            seen += line
+        environ = Path(f"/proc/{launcher.pid}/environ").read_bytes().decode()
+        mark = re.search(rf"{MARK}=(\w+)", environ)
+        assert mark
+        yield launcher, [pid for pid in marked(mark[1]) if pid != launcher.pid]
+
+
+class TestEnd:
+    @pytest.mark.parametrize(
+        ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    )
+    def test_a_signal_ends_every_process(self, waiting, number, status):
+        launcher, pids = waiting
+        assert len(pids) == 4  # with the reaper, see `_spawn`
+        launcher.send_signal(number)
+        output, _ = launcher.communicate(timeout=10)
+        assert launcher.returncode == status
+        assert number.name in output.splitlines()[-1]
+        assert wait_gone(pids, 0) == []
+
+    def test_a_second_signal_does_not_wait_for_the_grace(self, waiting):
+        launcher, pids = waiting
+        begin = time.monotonic()
+        launcher.send_signal(signal.SIGINT)
+        launcher.send_signal(signal.SIGTERM)
+        launcher.communicate(timeout=10)
+        assert time.monotonic() - begin < 0.9
+        assert wait_gone(pids, 0) == []
+
+    def test_row_15_no_process_outlives_a_launcher_that_is_killed(self, waiting):
+        launcher, pids = waiting
+        assert len(pids) == 4  # a task's own child, which asked for nothing, and the reaper too
+        launcher.kill()
+        launcher.wait()
+        assert wait_gone(pids, 5) == []
+
+    def test_a_reader_that_goes_ends_the_run(self, tmp_path):
+        command = ["run", "--workers", "2", "--log-dir", str(tmp_path), PROGRAM, "worker 1=babble"]
+        env = {**NO_INIT, "TFMW_RESULT": str(tmp_path)}
+        with tfmw_command(*command, env=env) as launcher:
+            assert launcher.stdout
+            launcher.stdout.readline()
+            launcher.stdout.close()
+            assert launcher.wait(timeout=10) == 128 + signal.SIGPIPE
+
+    def test_a_child_that_outlived_its_launcher_ends_at_once(self):
+        env = {**os.environ, **NO_INIT, "TFMW_LAUNCHER_PID": str(os.getpid() + 1)}
+        task = Path(tfmw.__file__).parent / "launcher/task.py"
+        process = subprocess.run([sys.executable, str(task), "script", PROGRAM], env=env)
+        assert process.returncode == -signal.SIGKILL
+
+
+# ---- output ------------------------------------------------------------------------------------
+
+
+class TestOutput:
+    def test_a_progress_bar_lives_on_a_terminal(self, tmp_path):
+        ours, theirs = pty.openpty()
+        flags = ["worker 0=progress", "worker 1=interrupt"]
+        command = ["run", "--workers", "2", "--isolate", "off", PROGRAM, *flags]
+        env = {**NO_INIT, "TFMW_RESULT": str(tmp_path)}
+        with tfmw_command(*command, env=env, stdout=theirs, stderr=theirs) as launcher:
+            os.close(theirs)
+            middle = tmp_path / "in_the_middle"
+            shown = self.until(ours, b"\x1b[0m.")
+            middle.touch()
+            shown += self.until(ours, b"from the middle")
+            middle.unlink()
+            shown += self.until(ours, None)
+            os.close(ours)
+            assert launcher.wait(timeout=10) == 0
+        text = shown.decode().replace("\r\n", "\n")
+        bar = "\r1/2 \x1b[32m=\x1b[0m."
+        assert text == (
+            f"a terminal: True 1\n{bar}"
+            f"\r{' ' * 6}\r[worker 1] hello from the middle\n{bar[1:]}"
+            "\b\b\b\b\b\b\r2/2 ==\n"
+        )
+
+    @staticmethod
+    def until(terminal: int, words: bytes | None) -> bytes:
+        """What the terminal shows, up to these words or its end."""
+        shown = b""
+        while words is None or words not in shown:
+            try:
+                shown += os.read(terminal, 1 << 16)
+            except OSError:
+                break
+        return shown
+
+    @pytest.mark.parametrize(
+        ("line", "shown"),
+        [
+            ("hello", "hello"),
+            ("\r1/2\b\b\b\r2/2", "2/2"),
+            ("1/2\r", "1/2"),
+            ("\b\b\b\r1/9 [=>..]\b\b", "1/9 [=>..]"),
+            ("", ""),
+        ],
+    )
+    def test_what_a_line_shows_in_the_end(self, line, shown):
+        assert collapse(line) == shown
+
+    def test_lines_wait_until_they_are_complete(self):
+        out = io.StringIO()
+        display = Display(out)
+        for task, data in (
+            ("a", b"1\n2"),
+            ("b", b"x\n"),
+            ("a", b"2\r\n3"),
+            ("b", "é".encode()[:1]),
+        ):
+            display.feed(task, data)
+        display.feed("b", "é".encode()[1:])
+        display.feed("a", b"", final=True)
+        display.feed("b", b"", final=True)
+        assert out.getvalue() == "[a] 1\n[b] x\n[a] 22\n[a] 3\n[b] é\n"
+
+    def test_a_line_without_an_end_is_not_kept_for_ever(self):
+        out = io.StringIO()
+        display = Display(out)
+        for _ in range(100):
+            display.feed("a", b"x" * 1000)
+        assert out.getvalue().startswith("[a] xxx")
+
+    def test_a_stream_that_cannot_show_a_character(self):
+        raw = io.BytesIO()
+        display = Display(io.TextIOWrapper(raw, encoding="ascii"))
+        display.feed("a", "━ 1/2\n".encode())
+        assert raw.getvalue() == b"[a] ? 1/2\n"
+
+
+# ---- ports, statuses, records ------------------------------------------------------------------
+
+
+def test_ports_are_held_until_the_end_of_the_reservation():
+    with reserved_ports(8) as ports:
+        assert len(set(ports)) == 8
+        for port in ports:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", ports[0]))
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(3, "exit status 3"), (-15, "SIGTERM"), (-11, "SIGSEGV (a crash"), (-99, "signal 99")],
+)
+def test_statuses_in_words(status, words):
+    assert describe_status(status).startswith(words)
+
+
+class TestRecords:
+    @pytest.fixture
+    def path(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("TFMW_ERROR_FILE", str(tmp_path / "error.json"))
+        return tmp_path / "error.json"
+
+    def test_nothing_without_a_launcher(self, tmp_path, monkeypatch):
+        monkeypatch.delenv("TFMW_ERROR_FILE", raising=False)
+        monkeypatch.chdir(tmp_path)
+        record_error(ValueError("x"))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_an_error_raised_from_another_keeps_its_time(self, path):
+        first = ValueError("first")
+        record_error(first)
+        before = json.loads(path.read_text())
+        second = RuntimeError("second")
+        second.__cause__ = first
+        record_error(second, fatal=True)
+        after = json.loads(path.read_text())
+        assert (after["type"], after["message"], after["fatal"]) == ("RuntimeError", "second", True)
+        assert after["monotonic"] == before["monotonic"]
+        record_error(KeyError("unrelated"))
+        assert json.loads(path.read_text())["monotonic"] > before["monotonic"]
+
+    def test_what_tensorflow_passes_on_from_a_peer_is_an_echo(self, path):
+        for message, secondary in (
+            ("Error reported from /job:worker/task:1: ValueError: bad batch", True),
+            ("Graph execution error", False),
+        ):
+            record_error(RuntimeError(message))
+            assert json.loads(path.read_text())["secondary"] is secondary
+
+    def test_a_folder_that_is_gone_is_told_and_no_error(self, path, monkeypatch, capsys):
+        monkeypatch.setenv("TFMW_ERROR_FILE", str(path.parent / "gone" / "error.json"))
+        record_error(ValueError("x"))
+        assert "could not write" in capsys.readouterr().err
+
+
+# ---- functions ---------------------------------------------------------------------------------
+
+
+def launch(fn: Any, *args: Any, workers: int = 2) -> list[Any]:
+    return tfmw.launch(fn, args, workers, env=NO_INIT, stdout=io.StringIO())
+
+
+class TestFunctions:
+    def test_results_come_in_order(self):
+        value = {"large": b"x" * 300_000}  # more than a pipe holds
+        assert launch(launch_functions.rank_and, value, workers=3) == [
+            (0, value),
+            (1, value),
+            (2, value),
+        ]
+
+    def test_an_exception_is_raised_here_with_its_traceback(self):
+        with pytest.raises(KeyError, match="lost") as caught:
+            launch(launch_functions.fail_on_1, KeyError("lost"))
+        cause = caught.value.__cause__
+        assert isinstance(cause, TaskFailed)
+        assert "worker 1 failed" in str(cause)
+        assert "in fail_on_1\n    raise error\nKeyError: 'lost'" in str(cause)
+
+    def test_an_exception_that_cannot_travel(self):
+        error = pickle.dumps(launch_functions.Awkward(1, 2))
+        with pytest.raises(TypeError):
+            pickle.loads(error)
+        with pytest.raises(TaskFailed, match="Awkward: 1 and 2"):
+            launch(launch_functions.fail_awkwardly_on_1)
+
+    def test_a_worker_that_dies(self):
+        with pytest.raises(TaskFailed, match=r"worker 1 failed after .*SIGKILL"):
+            launch(launch_functions.die_on_1)
+
+    def test_a_worker_that_leaves_without_a_result(self):
+        with pytest.raises(TaskFailed, match="before the function returned"):
+            launch(launch_functions.leave)
+
+    def test_a_local_function_needs_cloudpickle(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "cloudpickle", None)
+        with pytest.raises(UsageError, match="install cloudpickle"):
+            launch(lambda: 1)
+
+    def test_a_local_function_travels_by_cloudpickle(self):
+        offset = 40
+        assert launch(lambda x: x + offset, 2) == [42, 42]
+
+    def test_arguments_that_cannot_travel(self):
+        with pytest.raises(UsageError, match="can't send"):
+            launch(launch_functions.rank_and, threading.Lock())
+
+    def test_inside_a_cluster(self, monkeypatch):
+        monkeypatch.setenv("TF_CONFIG", '{"cluster": {}}')
+        with pytest.raises(UsageError, match=r"TF_CONFIG is already set to \{\"cluster\": \{\}\}"):
+            launch(launch_functions.rank_and, 1)
+
+    @pytest.mark.parametrize("workers", [0, -1, 1.5, "2", True])
+    def test_a_wrong_number_of_workers(self, workers):
+        with pytest.raises(UsageError, match="at least 1"):
+            launch(launch_functions.rank_and, 1, workers=workers)
+
+    def test_what_is_noted_of_each_launch_is_said_once(self, monkeypatch, capfd):
+        monkeypatch.setattr("tfmw.launcher.run._network", lambda *_: (None, "a note"))
+        for _ in range(2):
+            launch(launch_functions.rank_and, 1, workers=1)
+        assert capfd.readouterr().err.count("tfmw: a note") == 1
+
+    def test_handlers_are_put_back(self):
+        before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        launch(launch_functions.rank_and, 1, workers=1)
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.mark.multiprocess
+def test_workers_are_copies_of_a_process_that_stays_for_the_next_run():
+    def kept(**env: str) -> list[int]:
+        tfmw.launch(launch_functions.rank_and, [1], 2, env=ONE_THREAD | env, stdout=io.StringIO())
+        return template_and_copies(children(os.getpid()))[0]
+
+    (template,) = kept()
+    copies = (launch_functions.is_copy_of, [template], 2)
+    assert tfmw.launch(*copies, env=ONE_THREAD, stdout=io.StringIO()) == [True, True]
+    assert kept() == [template]
+    one, other = tfmw.launch(launch_functions.draw, [], 2, env=ONE_THREAD, stdout=io.StringIO())
+    assert all(a != b for a, b in zip(one, other, strict=True)), "copies draw the same numbers"
+    (another,) = kept(TF_ENABLE_ONEDNN_OPTS="0")  # which TensorFlow reads when it is imported
+    assert another != template
+    os.kill(another, signal.SIGKILL)
+    os.waitid(os.P_PID, another, os.WEXITED | os.WNOWAIT)
+    assert len(kept(TF_ENABLE_ONEDNN_OPTS="0")) == 1
+
+
+def test_a_copy_draws_numbers_of_its_own():
+    drawn = []
+    for _ in range(2):
+        np.random.seed(1)
+        _template._draw_afresh()
+        drawn.append(np.random.rand())
+    assert drawn[0] != drawn[1]
+
+
+# Elsewhere TensorFlow's own choice stays.
+ASKED = "1" if platform.machine() == "x86_64" else None
+
+WHICH_KERNELS = """
+import os
+print("asked:", os.environ.get("TF_ENABLE_ONEDNN_OPTS"))
+if os.environ["LOOK"]:
+    from tfmw import keras_compat
+    print("oneDNN:", keras_compat.computes_with_onednn())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "chosen", "expected"),
+    [
+        (["--workers=1"], {"LOOK": "1"}, [f"asked: {ASKED}", f"oneDNN: {ASKED == '1'}"]),
+        ([], {"LOOK": ""}, [f"asked: {ASKED}"]),
+        (["--workers=1"], {"LOOK": "", "TF_ENABLE_ONEDNN_OPTS": "0"}, ["asked: 0"]),
+    ],
+)
+def test_tasks_compute_with_onednn_unless_told_otherwise(
+    tmp_path: Path, options: list[str], chosen: dict[str, str], expected: list[str]
+):
+    (tmp_path / "which.py").write_text(WHICH_KERNELS)
+    env = {**NO_INIT, **chosen}
+    with tfmw_command("run", *options, str(tmp_path / "which.py"), env=env) as process:
+        output = process.communicate(timeout=100)[0]
+    assert process.returncode == 0, output
+    said = [line.rpartition("] ")[2] for line in output.splitlines()]
+    assert [line for line in said if line.startswith(("asked", "oneDNN"))] == expected

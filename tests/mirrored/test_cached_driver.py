@@ -1,0 +1,200 @@
+"""What fit, evaluate and predict keep from call to call, and when they trace anew."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfmw
+from tfmw import keras_compat
+from tfmw.mirrored import cached_driver
+
+X: Any = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+Y = X[:, :1]
+
+
+called: list[keras.layers.Layer] = []
+
+
+class Noted(keras.layers.Layer):
+    """Notes that it is called, which is while a step is traced."""
+
+    factor = 1.0
+
+    def call(self, x):
+        called.append(self)
+        return x * self.factor
+
+
+def made() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    layers = [Noted(), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    return model
+
+
+def fit(model: keras.Model, **more: Any) -> dict[str, list[float]]:
+    logs: dict[str, list[float]] = tfmw.fit(model, X, Y, batch_size=8, verbose=0, **more).history
+    return logs
+
+
+def evaluate(model: keras.Model) -> dict[str, float]:
+    logs: dict[str, float] = tfmw.evaluate(model, X, Y, verbose=0, return_dict=True)
+    return logs
+
+
+def predict(model: keras.Model) -> Any:
+    return tfmw.predict(model, X, verbose=0)
+
+
+def traces(model: keras.Model, call: Callable[[keras.Model], Any]) -> int:
+    called.clear()
+    call(model)
+    return sum(layer is model.layers[0] for layer in called)
+
+
+@pytest.mark.parametrize("call", [fit, evaluate, predict])
+def test_what_was_traced_is_used_again(call):
+    model = made()
+    assert traces(model, call) > 0
+    assert traces(model, call) == 0
+
+
+def test_also_where_something_else_was_called_in_between():
+    model = made()
+    for call in (fit, evaluate, predict):
+        call(model)
+    assert [traces(model, call) for call in (evaluate, fit, predict, evaluate)] == [0, 0, 0, 0]
+
+
+def test_the_numbers_are_those_of_keras():
+    ours, keras_own = made(), made()
+    for _ in range(3):
+        expected = keras_own.fit(X, Y, batch_size=8, verbose=0, shuffle=False).history
+        for name, values in fit(ours, shuffle=False).items():
+            assert values == pytest.approx(expected[name], rel=1e-5)
+        scores = keras_own.evaluate(X, Y, verbose=0, return_dict=True)
+        assert evaluate(ours) == pytest.approx(scores, rel=1e-5)
+    np.testing.assert_allclose(predict(ours), keras_own.predict(X, verbose=0), rtol=1e-5)
+
+
+CHANGES: dict[str, Callable[[keras.Model], Any]] = {
+    "an attribute of a layer": lambda model: setattr(model.layers[0], "factor", 3.0),
+    "dropout": lambda model: setattr(model.layers[2], "rate", 0.0),
+    "trainable": lambda model: setattr(model.layers[3], "trainable", False),
+    "the optimizer's clipping": lambda model: setattr(model.optimizer, "clipnorm", 1e-3),
+    "a schedule": lambda model: setattr(
+        model.optimizer, "learning_rate", keras.optimizers.schedules.CosineDecay(0.01, 10)
+    ),
+    "a regularizer": lambda model: setattr(
+        model.layers[3].kernel, "regularizer", keras.regularizers.L2(1.0)
+    ),
+    "compile": lambda model: model.compile("sgd", "mae"),
+    "compile, the same": lambda model: model.compile(model.optimizer, model.loss),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_traced_anew(change):
+    kept, fresh = made(), made()
+    fit(kept)
+    fit(fresh)
+    CHANGES[change](kept)
+    CHANGES[change](fresh)
+    vars(fresh).pop(cached_driver._KEPT)
+    assert fit(kept) == fit(fresh)
+    for a, b in zip(kept.get_weights(), fresh.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert traces(kept, fit) == 0
+
+
+def test_a_seed_is_for_what_is_traced_afterwards():
+    """Ops draw theirs when they are traced, and Keras's keep the generator of that moment."""
+    model = made()
+    fit(model)
+    assert traces(model, functools.partial(fit, seed=4)) > 0
+    keras.utils.set_random_seed(4)
+    assert traces(model, evaluate) > 0
+    assert traces(model, evaluate) == 0
+
+
+class Frozen(keras.callbacks.Callback):
+    """Has another value in an attribute of a layer for the length of a call."""
+
+    def on_train_begin(self, logs=None):
+        self.model.layers[3].trainable = False
+
+    def on_train_end(self, logs=None):
+        self.model.layers[3].trainable = True
+
+
+def test_a_change_for_one_call_is_for_that_call():
+    model = made()
+    for frozen in (True, False, True, False):
+        before = model.layers[3].get_weights()[0]
+        fit(model, callbacks=[Frozen()] if frozen else [])
+        assert np.array_equal(model.layers[3].get_weights()[0], before) == frozen
+
+
+def test_memory_of_what_cannot_serve_again_is_free_before_the_next_call():
+    model = made()
+    fit(model)
+    gone = weakref.ref(model.optimizer)
+    model.compile("sgd", "mse")
+    held: list[bool] = []
+
+    def look(logs: Any) -> None:
+        gc.collect()
+        held.append(gone() is not None)
+
+    fit(model, callbacks=[keras.callbacks.LambdaCallback(on_train_begin=look)])
+    assert held == [False]
+
+
+def test_an_error_leaves_nothing():
+    model = made()
+    evaluate(model)
+    with pytest.raises(ZeroDivisionError):
+        fit(model, callbacks=[keras.callbacks.LambdaCallback(on_train_begin=lambda _: 1 // 0)])
+    assert traces(model, evaluate) > 0
+
+
+def test_a_call_within_a_call_has_a_driver_of_its_own():
+    model = made()
+    within: list[dict[str, float]] = []
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: within.append(evaluate(model)))
+    fit(model, epochs=2, callbacks=[note])
+    assert within[-1] == pytest.approx(evaluate(model), rel=1e-6)
+    assert traces(model, fit) == 0
+
+
+def test_precisions_are_told_apart():
+    model = made()
+    lower = functools.partial(fit, precision="mixed_bfloat16")
+    assert all(traces(model, call) > 0 for call in (fit, lower, evaluate))
+    assert all(traces(model, call) == 0 for call in (lower, evaluate, lower, fit))
+
+
+def test_a_model_that_nobody_holds_goes():
+    model = made()
+    fit(model)
+    evaluate(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_is_kept_does_not_travel():
+    model = made()
+    fit(model)
+    assert cached_driver._KEPT in vars(model)
+    assert cached_driver._KEPT not in keras_compat.saveable_state(model)

@@ -1,0 +1,30 @@
+"""The synchronous driver's own functions; what it computes is in tests/matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tfmw.mirrored import driver
+
+
+@pytest.mark.parametrize(
+    ("make", "warns"), [(driver._function, False), (tf.function, True)], ids=["ours", "plain"]
+)
+def test_one_fit_after_the_other_is_not_taken_for_retracing(
+    make: Callable[..., Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tf.get_logger().addHandler(caplog.handler)
+    try:
+        for _ in range(12):  # each evaluate of a loop traces a function from the same lines
+
+            def look(value: tf.Tensor) -> tf.Tensor:
+                return value + 1
+
+            assert make(look)(tf.constant(1)) == 2
+    finally:
+        tf.get_logger().removeHandler(caplog.handler)
+    assert any("retracing" in message for message in caplog.messages) == warns

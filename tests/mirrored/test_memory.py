@@ -1,0 +1,47 @@
+"""The allocator that init() chooses for tensors of the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.cluster import ONE_THREAD, ROOT
+
+pytestmark = pytest.mark.slow  # each test imports TensorFlow in a process of its own
+
+PROGRAM = """
+import tfmw
+tfmw.init()
+import tensorflow as tf
+kept = tf.ones([256, 1024])
+try:
+    print(tf.config.experimental.get_memory_info("CPU:0")["current"])
+except ValueError:
+    print("malloc keeps no account")
+"""
+
+
+def said(**chosen: str) -> str:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TF_CPU_")}
+    # oneDNN, which is on by itself on some processors, has an allocator of its own.
+    env["TF_ENABLE_ONEDNN_OPTS"] = "0"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**env, **ONE_THREAD, "PYTHONPATH": str(ROOT), **chosen},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_tensors_come_from_memory_that_is_kept():
+    assert int(said()) >= 256 * 1024 * 4
+
+
+def test_a_choice_of_the_users_own_stays():
+    assert said(TF_CPU_ALLOCATOR_USE_BFC="0") == "malloc keeps no account"

@@ -1,0 +1,464 @@
+"""The ring that gradients travel through: sums, and what happens when a worker goes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.helpers.by_hand import ByHand
+from tests.helpers.cluster import run_cluster
+from tfmw.mirrored.collectives import links as _links
+from tfmw.mirrored.collectives import ring
+from tfmw.mirrored.collectives.ring import Ring, RingBroken
+
+Array = np.ndarray[Any, Any]
+TOKEN = b"t" * 32
+
+
+class Exchange:
+    """`from_all` for threads."""
+
+    def __init__(self, size: int):
+        self._barrier = threading.Barrier(size)
+        self._values: list[Any] = [None] * size
+
+    def of(self, rank: int) -> Callable[[Any], list[Any]]:
+        def from_all(value: Any) -> list[Any]:
+            self._values[rank] = value
+            self._barrier.wait(20)
+            values = list(self._values)
+            self._barrier.wait(20)
+            return values
+
+        return from_all
+
+
+def in_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work` returns, or raises, for each rank."""
+    results: list[Any] = [None] * size
+
+    def one(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except Exception as e:
+            results[rank] = e
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return results
+
+
+def sums_of(rings: list[Ring], arrays: list[Array]) -> Callable[[int], Array]:
+    return lambda rank: rings[rank].sum(arrays[rank])
+
+
+def gathers_of(rings: list[Ring], arrays: list[Any]) -> Callable[[int], list[Array]]:
+    return lambda rank: rings[rank].gather(arrays[rank])
+
+
+@pytest.fixture(params=["shared memory", "TCP"])
+def over(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What numbers travel through."""
+    monkeypatch.setenv(_links.SHARED_MEMORY, "0" if request.param == "TCP" else "1")
+    return str(request.param)
+
+
+@pytest.fixture
+def joined(over: str) -> Iterator[Callable[..., list[Any]]]:
+    """Joins rings that are closed afterwards: joined(3), or with a `from_all` of the test's own."""
+    rings: list[Any] = []
+
+    def join(
+        size: int, change: Callable[[int, Any], Any] | None = None, **options: Any
+    ) -> list[Any]:
+        exchange = Exchange(size)
+
+        def one(rank: int) -> Ring:
+            from_all = exchange.of(rank)
+            if change is not None:
+                from_all = change(rank, from_all)
+            return ring.connect(rank, ["127.0.0.1"] * size, TOKEN, from_all, **options)
+
+        results = in_threads(size, one)
+        rings.extend(r for r in results if isinstance(r, Ring))
+        return results
+
+    yield join
+    for one in rings:
+        one.close()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_of_any_length_and_type(joined, size):
+    rings = joined(size)
+    random = np.random.default_rng(size)
+    for dtype in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16):
+        for length in (0, 1, size - 1, 1000, 200_001):
+            # Whole numbers, whose sums are exact in any order.
+            arrays = [random.integers(-20, 20, length).astype(dtype) for _ in range(size)]
+            kept = [a.copy() for a in arrays]
+            sums = in_threads(size, sums_of(rings, arrays))
+            for total, array, before in zip(sums, arrays, kept, strict=True):
+                assert total.dtype == dtype
+                np.testing.assert_array_equal(total, np.sum(kept, axis=0).astype(dtype))
+                np.testing.assert_array_equal(array, before)
+
+
+def test_sums_are_the_same_to_the_last_bit_on_all_workers(joined):
+    rings = joined(3)
+    arrays = [np.random.default_rng(r).normal(size=100_003).astype("f") for r in range(3)]
+    sums = in_threads(3, sums_of(rings, arrays))
+    assert len({total.tobytes() for total in sums}) == 1
+    np.testing.assert_allclose(sums[0], np.sum(arrays, axis=0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("length", [0, 1, 1_000_003])
+def test_the_first_workers_array_is_on_all(joined, size, length):
+    rings = joined(size)
+    arrays = [np.random.default_rng(r).integers(0, 256, length, np.uint8) for r in range(size)]
+    for _ in range(2):
+        found = in_threads(size, lambda rank: rings[rank].broadcast(arrays[rank]))
+        assert [a.tobytes() for a in found] == [arrays[0].tobytes()] * size
+    sums = in_threads(size, sums_of(rings, [array.astype("f") for array in arrays]))
+    np.testing.assert_array_equal(sums[0], sums[-1])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rows_of_all_are_gathered_by_rank(joined, size):
+    rings = joined(size)
+    for lengths in ([3, 0, 5, 1], [0, 0, 0, 0], [70_000, 1, 2, 3]):
+        values: list[Array] = [np.full((lengths[r], 2), r, "f") for r in range(size)]
+        indices: list[Array] = [np.arange(lengths[r], dtype=np.int64) for r in range(size)]
+
+        mine = list(zip(values, indices, strict=True))
+        gathered = in_threads(size, gathers_of(rings, mine))
+        for everyones_values, everyones_indices in gathered:
+            np.testing.assert_array_equal(everyones_values, np.concatenate(values))
+            np.testing.assert_array_equal(everyones_indices, np.concatenate(indices))
+            assert everyones_indices.dtype == np.int64
+
+
+def test_memory_that_was_let_go_of_is_used_again_and_other_memory_is_not(joined):
+    rings = joined(2)
+    ones: Array = np.ones(1000, "f")
+
+    def three_times(rank: int) -> tuple[list[int], np.ndarray]:
+        kept = rings[rank].sum(ones)
+        addresses = [kept.ctypes.data]
+        for _ in range(2):
+            addresses.append(rings[rank].sum(ones * 2).ctypes.data)
+        rings[rank].free_memory()
+        return addresses, kept
+
+    for addresses, kept in in_threads(2, three_times):
+        assert addresses[0] != addresses[1] == addresses[2]
+        assert addresses[0] % 64 == 0
+        np.testing.assert_array_equal(kept, 2)
+
+
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+def test_a_worker_that_leaves_ends_the_sums_of_all(joined, leaver):
+    rings = joined(3)
+    large: Array = np.ones(4_000_000, "f")
+
+    def work(rank: int) -> Any:
+        if rank == leaver:
+            return rings[rank].close()
+        return rings[rank].sum(large)
+
+    results = in_threads(3, work)
+    for rank, result in enumerate(results):
+        if rank != leaver:
+            assert isinstance(result, RingBroken)
+    assert any(f"lost worker {leaver}" in str(r) for r in results)
+    with pytest.raises(RingBroken):
+        rings[leaver - 1].sum(large)
+
+
+def test_what_a_worker_sent_before_it_left_still_counts(joined):
+    rings = joined(2)
+    ones: Array = np.ones(1000, "f")
+    has_left = threading.Event()
+    takes = []
+    take = rings[1]._previous.take
+
+    def late(into: Array) -> Array | None:
+        takes.append(into)
+        assert len(takes) < 3 or has_left.wait(20)  # after the header and the first half
+        taken: Array | None = take(into)
+        while taken is None and len(takes) < 3:
+            taken = take(into)
+        return taken
+
+    rings[1]._previous.take = late
+
+    def work(rank: int) -> Any:
+        total = rings[rank].sum(ones)
+        if rank == 0:
+            rings[0].close()
+            has_left.set()
+        return total
+
+    np.testing.assert_array_equal(in_threads(2, work), np.full([2, 1000], 2))
+    assert len(takes) == 3
+
+
+def test_workers_that_sum_different_things_are_told(joined):
+    rings = joined(2)
+    results = in_threads(2, lambda rank: rings[rank].sum(np.ones(10 + rank, "f")))
+    assert any("worker 0 40 bytes, worker 1 44 bytes" in str(r) for r in results), results
+    assert all(isinstance(r, RuntimeError | RingBroken) for r in results)
+
+
+def test_a_quiet_neighbour_is_asked_after_and_waited_for_no_longer_than_told(joined, monkeypatch):
+    monkeypatch.setattr(ring, "QUIET_S", 0.05)
+    asked: list[int] = []
+    rings = joined(2, still_there=asked.append, timeout_s=0.3)
+    with pytest.raises(RingBroken, match="no number came or went"):
+        rings[0].sum(np.ones(10, "f"))
+    assert asked.count(1) >= 3
+
+    def gone(rank: int) -> None:
+        asked.append(rank)
+        raise ConnectionError(f"worker {rank} is gone")
+
+    asked.clear()
+    rings = joined(2, still_there=gone)
+    with pytest.raises(ConnectionError, match="worker 1 is gone"):
+        rings[0].sum(np.ones(10, "f"))
+    assert str(rings[0].broken) == "worker 1 is gone"
+    assert asked == [1, 1]
+
+
+def test_a_neighbour_that_misses_a_question_is_not_lost(joined, monkeypatch):
+    monkeypatch.setattr(ring, "QUIET_S", 0.05)
+    answers = ["busy", "there", "busy", "there"]
+    all_given = threading.Event()
+
+    def busy_at_times(rank: int) -> None:
+        answer = answers.pop(0) if answers else "there"
+        if not answers:
+            all_given.set()
+        if answer == "busy":
+            raise ConnectionError(answer)
+
+    rings = joined(2, still_there=busy_at_times)
+
+    def work(rank: int) -> Any:
+        assert rank == 0 or all_given.wait(20)
+        return rings[rank].sum(np.ones(10, "f"))
+
+    for total in in_threads(2, work):
+        np.testing.assert_array_equal(total, np.full(10, 2))
+
+
+def to(address: Any, over: str) -> socket.socket:
+    """A connection to a worker."""
+    if over == "TCP":
+        return socket.create_connection(("127.0.0.1", address["port"]))
+    peer = socket.socket(socket.AF_UNIX)
+    peer.connect(f"\0{address['name']}")
+    return peer
+
+
+def test_strangers_are_turned_away(joined, over):
+    """Whoever connects first, without the token, is not taken for a worker."""
+    strangers = []
+
+    def with_stranger(rank: int, from_all: Any) -> Any:
+        def change(value: Any) -> list[Any]:
+            if isinstance(value, dict):  # the address
+                stranger = to(value, over)
+                stranger.sendall(b"x" * len(TOKEN))
+                strangers.append(stranger)
+            return from_all(value)
+
+        return change
+
+    rings = joined(2, with_stranger)
+    sums = in_threads(2, lambda rank: rings[rank].sum(np.full(5, rank + 1, "f")))
+    np.testing.assert_array_equal(sums, np.full([2, 5], 3))
+    for stranger in strangers:
+        assert stranger.recv(1) == b""
+        stranger.close()
+
+
+def test_strangers_that_say_nothing_are_not_waited_for_one_by_one(over, monkeypatch):
+    monkeypatch.setattr(_links, "CONNECT_S", 0.5)
+    with contextlib.ExitStack() as stack:
+        door = stack.enter_context(_links.Door("127.0.0.1"))
+        for _ in range(20):
+            stack.enter_context(to(door.address, over))
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError):
+            door.accepted(door.address, TOKEN)
+        assert time.monotonic() - begin < 5
+
+
+def test_workers_of_one_machine_share_memory_and_others_use_tcp(joined, over):
+    """The last of three is elsewhere."""
+
+    def last_elsewhere(rank: int, from_all: Any) -> Any:
+        def change(value: Any) -> list[Any]:
+            if rank == 2 and isinstance(value, dict):
+                value["machine"] = ["elsewhere", 0]
+            return from_all(value)
+
+        return change
+
+    rings = joined(3, last_elsewhere)
+    kinds = [(type(r._next), type(r._previous)) for r in rings]
+    out, into = _links.Out, _links.In
+    if over == "TCP":
+        assert kinds == [(out, into)] * 3
+    else:
+        shared_out, shared_into = _links.SharedOut, _links.SharedIn
+        assert kinds == [(shared_out, into), (out, shared_into), (out, into)]
+    arrays: list[Array] = [np.full(500_000, rank, "f") for rank in range(3)]
+    np.testing.assert_array_equal(in_threads(3, sums_of(rings, arrays)), np.full([3, 500_000], 3))
+    mine = [[array[: 200_000 * rank]] for rank, array in enumerate(arrays)]
+    for (rows,) in in_threads(3, gathers_of(rings, mine)):
+        np.testing.assert_array_equal(rows, np.repeat([1.0, 2.0], [200_000, 400_000]))
+
+
+def test_infinities_are_summed_without_a_word(joined):
+    rings = joined(2)
+    sums = in_threads(2, lambda rank: rings[rank].sum(np.full(3, [-np.inf, np.inf][rank], "f")))
+    assert np.isnan(sums).all()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_a_worker_is_found_by_address_and_by_name(host):
+    with _links._listen(host) as server:
+        with socket.create_connection((host, server.getsockname()[1]), timeout=5):
+            server.accept()[0].close()
+        only_there = server.getsockname()[0] == host
+    assert only_there == (host != "localhost")
+
+
+def test_neighbours_that_cannot_connect_are_named_on_all(joined, monkeypatch):
+    monkeypatch.setattr(_links, "CONNECT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = closed.getsockname()[1]
+
+    def cut(rank: int, from_all: Any) -> Any:
+        def change(value: Any) -> list[Any]:
+            values = from_all(value)
+            if isinstance(value, dict):
+                values[1] = {**values[1], "port": nobody, "name": "nobody"}
+            return values
+
+        return change
+
+    for result in joined(2, cut):
+        assert isinstance(result, RingBroken)
+        assert f"worker 0 could not connect to worker 1 at 127.0.0.1:{nobody} (" in str(result)
+        assert "refused" in str(result)
+        assert "worker 0 did not come to worker 1 (timed out)" in str(result)
+
+
+@pytest.fixture(scope="module")
+def tasks() -> list[dict[str, Any]]:
+    return run_cluster("over_ring.py", workers=2)
+
+
+@pytest.mark.multiprocess
+class TestTraining:
+    def test_gradients_travel_through_the_ring_unless_told_otherwise(self, tasks):
+        for task in tasks:
+            # 5 batches of 2 epochs: one pack of dense gradients, and the embedding's rows.
+            for over, links in (("over TCP", "Out"), ("over", "SharedOut")):
+                assert task[over]["exchanges"] == 2 * 5 * 2
+                assert task[over]["links"] == links
+            assert task["chosen"]["exchanges"] == 0
+
+    def test_the_numbers_are_those_of_tensorflows_collectives(self, tasks):
+        for task in tasks:
+            ways = ("over", "over TCP", "chosen", "without")
+            assert len({task[way]["weights"] for way in ways}) == 1
+
+    def test_workers_that_begin_apart_take_the_chiefs_weights(self, tasks):
+        for task in tasks:
+            for way in ("begun apart", "begun apart, chosen"):
+                assert task[way]["weights"] == task["over"]["weights"]
+            # Beside gradients only what differs travels: the embedding and the kernel.
+            assert task["begun apart"]["exchanges"] == task["over"]["exchanges"] + 2
+
+    @pytest.mark.parametrize("way", ["agreed", "agreed, chosen"])
+    def test_values_of_any_type_become_the_chiefs_and_only_where_they_differ(self, tasks, way):
+        types = ["float32", "float64", "bfloat16", "int64", "bool", "uint8"]
+        assert [task[way]["different"] for task in tasks] == [types, types]
+        assert tasks[0][way]["values"] == tasks[1][way]["values"]
+        assert tasks[0][way] == tasks[0]["agreed"]
+
+    def test_what_was_traced_is_used_again_by_all_or_by_none(self, tasks):
+        for task in tasks:
+            first, second, third = task["called again"]
+            assert first[0] == second[0] == third[0]
+            assert second[1] == 0
+            assert third[1] > 0, "one worker has traced anew, and the others with it"
+
+    def test_training_goes_on_in_steps_that_were_traced_before(self, tasks):
+        """After an evaluation or not, over either ring, and with evaluations in between."""
+        runs = [run["weights"] for task in tasks for run in task["trained again"]]
+        for weights in runs:
+            for got, expected in zip(weights, runs[0], strict=True):
+                np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+    def test_an_evaluation_within_a_call_leaves_each_replica_its_random_state(self, tasks):
+        for run in range(4):
+            states = [task["trained again"][run]["states"] for task in tasks]
+            for before, after in (state[i : i + 2] for state in states for i in (0, 2)):
+                assert before == after
+            assert states[0] != states[1]
+
+    def test_16_bits_are_the_same_on_all(self, tasks):
+        assert tasks[0]["16 bits"] == tasks[1]["16 bits"]
+        assert tasks[0]["16 bits"]["weights"] != tasks[0]["over"]["weights"]
+
+    def test_where_workers_cannot_connect_tensorflow_reduces_and_it_is_said(self, tasks):
+        assert [task["without"]["exchanges"] for task in tasks] == [0, 0]
+        (warning,) = tasks[0]["warned"]
+        assert "gradients travel over TensorFlow's gRPC" in warning
+        assert "worker 1 could not connect to worker 0 at" in warning
+        assert "(nobody listens here)" in warning
+        assert tasks[1]["warned"] == []
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("end", "error", "how"),
+    [
+        # Nothing closes the connections of a task that is frozen.
+        ("freeze", "UnavailableError|/job:worker/replica:0/task:0", ()),
+        ("kill", "UnavailableError", ()),
+        ("kill", "UnavailableError", ("eagerly",)),
+        ("break", "Error reported from .*ValueError: told to break", ()),
+    ],
+)
+def test_without_a_launcher_the_others_find_out_by_themselves(tmp_path, end, error, how):
+    (tmp_path / "cut").touch()
+    arguments = [tmp_path / "backups", tmp_path / "cut", *how]
+    with ByHand("train_long.py", workers=1, ps=0, arguments=arguments) as cluster:
+        cluster.tasks["worker 0"].wait_for("epoch 4\n")
+        if end == "break":
+            (tmp_path / "break").touch()
+        else:
+            getattr(cluster.tasks["worker 0"], end)()
+        assert cluster.chief.end() == 1
+        last = cluster.chief.output.partition("Traceback")[2]
+        assert re.search(error, last), cluster.chief.output

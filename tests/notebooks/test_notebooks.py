@@ -1,0 +1,170 @@
+"""Every notebook runs in a real kernel, and shows what its text says."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from notebooks.execute import NOTEBOOKS, execute, readable
+from tests.helpers.cluster import ROOT
+from tfmw.launcher.log_filter import is_notice
+
+NAMES = ["first_fit", "many_workers", "surviving_a_crash", "parameter_servers"]
+NAMES += ["reading_a_benchmark"]
+
+
+def text_of(notebook: Any) -> str:
+    """All that a notebook's cells have printed."""
+    outputs = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs]
+    return "\n".join(o.text for o in outputs if o.output_type == "stream")
+
+
+def plots_of(notebook: Any) -> int:
+    outputs = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs]
+    return sum("image/png" in o.get("data", {}) for o in outputs)
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    found = [float(n) for n in re.findall(pattern, text)]
+    assert found, f"{pattern} is not in:\n{text}"
+    return found
+
+
+# Asserted of a run of now, and of the outputs that are committed.
+
+
+def shows_first_fit(text: str) -> None:
+    (here,) = numbers(r"accuracy in this kernel +([\d.]+)", text)
+    (there,) = numbers(r"accuracy on the workers +([\d.]+)", text)
+    assert here == there > 0.9
+    assert re.search(r"updates by the optimizer +184 in 8 epochs", text)  # 8 x 23 batches
+    assert text.count("Epoch ") == text.count("23/23") == 8, "one bar for each epoch"
+    assert "holds Python functions (PyFunc)" in text
+    assert "pass a callable that builds it in each process" in text
+
+
+def shows_many_workers(text: str) -> None:
+    (examples, last) = re.findall(r"(\d+) examples: the last batch has (\d+)", text)[0]
+    assert int(examples) % 50 == int(last) > 0
+    assert len(numbers(r"\d workers: losses differ by ([\de.-]+)", text)) == 2
+    assert max(numbers(r"losses differ by ([\de.-]+)", text)) < 1e-5
+    assert max(numbers(r"weights by ([\de.-]+)", text)) < 1e-3
+
+
+def shows_surviving_a_crash(text: str) -> None:
+    assert text.count("restart 1 of 1") == 1
+    assert re.search(r"worker 1 failed in attempt 0 after [\d.]+ s.*SIGKILL", text)
+    hashes = re.findall(r"weights on the workers: (\w{16}) (\w{16})", text)
+    assert len(hashes) == 2
+    assert len({h for pair in hashes for h in pair}) == 1
+    (end,) = numbers(r"the first attempt ended after step (\d+)", text)
+    (begin,) = numbers(r"the second began with step (\d+)", text)
+    assert 1 < begin <= end + 1 <= 44
+    assert begin % 10 == 1, "the step behind a backup"
+    assert "same weights, bit for bit: True" in text
+
+
+def shows_parameter_servers(text: str) -> None:
+    (table,) = numbers(r"table ([\d.]+) MB", text)
+    (rows,) = numbers(r"rows of a step ([\d.]+) kB", text)
+    assert table * 1000 > 100 * rows, "a step touches little of the table"
+    (alone,) = numbers(r"accuracy of one process +([\d.]+)", text)
+    (servers,) = numbers(r"accuracy with servers +([\d.]+)", text)
+    assert 0.95 > servers > 0.7
+    assert abs(alone - servers) < 0.05
+
+
+def shows_reading_a_benchmark(text: str) -> None:
+    ((alone, half),) = re.findall(r"one worker +([\d.]+) ms for 256 .*, ([\d.]+) ms for 128", text)
+    (both,) = numbers(r"two workers +([\d.]+) ms", text)
+    (ratio,) = numbers(r": ([\d.]+) times as fast", text)
+    (exchange,) = numbers(r"of that exchange +([\d.]+) ms", text)
+    # How long things take is this machine's business today; what is made of it is not.
+    assert min(float(half), float(alone), both) > 0
+    assert ratio == pytest.approx(float(alone) / both, abs=0.05)
+    assert exchange == pytest.approx(max(both - float(half), 0), abs=0.2)
+
+
+PLOTS = {"first_fit": 2}  # one, where no other number is given
+SHOWS = {name: globals()[f"shows_{name}"] for name in NAMES}
+
+
+@functools.cache
+def committed(name: str) -> Any:
+    return nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+
+
+def run(name: str) -> None:
+    notebook = execute(ROOT / "notebooks" / f"{name}.ipynb")
+    SHOWS[name](text_of(notebook))
+    assert plots_of(notebook) == PLOTS.get(name, 1)
+
+
+@pytest.mark.multiprocess
+def test_first_fit() -> None:
+    run("first_fit")
+
+
+@pytest.mark.multiprocess
+def test_many_workers() -> None:
+    run("many_workers")
+
+
+@pytest.mark.multiprocess
+def test_surviving_a_crash() -> None:
+    run("surviving_a_crash")
+
+
+@pytest.mark.multiprocess
+def test_parameter_servers() -> None:
+    run("parameter_servers")
+
+
+@pytest.mark.multiprocess
+def test_reading_a_benchmark() -> None:
+    run("reading_a_benchmark")
+
+
+def test_every_notebook_is_run() -> None:
+    assert sorted(path.stem for path in NOTEBOOKS) == sorted(NAMES)
+    assert all(f"test_{name}" in globals() for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_outputs_show_the_same(name: str) -> None:
+    SHOWS[name](text_of(committed(name)))
+    assert plots_of(committed(name)) == PLOTS.get(name, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_outputs_are_of_one_whole_run(name: str) -> None:
+    cells = [cell for cell in committed(name).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert not any(o.output_type == "error" for cell in cells for o in cell.outputs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_outputs_name_no_machine(name: str) -> None:
+    text = text_of(committed(name))
+    assert not re.search(r"(?<![\w.~])/(?:home|root|work|tmp|usr|opt|var|mnt|data)/", text)
+    assert str(Path.home()) not in text
+    assert not any(is_notice(line) for line in text.splitlines())
+    assert not re.search("[\r\b\x1b]", text), "overwritten, or coloured"
+
+
+def test_outputs_are_made_readable() -> None:
+    bar = "\r\x1b[1m1/2\x1b[0m - loss: 3\b\b\b\r\x1b[1m2/2\x1b[0m - loss: 1\n"
+    notice = "WARNING: All log messages before absl::InitializeLog() is called are written to X\n"
+    outputs = [
+        nbformat.v4.new_output("stream", name="stderr", text=notice),
+        nbformat.v4.new_output("stream", name="stdout", text="Epoch 1\n"),
+        nbformat.v4.new_output("stream", name="stdout", text=bar),
+        nbformat.v4.new_output("stream", name="stdout", text=f"in {ROOT}/tfmw\n"),
+    ]
+    (output,) = readable(outputs)
+    assert output.text == "Epoch 1\n2/2 - loss: 1\nin ./tfmw\n"

@@ -1,0 +1,336 @@
+"""Parts of parameter-server training that need no cluster: what is refused, who reads what."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.helpers.by_hand import free_addresses
+from tfmw import Cluster, ClusterError, TaskFailed, TfmwError, UsageError, data
+from tfmw.checkpoint import evaluator, state
+from tfmw.checkpoint.store import BackupStore
+from tfmw.cluster import servers as ps_cluster
+from tfmw.cluster.control import CoordinatorLine, wait_for_end
+from tfmw.parameter_server import driver
+from tfmw.parameter_server.variables import refuse_unsupported
+from tfmw.parameter_server.worker_data import for_workers
+
+FACTS = {"tensorflow": "2.21.0"}
+
+
+# ---- the control line ---------------------------------------------------------------------------
+
+
+def cluster(task, index=0, addresses=None):
+    chief, worker, server = addresses
+    return Cluster(workers=(worker,), ps=(server,), chief=(chief,), task=task, index=index)
+
+
+@pytest.fixture
+def addresses():
+    return free_addresses(3)
+
+
+def in_thread(call):
+    """(thread, [what it raised])."""
+    raised: list[BaseException] = []
+
+    def run():
+        try:
+            call()
+        except BaseException as e:
+            raised.append(e)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, raised
+
+
+def servers(addresses, facts=FACTS, **options):
+    return [
+        in_thread(lambda task=task: wait_for_end(cluster(task, 0, addresses), facts, **options))
+        for task in ("ps", "worker")
+    ]
+
+
+def joined(threads):
+    for thread, _ in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    return [raised for _, raised in threads]
+
+
+def test_servers_leave_when_the_coordinator_is_done(addresses):
+    threads = servers(addresses)
+    line = CoordinatorLine(cluster("chief", 0, addresses), FACTS)
+    line.wait_for_all(10)
+    assert line.connected == {"ps 0", "worker 0"}
+    line.finish()
+    line.close()
+    assert joined(threads) == [[], []]
+
+
+def test_servers_outlive_a_coordinator_that_dies_and_serve_the_next(addresses):
+    threads = servers(addresses)
+    first = CoordinatorLine(cluster("chief", 0, addresses), FACTS)
+    first.wait_for_all(10)
+    first.close()  # without a word
+    second = CoordinatorLine(cluster("chief", 0, addresses), FACTS)
+    second.wait_for_all(10)
+    second.finish()
+    second.close()
+    assert joined(threads) == [[], []]
+
+
+def test_standing_servers_serve_one_training_after_another(addresses):
+    threads = servers(addresses, standing=True)
+    for _ in range(2):
+        line = CoordinatorLine(cluster("chief", 0, addresses), FACTS)
+        line.wait_for_all(10)
+        line.finish()
+        line.close()
+    assert all(thread.is_alive() for thread, _ in threads)
+
+
+def test_a_coordinator_that_gives_up_says_why(addresses):
+    threads = servers(addresses)
+    line = CoordinatorLine(cluster("chief", 0, addresses), FACTS)
+    line.wait_for_all(10)
+    line.fail("ValueError: bad model")
+    line.close()
+    for (error,) in joined(threads):
+        assert isinstance(error, TaskFailed)
+        assert "bad model" in str(error)
+
+
+def test_other_versions_are_refused_on_both_sides(addresses):
+    threads = servers(addresses, {"tensorflow": "2.20.0"})
+    line = CoordinatorLine(cluster("chief", 0, addresses), FACTS)
+    with pytest.raises(ClusterError, match=r"disagree about tensorflow.*2\.21\.0.*2\.20\.0"):
+        line.wait_for_all(10)
+    for (error,) in joined(threads):
+        assert isinstance(error, ClusterError)
+    line.close()
+
+
+def test_a_server_that_does_not_come_is_named(addresses):
+    line = CoordinatorLine(cluster("chief", 0, addresses), FACTS)
+    thread = in_thread(lambda: wait_for_end(cluster("ps", 0, addresses), FACTS))
+    with pytest.raises(TfmwError, match=r"worker 0 \(.*\) did not come within 0.5 s"):
+        line.wait_for_all(0.5)
+    line.finish()
+    line.close()
+    assert joined([thread]) == [[]]
+
+
+def test_a_coordinator_that_does_not_come_is_not_waited_for_without_end(addresses):
+    with pytest.raises(TfmwError, match=r"ps 0 could not reach the coordinator.*waited 0.3 s"):
+        wait_for_end(cluster("ps", 0, addresses), FACTS, patience_s=0.3)
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def small_model(optimizer="sgd"):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    return model
+
+
+def test_steps_per_epoch_is_required():
+    nowhere: Any = None
+    with pytest.raises(UsageError, match=r"steps_per_epoch was not given.*examples // batch_size"):
+        driver.fit(
+            small_model(), nowhere, data.Source(np.zeros([4, 2]), np.zeros(4)), epochs=1, verbose=0,
+            callbacks=None, validate=None, validation_freq=1, initial_epoch=0,
+            steps_per_epoch=None, backup=None, export_dir=None,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "divided", "said"),
+    [
+        (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), False, "LossScaleOptimizer"),
+        (keras.optimizers.SGD(gradient_accumulation_steps=2), False, "gradient_accumulation"),
+        (keras.optimizers.SGD(use_ema=True), False, "use_ema"),
+        (keras.optimizers.RMSprop(), True, "expected SGD, Adagrad or Adam"),
+        (keras.optimizers.Adam(weight_decay=0.1), True, "weight_decay"),
+    ],
+)
+def test_optimizers_that_would_be_wrong_are_refused(optimizer, divided, said):
+    with pytest.raises(UsageError, match=said):
+        refuse_unsupported([optimizer], divided)
+
+
+def test_python_code_in_a_dataset_is_refused():
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter([np.zeros([1, 2])]), output_signature=tf.TensorSpec([1, 2])
+    )
+    with pytest.raises(UsageError, match="runs Python code"):
+        for_workers(data.Source(dataset), 2)
+
+
+def test_an_empty_dataset_is_refused():
+    with pytest.raises(UsageError, match="empty"):
+        for_workers(data.Source(tf.data.Dataset.range(4).batch(2).take(0)), 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shape", "pieces"),
+    [
+        ((None, None), [1000, 8], 1),
+        ((None, 16000), [1000, 8], 2),  # 32,000 bytes
+        ((None, 16001), [1000, 8], 1),
+        ((None, 1), [1000, 8], 4),  # servers
+        ((None, 1), [3, 8], 3),
+        ((None, 1), [], 1),
+        ((lambda shape, dtype: [3, 1], None), [1000, 8], 3),
+    ],
+)
+def test_how_a_variable_is_divided(arguments, shape, pieces):
+    partitioner, min_shard_bytes = arguments
+    divided = ps_cluster.partition_of(partitioner, min_shard_bytes, 4)
+    assert divided(shape, tf.float32) == pieces
+
+
+def test_a_partitioner_divides_the_first_axis_alone():
+    partition = ps_cluster.partition_of(lambda shape, dtype: [1, 2], None, 4)
+    with pytest.raises(UsageError, match="first axis"):
+        partition([4, 4], tf.float32)
+    with pytest.raises(UsageError, match="both"):
+        ps_cluster.partition_of(lambda shape, dtype: [1], 5, 4)
+
+
+# ---- how many steps a function makes ------------------------------------------------------------
+
+
+def test_functions_are_as_long_as_half_a_second_of_steps():
+    pace, each, lengths = driver._Pace(1), 1 / 256, []
+    for _ in range(5):
+        lengths.append(pace.next(100_000, 2))
+        pace.took(each * lengths[-1], lengths[-1])
+    assert lengths == [1, 8, 64, 128, 128]
+    # Towards the end in smaller ones, after which the next epoch begins with whole ones.
+    assert [pace.next(left, 2) for left in (200, 100, 20, 1)] == [50, 32, 20, 1]
+    pace.took(each, 1)
+    pace.took(0.0, 0)  # found its tickets taken
+    assert pace.next(100_000, 2) == 128
+
+
+def test_steps_per_execution_is_taken_at_its_word():
+    pace = driver._Pace(7)
+    pace.took(100.0, 7)
+    assert [pace.next(left, 2) for left in (100, 3)] == [7, 3]
+
+
+# ---- who reads what -----------------------------------------------------------------------------
+
+
+def first_batches(source, workers, count=6):
+    makers, _ = for_workers(source, workers)
+    return [[b.numpy().tolist() for b in make().take(count)] for make in makers]
+
+
+def test_each_worker_reads_everything_from_a_place_of_its_own():
+    dataset = tf.data.Dataset.range(12).batch(2)
+    first, second = first_batches(data.Source(dataset), 2)
+    assert first == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert second == [[6, 7], [8, 9], [10, 11], [0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_each_worker_shuffles_in_an_order_of_its_own(seed):
+    dataset = tf.data.Dataset.range(100).shuffle(100, seed=seed).batch(10)
+    first, second = first_batches(data.Source(dataset), 2, 10)
+    assert first != second
+    assert sorted(np.ravel(first)) == sorted(np.ravel(second)) == list(range(100))
+
+
+def test_a_seeded_order_is_the_same_every_time():
+    dataset = tf.data.Dataset.range(100).shuffle(100, seed=5).batch(10)
+    assert first_batches(data.Source(dataset), 2) == first_batches(data.Source(dataset), 2)
+
+
+def test_a_function_gets_the_number_of_its_worker():
+    def read(context):
+        return (
+            tf.data.Dataset.range(6)
+            .shard(context.num_input_pipelines, context.input_pipeline_id)
+            .batch(3)
+        )
+
+    assert first_batches(data.Source(read), 2, 2) == [[[0, 2, 4]] * 2, [[1, 3, 5]] * 2]
+
+
+def test_arrays_are_shuffled_apart():
+    source = data.Source(np.arange(40), batch_size=10, shuffle=True)
+    keras.utils.set_random_seed(3)
+    makers, _ = for_workers(source, 2)
+    first, second = (
+        [tf.nest.flatten(b)[0].numpy().tolist() for b in make().take(4)] for make in makers
+    )
+    assert first != second
+    assert sorted(np.ravel(first)) == sorted(np.ravel(second)) == list(range(40))
+
+
+# ---- which backup the evaluator exports ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("monitor", "scores"),
+    [
+        ("loss", [0.5, 0.3, 0.4]),
+        ("accuracy", [0.5, 0.9, 0.7]),
+        ("loss", [float("nan"), 0.3, float("nan")]),
+    ],
+)
+def test_the_evaluator_keeps_the_best_not_the_last(tmp_path, monitor, scores):
+    model = small_model()
+    store = BackupStore(tmp_path)
+    to_come = list(enumerate(scores))
+
+    def next_backup(seconds):
+        """While the evaluator sleeps the training writes a backup; its bias is its number."""
+        number, _ = to_come.pop(0)
+        model.layers[0].bias.assign([float(number)])
+        tensors = state.Snapshots().take(model, tf.distribute.get_strategy())
+        record = {"done": not to_come, "signature": state.signature(model, None)}
+        model.layers[0].bias.assign([-1.0])
+        store.write(number, tensors, record)
+
+    evaluated = iter(scores)
+    history = evaluator.watch(
+        model, lambda: {monitor: next(evaluated)}, tmp_path, monitor=monitor, sleep=next_backup
+    )
+    assert history.epoch == [0, 1, 2]
+    best = tf.saved_model.load(str(tmp_path / "best"))
+    assert best.serve(tf.zeros([1, 2])).numpy() == [[1.0]]
+    assert model.layers[0].bias.numpy() == [2.0], "the last that was evaluated"
+    assert not store.steps()
+
+
+# ---- what is saved while training goes on -------------------------------------------------------
+
+
+def test_a_snapshot_stays_as_it_is_and_memory_for_it_is_taken_once():
+    model = keras.Sequential([keras.Input((600,)), keras.layers.Dense(600), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    snapshots, strategy = state.Snapshots(), tf.distribute.get_strategy()
+    kernel = next(name for name in state.named(model) if name.endswith("kernel"))
+    places = []
+    for value in (1.0, 2.0, 3.0):
+        for variable in model.variables:
+            variable.assign(tf.fill(variable.shape, value))
+        taken = snapshots.take(model, strategy)
+        for variable in model.variables:
+            variable.assign_add(tf.ones(variable.shape))
+        for name, variable in state.named(model).items():
+            if any(variable is v for v in model.variables):
+                np.testing.assert_array_equal(taken[name], np.full(variable.shape, value))
+        places.append(np.asarray(memoryview(taken[kernel])).ctypes.data)
+    assert len(set(places)) == 1

@@ -1,0 +1,82 @@
+"""Recipes on parameter servers as users start them: in five terminals, and by TF_CONFIG."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+
+import pytest
+
+from tests.helpers.by_hand import Process, free_addresses
+from tests.helpers.cluster import ONE_THREAD, ROOT
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture
+def terminals(tmp_path):
+    """Starts a recipe in a terminal of its own: start(name, recipe, flags, environment)."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "TFMW_TTY")}
+    kept |= {**ONE_THREAD, "TFDS_DATA_DIR": str(tmp_path / "data"), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    kept |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with contextlib.ExitStack() as stack:
+
+        def start(name, recipe, *flags, **environ):
+            command = [sys.executable, str(ROOT / "recipes" / recipe), *flags]
+            process = Process(name, command, {**kept, **environ})
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+def accuracy(chief):
+    """What the recipe prints in the end, on a chief that ends well."""
+    assert chief.end() == 0, chief.output
+    return float(re.findall(r"validation accuracy: (\d\.\d{4})", chief.output)[-1])
+
+
+def test_five_terminals_whose_servers_serve_one_training_after_another(terminals):
+    hosts = free_addresses(5)
+    cluster = [
+        *(f"--worker_hosts={hosts[1]},{hosts[2]}", f"--ps_hosts={hosts[3]},{hosts[4]}"),
+        *(f"--chief_host={hosts[0]}", "--strategy=parameter_server"),
+    ]
+    tasks = [("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1)]
+    servers = [
+        terminals(
+            f"{job} {index}", "digits.py", *cluster,
+            f"--job_name={job}", f"--task_index={index}", "--existing_servers",
+        )
+        for job, index in tasks
+    ]  # fmt: skip
+    # Twice the recipe's epochs: asynchronous updates end at another accuracy each time.
+    first = terminals("chief", "digits.py", *cluster, "--job_name=chief", "--epochs=24")
+    assert accuracy(first) >= 0.97
+    # Another script, a model with tables that are divided, on the servers that are there.
+    flags = ["--job_name=chief", "--min_shard_bytes=65536", "--batch_size=64"]
+    second = terminals("chief", "recommender.py", *cluster, *flags)
+    # An eighth of the recipe's data, which comes to 0.94 of 0.95; guessing gives 0.5.
+    assert 0.6 <= accuracy(second) <= 0.97
+    assert [server.running for server in servers] == [True] * 4
+
+
+def test_by_tf_config_with_a_master_and_an_evaluator(terminals, tmp_path):
+    names = ["master", "worker", "ps"]
+    cluster = {name: [address] for name, address in zip(names, free_addresses(3), strict=True)}
+    flags = ["--strategy=parameter_server", "--max_steps=40", f"--backup_dir={tmp_path / 'backup'}"]
+    tasks = {
+        name: terminals(
+            name, "digits.py", *flags,
+            TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": name, "index": 0}}),
+        )
+        for name in [*names, "evaluator"]
+    }  # fmt: skip
+    assert accuracy(tasks["master"]) > 0.5
+    assert {name: task.end() for name, task in tasks.items()} == dict.fromkeys(tasks, 0)
+    done = json.loads((tmp_path / "backup" / "evaluation" / "done.json").read_text())
+    assert list(done) == ["40"]
+    assert done["40"]["val_accuracy"] == pytest.approx(accuracy(tasks["master"]), abs=1e-3)

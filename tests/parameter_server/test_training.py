@@ -1,0 +1,140 @@
+"""Parameter-server training on real processes: exact counts, exact metrics, one script for all."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.helpers.cluster import examples_per_step
+
+STEPS, EPOCHS = 60, 2
+
+
+@pytest.fixture(scope="module")
+def five(run_cluster, tmp_path_factory):
+    """A chief, two workers and two parameter servers train a compiled model."""
+    records = tmp_path_factory.mktemp("records") / "steps"
+    return run_cluster(
+        "ps_train.py",
+        f"--records={records}",
+        f"--steps={STEPS}",
+        f"--epochs={EPOCHS}",
+        workers=2,
+        ps=2,
+        timeout_s=150,
+    )
+
+
+@pytest.mark.multiprocess
+class TestFiveProcesses:
+    def test_it_learns(self, five):
+        loss = five.chief["history"]["loss"]
+        assert loss[-1] < 0.7 * loss[0]
+        assert five.chief["history"]["val_accuracy"][-1] > 0.9
+
+    def test_exactly_so_many_updates_were_applied(self, five):
+        assert five.chief["iterations"] == STEPS * EPOCHS
+        assert five.chief["recorded_steps"] == STEPS * EPOCHS
+
+    def test_metrics_are_those_of_the_batches_that_were_trained_on(self, five):
+        result = five.chief
+        assert result["batch_sizes"] == [48], "so that the mean of epochs is that of examples"
+        for name in ("accuracy", "loss"):
+            mean = sum(result["history"][name]) / EPOCHS
+            assert result[f"recorded_{name}"] == pytest.approx(mean, rel=1e-5)
+
+    def test_validation_evaluate_and_predict_agree(self, five):
+        result = five.chief
+        for name in ("loss", "accuracy"):
+            assert result["evaluated"][name] == result["history"][f"val_{name}"][-1]
+        assert result["predicted_accuracy"] == pytest.approx(result["evaluated"]["accuracy"])
+
+    def test_batch_norm_averages_are_averages(self, five):
+        variances = five.chief["moving_variance"]
+        assert all(0 < v < 1.5 for v in variances)
+        assert any(abs(v - 1) > 0.1 for v in variances), "they have moved from where they began"
+
+    def test_seed_generators_advance_by_one_draw_a_step(self, five):
+        assert five.chief["draws"] == [0, STEPS * EPOCHS]
+
+    def test_the_model_is_an_ordinary_one_again(self, five):
+        assert all("/job:ps" not in device for device in five.chief["devices"])
+
+    def test_progress_tells_the_examples_of_all_workers(self, five):
+        assert examples_per_step(five.output) == pytest.approx(48, rel=0.05)
+
+    def test_only_the_chief_runs_the_script(self, five):
+        assert set(five.by_task) == {"chief"}
+        assert five.status == 0
+
+
+@pytest.fixture(scope="module")
+def shards(run_cluster):
+    """One worker trains a table that is divided over two servers, with three optimizers."""
+    return run_cluster("ps_shards.py", workers=1, ps=2, timeout_s=150).chief
+
+
+@pytest.mark.multiprocess
+class TestDividedVariables:
+    def test_a_table_is_divided_over_the_servers(self, shards):
+        assert shards["pieces"] == [[0, 0, 10000], [1, 10000, 20000]]
+
+    @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "Adam"])
+    def test_updates_touch_the_rows_of_the_batch_alone(self, shards, optimizer):
+        found = shards[optimizer]
+        assert found["only_used"]
+        assert found["changed"] == found["used"]
+
+    @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "Adam"])
+    def test_and_are_those_of_one_process(self, shards, optimizer):
+        found = shards[optimizer]
+        assert found["moved"] > 1e-3
+        assert found["off_by"] < 1e-6
+        assert found["slots_off_by"] < 1e-6
+
+    def test_moments_of_earlier_batches_move_no_row(self, shards):
+        assert shards["lazy"]
+
+    def test_what_callbacks_set_on_the_coordinator_reaches_the_servers(self, shards):
+        bias_at_rate_0, bias_then = shards["callbacks"]
+        assert bias_at_rate_0 == 7.0
+        assert bias_then < 7.0
+
+
+@pytest.mark.multiprocess
+def test_a_backup_of_two_servers_is_restored_on_one(run_cluster, tmp_path):
+    backup = f"--backup={tmp_path / 'backups'}"
+    first = run_cluster("ps_shards_backup.py", backup, "--epochs=2", workers=1, ps=2).chief
+    then = run_cluster("ps_shards_backup.py", backup, "--epochs=4", workers=1, ps=1).chief
+    assert (first["servers"], then["servers"]) == ([0, 1], [0])
+    assert (first["began_at"], then["began_at"]) == (0, 10)
+    assert then["iterations"] == 20
+    assert then["off_by"] < 1e-6, "from four epochs in one process"
+
+
+@pytest.mark.multiprocess
+class TestSynchronousUpdates:
+    def test_all_workers_together_make_the_steps_of_one_process(self, run_cluster):
+        run = run_cluster("ps_sync.py", workers=2, ps=2, timeout_s=150)
+        found = run.chief
+        assert examples_per_step(run.output) == pytest.approx(64, rel=0.05), "of both workers"
+        assert found["iterations"] == 40
+        assert found["dropped"] == 0
+        assert found["moved"] > 0.1
+        assert found["off_by"] < 1e-5, "from one process on the batches of both"
+
+    def test_a_straggler_is_not_waited_for_and_its_gradient_is_dropped(self, run_cluster, tmp_path):
+        late = f"--late_from={tmp_path / 'late'}"
+        run = run_cluster("ps_sync.py", "--aggregate=2", late, workers=3, ps=1, timeout_s=150)
+        found = run.chief
+        assert found["iterations"] == 40
+        assert found["late"] == 0.0, "a gradient of ten steps before moved the weights"
+        # Each of its batches takes as long as many steps of the others: all or all but a few late.
+        assert 2 <= found["dropped"] <= 40
+        assert found["loss"][1] < found["loss"][0]
+
+    def test_an_error_on_one_worker_ends_them_all(self, run_cluster):
+        run = run_cluster("ps_bad_batch.py", workers=2, ps=1, timeout_s=100, status=1)
+        assert "bad batch" in run.output
+        assert re.search(r"^tfmw: chief failed", run.output.splitlines()[-1]), "others echo it"

@@ -1,0 +1,203 @@
+"""The recipes as users start them: alone, by hand in two terminals, by TF_CONFIG, by make demo."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import common
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from tests.helpers.by_hand import free_addresses
+from tests.helpers.cluster import ONE_THREAD, ROOT
+from tfmw import Cluster, UsageError
+from tfmw.export import verify
+
+DIGITS = ROOT / "recipes" / "digits.py"
+PREDICT = ROOT / "recipes" / "predict.py"
+ACCURACY = re.compile(r"validation accuracy: (\d\.\d{4})\s*$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def environ(tmp_path_factory):
+    """Digits prepared once for the module, and no cluster left over in the environment."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "TFMW_TTY")}
+    data = tmp_path_factory.mktemp("data")
+    return {**kept, **ONE_THREAD, "TFDS_DATA_DIR": str(data), "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+def start(command, environ, **kwargs):
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **kwargs,
+    )
+
+
+def finish(processes, timeout_s=120):
+    """Wait for all; return (status, stdout, stderr) of each. None outlives a failure."""
+    try:
+        ended = [(*process.communicate(timeout=timeout_s), process) for process in processes]
+        return [(process.returncode, out, err) for out, err, process in ended]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def accuracy(text):
+    return float(ACCURACY.findall(text)[-1])
+
+
+def digits(text, what):
+    return [int(digit) for digit in re.findall(rf"{what} (\d)", text)]
+
+
+@pytest.mark.slow
+def test_alone_without_any_flag_it_learns_and_its_export_predicts(environ, tmp_path):
+    command = [DIGITS, f"--export_dir={tmp_path / 'model'}"]
+    ((status, out, err),) = finish([start(command, environ, cwd=tmp_path)])
+    assert status == 0, err
+    assert accuracy(out) >= 0.97
+    assert verify(tmp_path / "model") == []
+
+    ((status, out, err),) = finish([start([PREDICT, f"--export_dir={tmp_path}/model"], environ)])
+    assert status == 0, err
+    labels, predicted = digits(out, "label"), digits(out, "predicted")
+    assert len(labels) == 6
+    assert sum(a == b for a, b in zip(labels, predicted, strict=True)) >= 5
+    assert out.count("@") > 20  # the images
+
+
+@pytest.mark.multiprocess
+def test_make_demo(environ, tmp_path):
+    """The newcomer's first command, in a copy of the checkout, with this environment's tools."""
+    for name in ("Makefile", "pyproject.toml", "recipes", "tfmw"):
+        source = ROOT / name
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, tmp_path / name)
+    done = subprocess.run(
+        ["make", "--old-file=.venv/.installed", "demo", f"BIN={Path(sys.executable).parent}"],
+        cwd=tmp_path,
+        env={**environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert accuracy(done.stdout) >= 0.97
+    assert done.stdout.count("epoch 12/12") == 1, "one task shows progress"
+    labels, predicted = digits(done.stdout, "label"), digits(done.stdout, "predicted")
+    assert len(labels) == 6
+    assert sum(a == b for a, b in zip(labels, predicted, strict=True)) >= 5
+    assert verify(tmp_path / "build" / "digits") == []
+
+
+def by_hand(environ, index, hosts):
+    hosts_flag = f"--worker_hosts={','.join(hosts)}"
+    return start([DIGITS, hosts_flag, f"--task_index={index}", "--max_steps=5"], environ)
+
+
+def by_tf_config(environ, index, hosts):
+    config = {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}}
+    return start([DIGITS, "--max_steps=5"], {**environ, "TF_CONFIG": json.dumps(config)})
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("start_task", [by_hand, by_tf_config])
+def test_two_terminals(environ, start_task):
+    hosts = free_addresses(2)
+    tasks = finish([start_task(environ, index, hosts) for index in range(2)])
+    assert [status for status, _, _ in tasks] == [0, 0], tasks
+    assert ACCURACY.search(tasks[0][1]), "the chief tells the accuracy"
+    assert not ACCURACY.search(tasks[1][1]), "and nobody else"
+    assert re.search(r"(?<!\d)5/5(?!\d)", tasks[0][1]), "--max_steps"
+
+
+@pytest.mark.multiprocess
+def test_mnist_on_two_workers_on_mock_data(run_cluster, tmp_path):
+    run = run_cluster(
+        "mnist_on_mock_data.py", "--epochs=2", f"--export_dir={tmp_path / 'mnist'}", workers=2
+    )
+    assert re.search(r"validation accuracy: [01]\.\d{4}", run.output)
+    assert "2/2" in run.output  # 100 examples in batches of 64
+    assert verify(tmp_path / "mnist") == []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _parsed():
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["recipe"])
+
+
+def test_the_flags_are_those_of_the_contract():
+    own = flags.FLAGS.get_flags_for_module(common)
+    assert {flag.name for flag in own} == {
+        *("strategy", "collectives", "epochs", "max_steps", "batch_size", "backup_dir"),
+        *("export_dir", "job_name", "task_index", "worker_hosts", "ps_hosts", "sync_replicas"),
+        *("replicas_to_aggregate", "num_gpus", "chief_host", "existing_servers"),
+        "min_shard_bytes",
+    }
+
+
+def test_cluster_from_flags():
+    saved = flagsaver.save_flag_values()
+    try:
+        flags.FLAGS(["recipe"])
+        assert common.cluster_from_flags() is None
+        flags.FLAGS(["recipe", "--worker_hosts=h0:1,h1:2", "--task_index=1"])
+        assert common.cluster_from_flags() == Cluster(workers=("h0:1", "h1:2"), index=1)
+    finally:
+        flagsaver.restore_flag_values(saved)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--task_index=1"], "--task_index is given and --worker_hosts is not"),
+        (["--job_name=worker"], "--job_name is given and --worker_hosts is not"),
+        (["--worker_hosts=h0:1,h1:2"], "names 2 workers and --task_index is missing"),
+        (["--worker_hosts=h0,h1", "--task_index=0"], "'h0'"),
+        (["--worker_hosts=h0:1,h1:2", "--task_index=2"], "worker 2"),
+        (["--ps_hosts=h0:1"], "--ps_hosts is given and --worker_hosts is not"),
+        (["--sync_replicas"], "--sync_replicas is for parameter servers"),
+        (["--replicas_to_aggregate=2"], "--sync_replicas is for parameter servers"),
+        (
+            ["--worker_hosts=h0:2,h1:2", "--ps_hosts=h2:1", "--job_name=worker"],
+            "--worker_hosts names 2 tasks and --task_index is missing",
+        ),
+        (["--num_gpus=1000"], "--num_gpus=1000, but TensorFlow sees"),
+        (["--strategy=none_such"], "none_such"),
+        (["--collectives=none_such"], "none_such"),
+    ],
+)
+def test_wrong_flags_are_one_sentence(arguments, said):
+    saved = flagsaver.save_flag_values()
+    try:
+        flags.FLAGS(["recipe", *arguments])
+        with pytest.raises(UsageError, match=re.escape(said)) as caught:
+            common.init()
+        assert "\n" not in str(caught.value)
+    finally:
+        flagsaver.restore_flag_values(saved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("argument", ["--ps_hosts=h0:1", "stray"])
+def test_a_wrong_command_line_ends_with_status_2_and_no_traceback(environ, argument):
+    ((status, _, err),) = finish([start([DIGITS, argument], environ)])
+    assert status == 2
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("digits.py: ")
+    assert argument.split("=")[0] in last
+    assert "Traceback" not in err

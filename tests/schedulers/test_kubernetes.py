@@ -1,0 +1,210 @@
+"""The manifests of recipes/schedulers: valid by Kubernetes' and Kubeflow's own schemas, and the
+environment that they make is one from which tfmw finds the right cluster.
+
+Kubernetes' schemas come with `kubernetes-validate` (the JSON schemas of its API, with unknown
+fields refused), the TFJob's with `kubeflow-training` (the classes made from the operator's API).
+No Kubernetes runs here: what its controllers set is written down below, with where it is from.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from kubeflow import training
+
+from tests.helpers.cluster import ROOT
+from tfmw import Cluster
+
+SCHEDULERS = ROOT / "recipes" / "schedulers"
+VERSION = kubernetes_validate.latest_version()
+
+
+def manifests(name: str) -> dict[str, Any]:
+    """Kind -> manifest."""
+    text = (SCHEDULERS / name).read_text()
+    return {m["kind"]: m for m in yaml.safe_load_all(text) if m is not None}
+
+
+def validate(manifest: dict[str, Any]) -> None:
+    kubernetes_validate.validate(manifest, VERSION, strict=True)
+
+
+# ---- an indexed Job -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["Service", "NetworkPolicy", "Job"])
+def test_the_manifests_are_valid(kind: str) -> None:
+    validate(manifests("kubernetes.yaml")[kind])
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "completionMod"), "Indexed"),
+        (("spec", "completions"), "four"),
+        (("spec", "template", "spec", "containers", 0, "env", 0, "valu"), "4"),
+        (("spec", "template", "spec", "containers"), None),
+    ],
+)
+def test_what_is_wrong_is_found(path: tuple[Any, ...], value: Any) -> None:
+    """The schema is strict, or the test above would say nothing."""
+    job = manifests("kubernetes.yaml")["Job"]
+    place = job
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(kubernetes_validate.ValidationError):
+        validate(job)
+
+
+def environments(job: dict[str, Any]) -> Iterator[dict[str, str]]:
+    """What each pod of an indexed Job finds in its environment.
+
+    (kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode: the index, and the host
+    name <job>-<index>.)
+    """
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    given = {entry["name"]: entry["value"] for entry in container["env"]}
+    for index in range(job["spec"]["completions"]):
+        yield {
+            **given,
+            "JOB_COMPLETION_INDEX": str(index),
+            "HOSTNAME": f"{job['metadata']['name']}-{index}",
+        }
+
+
+def test_the_pods_of_the_job_find_each_other() -> None:
+    found = manifests("kubernetes.yaml")
+    job, service = found["Job"], found["Service"]
+    pod = job["spec"]["template"]["spec"]
+    (port,) = (p["containerPort"] for p in pod["containers"][0]["ports"])
+    # A pod's name in DNS is <hostname>.<subdomain>, where the subdomain is a headless Service's
+    # that selects it (kubernetes.io/docs/concepts/services-networking/dns-pod-service).
+    addresses = tuple(
+        f"{job['metadata']['name']}-{i}.{pod['subdomain']}:{port}"
+        for i in range(job["spec"]["completions"])
+    )
+    clusters = [Cluster.resolve(environ) for environ in environments(job)]
+    assert [cluster.workers for cluster in clusters] == [addresses] * 4
+    assert [cluster.index for cluster in clusters] == [0, 1, 2, 3]
+    assert job["spec"]["parallelism"] == job["spec"]["completions"]  # all at once
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert [p["port"] for p in service["spec"]["ports"]] == [port]
+    # The label that the Job's controller puts on its pods.
+    label = {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    policy = found["NetworkPolicy"]["spec"]
+    assert service["spec"]["selector"] == label == policy["podSelector"]["matchLabels"]
+    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": label}}]}]
+
+
+def test_the_job_with_parameter_servers() -> None:
+    """As the manifest's comment says: servers and the coordinator come on top."""
+    job = manifests("kubernetes.yaml")["Job"]
+    job["spec"]["completions"] = 4 + 2 + 1
+    job["spec"]["template"]["spec"]["containers"][0]["env"] += [
+        {"name": "TFMW_NUM_PS", "value": "2"}
+    ]
+    clusters = [Cluster.resolve(environ) for environ in environments(job)]
+    assert [c.task for c in clusters] == ["chief"] + ["worker"] * 4 + ["ps"] * 2
+
+
+def test_failures_are_told_apart() -> None:
+    rules = manifests("kubernetes.yaml")["Job"]["spec"]["podFailurePolicy"]["rules"]
+    by_status = {r["onExitCodes"]["values"][0]: r["action"] for r in rules if "onExitCodes" in r}
+    assert by_status == {2: "FailJob", 75: "Ignore"}
+
+
+# ---- Kubeflow -------------------------------------------------------------------------------
+
+
+def built(kind: str, data: Any) -> Any:
+    """An object of Kubeflow's API: field names and required fields are checked on the way.
+
+    Args:
+        kind: as in `openapi_types`: "KubeflowOrgV1TFJobSpec", "dict(str, T)", "list[T]", "int".
+        data: of the manifest.
+    """
+    if kind.startswith("dict("):
+        of = kind.removeprefix("dict(").removesuffix(")").partition(", ")[2]
+        return {key: built(of, value) for key, value in data.items()}
+    model = getattr(training, kind, None)
+    if model is None:
+        expected = {"str": str, "int": int, "bool": bool}.get(kind, object)
+        assert isinstance(data, expected), f"{data!r} is not a {kind}"
+        return data
+    fields = {there: here for here, there in model.attribute_map.items()}
+    assert not (unknown := set(data) - set(fields)), f"{kind} has no {unknown}"
+    values = {fields[k]: built(model.openapi_types[fields[k]], v) for k, v in data.items()}
+    return model(**values)
+
+
+def test_the_tfjob_is_valid() -> None:
+    job = manifests("tfjob.yaml")["TFJob"]
+    made = built("KubeflowOrgV1TFJob", without_templates(job))
+    assert made.spec.tf_replica_specs["Worker"].replicas == 4
+    assert set(made.spec.tf_replica_specs) == {"Worker", "Evaluator"}
+    for replica in job["spec"]["tfReplicaSpecs"].values():
+        template = {"metadata": {"name": "pod"}, "template": replica["template"]}
+        validate({"apiVersion": "v1", "kind": "PodTemplate", **template})
+
+
+def without_templates(job: dict[str, Any]) -> dict[str, Any]:
+    """Pods and metadata are Kubernetes' own, and checked by its schema."""
+    out = copy.deepcopy(job)
+    del out["metadata"]
+    for replica in out["spec"]["tfReplicaSpecs"].values():
+        del replica["template"]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("where", "key"),
+    [((), "spce"), (("spec",), "tfReplicas"), (("spec", "runPolicy"), "cleanPods")],
+)
+def test_a_wrong_field_of_the_tfjob_is_found(where: tuple[str, ...], key: str) -> None:
+    job = without_templates(manifests("tfjob.yaml")["TFJob"])
+    place = job
+    for step in where:
+        place = place[step]
+    place[key] = "x"
+    with pytest.raises(AssertionError, match=f"has no .*{key}"):
+        built("KubeflowOrgV1TFJob", job)
+
+
+def tf_config(job: dict[str, Any], kind: str, index: int) -> dict[str, str]:
+    """What the operator tells a pod (kubeflow/training-operator v1, genTFConfigJSONStr).
+
+    <job>-<type>-<index>.<namespace>.svc, port 2222 by default; evaluators are not in the list.
+    """
+    name, replicas = job["metadata"]["name"], job["spec"]["tfReplicaSpecs"]
+    cluster = {
+        of.lower(): [f"{name}-{of.lower()}-{i}.default.svc:2222" for i in range(spec["replicas"])]
+        for of, spec in replicas.items()
+        if of != "Evaluator"
+    }
+    task = {"type": kind.lower(), "index": index}
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task, "environment": "cloud"})}
+
+
+def test_the_pods_of_the_tfjob_find_each_other() -> None:
+    job = manifests("tfjob.yaml")["TFJob"]
+    for replica in job["spec"]["tfReplicaSpecs"].values():
+        assert [c["name"] for c in replica["template"]["spec"]["containers"]] == ["tensorflow"]
+    worker = Cluster.resolve(tf_config(job, "Worker", 3))
+    assert (worker.num_workers, worker.address) == (4, "tfmw-train-worker-3.default.svc:2222")
+    evaluator = Cluster.resolve(tf_config(job, "Evaluator", 0))
+    assert (evaluator.task, evaluator.num_workers) == ("evaluator", 4)
+
+
+def test_the_scripts_that_the_manifests_run_exist() -> None:
+    for name in ("kubernetes.yaml", "tfjob.yaml"):
+        assert "command: [tfmw, run, recipes/digits.py]" in (SCHEDULERS / name).read_text()
+    assert Path(ROOT / "recipes" / "digits.py").is_file()

@@ -1,0 +1,97 @@
+"""`tfmw bench`: the formula, and the command on real workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from tests.helpers.cluster import tfmw_command
+from tfmw.tools.cost import Cost, report
+
+MEASURED = Cost(
+    workers=2, compute=0.030, communication=0.012, input=0.0, gradient_bytes=10**7, latency=0.001
+)
+
+
+def test_the_bandwidth_is_what_remains_when_latency_is_taken_off():
+    # 2 (2-1)/2 * 10 MB in 12 ms - 2 * 1 ms
+    assert MEASURED.bandwidth == pytest.approx(10**7 / 0.010)
+
+
+def test_what_was_measured_is_what_is_expected_there():
+    assert MEASURED.on(2).step == pytest.approx(MEASURED.step)
+
+
+def test_a_ring_of_four():
+    # 2 * 3/4 * 10 MB at 1 GB/s + 6 messages
+    assert MEASURED.on(4).communication == pytest.approx(0.015 + 0.006)
+    assert MEASURED.on(4).efficiency() == pytest.approx(0.030 / 0.051)
+
+
+def test_each_pack_of_gradients_waits_for_its_own_messages():
+    packs = dataclasses.replace(MEASURED, sums=3)
+    assert packs.bandwidth == pytest.approx(10**7 / 0.006)
+    assert packs.on(2).step == pytest.approx(MEASURED.step)
+    assert packs.on(4, latency=0.01).communication == pytest.approx(1.5 * 0.006 + 3 * 6 * 0.01)
+
+
+def test_a_slower_network():
+    there = MEASURED.on(2, bandwidth=12.5e6, latency=0.010)  # 100 Mbit/s, 10 ms
+    assert there.communication == pytest.approx(0.8 + 0.02)
+    assert there.bound_by == "communication"
+
+
+def test_one_worker_alone_is_efficient():
+    assert MEASURED.on(1).step == pytest.approx(0.030)
+    assert MEASURED.on(1).efficiency() == 1.0
+
+
+def test_the_report_says_what_bounds_a_step_and_what_to_change():
+    text = report(MEASURED, 128, 2_500_000)
+    assert "global batch 128: 3,048 examples/s" in text
+    assert "bound by compute: more workers share the work" in text
+    assert re.search(r"^1024 +\d", text, re.MULTILINE)
+
+
+@pytest.mark.multiprocess
+def test_the_command_on_two_workers(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import keras, numpy as np, tensorflow as tf\n"
+        "def make():\n"
+        # Much to send and little to compute, so that a busy machine cannot hide what is sent.
+        "    model = keras.Sequential([keras.Input((1500,)), keras.layers.Dense(1500)])\n"
+        "    model.compile('sgd', 'mse')\n"
+        "    x = np.random.rand(64, 1500).astype('float32')\n"
+        "    return model, tf.data.Dataset.from_tensor_slices((x, x)).batch(16)\n"
+    )
+    with tfmw_command("bench", "--steps", "3", f"{tmp_path}/mine.py:make") as process:
+        output = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, output
+    assert "2 worker(s), 2,251,500 parameters, global batch 16" in output
+    parts = {
+        name: float(ms)
+        for name, ms in re.findall(
+            r"^(compute|communication|input|step) +([\d.]+)", output, re.MULTILINE
+        )
+    }
+    assert parts["step"] == pytest.approx(
+        parts["compute"] + parts["communication"] + parts["input"], abs=0.03
+    )
+    assert parts["communication"] > 0
+    assert "a step sums 2 times" in output  # 9 MB of weights, and the bias
+    assert "expected on N such workers" in output
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [("make", "expected FILE.py:FUNCTION"), ("/nowhere/a.py:make", "there is no file"),
+     ("nowhere_at_all:make", "there is no module")],
+)  # fmt: skip
+def test_a_wrong_target_is_told_in_one_sentence(target, said):
+    with tfmw_command("bench", target) as process:
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 2
+    assert said in output
+    assert len(output.strip().splitlines()) == 1

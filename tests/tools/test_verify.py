@@ -1,0 +1,87 @@
+"""`tfmw check PATH`: row 32, an export (or a backup) that is damaged later is found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from tfmw.checkpoint.store import BackupStore
+from tfmw.export import export
+from tfmw.tools.verify import problems_of
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    export(keras.Sequential([keras.Input([3]), keras.layers.Dense(1)]), path)
+    return path
+
+
+@pytest.fixture
+def backups(tmp_path: Path) -> Path:
+    path = tmp_path / "backups"
+    store = BackupStore(path)
+    with store.locked():
+        for step in (1, 2):
+            store.write(step, {"weights": np.arange(100, dtype=np.float32)}, {"epoch": step})
+    return path
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_what_is_intact_is_said_to_be(exported: Path, backups: Path) -> None:
+    assert problems_of(str(exported)) == []
+    assert problems_of(str(backups)) == []
+    assert problems_of(str(backups / "step_000000000002")) == []
+
+
+def test_row_32_every_damaged_file_of_an_export_is_found(exported: Path) -> None:
+    files = [f for f in exported.rglob("*") if f.is_file() and f.stat().st_size]
+    assert len(files) >= 4
+    for file in files:
+        whole = file.read_bytes()
+        flip_a_bit(file)
+        assert problems_of(str(exported)), f"a flipped bit in {file.name} was not found"
+        file.write_bytes(whole)
+    assert problems_of(str(exported)) == []
+
+
+def test_every_damaged_file_of_a_backup_is_found(backups: Path) -> None:
+    for file in (backups / "step_000000000001").iterdir():
+        whole = file.read_bytes()
+        flip_a_bit(file)
+        assert any("step_000000000001" in p for p in problems_of(str(backups))), file.name
+        file.write_bytes(whole)
+
+
+def test_other_directories_are_not_called_intact(tmp_path: Path) -> None:
+    assert problems_of(str(tmp_path)) == [
+        f"{tmp_path} holds neither an export of tfmw nor a backup."
+    ]
+    assert problems_of(str(tmp_path / "gone")) == [f"{tmp_path / 'gone'} is not a directory."]
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_1_where_something_is_damaged(exported: Path, backups: Path) -> None:
+    flip_a_bit(backups / "step_000000000002" / "record.json")
+    run = subprocess.run(
+        [sys.executable, "-m", "tfmw", "check", str(exported), str(backups)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 1
+    lines = run.stdout.splitlines()
+    assert lines[0] == f"intact: {exported}"
+    assert lines[1].startswith("damaged: ")
+    assert "step_000000000002" in lines[1]

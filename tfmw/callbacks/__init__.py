@@ -1,0 +1,24 @@
+"""Callbacks on many workers: who runs them, who writes, and what is shown of the progress.
+
+Read `roles.py` first. `progress.py` is the progress bar, and lines for log files.
+
+May import: `tfmw.keras_compat`, `tfmw.runtime`, `tfmw.errors`.
+"""
+
+from tfmw.callbacks.roles import (
+    BackupAndRestore,
+    ChiefOnly,
+    for_task,
+    wants_every_batch,
+    without_backup,
+    writes,
+)
+
+__all__ = [
+    "BackupAndRestore",
+    "ChiefOnly",
+    "for_task",
+    "wants_every_batch",
+    "without_backup",
+    "writes",
+]

@@ -1,0 +1,300 @@
+"""Progress: Keras's bar with the throughput for whoever watches, and lines for who reads it later.
+
+    57/938 ━━━━━━━━━━━━━━━━━━━━ 10s 12ms/step - 5,274 examples/s - loss: 0.3101
+
+    train | epoch  1/12 | step  57/938 |   82.4 steps/s |   5,274 examples/s | 0:10 left | loss: ...
+    train | epoch  1/12 | step 938/938 |   82.1 steps/s |   5,251 examples/s | took 0:11 | loss: ...
+
+The bar writes over itself, which a log file cannot: it keeps every state of it. So the bar is for
+terminals and notebooks, and one aligned line per interval is for everything else.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TextIO
+
+import keras
+
+from tfmw.launcher.output import is_watched
+
+INTERVAL_S = 10.0
+"""Seconds between two lines within an epoch."""
+
+_BAR = keras.utils.Progbar(target=None).width
+_SHORTEST_BAR = 4  # characters, where a terminal is narrow
+
+
+class _Point(NamedTuple):
+    time: float
+    steps: int = 0
+    examples: int = 0
+
+
+class Throughput:
+    """Steps and examples a second of the epoch so far.
+
+    The first call of all traces functions: it does not count where there were others.
+
+    Args:
+        examples: tells how many examples there have been, over all replicas; None: nobody knows.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        examples: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._examples = examples or (lambda: 0)
+        self._clock = clock
+        self._calls = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self._since = self._last = self._now(0)
+
+    def made(self, steps: int) -> None:
+        """`steps` of the epoch are made."""
+        before, self._last = self._last, self._now(steps)
+        self._calls += 1
+        if self._calls == 2 and before.steps:
+            self._since = before
+
+    @property
+    def steps(self) -> float:
+        """Steps a second; 0 before the first."""
+        return self._rate(self._last.steps - self._since.steps)
+
+    @property
+    def examples(self) -> float:
+        """Examples of all replicas a second; 0 where nobody knows."""
+        return self._rate(self._last.examples - self._since.examples)
+
+    def _rate(self, number: int) -> float:
+        seconds = self._last.time - self._since.time
+        return number / seconds if seconds > 0 else 0.0
+
+    def _now(self, steps: int) -> _Point:
+        return _Point(self._clock(), steps, self._examples())
+
+
+class Bar(keras.callbacks.ProgbarLogger):
+    """Keras's bar, with the examples a second behind the time of a step.
+
+    Args:
+        examples: as `Throughput` takes it.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, examples: Callable[[], int], clock: Callable[[], float] = time.monotonic):
+        super().__init__()
+        self._throughput = Throughput(examples, clock)
+        self._in_fit = False  # where validation is silent
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._in_fit = True
+        super().on_train_begin(logs)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._throughput.begin()
+        super().on_epoch_begin(epoch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._made(batch + 1, logs)
+        super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._show(logs, final=True)
+        super().on_epoch_end(epoch, logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        if not self._in_fit:
+            self._throughput.begin()
+        super().on_test_begin(logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        if not self._in_fit:
+            self._made(batch + 1, logs)
+        super().on_test_batch_end(batch, logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        if not self._in_fit:
+            self._show(logs, final=True)
+        super().on_test_end(logs)
+
+    def _made(self, steps: int, logs: Mapping[str, Any] | None) -> None:
+        self._throughput.made(steps)
+        self._show(logs)
+
+    def _show(self, logs: Mapping[str, Any] | None, final: bool = False) -> None:
+        """Puts the rate into the bar's next state, on a narrow terminal with a shorter bar.
+
+        A line that is longer than its terminal cannot be written over: each state of it would
+        stay. Only the final one, which stays anyway, may be.
+        """
+        rate = ""
+        if self._throughput.examples:
+            rate = f" - {self._throughput.examples:,.0f} examples/s"
+        bar = _BAR - max(len(rate) - self._free_columns(logs or {}), 0)
+        if bar < _SHORTEST_BAR:
+            rate, bar = rate if final else "", _BAR
+        self.progbar.unit_name = f"step{rate}"  # Keras writes "12ms/" before it
+        self.progbar.width = bar
+
+    def _free_columns(self, logs: Mapping[str, Any]) -> int:
+        """What Keras's line leaves of the terminal's width, at least."""
+        if not sys.stdout.isatty():
+            return 1000  # a notebook's cell wraps lines, and still writes over them
+        target, rate = self.progbar.target, self._throughput.steps
+        if target:
+            line = f"{target}/{target} {'━' * _BAR}"
+        else:
+            line = f"{0:7d}/Unknown{' ' * (_BAR - _SHORTEST_BAR)}"  # no bar to be shortened
+        line += " 1:00:00" if target and rate and target > 60 * rate else " 59s"
+        line += " 999ms/step"
+        line += "".join(f" - {name}: {_number(value)}" for name, value in logs.items())
+        return shutil.get_terminal_size().columns - 1 - len(line)
+
+
+class Lines(keras.callbacks.ProgbarLogger):
+    """Stands in for Keras's bar where nobody watches.
+
+    Args:
+        examples: as `Throughput` takes it.
+        interval_s: seconds between two lines within an epoch; its end always gets one.
+        out: where they go, `sys.stdout` unless given.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        examples: Callable[[], int] | None = None,
+        interval_s: float = INTERVAL_S,
+        out: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        super().__init__()
+        self._interval_s = interval_s
+        self._out = out
+        self._clock = clock
+        self._throughput = Throughput(examples, clock)
+        self._epoch = 0
+        self._begin("train")
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        self.epochs, self.target = params["epochs"], params["steps"]
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._called_in_fit = True
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch + 1
+        self._begin("train")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._made(batch + 1, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._finish(logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        if not self._called_in_fit:  # within fit validation is silent, as in Keras
+            self._begin("test")
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        if not self._called_in_fit:
+            self._made(batch + 1, logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        if not self._called_in_fit:
+            self._finish(logs)
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        self._begin("predict")
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._made(batch + 1, None)
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        self._finish(None)
+
+    def _begin(self, what: str) -> None:
+        self._what = what
+        self._steps = 0
+        self._began = self._shown = self._clock()
+        self._throughput.begin()
+
+    def _made(self, steps: int, logs: Mapping[str, Any] | None) -> None:
+        now, self._steps = self._clock(), steps
+        self._throughput.made(steps)
+        if now - self._shown >= self._interval_s and steps != self.target:
+            self._shown = now
+            rate = self._throughput.steps
+            left = ""
+            if self.target:
+                left = f"{_clock_face((self.target - steps) / rate) if rate else '?'} left"
+            self._print(left, logs)
+
+    def _finish(self, logs: Mapping[str, Any] | None) -> None:
+        now = self._clock()
+        self.target = self.target or self._steps  # the first pass has counted them
+        self._print(f"took {_clock_face(now - self._began)}", logs)
+
+    def _print(self, clock: str, logs: Mapping[str, Any] | None) -> None:
+        fields = [self._what]
+        if self._what == "train" and self.epochs > 1:
+            fields.append(f"epoch {self._epoch:{len(str(self.epochs))}}/{self.epochs}")
+        of = f"/{self.target}" if self.target else ""
+        fields.append(f"step {self._steps:{max(len(of) - 1, 1)}}{of}")
+        fields.append(f"{self._throughput.steps:6.1f} steps/s")
+        if self._throughput.examples:
+            fields.append(f"{self._throughput.examples:7,.0f} examples/s")
+        fields.append(clock)
+        fields += [f"{name}: {_number(value)}" for name, value in (logs or {}).items()]
+        print(*filter(None, fields), sep=" | ", file=self._out or sys.stdout, flush=True)
+
+
+def with_progress(
+    callbacks: list[Any],
+    shows: bool,
+    verbose: Any,
+    examples: Callable[[], int] | None = None,
+) -> list[Any]:
+    """Adds what is shown of the progress, where Keras would add its bar: `Bar`, or `Lines`.
+
+    Args:
+        callbacks: of the user; a ProgbarLogger among them is the user's choice.
+        shows: whether this task shows progress at all.
+        verbose: as in Keras: 1 is the bar; "auto" is too where somebody watches.
+        examples: as `Throughput` takes it.
+    """
+    chosen = any(isinstance(c, keras.callbacks.ProgbarLogger) for c in callbacks)
+    if not shows or chosen:
+        return callbacks
+    if verbose == "auto" and not is_watched(sys.stdout):
+        return [*callbacks, Lines(examples)]
+    if verbose in ("auto", 1) and examples is not None:
+        return [*callbacks, Bar(examples)]
+    return callbacks  # Keras adds its own
+
+
+def _number(value: Any) -> str:
+    try:
+        value = float(value)
+    except (TypeError, ValueError):
+        return str(value)
+    return f"{value:.4f}" if value == 0 or abs(value) > 1e-3 else f"{value:.4e}"
+
+
+def _clock_face(seconds: float) -> str:
+    """0:09, 12:30, 1:02:00; below ten seconds 1.2 s."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,0 +1,228 @@
+"""Evaluation beside the training: a task that watches the backups and scores each new one.
+
+    tfmw run --workers 2 --evaluator train.py        # the same script; its fit() comes here
+
+On a task of type `evaluator` the call of `fit` does not train. It waits for backups in
+`backup_dir`, and for each new one
+
+* puts its values into the model and evaluates `validation_data`;
+* writes the logs as TensorBoard scalars, `evaluation_<name>_vs_iterations`, to
+  `<backup_dir>/evaluation`;
+* exports the model to `<backup_dir>/best` where the monitored log is the best so far.
+
+It ends once the last backup says that training is over, and that one is evaluated. An evaluator
+that is started again goes on where it was: what it did is in `<backup_dir>/evaluation/done.json`.
+While one watches, the training leaves the backups behind at its end, and the evaluator removes
+them. It needs to see the same directory as the chief, and no address: nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.checkpoint import state
+from tfmw.checkpoint.store import Backup, BackupStore, Damaged
+from tfmw.errors import UsageError
+
+logger = logging.getLogger("tfmw")
+
+_LOOK_EVERY_S = 0.5
+_LET_GO_S = 30.0
+_LOCK = "EVALUATOR"
+_FOLDER = "evaluation"
+_BEST = "best"
+_DONE = "done.json"
+
+
+def watch(
+    model: keras.Model,
+    evaluate: Callable[[], dict[str, float]],
+    backup_dir: str | os.PathLike[str],
+    *,
+    monitor: str = "loss",
+    mode: str = "auto",
+    remove: bool = True,
+    sleep: Callable[[float], None] = time.sleep,
+) -> keras.callbacks.History:
+    """Evaluates every backup that comes, until training is over.
+
+    Args:
+        model: compiled and built, as the training has it.
+        evaluate: scores the model as it is; returns logs by name.
+        backup_dir: where the training leaves its backups.
+        monitor: the log that says which backup is best.
+        mode: "min", "max" or "auto": by the name, as `keras.callbacks.ModelCheckpoint`.
+        remove: whether to remove the backups in the end, as a training would.
+        sleep: waits so many seconds.
+
+    Returns:
+        A History whose epochs are the steps of the backups, with logs `val_<name>`.
+
+    Raises:
+        UsageError: the backups are of another model, or the model has no such log.
+    """
+    path = os.fspath(backup_dir)
+    store = BackupStore(path)
+    folder = os.path.join(path, _FOLDER)
+    tf.io.gfile.makedirs(folder)
+    done = _Done(os.path.join(folder, _DONE))
+    history = keras.callbacks.History()
+    history.set_model(model)
+    history.on_train_begin()
+    for step, logs in done.logs.items():
+        history.on_epoch_end(step, logs)
+    writer = tf.summary.create_file_writer(folder)
+    with _watching(path), contextlib.closing(writer):
+        while True:
+            backup = _newest(store)
+            old = backup is not None and backup.step in done.logs
+            if backup is None or (old and not backup.record["done"]):
+                sleep(_LOOK_EVERY_S)
+                continue
+            if not old:
+                tensors = _tensors(backup)
+                if tensors is None:  # a newer one has taken its place
+                    continue
+                _refuse_other(backup, model, path)
+                state.restore(model, tensors)
+                logs = {f"val_{name}": float(value) for name, value in evaluate().items()}
+                _write(writer, backup.step, logs)
+                best = _is_best(logs, list(done.logs.values()), monitor, mode)
+                if best:
+                    from tfmw.export import export
+
+                    export(model, os.path.join(path, _BEST))
+                done.add(backup.step, logs)
+                history.on_epoch_end(backup.step, logs)
+                logger.info("evaluated step %d: %s%s", backup.step, logs, ", the best" * best)
+            if backup.record["done"]:
+                break
+    if remove:
+        _remove(store, sleep)
+    return history
+
+
+def _remove(store: BackupStore, sleep: Callable[[float], None]) -> None:
+    """Removes the backups as soon as the training, which is over, has let go of them."""
+    for _ in range(int(_LET_GO_S / _LOOK_EVERY_S)):
+        with contextlib.suppress(UsageError), store.locked():
+            newest = _newest(store)
+            if newest is None or newest.record["done"]:
+                store.clear()
+            return
+        sleep(_LOOK_EVERY_S)
+    logger.warning("the backups in %s stay: another run holds them", store.path)
+
+
+def is_watching(backup_dir: str | os.PathLike[str]) -> bool:
+    """Whether an evaluator watches this directory, from this machine or through its file locks."""
+    lock = os.path.join(os.fspath(backup_dir), _LOCK)
+    if "://" in lock or not os.path.exists(lock):
+        return False
+    file = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
+@contextlib.contextmanager
+def _watching(path: str) -> Iterator[None]:
+    """Tells the training that its backups are still wanted; ends with the process, however."""
+    if "://" in path:
+        yield
+        return
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    lock = os.open(os.path.join(path, _LOCK), flags, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"another evaluator watches {path!r} already: end it, or leave the work to it."
+            ) from None
+        yield
+    finally:
+        os.close(lock)
+
+
+class _Done:
+    """What was evaluated, on disk: logs by step."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self.logs: dict[int, dict[str, float]] = {}
+        if tf.io.gfile.exists(path):
+            with tf.io.gfile.GFile(path) as file:
+                self.logs = {int(step): logs for step, logs in json.load(file).items()}
+
+    def add(self, step: int, logs: dict[str, float]) -> None:
+        self.logs[step] = logs
+        temporary = f"{self._path}.tmp"
+        with tf.io.gfile.GFile(temporary, "w") as file:
+            file.write(json.dumps(self.logs))
+        tf.io.gfile.rename(temporary, self._path, overwrite=True)
+
+
+def _newest(store: BackupStore) -> Backup | None:
+    """The newest backup that is complete; without a word about others, which come and go."""
+    for step in reversed(store.steps()):
+        with contextlib.suppress(Damaged, OSError, tf.errors.OpError):
+            return store.read(step)
+    return None
+
+
+def _tensors(backup: Backup) -> Any:
+    """All of a backup; None where it went away meanwhile."""
+    try:
+        return backup.tensors()
+    except (Damaged, OSError, tf.errors.OpError):
+        return None
+
+
+def _refuse_other(backup: Backup, model: keras.Model, path: str) -> None:
+    """Raises UsageError where the backup is of another model; its batch size does not matter."""
+
+    def of_model(signature: list[str]) -> list[str]:
+        return [line for line in signature if not line.startswith("global batch size")]
+
+    mine = of_model(state.signature(model, None))
+    state.refuse_other(of_model(backup.record["signature"]), mine, path)
+
+
+def _write(writer: Any, step: int, logs: dict[str, float]) -> None:
+    with writer.as_default():
+        for name, value in logs.items():
+            name = name.removeprefix("val_")
+            tf.summary.scalar(f"evaluation_{name}_vs_iterations", value, step=step)
+    writer.flush()
+
+
+def _is_best(
+    logs: dict[str, float], before: list[dict[str, float]], monitor: str, mode: str
+) -> bool:
+    name = f"val_{monitor.removeprefix('val_')}"
+    if name not in logs:
+        raise UsageError(
+            f"the evaluator monitors {monitor!r}, which the model does not log: expected one of "
+            f"{', '.join(n.removeprefix('val_') for n in logs)}."
+        )
+    highest = mode == "max" or (mode == "auto" and keras_compat.more_is_better(monitor))
+    value, others = logs[name], [old[name] for old in before if name in old]
+    if value != value:  # not a number
+        return False
+    return all(value > o if highest else value < o for o in others if o == o)

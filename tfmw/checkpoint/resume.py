@@ -1,0 +1,477 @@
+"""When a run is backed up, and how it goes on from a backup.
+
+    with Backups(group, "/shared/backups/run7", every="10 s") as backups:
+        if backups.record: ...                   # the newest complete backup, the same on all tasks
+        if backups.due(...): backups.save(...)
+
+The chief reads and writes; the other tasks hear from it, so the directory needs to be seen by the
+chief only (and by whichever task becomes it). SIGTERM or SIGUSR1 to any one task ends all of them
+after the same step, with a backup, and with the exit status that asks to be run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import logging
+import math
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import tensorflow as tf
+
+from tfmw.callbacks import BackupAndRestore
+from tfmw.checkpoint import evaluator, state
+from tfmw.checkpoint.store import BackgroundWriter, BackupStore, Damaged
+from tfmw.cluster import membership
+from tfmw.cluster.group import Group
+from tfmw.errors import Preempted, TfmwError, UsageError
+from tfmw.runtime.signals import LEAVE
+
+logger = logging.getLogger("tfmw")
+
+
+@functools.cache
+def _run() -> str:
+    """Tells the backups of this process from others'; asked for first when it trains."""
+    return f"{os.getpid()}-{time.time_ns()}"
+
+
+_MINUTE, _HOUR = 60.0, 3600.0
+_UNITS = {
+    **dict.fromkeys(("s", "sec", "second"), 1.0),
+    **dict.fromkeys(("min", "minute"), _MINUTE),
+    **dict.fromkeys(("h", "hour"), _HOUR),
+}
+
+
+class Schedule:
+    """How often to back up.
+
+    Args:
+        every: a number of steps (int), "epoch", "3 epochs", or a time: "10 s", "5 min", "1 h", or
+            a `datetime.timedelta`.
+
+    Attributes:
+        steps, epochs, seconds: the one that was meant; the others are None.
+
+    Raises:
+        UsageError: anything else.
+    """
+
+    def __init__(self, every: Any):
+        self.steps: int | None = None
+        self.epochs: int | None = None
+        self.seconds: float | None = None
+        match = None
+        if isinstance(every, str):
+            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)?\s*([a-z]*?)s?\s*", every)
+        number, unit = match.groups() if match else (None, "")
+        whole = number is None or number.isdecimal()
+        if isinstance(every, datetime.timedelta):
+            self.seconds = every.total_seconds()
+        elif isinstance(every, int) and not isinstance(every, bool):
+            self.steps = every
+        elif unit == "epoch" and whole:
+            self.epochs = int(number or 1)
+        elif unit == "step" and number and whole:
+            self.steps = int(number)
+        elif number and (unit in _UNITS or (not unit and every.strip().endswith("s"))):
+            self.seconds = float(number) * _UNITS.get(unit, 1.0)
+        if not any(v is not None and v > 0 for v in (self.steps, self.epochs, self.seconds)):
+            raise UsageError(
+                f'unknown backup frequency {every!r}: expected a number of steps, "epoch", or a '
+                'time such as "10 s" or "5 min".'
+            )
+
+
+class Backups:
+    """The backups of one call of fit.
+
+    Args:
+        group: the tasks that train together.
+        directory: where backups are; local, or a URL that `tf.io.gfile` opens.
+        every: see `Schedule`.
+        delete: whether a run that ends well removes its backups when the process ends.
+        save_nan: whether a state that is not finite may be saved.
+        clock: monotonic seconds.
+
+    Attributes:
+        record: the JSON of the newest complete backup; None where there is none. On all tasks.
+        tensors: its tensors; on the chief only.
+    """
+
+    on = True
+    """Whether there are any; see `NoBackups`."""
+
+    def __init__(
+        self,
+        group: Group,
+        directory: str | os.PathLike[str],
+        every: Any = "epoch",
+        delete: bool = True,
+        save_nan: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.schedule = Schedule(every)
+        self.path = os.fspath(directory)
+        self.record: dict[str, Any] | None = None
+        self.tensors: Mapping[str, Any] = {}
+        self._group = group
+        self._delete = delete
+        self._save_nan = save_nan
+        self._clock = clock
+        self._store = BackupStore(directory) if group.is_chief else None
+        self._snapshots = state.Snapshots()
+        self._writer = BackgroundWriter(self._write, self._not_written, clock)
+        self._signature: list[str] = []
+        self._stack = contextlib.ExitStack()
+        self._last = clock()
+        self._asked_to_leave = threading.Event()
+        self._leaving = False
+        self._lost: str | None = None  # why the last backup could not be written
+        self._spoiled: tuple[str, int] | None = None  # what was not finite in it, after which step
+
+    @classmethod
+    def of(cls, group: Group, asked: BackupAndRestore | None) -> Backups:
+        """The backups that a callback asks for; ones that do nothing where none asks."""
+        if asked is None:
+            return NoBackups(group)
+        return cls(
+            group,
+            asked.backup_dir,
+            asked.save_freq,
+            delete=asked.delete_checkpoint,
+            save_nan=asked.save_nan,
+        )
+
+    # ------------------------------------------------------------ begin and end
+
+    def __enter__(self) -> Backups:
+        self.record = self._group.from_chief(self._open)
+        self._install_signals()
+        self._last = self._clock()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        try:
+            self._writer.wait()
+        finally:
+            self._snapshots.forget()
+            self._stack.close()
+
+    def _open(self) -> dict[str, Any] | None:
+        assert self._store is not None
+        self._stack.enter_context(self._store.locked())
+        for backup in self._store.candidates():
+            if backup.record["done"] and backup.record["run"] == _run():
+                break  # an earlier fit of this process, which has ended
+            try:
+                self.tensors = backup.tensors()
+            except Damaged as e:
+                self._store.pass_over(backup.step, e)
+                continue
+            logger.warning("restored step %d from %s", backup.step, backup.path)
+            return backup.record
+        self._store.clear()
+        return None
+
+    def _install_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+
+        def asked(number: int, frame: Any) -> None:
+            self._asked_to_leave.set()
+
+        for number in LEAVE:
+            before = signal.signal(number, asked)
+            self._stack.callback(self._restore_signal, number, before)
+
+    def _restore_signal(self, number: int, before: Any) -> None:
+        # All is saved, and this process ends with the status that says so. The first task to end
+        # may have the scheduler send SIGTERM to the others, in the middle of their exit.
+        signal.signal(number, signal.SIG_IGN if self._leaving else before)
+
+    # ------------------------------------------------------------ restore
+
+    def is_done(self, epochs: int) -> bool:
+        """Whether the run that the backup is of was over, with nothing left to do."""
+        found = self.record
+        return (
+            found is not None and found["done"] and (found["stopped"] or found["epoch"] >= epochs)
+        )
+
+    def restore(self, model: Any, batch_size: int | None) -> None:
+        """Gives the chief's model the saved values; lifting it gives them to all.
+
+        Raises:
+            UsageError: the backup is of another model, optimizer or batch size.
+        """
+        found = self.record
+
+        def check() -> None:
+            mine = state.signature(model, batch_size)
+            self._signature = mine
+            if found is not None:
+                state.refuse_other(found["signature"], mine, self.path)
+
+        self._group.from_chief(check)
+        if found is None:
+            return
+        if self._group.is_chief:
+            state.restore(model, self.tensors)
+
+    def note_callbacks(self, callbacks: list[Any]) -> None:
+        """Before and after on_train_begin: what callbacks hold now is not worth saving."""
+        state.note_callbacks(callbacks)
+
+    def restore_callbacks(self, callbacks: list[Any], finished: bool = False) -> None:
+        """Gives callbacks what they had counted, and random generators their state.
+
+        A call of all tasks.
+        """
+        assert self.record is not None
+        arrays = self._group.arrays_from_chief(state.callback_arrays(self.tensors))
+        if finished:  # training is over: only History is of use
+            for callback in callbacks:
+                for saved in self.record["callbacks"]:
+                    if type(callback).__name__ == saved["class"] == "History":
+                        callback.history = saved["values"].get("history", {})
+                        callback.epoch = saved["values"].get("epoch", [])
+            return
+        state.restore_callbacks(callbacks, self.record["callbacks"], arrays, self._group.is_chief)
+        state.restore_random_state(self.record["random"])
+
+    def kept_by_replicas(self) -> tuple[np.ndarray, np.ndarray]:
+        """What replicas kept to themselves, on every task. A call of all tasks."""
+        kept = state.of_replicas(self.tensors) if self._group.is_chief else ()
+        arrays = self._group.arrays_from_chief({str(i): a for i, a in enumerate(kept)})
+        return arrays["0"], arrays["1"]
+
+    # ------------------------------------------------------------ when
+
+    def signals(self) -> tuple[float, float]:
+        """What this task says to all others at a step: (asked to leave, a backup is due)."""
+        due = self._group.is_chief and self._time_is_up()
+        return float(self._asked_to_leave.is_set()), float(due)
+
+    def _time_is_up(self) -> bool:
+        seconds = self.schedule.seconds
+        return (
+            seconds is not None
+            and not self._writer.busy
+            and (self._clock() - self._last >= seconds)
+        )
+
+    def limit(self, step: int, most: int) -> int:
+        """At most how many of `most` steps to make from `step` on, so as not to pass a due one."""
+        if self.schedule.steps is None:
+            return most
+        return min(most, self.schedule.steps - step % self.schedule.steps)
+
+    def due_after_step(self, step: int, heard: list[float]) -> bool:
+        """Whether to save now, in the middle of an epoch. The same answer on every task."""
+        if heard[0] or heard[1]:
+            return True
+        return self.schedule.steps is not None and step % self.schedule.steps == 0
+
+    def due_after_epoch(self, epoch: int, step: int, last: bool) -> tuple[bool, bool]:
+        """(whether to save at the end of `epoch`, whether to leave). A call of all tasks."""
+        said = self._group.from_all(self.signals())
+        leave = any(s[0] for s in said)
+        due = leave or any(s[1] for s in said)
+        if self.schedule.epochs is not None:
+            due = due or (epoch + 1) % self.schedule.epochs == 0
+        if self.schedule.steps is not None:
+            due = due or step % self.schedule.steps == 0
+        return due and not last, leave and not last
+
+    # ------------------------------------------------------------ save
+
+    def save(
+        self,
+        step: int,
+        model: Any,
+        strategy: tf.distribute.Strategy,
+        kept: tuple[Any, Any],
+        callbacks: list[Any],
+        record: dict[str, Any],
+        busy: bool = True,
+    ) -> None:
+        """Copies the state out; the chief writes it in the background.
+
+        Args:
+            step: training steps since the run began.
+            kept: what replicas keep to themselves (`SyncDriver.kept_by_replicas`).
+            callbacks: this task's.
+            record: JSON values: where in the data the run is.
+            busy: whether every step assigns to the model's variables.
+
+        Raises:
+            TfmwError: a weight has not been finite since the last call, and no loss has shown it.
+        """
+        self._last = self._clock()
+        if not self._group.is_chief:
+            return
+        states, arrays = state.callback_states(callbacks)
+        self._writer.wait()  # the last snapshot is in its hands
+        taken = self._snapshots.take(model, strategy, busy)
+        tensors = state.with_replicas({**taken, **arrays}, *kept)
+        if self._spoiled is not None and not _is_finite(tensors[self._spoiled[0]]):
+            self._refuse_spoiled()
+        trainable = {id(v) for v in model.trainable_variables}
+        must_be_finite = [name for name, v in state.named(model).items() if id(v) in trainable]
+        full = {
+            **record,
+            "run": _run(),
+            "signature": self._signature,
+            "callbacks": states,
+            "random": state.random_state(),
+        }
+        self._writer.submit(step, tensors, full, must_be_finite)
+
+    def _write(
+        self, step: int, tensors: dict[str, Any], record: dict[str, Any], finite: list[str]
+    ) -> None:
+        assert self._store is not None
+        if not self._save_nan:
+            for name in finite:
+                if not _is_finite(tensors[name]):
+                    self._spoiled, self._lost = (name, step), f"{name} is not finite"
+                    logger.warning(
+                        "no backup at step %d: %s is not finite; the backup before is kept",
+                        step,
+                        name,
+                    )
+                    return
+        self._store.write(step, tensors, record)
+        self._spoiled = self._lost = None
+
+    def _not_written(self, error: Exception) -> None:
+        self._lost = str(error) or type(error).__name__
+        logger.warning(
+            "no backup could be written to %s (%s); training goes on, the backup before is kept",
+            self.path,
+            (str(error) or type(error).__name__).splitlines()[0],
+        )
+
+    def wait(self) -> None:
+        """Waits, on every task, until the chief's backup is on disk."""
+
+        def written() -> bool:
+            self._writer.wait()
+            return True
+
+        self._group.from_chief(written)
+
+    def leave(self, step: int) -> None:
+        """Ends the process with the status that asks to be run again. Raises Preempted."""
+        self.wait()
+        self._leaving = True
+        membership.mark_failed()
+        if self._lost is None:
+            raise Preempted(f"told to leave: stopped after step {step}, which is in {self.path}")
+        raise Preempted(f"told to leave: stopped after step {step}, which is lost ({self._lost})")
+
+    def refuse_nan(self, logs: Mapping[str, Any], epoch: int, step: int) -> None:
+        """Raises TfmwError where the loss is not finite: going on would ruin the backups."""
+        loss = logs.get("loss")
+        if loss is None or self._save_nan or math.isfinite(float(np.asarray(loss).mean())):
+            return
+        raise TfmwError(
+            f"the loss is {loss} in epoch {epoch + 1} at step {step}: training ends, and the last "
+            f"backup in {self.path!r} is from before. Lower the learning rate or check the data."
+        )
+
+    def _refuse_spoiled(self) -> NoReturn:
+        """What makes 0 of a NaN, as ReLU may, hides from the loss that the model is ruined."""
+        assert self._spoiled is not None
+        name, step = self._spoiled
+        raise TfmwError(
+            f"{name} has not been finite since step {step} or before, though the loss is: training "
+            f"ends, and the last backup in {self.path!r} is from before. Lower the learning rate "
+            "or check the data."
+        )
+
+    def finished(self) -> None:
+        """The run is over: its last backup says so, and goes when the process ends well.
+
+        Raises:
+            TfmwError: a weight is not finite at the end.
+        """
+        self.wait()
+        self._spoiled = self._group.from_chief(lambda: self._spoiled)
+        if self._spoiled is not None:
+            self._refuse_spoiled()
+        if self._delete and self._store is not None:
+            membership.on_success(self._remove_mine)
+
+    def _remove_mine(self) -> None:
+        """Removes the backups, unless another run goes on from them or has left others there."""
+        assert self._store is not None
+        if evaluator.is_watching(self.path):
+            return  # it removes them once it has seen the last one
+        with contextlib.suppress(TfmwError), self._store.locked():
+            newest = self._store.newest()
+            # A run that was over and is started again writes nothing: its backup is its own still.
+            restored = self.record["run"] if self.record is not None else _run()
+            if newest is not None and newest.record["run"] in (_run(), restored):
+                self._store.clear()
+
+
+class NoBackups(Backups):
+    """For runs that ask for none: nothing is saved, and signals end the process as ever."""
+
+    on = False
+
+    def __init__(self, group: Group):
+        self.record = None
+        self._group = group
+
+    def __enter__(self) -> Backups:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        pass
+
+    def restore(self, model: Any, batch_size: int | None) -> None:
+        """Nothing to restore."""
+
+    def note_callbacks(self, callbacks: list[Any]) -> None:
+        """Nothing will be saved."""
+
+    def signals(self) -> tuple[float, float]:
+        """Never asks for anything."""
+        return 0.0, 0.0
+
+    def limit(self, step: int, most: int) -> int:
+        """No step is due."""
+        return most
+
+    def due_after_step(self, step: int, heard: list[float]) -> bool:
+        """Never."""
+        return False
+
+    def due_after_epoch(self, epoch: int, step: int, last: bool) -> tuple[bool, bool]:
+        """Never."""
+        return False, False
+
+    def refuse_nan(self, logs: Mapping[str, Any], epoch: int, step: int) -> None:
+        """As Keras: a loss that is not finite is the callbacks' business."""
+
+    def finished(self) -> None:
+        """Nothing to remove."""
+
+
+def _is_finite(value: tf.Tensor) -> bool:
+    """Whether there is no NaN and no infinity in it."""
+    if not value.dtype.is_floating:
+        return True
+    return bool(tf.reduce_all(tf.math.is_finite(tf.cast(value, tf.float32))))

@@ -1,0 +1,451 @@
+"""What of a run is saved: taken out of a model that trains, put back into one that starts.
+
+    shape = signature(model, batch_size)             # refuses another model's backup
+    tensors = Snapshots().take(model, strategy)      # every variable, by name
+    restore(model, tensors)                          # before the model is lifted
+
+All replicas have the same weights and optimizer slots, so the chief's are saved. What replicas keep
+to themselves (metrics so far, batch-norm averages since the last time somebody looked) is saved for
+each, so that the same number of replicas goes on bit for bit; another number gets the sums and
+means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import random
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw import callbacks as callbacks_lib
+from tfmw import keras_compat
+from tfmw.errors import UsageError
+from tfmw.keras_compat import placement
+
+# Keras numbers the names it makes up (dense, dense_1, ...) through the whole process, and makes
+# longer names of them: sequential_1_dense_3_kernel_momentum.
+_NUMBER = re.compile(r"_\d+(?![^\W_])")
+_METRICS = "replicas/metrics"
+_AVERAGES = "replicas/averages"
+_CALLBACK = "callbacks/"
+_WORTH_KEEPING_BYTES = 1 << 20
+_KEPT_TYPES = (tf.float16, tf.float32, tf.float64)
+_ALIGNED = 64  # bytes; EIGEN_MAX_ALIGN_BYTES
+_AT_FIRST = "_tfmw_at_first"  # an attribute of callbacks, while they are in a run with backups
+
+
+# ---------------------------------------------------------------- whose state is it
+
+
+def signature(model: keras.Model, batch_size: int | None) -> list[str]:
+    """One line for each thing that must be the same where a backup is restored."""
+    lines = [f"model: {type(model).__name__}"]
+    for number, layer in enumerate(keras_compat.layers_of(model)):
+        if layer is not model:
+            lines += _described(f"layer {number}", layer)
+    for optimizer in keras_compat.optimizers_of(model):
+        lines += _described("optimizer", optimizer)
+    for variable in named(model).values():
+        native = keras_compat.native(variable)
+        lines.append(f"variable {_plain(variable.path)}: {native.dtype.name} {native.shape}")
+    lines.append(f"loss: {_loss(getattr(model, 'loss', None))}")
+    for metric in keras_compat.leaf_metrics(model):
+        shapes = [tuple(v.shape) for v in metric.variables]
+        lines.append(f"metric {_plain(metric.name)}: {type(metric).__name__} {shapes}")
+    lines.append(f"global batch size: {batch_size}")
+    return lines
+
+
+def _described(what: str, part: Any) -> list[str]:
+    """A line for the class of a layer, optimizer or loss, and one for each of its settings."""
+    kind = f"{what}: {type(part).__name__}"
+    try:
+        config = dict(part.get_config())
+    except (NotImplementedError, TypeError, ValueError, AttributeError):
+        return [kind]
+    # What differs between equal runs, or has lines of its own.
+    for name in ("name", "learning_rate", "layers", "build_config", "inner_optimizer"):
+        config.pop(name, None)
+    settings = {
+        name: json.dumps(_without_numbers(value), sort_keys=True, default=_type_name)
+        for name, value in config.items()
+    }
+    return [kind, *(f"{kind}, {name}: {settings[name]}" for name in sorted(settings))]
+
+
+def _type_name(value: Any) -> str:
+    return type(value).__name__
+
+
+def _without_numbers(value: Any) -> Any:
+    """The texts in a configuration without the numbers of made-up names."""
+    if isinstance(value, str):
+        return _plain(value)
+    if isinstance(value, Mapping):
+        return {str(k): _without_numbers(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_numbers(v) for v in value]
+    return value
+
+
+def _loss(loss: Any) -> str:
+    """What compile() was given as the loss, by name."""
+    if isinstance(loss, Mapping):
+        return ", ".join(f"{key}: {_loss(loss[key])}" for key in sorted(loss, key=str))
+    if isinstance(loss, list | tuple):
+        return f"[{', '.join(map(_loss, loss))}]"
+    if isinstance(loss, keras.losses.Loss):
+        return "; ".join(_described("object", loss))
+    return str(getattr(loss, "__name__", loss if isinstance(loss, str) else type(loss).__name__))
+
+
+def _plain(text: str) -> str:
+    return _NUMBER.sub("", text)
+
+
+def refuse_other(saved: list[str], mine: list[str], path: str) -> None:
+    """Raises UsageError naming the first difference between two signatures."""
+    for was, now in zip(saved, mine, strict=False):
+        if was != now:
+            raise UsageError(
+                f"the backup in {path!r} belongs to another model: it has [{was}], this run has "
+                f"[{now}]. Use another backup_dir, or delete that one to start anew."
+            )
+    if len(saved) != len(mine):
+        longer, what = (saved, "the backup") if len(saved) > len(mine) else (mine, "this run")
+        extra = longer[min(len(saved), len(mine))]
+        raise UsageError(
+            f"the backup in {path!r} belongs to another model: only {what} has [{extra}]. "
+            "Use another backup_dir, or delete that one to start anew."
+        )
+
+
+def named(model: keras.Model) -> dict[str, Any]:
+    """Every variable whose value all replicas share, by a name that is the same in each run."""
+    metrics = {id(v) for v in keras_compat.metric_variables(model)}
+    shared = [v for v in placement.all_variables(model) if id(v) not in metrics]
+    return {f"{i:06d}/{_plain(v.path)}": v for i, v in enumerate(shared)}
+
+
+# ---------------------------------------------------------------- the model
+
+
+class Snapshots:
+    """Copies of a model's variables, one after another, in memory that is taken once.
+
+    TensorFlow shares the memory of what is read until the variable is assigned to again; then the
+    training step has to make the copy, into memory that the system finds and clears for it. That
+    takes many times as long as copying.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[str, tuple[np.ndarray, tf.Tensor]] = {}  # both of the same memory
+
+    def take(
+        self, model: keras.Model, strategy: tf.distribute.Strategy, busy: bool = True
+    ) -> dict[str, tf.Tensor]:
+        """Values of all shared variables now, which training leaves as they are.
+
+        Those of the time before change to the new ones: nobody may use them any more.
+
+        Args:
+            busy: whether every step assigns to the variables, so that copies are worth the memory.
+        """
+        found = {}
+        for name, variable in named(model).items():
+            value = placement.local_copies(strategy, variable)[0].read_value()
+            size = value.shape.num_elements() * value.dtype.size
+            large = size >= _WORTH_KEEPING_BYTES and value.dtype in _KEPT_TYPES
+            found[name] = self._copied(name, value) if busy and large else value
+        return found
+
+    def _copied(self, name: str, value: tf.Tensor) -> tf.Tensor:
+        if "CPU" not in value.device:
+            return value
+        source = np.asarray(memoryview(value))  # `value.numpy()` would be a copy of its own
+        if name not in self._copies:
+            # TensorFlow takes memory over only where it is aligned as its own is.
+            room = np.empty(source.nbytes + _ALIGNED, np.uint8)
+            begin = -room.ctypes.data % _ALIGNED
+            copy = room[begin : begin + source.nbytes].view(source.dtype).reshape(source.shape)
+            self._copies[name] = copy, tf.experimental.dlpack.from_dlpack(copy.__dlpack__())
+        copy, tensor = self._copies[name]
+        np.copyto(copy, source)
+        return tensor
+
+    def forget(self) -> None:
+        """Gives the memory back."""
+        self._copies.clear()
+
+
+def restore(model: keras.Model, tensors: Mapping[str, Any]) -> None:
+    """Gives a model that is not lifted the values of a backup that has its signature."""
+    for name, variable in named(model).items():
+        native = keras_compat.native(variable)
+        native.assign(tf.reshape(tf.cast(tensors[name], native.dtype), native.shape))
+
+
+@contextlib.contextmanager
+def unchanged(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Puts the shared variables of a lifted model back to what they are now."""
+    values = [
+        (copy, copy.read_value())
+        for variable in named(model).values()
+        for copy in placement.local_copies(strategy, variable)
+    ]
+    yield
+    for copy, value in values:
+        copy.assign(value)
+
+
+def with_replicas(tensors: dict[str, Any], metrics: Any, averages: Any) -> dict[str, Any]:
+    """Adds what replicas keep to themselves: float64 [replicas, values] each."""
+    return {**tensors, _METRICS: metrics, _AVERAGES: averages}
+
+
+def of_replicas(tensors: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """What `with_replicas` added: (metrics, averages)."""
+    return np.asarray(tensors[_METRICS]), np.asarray(tensors[_AVERAGES])
+
+
+# ---------------------------------------------------------------- callbacks
+
+
+def note_callbacks(callbacks: Iterable[Any]) -> None:
+    """Before and after on_train_begin: what callbacks hold before they have counted anything.
+
+    What never differs from that is a setting, and a run that goes on takes its own settings.
+    """
+    for callback in callbacks:
+        now = {name: _jsonable(value) for name, value in _attributes(callback).items()}
+        vars(callback).setdefault(_AT_FIRST, []).append(now)
+
+
+def forget_callbacks(callbacks: Iterable[Any]) -> None:
+    """The run is over: another one may begin with what these callbacks hold now."""
+    for callback in callbacks:
+        vars(callback).pop(_AT_FIRST, None)
+
+
+def callback_states(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What callbacks have counted so far.
+
+    Returns:
+        (a JSON object for each callback, arrays by name): attributes that are numbers, texts,
+        lists and dicts of them, or (lists of) arrays.
+    """
+    states: list[dict[str, Any]] = []
+    arrays: dict[str, Any] = {}
+    for number, callback in enumerate(callbacks):
+        if isinstance(callback, keras.callbacks.ProgbarLogger):
+            continue
+        state: dict[str, Any] = {
+            "class": type(callback).__name__,
+            "number": number,
+            "chief_only": callbacks_lib.writes(callback),
+        }
+        at_first = vars(callback).get(_AT_FIRST, [])
+        values: dict[str, Any] = {}
+        kept: dict[str, int | None] = {}
+        for name, value in _attributes(callback).items():
+            if _is_arrays(value):
+                members = value if isinstance(value, list) else [value]
+                kept[name] = len(members) if isinstance(value, list) else None
+                for i, member in enumerate(members):
+                    # A copy: the callback may count on while this is written.
+                    arrays[f"{_CALLBACK}{number}/{name}/{i}"] = np.array(member)
+                continue
+            simple = _jsonable(value)
+            is_setting = bool(at_first) and all(
+                name in then and _equal(then[name], simple) for then in at_first
+            )
+            if simple is not _NOT_JSON and not is_setting:
+                values[name] = simple
+        state["values"] = values
+        state["arrays"] = kept
+        states.append(state)
+    return states, arrays
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)
+
+
+def restore_callbacks(
+    callbacks: Iterable[Any],
+    states: list[dict[str, Any]],
+    arrays: Mapping[str, Any],
+    is_chief: bool,
+) -> None:
+    """Puts the states back into callbacks of the same classes in the same order.
+
+    Raises:
+        UsageError: this run has other callbacks.
+    """
+    mine = [c for c in callbacks if not isinstance(c, keras.callbacks.ProgbarLogger)]
+    if not is_chief:
+        states = [s for s in states if not s["chief_only"]]
+    names = [type(c).__name__ for c in mine]
+    saved = [s["class"] for s in states]
+    if names != saved:
+        raise UsageError(
+            f"the backup was taken with the callbacks {saved}, this run has {names}: pass the same "
+            "callbacks in the same order."
+        )
+    for callback, state in zip(mine, states, strict=True):
+        inner = getattr(callback, "callback", None)
+        values = {**_counted_since(callback), **_values_of(state, arrays)}
+        for name, value in values.items():
+            holder = callback if hasattr(callback, name) or inner is None else inner
+            if _may_be_given(holder, name, value):
+                setattr(holder, name, value)
+        if _AT_FIRST in vars(callback):  # what was saved once is no setting
+            for then in vars(callback)[_AT_FIRST]:
+                for name in state["values"]:
+                    then.pop(name, None)
+
+
+def _counted_since(callback: Any) -> dict[str, Any]:
+    """What an interrupted call of this process counted in a callback, as it was at first."""
+    noted: list[dict[str, Any]] = vars(callback).get(_AT_FIRST, [])
+    if len(noted) < 4:
+        return {}
+    first, before, now = noted[0], noted[-2], noted[-1]
+    return {
+        name: first[name]
+        for name in first.keys() & before.keys() & now.keys()
+        if first[name] is not _NOT_JSON
+        and not _equal(first[name], now[name])
+        and _equal(before[name], now[name])  # on_train_begin has not begun it anew
+    }
+
+
+def _may_be_given(callback: Any, name: str, value: Any) -> bool:
+    """Whether a backup may set an attribute: neither code nor where files are written."""
+    if name.startswith("__") or callable(getattr(callback, name, None)):
+        return False
+    if isinstance(getattr(type(callback), name, None), property):
+        return False
+    return not (isinstance(value, str) and callbacks_lib.writes(callback))
+
+
+def _values_of(state: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    values = dict(state["values"])
+    for name, length in state["arrays"].items():
+        members = [
+            np.array(arrays[f"{_CALLBACK}{state['number']}/{name}/{i}"])  # one that may be written
+            for i in range(1 if length is None else length)
+        ]
+        values[name] = members[0] if length is None else members
+    return values
+
+
+def callback_arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of callbacks among the tensors of a backup."""
+    return {name: value for name, value in tensors.items() if name.startswith(_CALLBACK)}
+
+
+def prepare_for_resume(callbacks: Iterable[Any], epoch: int) -> None:
+    """Before on_train_begin of a resumed run: files are gone on with, not begun anew.
+
+    Args:
+        epoch: the one that training goes on with, from 0.
+    """
+    for callback in callbacks:
+        callback = getattr(callback, "callback", callback)
+        if isinstance(callback, keras.callbacks.CSVLogger):
+            callback.append = True
+            _forget_rows(callback, epoch)
+
+
+def _forget_rows(log: keras.callbacks.CSVLogger, epoch: int) -> None:
+    """Takes the epochs that will be trained again out of a log."""
+    try:
+        with open(log.filename, newline="") as file:
+            lines = list(file)
+        rows = list(csv.reader(lines, delimiter=log.sep))
+        column = rows[0].index("epoch")
+        pairs = list(zip(lines, rows, strict=True))
+        kept = lines[:1] + [line for line, row in pairs[1:] if int(row[column]) < epoch]
+    except (OSError, ValueError, IndexError):
+        return  # there is none, or it is not one that CSVLogger wrote
+    if len(kept) < len(lines):
+        temporary = f"{log.filename}.tmp"
+        with open(temporary, "w", newline="") as file:
+            file.writelines(kept)
+        os.replace(temporary, log.filename)
+
+
+def _attributes(callback: Any) -> dict[str, Any]:
+    skipped = {"params", "_model", "model", "validation_data", "callback", _AT_FIRST}
+    inner = getattr(callback, "callback", None)
+    if hasattr(callback, "monitor_op") or hasattr(inner, "monitor_op"):
+        # Keras turns the sign of this setting when it first looks for the direction of a metric.
+        skipped.add("min_delta")
+    found = {k: v for k, v in vars(callback).items() if k not in skipped}
+    if isinstance(inner, keras.callbacks.Callback):
+        found.update({k: v for k, v in vars(inner).items() if k not in skipped})
+    return found
+
+
+def _is_arrays(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype != object
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(v, np.ndarray) and v.dtype != object for v in value)
+    )
+
+
+_NOT_JSON = object()
+
+
+def _jsonable(value: Any) -> Any:
+    """A JSON value equal to `value`, or _NOT_JSON."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list):
+        items = [_jsonable(v) for v in value]
+        return _NOT_JSON if any(i is _NOT_JSON for i in items) else items
+    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+        members = {k: _jsonable(v) for k, v in value.items()}
+        return _NOT_JSON if any(m is _NOT_JSON for m in members.values()) else members
+    return _NOT_JSON
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+def random_state() -> dict[str, Any]:
+    """States of Python's and NumPy's global generators, as JSON."""
+    version, numbers, gauss = random.getstate()
+    numpy_state = dict(np.random.get_state(legacy=False))
+    inner = {
+        k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in numpy_state["state"].items()
+    }
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": {**numpy_state, "state": inner},
+    }
+
+
+def restore_random_state(saved: Mapping[str, Any]) -> None:
+    """Puts back what `random_state` took."""
+    version, numbers, gauss = saved["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    numpy_state = dict(saved["numpy"])
+    inner = dict(numpy_state["state"])
+    if "key" in inner:
+        inner["key"] = np.asarray(inner["key"], dtype=np.uint32)
+    np.random.set_state({**numpy_state, "state": inner})

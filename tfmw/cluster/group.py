@@ -1,0 +1,197 @@
+"""What the tasks of a cluster tell each other outside of the training step.
+
+    group = Group.of(strategy)
+    seed = group.from_chief(lambda: draw_seed())     # the chief decides, everybody hears
+    group.same("number of epochs", epochs)           # or everybody gets one sentence
+
+Values are JSON. They travel through TensorFlow's coordination service, not through collectives, so
+they cost a millisecond and cannot be mixed up with the reductions of a step. All tasks make the
+same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.errors import UsageError
+from tfmw.keras_compat import placement
+from tfmw.runtime.recorded_errors import ECHO
+
+# A message of the coordination service may have 4 MB; base64 adds a third.
+_PIECE = 2 << 20
+
+# Answers of the chief that are kept for tasks that lag behind.
+_KEPT_CALLS = 4096
+
+_TOLD_S = 2.0  # a task that fails tells so before it leaves
+_ANSWER_S = 5.0
+_NOBODYS_GROUP = 2**31 - 2  # strategies count theirs from 1
+
+_WAIT_S = 3600.0  # a chief may be busy; a dead one is reported by the coordination service
+
+_calls = itertools.count()  # of this process; equal on all tasks, as they make the same calls
+
+
+def packed_pieces(arrays: Mapping[str, np.ndarray], name: str) -> tuple[str, list[int], int]:
+    """(type, shape, number of pieces) of an array that travels in pieces."""
+    array = arrays[name]
+    return array.dtype.name, list(array.shape), max(1, -(-array.nbytes // _PIECE))
+
+
+def piece_of(arrays: Mapping[str, np.ndarray], name: str, number: int) -> str:
+    """One piece of an array's bytes, as text."""
+    data = np.ascontiguousarray(arrays[name]).tobytes()
+    return base64.b64encode(data[number * _PIECE : (number + 1) * _PIECE]).decode()
+
+
+class Group:
+    """The processes that train together.
+
+    Attributes:
+        rank: this process, 0 being the chief.
+        size: number of processes.
+    """
+
+    def __init__(self, rank: int, size: int, tasks: Sequence[str] = ()):
+        self.rank = rank
+        self.size = size
+        self._tasks = tasks  # as TensorFlow calls them: "/job:worker/replica:0/task:1"
+
+    @classmethod
+    def of(cls, strategy: tf.distribute.Strategy) -> Group:
+        if not placement.spans_processes(strategy):
+            return cls(0, 1)
+        local = placement.local_replicas(strategy)
+        jobs = strategy.cluster_resolver.cluster_spec().as_dict()
+        return cls(
+            placement.first_local_replica(strategy) // local,
+            strategy.num_replicas_in_sync // local,
+            [
+                f"/job:{job}/replica:0/task:{index}"
+                for job in ("chief", "worker")
+                for index in range(len(jobs.get(job, ())))
+            ],
+        )
+
+    def _said(self, key: str, rank: int) -> Any:
+        """What task `rank` has set `key` to, once it has."""
+        task = self._tasks[rank] if rank != self.rank else None
+        try:
+            return json.loads(keras_compat.coordination_get(key, _WAIT_S, task))
+        except tf.errors.OpError as e:
+            raise self.why_lost(e) from None
+
+    def require_there(self, rank: int) -> None:
+        """Raises tf.errors.OpError where task `rank` gives no answer, or was started again."""
+        keras_compat.require_task(self._tasks[rank], _ANSWER_S)
+
+    def why_lost(self, found: Exception) -> tf.errors.OpError:
+        """The error to raise where this task found that another has gone: what that one told.
+
+        The coordination service keeps the words of a task that fails to itself, but ends
+        collectives with them: also one in which nobody else takes part.
+        """
+        try:
+            tf.raw_ops.CollectiveReduceV2(
+                input=0.0,
+                group_size=self.size,
+                group_key=_NOBODYS_GROUP,
+                instance_key=_NOBODYS_GROUP,
+                ordering_token=[],
+                merge_op="Add",
+                final_op="Id",
+                timeout_seconds=_TOLD_S,
+            )
+        except tf.errors.OpError as told:
+            if ECHO in str(told):
+                return told
+        if isinstance(found, tf.errors.OpError):
+            return found
+        return tf.errors.UnavailableError(None, None, str(found))
+
+    @property
+    def is_chief(self) -> bool:
+        return self.rank == 0
+
+    def from_chief(self, decide: Callable[[], Any]) -> Any:
+        """Calls `decide` on the chief only and returns its result on every task.
+
+        A UsageError of the chief's is raised on every task.
+        """
+        if self.size == 1:
+            return decide()
+        key = f"tfmw/chief/{next(_calls)}"
+        if not self.is_chief:
+            answer = self._said(key, rank=0)
+            if "wrong" in answer:
+                raise UsageError(answer["wrong"])
+            return answer["value"]
+        self._forget(key)
+        try:
+            text = json.dumps({"value": decide()})
+        except UsageError as e:
+            keras_compat.coordination_set(key, json.dumps({"wrong": str(e)}))
+            raise
+        keras_compat.coordination_set(key, text)
+        return json.loads(text)["value"]
+
+    @staticmethod
+    def _forget(key: str) -> None:
+        """Removes a key so old that every task has read it: steps hold tasks together."""
+        call = int(key.rpartition("/")[2])
+        if call >= _KEPT_CALLS:
+            keras_compat.coordination_delete(f"tfmw/chief/{call - _KEPT_CALLS}")
+
+    def from_all(self, value: Any) -> list[Any]:
+        """Every task's value, in order of rank."""
+        if self.size == 1:
+            return [value]
+        call = next(_calls)
+        keras_compat.coordination_set(f"tfmw/all/{call}/{self.rank}", json.dumps(value))
+        return [self._said(f"tfmw/all/{call}/{rank}", rank) for rank in range(self.size)]
+
+    def arrays_from_chief(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The chief's arrays on every task, through the coordination service: for small ones.
+
+        Args:
+            arrays: by name; only the chief's matter.
+        """
+        if self.size == 1:
+            return arrays
+
+        out: dict[str, np.ndarray] = {}
+        for name in self.from_chief(lambda: sorted(arrays)):
+            describe = functools.partial(packed_pieces, arrays, name)
+            dtype, shape, number = self.from_chief(describe)
+            data = b"".join(
+                base64.b64decode(self.from_chief(functools.partial(piece_of, arrays, name, i)))
+                for i in range(number)
+            )
+            flat = np.frombuffer(data, dtype=tf.as_dtype(dtype).as_numpy_dtype)
+            out[name] = flat.reshape(shape)
+        return out
+
+    def same(self, facts: dict[str, Any]) -> None:
+        """Raises UsageError on every task where tasks differ in one of `facts`.
+
+        Args:
+            facts: name -> JSON value, such as {"epochs": 3}.
+        """
+        everyone = self.from_all(facts)
+        for rank, theirs in enumerate(everyone):
+            for name in everyone[0]:
+                if theirs.get(name) != everyone[0][name]:
+                    raise UsageError(
+                        f"tasks disagree about {name}: worker 0 has {everyone[0][name]!r}, worker "
+                        f"{rank} has {theirs.get(name)!r}. Run the same script with the same "
+                        "arguments on every task."
+                    )

@@ -1,0 +1,298 @@
+"""Joining the cluster, once per process and before TensorFlow's first op: `tfmw.init`.
+
+cluster = tfmw.init()                            # who am I; join (no-op when alone)
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from tfmw.cluster import membership, rendezvous
+from tfmw.cluster.cluster import Cluster
+from tfmw.cluster.membership import Joined
+from tfmw.errors import UsageError
+from tfmw.runtime.imports import collector_paused
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+logger = logging.getLogger("tfmw")
+
+COLLECTIVES = ("auto", "ring", "nccl")
+STRATEGIES = ("auto", "multi_worker_mirrored", "mirrored", "parameter_server", "default")
+
+# Reducing 100 MB between two CPU workers: 400 ms in one piece, 170 to 200 ms in packs of 1 to 4 MB
+# (bench/ring.py measures it again). NCCL pipelines by itself and prefers large packs.
+RING_BYTES_PER_PACK = 2 << 20
+HEARTBEAT_S = 10
+
+
+def init(
+    cluster: Cluster | Mapping[str, Any] | None = None,
+    *,
+    strategy: str = "auto",
+    collectives: str = "auto",
+    bytes_per_pack: int | None = None,
+    timeout_s: float | None = None,
+    start_timeout_s: float = 120.0,
+    existing_servers: bool | None = None,
+) -> Cluster:
+    """Finds out which task of which cluster this process is, and joins.
+
+    On a single machine it only has TensorFlow keep the memory of the tensors that it frees, as it
+    does everywhere, unless TF_CPU_ALLOCATOR_USE_BFC says what to do with it. A second call returns
+    the same cluster; it may still choose `collectives`, `bytes_per_pack` and `timeout_s` (`tfmw
+    run` makes the first call for a script).
+
+    Args:
+        cluster: an explicit description (`Cluster`, or a dict in the form of TF_CONFIG); else the
+            environment is asked: TF_CONFIG, Slurm, Kubernetes, Open MPI.
+        strategy: "auto" (synchronous training; parameter servers where the cluster has some),
+            "multi_worker_mirrored", "mirrored", "parameter_server" or "default" (none).
+        collectives: how synchronous workers reduce gradients: "nccl" between GPUs; "ring" over
+            TensorFlow's gRPC; "auto": NCCL where each worker has GPUs; else over tfmw's own ring
+            (`tfmw.ring`), or TensorFlow's where workers can't connect to each other on any TCP
+            port, or have several virtual devices.
+        bytes_per_pack: gradients are reduced in packs of about this many bytes.
+        timeout_s: seconds after which a collective fails; None waits as long as peers are alive.
+        start_timeout_s: seconds to wait for all tasks to come; and for a coordinator of parameter
+            servers to come back.
+        existing_servers: on ps and workers beside them, whether to serve one training after
+            another, without end; by default where TFMW_EXISTING_SERVERS is 1.
+
+    Returns:
+        The cluster, with this process's task in it. Not on a ps, nor on a worker of a cluster with
+        parameter servers: these serve, and when the coordinator is done the process ends with
+        status 0 (SystemExit).
+
+    Raises:
+        ClusterError: a malformed or contradictory description, a port in use, tasks that disagree.
+        UsageError: an unknown strategy or collectives, or TensorFlow has run an op already.
+        TfmwError: some task did not come in time.
+    """
+    require_choice("strategy", strategy, STRATEGIES)
+    require_choice("collectives", collectives, COLLECTIVES)
+    resolved = Cluster.resolve(os.environ, cluster)
+    _reuse_freed_memory()
+    joined = membership.joined()
+    if joined is not None:
+        if cluster is not None and resolved != joined.cluster:
+            raise UsageError(
+                f"this process has already joined {joined.cluster!r} and cannot join "
+                f"{resolved!r}: a process joins once; start a new one for another cluster."
+            )
+        if collectives != "auto" or bytes_per_pack is not None or timeout_s is not None:
+            # Joining is done; how gradients are reduced may still be chosen.
+            if collectives != "auto":
+                joined.collectives = collectives
+            joined.options = communication_options(joined.collectives, bytes_per_pack, timeout_s)
+        return joined.cluster
+    if resolved.task == "evaluator":
+        membership.set_evaluating()
+    if resolved.is_single or resolved.task == "evaluator":
+        return resolved
+    if resolved.is_public():
+        logger.warning(
+            "tf.distribute's gRPC has no authentication, and whoever reaches its port can run "
+            "code: %s is a public address; keep the cluster in a private network.",
+            ", ".join(resolved.public_addresses()),
+        )
+    if strategy == "parameter_server" or resolved.has_ps:
+        _join_parameter_servers(resolved, strategy, start_timeout_s, existing_servers)
+        return resolved
+    _join_multi_worker(resolved, collectives, bytes_per_pack, timeout_s, start_timeout_s)
+    return resolved
+
+
+def _reuse_freed_memory() -> None:
+    """Has TensorFlow keep the memory of tensors that it frees, as it does on GPUs.
+
+    malloc hands large blocks back to the system, which clears every page of them for the next
+    tensor: for large variables most of an optimizer's time. Of effect until the first op.
+    """
+    if "TF_CPU_ALLOCATOR_USE_BFC" in os.environ:
+        return
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    os.environ["TF_CPU_ALLOCATOR_USE_BFC"] = "true"
+    # Its own limit is 64 GiB.
+    os.environ.setdefault("TF_CPU_BFC_MEM_LIMIT_IN_MB", str(machine >> 20))
+
+
+def _join_multi_worker(
+    cluster: Cluster,
+    collectives: str,
+    bytes_per_pack: int | None,
+    timeout_s: float | None,
+    start_timeout_s: float,
+) -> None:
+    _require_not_started("tfmw.init()")
+    facts = {
+        **{name: _version(name) for name in ("tensorflow", "keras", "numpy", "tfmw")},
+        "Python": ".".join(map(str, sys.version_info[:2])),
+        "collectives": collectives,
+    }
+    rendezvous.meet(cluster, facts, timeout_s=start_timeout_s)
+    with collector_paused():
+        import tensorflow as tf
+
+        from tfmw import keras_compat
+
+    _bound_threads()
+    if collectives == "auto":
+        _add_a_thread()
+    config = cluster.as_tf_config()
+    jobs = {name: len(a) for name, a in config["cluster"].items() if name in ("chief", "worker")}
+    leader = f"/job:{'chief' if 'chief' in jobs else 'worker'}/replica:0/task:0"
+    keras_compat.configure_coordination(jobs, leader, HEARTBEAT_S)
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({k: config["cluster"][k] for k in jobs}),
+        task_type=cluster.task,
+        task_id=cluster.index,
+        num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
+        rpc_layer="grpc",
+    )
+    options = communication_options(collectives, bytes_per_pack, timeout_s)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(
+        cluster_resolver=resolver, communication_options=options
+    )
+    membership.set_joined(Joined(cluster, strategy, options, collectives=collectives))
+    _end_at_sigterm()
+    membership.end_together()
+    logger.info(
+        "%r: in, %d workers, %d replicas",
+        cluster,
+        cluster.num_workers,
+        strategy.num_replicas_in_sync,
+    )
+
+
+def _join_parameter_servers(
+    cluster: Cluster, strategy: str, start_timeout_s: float, existing_servers: bool | None
+) -> None:
+    if strategy not in ("auto", "parameter_server"):
+        raise UsageError(
+            f"strategy={strategy!r} does not train on parameter servers, received {cluster!r}: "
+            'use "parameter_server", or describe a cluster of workers only.'
+        )
+    if not cluster.has_ps:
+        raise UsageError(
+            f"parameter-server training needs at least one ps, received {cluster!r}: add the "
+            'servers to "cluster" ("ps", and a "chief" that coordinates), or train synchronously.'
+        )
+    _require_not_started("tfmw.init()")
+    facts = {name: _version(name) for name in ("tensorflow", "keras", "numpy", "tfmw")}
+    from tfmw.cluster import servers as server_tasks
+
+    if cluster.task in ("ps", "worker"):
+        if existing_servers is None:
+            existing_servers = os.environ.get("TFMW_EXISTING_SERVERS") == "1"
+        server_tasks.serve(
+            cluster,
+            facts,
+            patience_s=start_timeout_s,
+            standing=existing_servers,
+            threads=server_tasks.threads_of_a_task(),
+        )
+        raise SystemExit(0)
+    _bound_threads()
+    servers = server_tasks.coordinate(cluster, facts, timeout_s=start_timeout_s)
+    options = communication_options("auto", None, None)
+    membership.set_joined(Joined(cluster, servers.strategy, options, servers))
+    membership.leave_servers_at_exit(servers)
+
+
+def _version(package: str) -> str:
+    """The installed version, without importing where the package's metadata tells."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # installed under another name, as tensorflow-cpu is
+        return str(importlib.import_module(package).__version__)
+
+
+def _bound_threads() -> None:
+    """Shares this machine's cores between the tasks that a launcher started on it."""
+    import tensorflow as tf
+
+    tasks = int(os.environ.get("TFMW_LOCAL_TASKS", "1"))
+    if tasks > 1 and "TF_NUM_INTRAOP_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // tasks))
+
+
+def _add_a_thread() -> None:
+    """Gives TensorFlow a thread more for ops, as a sum over tfmw's ring blocks one.
+
+    With the others it also answers peers that are still in an earlier collective.
+    """
+    import tensorflow as tf
+
+    chosen = tf.config.threading.get_inter_op_parallelism_threads()
+    if not chosen:
+        said = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+        chosen = int(said) if said.isdecimal() else 0
+        chosen = chosen or len(os.sched_getaffinity(0))
+    tf.config.threading.set_inter_op_parallelism_threads(chosen + 1)
+
+
+def _end_at_sigterm() -> None:
+    """SIGTERM ends the process again: the strategy has put a handler there that survives it."""
+    if threading.current_thread() is threading.main_thread():
+        if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def communication_options(
+    collectives: str, bytes_per_pack: int | None, timeout_s: float | None
+) -> tf.distribute.experimental.CommunicationOptions:
+    """TensorFlow's form of the arguments of `init` that say how gradients are reduced.
+
+    Raises:
+        UsageError: NCCL on a machine without GPUs.
+    """
+    import tensorflow as tf
+
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    if collectives == "nccl" and not gpus:
+        raise UsageError(
+            'collectives="nccl" reduces between GPUs, and this machine has none: '
+            'use "ring", or "auto".'
+        )
+    implementation = {
+        "auto": tf.distribute.experimental.CommunicationImplementation.AUTO,
+        "ring": tf.distribute.experimental.CommunicationImplementation.RING,
+        "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
+    }[collectives]
+    if bytes_per_pack is None:
+        bytes_per_pack = 0 if collectives == "nccl" or gpus else RING_BYTES_PER_PACK
+    return tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=bytes_per_pack, timeout_seconds=timeout_s, implementation=implementation
+    )
+
+
+def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises UsageError for a value that is none of the choices."""
+    if value not in choices:
+        raise UsageError(
+            f"unknown {name} {value!r}: expected one of {', '.join(map(repr, choices))}."
+        )
+
+
+def _require_not_started(what: str) -> None:
+    if "tensorflow" not in sys.modules:
+        return
+    from tfmw import keras_compat
+
+    if keras_compat.runtime_started():
+        raise UsageError(
+            f"{what} came after TensorFlow had run its first op, and a running TensorFlow cannot "
+            "join a cluster: call it first in the script, before any tensor, dataset or model is "
+            "made (`tfmw run` does this for you; in a notebook, use tfmw.fit(..., workers=2))."
+        )

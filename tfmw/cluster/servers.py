@@ -1,0 +1,179 @@
+"""Joining a cluster with parameter servers: those who serve, and the one who coordinates.
+
+    serve(cluster, facts, ...)                  # on a ps or worker: until the coordinator is done
+    joined = coordinate(cluster, facts, ...)    # on the chief: its strategy, and a line to all
+
+The addresses of ps and workers are those of TensorFlow's servers. The chief's address is where the
+control line listens (see `ps_control`); TensorFlow, which needs a port on the coordinator only for
+itself, gets a free one there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmw.cluster import Cluster, control, rendezvous
+from tfmw.errors import UsageError
+
+logger = logging.getLogger("tfmw")
+
+# A worker's function that waits for a server holds a thread; with too few they wait for each other.
+_INTER_OP_THREADS = 16
+
+_serving: list[tf.distribute.Server] = []  # never destroyed: TensorFlow's servers cannot stop
+
+
+@dataclasses.dataclass
+class Settings:
+    """How a parameter-server cluster trains.
+
+    Attributes:
+        partition: (shape, dtype) -> into how many pieces, along the first axis, to divide a
+            variable.
+        sync_replicas: whether updates wait for the gradients of several workers.
+        replicas_to_aggregate: for how many; None for all workers.
+    """
+
+    partition: Callable[[Sequence[int], tf.DType], int] = lambda shape, dtype: 1
+    sync_replicas: bool = False
+    replicas_to_aggregate: int | None = None
+
+
+@dataclasses.dataclass
+class Joined:
+    """What the coordinator has.
+
+    Attributes:
+        strategy: TensorFlow's, connected to all servers.
+        line: tells the servers when it is over.
+        cluster: whose chief this process is.
+        settings: how to train.
+    """
+
+    strategy: tf.distribute.ParameterServerStrategy
+    line: control.CoordinatorLine
+    cluster: Cluster
+    settings: Settings = dataclasses.field(default_factory=Settings)
+    _coordinator: Any = None
+
+    @property
+    def coordinator(self) -> Any:
+        """TensorFlow's `ClusterCoordinator`, one per process."""
+        if self._coordinator is None:
+            self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
+        return self._coordinator
+
+
+def serve(
+    cluster: Cluster, facts: Mapping[str, str], *, patience_s: float, standing: bool, threads: int
+) -> None:
+    """Serves as the task that this process is, and returns once the coordinator is done.
+
+    Args:
+        facts: what must be the same on every task.
+        patience_s: seconds to wait for a coordinator that has not come, or not come back.
+        standing: whether to serve one training after another, without end.
+        threads: for the ops of this server; 0 lets TensorFlow choose.
+
+    Raises:
+        ClusterError: a port in use, or tasks that disagree.
+        TaskFailed: the coordinator gave up.
+        TfmwError: no coordinator came.
+    """
+    assert cluster.address is not None
+    rendezvous.check_port_free(cluster.address)
+    config = tf.compat.v1.ConfigProto(
+        intra_op_parallelism_threads=threads, inter_op_parallelism_threads=_INTER_OP_THREADS
+    )
+    spec = tf.train.ClusterSpec({"ps": list(cluster.ps), "worker": list(cluster.workers)})
+    server = tf.distribute.Server(
+        spec, job_name=cluster.task, task_index=cluster.index, protocol="grpc", config=config
+    )
+    _serving.append(server)
+    logger.info("%r: serving", cluster)
+    control.wait_for_end(cluster, facts, patience_s=patience_s, standing=standing)
+
+
+def coordinate(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float) -> Joined:
+    """Connects to every server of the cluster.
+
+    Args:
+        facts: what must be the same on every task.
+        timeout_s: seconds to wait for all of them.
+
+    Raises:
+        ClusterError: the chief's port is in use, or tasks disagree.
+        TfmwError: a server did not come; the message names it.
+    """
+    line = control.CoordinatorLine(cluster, facts)
+    line.wait_for_all(timeout_s)
+    host, _ = rendezvous.split(cluster.chief[0])
+    spec = {
+        "chief": [f"{f'[{host}]' if ':' in host else host}:{_free_port()}"],
+        "ps": list(cluster.ps),
+        "worker": list(cluster.workers),
+    }
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(spec), task_type="chief", task_id=0, rpc_layer="grpc"
+    )
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    logger.info(
+        "%r: in, %d workers, %d parameter servers", cluster, len(cluster.workers), len(cluster.ps)
+    )
+    return Joined(strategy, line, cluster)
+
+
+def partition_of(
+    partitioner: Any, min_shard_bytes: int | None, servers: int
+) -> Callable[[Sequence[int], tf.DType], int]:
+    """How variables are divided; see `tfmw.strategies.parameter_server`."""
+    if partitioner is not None and min_shard_bytes is not None:
+        raise UsageError(
+            "received both partitioner and min_shard_bytes: expected one of them; min_shard_bytes "
+            "is the short form of tf.distribute.experimental.partitioners.MinSizePartitioner."
+        )
+    if min_shard_bytes is not None and min_shard_bytes < 1:
+        raise UsageError(f"min_shard_bytes is {min_shard_bytes}: expected bytes, at least 1.")
+
+    def partition(shape: Sequence[int], dtype: tf.DType) -> int:
+        if not shape or shape[0] < 2:
+            return 1
+        if min_shard_bytes is not None:
+            size = dtype.size
+            for dimension in shape:
+                size *= dimension
+            wanted = min(servers, size // min_shard_bytes)
+        elif partitioner is not None:
+            parts = list(partitioner(tf.TensorShape(shape), dtype))
+            if any(p != 1 for p in parts[1:]):
+                raise UsageError(
+                    f"the partitioner divides a variable of shape {list(shape)} into {parts}: "
+                    "expected pieces along the first axis only."
+                )
+            wanted = parts[0]
+        else:
+            return 1
+        return max(1, min(int(wanted), shape[0]))
+
+    return partition
+
+
+def threads_of_a_task(environ: Mapping[str, str] = os.environ) -> int:
+    """This task's part of the machine's cores, where a launcher started several on it."""
+    tasks = int(environ.get("TFMW_LOCAL_TASKS", "1"))
+    if tasks <= 1 or "TF_NUM_INTRAOP_THREADS" in environ:
+        return 0
+    return max(1, len(os.sched_getaffinity(0)) // tasks)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,236 @@
+"""Every private name of Keras and TensorFlow that tfmw touches, by subject.
+
+Checked on TensorFlow 2.18 to 2.21 with Keras 3.8 to 3.15. `missing_names()` looks every name up and
+returns those that have moved; a test calls it, so that a new Keras release fails loudly and here.
+
+* `losses`: each replica's weight in the global batch. Read it first: it is why N workers give one
+  process's numbers.
+* `optimizers`: one optimizer per replica, as if it were alone.
+* `models`, `metrics`, `objects`: what a model holds, and how it is built.
+* `placement`: a model's variables on the devices of a strategy, and back.
+* `datasets`: the inputs, functions and seeds of `tf.data` pipelines.
+* `serialization`: a model on its way to another process.
+* `runtime`: TensorFlow's runtime and its coordination service.
+* `parameter_servers`: remote rows, iterators on workers, an optimizer's slots.
+
+May import: `tfmw.errors`, `tfmw.runtime`.
+"""
+
+from tfmw.keras_compat import (
+    datasets,
+    losses,
+    metrics,
+    models,
+    optimizers,
+    parameter_servers,
+    runtime,
+)
+from tfmw.keras_compat.datasets import (
+    REBUILDABLE,
+    Batch,
+    Map,
+    OptionsNode,
+    Prefetch,
+    Repeat,
+    Shuffle,
+    Skip,
+    Take,
+    batch_arguments,
+    data_adapter,
+    dataset_from_graph,
+    dataset_graph,
+    dataset_input,
+    global_seed,
+    is_dataset,
+    make_class_weight_map,
+    map_graph_nodes,
+    may_shuffle_inside,
+    rebuilt,
+    shuffle_seeds,
+    shuffles_in,
+    source_of_seeds,
+    train_validation_split,
+)
+from tfmw.keras_compat.losses import (
+    CannotCompile,
+    LossShare,
+    loss_share,
+    only_keras_losses,
+)
+from tfmw.keras_compat.metrics import (
+    combination,
+    flatten_metrics,
+    leaf_metrics,
+    metric_variables,
+    recorded_assignments,
+)
+from tfmw.keras_compat.models import (
+    NOTES_OF_CALLS,
+    build_all,
+    build_for_inputs,
+    is_synchronized_batch_norm,
+    layers_of,
+    native,
+    needs_build,
+    overrides_step,
+    profiles_batches,
+    requested_initial_epoch,
+    scope_of,
+    seed_generators_of,
+    set_native,
+    settable_learning_rate,
+    should_validate,
+    state_variables_of,
+)
+from tfmw.keras_compat.objects import (
+    items_in,
+    overridden,
+)
+from tfmw.keras_compat.optimizers import (
+    alone_on_replica,
+    inner_optimizer,
+    optimizer_variables,
+    optimizers_of,
+    stable_variable_keys,
+)
+from tfmw.keras_compat.parameter_servers import (
+    RemoteRows,
+    cancelable,
+    current_learning_rate,
+    is_iterations,
+    is_worker_failure,
+    local_variable,
+    looked_up_variables,
+    lookups_through,
+    more_is_better,
+    moving_averages,
+    one_op,
+    optimized_variables,
+    optimizer_slots,
+    uses_weight_decay,
+    worker_constants,
+    worker_iterators,
+)
+from tfmw.keras_compat.runtime import (
+    computes_with_onednn,
+    configure_coordination,
+    coordination_barrier,
+    coordination_delete,
+    coordination_get,
+    coordination_report_error,
+    coordination_set,
+    require_task,
+    runtime_started,
+)
+from tfmw.keras_compat.serialization import (
+    backend_switch,
+    index_variables_anew,
+    is_saveable,
+    is_tracked_collection,
+    new_native,
+    saveable_state,
+    variable_state,
+)
+
+__all__ = [
+    "NOTES_OF_CALLS",
+    "REBUILDABLE",
+    "Batch",
+    "CannotCompile",
+    "LossShare",
+    "Map",
+    "OptionsNode",
+    "Prefetch",
+    "RemoteRows",
+    "Repeat",
+    "Shuffle",
+    "Skip",
+    "Take",
+    "alone_on_replica",
+    "backend_switch",
+    "batch_arguments",
+    "build_all",
+    "build_for_inputs",
+    "cancelable",
+    "combination",
+    "computes_with_onednn",
+    "configure_coordination",
+    "coordination_barrier",
+    "coordination_delete",
+    "coordination_get",
+    "coordination_report_error",
+    "coordination_set",
+    "current_learning_rate",
+    "data_adapter",
+    "dataset_from_graph",
+    "dataset_graph",
+    "dataset_input",
+    "flatten_metrics",
+    "global_seed",
+    "index_variables_anew",
+    "inner_optimizer",
+    "is_dataset",
+    "is_iterations",
+    "is_saveable",
+    "is_synchronized_batch_norm",
+    "is_tracked_collection",
+    "is_worker_failure",
+    "items_in",
+    "layers_of",
+    "leaf_metrics",
+    "local_variable",
+    "looked_up_variables",
+    "lookups_through",
+    "loss_share",
+    "make_class_weight_map",
+    "map_graph_nodes",
+    "may_shuffle_inside",
+    "metric_variables",
+    "missing_names",
+    "more_is_better",
+    "moving_averages",
+    "native",
+    "needs_build",
+    "new_native",
+    "one_op",
+    "only_keras_losses",
+    "optimized_variables",
+    "optimizer_slots",
+    "optimizer_variables",
+    "optimizers_of",
+    "overridden",
+    "overrides_step",
+    "profiles_batches",
+    "rebuilt",
+    "recorded_assignments",
+    "requested_initial_epoch",
+    "require_task",
+    "runtime_started",
+    "saveable_state",
+    "scope_of",
+    "seed_generators_of",
+    "set_native",
+    "settable_learning_rate",
+    "should_validate",
+    "shuffle_seeds",
+    "shuffles_in",
+    "source_of_seeds",
+    "stable_variable_keys",
+    "state_variables_of",
+    "train_validation_split",
+    "uses_weight_decay",
+    "variable_state",
+    "worker_constants",
+    "worker_iterators",
+]
+
+
+def missing_names() -> list[str]:
+    """Private names that tfmw relies on and the installed versions lack; [] when all exist."""
+    modules = (losses, optimizers, models, metrics, datasets, runtime, parameter_servers)
+    return [
+        f"{getattr(owner, '__name__', owner)}.{name}"
+        for module in modules
+        for owner, name in module.PRIVATE_NAMES
+        if not hasattr(owner, name)
+    ]

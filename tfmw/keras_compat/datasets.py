@@ -1,0 +1,224 @@
+"""Datasets: their inputs, functions and seeds, which tf.data keeps in private attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras.src.trainers.data_adapters import (
+    array_slicing,
+    get_data_adapter,
+)
+from keras.src.trainers.data_adapters import tf_dataset_adapter as _tf_dataset_adapter
+from tensorflow.python.data.ops import (
+    batch_op,
+    dataset_ops,
+    map_op,
+    prefetch_op,
+    repeat_op,
+    shuffle_op,
+    skip_op,
+    take_op,
+)
+from tensorflow.python.data.util import random_seed as data_random_seed
+from tensorflow.python.eager import context as _context
+from tensorflow.python.ops import gen_experimental_dataset_ops
+
+train_validation_split = array_slicing.train_validation_split
+
+make_class_weight_map = _tf_dataset_adapter.make_class_weight_map_fn
+
+
+def data_adapter(x: Any, y: Any, sample_weight: Any, **options: Any) -> Any:
+    """Keras's own reading of arrays, PyDataset and generators: `.get_tf_dataset()` and hooks."""
+    return get_data_adapter(x, y, sample_weight, **options)
+
+
+def is_dataset(x: Any) -> bool:
+    """Whether `x` is a `tf.data.Dataset`."""
+    return isinstance(x, tf.data.Dataset)
+
+
+Batch = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
+
+Map = (map_op._MapDataset, map_op._ParallelMapDataset)
+
+Shuffle = (shuffle_op._ShuffleDataset,)
+
+Repeat = (repeat_op._RepeatDataset,)
+
+Take = (take_op._TakeDataset,)
+
+Skip = (skip_op._SkipDataset,)
+
+Prefetch = (prefetch_op._PrefetchDataset,)
+
+OptionsNode = (dataset_ops._OptionsDataset,)
+
+
+def dataset_input(node: tf.data.Dataset) -> tf.data.Dataset | None:
+    """The one dataset that `node` transforms; None for sources and for several inputs."""
+    inputs = node._inputs()
+    return inputs[0] if len(inputs) == 1 else None
+
+
+def batch_arguments(node: tf.data.Dataset) -> tuple[int, bool] | None:
+    """(batch size, drop_remainder) of a batch node; None where they are not constants."""
+    size = tf.get_static_value(node._batch_size)
+    drop = tf.get_static_value(node._drop_remainder)
+    return None if size is None or drop is None else (int(size), bool(drop))
+
+
+def map_function(node: tf.data.Dataset) -> Callable[..., Any]:
+    """The Python function of a map node."""
+    return node._map_func._func
+
+
+def map_graph_nodes(node: tf.data.Dataset) -> list[Any]:
+    """NodeDefs of the function of a map node and of every function that it calls."""
+    graph_def = node._map_func.function.graph.as_graph_def()
+    nodes = list(graph_def.node)
+    for function in graph_def.library.function:
+        nodes.extend(function.node_def)
+    return nodes
+
+
+def shuffle_seeds(node: tf.data.Dataset) -> list[int] | None:
+    """The two seeds of a shuffle, 0 and 0 where it has none; None where they are not constants."""
+    seeds = [tf.get_static_value(node._seed), tf.get_static_value(node._seed2)]
+    return None if any(s is None for s in seeds) else [int(s) for s in seeds]
+
+
+def is_unordered(node: tf.data.Dataset) -> bool:
+    """Whether a parallel map or batch was allowed to change the order."""
+    return getattr(node, "_deterministic", None) == "false"
+
+
+def rebuilt(
+    node: tf.data.Dataset, source: tf.data.Dataset, seeds: list[int] | None = None
+) -> tf.data.Dataset:
+    """The transformation of `node` again, over another `source`, in a deterministic order.
+
+    Args:
+        node: a Batch, Map, Shuffle, Repeat, Take, Skip, Prefetch or options node.
+        seeds: for a shuffle, the pair to use; its own unless given.
+    """
+    calls = getattr(node, "_num_parallel_calls", None)
+    parallel: dict[str, Any] = {}
+    if calls is not None:
+        calls = int(tf.get_static_value(calls))
+        parallel = {"num_parallel_calls": calls, "deterministic": True}
+    if isinstance(node, Map):
+        return source.map(map_function(node), **parallel)
+    if isinstance(node, Batch):
+        return source.batch(node._batch_size, node._drop_remainder, **parallel)
+    if isinstance(node, Shuffle):
+        # The exact pair of seeds, for which Dataset.shuffle() has no argument.
+        pair = (node._seed, node._seed2)
+        if seeds is not None:
+            pair = tuple(tf.constant(s, tf.int64) for s in seeds)
+        get_seed = data_random_seed.get_seed
+        data_random_seed.get_seed = lambda seed: pair
+        try:
+            return source.shuffle(
+                node._buffer_size, reshuffle_each_iteration=node._reshuffle_each_iteration
+            )
+        finally:
+            data_random_seed.get_seed = get_seed
+    if isinstance(node, Repeat):
+        return source.repeat(node._count)
+    if isinstance(node, Take):
+        return source.take(node._count)
+    if isinstance(node, Skip):
+        return source.skip(node._count)
+    if isinstance(node, Prefetch):
+        return source.prefetch(int(tf.get_static_value(node._buffer_size)))
+    if isinstance(node, OptionsNode):
+        return source.with_options(node.options())
+    raise TypeError(f"cannot rebuild {type(node).__name__}")
+
+
+REBUILDABLE = (*Batch, *Map, *Shuffle, *Repeat, *Take, *Skip, *Prefetch, *OptionsNode)
+
+# Sources and transformations that hold no dataset inside of a function and draw no random numbers.
+_PLAIN = {
+    "_TensorSliceDataset",
+    "_TensorDataset",
+    "_RangeDataset",
+    "_FilterDataset",
+    "_ZipDataset",
+    "_ConcatenateDataset",
+    "CacheDataset",
+    "_CacheDataset",
+    "_ShardDataset",
+    "_PaddedBatchDataset",
+    "_TakeWhileDataset",
+    "_UnbatchDataset",
+    "_WindowDataset",
+    "_RaggedTensorDataset",
+}
+
+
+def may_shuffle_inside(dataset: tf.data.Dataset) -> bool:
+    """Whether some part of a pipeline might shuffle or reorder, so that its graph must be read."""
+    todo = [dataset]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, Shuffle) or is_unordered(node):
+            return True
+        if not isinstance(node, REBUILDABLE) and type(node).__name__ not in _PLAIN:
+            return True
+        todo.extend(node._inputs())
+    return False
+
+
+def shuffles_in(dataset: tf.data.Dataset) -> int:
+    """How many shuffles a pipeline has; what only its graph tells about counts as two."""
+    shuffles, todo = 0, [dataset]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, Shuffle):
+            shuffles += 1
+        elif not isinstance(node, REBUILDABLE) and type(node).__name__ not in _PLAIN:
+            shuffles += 2
+        todo.extend(node._inputs())
+    return shuffles
+
+
+def dataset_graph(dataset: tf.data.Dataset, for_other_process: bool = False) -> Any:
+    """The GraphDef of a dataset, with the functions it uses in its library.
+
+    Raises:
+        tf.errors.OpError: `for_other_process`, and it uses state of this one, such as a variable.
+    """
+    policy = tf.data.experimental.ExternalStatePolicy
+    serialized = dataset._as_serialized_graph(
+        external_state_policy=policy.FAIL if for_other_process else policy.IGNORE
+    )
+    return tf.compat.v1.GraphDef.FromString(serialized.numpy())
+
+
+def dataset_from_graph(graph_def: Any, element_spec: Any) -> tf.data.Dataset:
+    """The dataset of an edited GraphDef.
+
+    In the process that made it, Python functions, variables and tables that it uses stay valid.
+    """
+    variant = gen_experimental_dataset_ops.dataset_from_graph(graph_def.SerializeToString())
+    return tf.data.experimental.from_variant(variant, element_spec)
+
+
+def global_seed() -> int | None:
+    """What `tf.random.set_seed` was last given."""
+    return _context.global_seed()
+
+
+def source_of_seeds() -> Any:
+    """Another object after every `tf.random.set_seed`; of it ops that are traced draw a seed."""
+    return getattr(_context.context(), "_rng", None)
+
+
+PRIVATE_NAMES: list[tuple[Any, str]] = [
+    (dataset_ops.DatasetV2, "_inputs"),
+]
+"""(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""

@@ -1,0 +1,130 @@
+"""Metrics: the variables of a model's metrics, and how values of several replicas combine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as tf_trainer
+
+from tfmw.keras_compat.models import native
+
+
+def metrics_or_logs(model: keras.Model, logs: dict[str, Any]) -> dict[str, Any]:
+    """Results of the model's metrics where `logs` are those, else `logs` as they are."""
+    return dict(model._get_metrics_result_or_logs(logs))
+
+
+def leaf_metrics(model: keras.Model) -> list[Any]:
+    """All metrics, those inside the compiled container too."""
+    found: list[Any] = []
+    todo = list(model.metrics)
+    while todo:
+        metric = todo.pop(0)
+        if all(metric is not f for f in found):
+            found.append(metric)
+            todo.extend(getattr(metric, "metrics", None) or getattr(metric, "_metrics", []) or [])
+    return [m for m in found if m is not None]
+
+
+def metric_variables(model: keras.Model) -> list[Any]:
+    """The variables of a model's metrics, each once."""
+    found: list[Any] = []
+    for metric in model.metrics:
+        for variable in metric.variables:
+            if all(variable is not f for f in found):
+                found.append(variable)
+    return found
+
+
+def combination(variable: Any, value: Any) -> str | None:
+    """How values of several replicas combine into one, from how a step updates the variable.
+
+    Args:
+        variable: a Keras variable.
+        value: the tensor that it is assigned.
+
+    Returns:
+        "sum" for an update variable + x, "max" for max(variable, x), "min"; None for any other,
+        such as a moving average or the last value.
+    """
+    if not isinstance(value, tf.Tensor) or not hasattr(value, "graph"):
+        return "sum"  # eager: there is no expression to look at
+    replica = tf.distribute.get_replica_context()
+    here = replica.strategy.experimental_local_results(native(variable))
+    handles = {id(value.graph.capture(copy.handle)) for copy in here}
+
+    def reads(tensor: Any, seen: set[Any]) -> bool:
+        if id(tensor) in seen:
+            return False
+        seen.add(id(tensor))
+        if id(tensor) in handles:
+            return True
+        return any(reads(t, seen) for t in tensor.op.inputs)
+
+    def kind(tensor: Any) -> str | None:
+        operation = tensor.op
+        inputs = list(operation.inputs)
+        if operation.type in ("Identity", "Cast", "Reshape", "EnsureShape", "StopGradient"):
+            return kind(inputs[0])
+        if operation.type == "ReadVariableOp":
+            return "unchanged" if id(inputs[0]) in handles else None
+        if operation.type in ("AddV2", "Add", "AddN", "Sub", "Maximum", "Minimum"):
+            mine = [t for t in inputs if reads(t, set())]
+            if len(mine) != 1 or (operation.type == "Sub" and mine[0] is not inputs[0]):
+                return None
+            done = {"Maximum": "max", "Minimum": "min"}.get(operation.type, "sum")
+            before = kind(mine[0])
+            return done if before in ("unchanged", done) else None
+        if operation.type in ("SelectV2", "Select"):
+            kinds = {kind(t) for t in inputs[1:]}
+            kinds = kinds - {"unchanged"} or kinds
+            return kinds.pop() if len(kinds) == 1 and not reads(inputs[0], set()) else None
+        if operation.type.startswith("Scatter") or operation.type.startswith("TensorScatterAdd"):
+            return "sum" if operation.type == "TensorScatterAdd" and kind(inputs[0]) else None
+        return None
+
+    return kind(value)
+
+
+def flatten_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
+    """Logs in the order in which Keras reports them."""
+    return model._flatten_metrics_in_order(logs)
+
+
+@contextlib.contextmanager
+def recorded_assignments(
+    seen: list[Any], note: Callable[[Any, Any], None] | None = None
+) -> Iterator[None]:
+    """Collects the Keras variables that are assigned to while a step is traced.
+
+    Args:
+        seen: gets each variable once.
+        note: called with each variable and the value that it gets.
+    """
+    cls = keras.Variable
+    keras_direct_assign = cls._direct_assign
+
+    def direct_assign(self: Any, value: Any) -> Any:
+        if all(self is not s for s in seen):
+            seen.append(self)
+        if note is not None:
+            note(self, value)
+        return keras_direct_assign(self, value)
+
+    cls._direct_assign = direct_assign
+    try:
+        yield
+    finally:
+        cls._direct_assign = keras_direct_assign
+
+
+PRIVATE_NAMES: list[tuple[Any, str]] = [
+    (tf_trainer.TensorFlowTrainer, "_get_metrics_result_or_logs"),
+    (tf_trainer.TensorFlowTrainer, "_flatten_metrics_in_order"),
+    (keras.Variable, "_direct_assign"),
+]
+"""(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""

@@ -1,0 +1,152 @@
+"""Models, layers and variables: what they hold, how they are built, what a user overrides."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.trainers.data_adapters import (
+    data_adapter_utils,
+)
+
+from tfmw.keras_compat.optimizers import inner_optimizer, optimizers_of
+
+Variable = keras.Variable
+
+
+def assert_compiled(model: keras.Model, method: str) -> None:
+    """Raises Keras's own error where `model` is not compiled."""
+    model._assert_compile_called(method)
+
+
+NOTES_OF_CALLS = ("_called",)
+
+"""Attributes in which layers note that they were called, and that no step reads."""
+
+
+def layers_of(model: keras.Model) -> list[Any]:
+    """The model and all layers within it, each once."""
+    return list(model._flatten_layers())
+
+
+def seed_generators_of(model: keras.Model) -> list[Any]:
+    """The seed generators of a model's layers, each once."""
+    found: list[Any] = []
+    for layer in layers_of(model):
+        for generator in getattr(layer, "_seed_generators", []):
+            if all(generator is not f for f in found):
+                found.append(generator)
+    return found
+
+
+def state_variables_of(model: keras.Model) -> list[Any]:
+    """Variables that layers update by themselves, such as moving averages; not frozen weights."""
+    found: dict[int, Any] = {}
+    for layer in layers_of(model):
+        for variable in getattr(layer, "_non_trainable_variables", []):
+            found.setdefault(id(variable), variable)
+    return list(found.values())
+
+
+def native(variable: Any) -> Any:
+    """The tf.Variable inside a Keras variable."""
+    return variable._value
+
+
+def set_native(variable: Any, value: Any) -> None:
+    """Puts a `tf.Variable` into a Keras variable."""
+    variable._value = value
+
+
+def symbolic_build(model: keras.Model, batch: Any) -> None:
+    """Builds model, losses, metrics and optimizer from the shapes of one batch.
+
+    Args:
+        batch: nested structure of objects with `.shape` and `.dtype`.
+    """
+    model._symbolic_build(data_batch=batch)
+
+
+def scope_of(model: keras.Model) -> Any:
+    """The strategy scope that the model was made in, if it was: its variables belong there."""
+    strategy = getattr(model, "_distribute_strategy", None)
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
+def build_all(model: keras.Model, spec: Any) -> None:
+    """Creates every variable of the model, its losses, metrics and optimizer.
+
+    Args:
+        spec: structure of tf.TensorSpec, of one batch (x, y, sample weights).
+    """
+    try:
+        symbolic_build(model, spec)
+    except (RuntimeError, TypeError, AttributeError, NotImplementedError):
+        # Steps that only TensorFlow's own tracing understands: trace one, run nothing.
+        tf.function(model.train_step, autograph=False).get_concrete_function(spec)
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    if any(not optimizer.built for optimizer in optimizers_of(model)):
+        # Optimizers of a custom step, such as a GAN's: only the step knows their variables.
+        tf.function(model.train_step, autograph=False).get_concrete_function(spec)
+
+
+def build_for_inputs(model: keras.Model, spec: Any) -> None:
+    """Creates the variables of the model alone, from the specs of its inputs."""
+    keras_inputs = tf.nest.map_structure(
+        lambda s: keras.KerasTensor(s.shape, keras.backend.standardize_dtype(s.dtype.name)), spec
+    )
+    model(keras_inputs)
+
+
+def settable_learning_rate(optimizer: Any) -> float | None:
+    """The learning rate where it is a number that callbacks may set; None under a schedule."""
+    inner = inner_optimizer(optimizer) or optimizer
+    rate = getattr(inner, "_learning_rate", None)
+    return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
+
+
+def needs_build(model: keras.Model) -> bool:
+    """Whether anything of the model would be created by the first batch."""
+    parts = [model._compile_loss, model._compile_metrics, *optimizers_of(model)]
+    return not all(layer.built for layer in layers_of(model)) or not all(
+        part is None or part.built for part in parts
+    )
+
+
+def overrides_step(model: keras.Model, name: str) -> bool:
+    """Whether the user's class has a `train_step` or `test_step` of its own."""
+    return getattr(type(model), name) is not getattr(tf_trainer.TensorFlowTrainer, name)
+
+
+def should_validate(model: keras.Model, epoch: int, validation_freq: Any) -> bool:
+    """Whether Keras validates after this epoch (from 0)."""
+    return bool(model._should_eval(epoch, validation_freq))
+
+
+def profiles_batches(tensorboard: keras.callbacks.TensorBoard) -> bool:
+    """Whether the callback was given a `profile_batch`, which it keeps under other names."""
+    return bool(tensorboard._should_trace)
+
+
+def requested_initial_epoch(model: keras.Model) -> int | None:
+    """The epoch that Keras's BackupAndRestore asks to go on with; None without one."""
+    return model._initial_epoch
+
+
+def is_synchronized_batch_norm(layer: Any) -> bool:
+    """Whether a layer is a BatchNormalization over all replicas."""
+    return isinstance(layer, keras.layers.BatchNormalization) and bool(layer.synchronized)
+
+
+PRIVATE_NAMES: list[tuple[Any, str]] = [
+    (tf_trainer.TensorFlowTrainer, "_symbolic_build"),
+    (tf_trainer.TensorFlowTrainer, "_assert_compile_called"),
+    (tf_trainer.TensorFlowTrainer, "_should_eval"),
+    (keras.Model, "_flatten_layers"),
+    (data_adapter_utils, "class_weight_to_sample_weights"),
+]
+"""(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""

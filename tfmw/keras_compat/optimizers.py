@@ -1,0 +1,141 @@
+"""Optimizers: which a model has, and how one runs on each replica as if it were alone.
+
+`TFOptimizer` reduces gradients after clipping them, through cross-replica updates. tfmw reduces
+first and then runs the optimizer on each replica (`alone_on_replica`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import optimizer as tf_optimizer
+from keras.src.optimizers import base_optimizer
+
+from tfmw.keras_compat.losses import LossShare, current_share
+from tfmw.keras_compat.objects import items_in, overridden
+
+# TFOptimizer's versions of these reduce gradients or update through the strategy; the base
+# class's update the variables at hand, which is what a replica that is alone does.
+_ALONE = (
+    "_backend_update_step",
+    "_apply_weight_decay",
+    "_backend_increment_gradient_accumulators",
+    "_overwrite_model_variables_with_average_value",
+)
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """The outermost optimizers that the model holds, the compiled one first."""
+    found: list[Any] = []
+    for value in [getattr(model, "optimizer", None), *vars(model).values()]:
+        for item in items_in(value):
+            if isinstance(item, keras.optimizers.Optimizer) and all(item is not f for f in found):
+                found.append(item)
+    return found
+
+
+def inner_optimizer(optimizer: Any) -> Any | None:
+    """The optimizer that a LossScaleOptimizer wraps; None for others."""
+    return getattr(optimizer, "inner_optimizer", None)
+
+
+def optimizer_variables(optimizer: Any) -> list[Any]:
+    """All variables of an optimizer: iterations, learning rate, slots."""
+    return list(optimizer.variables)
+
+
+@contextlib.contextmanager
+def alone_on_replica(
+    optimizer: Any, reduce_gradients: Callable[[list[Any], LossShare], list[Any]]
+) -> Iterator[None]:
+    """Makes `optimizer.apply` reduce the gradients first and then update this replica only.
+
+    Clipping, loss scaling, accumulation and averages then see the gradients of the global batch,
+    on every replica alike, and no update needs a cross-replica context.
+
+    Args:
+        optimizer: a Keras optimizer, built.
+        reduce_gradients: (gradients, None allowed; this replica's share) -> the gradients of the
+            global batch.
+    """
+    overrides: list[tuple[Any, str, Any]] = []
+    keras_apply = optimizer.apply
+
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        share = current_share()
+        if share is None:
+            keras_apply(grads, trainable_variables)
+            return
+        grads = list(grads)
+        for grad, variable in zip(grads, trainable_variables or [], strict=False):
+            # Backpropagation may lose shapes, and only tensors of known shape travel in packs.
+            if isinstance(grad, tf.Tensor):
+                grad.set_shape(variable.shape)
+        if share.waiting is None:
+            finish(share, grads, trainable_variables)
+        else:
+            compiled = functools.partial(finish, share, variables=trainable_variables, xla=True)
+            share.waiting.append((grads, compiled))
+
+    def finish(share: LossShare, grads: list[Any], variables: Any, xla: bool = False) -> None:
+        reduced = reduce_gradients(grads, share)
+
+        def update() -> tf.Tensor:
+            keras_apply(reduced, variables)
+            return tf.constant(0)
+
+        if xla:
+            update = tf.function(update, jit_compile=True, autograph=False)
+        if share.counted:
+            update()
+        else:
+            # The step after the last one, for which no replica has examples, changes nothing.
+            tf.cond(share.total > 0, update, lambda: tf.constant(0))
+
+    overrides.append((optimizer, "apply", apply))
+    each: Any | None = optimizer
+    while each is not None:
+        for name in _ALONE:
+            method = getattr(base_optimizer.BaseOptimizer, name, None)
+            if method is not None:
+                overrides.append((each, name, method.__get__(each)))
+        if hasattr(each, "_tf_apply"):
+            overrides.append((each, "_tf_apply", each._common_apply))
+        each = inner_optimizer(each)
+    with overridden(overrides):
+        yield
+
+
+@contextlib.contextmanager
+def stable_variable_keys(optimizer: Any, variables: list[Any]) -> Iterator[None]:
+    """Keeps the optimizer's variable-to-slot map valid while other tf.Variables stand in."""
+    overrides: list[tuple[Any, str, Any]] = []
+    each: Any | None = optimizer
+    while each is not None:
+        keys = {id(v): each._var_key(v) for v in variables}
+        keras_key = each._var_key
+
+        def key(variable: Any, keys: dict[int, Any] = keys, default: Any = keras_key) -> Any:
+            return keys[id(variable)] if id(variable) in keys else default(variable)
+
+        overrides.append((each, "_var_key", key))
+        each = inner_optimizer(each)
+    with overridden(overrides):
+        yield
+
+
+PRIVATE_NAMES: list[tuple[Any, str]] = [
+    (tf_optimizer.TFOptimizer, "_var_key"),
+    (tf_optimizer.TFOptimizer, "_all_reduce_sum_gradients"),
+    (keras.optimizers.LossScaleOptimizer, "_tf_apply"),
+    (keras.optimizers.LossScaleOptimizer, "_common_apply"),
+    (keras.optimizers.Optimizer, "_backend_update_step"),
+    (keras.optimizers.Optimizer, "_apply_weight_decay"),
+    *[(base_optimizer.BaseOptimizer, name) for name in _ALONE],
+]
+"""(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""

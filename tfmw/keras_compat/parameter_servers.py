@@ -1,0 +1,254 @@
+"""Parameter servers: rows of remote variables, iterators on workers, an optimizer's slots."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.data.ops import iterator_ops as _iterator_ops
+from tensorflow.python.distribute.coordinator import cluster_coordinator as _cluster_coordinator
+from tensorflow.python.distribute.coordinator import values as _coordinator_values
+from tensorflow.python.eager import cancellation as _cancellation
+from tensorflow.python.eager import record as _record
+from tensorflow.python.ops import resource_variable_ops as _resource_variables
+
+from tfmw.keras_compat.models import layers_of
+from tfmw.keras_compat.objects import overridden
+
+
+def optimized_variables(optimizer: Any) -> list[Any]:
+    """The Keras variables that a built optimizer updates, in its own order."""
+    return list(optimizer._trainable_variables)
+
+
+def optimizer_slots(optimizer: Any) -> list[list[Any]]:
+    """For each variable that the optimizer updates, the optimizer's own variables that go with it.
+
+    Keras keeps slots in lists as long as the list of variables, under names of their own.
+    """
+    count = len(optimizer._trainable_variables)
+    slots: list[list[Any]] = [[] for _ in range(count)]
+    for name, value in vars(optimizer).items():
+        if name in ("_trainable_variables", "_variables") or not isinstance(value, (list, tuple)):
+            continue
+        kinds = (keras.Variable, type(None))
+        if len(value) != count or not all(isinstance(v, kinds) for v in value):
+            continue
+        for index, slot in enumerate(value):
+            if slot is not None and all(slot is not s for s in slots[index]):
+                slots[index].append(slot)
+    return slots
+
+
+def is_iterations(variable: Any, optimizers: list[Any]) -> bool:
+    """Whether a variable counts the updates of one of the optimizers."""
+    return any(variable is optimizer.iterations for optimizer in optimizers)
+
+
+def looked_up_variables(model: keras.Model) -> list[Any]:
+    """Tables that layers only look rows up in."""
+    return [
+        layer._embeddings
+        for layer in layers_of(model)
+        if type(layer) is keras.layers.Embedding and layer.built
+    ]
+
+
+def moving_averages(model: keras.Model) -> list[Any]:
+    """Variables of which each new value is an average of the one before and of a batch."""
+    found = []
+    for layer in layers_of(model):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.built:
+            found += [layer.moving_mean, layer.moving_variance]
+    return found
+
+
+def uses_weight_decay(optimizer: Any, variable: Any) -> bool:
+    """Whether an optimizer decays this variable."""
+    return bool(optimizer.weight_decay) and bool(optimizer._use_weight_decay(variable))
+
+
+def current_learning_rate(optimizer: Any) -> Any:
+    """The learning rate of this step, a schedule's too, computed where this is called."""
+    return optimizer._get_current_learning_rate()
+
+
+def more_is_better(name: str) -> bool:
+    """As Keras's ModelCheckpoint guesses from the name of a log."""
+    name = name.removeprefix("val_").lower()
+    return "acc" in name or "auc" in name or name.startswith("fmeasure")
+
+
+def one_op(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which stays one op in the graph that calls it, run where that op is placed."""
+    return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
+
+
+def cancelable(function: Any, *arguments: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """(calls a concrete function, which may block; makes that call end, from another thread)."""
+    manager = _cancellation.CancellationManager()
+    call = manager.get_cancelable_function(function)
+    return (lambda: call(*arguments)), manager.start_cancel
+
+
+def local_variable(name: str, shape: Any, dtype: tf.DType, trainable: bool) -> Any:
+    """A `tf.Variable` of whichever process runs the function that is being traced.
+
+    It is found by its name in that process, is empty until something is assigned, and stays until
+    `forget_local_variable`. A `tf.Variable` made in a traced function would be the coordinator's.
+    """
+    handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name, container="")
+    return _resource_variables.BaseResourceVariable(
+        trainable=trainable,
+        shape=shape,
+        dtype=dtype,
+        handle=handle,
+        name=name.replace("/", "_"),
+        unique_id=name,
+        handle_name=name,
+    )
+
+
+def forget_local_variable(name: str, shape: Any, dtype: tf.DType) -> None:
+    """Frees a variable of `local_variable`."""
+    handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name, container="")
+    tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
+
+
+class RemoteRows(_resource_variables.BaseResourceVariable):
+    """Stands in for a variable whose rows are elsewhere: lookups fetch rows, reads fetch all.
+
+    Gradients arrive at its handle, as at that of any variable; nothing is ever stored in it.
+
+    Args:
+        look_up: int64 [n] -> [n, ...], the rows asked for.
+        read: () -> the whole value.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: Any,
+        dtype: tf.DType,
+        look_up: Callable[[tf.Tensor], tf.Tensor],
+        read: Callable[[], tf.Tensor],
+    ):
+        handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name, container="")
+        super().__init__(
+            trainable=True,
+            shape=shape,
+            dtype=dtype,
+            handle=handle,
+            name=name.replace("/", "_"),
+            unique_id=name,
+            handle_name=name,
+        )
+        self._look_up = look_up
+        self._read = read
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        """The rows at `indices`, an integer tensor of any shape."""
+        del name
+        indices = tf.convert_to_tensor(indices)
+        flat = tf.cast(tf.reshape(indices, [-1]), tf.int64)
+        row = self.shape[1:]
+        with _record.stop_recording():
+            values = self._look_up(flat)
+            out = tf.reshape(values, tf.concat([tf.shape(indices), row], axis=0))
+            out.set_shape(indices.shape.concatenate(row))
+
+        def backward(gradient: tf.Tensor) -> list[Any]:
+            rows = tf.reshape(gradient, tf.concat([[-1], row], axis=0))
+            return [tf.IndexedSlices(rows, flat, tf.constant(self.shape.as_list(), tf.int64))]
+
+        self._watched([out], backward)
+        return out
+
+    def value(self) -> tf.Tensor:
+        with _record.stop_recording():
+            out = tf.identity(self._read())
+            out.set_shape(self.shape)
+        self._watched([out], lambda gradient: [gradient])
+        return out
+
+    def read_value(self) -> tf.Tensor:
+        return self.value()
+
+    def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
+        del no_copy
+        return self.value()
+
+    def _watched(self, outputs: list[tf.Tensor], backward: Callable[..., list[Any]]) -> None:
+        _resource_variables.variable_accessed(self)
+        _record.record_operation("RemoteRows", outputs, [self.handle], backward)
+
+
+@contextlib.contextmanager
+def lookups_through(variables: list[tuple[Any, Any]]) -> Iterator[None]:
+    """Lets `tf.gather` on a Keras variable look rows up, where Keras would read all of them first.
+
+    Args:
+        variables: (Keras variable, `RemoteRows`).
+    """
+    overrides = [(v, "sparse_read", remote.sparse_read) for v, remote in variables]
+    with overridden(overrides):
+        yield
+
+
+def is_worker_failure(error: BaseException) -> bool:
+    """Whether TensorFlow's coordinator takes `error` for the loss of a worker, and goes on."""
+    return bool(_cluster_coordinator._is_worker_failure(error))
+
+
+def worker_iterators(
+    coordinator: Any, makers: list[Callable[[], tf.data.Dataset]], element_spec: Any
+) -> Any:
+    """One iterator on each worker, made again where a worker comes back.
+
+    `ClusterCoordinator.create_per_worker_dataset` would give all workers the same function.
+
+    Args:
+        makers: for each worker, makes its dataset; called while that worker is the device.
+        element_spec: of their elements.
+
+    Returns:
+        What `schedule` takes as the argument of each worker.
+    """
+    spec = _iterator_ops.IteratorSpec(element_spec)
+    workers = coordinator._cluster.workers
+    values = []
+    for worker, make in zip(workers, makers, strict=True):
+        remote = worker.create_resource(lambda make=make: iter(make()))
+        remote._type_spec = spec
+        values.append(remote)
+    return _coordinator_values.PerWorkerValues(tuple(values))
+
+
+def worker_constants(coordinator: Any, constants: list[int]) -> Any:
+    """int64 [] on each worker, as `worker_iterators`."""
+    values = []
+    for worker, constant in zip(coordinator._cluster.workers, constants, strict=True):
+        remote = worker.create_resource(
+            lambda constant=constant: tf.identity(tf.constant(constant, tf.int64))
+        )
+        remote._type_spec = tf.TensorSpec([], tf.int64)
+        values.append(remote)
+    return _coordinator_values.PerWorkerValues(tuple(values))
+
+
+PRIVATE_NAMES: list[tuple[Any, str]] = [
+    (keras.optimizers.Optimizer, "_get_current_learning_rate"),
+    (keras.optimizers.Optimizer, "_use_weight_decay"),
+    (_resource_variables, "BaseResourceVariable"),
+    (_record, "record_operation"),
+    (_resource_variables, "variable_accessed"),
+    (_record, "stop_recording"),
+    (_iterator_ops, "IteratorSpec"),
+    (_coordinator_values, "PerWorkerValues"),
+    (_cancellation.CancellationManager, "get_cancelable_function"),
+    (_cluster_coordinator, "_is_worker_failure"),
+]
+"""(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""

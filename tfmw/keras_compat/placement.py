@@ -1,0 +1,187 @@
+"""Lift a user's Keras model into a strategy, lower it back.
+
+    with lifted(model, strategy):
+        ...                        # each replica has its own copy of every variable
+    model.predict(x)               # an ordinary Keras model again, trained
+
+The model is not rebuilt: it stays the user's own object, whenever and wherever it was made. What
+changes while it is lifted is what its Keras variables hold. With one replica in this process they
+keep their own `tf.Variable`s. With several, or where the model was made in a strategy's scope, each
+gets one copy per device in place of it
+(aggregation NONE: a replica's update stays on that replica, and replicas stay equal because they
+all apply the same reduced gradients), and gets its own `tf.Variable` back at the end, with the new
+value: whatever else held on to it, a saved function or an export, stays valid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw.errors import UsageError
+from tfmw.keras_compat.metrics import metric_variables
+from tfmw.keras_compat.models import layers_of, native, seed_generators_of, set_native
+from tfmw.keras_compat.objects import items_in
+from tfmw.keras_compat.optimizers import (
+    optimizer_variables,
+    optimizers_of,
+    stable_variable_keys,
+)
+
+# Folded into the seed of every replica but the first, so that dropout masks differ between them.
+_LIFTED = "_self_tfmw_lifted"  # so called, it does not count as the model's own
+_SEED_STEP = 0x9E3779B1  # 2**32 / golden ratio: nearby replica numbers give distant seeds
+
+
+def all_variables(model: keras.Model) -> list[Any]:
+    """Every Keras variable of the model, its optimizers and its metrics, each once, in order."""
+    candidates: list[Any] = list(model.variables)
+    for optimizer in optimizers_of(model):
+        candidates += optimizer_variables(optimizer)
+    candidates += metric_variables(model)
+    found: dict[int, Any] = {}
+    for variable in candidates:
+        if isinstance(variable, keras.Variable):
+            found.setdefault(id(variable), variable)
+    return list(found.values())
+
+
+def shared_variables(model: keras.Model) -> list[Any]:
+    """All that replicas begin a call with alike: within another call, all but their seeds."""
+    variables = all_variables(model)
+    if not is_lifted(model):
+        return variables
+    seeds = {id(seed) for seed in seeds_of(model)}
+    return [variable for variable in variables if id(variable) not in seeds]
+
+
+def seeds_of(model: keras.Model) -> list[Any]:
+    """The state of each seed generator of the model's layers."""
+    return [generator.state for generator in seed_generators_of(model)]
+
+
+@contextlib.contextmanager
+def lifted(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Places the model on every replica of `strategy` and takes it back in the end.
+
+    Args:
+        model: compiled and built, with its optimizer built; the same on all workers (`agreement`).
+        strategy: a synchronous strategy.
+    """
+    if strategy.num_replicas_in_sync == 1:
+        yield
+        return
+    variables = shared_variables(model)
+    # Within another call seeds differ between replicas already.
+    seeds = [] if is_lifted(model) else seeds_of(model)
+    originals = [native(v) for v in variables]
+    if local_replicas(strategy) == 1 and not any(
+        isinstance(v, tf.distribute.DistributedValues) for v in originals
+    ):
+        with _seeds_varied(model, strategy, seeds):
+            yield
+        return
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers_of(model):
+            stack.enter_context(stable_variable_keys(optimizer, list(model.trainable_variables)))
+        with strategy.scope():
+            for variable, original in zip(variables, originals, strict=True):
+                copy = tf.Variable(
+                    original.read_value(),
+                    trainable=original.trainable,
+                    name=original.name.split(":")[0],
+                    aggregation=tf.VariableAggregation.NONE,
+                )
+                set_native(variable, copy)
+        try:
+            with _seeds_varied(model, strategy, seeds):
+                yield
+        finally:
+            # In the scope, as the model may have been made in it: then each original has copies.
+            with strategy.scope():
+                for variable, original in zip(variables, originals, strict=True):
+                    original.assign(local_copies(strategy, variable)[0].read_value())
+                    set_native(variable, original)
+
+
+def is_lifted(model: keras.Model) -> bool:
+    """Whether replicas have the model, each with seeds of its own."""
+    return _LIFTED in vars(model)
+
+
+@contextlib.contextmanager
+def _seeds_varied(
+    model: keras.Model, strategy: tf.distribute.Strategy, seeds: list[Any]
+) -> Iterator[None]:
+    outermost = not is_lifted(model)
+    vars(model)[_LIFTED] = True  # past Keras's __setattr__
+    _vary_seeds(strategy, seeds)
+    try:
+        yield
+    finally:
+        _vary_seeds(strategy, seeds)
+        if outermost:
+            del vars(model)[_LIFTED]
+
+
+def local_copies(strategy: tf.distribute.Strategy, variable: Any) -> list[tf.Variable]:
+    """This process's copies of a lifted Keras variable, one per local replica."""
+    copies: list[tf.Variable] = list(strategy.experimental_local_results(native(variable)))
+    return copies
+
+
+def local_replicas(strategy: tf.distribute.Strategy) -> int:
+    """Replicas in this process."""
+    if strategy.num_replicas_in_sync == 1:
+        return 1  # TensorFlow's default strategy has no list of devices
+    return len(strategy.extended.worker_devices)
+
+
+def spans_processes(strategy: tf.distribute.Strategy) -> bool:
+    """Whether replicas live in several processes."""
+    return strategy.num_replicas_in_sync > local_replicas(strategy)
+
+
+def first_local_replica(strategy: tf.distribute.Strategy) -> int:
+    """The number, over all processes, of this process's first replica."""
+    if not spans_processes(strategy):
+        return 0
+    resolver = strategy.cluster_resolver
+    spec = resolver.cluster_spec().as_dict()
+    before = len(spec.get("chief", [])) if resolver.task_type == "worker" else 0
+    return (before + resolver.task_id) * local_replicas(strategy)
+
+
+def _vary_seeds(strategy: tf.distribute.Strategy, seeds: list[Any]) -> None:
+    """Folds the replica number into seed generators; done twice, it is undone.
+
+    Replica 0 keeps its seeds, so that what the model carries on with is what one process has.
+    """
+    first = first_local_replica(strategy)
+    for state in seeds:
+        for local, copy in enumerate(local_copies(strategy, state)):
+            value = copy.numpy()
+            fold = np.array([(first + local) * _SEED_STEP & 0x7FFFFFFF, 0]).astype(value.dtype)
+            copy.assign(value ^ fold)
+
+
+def refuse_raw_variables(model: keras.Model) -> None:
+    """Raises UsageError naming the layer and attribute that keep a raw `tf.Variable`.
+
+    Keras does not know of it, and nobody would keep it the same on all replicas.
+    """
+    for layer in layers_of(model):
+        for name, value in vars(layer).items():
+            if type(layer).__module__.startswith("keras."):
+                continue  # Keras's own layers keep constants so, such as tf-idf weights
+            if any(isinstance(i, tf.Variable) for i in items_in(value)):
+                raise UsageError(
+                    f"layer {layer.name!r} ({type(layer).__name__}) keeps a raw tf.Variable in "
+                    f"{name!r}, which Keras does not track and no replica would share: create it "
+                    "with self.add_weight(...) instead."
+                )

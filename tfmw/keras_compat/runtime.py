@@ -1,0 +1,118 @@
+"""TensorFlow's runtime and its coordination service.
+
+The coordination service (`coordination_*`) is how tasks exchange values without a collective.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context as _context
+from tensorflow.python.util import _pywrap_util_port
+
+
+def computes_with_onednn() -> bool:
+    """Whether TensorFlow took oneDNN's kernels when it was imported."""
+    on: bool = _pywrap_util_port.IsMklEnabled()
+    return on
+
+
+def runtime_started() -> bool:
+    """Whether TensorFlow has initialized its devices, after which no cluster can be joined."""
+    return _context.context()._context_handle is not None
+
+
+def configure_coordination(jobs: dict[str, int], leader: str, heartbeat_s: int) -> None:
+    """Sets the coordination service up before the strategy does, with our time-outs.
+
+    Source: tensorflow/python/eager/context.py; the strategy's own call has no time-outs
+    (heartbeat 10 s, waiting for the cluster to assemble 1 h).
+    """
+    from tensorflow.python.distribute.collective_all_reduce_strategy import (
+        coordination_config_pb2,
+    )
+
+    _context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=leader,
+        heartbeat_timeout_in_ms=heartbeat_s * 1000,
+        coordinated_jobs=[
+            coordination_config_pb2.CoordinatedJob(name=name, num_tasks=count)
+            for name, count in jobs.items()
+        ],
+    )
+
+
+_ASK_AGAIN_S = 5.0
+
+_ANSWER_S = 10.0
+
+
+def coordination_set(key: str, value: str) -> None:
+    """Sets a key that other tasks read."""
+    _context.context().set_config_key_value(key, value)
+
+
+def coordination_get(key: str, timeout_s: float, task: str | None = None) -> str:
+    """Waits for a key.
+
+    Where the network is cut, the call under way does not end, nor do later ones find out: so the
+    task that is to set the key is asked every few seconds whether it is there.
+
+    Args:
+        task: such as "/job:worker/replica:0/task:1".
+
+    Raises:
+        tf.errors.DeadlineExceededError: after `timeout_s` seconds.
+        tf.errors.OpError: `task` cannot be reached, or was started again.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return _context.context().get_config_key_value(
+                key, max(1, int(min(left, _ASK_AGAIN_S) * 1000))
+            )
+        except tf.errors.DeadlineExceededError:
+            if left <= _ASK_AGAIN_S:
+                raise
+        if task is not None:
+            require_task(task, _ANSWER_S)
+
+
+def require_task(task: str, timeout_s: float) -> None:
+    """Raises tf.errors.OpError where `task` gives no answer in time, or was started again.
+
+    Args:
+        task: such as "/job:worker/replica:0/task:1".
+    """
+    _context.context().check_collective_ops_peer_health(task, int(1000 * timeout_s))
+
+
+def coordination_delete(key: str) -> None:
+    """Removes a key, and all keys below it."""
+    _context.context().delete_config_key_value(key)
+
+
+def coordination_barrier(name: str, timeout_s: float) -> None:
+    """Waits until all tasks are here. Raises tf.errors.OpError where they are not in time."""
+    _context.context().wait_at_barrier(name, int(timeout_s * 1000))
+
+
+def coordination_report_error(message: str) -> None:
+    """Makes `message` the error of every task of the cluster, in a fraction of a second."""
+    _context.context().report_error_to_cluster(tf.errors.INTERNAL, message)
+
+
+PRIVATE_NAMES: list[tuple[Any, str]] = [
+    (_pywrap_util_port, "IsMklEnabled"),
+    (_context.Context, "configure_coordination_service"),
+    (_context.Context, "set_config_key_value"),
+    (_context.Context, "get_config_key_value"),
+    (_context.Context, "delete_config_key_value"),
+    (_context.Context, "wait_at_barrier"),
+    (_context.Context, "report_error_to_cluster"),
+]
+"""(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""

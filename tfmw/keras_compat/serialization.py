@@ -1,0 +1,69 @@
+"""Models on their way to another process: state that Keras saves, variables made anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from keras.src.saving import keras_saveable
+from keras.src.utils import backend_utils, tracking
+
+from tfmw.keras_compat.optimizers import inner_optimizer
+
+
+def is_saveable(part: Any) -> bool:
+    """Layers, models, losses, metrics, optimizers, seed generators and the like."""
+    return isinstance(part, keras_saveable.KerasSaveable)
+
+
+def backend_switch(part: Any) -> str | None:
+    """The backend that a preprocessing layer's switch is set to; None for anything else.
+
+    Its `__getattr__` reads an attribute that a blank one lacks, without end.
+    """
+    return vars(part)["_backend"] if isinstance(part, backend_utils.DynamicBackend) else None
+
+
+def saveable_state(part: Any) -> dict[str, Any]:
+    """Attributes of a saveable, less compiled functions and TensorFlow's own notes (`_self_`)."""
+    state = {k: v for k, v in vars(part).items() if not k.startswith("_self_")}
+    for name in ("train_function", "test_function", "predict_function", "history"):
+        if name in state:
+            state[name] = None
+    return state
+
+
+def variable_state(variable: Any) -> tuple[dict[str, Any], Any]:
+    """(attributes, value) of a Keras variable, which holds a tf.Variable that cannot travel."""
+    dropped = ("_value", "_initializer")
+    state = {
+        k: v for k, v in vars(variable).items() if k not in dropped and not k.startswith("_self_")
+    }
+    return {**state, "_initializer": None}, variable.numpy()
+
+
+def new_native(state: dict[str, Any], value: Any) -> tf.Variable:
+    """A tf.Variable for a Keras variable with these attributes."""
+    return tf.Variable(
+        value, dtype=state["_dtype"], trainable=state.get("_trainable", True), name=state["_name"]
+    )
+
+
+def is_tracked_collection(part: Any) -> bool:
+    """Whether `part` is a list, dict or set that Keras tracks."""
+    return isinstance(part, (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet))
+
+
+def index_variables_anew(optimizer: Any) -> None:
+    """After variables became other objects: rebuilds the maps that go by their identities."""
+    each: Any | None = optimizer
+    while each is not None:
+        old = dict(getattr(each, "_trainable_variables_indices", {}))
+        keys = [each._var_key(v) for v in getattr(each, "_trainable_variables", [])]
+        each._trainable_variables_indices = {key: i for i, key in enumerate(keys)}
+        excluded = getattr(each, "_exclude_from_weight_decay", None)
+        if excluded:
+            each._exclude_from_weight_decay = {keys[old[k]] for k in excluded if k in old}
+        if hasattr(each, "_exclude_from_weight_decay_cache"):
+            each._exclude_from_weight_decay_cache = {}
+        each = inner_optimizer(each)

@@ -1,0 +1,122 @@
+"""Why a task failed, in words: from its exit status, what it recorded, and its log."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tfmw.launcher.log_filter import is_notice
+
+_SIGNAL_HINTS = {
+    signal.SIGKILL: "killed by someone, or by the kernel because memory ran out",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGABRT: "native code gave up",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A task that failed, and why.
+
+    Args:
+        task: its name, "worker 1".
+        error: its own error in one line, "ValueError: bad batch"; "" where it left none.
+        status: its exit status, -9 for SIGKILL.
+        how: the status in words: "exit status 1", "SIGKILL (...)"; "" where it isn't its own.
+        detail: the last lines of its traceback, or of its log.
+        log: where its output is.
+        seconds: from the start of the task to its failure.
+        usage: whether it told of a wrong usage or cluster description.
+        attempt: the attempt that it ended.
+        step: training steps that the task had reported; negative before the first.
+    """
+
+    task: str
+    error: str
+    status: int
+    how: str
+    detail: tuple[str, ...]
+    log: Path
+    seconds: float
+    usage: bool
+    attempt: int = 0
+    step: int = -1
+
+    @property
+    def what(self) -> str:
+        """Error and status in one line."""
+        return f"{self.error} ({self.how})" if self.error and self.how else self.error or self.how
+
+
+def describe(
+    record: Mapping[str, Any] | None, how: str, log: Path
+) -> tuple[str, str, tuple[str, ...]]:
+    """(error, how, detail) of a Failure, from what the task recorded about itself.
+
+    Args:
+        record: what `record_error` left; None where the task left nothing.
+        how: its exit status in words.
+        log: its output, whose end is shown where it recorded no traceback.
+    """
+    if record is None:
+        return "", how, tail(log)
+    message = record["message"].strip() or "(no message)"
+    first = message.splitlines()[0][:500]
+    if record["usage"]:
+        return message, how, ()
+    if record["type"] != "SystemExit":
+        return f"{record['type']}: {first}", how, tuple(record["traceback"].splitlines()[-12:])
+    if message.isdecimal():  # sys.exit(3)
+        return "", f"exit status {message}", tail(log)
+    return first, how, tail(log)  # sys.exit("no data")
+
+
+def tail(log: Path, lines: int = 12) -> tuple[str, ...]:
+    """The last lines of a log, without TensorFlow's notices; none where it can't be read."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, log.stat().st_size - 8192))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return ()
+    said = [line for line in text.rstrip().splitlines() if not is_notice(line)]
+    return tuple(said[-lines:])
+
+
+def describe_status(status: int | None, kernel_kills: int = 0) -> str:
+    """An exit status in words: "exit status 3", "SIGKILL (killed by someone, ...)".
+
+    Args:
+        status: as in subprocess, -9 for SIGKILL.
+        kernel_kills: processes that the kernel ended for want of memory meanwhile.
+    """
+    if status is None:
+        return "still running"
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        number = signal.Signals(-status)
+    except ValueError:
+        return f"signal {-status}"
+    hint = _SIGNAL_HINTS.get(number)
+    if number == signal.SIGKILL and kernel_kills:
+        hint = "out of memory is likely: the kernel killed for want of memory just now"
+    return f"{number.name} ({hint})" if hint else number.name
+
+
+def kernel_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
+    """Processes that the kernel has ended on this machine because memory ran out; 0 if unknown.
+
+    proc_vmstat(5): "oom_kill 3", since Linux 4.13.
+    """
+    try:
+        for line in vmstat.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0

@@ -1,0 +1,125 @@
+r"""Several tasks, one terminal: whose line is whose, and one progress bar that stays alive.
+
+    display = Display(sys.stdout, live="worker 0")
+    display.feed("worker 1", b"hello\n")          # prints "[worker 1] hello"
+    display.feed("worker 0", b"\r 1/9 [=.....]")   # passes through untouched
+
+Every line is labelled with its task, except those of the one live task, whose bytes go to the
+terminal as they are, so that its progress bar moves. A labelled line that arrives while the live
+task is in the middle of its line is printed above that line.
+"""
+
+from __future__ import annotations
+
+import codecs
+import collections
+import re
+import sys
+from typing import TextIO
+
+from tfmw.launcher.log_filter import Filter
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_MAX_PENDING = 1 << 16  # characters of one unfinished line that are kept
+
+
+def collapse(line: str) -> str:
+    r"""What a terminal shows in the end of a line: "\r 1/9\r 9/9" is " 9/9".
+
+    Keras writes its progress bar over itself, with backspaces and carriage returns, also where
+    its output is not a terminal.
+    """
+    pieces = [piece.replace("\b", "") for piece in line.split("\r")]
+    return next((piece for piece in reversed(pieces) if piece), "")
+
+
+def is_watched(out: TextIO) -> bool:
+    """Whether somebody sees what is written to `out` at once: a terminal, or a notebook's cell."""
+    # A program that has only imported ipykernel is no notebook: one runs as the kernel's app.
+    kernel = sys.modules.get("ipykernel.kernelapp")
+    in_notebook = kernel is not None and kernel.IPKernelApp.initialized()
+    return out.isatty() or (in_notebook and out is sys.stdout)
+
+
+class Display:
+    """Writes the output of several tasks to one stream.
+
+    Args:
+        out: the stream; `broken` becomes True once its reader has gone.
+        live: name of the task whose output passes through unlabelled; None labels every line.
+    """
+
+    def __init__(self, out: TextIO, live: str | None = None) -> None:
+        self.broken = False
+        self._out = out
+        self._live = live
+        self._shown = ""  # the live task's unfinished line, as the terminal shows it
+        self._held = ""  # the live task's begin of a line that may not be shown
+        self._filters: dict[str, Filter] = collections.defaultdict(Filter)
+        self._pending: dict[str, str] = {}
+        self._decoders: dict[str, codecs.IncrementalDecoder] = {}
+
+    def feed(self, task: str, data: bytes, final: bool = False) -> None:
+        """Takes the next bytes of a task's output; `final` also prints an unfinished line."""
+        if task not in self._decoders:
+            self._decoders[task] = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        text = self._decoders[task].decode(data, final)
+        if task == self._live:
+            self._pass_through(text, final)
+            return
+        *lines, rest = (self._pending.get(task, "") + text).split("\n")
+        if len(rest) > _MAX_PENDING:
+            rest = collapse(rest)
+        if rest and (final or len(rest) > _MAX_PENDING):
+            lines, rest = [*lines, rest], ""
+        self._pending[task] = rest
+        shown = [line for line in map(collapse, lines) if not self._filters[task].hides(line)]
+        if shown:
+            self._print("".join(f"[{task}] {line}\n" for line in shown))
+
+    def line(self, text: str) -> None:
+        """Prints a line of the launcher's own."""
+        self._print(f"{text}\n")
+
+    def _pass_through(self, text: str, final: bool) -> None:
+        text = self._without_notices(text, final)
+        _, newline, rest = text.rpartition("\n")
+        line = rest if newline else self._shown + rest
+        # A line that ends in "\r" still shows what it showed.
+        self._shown = collapse(line) + ("\r" if line.endswith("\r") else "")
+        if final and self._shown:
+            text, self._shown = text + "\n", ""
+        self._write(text)
+
+    def _without_notices(self, text: str, final: bool) -> str:
+        text, self._held = self._held + text, ""
+        kept, begins = [], not self._shown
+        lines = self._filters[self._live or ""]
+        for line in filter(None, re.split(r"(?<=\n)", text)):
+            whole = final or line.endswith("\n")
+            if begins and whole and lines.hides(line):
+                continue
+            if begins and not whole and len(line) < _MAX_PENDING and lines.may_hide(line):
+                self._held = line  # the last one
+                break
+            kept.append(lines.without_echo(line) if whole and not begins else line)
+            begins = whole
+        return "".join(kept)
+
+    def _print(self, text: str) -> None:
+        if self._shown:
+            width = len(_ANSI.sub("", self._shown))
+            text = f"\r{' ' * width}\r{text}{self._shown}"
+        self._write(text)
+
+    def _write(self, text: str) -> None:
+        if self.broken or not text:
+            return
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except UnicodeEncodeError:
+            encoding = getattr(self._out, "encoding", None) or "ascii"
+            self._write(text.encode(encoding, "replace").decode(encoding))
+        except (BrokenPipeError, ValueError):  # ValueError: the stream was closed
+            self.broken = True

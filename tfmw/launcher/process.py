@@ -1,0 +1,167 @@
+"""One task of a local cluster: a process, its log, its progress, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from tfmw.launcher.spawn import Child, Host
+from tfmw.runtime.progress import PROGRESS_FILE, Progress, ProgressFile
+from tfmw.runtime.recorded_errors import ERROR_FILE
+
+
+def task_name(kind: str, index: int) -> str:
+    """The task's label: "worker 1", "ps 0"; there is one chief and one evaluator."""
+    return kind if kind in ("chief", "evaluator") else f"{kind} {index}"
+
+
+class Task:
+    """One process of the cluster: its place, its log, its end.
+
+    Args:
+        kind: "worker", "chief", "ps" or "evaluator".
+        index: its place among those of its kind.
+        directory: of the attempt; the task's own folder is made in it.
+        env: its environment, without what is particular to it.
+        restart: how often this task has been started again by itself in this attempt.
+    """
+
+    def __init__(
+        self, kind: str, index: int, directory: Path, env: Mapping[str, str], restart: int = 0
+    ) -> None:
+        self.kind = kind
+        self.index = index
+        self.name = task_name(kind, index)
+        self.restart = restart
+        folder = self.name.replace(" ", "_") + (f".{restart}" if restart else "")
+        self.directory = directory / folder
+        self.log = self.directory / "output.log"
+        self.env = {
+            **env,
+            ERROR_FILE: str(self.directory / "error.json"),
+            PROGRESS_FILE: str(self.directory / "progress"),
+            "TFMW_TASK": self.name,
+        }
+        self.status: int | None = None  # as in subprocess: -9 is SIGKILL
+        self.started = 0.0
+        self.ended = 0.0  # monotonic seconds, as seen by the launcher
+        self.stream: int | None = None  # our end of its standard output and error
+        self._progress: ProgressFile | None = None
+        self._process: Child | None = None
+        self._log: IO[bytes] | None = None
+
+    def start(
+        self,
+        host: Host,
+        command: Sequence[str],
+        stdin: IO[bytes] | int,
+        terminal: bool,
+        fds: Sequence[int],
+    ) -> None:
+        """Starts the process; it dies with the calling thread (see `task`).
+
+        Args:
+            host: starts it.
+            command: the arguments of `task.py`.
+            stdin: its standard input.
+            terminal: whether it writes to a terminal rather than a pipe.
+            fds: descriptors of ours that it inherits.
+        """
+        self.directory.mkdir(parents=True)
+        self._log = open(self.log, "wb", buffering=0)  # noqa: SIM115  (closed in close)
+        self._progress = ProgressFile(Path(self.env[PROGRESS_FILE]))
+        self.started = time.monotonic()
+        self._host = host
+        self._process = host.spawn(command, stdin, terminal, fds, self.env)
+        self.stream = self._process.stream
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 before the start."""
+        return self._process.pid if self._process is not None else 0
+
+    def progress(self) -> Progress:
+        """How far it has reported to be."""
+        return self._progress.read() if self._progress is not None else Progress()
+
+    def read(self) -> bytes:
+        """What the task wrote since; b"" at the end."""
+        assert self.stream is not None
+        try:
+            data = os.read(self.stream, 1 << 16)
+        except OSError:  # Linux says EIO where a pseudo-terminal ends
+            data = b""
+        if data and self._log is not None:
+            with contextlib.suppress(OSError):  # a full disk must not end the run
+                self._log.write(data)
+        return data
+
+    def look(self) -> bool:
+        """Whether the task has ended. It stays a zombie until `close`: its group keeps its id."""
+        if self._process is None or self.status is not None:
+            return True
+        found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is not None:
+            exited = found.si_code == os.CLD_EXITED
+            self.status = found.si_status if exited else -found.si_status
+            self.ended = time.monotonic()
+        return self.status is not None
+
+    def stopped(self) -> bool:
+        """Whether a signal has stopped the process (SIGSTOP); a debugger's hold is another."""
+        # proc_pid_stat(5): "42 (name with ) and spaces) T 1 ..."
+        return self._ask("stat", lambda text: text.rpartition(") ")[2][:1] == "T")
+
+    def catches(self, number: int) -> bool:
+        """Whether the process has a handler for the signal."""
+
+        def caught(status: str) -> bool:
+            # proc_pid_status(5): "SigCgt:\t0000000180004a02", bit n - 1 for signal n.
+            mask = status.partition("SigCgt:")[2].split(maxsplit=1)[0]
+            return bool(int(mask, 16) >> (number - 1) & 1)
+
+        return self._ask("status", caught)
+
+    def _ask(self, file: str, question: Callable[[str], bool]) -> bool:
+        try:
+            return bool(question(Path(f"/proc/{self.pid}/{file}").read_text()))
+        except (OSError, ValueError, IndexError):
+            return False
+
+    def error(self) -> dict[str, Any] | None:
+        """What the task recorded with `record_error`."""
+        try:
+            record: dict[str, Any] = json.loads(Path(self.env[ERROR_FILE]).read_text())
+        except (OSError, ValueError):
+            return None
+        return record
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the task and to all processes of its session's first group."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
+
+    def signal_alone(self, number: int) -> None:
+        """Sends a signal to the task's own process only, if it is still running."""
+        if not self.look():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, number)
+
+    def close(self) -> None:
+        """Frees what belongs to the ended process."""
+        if self._process is not None:
+            self._process.wait()
+            self._host.forget(self._process.pid)
+        if self.stream is not None:
+            os.close(self.stream)
+            self.stream = None
+        if self._log is not None:
+            self._log.close()
+        if self._progress is not None:
+            self._progress.close()

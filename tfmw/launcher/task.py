@@ -1,0 +1,142 @@
+"""What a child of the launcher runs: join the cluster, then the user's program.
+
+    python .../tfmw/launcher/task.py script train.py --epochs 3
+    python .../tfmw/launcher/task.py module package.train --epochs 3
+    python .../tfmw/launcher/task.py call                   # a function: see `tfmw.launch`
+    python .../tfmw/launcher/task.py template 7 script ...  # a process to copy: see `template`
+
+The launcher starts this file by its path, so that the first thing to happen is that the child
+ties its life to the launcher's, and so that tfmw is found without touching PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import TracebackType
+
+
+def _die_with_the_launcher() -> None:
+    """Asks Linux to send SIGKILL to this process when the launcher's thread ends.
+
+    prctl(2), PR_SET_PDEATHSIG. The launcher may have died before the call took effect: then this
+    process has another parent by now.
+    """
+    launcher = os.environ.pop("TFMW_LAUNCHER_PID", None)
+    if launcher is None or not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(launcher):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _enter_namespaces() -> None:
+    """Enters the private network of the run (see `isolation`), while there is only one thread."""
+    namespaces = os.environ.pop("TFMW_NAMESPACES", "")
+    if namespaces:
+        from tfmw.launcher import isolation
+
+        isolation.enter([int(descriptor) for descriptor in namespaces.split(",")])
+
+
+def _find_tfmw() -> None:
+    """Replaces this file's folder in the search path by the one that holds the package."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [p for p in sys.path if os.path.abspath(p or os.curdir) != here]
+    parent = os.path.dirname(os.path.dirname(here))
+    if parent not in map(os.path.abspath, sys.path):
+        sys.path.append(parent)
+
+
+def _run_script(path: str, args: list[str]) -> None:
+    import runpy
+
+    sys.argv = [path, *args]
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    runpy.run_path(path, run_name="__main__")
+
+
+def _run_module(name: str, args: list[str]) -> None:
+    import runpy
+
+    sys.argv = [name, *args]
+    sys.path.insert(0, os.getcwd())
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _call() -> None:
+    from tfmw.launcher.call import receive
+    from tfmw.runtime import progress
+
+    call = receive()
+    _init()
+    progress.report_progress(progress.JOINED)
+    call.run()
+
+
+def _init() -> None:
+    if os.environ.get("TFMW_NO_INIT") != "1":
+        import tfmw
+
+        tfmw.init()
+
+
+def main(argv: list[str]) -> int:
+    """Runs one task; returns its exit status. Errors are recorded for the launcher."""
+    import faulthandler
+
+    from tfmw.errors import PREEMPTED, UsageError
+    from tfmw.runtime import progress
+    from tfmw.runtime.recorded_errors import record_error
+
+    faulthandler.enable()
+    # The launcher's watchdog asks for the stacks of tasks that hang.
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    progress.report_progress(progress.UP)
+    mode, *rest = argv
+    try:
+        if mode == "call":
+            _call()
+        else:
+            _init()
+            progress.report_progress(progress.JOINED)
+            run = _run_module if mode == "module" else _run_script
+            run(rest[0], rest[1:])
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0, PREEMPTED):
+            record_error(leaving, fatal=True)
+        raise
+    except UsageError as error:
+        record_error(error, fatal=True)
+        print(f"tfmw: {error}", file=sys.stderr)
+        return error.status
+    except BaseException as error:
+        error = error.with_traceback(_from_the_users_code(error.__traceback__))
+        record_error(error, fatal=True)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _from_the_users_code(frame: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames that led to the user's first line."""
+    first = frame
+    while frame is not None and frame.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        frame = frame.tb_next
+    return frame or first
+
+
+if __name__ == "__main__":
+    _find_tfmw()
+    if sys.argv[1] == "template":
+        from tfmw.launcher import template
+
+        _die_with_the_launcher()
+        sys.argv[1:] = template.serve(int(sys.argv[2]))  # goes on in its copies only
+    _enter_namespaces()  # takes away what the next line asks for
+    _die_with_the_launcher()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""Variables that all workers have alike: the chief's values.
+
+    changed = agree(group, strategy, variables)
+
+Unseeded initializers draw other values in each process, and a callback may change the weights of
+one task only. Nothing else would show it: gradients of different weights add up as well as any. So
+workers tell each other a checksum of every variable, one pass over the values and one message; and
+what is not the same everywhere travels, over tfmw's ring where there is one.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmw.cluster.group import Group
+from tfmw.keras_compat import placement
+from tfmw.mirrored.collectives.connection import ring_of
+from tfmw.mirrored.collectives.ring import Ring
+
+
+def agree(group: Group, strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> list[Any]:
+    """Gives all workers the chief's values of Keras variables. All workers enter it.
+
+    Args:
+        group: the tasks of `strategy`.
+        variables: the same on all workers, in the same order. Strings are left as they are.
+
+    Returns:
+        The variables that differed, in order.
+    """
+    if group.size == 1:
+        return []
+    values = [placement.local_copies(strategy, v) for v in variables]
+    everyone = group.from_all([_checksum(value) for value in values])
+    differs = [len(set(sums)) > 1 for sums in zip(*everyone, strict=True)]
+    different = [copies for copies, d in zip(values, differs, strict=True) if d]
+    if different:
+        ring = ring_of(strategy)
+        first = [copies[0] for copies in different]
+        if ring is None:
+            _broadcast_by_tensorflow(strategy, first)
+        else:
+            _broadcast(ring, first)
+        for one, *others in different:
+            for other in others:
+                other.assign(one.read_value())
+    return [variable for variable, d in zip(variables, differs, strict=True) if d]
+
+
+def _checksum(copies: list[tf.Variable]) -> int:
+    """Changes, almost surely, whenever a value does; the same on every machine."""
+    if copies[0].dtype == tf.string:
+        return 0
+    return functools.reduce(lambda sum, copy: zlib.crc32(_bytes(copy).data, sum), copies, 0)
+
+
+def _bytes(variable: tf.Variable) -> np.ndarray:
+    """uint8 [n]: of its value."""
+    return np.ascontiguousarray(variable.numpy()).reshape(-1).view(np.uint8)
+
+
+def _broadcast(ring: Ring, variables: Sequence[tf.Variable]) -> None:
+    for variable in variables:
+        first = ring.broadcast(_bytes(variable))
+        if ring.rank > 0:
+            value = first.view(variable.dtype.as_numpy_dtype)
+            variable.assign(value.reshape(variable.shape))
+
+
+def _broadcast_by_tensorflow(
+    strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]
+) -> None:
+    """The variables travel in one tensor per type."""
+    groups: dict[tf.DType, list[tf.Variable]] = {}
+    for variable in variables:
+        groups.setdefault(_carrier(variable.dtype), []).append(variable)
+    for dtype, members in sorted(groups.items(), key=lambda item: item[0].name):
+        packed = tf.concat(
+            [tf.reshape(tf.cast(v.read_value(), dtype), [-1]) for v in members], axis=0
+        )
+        # A variable made in the scope takes the chief's initial value on every worker.
+        with strategy.scope():
+            shared = tf.Variable(packed, trainable=False)
+        flat = strategy.experimental_local_results(shared)[0].read_value()
+        sizes = [int(np.prod(v.shape.as_list())) for v in members]
+        for variable, part in zip(members, tf.split(flat, sizes), strict=True):
+            variable.assign(tf.cast(tf.reshape(part, variable.shape), variable.dtype))
+
+
+def _carrier(dtype: tf.DType) -> tf.DType:
+    """The type in which values of `dtype` travel unchanged; collectives know only a few."""
+    if dtype.is_floating:
+        return tf.float64 if dtype == tf.float64 else tf.float32
+    return tf.int64

@@ -1,0 +1,65 @@
+"""The ring that a strategy's workers share, connected when it is first asked for."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+import tensorflow as tf
+
+from tfmw.cluster import membership, rendezvous
+from tfmw.cluster.group import Group
+from tfmw.cluster.membership import Joined
+from tfmw.mirrored.collectives.ring import Ring, RingBroken, connect
+
+logger = logging.getLogger("tfmw")
+
+# A process joins once, and has one ring.
+_ring: Ring | None = None
+_connected_once = False
+
+
+def ring_of(strategy: tf.distribute.Strategy) -> Ring | None:
+    """The ring of tfmw's own that `strategy` sums gradients over; None where TensorFlow does.
+
+    It is for workers of one CPU replica each, unless `init` was told which collectives to take. All
+    tasks call this: the first call connects them.
+    """
+    global _ring, _connected_once
+    joined = membership.joined()
+    if joined is None or strategy is not joined.strategy or joined.collectives != "auto":
+        return None
+    if not _connected_once:
+        _connected_once = True
+        _ring = _connect(joined)
+        if _ring is not None:
+            joined.at_failure.append(_ring.close)
+    if _ring is not None:
+        _ring.timeout_s = joined.options.timeout_seconds
+    return _ring
+
+
+def _connect(joined: Joined) -> Ring | None:
+
+    group = Group.of(joined.strategy)
+    devices = joined.strategy.extended.worker_devices
+    if not all(group.from_all(len(devices) == 1 and "CPU" in devices[0].upper())):
+        return None
+    try:
+        return connect(
+            group.rank,
+            [rendezvous.split(address)[0] for address in rendezvous.members_of(joined.cluster)],
+            group.from_chief(lambda: secrets.token_hex(16)).encode(),
+            group.from_all,
+            group.require_there,
+            joined.options.timeout_seconds,
+        )
+    except RingBroken as e:
+        if group.is_chief:
+            logger.warning(
+                "gradients travel over TensorFlow's gRPC, which takes longer: %s. Let workers "
+                "connect to each other on any TCP port, or choose collectives='ring' to be at "
+                "peace with it.",
+                e,
+            )
+        return None

@@ -1,0 +1,232 @@
+"""Sums of gradients over replicas: what travels, in which type and in pieces of which size.
+
+    total = Reduction(strategy, compression="bf16")
+    summed = total(grads)                  # on each replica; the same on all
+
+Gradients of workers without GPUs travel through tfmw's own ring (`tfmw.ring`), small ones joined to
+packs, in the order in which the backward pass makes them: the last layer's go first, while those of
+the layers before are still being computed.
+
+Elsewhere TensorFlow reduces: it joins small gradients to packs of `bytes_per_pack`, and sends
+them at the same time. It leaves large ones whole, and its ring moves a whole one slowly: each of
+its messages is allocated, zeroed and copied several times, and beyond the allocator's and the
+caches' sizes each of these costs a multiple. So large gradients are cut here. The numbers stay the
+same: each element is summed over replicas in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmw.cluster import membership
+from tfmw.mirrored.collectives.connection import ring_of
+from tfmw.mirrored.collectives.ring import Ring
+
+SUM = tf.distribute.ReduceOp.SUM
+COMPRESSIONS = {"fp16": tf.float16, "bf16": tf.bfloat16}
+
+# A gradient is cut where it is larger than this many packs; into pieces of so many packs.
+WHOLE_PACKS, PIECE_PACKS = 6, 2
+# Bytes, through tfmw's own ring, where the strategy has no packs: at least, and for each worker, as
+# the messages of a pack wait for one another, and their number grows with the workers.
+RING_PACK, RING_PACK_OF_WORKER = 4 << 20, 1 << 20
+_ALIGNED = 32  # elements: TensorFlow cuts rows of a multiple of 64 bytes without copying them
+_nothing: tf.Variable | None = None  # while reduction is left out: a 0 that TensorFlow can't fold
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Gradients are computed and count for nothing: for measuring what reducing them costs.
+
+    Replicas that went on by their own gradients would drift apart.
+    """
+    global _nothing
+    _nothing = tf.Variable(0.0, trainable=False)
+    try:
+        yield
+    finally:
+        _nothing = None
+
+
+def nothing() -> tf.Variable | None:
+    """What steps that are traced now have in place of reduction, if it is left out."""
+    return _nothing
+
+
+class Reduction:
+    """Sums lists of gradients over the replicas of a strategy.
+
+    Args:
+        strategy: whose replicas.
+        compression: "fp16" or "bf16": what dense float32 gradients travel and are summed in; None
+            for as they are.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, compression: str | None = None):
+        self._options = membership.reduction_options(strategy)
+        self._wire = None if compression is None else COMPRESSIONS[compression]
+        self._pack = self._options.bytes_per_pack if self._options is not None else 0
+        ring = ring_of(strategy)
+        self._ring = None
+        if ring is not None:
+            pack = self._pack or max(RING_PACK, ring.size * RING_PACK_OF_WORKER)
+            self._ring = _OverRing(ring, pack)
+
+    @property
+    def broken(self) -> Exception | None:
+        """Why no gradient can be summed any more; None while they can."""
+        return None if self._ring is None else self._ring.ring.broken
+
+    @property
+    def shapes_may_change(self) -> bool:
+        """Whether rows of sparse gradients may differ in number between steps of one call.
+
+        TensorFlow remembers the shape of each gather for the length of a call: "Shape mismatch in
+        the collective instance".
+        """
+        return self._ring is not None
+
+    def __call__(self, grads: list[Any]) -> list[Any]:
+        """Gradients of this replica -> their sums over all. In a replica context.
+
+        Args:
+            grads: dense tensors, `tf.IndexedSlices`, or None for what has no gradient.
+        """
+        if _nothing is not None:
+            return [scaled(g, _nothing) for g in grads]
+        given = [grad for grad in grads if grad is not None]
+        sent = [self._compressed(grad) for grad in given]
+        totals = iter((self._ring or self._by_tensorflow)(sent) if sent else ())
+        return [None if grad is None else _as_type(next(totals), grad.dtype) for grad in grads]
+
+    def _by_tensorflow(self, grads: list[Any]) -> list[Any]:
+        cut = [self._pieces(grad) for grad in grads]
+        replica = tf.distribute.get_replica_context()
+        reduced = iter(
+            replica.all_reduce(SUM, [p for pieces in cut for p in pieces], self._options)
+        )
+        out: list[Any] = []
+        for grad, pieces in zip(grads, cut, strict=True):
+            sums = [next(reduced) for _ in pieces]
+            out.append(sums[0] if len(sums) == 1 else tf.reshape(tf.concat(sums, 0), grad.shape))
+        return out
+
+    def _compressed(self, grad: Any) -> Any:
+        if self._wire is None or isinstance(grad, tf.IndexedSlices) or grad.dtype != tf.float32:
+            return grad
+        return tf.cast(grad, self._wire)
+
+    def _pieces(self, grad: Any) -> list[Any]:
+        """The gradient, or what it is cut into, along the first axis of a flat form."""
+        if isinstance(grad, tf.IndexedSlices) or not grad.shape.is_fully_defined():
+            return [grad]
+        elements = grad.shape.num_elements()
+        if not self._pack or elements * grad.dtype.size <= WHOLE_PACKS * self._pack:
+            return [grad]
+        row = _ALIGNED if elements % _ALIGNED == 0 else 1
+        rows = elements // row
+        size = max(1, PIECE_PACKS * self._pack // (row * grad.dtype.size))
+        sizes = [min(size, rows - start) for start in range(0, rows, size)]
+        return list(tf.split(tf.reshape(grad, [rows, row]), sizes, axis=0))
+
+
+class _OverRing:
+    """Sums gradients over a ring, from within a traced step.
+
+    Every exchange is an op that blocks until the neighbours have come to the same one. So no two of
+    a process run at once, and all processes run them in one order: each reads a variable and writes
+    it afterwards, and TensorFlow keeps such ops in the order of the program, over functions too.
+    """
+
+    def __init__(self, ring: Ring, pack_bytes: int):
+        self.ring = ring
+        self._pack = pack_bytes
+        ring.free_memory()  # of the model before
+        with tf.init_scope(), tf.device("cpu:0"):
+            self._turn = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def __call__(self, grads: list[Any]) -> list[Any]:
+        """Gradients of this replica -> their sums over all."""
+        out: list[Any] = [None] * len(grads)
+        for pack in self._packs(grads):
+            first = grads[pack[0]]
+            if isinstance(first, tf.IndexedSlices):
+                out[pack[0]] = self._gathered(first)
+                continue
+            flat = [tf.reshape(grads[i], [-1]) for i in pack]
+            sizes = [tf.size(part) for part in flat]
+            total = self._summed(flat[0] if len(flat) == 1 else tf.concat(flat, axis=0))
+            parts = [total] if len(flat) == 1 else tf.split(total, sizes, num=len(flat))
+            for i, part in zip(pack, parts, strict=True):
+                out[i] = tf.ensure_shape(tf.reshape(part, tf.shape(grads[i])), grads[i].shape)
+        return out
+
+    def _packs(self, grads: list[Any]) -> Iterator[list[int]]:
+        """Positions of gradients that travel together: neighbours of one type, last ones first."""
+        pack: list[int] = []
+        room = 0
+        for i in reversed(range(len(grads))):
+            alone = isinstance(grads[i], tf.IndexedSlices) or not grads[i].shape.is_fully_defined()
+            nbytes = 0 if alone else grads[i].shape.num_elements() * grads[i].dtype.size
+            if pack and (alone or nbytes > room or grads[i].dtype != grads[pack[0]].dtype):
+                yield pack
+                pack = []
+            pack.append(i)
+            if alone:
+                yield pack
+                pack = []
+            else:
+                room = (room if len(pack) > 1 else self._pack) - nbytes
+        if pack:
+            yield pack
+
+    def _summed(self, flat: tf.Tensor) -> tf.Tensor:
+        add = (_add_16_bits,) if flat.dtype.size == 2 else ()
+        (total,) = self._in_turn(lambda mine: [self.ring.sum(mine, *add)], [flat])
+        total.set_shape(flat.shape)
+        return total
+
+    def _gathered(self, grad: tf.IndexedSlices) -> tf.IndexedSlices:
+        parts = [grad.values, grad.indices]
+        values, indices = self._in_turn(lambda *mine: self.ring.gather(mine), parts)
+        values.set_shape([None, *grad.values.shape[1:]])
+        indices.set_shape([None])
+        return tf.IndexedSlices(values, indices, grad.dense_shape)
+
+    def _in_turn(
+        self, exchange: Callable[..., Sequence[np.ndarray]], mine: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Runs an exchange after those before it; its results have the types of `mine`."""
+
+        def run(turn: np.int64, *arrays: np.ndarray) -> list[Any]:
+            return [turn + 1, *exchange(*arrays)]
+
+        with tf.device("cpu:0"):
+            types = [tf.int64, *(tensor.dtype for tensor in mine)]
+            turn, *out = tf.numpy_function(run, [self._turn.read_value(), *mine], types)
+            self._turn.assign(turn)
+        return out
+
+
+def _add_16_bits(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """NumPy adds 16-bit floats one after the other; TensorFlow does as the processor can."""
+    np.copyto(out, (tf.constant(a) + tf.constant(b)).numpy())
+
+
+def _as_type(grad: Any, dtype: tf.DType) -> Any:
+    return grad if grad.dtype == dtype else tf.cast(grad, dtype)
+
+
+def scaled(grad: Any, factor: Any) -> Any:
+    """A gradient, dense or `tf.IndexedSlices`, times a number; None stays None."""
+    if grad is None:
+        return None
+    if isinstance(grad, tf.IndexedSlices):
+        values = grad.values * tf.cast(factor, grad.values.dtype)
+        return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
+    return grad * tf.cast(factor, grad.dtype)

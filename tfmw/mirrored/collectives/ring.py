@@ -1,0 +1,387 @@
+"""All-reduce for gradients of workers without GPUs, and a broadcast. Standard library and NumPy.
+
+    ring = connect(rank, addresses, token, from_all=group.from_all)
+    total = ring.sum(mine)         # float32 [n]: the sum over workers, bit for bit the same on all
+    rows, = ring.gather([mine])    # float32 [sum of n]: all workers' arrays, one after the other
+    first = ring.broadcast(mine)   # float32 [n]: the first worker's array
+
+Each worker sends to the next one and receives from the one before it: 2 (N - 1) messages of a
+1/N-th of the array each (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters
+of Workstations, 2009). What comes in is added and sent on in small pieces, so that a sum is on its
+way to the next worker before the whole of it is there. It gets there over TCP, or through memory
+that two workers of one machine share (links.py).
+
+TensorFlow's own ring does the same over gRPC, where each message is allocated, zeroed and copied
+several times: a multiple of the time of this one (bench/ring.py measures both). What travels here
+are numbers only, between workers that have shown each other the token of this training, which they
+have from TensorFlow's coordination service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfmw.mirrored.collectives import links
+from tfmw.mirrored.collectives.links import PIECE_BYTES, In, Out
+
+Add = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]  # (a, b, out)
+
+QUIET_S = 5.0  # without a byte, after which neighbours are asked whether they are there
+_MISSES = 2  # questions in a row without an answer: a busy worker may miss one
+
+_ALIGNED = 64  # bytes: TensorFlow takes over arrays aligned so without copying them
+_HEADER = struct.Struct("!QQ")  # number of the exchange, bytes that follow
+
+
+class RingBroken(ConnectionError):
+    """A neighbour in the ring has gone, or is stuck."""
+
+
+def _add(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    with np.errstate(all="ignore"):  # infinities are for the optimizer to see
+        np.add(a, b, out=out)
+
+
+class Ring:
+    """This worker's place in a ring.
+
+    Args:
+        rank: this worker, of `size`.
+        to_next, from_previous: the links to both neighbours.
+        still_there: called with the rank of each neighbour whenever nothing came or went for
+            QUIET_S seconds; raises where that worker gives no answer. The second time in a row it
+            counts as lost.
+        timeout_s: seconds without a byte after which a sum fails; None waits as long as both
+            neighbours are there.
+
+    Attributes:
+        broken: why no sum can be made any more; None while they can.
+        exchanges: sums, gathers and broadcasts made so far.
+        reductions: those of them that are not broadcasts.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        to_next: Out,
+        from_previous: In,
+        still_there: Callable[[int], object] = lambda rank: None,
+        timeout_s: float | None = None,
+    ):
+        self.rank, self.size = rank, size
+        self.broken: Exception | None = None
+        self._next, self._previous = to_next, from_previous
+        self._still_there = still_there
+        self.timeout_s = timeout_s
+        self._memory = _Memory()
+        self.exchanges = self.reductions = 0
+        self._one_at_a_time = threading.Lock()
+
+    def sum(self, mine: np.ndarray, add: Add = _add) -> np.ndarray:
+        """The sum of all workers' arrays. All workers make all calls, in the same order.
+
+        Args:
+            mine: [n], of the same n and type on all; it is not changed.
+            add: puts the sum of two arrays into a third.
+
+        Raises:
+            RingBroken: a worker has gone. The ring is closed then.
+            RuntimeError: workers sum different things; the same.
+        """
+        with self._exchange():
+            self.reductions += 1
+            return self._sum(np.ascontiguousarray(mine), add)
+
+    def gather(self, mine: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """All workers' arrays, joined along the first axis by rank. All workers call it.
+
+        Args:
+            mine: arrays [rows, ...] of one number of rows, which may differ between workers.
+
+        Raises:
+            RingBroken, RuntimeError: as in `sum`.
+        """
+        with self._exchange():
+            self.reductions += 1
+            return self._gather([np.ascontiguousarray(array) for array in mine])
+
+    def broadcast(self, mine: np.ndarray) -> np.ndarray:
+        """The first worker's array. All workers call it.
+
+        Args:
+            mine: [n], of the same n and type on all.
+
+        Raises:
+            RingBroken, RuntimeError: as in `sum`.
+        """
+        with self._exchange():
+            return self._broadcast(np.ascontiguousarray(mine))
+
+    def free_memory(self) -> None:
+        """Lets go of the memory that sums are made in, until the next."""
+        self._memory = _Memory()
+
+    @contextlib.contextmanager
+    def _exchange(self) -> Iterator[None]:
+        with self._one_at_a_time:
+            if self.broken is not None:
+                raise self.broken
+            try:
+                yield
+            except Exception as e:
+                self.broken = self.broken or e
+                self._shut()
+                raise
+
+    def close(self) -> None:
+        """Ends the ring for this worker, and so for its neighbours, whatever they wait for."""
+        self.broken = self.broken or RingBroken("this worker has left the ring")
+        for link in (self._next, self._previous):
+            with contextlib.suppress(OSError):
+                link.peer.shutdown(socket.SHUT_RDWR)  # a sum under way fails, and shuts the rest
+        if self._one_at_a_time.acquire(blocking=False):
+            self._shut()
+            self._one_at_a_time.release()
+
+    def _shut(self) -> None:
+        self._next.peer.close()
+        self._previous.peer.close()
+
+    def _sum(self, mine: np.ndarray, add: Add) -> np.ndarray:
+        last = self.size - 1
+        total = self._memory.like(mine)
+        cuts = [len(mine) * part // self.size for part in range(self.size + 1)]
+
+        def part(array: np.ndarray, number: int) -> np.ndarray:
+            number %= self.size
+            return array[cuts[number] : cuts[number + 1]]
+
+        # Sent k-th is what came (k - 1)-th, with this worker's own numbers added in a first round.
+        self._next.add(self._header(mine.nbytes), part(mine, self.rank), may_go=True)
+        self._next.add(*(part(total, self.rank - k) for k in range(1, 2 * last)))
+        theirs = self._their_bytes()
+        if theirs != mine.nbytes:
+            raise self._differ(f"{theirs} bytes", f"{mine.nbytes} bytes")
+        for k in range(2 * last):
+            coming, summand = (part(array, self.rank - 1 - k) for array in (total, mine))
+            for piece in _pieces(coming):
+                here = coming[piece]
+                with self._received(here) as numbers:
+                    if k < last:
+                        add(numbers, summand[piece], here)
+                    elif numbers is not here:
+                        here[...] = numbers
+                if k < 2 * last - 1:
+                    self._next.release(here.nbytes)
+        self._finish()
+        return total
+
+    def _gather(self, mine: list[np.ndarray]) -> list[np.ndarray]:
+        row = sum(array.itemsize * math.prod(array.shape[1:]) for array in mine)
+        everyone = [mine] * self.size
+        self._next.add(self._header(sum(a.nbytes for a in mine)), *mine, may_go=True)
+        for k in range(self.size - 1):
+            nbytes = self._their_bytes()
+            rows, rest = divmod(nbytes, row) if row else (len(mine[0]), nbytes)
+            if rest:
+                raise self._differ(f"{nbytes} bytes", f"rows of {row} bytes")
+            block = [np.empty((rows, *array.shape[1:]), array.dtype) for array in mine]
+            for array in block:
+                self._receive(array.reshape(-1).view(np.uint8))
+            if k < self.size - 2:
+                self._next.add(self._header(nbytes), *block, may_go=True)
+            everyone[(self.rank - 1 - k) % self.size] = block
+        self._finish()
+        return [np.concatenate(arrays) for arrays in zip(*everyone, strict=True)]
+
+    def _broadcast(self, mine: np.ndarray) -> np.ndarray:
+        if self.rank == 0:
+            self._next.add(self._header(mine.nbytes), mine, may_go=True)
+            self._finish()
+            return mine
+        theirs = self._their_bytes()
+        if theirs != mine.nbytes:
+            raise self._differ(f"{theirs} bytes", f"{mine.nbytes} bytes")
+        first = np.empty_like(mine)
+        passes_on = self.rank < self.size - 1
+        if passes_on:
+            self._next.add(self._header(theirs), may_go=True)
+            self._next.add(first)
+        for piece in _pieces(first):
+            here = first[piece]
+            self._receive(here)
+            if passes_on:
+                self._next.release(here.nbytes)
+        self._finish()
+        return first
+
+    def _header(self, nbytes: int) -> np.ndarray:
+        return np.frombuffer(_HEADER.pack(self.exchanges, nbytes), np.uint8)
+
+    def _their_bytes(self) -> int:
+        """How many bytes come next, from a worker that is at the same exchange as this one."""
+        header: np.ndarray = np.empty(_HEADER.size, np.uint8)
+        self._receive(header)
+        number, nbytes = _HEADER.unpack(header.tobytes())
+        if number != self.exchanges:
+            raise self._differ(f"exchange {number}", f"exchange {self.exchanges}")
+        return int(nbytes)
+
+    def _finish(self) -> None:
+        """Until all has gone."""
+        while self._next.left:
+            if not self._push():
+                self._wait(reading=False)
+        self.exchanges += 1
+
+    def _receive(self, into: np.ndarray) -> None:
+        """Fills an array from the worker before."""
+        for piece in _pieces(into):
+            here = into[piece]
+            with self._received(here) as came:
+                if came is not here:
+                    here[...] = came
+
+    @contextlib.contextmanager
+    def _received(self, into: np.ndarray) -> Iterator[np.ndarray]:
+        """The next numbers of the worker before, in `into` or elsewhere; sends what may go."""
+        while True:
+            moved = self._push()
+            try:
+                came = self._previous.take(into)
+            except OSError as e:
+                raise self._lost(self.rank - 1, str(e)) from None
+            if came is not None:
+                break
+            if not moved:
+                self._wait(reading=True)
+        yield came
+        self._previous.done()
+
+    def _push(self) -> bool:
+        """Sends what may go and the next worker has room for; returns whether there was any."""
+        try:
+            return self._next.push()
+        except OSError as e:
+            raise self._lost(self.rank + 1, str(e)) from None
+
+    def _wait(self, reading: bool) -> None:
+        """Until something has come, or there is room again for something that may go."""
+        poll = select.poll()
+        if reading:
+            poll.register(self._previous.peer, select.POLLIN)
+        if self._next.may_go:
+            self._next.watch(poll)
+        begin, misses = time.monotonic(), 0
+        while not poll.poll(1000 * min(QUIET_S, self.timeout_s or QUIET_S)):
+            try:
+                for rank in {(self.rank + 1) % self.size, (self.rank - 1) % self.size}:
+                    self._still_there(rank)
+                misses = 0
+            except Exception:
+                misses += 1
+                if misses == _MISSES:
+                    raise
+            if self.timeout_s is not None and time.monotonic() - begin > self.timeout_s:
+                raise RingBroken(f"no number came or went for {self.timeout_s:g} s")
+
+    def _differ(self, theirs: str, ours: str) -> RuntimeError:
+        (one, its), (other, others) = sorted(
+            [((self.rank - 1) % self.size, theirs), (self.rank, ours)]
+        )
+        return RuntimeError(
+            f"workers exchange different things: worker {one} {its}, worker {other} {others}"
+        )
+
+    def _lost(self, rank: int, why: str) -> RingBroken:
+        return RingBroken(f"lost worker {rank % self.size} while gradients were summed: {why}")
+
+
+class _Memory:
+    """Arrays that nobody holds any more are used again.
+
+    Fresh memory costs more than the sum itself: the system clears each page of it.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, list[np.ndarray]] = {}
+
+    def like(self, array: np.ndarray) -> np.ndarray:
+        """An array of the same length and type, of any values."""
+        blocks = self._blocks.setdefault(array.nbytes, [])
+        for block in blocks:
+            if sys.getrefcount(block) == _UNUSED:
+                break
+        else:
+            block = np.empty(array.nbytes + _ALIGNED, np.uint8)
+            blocks.append(block)
+        start = -block.ctypes.data % _ALIGNED
+        return block[start : start + array.nbytes].view(array.dtype)
+
+
+# References to a block that nobody else holds, counted as `like` does: those of the list, of the
+# loop over it, and of getrefcount's argument, which some versions of Python leave out.
+_UNUSED = next(sys.getrefcount(block) for block in [np.empty(1)])
+
+
+def _pieces(array: np.ndarray) -> Iterator[slice]:
+    step = max(1, PIECE_BYTES // array.itemsize)
+    for start in range(0, len(array), step):
+        yield slice(start, start + step)
+
+
+def connect(
+    rank: int,
+    hosts: Sequence[str],
+    token: bytes,
+    from_all: Callable[[Any], list[Any]],
+    still_there: Callable[[int], object] = lambda rank: None,
+    timeout_s: float | None = None,
+) -> Ring:
+    """Joins the ring. All workers call it.
+
+    Args:
+        rank: this worker.
+        hosts: names or IP addresses of all workers, by rank.
+        token: what the workers of this training know, and nobody else.
+        from_all: gives every worker's value, by rank.
+        still_there, timeout_s: as in `Ring`.
+
+    Raises:
+        RingBroken: on all workers, where two neighbours could not connect; it names them.
+    """
+    size = len(hosts)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    with contextlib.ExitStack() as undo:
+        door = undo.enter_context(links.Door(hosts[rank]))
+        addresses: list[links.Address] = from_all(door.address)
+        problem = None
+        try:
+            to_next = links.connect(hosts[after], addresses[after], door.address, token)
+            undo.callback(to_next.peer.close)
+        except OSError as e:
+            there = f"worker {after} at {hosts[after]}:{addresses[after]['port']}"
+            problem = f"worker {rank} could not connect to {there} ({e})"
+        try:
+            from_previous = door.accepted(addresses[before], token)
+            undo.callback(from_previous.peer.close)
+        except OSError as e:
+            problem = problem or f"worker {before} did not come to worker {rank} ({e})"
+        problems = [said for said in from_all(problem) if said is not None]
+        if problems:
+            raise RingBroken("; ".join(problems))
+        undo.pop_all()
+        door.close()
+    return Ring(rank, size, to_next, from_previous, still_there, timeout_s)

@@ -1,0 +1,237 @@
+"""Synchronous updates on parameter servers, with spare workers.
+
+    steps = SynchronousSteps(model, masters, name, workers=3, aggregate=2)
+    coordinator.schedule(steps.function, args=(iterator, worker, limit, seeds))   # one per worker
+    steps.advance(10)                          # on the coordinator: waits for, and makes, 10 steps
+
+Each server has an accumulator for each pack of its gradients. A worker takes the masters' values at
+step s, and gives its gradients, marked with s, to the accumulators; then it waits for step s + 1.
+Once `aggregate` gradients of step s have come the server applies their mean and the step is over: a
+gradient that comes later finds the accumulator at s + 1 and is dropped. This is what TensorFlow 1
+called SyncReplicasOptimizer, from the same ops.
+
+What is counted is exact: each gradient brings a 1, which is summed up with it, so a server knows
+how many it averaged; and each worker counts what it sent. The metrics of an epoch are those of all
+batches that were computed, the dropped ones too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.errors import UsageError
+from tfmw.parameter_server.steps import WorkerSteps, unpacked
+from tfmw.parameter_server.variables import Masters, Pack, server
+
+
+class SynchronousSteps(WorkerSteps):
+    """Steps that several workers make together.
+
+    Args:
+        model, masters, name: as in `WorkerSteps`.
+        workers: number of workers.
+        aggregate: gradients that make a step.
+
+    Attributes:
+        function: (iterator, worker int64 [], limit int64 [], seeds) -> as in `WorkerSteps`; runs
+            until step `limit` is over.
+    """
+
+    def __init__(
+        self, model: keras.Model, masters: Masters, name: str, workers: int, aggregate: int
+    ):
+        if masters.divided:
+            raise UsageError(
+                "sync_replicas=True does not go with variables that are divided over servers: "
+                "leave partitioner and min_shard_bytes out, or train asynchronously."
+            )
+        if len(masters.optimizers) != 1:
+            raise UsageError(
+                f"sync_replicas=True needs one optimizer, the model has {len(masters.optimizers)}."
+            )
+        super().__init__(model, masters, name, remote_lookups=False)
+        self._aggregate = aggregate
+        self._now: Any = None
+        (optimizer,) = masters.optimizers
+        packs, alone = masters.packs(keras_compat.optimized_variables(optimizer))
+        packs += [Pack(masters.piece(v).server, keras_compat.native(v).dtype, (v,)) for v in alone]
+        self._gradients = packs
+        self._accumulators = []
+        for number, pack in enumerate(packs):
+            with tf.device(server(pack.server)):
+                self._accumulators.append(
+                    tf.raw_ops.ResourceConditionalAccumulator(
+                        dtype=pack.dtype,
+                        shape=[sum(pack.sizes) + 1],
+                        shared_name=f"{self._name}/gradients_{number}",
+                        reduction_type="SUM",
+                    )
+                )
+        with tf.device(server(packs[0].server)):
+            self._sent = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradients_sent")
+        with tf.device(server(masters.home)):
+            self._used = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradients_used")
+            self._over = [
+                tf.queue.FIFOQueue(-1, [tf.int64], [[]], shared_name=f"{self._name}/over_{w}")
+                for w in range(workers)
+            ]
+        self._advance = tf.function(self._advance_by, autograph=False).get_concrete_function(
+            tf.TensorSpec([], tf.int64)
+        )
+
+    @property
+    def dropped(self) -> int:
+        """Gradients that came late, since the beginning."""
+        return int(self._sent.numpy()) - int(self._used.numpy())
+
+    def advance(self, steps: int) -> tuple[Callable[[], Any], Callable[[], None]]:
+        """Makes steps, as the workers' gradients come.
+
+        Returns:
+            (waits for the end of all steps, ends the waiting).
+        """
+        return keras_compat.cancelable(self._advance, tf.constant(steps, tf.int64))
+
+    def give_up(self) -> None:
+        """Whoever waits for the end of a step, or comes to wait for one, gets an error instead."""
+        for queue in self._over:
+            queue.close(cancel_pending_enqueues=True)
+
+    # ------------------------------------------------------------ on a worker
+
+    def _many(self, iterator: Any, worker: tf.Tensor, limit: tf.Tensor, seeds: list[Any]) -> Any:
+        masters = self.masters
+        first = tf.identity(masters.applied.read_value())
+        locals_ = self._begin()
+        # Workers make the same steps: the seeds must tell them apart.
+        ticket = first * len(self._over) + worker
+        begun = [self._begin_seed(locals_[id(s)], v, ticket) for s, v in self._seeds(seeds)]
+
+        def step(now: tf.Tensor, done: tf.Tensor, seen: tf.Tensor) -> Any:
+            self._now = now
+            sent: list[tf.Tensor] = []
+            self._given = sent
+            examples = self._step(iterator, locals_)
+            with tf.control_dependencies(sent), tf.device(server(masters.home)):
+                over = self._one_op("wait", self._wait)(worker, now)
+            return tf.identity(over), done + 1, seen + examples
+
+        _, done, seen = tf.while_loop(
+            lambda now, done, seen: now < limit,
+            step,
+            [first, tf.constant(0, tf.int64), tf.constant(0, tf.int64)],
+            parallel_iterations=1,
+        )
+        return self._results(done, seen, locals_, begun, seeds)
+
+    def _wait(self, worker: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
+        """The number of the step that goes on, once `now` is over.
+
+        A straggler hears of several steps at once: it joins the newest, for its gradients of the
+        others would come late as well.
+        """
+
+        def mine(of: Callable[[Any], Any]) -> Any:
+            choices = [functools.partial(of, queue) for queue in self._over]
+            return tf.switch_case(tf.cast(worker, tf.int32), choices)
+
+        (over,) = tf.while_loop(
+            lambda step: tf.logical_or(step <= now, mine(lambda queue: queue.size()) > 0),
+            lambda _: mine(lambda queue: queue.dequeue()),
+            [now],
+            parallel_iterations=1,
+        )
+        return over
+
+    def _count(self, applied: list[tf.Tensor]) -> None:
+        """The coordinator counts the steps."""
+
+    def _update(
+        self, optimizer: Any, grads: list[tuple[Any, Any]], applied: list[tf.Tensor]
+    ) -> None:
+        """Gives this worker's gradients to the accumulators, marked with the step they are of."""
+        by_variable = {id(v): g for g, v in grads}
+        missing = [v.path for p in self._gradients for v in p.variables if id(v) not in by_variable]
+        if missing:
+            raise UsageError(
+                f"no gradient for {missing[0]}: with sync_replicas=True every trainable variable "
+                "needs one; freeze it (trainable=False)."
+            )
+        for number, pack in enumerate(self._gradients):
+            flat = [
+                tf.reshape(tf.cast(by_variable[id(v)], pack.dtype), [-1]) for v in pack.variables
+            ]
+
+            with tf.device(server(pack.server)):
+                op = self._one_op(("give", number), functools.partial(self._give, number))
+                told = op(tf.concat([*flat, tf.ones([1], pack.dtype)], axis=0), self._now)
+            applied.append(told)
+        self._given.extend(applied)
+
+    def _give(self, number: int, flat: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
+        """On a server: takes one worker's gradients of step `now`, or drops them as too late."""
+        if number == 0:
+            self._sent.assign_add(1)
+        tf.raw_ops.ResourceAccumulatorApplyGradient(
+            handle=self._accumulators[number], local_step=now, gradient=flat
+        )
+        return tf.constant(0, tf.int64)
+
+    # ------------------------------------------------------------ on the coordinator
+
+    def _advance_by(self, steps: tf.Tensor) -> tf.Tensor:
+        def step(made: tf.Tensor) -> tf.Tensor:
+            told = []
+            for where in range(self.masters.servers):
+                with tf.device(server(where)):
+                    told.append(keras_compat.one_op(lambda where=where: self._take(where))())
+            # By way of the coordinator: servers don't see each other.
+            all_told = tf.add_n([tf.identity(t) for t in told])
+            with tf.device(server(self.masters.home)):
+                over = keras_compat.one_op(self._announce)(all_told)
+            return made + 1 + tf.identity(over) * 0
+
+        with tf.device("/job:chief/replica:0/task:0/device:CPU:0"):
+            (made,) = tf.while_loop(
+                lambda made: made < steps, step, [tf.constant(0, tf.int64)], parallel_iterations=1
+            )
+        return made
+
+    def _take(self, where: int) -> tf.Tensor:
+        """Waits for enough gradients on one server, and updates its variables with their mean."""
+        (optimizer,) = self.masters.optimizers
+        updates: list[tuple[list[tf.Tensor], Callable[..., None]]] = []
+        used = tf.constant(0, tf.int64)
+        for number, pack in enumerate(self._gradients):
+            if pack.server != where:
+                continue
+            total = tf.raw_ops.ResourceAccumulatorTakeGradient(
+                handle=self._accumulators[number], num_required=self._aggregate, dtype=pack.dtype
+            )
+            if number == 0:
+                used = tf.cast(total[-1], tf.int64)
+
+            def update(total: tf.Tensor, pack: Pack = pack) -> None:
+                parts = unpacked(pack, total[:-1] / total[-1])
+                for variable in pack.variables:
+                    piece = self.masters.piece(variable)
+                    self._update_whole(optimizer, piece, variable, parts[id(variable)])
+
+            updates.append(([total], update))
+        with keras_compat.stable_variable_keys(optimizer, self.masters.trainable):
+            self._run_updates(where, optimizer, updates)
+        return used
+
+    def _announce(self, used: tf.Tensor) -> tf.Tensor:
+        """The step is over: counts it, and tells every worker."""
+        self._used.assign_add(used)
+        over = self.masters.applied.assign_add(1, read_value=True)
+        for queue in self._over:
+            queue.enqueue(over)
+        return tf.identity(over)

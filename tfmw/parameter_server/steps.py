@@ -1,0 +1,482 @@
+"""What a worker of a parameter-server cluster does: many training steps in one scheduled function.
+
+    steps = WorkerSteps(model, masters)
+    remote = coordinator.schedule(steps.function, args=(iterator, most, limit, seeds))
+
+    claim `most` tickets of the epoch                     (one message; never more than there are)
+    metrics = 0                                           (this worker's own, for this function)
+    for each ticket:
+        stand-ins = masters                               (one message per server)
+        logs = model.train_step(next(iterator))           (the user's own, if they have one)
+            optimizer.apply(gradients):                   (one message per server)
+                on each server: update its masters, and count
+        state = masters' state + what this step changed   (batch-norm averages)
+    return metrics                                        (the coordinator adds them up)
+
+Nothing that two workers write is read, changed and written back by a worker: masters are updated
+where they are, metrics never leave the worker before they are complete, and the counts are added
+to on the server.
+
+What a step leaves in variables that layers keep by themselves: BatchNormalization's moving averages
+become what this worker's step made of them (each value that was ever stored is an average over
+batches; of two steps at the same moment one may be lost), all other state gets what the step added
+to it. Seed generators are the worker's own: their seeds are folded with the number of the ticket,
+so no two steps draw the same mask, and the coordinator's counts go on as if it had drawn them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmw import data, keras_compat
+from tfmw.errors import UsageError
+from tfmw.parameter_server.shards import Rows, look_up, read_whole, to_pieces
+from tfmw.parameter_server.variables import PACKED_BYTES, Masters, Pack, Piece, server, standing_in
+
+UNROLLED = 10
+"""Steps in one turn of the traced loop: each turn costs messages of its own between processes."""
+
+_SEED_STEP = 0x9E3779B1  # 2**32 / golden ratio: neighbouring tickets give distant seeds
+
+_models = itertools.count()
+
+
+class WorkerSteps:
+    """The traced function that workers run, and its worker-side variables.
+
+    Args:
+        model: compiled and built, with its optimizer built.
+        masters: its variables on the servers.
+        name: of the worker-side variables; differs between trainings that share servers.
+        remote_lookups: whether large tables stay on their servers, and rows are fetched.
+
+    Attributes:
+        function: (iterator, most int64 [], limit int64 [], seeds [uint32 [2], ...]) -> dict with
+            "steps" int64 [], "examples" int64 [] of them, "seconds" float64 [] that they took,
+            "metrics" (what each metric variable gained) and "draws" (by how much each seed
+            generator advanced).
+    """
+
+    def __init__(
+        self, model: keras.Model, masters: Masters, name: str, remote_lookups: bool = True
+    ):
+        self.model = model
+        self.masters = masters
+        self.metrics = keras_compat.metric_variables(model)
+        self.function = tf.function(self._many, autograph=False)
+        self._name = f"{name}/{next(_models)}"
+        self._assigned: list[Any] = []
+        self._ops: dict[Any, Callable[..., Any]] = {}
+        looked_up = keras_compat.looked_up_variables(model) if remote_lookups else []
+        self._remote = [
+            v
+            for v in masters.trainable
+            if any(v is d for d in masters.divided)
+            or (any(v is e for e in looked_up) and v.shape.num_elements() * 4 > PACKED_BYTES)
+        ]
+        pulled = [v for v in masters.trainable + masters.state if not _in(v, self._remote)]
+        self._packs, self._alone = masters.packs(pulled)
+
+    # ------------------------------------------------------------ the scheduled function
+
+    def _many(self, iterator: Any, most: tf.Tensor, limit: tf.Tensor, seeds: list[Any]) -> Any:
+        masters = self.masters
+        end = masters.tickets.assign_add(most, read_value=True)
+        first = tf.identity(end) - most
+        count = tf.clip_by_value(limit - first, 0, most)
+        locals_ = self._begin()
+        begun = [self._begin_seed(locals_[id(s)], v, first) for s, v in self._seeds(seeds)]
+        step = functools.partial(self._step, iterator, locals_)
+        since = tf.timestamp()
+        with tf.control_dependencies([since]):
+            count = tf.identity(count)
+
+        def turn(done: tf.Tensor, seen: tf.Tensor, steps: int) -> tuple[tf.Tensor, tf.Tensor]:
+            for _ in range(steps):
+                seen += step()
+            return done + steps, seen
+
+        def loop(begin: tuple[tf.Tensor, tf.Tensor], end: tf.Tensor, steps: int) -> Any:
+            return tf.while_loop(
+                lambda done, seen: done < end,
+                lambda done, seen: turn(done, seen, steps),
+                begin,
+                parallel_iterations=1,
+            )
+
+        none = tf.constant(0, tf.int64)
+        begin = loop((none, none), count // UNROLLED * UNROLLED, UNROLLED)
+        done, seen = loop(begin, count, 1)
+        with tf.control_dependencies([done]):
+            seconds = tf.timestamp() - since
+        return {**self._results(done, seen, locals_, begun, seeds), "seconds": seconds}
+
+    def _begin(self) -> dict[int, Any]:
+        """Stand-ins that hold what a function begins with."""
+        locals_ = self._locals()
+        for variable in self.metrics:
+            locals_[id(variable)].assign(tf.zeros(variable.shape, _dtype(variable)))
+        for variable in self.masters.frozen:
+            locals_[id(variable)].assign(_here(self.masters.piece(variable).master.read_value()))
+        return locals_
+
+    def _results(
+        self,
+        done: tf.Tensor,
+        seen: tf.Tensor,
+        locals_: dict[int, Any],
+        begun: list[tf.Tensor],
+        seeds: list[Any],
+    ) -> dict[str, Any]:
+        with tf.control_dependencies([done]):
+            return {
+                "steps": tf.identity(done),
+                "examples": tf.identity(seen),
+                "metrics": [locals_[id(v)].read_value() for v in self.metrics],
+                "draws": [
+                    locals_[id(s)].read_value() - b
+                    for (s, _), b in zip(self._seeds(seeds), begun, strict=True)
+                ],
+            }
+
+    def _locals(self) -> dict[int, Any]:
+        """Stand-ins of this worker by id of the Keras variable."""
+        masters = self.masters
+        ordinary = [
+            *masters.trainable,
+            *masters.state,
+            *masters.frozen,
+            *masters.seeds,
+            *self.metrics,
+        ]
+        found: dict[int, Any] = {}
+        for number, variable in enumerate(ordinary):
+            if _in(variable, self._remote) or id(variable) in found:
+                continue
+            found[id(variable)] = keras_compat.local_variable(
+                f"{self._name}/{number}", variable.shape, _dtype(variable), variable.trainable
+            )
+        for number, variable in enumerate(self._remote):
+            pieces = masters.pieces(variable)
+            found[id(variable)] = keras_compat.RemoteRows(
+                f"{self._name}/remote_{number}",
+                variable.shape,
+                _dtype(variable),
+                functools.partial(look_up, pieces),
+                functools.partial(read_whole, pieces),
+            )
+        return found
+
+    def _seeds(self, seeds: list[Any]) -> list[tuple[Any, Any]]:
+        return list(zip(self.masters.seeds, seeds, strict=True))
+
+    def _begin_seed(self, local: Any, value: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
+        fold = tf.cast(first * _SEED_STEP % (1 << 31), tf.uint32)
+        begun = tf.bitwise.bitwise_xor(
+            tf.cast(value, tf.uint32), tf.stack([fold, tf.constant(0, tf.uint32)])
+        )
+        begun = tf.cast(begun, local.dtype)
+        local.assign(begun)
+        return begun
+
+    # ------------------------------------------------------------ one step
+
+    def _step(self, iterator: Any, locals_: dict[int, Any]) -> tf.Tensor:
+        """Returns int64 [], the examples of the step."""
+        masters, model = self.masters, self.model
+        before = self._pull(locals_)
+        own = [*masters.trainable, *masters.state, *masters.frozen, *masters.seeds, *self.metrics]
+        pairs = [(v, locals_[id(v)]) for v in own]
+        pairs += [(v, _ReadOnly(copies[masters.home])) for v, copies in masters.scalars]
+        remote = [(v, locals_[id(v)]) for v in self._remote]
+        applied: list[tf.Tensor] = []
+        with contextlib.ExitStack() as stack:
+            for optimizer in masters.optimizers:
+                enter = stack.enter_context
+                enter(keras_compat.stable_variable_keys(optimizer, masters.trainable))
+                enter(self._updating_servers(optimizer, applied))
+            stack.enter_context(keras_compat.recorded_assignments(self._assigned))
+            stack.enter_context(keras_compat.lookups_through(remote))
+            stack.enter_context(standing_in(pairs))
+            batch = next(iterator)
+            logs = model.train_step(batch)
+        if not isinstance(logs, dict):
+            raise UsageError(
+                f"the model's train_step returned {type(logs).__name__}: expected a dict of logs, "
+                'such as {"loss": loss}.'
+            )
+        self._push_state(locals_, before)
+        if not applied:
+            raise UsageError(
+                "the model's train_step applied no gradients: expected it to call "
+                "self.optimizer.apply_gradients(...) or self.optimizer.apply(...)."
+            )
+        self._count(applied)
+        return data.examples_of(batch)
+
+    def _count(self, applied: list[tf.Tensor]) -> None:
+        """Counts the step on the server that is home, after its updates there."""
+        with tf.device(server(self.masters.home)), tf.control_dependencies(applied):
+            self.masters.applied.assign_add(1)
+
+    def _pull(self, locals_: dict[int, Any]) -> dict[int, tf.Tensor]:
+        """Takes the masters' values; returns those of the state."""
+        values: dict[int, tf.Tensor] = {}
+        for number, pack in enumerate(self._packs):
+            with tf.device(server(pack.server)):
+                flat = self._one_op(("pull", number), functools.partial(self._packed, pack))()
+            values.update(unpacked(pack, _here(flat)))
+        for variable in self._alone:
+            values[id(variable)] = _here(self.masters.piece(variable).master.read_value())
+        for variable in [v for p in self._packs for v in p.variables] + self._alone:
+            locals_[id(variable)].assign(values[id(variable)])
+        return {id(v): values[id(v)] for v in self.masters.state}
+
+    def _packed(self, pack: Pack) -> tf.Tensor:
+        """[elements of all variables], on their server."""
+        parts = [self.masters.piece(v).master.read_value() for v in pack.variables]
+        return tf.concat([tf.reshape(p, [-1]) for p in parts], axis=0)
+
+    def _push_state(self, locals_: dict[int, Any], before: dict[int, tf.Tensor]) -> None:
+        changed = [v for v in self.masters.state if _in(v, self._assigned)]
+        averages = keras_compat.moving_averages(self.model)
+        packs, alone = self.masters.packs(changed)
+        packs += [Pack(self.masters.piece(v).server, _dtype(v), (v,)) for v in alone]
+        for number, pack in enumerate(packs):
+            sent = []
+            for variable in pack.variables:
+                after = locals_[id(variable)].read_value()
+                sent.append(after if _in(variable, averages) else after - before[id(variable)])
+            flat = tf.concat([tf.reshape(t, [-1]) for t in sent], axis=0)
+
+            with tf.device(server(pack.server)):
+                take = functools.partial(self._take_state, pack, averages)
+                self._one_op(("state", number), take)(flat)
+
+    def _take_state(self, pack: Pack, averages: list[Any], flat: tf.Tensor) -> tf.Tensor:
+        """On a server: what a step left in its state."""
+        parts = unpacked(pack, flat)
+        for variable in pack.variables:
+            master = self.masters.piece(variable).master
+            if _in(variable, averages):
+                master.assign(parts[id(variable)])
+            else:
+                master.assign_add(parts[id(variable)])
+        return tf.constant(0)
+
+    # ------------------------------------------------------------ updates
+
+    @contextlib.contextmanager
+    def _updating_servers(self, optimizer: Any, applied: list[tf.Tensor]) -> Iterator[None]:
+        """Makes `optimizer.apply` update the masters, where they are."""
+        keras_apply = optimizer.apply
+
+        def apply(grads: Any, trainable_variables: Any = None) -> None:
+            grads = [
+                _densified(g, v)
+                for g, v in zip(
+                    grads,
+                    keras_compat.optimized_variables(optimizer)
+                    if trainable_variables is None
+                    else list(trainable_variables),
+                    strict=True,
+                )
+            ]
+            keras_apply(grads, trainable_variables)
+
+        def update_step(grads: Any, variables: Any, learning_rate: Any) -> None:
+            del learning_rate  # each server computes its own
+            self._update(optimizer, list(zip(grads, variables, strict=True)), applied)
+
+        overrides: list[tuple[Any, str, Any]] = [
+            (optimizer, "apply", apply),
+            (optimizer, "_backend_update_step", update_step),
+            (optimizer, "_apply_weight_decay", lambda variables: None),
+        ]
+        with keras_compat.overridden(overrides):
+            yield
+
+    def _update(
+        self, optimizer: Any, grads: list[tuple[Any, Any]], applied: list[tf.Tensor]
+    ) -> None:
+        masters = self.masters
+        by_variable = {id(v): g for g, v in grads}
+        todo: dict[int, list[tuple[list[tf.Tensor], Callable[..., None]]]] = {
+            where: [] for where in range(masters.servers)
+        }
+        here = [v for _, v in grads if not _in(v, self._remote)]
+        packs, alone = masters.packs(here)
+        for pack in [*packs, *(Pack(masters.piece(v).server, _dtype(v), (v,)) for v in alone)]:
+            flat = tf.concat(
+                [tf.reshape(tf.cast(by_variable[id(v)], pack.dtype), [-1]) for v in pack.variables],
+                axis=0,
+            )
+
+            def update_pack(flat: tf.Tensor, pack: Pack = pack) -> None:
+                for variable, grad in zip(
+                    pack.variables, unpacked(pack, flat).values(), strict=True
+                ):
+                    self._update_whole(optimizer, masters.piece(variable), variable, grad)
+
+            todo[pack.server].append(([flat], update_pack))
+        for variable in [v for _, v in grads if _in(v, self._remote)]:
+            for piece, *sent in to_pieces(masters.pieces(variable), by_variable[id(variable)]):
+
+                def update_rows(*sent: Any, piece: Piece = piece, variable: Any = variable) -> None:
+                    self._update_rows(optimizer, piece, variable, *sent)
+
+                todo[piece.server].append((sent, update_rows))
+        for where, updates in todo.items():
+            # Servers that hold nothing of these gradients count all the same.
+            told = self._on_server(where, optimizer, updates or [([_signal(grads)], _nothing)])
+            if where == masters.home:
+                applied.append(told)
+
+    def _on_server(
+        self,
+        where: int,
+        optimizer: Any,
+        updates: list[tuple[list[tf.Tensor], Callable[..., None]]],
+    ) -> tf.Tensor:
+        """Runs updates on a server, as one op of the worker's graph.
+
+        Separate ops would each send the worker a message of their own at the end of a turn.
+
+        Returns:
+            int64 [], on the server, once the updates are made.
+        """
+
+        def run(sent: list[list[tf.Tensor]]) -> tf.Tensor:
+            arrived = zip(sent, (update for _, update in updates), strict=True)
+            self._run_updates(where, optimizer, list(arrived))
+            return tf.constant(0, tf.int64)
+
+        with tf.device(server(where)):
+            op = self._one_op(("update", where, id(optimizer)), run)
+            return op([list(tensors) for tensors, _ in updates])
+
+    def _run_updates(
+        self,
+        where: int,
+        optimizer: Any,
+        updates: list[tuple[list[tf.Tensor], Callable[..., None]]],
+    ) -> None:
+        """On a server: updates its variables, and counts for its own copy of the optimizer."""
+        # What every update needs, each server has for itself.
+        scalars = [(v, _ReadOnly(copies[where])) for v, copies in self.masters.scalars]
+        with standing_in(scalars):
+            for tensors, update in updates:
+                update(*tensors)
+        for variable, copies in self.masters.scalars:
+            if variable is optimizer.iterations:
+                copies[where].assign_add(1)
+
+    def _one_op(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` as one op; traced for the first of the steps in a turn, used by all."""
+        return self._ops.setdefault(key, keras_compat.one_op(function))
+
+    def _update_whole(self, optimizer: Any, piece: Piece, variable: Any, grad: Any) -> None:
+        slots = self.masters.slots_of(variable)
+        pairs = [(variable, piece.master), *((s, piece.slots[id(s)]) for s in slots)]
+        with standing_in(pairs):
+            rate = keras_compat.current_learning_rate(optimizer)
+            if keras_compat.uses_weight_decay(optimizer, variable):
+                decay = tf.cast(optimizer.weight_decay, piece.master.dtype)
+                rate_here = tf.cast(rate, piece.master.dtype)
+                piece.master.assign_sub(piece.master.read_value() * decay * rate_here)
+            optimizer.update_step(grad, variable, rate)
+            if variable.constraint is not None:
+                piece.master.assign(variable.constraint(piece.master.read_value()))
+
+    def _update_rows(
+        self,
+        optimizer: Any,
+        piece: Piece,
+        variable: Any,
+        rows: tf.Tensor,
+        ids: tf.Tensor | None = None,
+    ) -> None:
+        """Updates some rows of a piece, or without `ids` all of them."""
+        if ids is None:
+            self._update_whole(optimizer, piece, variable, rows)
+            return
+        slots = self.masters.slots_of(variable)
+        if not _in(variable, self.masters.divided) and not _same_by_rows(optimizer):
+            # As Keras: slots decay for rows without a gradient as well.
+            shape = piece.master.shape.as_list()
+            dense = tf.math.unsorted_segment_sum(rows, ids, shape[0])
+            self._update_whole(optimizer, piece, variable, tf.ensure_shape(dense, shape))
+            return
+        pairs: list[tuple[Any, Any]] = [(variable, Rows(piece.master, ids))]
+        pairs += [(s, Rows(piece.slots[id(s)], ids)) for s in slots]
+        with standing_in(pairs):
+            optimizer.update_step(rows, variable, keras_compat.current_learning_rate(optimizer))
+
+
+class _ReadOnly:
+    """A scalar of the optimizer during a step: read where it is used, counted by the server."""
+
+    def __init__(self, copy: tf.Variable):
+        self._copy = copy
+        self.dtype = copy.dtype
+        self.shape = copy.shape
+        self._unique_id = copy._unique_id
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return tf.convert_to_tensor(self._copy.read_value(), dtype=dtype, name=name)
+
+    def assign(self, value: Any) -> None:
+        """Keras's own counting; see `WorkerSteps._update`."""
+
+
+def _same_by_rows(optimizer: Any) -> bool:
+    """Whether rows without a gradient stay as they are in Keras's own dense update."""
+    if type(optimizer) is keras.optimizers.SGD:
+        return not optimizer.momentum
+    return type(optimizer) is keras.optimizers.Adagrad and not optimizer.weight_decay
+
+
+def _densified(grad: Any, variable: Any) -> Any:
+    """Small sparse gradients travel dense, as they are added up anyway."""
+    if isinstance(grad, tf.IndexedSlices) and not isinstance(
+        keras_compat.native(variable), keras_compat.RemoteRows
+    ):
+        return tf.convert_to_tensor(grad)
+    return grad
+
+
+def _nothing(*_: Any) -> None:
+    """No variable of this server is updated."""
+
+
+def _signal(grads: list[tuple[Any, Any]]) -> tf.Tensor:
+    """int64 [], 0, known once the first gradient is."""
+    grad = grads[0][0]
+    values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
+    return tf.cast(tf.size(values), tf.int64) * 0
+
+
+def unpacked(pack: Pack, flat: tf.Tensor) -> dict[int, tf.Tensor]:
+    """Tensors by id of the variable, of the one tensor that they travel in."""
+    parts = tf.split(flat, pack.sizes) if len(pack.sizes) > 1 else [flat]
+    return {id(v): tf.reshape(p, v.shape) for v, p in zip(pack.variables, parts, strict=True)}
+
+
+def _here(tensor: tf.Tensor) -> tf.Tensor:
+    """The same tensor on the worker, once: each use there would otherwise fetch it."""
+    return tf.identity(tensor)
+
+
+def _dtype(variable: Any) -> tf.DType:
+    return keras_compat.native(variable).dtype
+
+
+def _in(variable: Any, variables: Any) -> bool:
+    return any(variable is other for other in variables)

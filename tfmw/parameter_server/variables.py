@@ -1,0 +1,365 @@
+"""Where a model's variables live while parameter servers hold them.
+
+    masters = Masters(model, servers=2)      # on the servers: the truth
+    masters.lower()                          # their values, back into the user's own model
+    with masters.standing_in(...):           # while a worker's function is traced, see `ps_steps`
+
+Three copies of a variable exist during training, and each has one purpose:
+
+* the user's own `tf.Variable` on the coordinator: what callbacks, validation, backups and exports
+  see. It gets the masters' values at the end of each epoch (`lower`);
+* the master on a server: every update goes to it, and is computed there;
+* a stand-in on each worker: a local copy that a step reads and differentiates. It takes the
+  master's value at the beginning of each step.
+
+A server's small variables travel in one tensor (a `Pack`): what costs time between processes is
+the number of messages, not their bytes. A variable and its optimizer slots share a server, so an
+update needs nothing but the gradient. What every update needs (the step number, the learning rate)
+every server has for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.errors import UsageError
+from tfmw.keras_compat import placement
+
+BLOCK_BYTES = 64 << 20
+"""Values travel to and from the coordinator in pieces of at most this size."""
+
+_COORDINATOR = "/job:chief/replica:0/task:0/device:CPU:0"
+
+PACKED_BYTES = 1 << 20
+"""Variables up to this size travel with others; larger ones gain nothing from it."""
+
+
+def server(index: int) -> str:
+    """The device of a parameter server, on which its variables live and are updated."""
+    return f"/job:ps/replica:0/task:{index}/device:CPU:0"
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Some rows of a variable, on one server.
+
+    Attributes:
+        master: the `tf.Variable` on the server.
+        server: its number.
+        start, stop: rows of the whole variable; 0 and 0 where it is not divided.
+        slots: masters of the optimizer's slots for these rows, by id of the Keras slot variable.
+    """
+
+    master: tf.Variable
+    server: int
+    start: int
+    stop: int
+    slots: dict[int, tf.Variable]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pack:
+    """Variables of one server and type that travel in one tensor."""
+
+    server: int
+    dtype: tf.DType
+    variables: tuple[Any, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each variable."""
+        return [int(np.prod(v.shape)) for v in self.variables]
+
+
+class Masters:
+    """The variables of a model on the parameter servers.
+
+    Args:
+        model: compiled and built, with its optimizers built.
+        servers: number of parameter servers.
+        partition: (shape, dtype) -> into how many pieces, along the first axis, to divide it.
+
+    Raises:
+        UsageError: an optimizer that cannot work this way; see `refuse_unsupported`.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        servers: int,
+        partition: Callable[[Sequence[int], tf.DType], int] = lambda shape, dtype: 1,
+    ):
+        self.model = model
+        self.servers = servers
+        self.optimizers = keras_compat.optimizers_of(model)
+        self.seeds = placement.seeds_of(model)
+        self.trainable: list[Any] = list(model.trainable_variables)
+        weights = _unique(model.variables, without=self.seeds)
+        updated = _unique(keras_compat.state_variables_of(model), without=self.seeds)
+        self.state = [v for v in updated if _in(v, weights) and not _in(v, self.trainable)]
+        self.frozen = [v for v in weights if not _in(v, self.trainable) and not _in(v, self.state)]
+        counts = {
+            id(v): partition(v.shape.as_list(), keras_compat.native(v).dtype)
+            for v in self.trainable
+        }
+        self.divided = [v for v in self.trainable if counts[id(v)] > 1]
+        self.whole = [v for v in self.trainable if counts[id(v)] <= 1]
+        refuse_unsupported(self.optimizers, bool(self.divided))
+        self._slots = {id(o): keras_compat.optimizer_slots(o) for o in self.optimizers}
+        self._load = [0] * servers
+        self._pieces: dict[int, list[Piece]] = {}
+        # The large ones first: what comes later evens the load out.
+        by_size = sorted(weights, key=lambda v: -_bytes(v))
+        for variable in by_size:
+            self._pieces[id(variable)] = self._place(variable, counts.get(id(variable), 1))
+        # Scalars of the optimizers, on every server: the step number, the learning rate.
+        self.scalars: list[tuple[Any, list[tf.Variable]]] = []
+        for optimizer in self.optimizers:
+            slots = {id(s) for of in self._slots[id(optimizer)] for s in of}
+            for variable in keras_compat.optimizer_variables(optimizer):
+                if id(variable) not in slots:
+                    copies = [self._create(variable, s) for s in range(servers)]
+                    self.scalars.append((variable, copies))
+        # One server counts; one that is sent gradients, so that a count follows its update.
+        self.home = self.pieces(by_size[0])[0].server
+        with tf.device(server(self.home)):
+            self.tickets = tf.Variable(0, dtype=tf.int64, trainable=False, name="tickets")
+            self.applied = tf.Variable(0, dtype=tf.int64, trainable=False, name="applied")
+        self._sent = {id(v): v.numpy() for v, _ in self.scalars}
+        self._weights = weights
+        self._known: dict[int, tf.Tensor] = {}
+        self._remember()
+
+    # ------------------------------------------------------------ placing
+
+    def _place(self, variable: Any, count: int) -> list[Piece]:
+        rows = int(variable.shape[0]) if len(variable.shape) else 0
+        if count <= 1:
+            where = int(np.argmin(self._load))
+            return [self._piece(variable, where, 0, 0)]
+        bounds = [rows * i // count for i in range(count + 1)]
+        return [
+            self._piece(variable, int(np.argmin(self._load)), a, b)
+            for a, b in itertools.pairwise(bounds)
+            if b > a
+        ]
+
+    def _piece(self, variable: Any, where: int, start: int, stop: int) -> Piece:
+        rows = (start, stop) if stop else None
+        slots = {id(s): self._create(s, where, rows) for s in self.slots_of(variable)}
+        return Piece(self._create(variable, where, rows), where, start, stop, slots)
+
+    def _create(
+        self, variable: Any, where: int, rows: tuple[int, int] | None = None
+    ) -> tf.Variable:
+        """A variable on a server with the value that the coordinator has, sent in blocks."""
+        own = keras_compat.native(variable)
+        shape = own.shape.as_list()
+        start, stop = rows or (0, shape[0] if shape else 0)
+        if rows is not None:
+            shape = [stop - start, *shape[1:]]
+        size = int(np.prod(shape)) * own.dtype.size
+        self._load[where] += size
+        with tf.device(server(where)):
+            if size <= BLOCK_BYTES:
+                value = own.read_value() if rows is None else own[start:stop]
+                return tf.Variable(value, trainable=own.trainable, name="master")
+            master = tf.Variable(
+                lambda: tf.zeros(shape, own.dtype), trainable=own.trainable, name="master"
+            )
+        for a, b in _blocks(start, stop, size):
+            with tf.device(_COORDINATOR):
+                block = tf.gather(own, tf.range(a, b))
+            with tf.device(server(where)):
+                rows = tf.range(a - start, b - start)
+                master.scatter_update(tf.IndexedSlices(tf.identity(block), rows))
+        return master
+
+    def slots_of(self, variable: Any) -> list[Any]:
+        """The optimizer's Keras variables that belong to one trainable variable."""
+        for optimizer in self.optimizers:
+            known = keras_compat.optimized_variables(optimizer)
+            for index, other in enumerate(known):
+                if other is variable:
+                    return self._slots[id(optimizer)][index]
+        return []
+
+    def pieces(self, variable: Any) -> list[Piece]:
+        """Where a variable is, in the order of its rows."""
+        return self._pieces[id(variable)]
+
+    def piece(self, variable: Any) -> Piece:
+        """Where a variable is that is not divided."""
+        (piece,) = self._pieces[id(variable)]
+        return piece
+
+    def packs(self, variables: Iterable[Any]) -> tuple[list[Pack], list[Any]]:
+        """(small variables in packs, the others), of variables that are not divided."""
+        groups: dict[tuple[int, str], list[Any]] = {}
+        alone = []
+        for variable in variables:
+            dtype = keras_compat.native(variable).dtype
+            if _bytes(variable) > PACKED_BYTES or dtype == tf.string:
+                alone.append(variable)
+            else:
+                where = self.piece(variable).server
+                groups.setdefault((where, dtype.name), []).append(variable)
+        packs = [
+            Pack(where, tf.as_dtype(name), tuple(members))
+            for (where, name), members in groups.items()
+        ]
+        return packs, alone
+
+    # ------------------------------------------------------------ the coordinator's copies
+
+    def lower(self, weights: bool = True, slots: bool = False) -> None:
+        """Gives the user's model the values that the servers have.
+
+        Args:
+            weights: whether the model's own variables.
+            slots: whether the optimizer's slots, which are as large as the model or larger.
+        """
+        for variable in _unique(self.trainable + self.state):
+            for piece in self.pieces(variable):
+                if weights:
+                    _fetch(piece.master, variable, piece)
+                if slots:
+                    for slot in self.slots_of(variable):
+                        _fetch(piece.slots[id(slot)], slot, piece)
+        for variable, copies in self.scalars:
+            if keras_compat.is_iterations(variable, self.optimizers):
+                keras_compat.native(variable).assign(copies[self.home].read_value())
+                self._sent[id(variable)] = variable.numpy()
+        if weights:
+            self._remember()
+
+    def _remember(self) -> None:
+        """What the coordinator and the servers have alike. Costs nothing until it is changed."""
+        for variable in self._weights:
+            if len(self.pieces(variable)) == 1 and _bytes(variable) <= BLOCK_BYTES:
+                self._known[id(variable)] = keras_compat.native(variable).read_value()
+
+    def push(self) -> None:
+        """Sends what callbacks have changed on the coordinator: weights, the learning rate.
+
+        Not weights of more than 64 MB, for which looking would cost too much.
+        """
+        self.push_scalars()
+        for variable in self._weights:
+            known = self._known.get(id(variable))
+            if known is None:
+                continue
+            own = keras_compat.native(variable).read_value()
+            if not bool(tf.reduce_all(tf.equal(own, known))):
+                self.piece(variable).master.assign(own)
+                self._known[id(variable)] = own
+
+    def push_scalars(self) -> None:
+        """Sends what callbacks have changed on the coordinator, such as the learning rate."""
+        for variable, copies in self.scalars:
+            value = variable.numpy()
+            if np.array_equal(value, self._sent[id(variable)]):
+                continue
+            for copy in copies:
+                copy.assign(value)
+            self._sent[id(variable)] = value
+
+
+def refuse_unsupported(optimizers: list[Any], divided: bool) -> None:
+    """Raises UsageError for what cannot be computed update by update on the servers."""
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if keras_compat.inner_optimizer(optimizer) is not None:
+            raise UsageError(
+                f"received a {name}: parameter servers update without scaling losses; use "
+                'precision "mixed_bfloat16" or "float32".'
+            )
+        if optimizer.gradient_accumulation_steps:
+            raise UsageError(
+                f"{name} has gradient_accumulation_steps={optimizer.gradient_accumulation_steps}: "
+                "each worker of a parameter-server cluster updates by itself; use larger batches."
+            )
+        if optimizer.use_ema:
+            raise UsageError(
+                f"{name} has use_ema=True, which parameter servers cannot keep without losing "
+                "updates: average the weights in a callback at the end of each epoch."
+            )
+        if not divided:
+            continue
+        if type(optimizer) not in (
+            keras.optimizers.SGD,
+            keras.optimizers.Adagrad,
+            keras.optimizers.Adam,
+        ):
+            raise UsageError(
+                f"{name} cannot update variables that are divided over servers: expected SGD, "
+                "Adagrad or Adam; or leave the partitioner out."
+            )
+        if optimizer.weight_decay:
+            raise UsageError(
+                f"{name} has weight_decay={optimizer.weight_decay}, which would touch every row of "
+                "a variable that is divided over servers: use a regularizer on what is looked up."
+            )
+
+
+def _fetch(master: tf.Variable, variable: Any, piece: Piece) -> None:
+    """Copies a master's rows into the coordinator's variable, block by block."""
+    own = keras_compat.native(variable)
+    shape = master.shape.as_list()
+    size = int(np.prod(shape)) * master.dtype.size
+    if not piece.stop and size <= BLOCK_BYTES:
+        own.assign(master.read_value())
+        return
+    for a, b in _blocks(0, shape[0], size):
+        with tf.device(server(piece.server)):
+            # Reading a variable that had sparse updates copies it whole; gathering rows does not.
+            block = tf.gather(master, tf.range(a, b))
+        with tf.device(_COORDINATOR):
+            rows = tf.range(piece.start + a, piece.start + b)
+            own.scatter_update(tf.IndexedSlices(tf.identity(block), rows))
+
+
+def _blocks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    rows = max(1, (stop - start) * BLOCK_BYTES // max(size, 1))
+    for a in range(start, stop, rows):
+        yield a, min(a + rows, stop)
+
+
+def _bytes(variable: Any) -> int:
+    own = keras_compat.native(variable)
+    return int(np.prod(own.shape.as_list())) * max(1, own.dtype.size)
+
+
+def _in(variable: Any, variables: Iterable[Any]) -> bool:
+    return any(variable is other for other in variables)
+
+
+def _unique(variables: Iterable[Any], without: Iterable[Any] = ()) -> list[Any]:
+    skip = {id(v) for v in without}
+    return list({id(v): v for v in variables if id(v) not in skip}.values())
+
+
+@contextlib.contextmanager
+def standing_in(pairs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """While this is open each Keras variable holds something else than its own `tf.Variable`.
+
+    Args:
+        pairs: (Keras variable, what it holds).
+    """
+    before = [(v, keras_compat.native(v)) for v, _ in pairs]
+    try:
+        for variable, value in pairs:
+            keras_compat.set_native(variable, value)
+        yield
+    finally:
+        for variable, value in before:
+            keras_compat.set_native(variable, value)

@@ -1,0 +1,4 @@
+"""Reports and benchmarks: `tfmw env`, `tfmw bench`, `tfmw check PATH`.
+
+May import: everything but `tfmw.cli`.
+"""

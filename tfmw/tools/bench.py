@@ -1,0 +1,187 @@
+"""Where the time of a step goes, for a model and a dataset of the user's: `tfmw bench`.
+
+Each part is what a step loses when that part is left out: `tfmw.fit` runs with everything, without
+reducing gradients, and with one batch that stays in memory besides.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tfmw.errors import UsageError
+from tfmw.tools.cost import Cost, report
+
+WARM_UP, ROUNDS = 2, 5  # epochs: one that traces and one that warms up; those that are timed
+MESSAGES = 50
+
+
+def main(target: str, workers: int, steps: int) -> int:
+    """Measures and prints; returns the exit status.
+
+    Args:
+        target: "file.py:function" or "module:function"; the function returns (model, dataset) or
+            (model, dataset, arguments of fit). The dataset is batched by the global batch size.
+        workers: processes to start.
+        steps: of an epoch that is timed.
+
+    Raises:
+        UsageError: the target can't be read.
+    """
+    _split(target)  # tells a wrong name before anything starts
+    from tfmw.launcher.run import launch
+
+    measured = launch(_measure, (target, steps), workers)
+    cost, batch, parameters = measured[0]
+    print(report(cost, batch, parameters))
+    return 0
+
+
+def _split(target: str) -> tuple[str, str]:
+    """(file or module, function).
+
+    Raises:
+        UsageError: it isn't written so, or there is no such file or module.
+    """
+    where, _, name = target.rpartition(":")
+    if not where or not name.isidentifier():
+        raise UsageError(
+            f"received {target!r}: expected FILE.py:FUNCTION or MODULE:FUNCTION, a function that "
+            "returns (model, dataset)."
+        )
+    if where.endswith(".py"):
+        if not Path(where).is_file():
+            raise UsageError(f"there is no file {where!r}: expected FILE.py:FUNCTION.")
+    elif importlib.util.find_spec(where.partition(".")[0]) is None:
+        raise UsageError(f"there is no module {where!r}: expected MODULE:FUNCTION.")
+    return where, name
+
+
+def _load(target: str) -> Callable[[], Any]:
+    """The function, from a module that is run for it."""
+    where, name = _split(target)
+    if where.endswith(".py"):
+        path = Path(where).resolve()
+        sys.path.insert(0, str(path.parent))
+        module = importlib.import_module(path.stem)
+    else:
+        module = importlib.import_module(where)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UsageError(f"{where} has no function {name!r}.")
+    made: Callable[[], Any] = function
+    return made
+
+
+def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
+    """On each worker: (cost, global batch, parameters)."""
+    import numpy as np
+
+    import tfmw
+    from tfmw import strategies
+    from tfmw.mirrored.collectives import links, reduction
+    from tfmw.mirrored.collectives.connection import ring_of
+
+    os.environ[links.SHARED_MEMORY] = "0"  # what is foretold is for workers of several machines
+    tfmw.init()
+    make = _load(target)
+    model, dataset, options = _parts(make(), target)
+    size = _batch_size(dataset)
+    strategy = strategies.current_strategy()
+    ring = ring_of(strategy)
+    before = ring.reductions if ring is not None else 0
+    whole = _seconds(model, dataset, options, steps)
+    sums = (ring.reductions - before) / ((ROUNDS + WARM_UP) * steps) if ring is not None else 1.0
+    with reduction.left_out():
+        alone = _seconds(model, dataset, options, steps)
+        still = dataset.take(1).cache().repeat()
+        compute = _seconds(model, still, options, steps)
+    parameters = sum(int(np.prod(w.shape)) for w in model.trainable_weights)
+    item = 2 if options.get("gradient_compression") else 4
+    cost = Cost(
+        workers=strategy.num_replicas_in_sync,
+        compute=min(compute, whole),
+        communication=max(0.0, whole - max(alone, compute)),
+        input=max(0.0, alone - compute),
+        gradient_bytes=parameters * item,
+        latency=_latency(strategy),
+        sums=sums,
+    )
+    return cost, size, parameters
+
+
+def _parts(made: Any, target: str) -> tuple[Any, Any, dict[str, Any]]:
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise UsageError(
+            f"{target} returned {type(made).__name__}: expected (model, dataset) or (model, "
+            "dataset, arguments of fit)."
+        )
+    model, dataset, *more = made
+    return model, dataset.repeat(), more[0] if more else {}
+
+
+def _batch_size(dataset: Any) -> int | None:
+    import tensorflow as tf
+
+    first = tf.nest.flatten(next(iter(dataset.take(1))))[0]
+    return int(first.shape[0]) if first.shape.rank else None
+
+
+def _seconds(model: Any, dataset: Any, options: dict[str, Any], steps: int) -> float:
+    """Median time of a step, over epochs."""
+    import keras
+
+    import tfmw
+
+    ends: list[float] = []
+    timer = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: ends.append(time.perf_counter())
+    )
+    tfmw.fit(
+        model,
+        dataset,
+        **{
+            **options,
+            "epochs": WARM_UP + ROUNDS,
+            "steps_per_epoch": steps,
+            "callbacks": [timer],
+            "verbose": 0,
+        },
+    )
+    spans = [end - begin for begin, end in itertools.pairwise(ends)][WARM_UP - 1 :]
+    return statistics.median(spans) / steps
+
+
+def _latency(strategy: Any) -> float:
+    """Seconds of one message of a ring: an all-reduce of one number is 2 (N - 1) of them."""
+    import tensorflow as tf
+
+    from tfmw.mirrored.collectives.reduction import Reduction
+
+    replicas = strategy.num_replicas_in_sync
+    if replicas == 1:
+        return 0.0
+    reduction = Reduction(strategy)
+
+    @tf.function(autograph=False)
+    def reduce_many() -> Any:
+        def one() -> Any:
+            value = tf.constant(1.0)
+            for _ in range(MESSAGES):
+                value = reduction([value])[0] / replicas
+            return value
+
+        return strategy.run(one)
+
+    reduce_many()
+    begin = time.perf_counter()
+    reduce_many()
+    return (time.perf_counter() - begin) / MESSAGES / (2 * (replicas - 1))
