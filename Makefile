@@ -68,7 +68,7 @@ test-fast: $(STAMP)
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet . || { echo "To format: $(BIN)/ruff format ."; exit 1; }
-	@$(BIN)/lint-imports --no-logo --quiet 2>/dev/null || $(BIN)/lint-imports
+	@broken=$$($(BIN)/lint-imports --no-logo) || { echo "$$broken"; exit 1; }
 
 type: $(STAMP)
 	@$(BIN)/mypy --no-error-summary
@@ -93,4 +93,4 @@ notebooks: $(STAMP)
 	@$(BIN)/python notebooks/execute.py 2> >(grep -v IPKernelApp >&2)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
