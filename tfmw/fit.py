@@ -30,7 +30,7 @@ from tfmw.engines import local
 from tfmw.errors import UsageError
 from tfmw.export import check_path, export
 from tfmw.keras_compat import placement
-from tfmw.mirrored.cached_driver import driving
+from tfmw.mirrored.cached_driver import cached_driver
 from tfmw.mirrored.collectives.reduction import COMPRESSIONS
 from tfmw.mirrored.driver import SyncDriver
 from tfmw.parameter_server import driver as parameter_server
@@ -212,7 +212,7 @@ def fit(
             )
             with (
                 trained_in(model, precision),
-                driving(model, session.strategy, gradient_compression) as driver,
+                cached_driver(model, session.strategy, gradient_compression) as driver,
             ):
                 session.driver = driver
                 run = _Run(session, feed, backups, callback_list)
@@ -312,7 +312,7 @@ class _Run:
                 self._callbacks.on_epoch_begin(epoch)
             if inside:
                 backups.restore_callbacks(callbacks)
-                driver.give_replicas(*backups.kept_by_replicas())
+                driver.restore_replica_state(*backups.kept_by_replicas())
             session.follow_chief()
             driver.agree_on_weights(inside)
             epoch_logs = self._train_epoch(epoch, pace, every_batch)
@@ -355,7 +355,7 @@ class _Run:
             feed.made(made, most)
             self._step += made
             if made:
-                logs = driver.look("train", backups.signals())
+                logs = driver.metrics("train", backups.signals())
                 report_progress(self._step)
                 backups.refuse_nan(logs, epoch, begin + made)
                 if every_batch:
@@ -365,11 +365,11 @@ class _Run:
                     session.follow_chief()
                 if model.stop_training:
                     break
-                if not feed.at_end and backups.due_after_step(self._step, driver.heard):
+                if not feed.at_end and backups.due_after_step(self._step, driver.signals):
                     self._save(epoch, begun=True)
-                    if driver.heard[0]:
+                    if driver.signals[0]:
                         backups.leave(self._step)
-        return dict(logs) or driver.look("train")
+        return dict(logs) or driver.metrics("train")
 
     def _save(self, epoch: int, begun: bool, done: bool = False) -> None:
         driver = self._session.driver
@@ -378,7 +378,7 @@ class _Run:
             self._step,
             self._session.model,
             self._session.strategy,
-            driver.kept_by_replicas(),
+            driver.replica_state(),
             self._callbacks.callbacks,
             {
                 "epoch": epoch,
@@ -423,7 +423,7 @@ def evaluate(
         source = data.Source(x, y, sample_weight, batch_size, steps)
         feed = _Feed(session, source, steps, "steps")
         session.build(feed.share)
-        with driving(model, session.strategy) as driver:
+        with cached_driver(model, session.strategy) as driver:
             session.driver = driver
             mine = callbacks_lib.for_task(callbacks, group.is_chief, group.size)
             shows = group.is_chief and verbose != 0
@@ -450,9 +450,9 @@ def _evaluate(session: _Session, feed: _Feed, callback_list: Any) -> dict[str, A
         with pace.timed(most):
             made = driver.test(iterator, most, evenness, feed.share.counted)
         if made:
-            callback_list.on_test_batch_end(begin + made - 1, driver.look("test"))
+            callback_list.on_test_batch_end(begin + made - 1, driver.metrics("test"))
         feed.made(made, most)
-    logs = driver.look("test")
+    logs = driver.metrics("test")
     callback_list.on_test_end(logs)
     return logs
 
@@ -487,7 +487,7 @@ def predict(
         source = data.Source(x, None, None, batch_size, steps)
         feed = _Feed(session, source, steps, "steps")
         session.build(feed.share, inputs_only=True)
-        with driving(model, session.strategy) as driver:
+        with cached_driver(model, session.strategy) as driver:
             session.driver = driver
             mine = callbacks_lib.for_task(callbacks, group.is_chief, group.size)
             shows = group.is_chief and verbose != 0

@@ -309,7 +309,7 @@ class Backups:
 
         Args:
             step: training steps since the run began.
-            kept: what replicas keep to themselves (`SyncDriver.kept_by_replicas`).
+            kept: what replicas keep to themselves (`SyncDriver.replica_state`).
             callbacks: this task's.
             record: JSON values: where in the data the run is.
             busy: whether every step assigns to the model's variables.

@@ -2,7 +2,7 @@
 
     shape = signature(model, batch_size)             # refuses another model's backup
     tensors = Snapshots().take(model, strategy)      # every variable, by name
-    restore(model, tensors)                          # before the model is lifted
+    restore(model, tensors)                          # before the model is placed
 
 All replicas have the same weights and optimizer slots, so the chief's are saved. What replicas keep
 to themselves (metrics so far, batch-norm averages since the last time somebody looked) is saved for
@@ -187,7 +187,7 @@ class Snapshots:
 
 
 def restore(model: keras.Model, tensors: Mapping[str, Any]) -> None:
-    """Gives a model that is not lifted the values of a backup that has its signature."""
+    """Gives a model that is not placed the values of a backup that has its signature."""
     for name, variable in named(model).items():
         native = keras_compat.native(variable)
         native.assign(tf.reshape(tf.cast(tensors[name], native.dtype), native.shape))
@@ -195,7 +195,7 @@ def restore(model: keras.Model, tensors: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def unchanged(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Puts the shared variables of a lifted model back to what they are now."""
+    """Puts the shared variables of a placed model back to what they are now."""
     values = [
         (copy, copy.read_value())
         for variable in named(model).values()

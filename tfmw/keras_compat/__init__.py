@@ -87,10 +87,10 @@ from tfmw.keras_compat.objects import (
     overridden,
 )
 from tfmw.keras_compat.optimizers import (
-    alone_on_replica,
     inner_optimizer,
     optimizer_variables,
     optimizers_of,
+    replica_local_updates,
     stable_variable_keys,
 )
 from tfmw.keras_compat.parameter_servers import (
@@ -146,7 +146,6 @@ __all__ = [
     "Shuffle",
     "Skip",
     "Take",
-    "alone_on_replica",
     "backend_switch",
     "batch_arguments",
     "build_all",
@@ -203,6 +202,7 @@ __all__ = [
     "profiles_batches",
     "rebuilt",
     "recorded_assignments",
+    "replica_local_updates",
     "requested_initial_epoch",
     "require_task",
     "runtime_started",

@@ -31,8 +31,9 @@ class LossShare:
         weight: float32 [], `rows / total`; 0 for a replica without examples.
         used: whether some loss of the step was computed by Keras.
         scalar_losses: whether a loss function returned a scalar, taken for a mean.
-        careful: whether this replica may be without examples.
-        counted: whether every step is one; else one whose total is 0 updates nothing.
+        uneven: whether shards differ, so that this replica may be without examples.
+        size_known: whether the dataset knows the size of each global batch; else a step whose
+            total is 0 updates nothing.
         later: whether losses stay means over this replica's examples, and gradients are weighted
             instead. So for steps that may add terms of their own to Keras's losses: a mean that
             is written by hand is then right too, alone or in a sum with others.
@@ -44,14 +45,14 @@ class LossShare:
         self,
         rows: tf.Tensor,
         total: tf.Tensor,
-        careful: bool,
-        counted: bool,
+        uneven: bool,
+        size_known: bool,
         later: bool = False,
     ):
         self.rows = rows
         self.total = total
-        self.careful = careful
-        self.counted = counted
+        self.uneven = uneven
+        self.size_known = size_known
         self.later = later
         self.weight = tf.math.divide_no_nan(tf.cast(rows, tf.float32), tf.cast(total, tf.float32))
         self.used = False

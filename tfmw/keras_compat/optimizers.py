@@ -1,7 +1,7 @@
 """Optimizers: which a model has, and how one runs on each replica as if it were alone.
 
 `TFOptimizer` reduces gradients after clipping them, through cross-replica updates. tfmw reduces
-first and then runs the optimizer on each replica (`alone_on_replica`).
+first and then runs the optimizer on each replica (`replica_local_updates`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def alone_on_replica(
+def replica_local_updates(
     optimizer: Any, reduce_gradients: Callable[[list[Any], LossShare], list[Any]]
 ) -> Iterator[None]:
     """Makes `optimizer.apply` reduce the gradients first and then update this replica only.
@@ -91,7 +91,7 @@ def alone_on_replica(
 
         if xla:
             update = tf.function(update, jit_compile=True, autograph=False)
-        if share.counted:
+        if share.size_known:
             update()
         else:
             # The step after the last one, for which no replica has examples, changes nothing.

@@ -1,11 +1,11 @@
-"""Lift a user's Keras model into a strategy, lower it back.
+"""Places a user's Keras model on the replicas of a strategy, and restores it.
 
-    with lifted(model, strategy):
+    with placed(model, strategy):
         ...                        # each replica has its own copy of every variable
     model.predict(x)               # an ordinary Keras model again, trained
 
 The model is not rebuilt: it stays the user's own object, whenever and wherever it was made. What
-changes while it is lifted is what its Keras variables hold. With one replica in this process they
+changes while it is placed is what its Keras variables hold. With one replica in this process they
 keep their own `tf.Variable`s. With several, or where the model was made in a strategy's scope, each
 gets one copy per device in place of it
 (aggregation NONE: a replica's update stays on that replica, and replicas stay equal because they
@@ -34,7 +34,7 @@ from tfmw.keras_compat.optimizers import (
 )
 
 # Folded into the seed of every replica but the first, so that dropout masks differ between them.
-_LIFTED = "_self_tfmw_lifted"  # so called, it does not count as the model's own
+_PLACED = "_self_tfmw_placed"  # so called, it does not count as the model's own
 _SEED_STEP = 0x9E3779B1  # 2**32 / golden ratio: nearby replica numbers give distant seeds
 
 
@@ -54,7 +54,7 @@ def all_variables(model: keras.Model) -> list[Any]:
 def shared_variables(model: keras.Model) -> list[Any]:
     """All that replicas begin a call with alike: within another call, all but their seeds."""
     variables = all_variables(model)
-    if not is_lifted(model):
+    if not is_placed(model):
         return variables
     seeds = {id(seed) for seed in seeds_of(model)}
     return [variable for variable in variables if id(variable) not in seeds]
@@ -66,7 +66,7 @@ def seeds_of(model: keras.Model) -> list[Any]:
 
 
 @contextlib.contextmanager
-def lifted(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[None]:
+def placed(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Places the model on every replica of `strategy` and takes it back in the end.
 
     Args:
@@ -78,7 +78,7 @@ def lifted(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[Non
         return
     variables = shared_variables(model)
     # Within another call seeds differ between replicas already.
-    seeds = [] if is_lifted(model) else seeds_of(model)
+    seeds = [] if is_placed(model) else seeds_of(model)
     originals = [native(v) for v in variables]
     if local_replicas(strategy) == 1 and not any(
         isinstance(v, tf.distribute.DistributedValues) for v in originals
@@ -109,28 +109,28 @@ def lifted(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[Non
                     set_native(variable, original)
 
 
-def is_lifted(model: keras.Model) -> bool:
+def is_placed(model: keras.Model) -> bool:
     """Whether replicas have the model, each with seeds of its own."""
-    return _LIFTED in vars(model)
+    return _PLACED in vars(model)
 
 
 @contextlib.contextmanager
 def _seeds_varied(
     model: keras.Model, strategy: tf.distribute.Strategy, seeds: list[Any]
 ) -> Iterator[None]:
-    outermost = not is_lifted(model)
-    vars(model)[_LIFTED] = True  # past Keras's __setattr__
+    outermost = not is_placed(model)
+    vars(model)[_PLACED] = True  # past Keras's __setattr__
     _vary_seeds(strategy, seeds)
     try:
         yield
     finally:
         _vary_seeds(strategy, seeds)
         if outermost:
-            del vars(model)[_LIFTED]
+            del vars(model)[_PLACED]
 
 
 def local_copies(strategy: tf.distribute.Strategy, variable: Any) -> list[tf.Variable]:
-    """This process's copies of a lifted Keras variable, one per local replica."""
+    """This process's copies of a placed Keras variable, one per local replica."""
     copies: list[tf.Variable] = list(strategy.experimental_local_results(native(variable)))
     return copies
 

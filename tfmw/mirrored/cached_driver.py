@@ -1,6 +1,6 @@
 """The driver of a call: that of the call before, with the steps it has traced, where that holds.
 
-    with driving(model, strategy) as driver:
+    with cached_driver(model, strategy) as driver:
         driver.test(...)
 
 To trace a step takes seconds for a large model, and a loop that evaluates after every epoch would
@@ -104,10 +104,10 @@ class _Kept:
 
 
 @contextlib.contextmanager
-def driving(
+def cached_driver(
     model: keras.Model, strategy: tf.distribute.Strategy, compression: str | None = None
 ) -> Iterator[SyncDriver]:
-    """A driver in which the model is lifted; the arguments are those of `SyncDriver`."""
+    """A driver in which the model is placed; the arguments are those of `SyncDriver`."""
     at_begin = _Facts.of(model, strategy, compression)
     # What cannot serve again goes now, before the call needs memory.
     others = [k for k in vars(model).pop(_KEPT, []) if k.facts.same_parts(at_begin)]
@@ -116,17 +116,17 @@ def driving(
     numbers = set(Group.of(strategy).from_all(number))
     if number is not None and len(numbers) == 1:
         driver = others.pop(number).driver
-        driver.begin_anew()
+        driver.reset()
     else:
         driver = SyncDriver(model, strategy, compression)
     held: list[bool] = []  # whenever anything was traced
     try:
         with driver:
             entered = _Facts.of(model, strategy, compression)  # with what the driver itself sets
-            driver.traces_hold = lambda: _Facts.of(model, strategy, compression).same(entered)
-            driver.on_trace = lambda: held.append(driver.traces_hold())
+            driver.traces_valid = lambda: _Facts.of(model, strategy, compression).same(entered)
+            driver.on_trace = lambda: held.append(driver.traces_valid())
             yield driver
     finally:
         vars(model).pop(_KEPT, None)  # of calls within this one
-    if driver.outlives_the_lift and all(held):
+    if driver.outlives_placement and all(held):
         vars(model)[_KEPT] = [_Kept(at_begin, driver), *others][:_MOST_KEPT]

@@ -1,8 +1,8 @@
 """The synchronous driver: one model, many replicas, the numbers of one process.
 
     with SyncDriver(model, strategy) as driver:
-        steps = driver.train(iterator, most=10, evenness=share.full, counted=share.counted)
-        logs = driver.look("train")
+        steps = driver.train(iterator, max_steps=10, shard_sizes=share.full)
+        logs = driver.metrics("train")
 
 Each step, on each replica (all of it one traced function, many steps per Python call):
 
@@ -75,7 +75,7 @@ class SyncDriver:
         self._gathers = False  # sparse gradients, as of embeddings, by TensorFlow
         self._combined: dict[int, str] = {}  # id of a metric's variable -> how replicas combine
         self._metric_start: dict[int, np.ndarray] | None = None
-        self.heard: list[float] = []
+        self.signals: list[float] = []
         self._reduction = Reduction(strategy, compression)
         self._has_synchronized_norm = any(
             keras_compat.is_synchronized_batch_norm(layer)
@@ -85,25 +85,25 @@ class SyncDriver:
         self._to_check = False
         self.on_trace: Callable[[], Any] = lambda: None
         """Called while anything is traced."""
-        self.traces_hold: Callable[[], bool] = lambda: True
-        """Asked, once `begin_anew` was called, before anything that was traced before is used."""
+        self.traces_valid: Callable[[], bool] = lambda: True
+        """Asked, once `reset` was called, before anything that was traced before is used."""
 
     @property
     def replicas(self) -> int:
         return self.strategy.num_replicas_in_sync
 
     @property
-    def outlives_the_lift(self) -> bool:
+    def outlives_placement(self) -> bool:
         """Whether what was traced holds for the next time: copies of variables are others then."""
         return self.split.local == 1 and not any(
             isinstance(keras_compat.native(v), tf.distribute.DistributedValues)
             for v in placement.all_variables(self.model)
         )
 
-    def begin_anew(self) -> None:
-        """Forgets what was counted by calls before, not what they have traced."""
+    def reset(self) -> None:
+        """Forgets what earlier calls counted before, not what they have traced."""
         self.examples = 0
-        self.heard = []
+        self.signals = []
         self._to_check = True
 
     def _check_traces(self) -> None:
@@ -111,7 +111,7 @@ class SyncDriver:
 
         All workers enter it at the first step of a call.
         """
-        if self._to_check and not all(self.group.from_all(self.traces_hold())):
+        if self._to_check and not all(self.group.from_all(self.traces_valid())):
             self._functions.clear()
             self._assigned = None
         self._to_check = False
@@ -121,10 +121,10 @@ class SyncDriver:
         placement.refuse_raw_variables(self.model)
         with self._peers_named():
             agree(self.group, self.strategy, placement.shared_variables(self.model))
-        enter(placement.lifted(self.model, self.strategy))
+        enter(placement.placed(self.model, self.strategy))
         if self.replicas > 1:
             for optimizer in keras_compat.optimizers_of(self.model):
-                enter(keras_compat.alone_on_replica(optimizer, self._reduce_gradients))
+                enter(keras_compat.replica_local_updates(optimizer, self._reduce_gradients))
         if any(keras_compat.overrides_step(self.model, f"{k}_step") for k in ("train", "test")):
             enter(_noting_results(self.model))
         return self
@@ -134,33 +134,39 @@ class SyncDriver:
 
     # ------------------------------------------------------------ steps
 
-    def train(self, iterator: Any, most: int, evenness: Evenness, counted: bool = True) -> int:
-        """Runs up to `most` training steps.
+    def train(
+        self, iterator: Any, max_steps: int, shard_sizes: Evenness, size_known: bool = True
+    ) -> int:
+        """Runs up to `max_steps` training steps.
 
         Args:
             iterator: over the dataset of a `data.Share`.
-            most: steps to make, fewer only where the data ends.
-            evenness: of the shares of these steps.
-            counted: whether the dataset knows the size of each global batch.
+            max_steps: steps to make, fewer only where the data ends.
+            shard_sizes: of the shards of these steps.
+            size_known: whether the dataset knows the size of each global batch.
 
         Returns:
-            Steps made, the same number on every worker.
+            Steps done, the same number on every worker.
         """
-        return self._steps("train", iterator, most, evenness, counted)
+        return self._steps("train", iterator, max_steps, shard_sizes, size_known)
 
-    def test(self, iterator: Any, most: int, evenness: Evenness, counted: bool = True) -> int:
-        """Runs up to `most` evaluation steps; see `train`."""
-        return self._steps("test", iterator, most, evenness, counted)
+    def test(
+        self, iterator: Any, max_steps: int, shard_sizes: Evenness, size_known: bool = True
+    ) -> int:
+        """Runs up to `max_steps` evaluation steps; see `train`."""
+        return self._steps("test", iterator, max_steps, shard_sizes, size_known)
 
-    def _steps(self, kind: str, iterator: Any, most: int, evenness: Evenness, counted: bool) -> int:
+    def _steps(
+        self, kind: str, iterator: Any, max_steps: int, shard_sizes: Evenness, size_known: bool
+    ) -> int:
         self._check_traces()
-        careful = self.replicas > 1 and (
-            evenness.empty or (evenness.uneven and kind == "train" and bool(self._state()))
+        uneven = self.replicas > 1 and (
+            shard_sizes.empty or (shard_sizes.uneven and kind == "train" and bool(self._state()))
         )
-        key = (kind, careful, counted, repr(iterator.element_spec))
-        steps = tf.constant(most, tf.int64)
+        key = (kind, uneven, size_known, repr(iterator.element_spec))
+        steps = tf.constant(max_steps, tf.int64)
         if key not in self._functions:
-            self._functions[key] = self._traced(kind, careful, counted)
+            self._functions[key] = self._traced(kind, uneven, size_known)
             trace = getattr(self._functions[key], "get_concrete_function", None)
             if trace is not None:
                 trace(iterator, steps)  # tells whether anything is gathered
@@ -168,15 +174,15 @@ class SyncDriver:
             if not self._gathers:
                 return self._call(key, iterator, steps)
             # A batch of another shape, as the last one, needs a call of its own.
-            for made in range(most):
+            for steps_done in range(max_steps):
                 if not self._call(key, iterator, tf.constant(1, tf.int64)):
-                    return made
-            return most
+                    return steps_done
+            return max_steps
 
     def _call(self, key: Any, iterator: Any, steps: tf.Tensor) -> int:
-        made, examples = self._functions[key](iterator, steps)
+        steps_done, examples = self._functions[key](iterator, steps)
         self.examples += int(examples)
-        return int(made)
+        return int(steps_done)
 
     @contextlib.contextmanager
     def _peers_named(self) -> Iterator[None]:
@@ -191,9 +197,9 @@ class SyncDriver:
             lost = isinstance(broken, OSError | tf.errors.OpError)
             raise (self.group.why_lost(broken) if lost else broken) from None
 
-    def _traced(self, kind: str, careful: bool, counted: bool) -> Callable[..., Any]:
-        """A function (iterator, most) -> (steps made, examples of them over all replicas)."""
-        state = self._state() if careful and kind == "train" else []
+    def _traced(self, kind: str, uneven: bool, size_known: bool) -> Callable[..., Any]:
+        """A function (iterator, max_steps) -> (steps done, examples of them over all replicas)."""
+        state = self._state() if uneven and kind == "train" else []
 
         def one_step(parts: Any, total: Any) -> Any:
             assigned: list[Any] = []
@@ -201,32 +207,32 @@ class SyncDriver:
                 assigned = self._assigned = self._assigned or []
             with keras_compat.recorded_assignments(assigned, self._note_metric):
                 totals = self.strategy.run(
-                    lambda p, t: self._replica_step(kind, p, t, careful, counted, state),
+                    lambda p, t: self._replica_step(kind, p, t, uneven, size_known, state),
                     args=(parts, total),
                 )
-            if counted:
+            if size_known:
                 return tf.maximum(total, 1)  # a batch without examples is not the end
             return tf.cast(self.strategy.experimental_local_results(totals)[0], tf.int64)
 
         if self.model.run_eagerly:
 
-            def eager_steps(iterator: Any, most: tf.Tensor) -> tuple[int, int]:
+            def eager_steps(iterator: Any, max_steps: tf.Tensor) -> tuple[int, int]:
                 seen = 0
-                for made in range(int(most)):
+                for steps_done in range(int(max_steps)):
                     try:
                         element = next(iterator)
                     except StopIteration:
-                        return made, seen
+                        return steps_done, seen
                     examples = int(one_step(*element))
                     if not examples:
-                        return made, seen
+                        return steps_done, seen
                     seen += examples
-                return int(most), seen
+                return int(max_steps), seen
 
             return eager_steps
 
-        def steps(iterator: Any, most: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            def body(made: tf.Tensor, seen: tf.Tensor, going: tf.Tensor) -> Any:
+        def steps(iterator: Any, max_steps: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            def body(steps_done: tf.Tensor, seen: tf.Tensor, going: tf.Tensor) -> Any:
                 element = iterator.get_next_as_optional()
                 examples = tf.cond(
                     element.has_value(),
@@ -234,15 +240,15 @@ class SyncDriver:
                     lambda: tf.constant(0, tf.int64),
                 )
                 going = examples > 0
-                return made + tf.cast(going, tf.int64), seen + examples, going
+                return steps_done + tf.cast(going, tf.int64), seen + examples, going
 
-            made, seen, _ = tf.while_loop(
-                lambda made, seen, going: tf.logical_and(going, made < most),
+            steps_done, seen, _ = tf.while_loop(
+                lambda steps_done, seen, going: tf.logical_and(going, steps_done < max_steps),
                 body,
                 [tf.constant(0, tf.int64), tf.constant(0, tf.int64), tf.constant(True)],
                 parallel_iterations=1,
             )
-            return made, seen
+            return steps_done, seen
 
         return self._function(steps, reduce_retracing=True)
 
@@ -251,8 +257,8 @@ class SyncDriver:
         kind: str,
         parts: tuple[Any, ...],
         total: Any,
-        careful: bool,
-        counted: bool,
+        uneven: bool,
+        size_known: bool,
         state: list[Any],
     ) -> Any:
         """One step on one replica. Returns int32 [], 0 once no replica has examples left."""
@@ -262,20 +268,20 @@ class SyncDriver:
             self._call_step(kind, batch, local, None)
             return tf.constant(1)
         rows = tf.cast(_rows(batch), tf.int32)
-        if counted:
+        if size_known:
             total = tf.cast(tf.identity(total), tf.int32)
         else:
             replica = tf.distribute.get_replica_context()
             total = replica.all_reduce(SUM, tf.identity(rows))
-        share = keras_compat.LossShare(rows, total, careful, counted, self._weights_later(kind))
+        share = keras_compat.LossShare(rows, total, uneven, size_known, self._weights_later(kind))
         with keras_compat.loss_share(share):
-            if careful:
-                self._careful_step(kind, batch, local, share, state)
+            if uneven:
+                self._uneven_step(kind, batch, local, share, state)
             else:
                 self._call_step(kind, batch, local, share)
-        return tf.constant(1) if counted else tf.identity(total)
+        return tf.constant(1) if size_known else tf.identity(total)
 
-    def _careful_step(
+    def _uneven_step(
         self, kind: str, batch: Any, local: int, share: keras_compat.LossShare, state: list[Any]
     ) -> None:
         """A step in which shares differ, and this replica may have no example at all.
@@ -388,7 +394,7 @@ class SyncDriver:
             )
         if share.later or not share.used:
             grads = [scaled(g, share.weight) for g in grads]
-        if share.careful:
+        if share.uneven:
             present = share.rows > 0
             grads = [_or_zeros(g, present) for g in grads]
         if not self._reduction.shapes_may_change:
@@ -497,14 +503,15 @@ class SyncDriver:
     def _how(self, variable: Any) -> str:
         return self._combined.get(id(variable), "sum")
 
-    def look(self, kind: str, signals: tuple[float, ...] = ()) -> dict[str, float]:
+    def metrics(self, kind: str, signals: tuple[float, ...] = ()) -> dict[str, float]:
         """Logs of the steps since the last reset, over all replicas.
 
         A collective: all workers enter it.
 
         Args:
             kind: "train" or "test".
-            signals: of this task, for all others: `heard` is their sum over tasks afterwards.
+            signals: of this task, for all others: `self.signals` is their sum
+                over tasks afterwards.
 
         Returns:
             Name -> value, as the model's own step names them.
@@ -512,7 +519,7 @@ class SyncDriver:
         logs = self._logs.setdefault(kind, _Logs())
         if not logs.names:  # resumed after the last step of an epoch: no step has run here yet
             logs.names = list(self.model.get_metrics_result())
-        if ("look", kind) not in self._functions:
+        if ("metrics", kind) not in self._functions:
 
             def look(said: tf.Tensor) -> tuple[dict[str, Any], tf.Tensor]:
                 variables = keras_compat.metric_variables(self.model)
@@ -529,21 +536,23 @@ class SyncDriver:
 
                 sums = self.strategy.run(local_values, args=(said,))
                 sums = [self.strategy.experimental_local_results(s)[0] for s in sums]
-                heard = sums.pop()
+                signal_sums = sums.pop()
                 mapping = list(zip(variables, sums, strict=False))
                 with keras.StatelessScope(state_mapping=mapping):
                     results = logs.results(self.model)
                 results.update(zip(raw, sums[len(variables) :], strict=True))
-                return {name: results[name] for name in logs.names}, heard
+                return {name: results[name] for name in logs.names}, signal_sums
 
-            self._functions[("look", kind)] = (
+            self._functions[("metrics", kind)] = (
                 look if self.model.run_eagerly and self.replicas == 1 else self._function(look)
             )
-        values, heard = self._functions[("look", kind)](tf.constant([*signals, 0.0], tf.float32))
-        self.heard = [float(h) for h in heard.numpy()[: len(signals)]]
+        values, signal_sums = self._functions[("metrics", kind)](
+            tf.constant([*signals, 0.0], tf.float32)
+        )
+        self.signals = [float(s) for s in signal_sums.numpy()[: len(signals)]]
         return _python_logs(values)
 
-    def kept_by_replicas(self) -> tuple[tf.Tensor, tf.Tensor]:
+    def replica_state(self) -> tuple[tf.Tensor, tf.Tensor]:
         """What replicas keep to themselves: metrics so far, and layers' moving averages.
 
         A collective: all workers enter it.
@@ -551,7 +560,7 @@ class SyncDriver:
         Returns:
             float64 [replicas, values] of metrics, and the same of averages.
         """
-        if "kept" not in self._functions:
+        if "replica state" not in self._functions:
 
             def on_replica() -> list[tf.Tensor]:
                 replica = tf.distribute.get_replica_context()
@@ -563,17 +572,17 @@ class SyncDriver:
                     rows.append(tf.one_hot(number, self.replicas, dtype=tf.float64)[:, None] * flat)
                 return replica.all_reduce(SUM, rows) if self.replicas > 1 else rows
 
-            self._functions["kept"] = self._function(
+            self._functions["replica state"] = self._function(
                 lambda: [
                     self.strategy.experimental_local_results(t)[0]
                     for t in self.strategy.run(on_replica)
                 ]
             )
-        metrics, averages = self._functions["kept"]()
+        metrics, averages = self._functions["replica state"]()
         return metrics, averages
 
-    def give_replicas(self, metrics: np.ndarray, averages: np.ndarray) -> None:
-        """Gives replicas back what `kept_by_replicas` took.
+    def restore_replica_state(self, metrics: np.ndarray, averages: np.ndarray) -> None:
+        """Gives replicas back what `replica_state` took.
 
         Another number of replicas gets the sum of the metrics (on the first) and the mean of the
         averages.
@@ -598,12 +607,14 @@ class SyncDriver:
 
     # ------------------------------------------------------------ prediction
 
-    def predict(self, iterator: Any, most: int | None, after_step: Callable[[int], None]) -> Any:
+    def predict(
+        self, iterator: Any, max_steps: int | None, after_step: Callable[[int], None]
+    ) -> Any:
         """Predictions for every example of a pass, in the dataset's order, on every worker.
 
         Args:
             iterator: over the dataset of a `data.Share`.
-            most: global batches to predict; None for all.
+            max_steps: global batches to predict; None for all.
             after_step: called with the number of steps made.
 
         Returns:
@@ -632,7 +643,7 @@ class SyncDriver:
         outputs: list[list[Any]] = []  # per step and local replica: flat outputs
         rows: list[list[int]] = []
         structure: Any = None
-        while most is None or len(rows) < most:
+        while max_steps is None or len(rows) < max_steps:
             try:
                 parts, total = next(iterator)
             except StopIteration:
