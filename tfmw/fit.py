@@ -258,7 +258,7 @@ def _evaluate_beside(
             f"this task is an evaluator and {missing} was not given: it evaluates each backup of "
             "the training on the validation data; pass both to fit on every task."
         )
-    session.build(source.share(session.split, data.Order()))
+    session.build(source.shard(session.sharding, data.Order()))
     return evaluator.watch(
         session.model, validate, asked.backup_dir, remove=asked.delete_checkpoint
     )
@@ -351,7 +351,7 @@ class _Run:
         for begin, most, evenness, iterator in feed.epoch(pace, backups, self._step):
             self._callbacks.on_train_batch_begin(begin)
             with pace.timed(most):
-                made = driver.train(iterator, most, evenness, feed.share.counted)
+                made = driver.train(iterator, most, evenness, feed.share.size_known)
             feed.made(made, most)
             self._step += made
             if made:
@@ -448,7 +448,7 @@ def _evaluate(session: _Session, feed: _Feed, callback_list: Any) -> dict[str, A
     for begin, most, evenness, iterator in feed.epoch(pace):
         callback_list.on_test_batch_begin(begin)
         with pace.timed(most):
-            made = driver.test(iterator, most, evenness, feed.share.counted)
+            made = driver.test(iterator, most, evenness, feed.share.size_known)
         if made:
             callback_list.on_test_batch_end(begin + made - 1, driver.metrics("test"))
         feed.made(made, most)
@@ -522,7 +522,7 @@ class _Session:
         self.model = model
         self.strategy = strategy
         self.group = Group.of(strategy)
-        self.split = data.Split(
+        self.sharding = data.Sharding(
             self.group.size, self.group.rank, placement.local_replicas(strategy)
         )
         self.driver: SyncDriver | None = None
@@ -531,7 +531,7 @@ class _Session:
         """Examples of all steps so far, over all replicas."""
         return self.driver.examples if self.driver is not None else 0
 
-    def build(self, share: data.Share, inputs_only: bool = False) -> None:
+    def build(self, share: data.Shard, inputs_only: bool = False) -> None:
         """Creates all variables that Keras would create on the first batch."""
         model = self.model
         if inputs_only:
@@ -618,7 +618,7 @@ class _Feed:
         self._done = 0  # steps made in this epoch
         self._done_before = 0  # those of them that an interrupted run made
         self._ended = False
-        self.share = source.share(session.split, data.Order(self._seed, self._agree))
+        self.share = source.shard(session.sharding, data.Order(self._seed, self._agree))
         self._seen: int | None = self.share.steps if self.share.steps != data.INFINITE else None
         self.steps = data.steps_of(self.share, steps, argument)
 
@@ -655,7 +655,7 @@ class _Feed:
         if was["in_pass"] is not None:
             self._begin_pass(skip=was["in_pass"])
 
-    def _replay(self, share: data.Share, passes: int) -> None:
+    def _replay(self, share: data.Shard, passes: int) -> None:
         """Each pass over a dataset draws its reshuffles when it begins: begins that many."""
         # What Python code makes draws nothing here, and would begin to be read by its threads.
         draws = not self._source.is_read_once
@@ -669,7 +669,7 @@ class _Feed:
 
     def epoch(
         self, pace: _Pace, backups: Backups | None = None, step: int = 0
-    ) -> Iterator[tuple[int, int, data.Evenness, Any]]:
+    ) -> Iterator[tuple[int, int, data.ShardSizes, Any]]:
         """Yields (first step, steps to make, evenness, iterator) for each call of the driver.
 
         After each, `made` must be told how many steps were made.
@@ -738,15 +738,15 @@ class _Feed:
         if self._source.reshuffled_by_keras:
             order = data.Order(self._seed + self._passes, self._agree)
             if skip:
-                share = self._source.share(self._session.split, order, skip)
+                share = self._source.shard(self._session.sharding, order, skip)
             elif self._passes:
-                share = self.share = self._source.share(self._session.split, order)
+                share = self.share = self._source.shard(self._session.sharding, order)
         elif skip and self._source.is_read_once:
             share = dataclasses.replace(share, dataset=share.dataset.skip(skip))
         elif skip:
             # Skipped below the maps: what is left out need not be decoded.
             order = data.Order(self._seed, self._agree)
-            share = self._source.share(self._session.split, order, skip)
+            share = self._source.shard(self._session.sharding, order, skip)
             self._replay(share, self._passes)
             self._replay(self.share, 1)
         self._passes += 1
@@ -804,7 +804,7 @@ class _Pace:
             self._seconds_per_step = (self._clock() - start) / steps
 
 
-def _export_signature(model: keras.Model, share: data.Share) -> Any:
+def _export_signature(model: keras.Model, share: data.Shard) -> Any:
     """What a model that does not know its inputs is exported for: what it was trained on."""
     if getattr(model, "inputs", None):
         return None

@@ -20,7 +20,7 @@ def _shares(dataset: tf.data.Dataset, workers: int, local: int) -> list[list[lis
     """Step -> replica -> its examples, put together from all workers."""
     steps: list[list[list[Any]]] = []
     for rank in range(workers):
-        share = data.Share.of(dataset, data.Split(workers, rank, local), data.Order(seed=3))
+        share = data.Shard.of(dataset, data.Sharding(workers, rank, local), data.Order(seed=3))
         for step, (parts, total) in enumerate(share.dataset.as_numpy_iterator()):
             if step == len(steps):
                 steps.append([])
@@ -54,7 +54,7 @@ def test_shares_of_a_step_are_its_global_batch(
 @pytest.mark.parametrize(("workers", "local"), SPLITS)
 def test_rows_add_up(workers: int, local: int) -> None:
     for total in range(20):
-        rows = [data.Split(workers, rank, local).rows(total) for rank in range(workers)]
+        rows = [data.Sharding(workers, rank, local).local_rows(total) for rank in range(workers)]
         assert sum(rows) == total
 
 
@@ -66,7 +66,7 @@ def test_sparse_batches_are_divided() -> None:
     dataset = tf.data.Dataset.from_tensor_slices(_sparse(6)).batch(4)
     rows = []
     for rank in range(2):
-        share = data.Share.of(dataset, data.Split(2, rank), data.Order())
+        share = data.Shard.of(dataset, data.Sharding(2, rank), data.Order())
         for (part,), _ in share.dataset:
             rows.extend(tf.sparse.to_dense(part).numpy().argmax(1).tolist())
     assert sorted(rows) == list(range(6))
@@ -75,7 +75,7 @@ def test_sparse_batches_are_divided() -> None:
 def test_sparse_batches_that_were_mapped_are_refused() -> None:
     dataset = tf.data.Dataset.from_tensor_slices(_sparse(6)).batch(4).map(lambda s: s * 2.0)
     with pytest.raises(UsageError, match=r"end the dataset in batch\(\), or make them dense"):
-        data.Share.of(dataset, data.Split(2, 0), data.Order())
+        data.Shard.of(dataset, data.Sharding(2, 0), data.Order())
 
 
 class _Batches(keras.utils.PyDataset):
@@ -103,7 +103,7 @@ class _Batches(keras.utils.PyDataset):
 def test_an_epoch_that_is_left_out_reads_nothing() -> None:
     batches = _Batches()
     source = data.Source(batches)
-    share = source.share(data.Split(1, 0, 1), data.Order(seed=3))
+    share = source.shard(data.Sharding(1, 0, 1), data.Order(seed=3))
     batches.read.clear()  # of the first, for the form of batches
     share.leave_epoch_out()
     assert not batches.read.is_set()

@@ -7,11 +7,11 @@ May import: `tfmw.keras_compat`, `tfmw.datasets`, `tfmw.errors`.
 
 from tfmw.data.sharding import (
     INFINITE,
-    Evenness,
     Order,
-    Share,
+    Shard,
+    Sharding,
+    ShardSizes,
     Source,
-    Split,
     draws_late,
     examples_of,
     ordered,
@@ -22,11 +22,11 @@ from tfmw.data.tfds_files import tfds
 
 __all__ = [
     "INFINITE",
-    "Evenness",
     "Order",
-    "Share",
+    "Shard",
+    "ShardSizes",
+    "Sharding",
     "Source",
-    "Split",
     "draws_late",
     "examples_of",
     "ordered",

@@ -1,11 +1,11 @@
 """A global dataset -> this worker's share of it. The only module that knows about sharding.
 
-    share = Share.of(dataset, Split(workers=2, rank=0), Order(seed=7))
+    share = Shard.of(dataset, Sharding(workers=2, rank=0), Order(seed=7))
     for batches, total in share.dataset: ...     # this worker's part of each global batch
 
 Every example goes to exactly one replica, each global batch is the union of the replicas' parts,
 and all workers make the same number of steps. Example j of a global batch goes to replica j mod R
-(R replicas, `Split.replicas`), so the k-th global batch is the same for any number of workers.
+(R replicas, `Sharding.replicas`), so the k-th global batch is the same for any number of workers.
 
 How a dataset is cut, cheapest way first:
 
@@ -46,37 +46,40 @@ _as_it_is = tf.autograph.experimental.do_not_convert
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class Sharding:
     """How a global batch is divided.
 
     Attributes:
         workers: processes that train.
         rank: this process, from 0.
-        local: replicas (devices) of each process.
+        local_replicas: replicas (devices) of each process.
     """
 
     workers: int = 1
     rank: int = 0
-    local: int = 1
+    local_replicas: int = 1
 
     @property
     def replicas(self) -> int:
-        return self.workers * self.local
+        return self.workers * self.local_replicas
 
     @property
-    def first(self) -> int:
+    def first_replica(self) -> int:
         """The number of this process's first replica."""
-        return self.rank * self.local
+        return self.rank * self.local_replicas
 
-    def mine(self, position: Any) -> Any:
+    def is_local(self, position: Any) -> Any:
         """Whether an example at `position` (int or integer tensor) is this worker's."""
         replica = position % self.replicas
-        return (replica >= self.first) & (replica < self.first + self.local)
+        return (replica >= self.first_replica) & (
+            replica < self.first_replica + self.local_replicas
+        )
 
-    def rows(self, total: int) -> int:
+    def local_rows(self, total: int) -> int:
         """How many of `total` examples are this worker's."""
         return sum(
-            len(range(r, total, self.replicas)) for r in range(self.first, self.first + self.local)
+            len(range(r, total, self.replicas))
+            for r in range(self.first_replica, self.first_replica + self.local_replicas)
         )
 
 
@@ -90,23 +93,23 @@ class Order:
     """
 
     seed: int = 0
-    agree: Callable[[Any], Any] = lambda mine: mine
+    agree: Callable[[Any], Any] = lambda local: local
 
 
 @dataclasses.dataclass(frozen=True)
-class Evenness:
+class ShardSizes:
     """What is known of the shares of a step: may they differ in size, may one be empty?"""
 
     uneven: bool
     empty: bool
 
     @classmethod
-    def of(cls, total: int, split: Split) -> Evenness:
-        return cls(total % split.replicas != 0, total < split.replicas)
+    def of(cls, total: int, sharding: Sharding) -> ShardSizes:
+        return cls(total % sharding.replicas != 0, total < sharding.replicas)
 
 
 @dataclasses.dataclass
-class Share:
+class Shard:
     """One worker's share of a dataset.
 
     Attributes:
@@ -119,24 +122,24 @@ class Share:
         last: evenness of the last step of a pass.
         element_spec: of one batch, as the model gets it.
         batch_size: of the global batch, where it is known.
-        counted: whether the dataset says the number of examples of each step.
+        size_known: whether the dataset says the number of examples of each step.
         on_epoch_begin, on_epoch_end: to be called around each epoch that is read.
         leave_epoch_out: to be called for an epoch that nobody reads, because an earlier run did.
     """
 
     dataset: tf.data.Dataset
     steps: int | None
-    full: Evenness
-    last: Evenness
+    full: ShardSizes
+    last: ShardSizes
     element_spec: Any
     batch_size: int | None = None
-    counted: bool = True
+    size_known: bool = True
     on_epoch_begin: Callable[[], None] = lambda: None
     on_epoch_end: Callable[[], None] = lambda: None
     leave_epoch_out: Callable[[], None] = lambda: None
 
     @classmethod
-    def of(cls, dataset: tf.data.Dataset, split: Split, order: Order, skip: int = 0) -> Share:
+    def of(cls, dataset: tf.data.Dataset, sharding: Sharding, order: Order, skip: int = 0) -> Shard:
         """The share of a dataset that is batched by the global batch size.
 
         Args:
@@ -148,10 +151,10 @@ class Share:
         Raises:
             UsageError: the dataset is not batched, or workers have different datasets.
         """
-        if split.replicas == 1:
+        if sharding.replicas == 1:
             return _whole(ordered(dataset, order).skip(skip))
-        pushed = _pushed(dataset, split, order, skip)
-        return pushed or _sliced(ordered(dataset, order).skip(skip), split)
+        pushed = _pushed(dataset, sharding, order, skip)
+        return pushed or _sliced(ordered(dataset, order).skip(skip), sharding)
 
 
 def shard(dataset: tf.data.Dataset, input_context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -172,10 +175,10 @@ def shard(dataset: tf.data.Dataset, input_context: tf.distribute.InputContext) -
     """
     workers = input_context.num_input_pipelines
     local = max(1, input_context.num_replicas_in_sync // workers)
-    split = Split(workers, input_context.input_pipeline_id, local)
-    share = Share.of(dataset, split, Order())
+    sharding = Sharding(workers, input_context.input_pipeline_id, local)
+    share = Shard.of(dataset, sharding, Order())
     batches = share.dataset.flat_map(_as_it_is(lambda parts, total: _from_tuple(parts)))
-    if share.counted:
+    if share.size_known:
         return batches.filter(_as_it_is(lambda *b: examples_of(b) > 0))
     return batches.take_while(_as_it_is(lambda *b: examples_of(b) > 0))
 
@@ -190,10 +193,10 @@ def _from_tuple(parts: tuple[Any, ...]) -> tf.data.Dataset:
 # ---------------------------------------------------------------- ways to cut
 
 
-def _whole(dataset: tf.data.Dataset) -> Share:
+def _whole(dataset: tf.data.Dataset) -> Shard:
     steps = _steps(dataset)
-    even = Evenness(False, False)
-    return Share(
+    even = ShardSizes(False, False)
+    return Shard(
         dataset.map(
             _as_it_is(lambda *b: ((_element(b),), tf.cast(examples_of(_element(b)), tf.int64)))
         ).prefetch(tf.data.AUTOTUNE),
@@ -205,7 +208,7 @@ def _whole(dataset: tf.data.Dataset) -> Share:
     )
 
 
-def _pushed(dataset: tf.data.Dataset, split: Split, order: Order, skip: int) -> Share | None:
+def _pushed(dataset: tf.data.Dataset, sharding: Sharding, order: Order, skip: int) -> Shard | None:
     """The cut below the maps of a pipeline that ends in `batch`; None where it is not one."""
     node = dataset
     while isinstance(node, (*keras_compat.Prefetch, *keras_compat.OptionsNode)):
@@ -230,19 +233,19 @@ def _pushed(dataset: tf.data.Dataset, split: Split, order: Order, skip: int) -> 
     # Whole batches are left out, so that the others keep their positions.
     source = ordered(source, order).skip(skip * size)
     count = _steps(source)
-    mine = _positions(source, size, split)
+    mine = _positions(source, size, sharding)
     for function in reversed(maps):
         mine = keras_compat.rebuilt(function, mine)
-    rows = split.rows(size)
+    rows = sharding.local_rows(size)
     batches = mine.batch(rows) if rows else tf.data.Dataset.from_tensors(_empty(spec)).take(0)
     if drop_remainder and rows:
         batches = mine.batch(rows, drop_remainder=count is None or count == INFINITE)
-    full = Evenness.of(size, split)
+    full = ShardSizes.of(size, sharding)
     if count is None:
         if drop_remainder:
             # Whether the last batch is full shows only over all workers.
             return None
-        return _counting(_split_locally(batches, split), spec, split, size)
+        return _counting(_split_locally(batches, sharding), spec, sharding, size)
     if count == INFINITE:
         totals = tf.data.Dataset.from_tensors(np.int64(size)).repeat()
         if not rows:
@@ -254,21 +257,23 @@ def _pushed(dataset: tf.data.Dataset, split: Split, order: Order, skip: int) -> 
         totals = tf.data.Dataset.range(steps).map(
             _as_it_is(lambda k: tf.minimum(np.int64(size), np.int64(count) - k * np.int64(size)))
         )
-        last = Evenness.of(remainder or size, split)
-        missing = steps - (count // size if rows else 0) - (1 if split.rows(remainder) else 0)
+        last = ShardSizes.of(remainder or size, sharding)
+        missing = (
+            steps - (count // size if rows else 0) - (1 if sharding.local_rows(remainder) else 0)
+        )
         if missing > 0:
             batches = batches.take(steps - missing).concatenate(
                 tf.data.Dataset.from_tensors(_empty(spec)).repeat(missing)
             )
-    zipped = tf.data.Dataset.zip((_split_locally(batches, split), totals))
-    return Share(_ordered(zipped), steps, full, last, spec, size)
+    zipped = tf.data.Dataset.zip((_split_locally(batches, sharding), totals))
+    return Shard(_ordered(zipped), steps, full, last, spec, size)
 
 
-def _positions(source: tf.data.Dataset, size: int, split: Split) -> tf.data.Dataset:
+def _positions(source: tf.data.Dataset, size: int, sharding: Sharding) -> tf.data.Dataset:
     """The elements at this worker's positions of each global batch of `size`."""
-    if size % split.replicas == 0 and split.local == 1:
-        return source.shard(split.replicas, split.rank)
-    mine = source.enumerate().filter(_as_it_is(lambda j, _: split.mine(j % size)))
+    if size % sharding.replicas == 0 and sharding.local_replicas == 1:
+        return source.shard(sharding.replicas, sharding.rank)
+    mine = source.enumerate().filter(_as_it_is(lambda j, _: sharding.is_local(j % size)))
     return mine.map(_as_it_is(lambda _, element: element))
 
 
@@ -327,7 +332,7 @@ def _same_for_each_element(node: tf.data.Dataset) -> bool:
     return True
 
 
-def _sliced(dataset: tf.data.Dataset, split: Split) -> Share:
+def _sliced(dataset: tf.data.Dataset, sharding: Sharding) -> Shard:
     """Every worker runs the whole pipeline and keeps its rows of each global batch."""
     spec = dataset.element_spec
     for leaf in tf.nest.flatten(spec, expand_composites=False):
@@ -345,25 +350,25 @@ def _sliced(dataset: tf.data.Dataset, split: Split) -> Share:
     def cut(*element: Any) -> Any:
         batch = _element(element)
         total = tf.cast(examples_of(batch), tf.int64)
-        rows = tf.boolean_mask(tf.range(total), split.mine(tf.range(total)))
+        rows = tf.boolean_mask(tf.range(total), sharding.is_local(tf.range(total)))
         return tf.nest.map_structure(lambda t: tf.gather(t, rows), batch), total
 
     parts = dataset.map(_as_it_is(cut), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    pairs = parts.map(_as_it_is(lambda batch, total: (_local_parts(batch, split), total)))
+    pairs = parts.map(_as_it_is(lambda batch, total: (_local_parts(batch, sharding), total)))
     size = _static_batch_size(spec)
     if size is not None:
-        full = last = Evenness.of(size, split)
+        full = last = ShardSizes.of(size, sharding)
     else:
-        full = last = Evenness(True, True)
+        full = last = ShardSizes(True, True)
     batch_size = _global_batch_size(dataset)
-    return Share(_ordered(pairs), _steps(dataset), full, last, spec, batch_size)
+    return Shard(_ordered(pairs), _steps(dataset), full, last, spec, batch_size)
 
 
 def of_function(
     dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
-    split: Split,
+    sharding: Sharding,
     skip: int = 0,
-) -> Share:
+) -> Shard:
     """The share that a user's function of an `InputContext` returns.
 
     Args:
@@ -371,9 +376,9 @@ def of_function(
         skip: steps to leave out at the beginning.
     """
     context = tf.distribute.InputContext(
-        num_input_pipelines=split.workers,
-        input_pipeline_id=split.rank,
-        num_replicas_in_sync=split.replicas,
+        num_input_pipelines=sharding.workers,
+        input_pipeline_id=sharding.rank,
+        num_replicas_in_sync=sharding.replicas,
     )
     dataset = dataset_fn(context)
     if not keras_compat.is_dataset(dataset):
@@ -381,27 +386,32 @@ def of_function(
             f"the dataset function returned {type(dataset).__name__}: expected a tf.data.Dataset, "
             "this worker's pipeline, batched by the batch size of one replica."
         )
-    dataset = dataset.skip(skip * split.local)
-    if split.replicas == 1:
+    dataset = dataset.skip(skip * sharding.local_replicas)
+    if sharding.replicas == 1:
         return _whole(dataset)
     spec = dataset.element_spec
-    if split.local == 1:
-        return _counting(dataset.map(_as_it_is(lambda *b: (_element(b),))), spec, split, None)
+    if sharding.local_replicas == 1:
+        return _counting(dataset.map(_as_it_is(lambda *b: (_element(b),))), spec, sharding, None)
     empty = tf.data.Dataset.from_tensors(_empty(spec)).repeat()
-    streams = tuple(dataset.shard(split.local, d).concatenate(empty) for d in range(split.local))
+    streams = tuple(
+        dataset.shard(sharding.local_replicas, d).concatenate(empty)
+        for d in range(sharding.local_replicas)
+    )
     zipped = tf.data.Dataset.zip(streams).take_while(
         _as_it_is(lambda *parts: tf.reduce_any([examples_of(p) > 0 for p in parts]))
     )
-    return _counting(zipped.map(_as_it_is(lambda *parts: tuple(parts))), spec, split, None)
+    return _counting(zipped.map(_as_it_is(lambda *parts: tuple(parts))), spec, sharding, None)
 
 
-def _counting(parts: tf.data.Dataset, spec: Any, split: Split, size: int | None) -> Share:
+def _counting(parts: tf.data.Dataset, spec: Any, sharding: Sharding, size: int | None) -> Shard:
     """A share whose totals the replicas add up step by step."""
-    nothing = tf.data.Dataset.from_tensors(tuple(_empty(spec) for _ in range(split.local)))
+    nothing = tf.data.Dataset.from_tensors(
+        tuple(_empty(spec) for _ in range(sharding.local_replicas))
+    )
     endless = parts.concatenate(nothing.repeat())
     dataset = endless.map(_as_it_is(lambda *p: (tuple(p), np.int64(-1))))
-    anything = Evenness(True, True)
-    return Share(_ordered(dataset), None, anything, anything, spec, size, counted=False)
+    anything = ShardSizes(True, True)
+    return Shard(_ordered(dataset), None, anything, anything, spec, size, size_known=False)
 
 
 # ---------------------------------------------------------------- pieces
@@ -587,17 +597,17 @@ def examples_of(batch: Any) -> tf.Tensor:
     return tf.shape(first, out_type=tf.int64)[0]
 
 
-def _split_locally(batches: tf.data.Dataset, split: Split) -> tf.data.Dataset:
-    return batches.map(_as_it_is(lambda *b: _local_parts(_element(b), split)))
+def _split_locally(batches: tf.data.Dataset, sharding: Sharding) -> tf.data.Dataset:
+    return batches.map(_as_it_is(lambda *b: _local_parts(_element(b), sharding)))
 
 
-def _local_parts(batch: Any, split: Split) -> tuple[Any, ...]:
+def _local_parts(batch: Any, sharding: Sharding) -> tuple[Any, ...]:
     """A worker's batch -> one batch for each of its replicas; example i goes to replica i mod L."""
-    if split.local == 1:
+    if sharding.local_replicas == 1:
         return (batch,)
     return tuple(
-        tf.nest.map_structure(lambda t, d=d: _every(t, d, split.local), batch)
-        for d in range(split.local)
+        tf.nest.map_structure(lambda t, d=d: _every(t, d, sharding.local_replicas), batch)
+        for d in range(sharding.local_replicas)
     )
 
 
@@ -687,7 +697,7 @@ class Source:
             and not hasattr(self.x, "__array__")
         )
 
-    def share(self, split: Split, order: Order, skip: int = 0) -> Share:
+    def shard(self, sharding: Sharding, order: Order, skip: int = 0) -> Shard:
         """This worker's share.
 
         Args:
@@ -698,7 +708,7 @@ class Source:
             UsageError: an empty dataset, or one that cannot be divided.
         """
         if self.is_function():
-            out = of_function(self.x, split, skip)
+            out = of_function(self.x, sharding, skip)
             if self.class_weight is not None:
                 raise UsageError(
                     "class_weight goes with a dataset or arrays: a dataset function returns the "
@@ -711,7 +721,7 @@ class Source:
             if self.class_weight is not None:
                 # Weights depend on the label alone, so they may be looked up after the cut.
                 weigh = keras_compat.make_class_weight_map(self.class_weight)
-                out = Share.of(dataset, split, order, skip)
+                out = Shard.of(dataset, sharding, order, skip)
                 mapped = out.dataset.map(
                     _as_it_is(lambda parts, total: (tuple(weigh(*p) for p in parts), total))
                 )
@@ -720,12 +730,14 @@ class Source:
                 _refuse_empty(out)
                 return out
         else:
-            dataset, hooks = self._read_by_keras(split, order)
-        out = Share.of(dataset, split, order, skip)
+            dataset, hooks = self._read_by_keras(sharding, order)
+        out = Shard.of(dataset, sharding, order, skip)
         _refuse_empty(out)
         return dataclasses.replace(out, **hooks)
 
-    def _read_by_keras(self, split: Split, order: Order) -> tuple[tf.data.Dataset, dict[str, Any]]:
+    def _read_by_keras(
+        self, sharding: Sharding, order: Order
+    ) -> tuple[tf.data.Dataset, dict[str, Any]]:
         """Arrays, PyDataset, generators: Keras's own adapters make a dataset of global batches.
 
         Returns:
@@ -746,7 +758,7 @@ class Source:
         # The permutation op of the array adapter takes its seed from the global one.
         mine = keras_compat.global_seed()
         seed = order.agree(mine)
-        if split.replicas > 1 and seed is None:
+        if sharding.replicas > 1 and seed is None:
             seed = order.agree(order.seed)
         if seed == mine:
             dataset = adapter.get_tf_dataset()
@@ -818,7 +830,7 @@ def _leave_epoch_out(dataset: keras.utils.PyDataset) -> None:
     dataset.on_epoch_end()
 
 
-def _refuse_empty(share: Share) -> None:
+def _refuse_empty(share: Shard) -> None:
     if share.steps == 0:
         raise UsageError(
             "the dataset is empty: expected at least one batch; check its source, filters and "
@@ -826,7 +838,7 @@ def _refuse_empty(share: Share) -> None:
         )
 
 
-def steps_of(share: Share, steps: int | None, what: str) -> int | None:
+def steps_of(share: Shard, steps: int | None, what: str) -> int | None:
     """Steps of one epoch: what was asked for, else what the dataset has.
 
     Raises:

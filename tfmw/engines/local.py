@@ -152,7 +152,7 @@ def _build(model: keras.Model, x: Any, settings: Mapping[str, Any]) -> None:
     source = data.Source(
         x, settings.get("y"), settings.get("sample_weight"), settings.get("batch_size")
     )
-    share = source.share(data.Split(), data.Order())
+    share = source.shard(data.Sharding(), data.Order())
     keras_compat.build_all(model, share.element_spec)
 
 

@@ -32,7 +32,7 @@ import tensorflow as tf
 
 from tfmw import keras_compat
 from tfmw.cluster.group import Group
-from tfmw.data import Evenness, Split
+from tfmw.data import Sharding, ShardSizes
 from tfmw.errors import UsageError
 from tfmw.keras_compat import placement
 from tfmw.mirrored.agreement import agree
@@ -52,7 +52,7 @@ class SyncDriver:
             are.
 
     Attributes:
-        split: how global batches are divided between the replicas.
+        sharding: how global batches are divided between the replicas.
         group: the processes that train together.
         examples: of the steps so far, over all replicas.
     """
@@ -66,7 +66,9 @@ class SyncDriver:
         self.model = model
         self.strategy = strategy
         self.group = Group.of(strategy)
-        self.split = Split(self.group.size, self.group.rank, placement.local_replicas(strategy))
+        self.sharding = Sharding(
+            self.group.size, self.group.rank, placement.local_replicas(strategy)
+        )
         self.examples = 0
         self._stack = contextlib.ExitStack()
         self._functions: dict[Any, Callable[..., Any]] = {}
@@ -95,7 +97,7 @@ class SyncDriver:
     @property
     def outlives_placement(self) -> bool:
         """Whether what was traced holds for the next time: copies of variables are others then."""
-        return self.split.local == 1 and not any(
+        return self.sharding.local_replicas == 1 and not any(
             isinstance(keras_compat.native(v), tf.distribute.DistributedValues)
             for v in placement.all_variables(self.model)
         )
@@ -135,12 +137,12 @@ class SyncDriver:
     # ------------------------------------------------------------ steps
 
     def train(
-        self, iterator: Any, max_steps: int, shard_sizes: Evenness, size_known: bool = True
+        self, iterator: Any, max_steps: int, shard_sizes: ShardSizes, size_known: bool = True
     ) -> int:
         """Runs up to `max_steps` training steps.
 
         Args:
-            iterator: over the dataset of a `data.Share`.
+            iterator: over the dataset of a `data.Shard`.
             max_steps: steps to make, fewer only where the data ends.
             shard_sizes: of the shards of these steps.
             size_known: whether the dataset knows the size of each global batch.
@@ -151,13 +153,13 @@ class SyncDriver:
         return self._steps("train", iterator, max_steps, shard_sizes, size_known)
 
     def test(
-        self, iterator: Any, max_steps: int, shard_sizes: Evenness, size_known: bool = True
+        self, iterator: Any, max_steps: int, shard_sizes: ShardSizes, size_known: bool = True
     ) -> int:
         """Runs up to `max_steps` evaluation steps; see `train`."""
         return self._steps("test", iterator, max_steps, shard_sizes, size_known)
 
     def _steps(
-        self, kind: str, iterator: Any, max_steps: int, shard_sizes: Evenness, size_known: bool
+        self, kind: str, iterator: Any, max_steps: int, shard_sizes: ShardSizes, size_known: bool
     ) -> int:
         self._check_traces()
         uneven = self.replicas > 1 and (
@@ -335,7 +337,7 @@ class SyncDriver:
         makes them, they are reduced, and another one applies them.
         """
         # XLA takes all virtual devices of a process for one, and refuses the others' variables.
-        if self.split.local == 1 and not is_own and not self._has_synchronized_norm:
+        if self.sharding.local_replicas == 1 and not is_own and not self._has_synchronized_norm:
             with contextlib.suppress(keras_compat.CannotCompile):
                 with share.gradients_waiting() as waiting:
 
@@ -404,7 +406,7 @@ class SyncDriver:
     def _local_replica(self) -> int:
         replica = tf.distribute.get_replica_context()
         number = tf.get_static_value(replica.replica_id_in_sync_group)
-        return int(number) - self.split.first if self.split.local > 1 else 0
+        return int(number) - self.sharding.first_replica if self.sharding.local_replicas > 1 else 0
 
     # ------------------------------------------------------------ what replicas keep to themselves
 
@@ -596,8 +598,8 @@ class SyncDriver:
             (keras_compat.metric_variables(self.model), metrics),
             (self._any_state(), averages),
         ):
-            for local in range(self.split.local):
-                row, start = rows[self.split.first + local], 0
+            for local in range(self.sharding.local_replicas):
+                row, start = rows[self.sharding.first_replica + local], 0
                 for variable in group:
                     copy = placement.local_copies(self.strategy, variable)[local]
                     size = int(np.prod(copy.shape.as_list()))
@@ -613,7 +615,7 @@ class SyncDriver:
         """Predictions for every example of a pass, in the dataset's order, on every worker.
 
         Args:
-            iterator: over the dataset of a `data.Share`.
+            iterator: over the dataset of a `data.Shard`.
             max_steps: global batches to predict; None for all.
             after_step: called with the number of steps made.
 
@@ -656,7 +658,9 @@ class SyncDriver:
                 self.strategy.experimental_local_results(t)
                 for t in tf.nest.flatten(result, expand_composites=False)
             ]
-            outputs.append([[leaf[d] for leaf in flat] for d in range(self.split.local)])
+            outputs.append(
+                [[leaf[d] for leaf in flat] for d in range(self.sharding.local_replicas)]
+            )
             rows.append([int(n) for n in self.strategy.experimental_local_results(counts)])
             after_step(len(rows))
         return self._assembled(outputs, rows, structure)
@@ -692,7 +696,7 @@ class SyncDriver:
         for step in range(steps):
             parts = []
             for worker, rows in enumerate(all_rows):
-                for count in rows[step] if step < len(rows) else [0] * self.split.local:
+                for count in rows[step] if step < len(rows) else [0] * self.sharding.local_replicas:
                     start = taken[worker]
                     parts.append(everyone[worker][start : start + count])
                     taken[worker] = start + count
@@ -735,7 +739,7 @@ class SyncDriver:
                 self.strategy.run(lambda v: tf.identity(v), args=(value,)), axis=0
             )
 
-        local = self.split.local
+        local = self.sharding.local_replicas
         flat = _function(gather)(tf.constant(padded)).numpy()
         blocks = np.split(flat, self.group.size * local)[::local]
         return [

@@ -91,7 +91,7 @@ def _of_worker(source: data.Source, worker: int, workers: int) -> tuple[tf.data.
             source = dataclasses.replace(source, x=data.ordered(source.x, order))
         else:
             begin = max(0, int(source.x.cardinality())) * worker // workers
-    share = source.share(data.Split(), order)
+    share = source.shard(data.Sharding(), order)
     dataset = share.dataset.map(lambda parts, total: parts[0])
     _refuse_empty(dataset)
     return dataset, begin
