@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tfmw.cluster.cluster import Cluster, _expand_nodes, _expand_tasks_per_node
+from tfmw.cluster.cluster import Cluster
+from tfmw.cluster.schedulers import _expand_nodes, _expand_tasks_per_node
 from tfmw.errors import ClusterError, TfmwError, UsageError
 
 
@@ -168,7 +169,8 @@ TF_CONFIGS = [
     (tf_config({"worker": ["[::1]:2222", "b:1"]}, {"type": "worker"} | {"index": 0}),
      ("worker", 0, 2, "[::1]:2222")),
     (tf_config({"worker": ["a:1"]}), ("worker", 0, 1, "a:1")),
-    (tf_config({"chief": "c:1"}), ("chief", 0, 1, "c:1")),
+    (tf_config({"chief": ["c:1"]}), ("chief", 0, 1, "c:1")),
+    (tf_config({"worker": ["a:1"], "ps": [], "chief": []}), ("worker", 0, 1, "a:1")),
     ({"TF_CONFIG": "{}"}, ("worker", 0, 1, None)),
     (tf_config({}), ("worker", 0, 1, None)),
     (tf_config({}, {"type": "worker", "index": 3}), ("worker", 0, 1, None)),
@@ -233,6 +235,20 @@ WRONG = {
     "a URL": (tf_config({"worker": ["grpc://a:1"]}), ["'grpc://a:1'"]),
     "address not a string": (tf_config({"worker": [5]}), ["5", '"worker"']),
     "addresses not a list": (tf_config({"worker": {"0": "a:1"}}), ["{'0': 'a:1'}", "a list"]),
+    "addresses in one string": (
+        tf_config({"worker": "a:1"}, {"type": "worker", "index": 0}),
+        ["'a:1'", '"worker"', 'write a list such as ["h0:2222", "h1:2222"]'],
+    ),
+    "a chief in a string": (tf_config({"chief": "c:1"}), ["'c:1'", '"chief"', "write a list"]),
+    "no workers": (
+        tf_config({"worker": []}, {"type": "worker", "index": 0}),
+        ['no address under "worker"', '"cluster": {"worker": ["h0:2222", "h1:2222"]}'],
+    ),
+    "no workers beside a chief": (
+        tf_config({"chief": ["c:1"], "worker": []}),
+        ['no address under "worker"', "leave it out"],
+    ),
+    "no tasks": (tf_config({"ps": []}), ['no address under "ps"']),
     "two chiefs": (
         tf_config({"chief": ["a:1", "b:1"]}, {"type": "chief", "index": 0}),
         ["2 chiefs", "keep one"],

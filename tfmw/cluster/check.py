@@ -29,8 +29,8 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
-from tfmw.cluster import rendezvous
-from tfmw.cluster.cluster import Cluster, is_here
+from tfmw.cluster import addresses
+from tfmw.cluster.cluster import Cluster
 from tfmw.errors import ClusterError
 from tfmw.runtime import versions as installed
 
@@ -157,12 +157,12 @@ def _among(
         )
     if not unknown:
         verdict.ok("the names of all tasks are known")
-    if not is_here(tasks[mine]):
+    if not addresses.is_local(tasks[mine]):
         verdict.failed(
             f"{tasks[mine]!r}, the address of this task ({mine}), is not this machine's: is this "
             "another task, or another machine? Correct the task's index or its address"
         )
-    any_port = rendezvous.listen(f"{rendezvous.split(tasks[mine])[0]}:0")
+    any_port = addresses.listen(f"{addresses.split(tasks[mine])[0]}:0")
     with _Desk(mine, tasks[mine], verdict) as desk, any_port:
         facts = {**find_facts(), "any port": any_port.getsockname()[1]}
         desk.open(facts)
@@ -183,7 +183,7 @@ def _unresolved(others: Mapping[str, str]) -> dict[str, str]:
     """{task: why} for those whose names are not known."""
     found = {}
     for name, address in others.items():
-        host, port = rendezvous.split(address)
+        host, port = addresses.split(address)
         try:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -264,7 +264,7 @@ def _call_next_in_ring(
     workers = [name for name in tasks if name == "chief" or name.startswith("worker")]
     in_ring = gpus == "none" and mine in workers and not any(n.startswith("ps") for n in tasks)
     after = workers[(workers.index(mine) + 1) % len(workers)] if in_ring else mine
-    host, port = rendezvous.split(tasks[after])[0], heard.get(after, {}).get("any port")
+    host, port = addresses.split(tasks[after])[0], heard.get(after, {}).get("any port")
     if after == mine or port is None:
         return
     try:
@@ -301,11 +301,11 @@ class _Desk:
         self._verdict = verdict
         self._server: socketserver.ThreadingTCPServer | None = None
         try:
-            listener = rendezvous.listen(address)
+            listener = addresses.listen(address)
         except ClusterError as error:
             verdict.failed(str(error).rstrip("."))
             return
-        verdict.ok(f"port {rendezvous.split(address)[1]} of this task is free")
+        verdict.ok(f"port {addresses.split(address)[1]} of this task is free")
         desk = self
 
         class Caller(socketserver.StreamRequestHandler):
@@ -392,7 +392,7 @@ class _Desk:
         self, address: str, deadline: float, *, expected: str, parting: bool = False
     ) -> str | None:
         """Calls on a task once; returns why that was in vain, or None."""
-        host, port = rendezvous.split(address)
+        host, port = addresses.split(address)
         try:
             with socket.create_connection((host, port), timeout=_CALL_S) as peer:
                 peer.sendall(self._line(parting))

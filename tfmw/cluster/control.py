@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tfmw.cluster import Cluster, rendezvous
+from tfmw.cluster import Cluster, addresses
 from tfmw.errors import ClusterError, TaskFailed, TfmwError
 
 logger = logging.getLogger("tfmw")
@@ -65,7 +65,7 @@ class CoordinatorLine:
     def __init__(self, cluster: Cluster, facts: Mapping[str, str]):
         self._cluster = cluster
         self._mine = _hello(cluster, facts)
-        self._listener = rendezvous.listen(cluster.chief[0])
+        self._listener = addresses.listen(cluster.chief[0])
         self._changed = threading.Condition()
         self._peers: dict[str, socket.socket] = {}
         self._problem: str | None = None
@@ -193,7 +193,7 @@ def wait_for_end(
         TaskFailed: the coordinator has given up; the message is its own.
         TfmwError: no coordinator came in time.
     """
-    host, port = rendezvous.split(cluster.chief[0])
+    host, port = addresses.split(cluster.chief[0])
     hello = _hello(cluster, facts)
     deadline = clock() + patience_s
     last, seen = "no answer", False

@@ -12,17 +12,15 @@ go, or one sentence on what is wrong. Standard library only.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
-import os
 import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tfmw.cluster import Cluster
+from tfmw.cluster import Cluster, addresses
 from tfmw.errors import ClusterError, TfmwError
 
 logger = logging.getLogger("tfmw")
@@ -57,41 +55,13 @@ def meet(
     if cluster.rank == 0:
         _receive(cluster, members, hello, deadline, timeout_s, clock)
     else:
-        check_port_free(members[cluster.rank])
+        addresses.check_port_free(members[cluster.rank])
         _report(members, hello, deadline, timeout_s, clock)
 
 
 def members_of(cluster: Cluster) -> tuple[str, ...]:
     """Addresses of the training tasks, chief first: position r is rank r."""
     return (*cluster.chief, *cluster.workers)
-
-
-def check_port_free(address: str) -> None:
-    """Raises ClusterError where this task's own port is taken on this machine."""
-    with contextlib.closing(listen(address)):
-        pass
-
-
-def listen(address: str) -> socket.socket:
-    """A socket that listens on the port of this task's own address, or one sentence why not."""
-    host, port = split(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    server = socket.socket(family, socket.SOCK_STREAM)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        # All addresses, as TensorFlow's server does: `host` may be a name that only others know.
-        server.bind(("", port))
-        server.listen(1024)
-    except OSError as e:
-        server.close()
-        if e.errno in (errno.EADDRINUSE, errno.EACCES):
-            raise ClusterError(
-                f"port {port} of this task's address {address!r} cannot be used "
-                f"({os.strerror(e.errno)}): stop the process that holds it, or give this task "
-                "another port in every task's description of the cluster."
-            ) from None
-        raise
-    return server
 
 
 def _receive(
@@ -107,7 +77,7 @@ def _receive(
     callers: list[socket.socket] = []
     problem: TfmwError | None = None
     selector = selectors.DefaultSelector()
-    server = listen(members[0])
+    server = addresses.listen(members[0])
     server.setblocking(False)
     selector.register(server, selectors.EVENT_READ, None)
     lines: dict[socket.socket, bytes] = {}
@@ -240,7 +210,7 @@ def _report(
     clock: Callable[[], float],
 ) -> None:
     """The others' side: send one line to the chief, wait for its answer."""
-    host, port = split(members[0])
+    host, port = addresses.split(members[0])
     line = json.dumps(hello).encode() + b"\n"
     last = "no answer"
     while True:
@@ -285,9 +255,3 @@ def _absent(cluster: Cluster, ranks: list[int], timeout_s: float) -> TfmwError:
         f"{'it' if len(ranks) == 1 else 'them'}, or check that the chief's address "
         f"{members_of(cluster)[0]} can be reached from there."
     )
-
-
-def split(address: str) -> tuple[str, int]:
-    """(host, port) of an address; IPv6 hosts lose their brackets."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)

@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.cluster import Cluster, control, rendezvous
+from tfmw.cluster import Cluster, addresses, control
 from tfmw.errors import UsageError
 
 logger = logging.getLogger("tfmw")
@@ -88,7 +88,7 @@ def serve(
         TfmwError: no coordinator came.
     """
     assert cluster.address is not None
-    rendezvous.check_port_free(cluster.address)
+    addresses.check_port_free(cluster.address)
     config = tf.compat.v1.ConfigProto(
         intra_op_parallelism_threads=threads, inter_op_parallelism_threads=_INTER_OP_THREADS
     )
@@ -114,7 +114,7 @@ def coordinate(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float) 
     """
     line = control.CoordinatorLine(cluster, facts)
     line.wait_for_all(timeout_s)
-    host, _ = rendezvous.split(cluster.chief[0])
+    host, _ = addresses.split(cluster.chief[0])
     spec = {
         "chief": [f"{f'[{host}]' if ':' in host else host}:{_free_port()}"],
         "ps": list(cluster.ps),

@@ -7,7 +7,7 @@ import secrets
 
 import tensorflow as tf
 
-from tfmw.cluster import membership, rendezvous
+from tfmw.cluster import addresses, membership, rendezvous
 from tfmw.cluster.group import Group
 from tfmw.cluster.membership import Joined
 from tfmw.mirrored.collectives.ring import Ring, RingBroken, connect
@@ -48,7 +48,7 @@ def _connect(joined: Joined) -> Ring | None:
     try:
         return connect(
             group.rank,
-            [rendezvous.split(address)[0] for address in rendezvous.members_of(joined.cluster)],
+            [addresses.split(address)[0] for address in rendezvous.members_of(joined.cluster)],
             group.from_chief(lambda: secrets.token_hex(16)).encode(),
             group.from_all,
             group.require_there,

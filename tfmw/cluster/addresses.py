@@ -1,0 +1,146 @@
+"""Addresses of tasks: "host:port" as text, and as a socket to listen on.
+
+    split("[::1]:2222")              # ("::1", 2222)
+    with listen("h0:2222") as server: ...
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from tfmw.errors import ClusterError
+
+DEFAULT_PORT = 2222
+
+# Ports that all tasks of one job derive from a number of it; below Linux's ephemeral ports, which
+# start at 32768.
+_DERIVED_PORTS = range(12000, 32000)
+PORTS_PER_JOB = 16  # jobs with neighbouring numbers on one host get different ports
+
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]@]+):(?P<port>[0-9]{1,5})")
+
+
+def validated(job: str, value: Any, source: str) -> tuple[str, ...]:
+    """The addresses of one job as a tuple.
+
+    Args:
+        job: task type, for the message.
+        value: what the user wrote; a sequence of "host:port".
+        source: where it comes from, for the message.
+
+    Raises:
+        ClusterError: `value` is no list, or an entry is no "host:port".
+    """
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ClusterError(
+            f'{source} gives {value!r} as the addresses of "{job}"; '
+            'write a list such as ["h0:2222", "h1:2222"].'
+        )
+    for i, address in enumerate(value):
+        match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+        if match is None or not 1 <= int(match["port"]) <= 65535:
+            raise ClusterError(
+                f'{source} gives {address!r} as address {i} of "{job}"; '
+                'write "host:port" with a port from 1 to 65535, such as "h0:2222" or "[::1]:2222".'
+            )
+    return tuple(value)
+
+
+def split(address: str) -> tuple[str, int]:
+    """(host, port) of an address; IPv6 hosts lose their brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def with_port(host: str, port: int) -> str:
+    """The host with `port`, unless it has one."""
+    return host if _ADDRESS.fullmatch(host) else f"{host}:{port}"
+
+
+def derived_port(number: int) -> int:
+    """The first of `PORTS_PER_JOB` ports that all tasks of job `number` compute alike."""
+    slots = len(_DERIVED_PORTS) // PORTS_PER_JOB
+    return _DERIVED_PORTS[number % slots * PORTS_PER_JOB]
+
+
+def is_global(address: str) -> bool:
+    """Whether the host is a literal IP address that the whole internet can reach."""
+    host = address.rpartition(":")[0].strip("[]").partition("%")[0]
+    try:
+        return ipaddress.ip_address(host).is_global
+    except ValueError:
+        return False
+
+
+def is_local(address: str) -> bool:
+    """Whether the host is an address of this machine: one that it can listen on."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, endpoint in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(endpoint)
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def local_index(addresses: Sequence[str]) -> int:
+    """The position of the only address that is this machine's.
+
+    Raises:
+        ClusterError: none of them is, or several are.
+    """
+    local = [i for i, address in enumerate(addresses) if is_local(address)]
+    if len(local) != 1:
+        count = "none of them is" if not local else f"{len(local)} of them are"
+        raise ClusterError(
+            f"which of the hosts {', '.join(addresses)} this machine is cannot be determined: "
+            f"{count} an address of this machine; give --host-index, from 0."
+        )
+    return local[0]
+
+
+def listen(address: str) -> socket.socket:
+    """A socket that listens on the port of this task's own address.
+
+    Raises:
+        ClusterError: the port is taken, or reserved for privileged users.
+    """
+    host, port = split(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server = socket.socket(family, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        # All interfaces, as TensorFlow's server does: `host` may be a name that only others know.
+        server.bind(("", port))
+        server.listen(1024)
+    except OSError as e:
+        server.close()
+        if e.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise ClusterError(
+                f"port {port} of this task's address {address!r} cannot be used "
+                f"({os.strerror(e.errno)}): stop the process that holds it, or give this task "
+                "another port in every task's description of the cluster."
+            ) from None
+        raise
+    return server
+
+
+def check_port_free(address: str) -> None:
+    """Raises ClusterError where this task's own port is taken on this machine."""
+    with contextlib.closing(listen(address)):
+        pass
