@@ -665,7 +665,7 @@ class _Feed:
                 iterator = iter(share.dataset)
                 if late:
                     next(iterator, None)
-            share.leave_epoch_out()
+            share.skip_epoch()
 
     def epoch(
         self, pace: _Pace, backups: Backups | None = None, step: int = 0
@@ -728,10 +728,7 @@ class _Feed:
             if self._asked is not None:
                 self._out_of_data()
             elif self._done == 0 and self.share.steps is None:
-                raise UsageError(
-                    "the dataset is empty: expected at least one batch; check its source, filters "
-                    "and take() or skip()."
-                )
+                raise data.empty_dataset()
 
     def _begin_pass(self, skip: int = 0) -> None:
         share = self.share

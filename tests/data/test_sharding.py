@@ -1,4 +1,4 @@
-"""Shares of datasets, in one process: arithmetic, and what cannot be divided."""
+"""Shards of datasets, in one process: arithmetic, and what cannot be divided."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import tensorflow as tf
 from tfmw import data
 from tfmw.errors import UsageError
 
-SPLITS = [(2, 1), (3, 1), (2, 2)]
+SHARDINGS = [(2, 1), (3, 1), (2, 2)]
 
 
-def _shares(dataset: tf.data.Dataset, workers: int, local: int) -> list[list[list[Any]]]:
+def _shards(dataset: tf.data.Dataset, workers: int, local: int) -> list[list[list[Any]]]:
     """Step -> replica -> its examples, put together from all workers."""
     steps: list[list[list[Any]]] = []
     for rank in range(workers):
-        share = data.Shard.of(dataset, data.Sharding(workers, rank, local), data.Order(seed=3))
-        for step, (parts, total) in enumerate(share.dataset.as_numpy_iterator()):
+        shard = data.shard_dataset(dataset, data.Sharding(workers, rank, local), data.Order(seed=3))
+        for step, (parts, total) in enumerate(shard.dataset.as_numpy_iterator()):
             if step == len(steps):
                 steps.append([])
             if int(total) < 0 and not any(len(p) for p in parts):
@@ -30,10 +30,10 @@ def _shares(dataset: tf.data.Dataset, workers: int, local: int) -> list[list[lis
     return [step for step in steps if any(step)]
 
 
-@pytest.mark.parametrize(("workers", "local"), SPLITS)
+@pytest.mark.parametrize(("workers", "local"), SHARDINGS)
 @pytest.mark.parametrize(("examples", "batch"), [(1, 4), (7, 4), (21, 8), (5, 1)])
 @pytest.mark.parametrize("kind", ["mapped", "plain", "filtered"])
-def test_shares_of_a_step_are_its_global_batch(
+def test_shards_of_a_step_are_its_global_batch(
     workers: int, local: int, examples: int, batch: int, kind: str
 ) -> None:
     dataset = tf.data.Dataset.range(examples)
@@ -43,7 +43,7 @@ def test_shares_of_a_step_are_its_global_batch(
         dataset = dataset.filter(lambda i: i % 5 != 1)
     dataset = dataset.batch(batch)
     whole = [b.tolist() for b in dataset.as_numpy_iterator()]
-    steps = _shares(dataset, workers, local)
+    steps = _shards(dataset, workers, local)
     assert [sorted(e for part in step for e in part) for step in steps] == whole
     if kind != "filtered":
         # Example j of a global batch is replica j mod R's.
@@ -51,7 +51,7 @@ def test_shares_of_a_step_are_its_global_batch(
             assert step == [expected[r :: workers * local] for r in range(workers * local)]
 
 
-@pytest.mark.parametrize(("workers", "local"), SPLITS)
+@pytest.mark.parametrize(("workers", "local"), SHARDINGS)
 def test_rows_add_up(workers: int, local: int) -> None:
     for total in range(20):
         rows = [data.Sharding(workers, rank, local).local_rows(total) for rank in range(workers)]
@@ -66,8 +66,8 @@ def test_sparse_batches_are_divided() -> None:
     dataset = tf.data.Dataset.from_tensor_slices(_sparse(6)).batch(4)
     rows = []
     for rank in range(2):
-        share = data.Shard.of(dataset, data.Sharding(2, rank), data.Order())
-        for (part,), _ in share.dataset:
+        shard = data.shard_dataset(dataset, data.Sharding(2, rank), data.Order())
+        for (part,), _ in shard.dataset:
             rows.extend(tf.sparse.to_dense(part).numpy().argmax(1).tolist())
     assert sorted(rows) == list(range(6))
 
@@ -75,7 +75,7 @@ def test_sparse_batches_are_divided() -> None:
 def test_sparse_batches_that_were_mapped_are_refused() -> None:
     dataset = tf.data.Dataset.from_tensor_slices(_sparse(6)).batch(4).map(lambda s: s * 2.0)
     with pytest.raises(UsageError, match=r"end the dataset in batch\(\), or make them dense"):
-        data.Shard.of(dataset, data.Sharding(2, 0), data.Order())
+        data.shard_dataset(dataset, data.Sharding(2, 0), data.Order())
 
 
 class _Batches(keras.utils.PyDataset):
@@ -103,8 +103,8 @@ class _Batches(keras.utils.PyDataset):
 def test_an_epoch_that_is_left_out_reads_nothing() -> None:
     batches = _Batches()
     source = data.Source(batches)
-    share = source.shard(data.Sharding(1, 0, 1), data.Order(seed=3))
+    shard = source.shard(data.Sharding(1, 0, 1), data.Order(seed=3))
     batches.read.clear()  # of the first, for the form of batches
-    share.leave_epoch_out()
+    shard.skip_epoch()
     assert not batches.read.is_set()
     assert batches.epochs == 1

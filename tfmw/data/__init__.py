@@ -1,24 +1,19 @@
 """A dataset's shards: which examples of each global batch this worker reads.
 
-Read `sharding.py` first. `tfds_files.py` opens TFDS data sets by files.
+Read `sharding.py` first: the three ways to shard. `values.py` has what they take and return,
+`order.py` gives all workers the same order, `source.py` reads what users pass to `fit`,
+`batches.py` has small helpers, `tfds_files.py` opens TFDS data sets by files. `shard` and `tfds`
+are public.
 
 May import: `tfmw.keras_compat`, `tfmw.datasets`, `tfmw.errors`.
 """
 
-from tfmw.data.sharding import (
-    INFINITE,
-    Order,
-    Shard,
-    Sharding,
-    ShardSizes,
-    Source,
-    draws_late,
-    examples_of,
-    ordered,
-    shard,
-    steps_of,
-)
+from tfmw.data.batches import examples_of
+from tfmw.data.order import draws_late, ordered
+from tfmw.data.sharding import shard, shard_dataset
+from tfmw.data.source import Source, empty_dataset, steps_of
 from tfmw.data.tfds_files import tfds
+from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes
 
 __all__ = [
     "INFINITE",
@@ -28,9 +23,11 @@ __all__ = [
     "Sharding",
     "Source",
     "draws_late",
+    "empty_dataset",
     "examples_of",
     "ordered",
     "shard",
+    "shard_dataset",
     "steps_of",
     "tfds",
 ]

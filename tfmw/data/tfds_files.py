@@ -3,13 +3,13 @@
     train = tfmw.data.tfds("mnist", "train", 128)     # a function of an InputContext
     tfmw.fit(model, train, epochs=5)
 
-How the examples are dealt out, once per epoch each:
+How the examples are distributed, each once per epoch:
 
 * as many files as workers, or more: file f is worker f mod N's (`ReadConfig(input_context=...)`);
 * fewer: each worker reads a range of the examples (`tfds.even_splits`), and opens the files in
   which that range lies.
 
-All seeds are given, so that a run that goes on from a backup sees the order it would have seen.
+All seeds are set, so that a run that resumes from a backup sees the order it would have seen.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def tfds(
         name: a TFDS name: "mnist", "my_dataset/config:1.0.0"; "tfmw_digits" ships with tfmw.
         split: a TFDS split: "train", "train[:80%]", "train+test".
         batch_size: examples of a global batch; each replica gets its part of it.
-        shuffle: shuffles a worker's files, and its examples through a buffer of so many of them,
-            anew for each epoch; 0 leaves both in order.
+        shuffle: size of the buffer that shuffles a worker's examples; its files are shuffled,
+            too. Each epoch has a new order. 0 leaves both in order.
         seed: of these shuffles.
         map: called on each example before it is batched, with (features, label) where
             `as_supervised`.
         as_supervised: elements are (features, label), else dicts of all features.
         data_dir: where TFDS keeps its data.
-        read_config: a `tfds.ReadConfig` with what else TFDS is to be told; its `input_context` and
-            `shuffle_seed` are set here.
+        read_config: a `tfds.ReadConfig` with further options; `input_context` and `shuffle_seed`
+            are set here.
         **kwargs: to `tfds.load`, such as `decoders`.
 
     Returns:
@@ -125,15 +125,15 @@ def _read(
         shuffle_seed=seed,
         shuffle_reshuffle_each_iteration=True,
     )
-    mine: Any = split
-    nothing = False
+    local_split: Any = split
+    empty = False
     if workers > files:
-        shares = tensorflow_datasets.even_splits(split, workers)
-        mine = shares[rank]
-        # TFDS refuses to read an empty range; its structure is the first worker's.
-        nothing = not builder.info.splits[mine].num_examples
-        mine = shares[0] if nothing else mine
+        ranges = tensorflow_datasets.even_splits(split, workers)
+        local_split = ranges[rank]
+        # TFDS refuses to read an empty range: the first worker's has the same structure.
+        empty = not builder.info.splits[local_split].num_examples
+        local_split = ranges[0] if empty else local_split
     dataset = builder.as_dataset(
-        split=mine, shuffle_files=shuffle_files, read_config=config, **kwargs
+        split=local_split, shuffle_files=shuffle_files, read_config=config, **kwargs
     )
-    return dataset.take(0) if nothing else dataset
+    return dataset.take(0) if empty else dataset

@@ -121,10 +121,7 @@ def _common(a: Any, b: Any) -> Any:
 
 def _refuse_empty(dataset: tf.data.Dataset) -> None:
     if int(dataset.cardinality()) == 0:
-        raise UsageError(
-            "the dataset is empty: expected at least one batch; check its source, filters and "
-            "take() or skip()."
-        )
+        raise data.empty_dataset()
 
 
 def _refuse_python(graph: Any) -> None:

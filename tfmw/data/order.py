@@ -1,0 +1,178 @@
+"""One order on all workers: the same seeds everywhere, and parallel transformations in order.
+
+Every worker cuts its shard out of its own copy of the pipeline, so all copies must yield the same
+elements in the same order. Shuffles take the chief's seeds; a shuffle without a seed gets one. A
+pipeline is rebuilt from its Python objects where they tell all, else its graph is edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.data.batches import input_of
+from tfmw.data.values import Order
+from tfmw.errors import UsageError
+
+
+def ordered(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
+    """The same pipeline with the chief's seeds, and every order made deterministic.
+
+    A new dataset wherever something shuffles: its sequence of reshuffles begins at the first.
+
+    Raises:
+        UsageError: workers have different datasets.
+    """
+    if not keras_compat.may_shuffle_inside(dataset):
+        return dataset
+    chain = []
+    node = dataset
+    while isinstance(node, keras_compat.REBUILDABLE):
+        chain.append(node)
+        node = input_of(node)
+    # Only the graph shows what is below; in-memory arrays stay out of that graph if possible.
+    if keras_compat.may_shuffle_inside(node):
+        node = _ordered_by_graph(node, order)
+    shuffles = [n for n in reversed(chain) if isinstance(n, keras_compat.Shuffle)]
+    seeds = iter(_agreed([keras_compat.shuffle_seeds(n) for n in shuffles], order))
+    for transformation in reversed(chain):
+        is_shuffle = isinstance(transformation, keras_compat.Shuffle)
+        node = keras_compat.rebuilt(transformation, node, next(seeds) if is_shuffle else None)
+    options = tf.data.Options()
+    options.deterministic = True
+    return node.with_options(options)
+
+
+def draws_late(dataset: tf.data.Dataset) -> bool:
+    """Whether a pass may draw reshuffles only at its first element.
+
+    A shuffle creates the iterator of its input then, and the input may shuffle too.
+    (Source: tensorflow/core/kernels/data/shuffle_dataset_op.cc.)
+    """
+    return keras_compat.shuffles_in(dataset) > 1
+
+
+def _agreed(local: list[list[int] | None], order: Order) -> list[list[int] | None]:
+    """The chief's pairs of seeds, drawn where a shuffle has none."""
+    drawn = [
+        [order.seed, i + 1] if pair is not None and not any(pair) else pair
+        for i, pair in enumerate(local)
+    ]
+    seeds: list[list[int] | None] = order.agree(drawn)
+    if len(seeds) != len(local):
+        raise UsageError(
+            f"workers have different datasets: the chief's has {len(seeds)} shuffles, this "
+            f"worker's has {len(local)}. Build the same pipeline on every worker; tfmw divides it."
+        )
+    return seeds
+
+
+# ---------------------------------------------------------------- by the graph
+
+# Where the two seeds are among the inputs of a dataset op (tensorflow/core/ops/dataset_ops.cc).
+_SEED_INPUTS = {
+    "ShuffleDataset": (2, 3),
+    "ShuffleDatasetV3": (2, 3),
+    "ShuffleAndRepeatDataset": (2, 3),
+    "ShuffleAndRepeatDatasetV2": (2, 3),
+    "RandomDataset": (0, 1),
+    "RandomDatasetV2": (0, 1),
+}
+
+# Where the generator of their reshuffles is.
+_GENERATOR_INPUT = {"ShuffleDatasetV3": 4, "ShuffleAndRepeatDatasetV2": 5}
+
+
+def _ordered_by_graph(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
+    """`ordered` for pipelines that shuffle inside of functions: interleaved, zipped, sampled."""
+    graph = keras_compat.dataset_graph(dataset)
+    changed = False
+    seeds: list[list[int]] = []
+    shuffles = []  # (nodes of the graph or function, suffix of a constant's name, node)
+    bodies = [(graph.node, "")] + [(f.node_def, ":output:0") for f in graph.library.function]
+    for nodes, suffix in bodies:
+        by_name = {node.name: node for node in nodes}
+        for node in nodes:
+            changed |= _make_deterministic(node)
+            changed |= _renew_generator(node, by_name)
+            pair = [_folded(node.input[i], by_name) for i in _SEED_INPUTS.get(node.op, ())]
+            known = [seed for seed in pair if seed is not None]
+            if len(known) == 2:
+                seeds.append(known)
+                shuffles.append((nodes, suffix, node))
+    agreed = _agreed(list(seeds), order)
+    for number, (chosen, local) in enumerate(zip(agreed, seeds, strict=True)):
+        if chosen is not None and chosen != local:
+            _set_seeds(*shuffles[number], chosen, number)
+    if not changed and not seeds:
+        return dataset
+    out = keras_compat.dataset_from_graph(graph, dataset.element_spec)
+    return out.with_options(dataset.options())
+
+
+def _make_deterministic(node: Any) -> bool:
+    """Makes a parallel transformation keep its order; returns whether the node has changed."""
+    if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
+        node.attr["deterministic"].s = b"true"
+        return True
+    return False
+
+
+def _renew_generator(node: Any, by_name: dict[str, Any]) -> bool:
+    """Gives a shuffle a new generator of reshuffles; returns whether anything has changed.
+
+    The graph holds this process's generator, shared with the dataset that the user made.
+    TensorFlow creates a missing one anew.
+    """
+    if node.op not in _GENERATOR_INPUT:
+        return False
+    name = node.input[_GENERATOR_INPUT[node.op]].split(":")[0]
+    generator = by_name.get(name)
+    if generator is None or generator.op != "Const":
+        return False
+    generator.Clear()
+    generator.name = name
+    generator.op = "DummySeedGenerator"
+    return True
+
+
+def _set_seeds(nodes: Any, suffix: str, node: Any, pair: list[int], number: int) -> None:
+    """Makes two new constants the seeds of a shuffle."""
+    for slot, value in zip(_SEED_INPUTS[node.op], pair, strict=True):
+        constant = nodes.add()
+        constant.name = f"tfmw_seed_{number}_{slot}"
+        constant.op = "Const"
+        constant.attr["dtype"].type = tf.int64.as_datatype_enum
+        constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int64, []))
+        node.input[slot] = constant.name + suffix
+
+
+def _folded(name: str, by_name: dict[str, Any]) -> int | None:
+    """The value of a node's input; None where it does not follow from constants.
+
+    Inside of a function, a seed under a global one is an expression: `where(seed == 0 and
+    seed2 == 0, 2**31 - 1, seed2)` (tensorflow/python/data/util/random_seed.py).
+    """
+    node = by_name.get(name.split(":")[0])
+    if node is None:
+        return None
+    if node.op == "Const":
+        return int(tf.make_ndarray(node.attr["value"].tensor))
+    fold = _FOLDS.get(node.op)
+    inputs = [_folded(i, by_name) for i in node.input if not i.startswith("^")]
+    if fold is None or None in inputs:
+        return None
+    return int(fold(*inputs))
+
+
+_FOLDS: dict[str, Callable[..., Any]] = {
+    "Cast": lambda a: a,
+    "Equal": lambda a, b: a == b,
+    "Identity": lambda a: a,
+    "LogicalAnd": lambda a, b: a and b,
+    "Select": lambda c, a, b: a if c else b,
+    "SelectV2": lambda c, a, b: a if c else b,
+}

@@ -1,0 +1,213 @@
+"""What users pass to fit, evaluate and predict: datasets, arrays, `PyDataset`, callables."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.data.batches import deterministic, without_autograph
+from tfmw.data.sharding import shard_dataset, shard_function
+from tfmw.data.values import INFINITE, Order, Shard, Sharding
+from tfmw.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The `x` of fit, evaluate or predict with what goes with it.
+
+    `shard` may be called once per pass: shuffled arrays get a new order for each epoch.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    batch_size: int | None = None
+    steps: int | None = None
+    shuffle: Any = False
+    class_weight: Any = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.x, tf.distribute.DistributedDataset):
+            raise UsageError(
+                "received a DistributedDataset: pass the tf.data.Dataset itself, batched by the "
+                "global batch size; tfmw divides it."
+            )
+        if keras_compat.is_dataset(self.x) or self.is_function():
+            for name in ("y", "sample_weight", "batch_size"):
+                if getattr(self, name) is not None:
+                    raise UsageError(
+                        f"{name} was passed beside a dataset: expected the dataset's own elements "
+                        "to hold it; remove the argument."
+                    )
+
+    def is_function(self) -> bool:
+        """Whether `x` is a callable that takes an `InputContext`."""
+        return (
+            callable(self.x)
+            and not keras_compat.is_dataset(self.x)
+            and not isinstance(self.x, keras.utils.PyDataset)
+            and not hasattr(self.x, "__array__")
+        )
+
+    def shard(self, sharding: Sharding, order: Order, skip: int = 0) -> Shard:
+        """This worker's shard.
+
+        Args:
+            sharding: how global batches are divided.
+            order: where shuffles take their seeds from.
+            skip: steps to leave out at the beginning.
+
+        Raises:
+            UsageError: an empty dataset, or one that cannot be divided.
+        """
+        if self.is_function():
+            if self.class_weight is not None:
+                raise UsageError(
+                    "class_weight goes with a dataset or arrays: a dataset function returns the "
+                    "sample weights itself, as (x, y, sample_weight)."
+                )
+            return shard_function(self.x, sharding, skip)
+        hooks: dict[str, Any] = {}
+        dataset = self.x
+        if not keras_compat.is_dataset(dataset):
+            dataset, hooks = self._read_by_keras(sharding, order)
+        shard = shard_dataset(dataset, sharding, order, skip)
+        if shard.steps == 0:
+            raise empty_dataset()
+        if keras_compat.is_dataset(self.x) and self.class_weight is not None:
+            shard = _with_class_weight(shard, self.class_weight)
+        return dataclasses.replace(shard, **hooks)
+
+    def _read_by_keras(
+        self, sharding: Sharding, order: Order
+    ) -> tuple[tf.data.Dataset, dict[str, Any]]:
+        """Arrays, PyDataset, generators: Keras's own adapters make a dataset of global batches.
+
+        Returns:
+            (dataset, the hooks of the shard).
+        """
+        options = {
+            "batch_size": self.batch_size,
+            "steps_per_epoch": self.steps,
+            "shuffle": self.shuffle,
+            "class_weight": self.class_weight,
+        }
+        x = self.x
+        if isinstance(x, keras.utils.PyDataset):
+            if self.shuffle and x.num_batches is not None:
+                x = _PermutedPyDataset(x, order.agree(order.seed))
+                options["shuffle"] = False
+        adapter = keras_compat.data_adapter(x, self.y, self.sample_weight, **options)
+        # The permutation op of the array adapter takes its seed from the global one.
+        local = keras_compat.global_seed()
+        seed = order.agree(local)
+        if sharding.replicas > 1 and seed is None:
+            seed = order.agree(order.seed)
+        if seed == local:
+            dataset = adapter.get_tf_dataset()
+        else:
+            tf.random.set_seed(seed)
+            try:
+                dataset = adapter.get_tf_dataset()
+            finally:
+                tf.random.set_seed(local)
+        hooks = {"on_epoch_begin": adapter.on_epoch_begin, "on_epoch_end": adapter.on_epoch_end}
+        if isinstance(x, keras.utils.PyDataset):
+            hooks["skip_epoch"] = functools.partial(_skip_epoch, x)
+            if x.num_batches is not None:
+                dataset = dataset.apply(tf.data.experimental.assert_cardinality(x.num_batches))
+        return dataset, hooks
+
+    @property
+    def is_read_once(self) -> bool:
+        """Whether Python code makes the batches: reading them a second time may change them."""
+        return isinstance(self.x, keras.utils.PyDataset) or hasattr(self.x, "__next__")
+
+    @property
+    def reshuffled_by_keras(self) -> bool:
+        """Whether each epoch needs a shard of its own, for a new order."""
+        is_array = not (
+            keras_compat.is_dataset(self.x)
+            or self.is_function()
+            or isinstance(self.x, keras.utils.PyDataset)
+            or hasattr(self.x, "__next__")
+        )
+        return bool(self.shuffle) and is_array and keras_compat.global_seed() is None
+
+
+class _PermutedPyDataset(keras.utils.PyDataset):
+    """A PyDataset whose batches come in a new random order each epoch, the same on every worker."""
+
+    def __init__(self, dataset: keras.utils.PyDataset, seed: int):
+        super().__init__(
+            workers=dataset.workers,
+            use_multiprocessing=dataset.use_multiprocessing,
+            max_queue_size=dataset.max_queue_size,
+        )
+        self._dataset = dataset
+        self._random = np.random.default_rng(seed)
+        self._order = self._random.permutation(len(self))
+
+    @property
+    def num_batches(self) -> int | None:
+        number: int | None = self._dataset.num_batches
+        return number
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[int(self._order[index])]
+
+    def on_epoch_begin(self) -> None:
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._dataset.on_epoch_end()
+        self._order = self._random.permutation(len(self))
+
+
+def _skip_epoch(dataset: keras.utils.PyDataset) -> None:
+    """Calls the dataset's own hooks: those of Keras's adapter would begin to read batches."""
+    dataset.on_epoch_begin()
+    dataset.on_epoch_end()
+
+
+def _with_class_weight(shard: Shard, class_weight: Any) -> Shard:
+    """Adds sample weights. They depend on the label alone, so each worker looks up its own."""
+    add_weights = keras_compat.make_class_weight_map(class_weight)
+    mapped = shard.dataset.map(
+        without_autograph(lambda parts, total: (tuple(add_weights(*p) for p in parts), total))
+    )
+    spec = mapped.element_spec[0][0]
+    return dataclasses.replace(shard, dataset=deterministic(mapped), element_spec=spec)
+
+
+def empty_dataset() -> UsageError:
+    """The error for a dataset without a batch."""
+    return UsageError(
+        "the dataset is empty: expected at least one batch; check its source, filters and "
+        "take() or skip()."
+    )
+
+
+def steps_of(shard: Shard, steps: int | None, what: str) -> int | None:
+    """Steps of one epoch: what was asked for, else what the dataset has.
+
+    Raises:
+        UsageError: an infinite dataset, and no number of steps was given.
+    """
+    if steps is not None:
+        return steps
+    if shard.steps == INFINITE:
+        raise UsageError(
+            f"the dataset is infinite and {what} was not given: pass {what}=..., or end the "
+            "dataset with take()."
+        )
+    return shard.steps

@@ -1,0 +1,110 @@
+"""What sharding takes and gives: how a global batch is divided, and one worker's shard of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+INFINITE = -1
+"""`Shard.steps` of a dataset without an end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """How a global batch is divided between replicas.
+
+    Attributes:
+        workers: processes that train.
+        rank: this process, from 0.
+        local_replicas: replicas (devices) of each process.
+    """
+
+    workers: int = 1
+    rank: int = 0
+    local_replicas: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Replicas of all processes together."""
+        return self.workers * self.local_replicas
+
+    @property
+    def first_replica(self) -> int:
+        """The number of this process's first replica."""
+        return self.rank * self.local_replicas
+
+    def is_local(self, position: Any) -> Any:
+        """Whether the example at `position` (int or integer tensor) belongs to this worker."""
+        replica = position % self.replicas
+        last = self.first_replica + self.local_replicas
+        return (replica >= self.first_replica) & (replica < last)
+
+    def local_rows(self, total: int) -> int:
+        """How many of `total` examples belong to this worker."""
+        local = range(self.first_replica, self.first_replica + self.local_replicas)
+        return sum(len(range(replica, total, self.replicas)) for replica in local)
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """Where the order of examples comes from: seeds that all workers share.
+
+    Attributes:
+        seed: for shuffles that have none.
+        agree: takes this worker's value and returns the chief's. Values are JSON.
+    """
+
+    seed: int = 0
+    agree: Callable[[Any], Any] = lambda local: local
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardSizes:
+    """What is known of the replicas' shards of one step.
+
+    Attributes:
+        uneven: whether they may differ in size.
+        empty: whether one of them may be empty.
+    """
+
+    uneven: bool
+    empty: bool
+
+    @classmethod
+    def of(cls, total: int, sharding: Sharding) -> ShardSizes:
+        """The sizes for a global batch of `total` examples."""
+        return cls(total % sharding.replicas != 0, total < sharding.replicas)
+
+
+@dataclasses.dataclass
+class Shard:
+    """One worker's shard of a dataset.
+
+    Attributes:
+        dataset: elements (batches, total): a tuple of one batch for each local replica, and
+            int64 [], the number of examples of this step over all replicas. The total is -1 where
+            this worker cannot know it: the replicas add up their examples, the dataset continues
+            with empty batches for ever, and it has ended once the sum of a step is 0.
+        steps: global batches in one pass; INFINITE; None where only reading tells.
+        full: shard sizes of every step but the last one.
+        last: shard sizes of the last step of a pass.
+        element_spec: of one batch, as the model gets it.
+        batch_size: of the global batch, where it is known.
+        size_known: whether the dataset contains the number of examples of each step.
+        on_epoch_begin, on_epoch_end: call them around each epoch that is read.
+        skip_epoch: call it for an epoch that an earlier run has read.
+    """
+
+    dataset: tf.data.Dataset
+    steps: int | None
+    full: ShardSizes
+    last: ShardSizes
+    element_spec: Any
+    batch_size: int | None = None
+    size_known: bool = True
+    on_epoch_begin: Callable[[], None] = lambda: None
+    on_epoch_end: Callable[[], None] = lambda: None
+    skip_epoch: Callable[[], None] = lambda: None
