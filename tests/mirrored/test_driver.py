@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tfmw.mirrored import driver
+from tfmw.mirrored.replicas import new_function
 
 
 @pytest.mark.parametrize(
-    ("make", "warns"), [(driver._function, False), (tf.function, True)], ids=["ours", "plain"]
+    ("make", "warns"), [(new_function, False), (tf.function, True)], ids=["ours", "plain"]
 )
 def test_one_fit_after_the_other_is_not_taken_for_retracing(
     make: Callable[..., Any], warns: bool, caplog: pytest.LogCaptureFixture

@@ -4,8 +4,8 @@
 
 Unseeded initializers draw other values in each process, and a callback may change the weights of
 one task only. Nothing else would show it: gradients of different weights add up as well as any. So
-workers tell each other a checksum of every variable, one pass over the values and one message; and
-what is not the same everywhere travels, over tfmw's ring where there is one.
+workers exchange a checksum of every variable, one pass over the values and one message; and what
+differs is broadcast, over tfmw's ring where there is one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tfmw.cluster.group import Group
 from tfmw.keras_compat import placement
 from tfmw.mirrored.collectives.connection import ring_of
 from tfmw.mirrored.collectives.ring import Ring
+from tfmw.mirrored.tensors import in_packs
 
 
 def agree(group: Group, strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> list[Any]:
@@ -76,25 +77,12 @@ def _broadcast(ring: Ring, variables: Sequence[tf.Variable]) -> None:
 def _broadcast_by_tensorflow(
     strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]
 ) -> None:
-    """The variables travel in one tensor per type."""
-    groups: dict[tf.DType, list[tf.Variable]] = {}
-    for variable in variables:
-        groups.setdefault(_carrier(variable.dtype), []).append(variable)
-    for dtype, members in sorted(groups.items(), key=lambda item: item[0].name):
-        packed = tf.concat(
-            [tf.reshape(tf.cast(v.read_value(), dtype), [-1]) for v in members], axis=0
-        )
-        # A variable made in the scope takes the chief's initial value on every worker.
+    def first_of_all(flat: tf.Tensor) -> tf.Tensor:
+        # A variable created in the scope takes the chief's initial value on every worker.
         with strategy.scope():
-            shared = tf.Variable(packed, trainable=False)
-        flat = strategy.experimental_local_results(shared)[0].read_value()
-        sizes = [int(np.prod(v.shape.as_list())) for v in members]
-        for variable, part in zip(members, tf.split(flat, sizes), strict=True):
-            variable.assign(tf.cast(tf.reshape(part, variable.shape), variable.dtype))
+            shared = tf.Variable(flat, trainable=False)
+        return strategy.experimental_local_results(shared)[0].read_value()
 
-
-def _carrier(dtype: tf.DType) -> tf.DType:
-    """The type in which values of `dtype` travel unchanged; collectives know only a few."""
-    if dtype.is_floating:
-        return tf.float64 if dtype == tf.float64 else tf.float32
-    return tf.int64
+    values = in_packs([v.read_value() for v in variables], first_of_all)
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)

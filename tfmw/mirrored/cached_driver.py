@@ -124,7 +124,7 @@ def cached_driver(
         with driver:
             entered = _Facts.of(model, strategy, compression)  # with what the driver itself sets
             driver.traces_valid = lambda: _Facts.of(model, strategy, compression).same(entered)
-            driver.on_trace = lambda: held.append(driver.traces_valid())
+            driver.on_trace(lambda: held.append(driver.traces_valid()))
             yield driver
     finally:
         vars(model).pop(_KEPT, None)  # of calls within this one

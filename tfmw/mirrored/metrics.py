@@ -1,0 +1,270 @@
+"""Logs of the steps of all replicas: metrics, and what a model's own step returns besides.
+
+Each replica updates its own copies of the metrics' variables. `ReplicaMetrics.result` combines
+them: sums are added up, maxima and minima taken, and Keras computes results from those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.errors import UsageError
+from tfmw.mirrored.replicas import Replicas, Traces
+from tfmw.mirrored.tensors import sum_over_replicas
+
+
+class ReplicaMetrics:
+    """The logs of a model's steps, over all replicas.
+
+    Attributes:
+        signals: of all tasks: the sums of what each one gave to the last `result`.
+    """
+
+    def __init__(self, model: keras.Model, replicas: Replicas, traces: Traces):
+        self.signals: list[float] = []
+        self._model = model
+        self._replicas = replicas
+        self._traces = traces
+        self._logs: dict[str, StepLogs] = {}
+        self._combined: dict[int, str] = {}  # id of a metric's variable -> how replicas combine
+        self._initial: dict[int, np.ndarray] | None = None
+
+    def logs(self, kind: str) -> StepLogs:
+        """What "train" or "test" steps return."""
+        return self._logs.setdefault(kind, StepLogs())
+
+    def note_update(self, variable: Any, value: Any) -> None:
+        """Notes how a metric's variable is updated, and so how replicas' values combine.
+
+        Raises:
+            UsageError: it is not a sum over examples, nor a maximum or minimum.
+        """
+        if self._replicas.count == 1 or all(
+            variable is not v for v in keras_compat.metric_variables(self._model)
+        ):
+            return
+        how = keras_compat.combination(variable, value)
+        if how is None:
+            raise UsageError(
+                f"a metric updates its variable {variable.path!r} otherwise than by adding to it "
+                "(or taking a maximum or minimum), so the values of several replicas cannot be put "
+                "together: keep sums and counts in variables, and divide in result()."
+            )
+        if how != "unchanged":
+            self._combined[id(variable)] = how
+
+    def reset(self) -> None:
+        """Sets all metrics to their initial state."""
+        self._model.reset_metrics()
+        if self._initial is None:
+            self._initial = {}
+            for variable in keras_compat.metric_variables(self._model):
+                value = np.asarray(variable.value)
+                if value.any():
+                    self._initial[id(variable)] = value
+
+    def result(self, kind: str, signals: tuple[float, ...] = ()) -> dict[str, Any]:
+        """Logs of the steps since the last reset, over all replicas.
+
+        A collective: all workers enter it.
+
+        Args:
+            kind: "train" or "test".
+            signals: of this task, for all others: `self.signals` is their sum over tasks
+                afterwards.
+
+        Returns:
+            Name -> value, as the model's own step names them.
+        """
+        logs = self.logs(kind)
+        if not logs.names:  # resumed after the last step of an epoch: no step has run here yet
+            logs.names = list(self._model.get_metrics_result())
+
+        def compute(local_signals: tf.Tensor) -> Any:
+            return self._compute(logs, local_signals)
+
+        eager = self._model.run_eagerly and self._replicas.count == 1
+        run = self._traces.get(
+            ("metrics", kind), lambda: compute if eager else self._traces.function(compute)
+        )
+        values, sums = run(tf.constant([*signals, 0.0], tf.float32))
+        self.signals = [float(s) for s in sums.numpy()[: len(signals)]]
+        return _python_logs(values)
+
+    def _compute(
+        self, logs: StepLogs, local_signals: tf.Tensor
+    ) -> tuple[dict[str, Any], tf.Tensor]:
+        """(logs over all replicas, sums of signals). In a cross-replica context."""
+        variables = keras_compat.metric_variables(self._model)
+        raw = list(logs.raw)
+
+        def combined(local_signals: tf.Tensor) -> Any:
+            local = self._replicas.local_index()
+            values = [tf.identity(v.value) for v in variables]
+            values += [tf.identity(logs.raw[name][local]) for name in raw]
+            # A task has one voice, however many replicas it has.
+            signals = tf.identity(local_signals)
+            values.append(signals if local == 0 else tf.zeros_like(signals))
+            return values if self._replicas.count == 1 else self._combine(variables, values)
+
+        sums = self._replicas.strategy.run(combined, args=(local_signals,))
+        sums = [self._replicas.first_result(s) for s in sums]
+        signals = sums.pop()
+        mapping = list(zip(variables, sums, strict=False))
+        with keras.StatelessScope(state_mapping=mapping):
+            results = logs.results(self._model)
+        results.update(zip(raw, sums[len(variables) :], strict=True))
+        return {name: results[name] for name in logs.names}, signals
+
+    def _combine(self, variables: list[Any], values: list[Any]) -> list[Any]:
+        """Values of metric variables over all replicas, then the sums of all further values.
+
+        In a replica context.
+        """
+        replica = tf.distribute.get_replica_context()
+        count = self._replicas.count
+        how = [self._combined.get(id(v), "sum") for v in variables]
+        extremes = [i for i, h in enumerate(how) if h != "sum"]
+        spread = list(values)
+        for i in extremes:
+            # A sum of one row per replica is the list of all replicas' values.
+            row = tf.one_hot(replica.replica_id_in_sync_group, count, dtype=tf.float32)
+            row = tf.cast(tf.reshape(row, [-1] + [1] * values[i].shape.rank), values[i].dtype)
+            spread[i] = row * values[i][None]
+        out = sum_over_replicas(spread)
+        for i in extremes:
+            reduce = tf.reduce_max if how[i] == "max" else tf.reduce_min
+            out[i] = reduce(out[i], axis=0)
+        for i, variable in enumerate(variables):
+            # A sum that does not begin at zero began so on every replica, and counts once.
+            initial = (self._initial or {}).get(id(variable))
+            if initial is not None and i not in extremes:
+                out[i] -= tf.cast((count - 1) * initial, out[i].dtype)
+        return out
+
+
+class StepLogs:
+    """What a step returns.
+
+    Attributes:
+        names: of all logs, in the step's order.
+        metrics: by name, the metric whose result a log is.
+        raw: by name, the last value on each local replica of a log that is no metric's result.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.metrics: dict[str, Any] = {}
+        self.raw: dict[str, list[tf.Variable]] = {}
+
+    def keep(
+        self,
+        returned: Any,
+        noted: NotedResults | None,
+        local: int,
+        share: keras_compat.LossShare | None,
+    ) -> None:
+        """Keeps what a step returned.
+
+        Args:
+            returned: by the step, on one replica.
+            noted: results of metrics within the step; None for Keras's own steps, which return
+                metrics only.
+            local: which of this process's replicas it is.
+            share: its part of the global batch; None where there is one replica.
+        """
+        if not isinstance(returned, dict):
+            raise UsageError(
+                f"the model's step returned {type(returned).__name__}: expected a dict of logs, "
+                'such as {"loss": loss}.'
+            )
+        self.names = list(returned)
+        if noted is None:
+            return
+        for name, value in returned.items():
+            metric = noted.metric_of(value)
+            if metric is not None:
+                self.metrics[name] = metric
+                continue
+            if isinstance(value, dict):
+                raise UsageError(
+                    f"the model's step returned a dict as log {name!r} that is not a metric's "
+                    "result: expected one number, a tensor or a metric's result()."
+                )
+            # The value of the whole batch, for what is a mean over examples.
+            value = tf.reduce_mean(tf.cast(value, tf.float32))
+            if share is not None:
+                value = tf.math.multiply_no_nan(value, share.weight)
+            copies = self.raw.setdefault(name, [])
+            with tf.init_scope():
+                while len(copies) <= local:
+                    copies.append(tf.Variable(0.0, trainable=False))
+            copies[local].assign(value)
+
+    def results(self, model: keras.Model) -> dict[str, Any]:
+        """Name -> result of a metric, for every log that is one."""
+        results = dict(model.get_metrics_result())
+        results.update({name: metric.result() for name, metric in self.metrics.items()})
+        return results
+
+
+_noting = threading.local()
+
+
+class NotedResults(list[tuple[Any, Any]]):
+    """(tensor, metric) of what metrics returned while this thread traced a step."""
+
+    @classmethod
+    @contextlib.contextmanager
+    def on_this_thread(cls) -> Iterator[NotedResults]:
+        """Notes results within this context, of metrics that `noting_results` watches."""
+        _noting.now = cls()
+        try:
+            yield _noting.now
+        finally:
+            _noting.now = None
+
+    def metric_of(self, value: Any) -> Any | None:
+        """The metric whose result is `value`, a tensor or a dict of them."""
+        return next((metric for noted, metric in self if noted is value), None)
+
+
+@contextlib.contextmanager
+def noting_results(model: keras.Model) -> Iterator[None]:
+    """Within this context a custom step's logs can be traced back to metrics, by their tensors."""
+
+    def noted(metric: Any) -> Callable[[], Any]:
+        result = metric.result
+
+        def wrapper() -> Any:
+            value = result()
+            now = getattr(_noting, "now", None)
+            if now is not None:
+                now.append((value, metric))
+            return value
+
+        return wrapper
+
+    metrics = keras_compat.leaf_metrics(model)
+    with keras_compat.overridden([(m, "result", noted(m)) for m in metrics]):
+        yield
+
+
+def _python_logs(logs: dict[str, Any]) -> dict[str, Any]:
+    """Logs as Keras gives them: flat, and Python floats where they are single numbers."""
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        if isinstance(value, dict):
+            flat.update(_python_logs(value))
+            continue
+        array = np.asarray(value)
+        flat[name] = float(array) if array.ndim == 0 else array
+    return flat

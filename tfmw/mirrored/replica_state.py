@@ -1,0 +1,116 @@
+"""What each replica keeps for itself between steps: moving averages, and metrics so far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.keras_compat import placement
+from tfmw.mirrored.replicas import Replicas, Traces
+from tfmw.mirrored.tensors import sum_over_replicas
+
+
+class ReplicaState:
+    """The float variables that layers update in a step, each replica its own (batch norm).
+
+    Attributes:
+        assigned: the variables that training steps assign; None until one has been traced.
+    """
+
+    def __init__(self, model: keras.Model, replicas: Replicas, traces: Traces):
+        self.assigned: list[Any] | None = None
+        self._model = model
+        self._replicas = replicas
+        self._traces = traces
+
+    def all_variables(self) -> list[Any]:
+        """Those that a step may update."""
+        return [
+            v
+            for v in keras_compat.state_variables_of(self._model)
+            if keras_compat.native(v).dtype.is_floating
+        ]
+
+    def variables(self) -> list[Any]:
+        """Those that a step updates; those that it may update until one has been traced."""
+        state = self.all_variables()
+        if self.assigned is None:
+            return state
+        return [v for v in state if any(v is a for a in self.assigned)]
+
+    def average(self) -> None:
+        """Sets them to the mean over replicas, on every replica.
+
+        A mean commutes with a moving average, so it may be taken at any time between steps; it is
+        taken before anybody reads. A collective: all workers enter it.
+        """
+        if self._replicas.count == 1 or not self.variables():
+            return
+        run = self._replicas.strategy.run
+        self._traces.get(
+            "average",
+            lambda: self._traces.function(
+                lambda: run(lambda: self.average_on_replica(self.variables()))
+            ),
+        )()
+
+    def average_on_replica(self, variables: list[Any]) -> None:
+        """Sets variables to their mean over replicas. In a replica context."""
+        values = [tf.identity(keras_compat.native(v).read_value()) for v in variables]
+        for variable, total in zip(variables, sum_over_replicas(values), strict=True):
+            mean = total / tf.cast(self._replicas.count, total.dtype)
+            keras_compat.native(variable).assign(mean)
+
+    def _groups(self) -> tuple[list[Any], list[Any]]:
+        return keras_compat.metric_variables(self._model), self.all_variables()
+
+    def rows(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """One row per replica: float64 [replicas, values] of metrics, and of moving averages.
+
+        A collective: all workers enter it.
+        """
+        count = self._replicas.count
+
+        def on_replica() -> list[tf.Tensor]:
+            replica = tf.distribute.get_replica_context()
+            row = tf.one_hot(replica.replica_id_in_sync_group, count, dtype=tf.float64)[:, None]
+            rows = []
+            for variables in self._groups():
+                values = [tf.reshape(tf.cast(v.value, tf.float64), [-1]) for v in variables]
+                rows.append(row * tf.concat([tf.zeros([0], tf.float64), *values], axis=0))
+            return sum_over_replicas(rows) if count > 1 else rows
+
+        def on_all() -> list[tf.Tensor]:
+            return [self._replicas.first_result(t) for t in self._replicas.strategy.run(on_replica)]
+
+        metrics, averages = self._traces.get("rows", lambda: self._traces.function(on_all))()
+        return metrics, averages
+
+    def restore(self, metrics: np.ndarray, averages: np.ndarray) -> None:
+        """Gives replicas back what `rows` returned.
+
+        Another number of replicas gets the sum of the metrics (on the first) and the mean of the
+        averages.
+
+        Args:
+            metrics, averages: [replicas then, values].
+        """
+        count, sharding = self._replicas.count, self._replicas.sharding
+        if len(metrics) != count:
+            summed = np.zeros([count, metrics.shape[1]])
+            summed[0] = metrics.sum(axis=0)
+            metrics = summed
+            averages = np.repeat(averages.mean(axis=0, keepdims=True), count, axis=0)
+        for variables, rows in zip(self._groups(), (metrics, averages), strict=True):
+            for local in range(sharding.local_replicas):
+                row, start = rows[sharding.first_replica + local], 0
+                for variable in variables:
+                    copy = placement.local_copies(self._replicas.strategy, variable)[local]
+                    size = int(np.prod(copy.shape.as_list()))
+                    value = row[start : start + size].reshape(copy.shape.as_list())
+                    copy.assign(tf.cast(value, copy.dtype))
+                    start += size

@@ -1,0 +1,98 @@
+"""The replicas of a strategy as this process sees them, and the functions traced for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import tensorflow as tf
+
+from tfmw.cluster.group import Group
+from tfmw.data import Sharding
+from tfmw.keras_compat import placement
+
+
+class Replicas:
+    """All replicas of a synchronous strategy, and which of them this process has.
+
+    Attributes:
+        strategy: mirrored, multi-worker mirrored, or TensorFlow's default.
+        group: the processes that train together.
+        sharding: how global batches are divided between the replicas.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        self.strategy = strategy
+        self.group = Group.of(strategy)
+        self.sharding = Sharding(
+            self.group.size, self.group.rank, placement.local_replicas(strategy)
+        )
+
+    @property
+    def count(self) -> int:
+        """Number of replicas, over all processes."""
+        return self.strategy.num_replicas_in_sync
+
+    @property
+    def local(self) -> int:
+        """Number of replicas of this process."""
+        return self.sharding.local_replicas
+
+    def local_index(self) -> int:
+        """Which of this process's replicas runs. In a replica context."""
+        if self.local == 1:
+            return 0
+        replica = tf.distribute.get_replica_context()
+        return (
+            int(tf.get_static_value(replica.replica_id_in_sync_group)) - self.sharding.first_replica
+        )
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """The values of this process's replicas, of something that `strategy.run` returned."""
+        results: tuple[Any, ...] = self.strategy.experimental_local_results(value)
+        return results
+
+    def first_result(self, value: Any) -> Any:
+        """The value of this process's first replica: for what is the same on all."""
+        return self.local_results(value)[0]
+
+
+class Traces:
+    """The functions that a driver has traced, each under a key.
+
+    Attributes:
+        on_trace: called while anything is traced.
+    """
+
+    def __init__(self) -> None:
+        self.on_trace: Callable[[], Any] = lambda: None
+        self._functions: dict[Hashable, Callable[..., Any]] = {}
+
+    def get(self, key: Hashable, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        """The function under `key`; made by `make` where there is none yet."""
+        if key not in self._functions:
+            self._functions[key] = make()
+        return self._functions[key]
+
+    def function(self, function: Callable[..., Any], **options: Any) -> Any:
+        """A `tf.function` that reports its traces to `on_trace`."""
+
+        def noted(*arguments: Any) -> Any:
+            self.on_trace()
+            return function(*arguments)
+
+        return new_function(noted, **options)
+
+    def clear(self) -> None:
+        """Forgets all functions."""
+        self._functions.clear()
+
+
+def new_function(function: Callable[..., Any], **options: Any) -> Any:
+    """A `tf.function` of one driver.
+
+    TensorFlow counts how often the same code is traced, and warns about it, but each driver traces
+    its own copy. It counts every partial separately.
+    """
+    return tf.function(functools.partial(function), autograph=False, **options)

@@ -1,0 +1,79 @@
+"""Helpers for tensors of a step: batches without examples, and packs for collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+
+def batch_rows(batch: Any) -> tf.Tensor:
+    """int32 []: the number of examples of a batch, from its first tensor."""
+    first = next(t for t in tf.nest.flatten(batch) if t is not None)
+    if isinstance(first, tf.RaggedTensor):
+        return tf.cast(first.nrows(), tf.int32)
+    if isinstance(first, tf.SparseTensor):
+        return tf.cast(first.dense_shape[0], tf.int32)
+    return tf.shape(first)[0]
+
+
+def or_one_example(batch: Any, present: tf.Tensor) -> Any:
+    """The batch, or one example of zeros where `present` is false."""
+    return tf.nest.map_structure(lambda tensor: _or_one_row(tensor, present), batch)
+
+
+def _or_one_row(tensor: Any, present: tf.Tensor) -> Any:
+    if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor)):
+        return tensor
+    one = tf.zeros([1, *[d or 1 for d in tensor.shape[1:]]], tensor.dtype)
+    out = tf.cond(present, lambda: tensor, lambda: one)
+    out.set_shape([None, *tensor.shape[1:]])
+    return out
+
+
+def or_zeros(grad: Any, present: tf.Tensor) -> Any:
+    """A gradient, or zeros where `present` is false; None stays None."""
+    if grad is None:
+        return None
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(or_zeros(grad.values, present), grad.indices, grad.dense_shape)
+    return tf.cond(present, lambda: grad, lambda: tf.zeros_like(grad))
+
+
+def carrier_of(dtype: tf.DType) -> tf.DType:
+    """The type in which values of `dtype` travel unchanged: collectives support only a few."""
+    if dtype.is_floating:
+        return tf.float64 if dtype == tf.float64 else tf.float32
+    return tf.int64
+
+
+def in_packs(
+    values: Sequence[tf.Tensor], exchange: Callable[[tf.Tensor], tf.Tensor]
+) -> list[tf.Tensor]:
+    """Calls a collective on one flat tensor per carrier type, instead of on each value.
+
+    Args:
+        values: of static shapes; the same shapes and types on all replicas.
+        exchange: a collective, [n] -> [n], such as a sum over replicas.
+
+    Returns:
+        The results in the shapes and types of `values`.
+    """
+    out: list[Any] = [None] * len(values)
+    by_carrier: dict[tf.DType, list[int]] = {}
+    for i, value in enumerate(values):
+        by_carrier.setdefault(carrier_of(value.dtype), []).append(i)
+    for carrier, positions in sorted(by_carrier.items(), key=lambda item: item[0].name):
+        flat = tf.concat([tf.reshape(tf.cast(values[i], carrier), [-1]) for i in positions], axis=0)
+        sizes = [int(np.prod(values[i].shape.as_list())) for i in positions]
+        for i, part in zip(positions, tf.split(exchange(flat), sizes), strict=True):
+            out[i] = tf.cast(tf.reshape(part, values[i].shape), values[i].dtype)
+    return out
+
+
+def sum_over_replicas(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums over all replicas, one reduction per carrier type. In a replica context."""
+    replica = tf.distribute.get_replica_context()
+    return in_packs(values, lambda flat: replica.all_reduce(tf.distribute.ReduceOp.SUM, flat))
