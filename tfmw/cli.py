@@ -187,14 +187,14 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
         "--log-dir", type=Path, metavar="DIR", help="keep each task's output in a folder in DIR"
     )
     _add_hosts(run)
-    _add_terms(run)
+    _add_run_options(run)
     # Where the program starts is found by `_split`; this is for the help.
     run.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
     return run
 
 
-def _add_terms(run: argparse.ArgumentParser) -> None:
-    """The options that are fields of `Terms`."""
+def _add_run_options(run: argparse.ArgumentParser) -> None:
+    """The options that are fields of `RunOptions`."""
     run.add_argument(
         "--max-restarts",
         type=int,
@@ -291,9 +291,9 @@ def _with_hyphens(token: str) -> str:
 
 
 def _run(options: argparse.Namespace, program: list[str]) -> int:
-    from tfmw.launcher.run import Terms, launch_tasks, run_here
+    from tfmw.launcher.run import RunOptions, launch_tasks, run_here
 
-    terms = Terms(
+    run_options = RunOptions(
         max_restarts=options.max_restarts,
         min_workers=options.min_workers,
         monitor_interval_s=options.monitor_interval,
@@ -317,7 +317,7 @@ def _run(options: argparse.Namespace, program: list[str]) -> int:
             (options.ps and cluster is None)
             or options.evaluator
             or options.log_dir
-            or terms != Terms()
+            or run_options != RunOptions()
         ):
             raise UsageError(
                 "--ps, --evaluator, --log-dir and what is to be done about failures need "
@@ -331,7 +331,7 @@ def _run(options: argparse.Namespace, program: list[str]) -> int:
         ps=options.ps,
         evaluator=options.evaluator,
         log_dir=options.log_dir,
-        terms=terms,
+        options=run_options,
     )
     try:
         for line in result.summary():

@@ -170,7 +170,7 @@ def template_and_copies(pids: Iterable[int]) -> tuple[list[int], list[int]]:
     found: tuple[list[int], list[int]] = ([], [])
     for pid in pids:
         with contextlib.suppress(OSError):
-            if b"\0template\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"\0fork-server\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found[os.readlink(f"/proc/{pid}/fd/1") != os.devnull].append(pid)
     return found
 

@@ -16,7 +16,8 @@ import pytest
 from tests.helpers.cluster import PROGRAMS, ROOT, ClusterRun, tfmw_command
 from tfmw.errors import UsageError
 from tfmw.launcher import isolation
-from tfmw.launcher.run import Terms, launch_tasks
+from tfmw.launcher import network as network_choice
+from tfmw.launcher.run import RunOptions, launch_tasks
 
 NO_INIT = {"TFMW_NO_INIT": "1"}
 PROGRAM = str(PROGRAMS / "isolate_tasks.py")
@@ -107,11 +108,17 @@ class TestRow34:
 
 class TestAuto:
     def test_it_is_the_default_and_is_said(self, run_cluster, monkeypatch):
-        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", *isolation._CLIENTS):
+        for name in (
+            "http_proxy",
+            "https_proxy",
+            "HTTP_PROXY",
+            "HTTPS_PROXY",
+            *network_choice.CLIENT_VARIABLES,
+        ):
             monkeypatch.delenv(name, raising=False)
         run: ClusterRun = run_cluster("isolate_tasks.py", env=NO_INIT)
         here = os.readlink("/proc/self/ns/net")
-        if isolation.objection([], {}) is None:
+        if network_choice.objection([], {}) is None:
             assert run[0]["namespace"] != here
             assert run.output.startswith("tfmw: the tasks live in a private network")
             assert "--isolate off" in run.output
@@ -131,7 +138,10 @@ class TestAuto:
         ],
     )
     def test_what_speaks_against_it(self, network, argv, environ, why):
-        clause, reachable = isolation.objection(argv, environ, **network(ROUTES)) or ("", False)
+        clause, reachable = network_choice.objection(argv, environ, **network(ROUTES)) or (
+            "",
+            False,
+        )
         assert why in clause
         assert reachable
 
@@ -143,16 +153,16 @@ class TestAuto:
         ],
     )
     def test_what_does_not(self, network, argv, environ):
-        assert isolation.objection(argv, environ, **network(ROUTES)) is None
+        assert network_choice.objection(argv, environ, **network(ROUTES)) is None
 
     def test_a_machine_in_no_network_has_nothing_to_close(self, network):
         lo = "00000000000000000000000000000001 01 80 10 80       lo\n"
-        assert isolation.objection([], {}, **network(addresses=lo)) == (
+        assert network_choice.objection([], {}, **network(addresses=lo)) == (
             "this machine is in no network",
             False,
         )
         eth0 = "fe8000000000000000fc00fffe000001 04 40 20 80     eth0\n"
-        assert isolation.objection([], {}, **network(addresses=lo + eth0)) is None
+        assert network_choice.objection([], {}, **network(addresses=lo + eth0)) is None
 
     def test_one_task_opens_no_port(self, tmp_path, capfd):
         env = {**NO_INIT, "TFMW_RESULT": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -178,13 +188,13 @@ class TestImpossible:
             raise isolation.Impossible("Operation not permitted")
 
         monkeypatch.setattr(isolation, "create", create)
-        monkeypatch.setattr(isolation, "objection", lambda argv, environ: None)
+        monkeypatch.setattr(network_choice, "objection", lambda argv, environ: None)
 
     def launch(self, tmp_path: Path, isolate: Any) -> int:
         env = {**NO_INIT, "TFMW_RESULT": str(tmp_path), "PYTHONPATH": str(ROOT)}
         program = [str(PROGRAMS / "launch_tasks.py")]
-        terms = Terms(isolate=isolate)
-        return launch_tasks(program, env=env, stdout=io.StringIO(), terms=terms).status
+        options = RunOptions(isolate=isolate)
+        return launch_tasks(program, env=env, stdout=io.StringIO(), options=options).status
 
     def test_on_is_refused_in_one_sentence(self, tmp_path):
         with pytest.raises(UsageError, match=r"allows no private network \(Operation not per") as e:

@@ -27,11 +27,13 @@ from tests.helpers.cluster import (
     wait_gone,
 )
 from tfmw.errors import PREEMPTED, UsageError
-from tfmw.launcher import attempt as _attempt
+from tfmw.launcher import attempt as attempt_module
+from tfmw.launcher.attempts import wait
 from tfmw.launcher.failure import Failure, describe_status, kernel_kills
-from tfmw.launcher.restart import End, Policy, Terms, alone, backoff_s
+from tfmw.launcher.options import RunOptions
+from tfmw.launcher.restart import AttemptOutcome, RestartPolicy, backoff_s, restarts_alone
 from tfmw.launcher.run import Result, launch_tasks
-from tfmw.launcher.watchdog import Sight, Stuck, Watchdog
+from tfmw.launcher.watchdog import HungTask, TaskStatus, Watchdog
 from tfmw.runtime.signals import Signals
 
 PROGRAM = str(PROGRAMS / "restart_tasks.py")
@@ -70,7 +72,7 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
-    """Runs restart_tasks.py: its flags, the layout, and the terms."""
+    """Runs restart_tasks.py: its flags, the layout, and the options."""
     (tmp_path / "result").mkdir()
 
     def start(
@@ -79,7 +81,7 @@ def run(tmp_path: Path) -> Any:
         ps: int = 0,
         evaluator: bool = False,
         grace_s: float = 1.0,
-        **terms: Any,
+        **options: Any,
     ) -> Run:
         out = io.StringIO()
         begin = time.monotonic()
@@ -93,7 +95,7 @@ def run(tmp_path: Path) -> Any:
             stdout=out,
             farewell_s=0.2,
             grace_s=grace_s,
-            terms=Terms(**terms),
+            options=RunOptions(**options),
         )
         seconds = time.monotonic() - begin
         assert marked(tmp_path.name) == {}
@@ -120,8 +122,8 @@ def failure(task: str = "worker 1", **facts: Any) -> Failure:
     return Failure(**values)
 
 
-def end(step: int, task: str = "worker 1", **facts: Any) -> End:
-    return End(failures=(failure(task, step=step),), step=step, **facts)
+def end(step: int, task: str = "worker 1", **facts: Any) -> AttemptOutcome:
+    return AttemptOutcome(failures=(failure(task, step=step),), step=step, **facts)
 
 
 class TestPolicy:
@@ -130,64 +132,75 @@ class TestPolicy:
         assert backoff_s(10_000) == 30
 
     def test_the_budget_ends_it(self):
-        policy = Policy(Terms(max_restarts=3), workers=2)
-        decisions = [policy.after(end(step)) for step in (10, 20, 30, 40)]
-        assert [d.again for d in decisions] == [True, True, True, False]
+        policy = RestartPolicy(RunOptions(max_restarts=3), workers=2)
+        decisions = [policy.decide(end(step)) for step in (10, 20, 30, 40)]
+        assert [d.restart for d in decisions] == [True, True, True, False]
         assert [d.delay_s for d in decisions[:3]] == [0, 0, 0]  # each got on: no delay
-        assert decisions[0].line == (
+        assert decisions[0].message == (
             "restart 1 of 3 at once: worker 1 failed in attempt 0 after 2.0 s at step 10: "
             "ValueError: bad (exit status 1)"
         )
-        assert "no restart is left of 3" in decisions[3].line
+        assert "no restart is left of 3" in decisions[3].message
 
     def test_row_28_two_attempts_in_a_row_without_progress_end_it(self):
-        policy = Policy(Terms(max_restarts=100), workers=2)
-        decisions = [policy.after(end(step)) for step in (10, 10, 11, 5, 11)]
-        assert [d.again for d in decisions] == [True, True, True, True, False]
+        policy = RestartPolicy(RunOptions(max_restarts=100), workers=2)
+        decisions = [policy.decide(end(step)) for step in (10, 10, 11, 5, 11)]
+        assert [d.restart for d in decisions] == [True, True, True, True, False]
         assert [d.delay_s for d in decisions[:4]] == [0, 1, 0, 1]
-        assert "crash loop" in decisions[4].line
+        assert "crash loop" in decisions[4].message
 
     def test_a_program_that_reports_nothing_makes_progress_by_living(self):
-        policy = Policy(Terms(max_restarts=100), workers=2)
-        assert all(policy.after(end(-1, seconds=61)).again for _ in range(5))
-        assert policy.after(end(-1, seconds=1)).again
-        assert not policy.after(end(-1, seconds=1)).again
+        policy = RestartPolicy(RunOptions(max_restarts=100), workers=2)
+        assert all(policy.decide(end(-1, seconds=61)).restart for _ in range(5))
+        assert policy.decide(end(-1, seconds=1)).restart
+        assert not policy.decide(end(-1, seconds=1)).restart
 
     def test_wrong_usage_is_not_tried_again(self):
-        policy = Policy(Terms(max_restarts=3), workers=2)
-        assert not policy.after(End(failures=(failure(usage=True),), step=5)).again
+        policy = RestartPolicy(RunOptions(max_restarts=3), workers=2)
+        assert not policy.decide(AttemptOutcome(failures=(failure(usage=True),), step=5)).restart
 
     def test_a_worker_that_cannot_come_back_is_left_out(self):
-        policy = Policy(Terms(max_restarts=9, min_workers=2), workers=3)
+        policy = RestartPolicy(RunOptions(max_restarts=9, min_workers=2), workers=3)
         ends = [end(10), end(-2), end(-2), end(12), end(-3), end(-1)]
-        decisions = [policy.after(e) for e in ends]
+        decisions = [policy.decide(e) for e in ends]
         assert [d.workers for d in decisions] == [3, 3, 2, 2, 2, 0]
-        assert "2 go on" in decisions[2].line
-        assert not decisions[5].again  # two are needed
+        assert "2 go on" in decisions[2].message
+        assert not decisions[5].restart  # two are needed
 
     def test_only_the_same_worker_counts_as_lost(self):
-        policy = Policy(Terms(max_restarts=9, min_workers=1), workers=3)
-        policy.after(end(-1))
-        assert not policy.after(end(-1, task="worker 2")).again  # a crash loop, then
+        policy = RestartPolicy(RunOptions(max_restarts=9, min_workers=1), workers=3)
+        policy.decide(end(-1))
+        assert not policy.decide(end(-1, task="worker 2")).restart  # a crash loop, then
 
     def test_row_13_leaving_does_not_count(self):
-        policy = Policy(Terms(max_restarts=1), workers=2)
-        decisions = [policy.after(End(left=True, step=step)) for step in (5, 9, 9, 9, 9)]
-        assert all(d.again for d in decisions)
+        policy = RestartPolicy(RunOptions(max_restarts=1), workers=2)
+        decisions = [
+            policy.decide(AttemptOutcome(preempted=True, step=step)) for step in (5, 9, 9, 9, 9)
+        ]
+        assert all(d.restart for d in decisions)
         assert [d.delay_s for d in decisions] == [0, 0, 1, 2, 4]  # no hot loop either
         assert policy.restarts == 0
-        assert not policy.after(End(left=True, step=20, signals=(signal.SIGTERM,))).again
+        assert not policy.decide(
+            AttemptOutcome(preempted=True, step=20, signals=(signal.SIGTERM,))
+        ).restart
 
     def test_without_restarts_leaving_is_the_end(self):
-        assert not Policy(Terms(), workers=2).after(End(left=True, step=5)).again
+        assert (
+            not RestartPolicy(RunOptions(), workers=2)
+            .decide(AttemptOutcome(preempted=True, step=5))
+            .restart
+        )
 
     def test_who_is_started_again_alone(self):
         kinds = ("chief", "worker", "ps", "evaluator")
-        assert [kind for kind in kinds if alone(kind, has_ps=True)] == ["worker", "evaluator"]
-        assert [kind for kind in kinds if alone(kind, has_ps=False)] == ["evaluator"]
+        assert [kind for kind in kinds if restarts_alone(kind, has_ps=True)] == [
+            "worker",
+            "evaluator",
+        ]
+        assert [kind for kind in kinds if restarts_alone(kind, has_ps=False)] == ["evaluator"]
 
     @pytest.mark.parametrize(
-        ("terms", "words"),
+        ("options", "words"),
         [
             ({"max_restarts": -1}, "--max-restarts is -1"),
             ({"max_restarts": 1, "min_workers": 3}, "--min-workers is 3; expected 1 to 2"),
@@ -201,9 +214,9 @@ class TestPolicy:
             ({"standby": "maybe"}, "--standby is 'maybe'"),
         ],
     )
-    def test_wrong_terms(self, terms, words):
+    def test_wrong_options(self, options, words):
         with pytest.raises(UsageError, match=re.escape(words)):
-            Terms(**terms).check(workers=2)
+            RunOptions(**options).check(workers=2)
 
     def test_waiting_ends_with_a_signal(self):
         stop, slept = Signals(), []
@@ -213,69 +226,74 @@ class TestPolicy:
             if len(slept) == 3:
                 stop.received.append(signal.SIGTERM)
 
-        _attempt.wait(30, stop, sleep)
+        wait(30, stop, sleep)
         assert len(slept) == 3
 
 
 class TestWatchdog:
     @pytest.fixture
-    def dog(self):
+    def watchdog(self):
         self.now = 0.0
         return Watchdog(30, 120, 5, lag_s=10, clock=lambda: self.now)
 
-    def test_row_17_a_silent_task_is_found(self, dog):
-        sights = [Sight("worker 0", 7, 8), Sight("worker 1", 7, 9)]
-        assert dog.look(sights) is None
+    def test_row_17_a_silent_task_is_found(self, watchdog):
+        sights = [TaskStatus("worker 0", 7, 8), TaskStatus("worker 1", 7, 9)]
+        assert watchdog.check(sights) is None
         self.now = 10  # worker 0 reports once more, then waits for the other
-        sights[0] = Sight("worker 0", 7, 9)
-        assert dog.look(sights) is None
+        sights[0] = TaskStatus("worker 0", 7, 9)
+        assert watchdog.check(sights) is None
         self.now = 29.9
-        assert dog.look(sights) is None
+        assert watchdog.check(sights) is None
         self.now = 41
-        assert dog.look(sights) == Stuck("worker 1", "no progress for 41 s after step 7")
+        assert watchdog.check(sights) == HungTask("worker 1", "no progress for 41 s after step 7")
 
-    def test_a_report_of_the_same_step_is_progress(self, dog):
+    def test_a_report_of_the_same_step_is_progress(self, watchdog):
         for reports in range(10):
             self.now += 20
-            assert dog.look([Sight("worker 0", 7, reports)]) is None
+            assert watchdog.check([TaskStatus("worker 0", 7, reports)]) is None
 
-    def test_before_the_first_step_no_hang_is_counted(self, dog):
+    def test_before_the_first_step_no_hang_is_counted(self, watchdog):
         self.now = 119
-        assert dog.look([Sight("worker 0", -1, 2)]) is None
+        assert watchdog.check([TaskStatus("worker 0", -1, 2)]) is None
         self.now = 500
-        assert dog.look([Sight("worker 0", -1, 2)]) is None
+        assert watchdog.check([TaskStatus("worker 0", -1, 2)]) is None
 
-    def test_row_23_a_task_that_never_starts_is_named(self, dog):
-        sights = [Sight("worker 0", -2, 1), Sight("worker 1", -3, 0)]
-        assert dog.look(sights) is None
+    def test_row_23_a_task_that_never_starts_is_named(self, watchdog):
+        sights = [TaskStatus("worker 0", -2, 1), TaskStatus("worker 1", -3, 0)]
+        assert watchdog.check(sights) is None
         self.now = 120
-        assert dog.look(sights) == Stuck("worker 1", "did not start within 120 s")
-        sights[1] = Sight("worker 1", -1, 2)
-        assert dog.look(sights) == Stuck("worker 0", "did not join the others within 120 s")
+        assert watchdog.check(sights) == HungTask("worker 1", "did not start within 120 s")
+        sights[1] = TaskStatus("worker 1", -1, 2)
+        assert watchdog.check(sights) == HungTask(
+            "worker 0", "did not join the others within 120 s"
+        )
 
-    def test_a_server_only_has_to_be_up(self, dog):
+    def test_a_server_only_has_to_be_up(self, watchdog):
         self.now = 500
-        assert dog.look([Sight("ps 0", -2, 1, must_join=False)]) is None
+        assert watchdog.check([TaskStatus("ps 0", -2, 1, must_join=False)]) is None
 
-    def test_row_16_a_stopped_task_is_found_unless_it_is_continued(self, dog):
-        sight = Sight("worker 1", 7, 8, stopped=True)
-        for self.now, seen in ((0, sight), (4, sight), (5, Sight("worker 1", 7, 8)), (9, sight)):
-            assert dog.look([seen]) is None
+    def test_row_16_a_stopped_task_is_found_unless_it_is_continued(self, watchdog):
+        sight = TaskStatus("worker 1", 7, 8, stopped=True)
+        for self.now, seen in (
+            (0, sight),
+            (4, sight),
+            (5, TaskStatus("worker 1", 7, 8)),
+            (9, sight),
+        ):
+            assert watchdog.check([seen]) is None
         self.now = 14
-        assert dog.look([sight]) == Stuck("worker 1", "stopped by a signal for 5 s")
+        assert watchdog.check([sight]) == HungTask("worker 1", "stopped by a signal for 5 s")
 
-    def test_row_19_a_straggler_is_named_once_and_again_when_it_has_doubled(self, dog):
+    def test_row_19_a_straggler_is_named_once_and_again_when_it_has_doubled(self, watchdog):
         said = {}
         for second in range(45):
             self.now = second
-            sights = [Sight("worker 0", second, second), Sight("worker 1", 3, 1)]
-            dog.look(sights)
-            for line in dog.stragglers(sights):
+            sights = [TaskStatus("worker 0", second, second), TaskStatus("worker 1", 3, 1)]
+            watchdog.check(sights)
+            for line in watchdog.stragglers(sights):
                 said[second] = line
         assert list(said) == [10, 20, 40][: len(said)]
-        assert said[10] == (
-            "worker 1 lags: silent for 10 s at step 3, while another has come to step 10"
-        )
+        assert said[10] == ("worker 1 lags: silent for 10 s at step 3, while another is at step 10")
 
 
 # ---- real processes -----------------------------------------------------------------------------
@@ -394,7 +412,7 @@ def test_a_hang_without_restarts_is_a_failure(run):
 
 
 def test_row_19_a_straggler_is_named_and_left_alone(run, monkeypatch):
-    monkeypatch.setattr(_attempt, "LAG_S", 0.3)
+    monkeypatch.setattr(attempt_module, "LAG_S", 0.3)
     done = run("worker 0@0=steps_until_lag", "worker 1@0=step:1 gate:lag")
     assert done.result.status == 0
     assert re.search(r"worker 1 lags: silent for \d+ s at step 1, while another", done.text)

@@ -36,7 +36,7 @@ from tests.helpers.cluster import (
 )
 from tests.programs import launch_functions
 from tfmw.errors import TaskFailed, UsageError
-from tfmw.launcher import template as _template
+from tfmw.launcher import fork_server
 from tfmw.launcher.failure import describe_status
 from tfmw.launcher.output import Display, collapse
 from tfmw.launcher.run import launch_tasks
@@ -529,7 +529,7 @@ class TestFunctions:
             launch(launch_functions.rank_and, 1, workers=workers)
 
     def test_what_is_noted_of_each_launch_is_said_once(self, monkeypatch, capfd):
-        monkeypatch.setattr("tfmw.launcher.run._network", lambda *_: (None, "a note"))
+        monkeypatch.setattr("tfmw.launcher.attempts.choose_network", lambda *_: (None, "a note"))
         for _ in range(2):
             launch(launch_functions.rank_and, 1, workers=1)
         assert capfd.readouterr().err.count("tfmw: a note") == 1
@@ -563,7 +563,7 @@ def test_a_copy_draws_numbers_of_its_own():
     drawn = []
     for _ in range(2):
         np.random.seed(1)
-        _template._draw_afresh()
+        fork_server._reseed()
         drawn.append(np.random.rand())
     assert drawn[0] != drawn[1]
 

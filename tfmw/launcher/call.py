@@ -1,7 +1,7 @@
-"""A function's way to a child process and its result's way back, for `tfmw.launch`.
+"""Sends a function to a child process and its result back, for `tfmw.launch`.
 
-Both ways are pickles that pass through unnamed temporary files, open in the launcher and its own
-child only: nothing that another process could have written is ever unpickled.
+Both are pickles in unnamed temporary files that only the launcher and its own child have open:
+nothing that another process could have written is ever unpickled.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _dump_error(error: BaseException) -> bytes:
     text = "".join(traceback.format_exception(error))
     try:
         data: bytes = _pickler().dumps((None, error, text))
-        pickle.loads(data)  # some exceptions go in and don't come out
+        pickle.loads(data)  # some exceptions can be pickled but not unpickled
     except Exception:
         last = "".join(traceback.format_exception_only(error)).strip()
         data = pickle.dumps((None, TaskFailed(last), text))

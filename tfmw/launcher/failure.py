@@ -1,4 +1,4 @@
-"""Why a task failed, in words: from its exit status, what it recorded, and its log."""
+"""Why a task failed, as text: from its exit status, what it recorded, and its log."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Failure:
         task: its name, "worker 1".
         error: its own error in one line, "ValueError: bad batch"; "" where it left none.
         status: its exit status, -9 for SIGKILL.
-        how: the status in words: "exit status 1", "SIGKILL (...)"; "" where it isn't its own.
+        how: the status as text: "exit status 1", "SIGKILL (...)"; "" where the launcher ended it.
         detail: the last lines of its traceback, or of its log.
         log: where its output is.
         seconds: from the start of the task to its failure.
-        usage: whether it told of a wrong usage or cluster description.
+        usage: whether it reported wrong usage or a wrong cluster description.
         attempt: the attempt that it ended.
         step: training steps that the task had reported; negative before the first.
     """
@@ -46,7 +46,7 @@ class Failure:
     step: int = -1
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         """Error and status in one line."""
         return f"{self.error} ({self.how})" if self.error and self.how else self.error or self.how
 
@@ -58,7 +58,7 @@ def describe(
 
     Args:
         record: what `record_error` left; None where the task left nothing.
-        how: its exit status in words.
+        how: its exit status as text.
         log: its output, whose end is shown where it recorded no traceback.
     """
     if record is None:
@@ -75,23 +75,23 @@ def describe(
 
 
 def tail(log: Path, lines: int = 12) -> tuple[str, ...]:
-    """The last lines of a log, without TensorFlow's notices; none where it can't be read."""
+    """The last informative lines of a log; none where it can't be read."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - 8192))
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return ()
-    said = [line for line in text.rstrip().splitlines() if not is_notice(line)]
-    return tuple(said[-lines:])
+    shown = [line for line in text.rstrip().splitlines() if not is_notice(line)]
+    return tuple(shown[-lines:])
 
 
 def describe_status(status: int | None, kernel_kills: int = 0) -> str:
-    """An exit status in words: "exit status 3", "SIGKILL (killed by someone, ...)".
+    """An exit status as text: "exit status 3", "SIGKILL (killed by someone, ...)".
 
     Args:
         status: as in subprocess, -9 for SIGKILL.
-        kernel_kills: processes that the kernel ended for want of memory meanwhile.
+        kernel_kills: processes that the kernel ended for lack of memory meanwhile.
     """
     if status is None:
         return "still running"
@@ -103,12 +103,12 @@ def describe_status(status: int | None, kernel_kills: int = 0) -> str:
         return f"signal {-status}"
     hint = _SIGNAL_HINTS.get(number)
     if number == signal.SIGKILL and kernel_kills:
-        hint = "out of memory is likely: the kernel killed for want of memory just now"
+        hint = "out of memory is likely: the kernel killed for lack of memory just now"
     return f"{number.name} ({hint})" if hint else number.name
 
 
 def kernel_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """Processes that the kernel has ended on this machine because memory ran out; 0 if unknown.
+    """Processes that the kernel has killed on this machine for lack of memory; 0 if unknown.
 
     proc_vmstat(5): "oom_kill 3", since Linux 4.13.
     """

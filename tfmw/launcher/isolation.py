@@ -1,32 +1,33 @@
 """A private network for the tasks of a local cluster: loopback, and nothing else.
 
     network = create()                       # Network, or Impossible("why")
-    with Host(network.namespaces) as host: ...
+    with Spawner(network.namespaces) as spawner: ...
 
 tf.distribute's gRPC server has no authentication and listens on all addresses: whoever reaches the
 port can run code. In a network namespace of their own the tasks reach each other and nobody else,
 and nobody else reaches them. That is also the price: no downloads, no gs:// or s3://.
 
-A helper makes the namespaces and sends descriptors of them (a running Python, which may have
-threads, could not enter a user namespace itself); each task enters them before it does anything
-else, and so does whoever comes later. They vanish with the last task. Files keep their owner: the
-user namespace maps the user to himself.
+A helper process creates the namespaces and sends their descriptors (the launcher may have threads,
+and a process with threads cannot enter a user namespace). Each task enters them before it does
+anything else. They vanish with the last task. Files keep their owner: the user namespace maps the
+user to itself. `network` decides whether a run gets one.
+
+The helper runs this file by its path, without the package (`python -I -S`): import only the
+standard library here.
 """
 
 from __future__ import annotations
 
 import array
-import contextlib
 import ctypes
 import dataclasses
 import fcntl
 import os
-import re
 import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,6 @@ CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # sched.h
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1  # netdevice(7)
 PR_SET_DUMPABLE = 4  # prctl(2)
 _TIMEOUT_S = 10.0
-
-# Places in the network that a program is told of by its flags: "--data_dir=gs://bucket/x".
-_URL = re.compile(r"\b[a-z][a-z0-9+.]*://(?!/)", re.IGNORECASE)
-# Variables that are set for programs which go into the network.
-_CLIENTS = (
-    "AIP_MODEL_DIR",
-    "AWS_ACCESS_KEY_ID",
-    "AWS_ENDPOINT_URL",
-    "GOOGLE_APPLICATION_CREDENTIALS",
-    "MLFLOW_TRACKING_URI",
-    "TFDS_DATA_DIR",
-    "WANDB_API_KEY",
-)
 
 
 class Impossible(Exception):
@@ -64,7 +52,7 @@ class Network:
     namespaces: tuple[int, ...]
 
     def close(self) -> None:
-        """Lets go of it; it lives as long as a process is in it."""
+        """Closes the descriptors; the network lives as long as a process is in it."""
         for descriptor in self.namespaces:
             os.close(descriptor)
 
@@ -77,77 +65,29 @@ def create() -> Network:
     """
     if not sys.platform.startswith("linux"):
         raise Impossible("only Linux has network namespaces")
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.settimeout(_TIMEOUT_S)
+    local, remote = socket.socketpair()
+    with local, remote:
+        local.settimeout(_TIMEOUT_S)
         helper = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-I", "-S", __file__, str(remote.fileno())],
+            pass_fds=[remote.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        theirs.close()
+        remote.close()
         try:
-            message, descriptors, _, _ = socket.recv_fds(ours, 4096, 2)
+            message, descriptors, _, _ = socket.recv_fds(local, 4096, 2)
         except OSError as error:
             raise Impossible(str(error)) from error
         finally:
             helper.kill()
             helper.wait()
     if not descriptors:
-        raise Impossible(message.decode() or "the helper gave no answer")
+        raise Impossible(message.decode() or "the helper process did not respond")
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     return Network(tuple(descriptors))
-
-
-def objection(
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    routes: Path = Path("/proc/net/route"),
-    addresses: Path = Path("/proc/net/if_inet6"),
-) -> tuple[str, bool] | None:
-    """What speaks against a private network where nobody asked for one.
-
-    Args:
-        argv: the program and its flags.
-        environ: the tasks' environment.
-        routes: this machine's IPv4 routes.
-        addresses: this machine's IPv6 addresses.
-
-    Returns:
-        (a clause that says what, whether the tasks' ports can be reached by others), or None.
-    """
-    if not _reachable(routes, addresses):
-        return "this machine is in no network", False
-    for word in argv:
-        if _URL.search(word):
-            # Here, as the helper process runs this file without the package.
-            from tfmw.runtime import secrets
-
-            return f"{secrets.without_secrets(word)!r} names a place in the network", True
-    for name, value in sorted(environ.items()):
-        if value and (name.lower() in ("http_proxy", "https_proxy", "all_proxy")):
-            return f"{name} is set", True
-        if value and name in _CLIENTS and (name != "TFDS_DATA_DIR" or _URL.search(value)):
-            return f"{name} is set", True
-    return None
-
-
-def _reachable(routes: Path, addresses: Path) -> bool:
-    """Whether this machine has another interface than loopback; True where that is unknown."""
-    try:
-        # proc_net(5): a line of titles, then "eth0 000011AC 00000000 ..."
-        if any(line.split()[0] != "lo" for line in routes.read_text().splitlines()[1:]):
-            return True
-    except OSError:
-        return True
-    with contextlib.suppress(OSError):  # no such file: no IPv6
-        # "fe80...0001 02 40 20 80 eth0"
-        return any(line.split()[-1] != "lo" for line in addresses.read_text().splitlines())
-    return False
 
 
 # ---- in the helper, and in each task -----------------------------------------------------------
@@ -176,7 +116,7 @@ def _unshare() -> list[int]:
     uid, gid = os.getuid(), os.getgid()
     names = ["net"]
     try:
-        # Who may, needs no user namespace, in which he would lose his rights to others' files.
+        # Privileged users skip the user namespace, which would drop their file permissions.
         system_call(libc, "unshare", CLONE_NEWNET)
     except OSError:
         system_call(libc, "unshare", CLONE_NEWUSER | CLONE_NEWNET)
@@ -187,8 +127,8 @@ def _unshare() -> list[int]:
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sh22x", b"lo", 0)
-        answer = fcntl.ioctl(any_socket, SIOCGIFFLAGS, request)
-        (flags,) = struct.unpack_from("h", answer, 16)
+        response = fcntl.ioctl(any_socket, SIOCGIFFLAGS, request)
+        (flags,) = struct.unpack_from("h", response, 16)
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", flags | IFF_UP))
     return [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in names]
 

@@ -1,4 +1,4 @@
-r"""What TensorFlow says that says nothing: notices as it starts, echoes of another task's end.
+r"""Uninformative TensorFlow log lines: notices as it starts, follow-up errors of a lost peer.
 
     I0000 00:00:1795264727.917557   12869 cudart_stub.cc:31] Could not find cuda drivers on ...
 
@@ -6,10 +6,10 @@ r"""What TensorFlow says that says nothing: notices as it starts, echoes of anot
     Additional GRPC error information from remote target /job:worker/replica:0/task:1 while ...
     :UNKNOWN:Error received from peer  {grpc_status:14, ...}
 
-Each process writes a handful, which no setting silences, so that those of ten tasks drown what the
-tasks have to say. The launcher doesn't show them; the log files keep them. Only lines that are
-known word for word count: another message of the same source files, such as a driver that doesn't
-fit, is shown. Notices seen with TensorFlow 2.18.1 to 2.21.0, echoes with 2.21.0.
+Each process writes a handful, which no setting silences, so that those of ten tasks hide the tasks'
+own output. The launcher doesn't print them; the log files keep them. Only lines that are known
+literally are hidden: another message of the same source files, such as a driver of the wrong
+version, is printed. Notices checked with TensorFlow 2.18.1 to 2.21.0, follow-up errors with 2.21.0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import re
 _HEAD = r"(?:[IWE]\d{4} [\d:.]+ +\d+ |\d{4}-\d\d-\d\d [\d:.]+: [IWE] (?:[\w.]+/)*)"
 
 _MESSAGES = (
-    # source file, begin of the message
+    # source file, start of the message
     (r"cudart_stub\.cc", "Could not find cuda drivers on your machine, GPU will not be used"),
     (r"cpu_feature_guard\.cc", "This TensorFlow binary is optimized to use available CPU instr"),
     (r"(?:port|util)\.cc", "oneDNN custom operations are on"),
@@ -46,13 +46,16 @@ _NOTICE = re.compile(
     )
 )
 
-# A peer is gone. Whoever lost it says which, in an error of its own; another status than this one
-# may be somebody's only word.
-_ECHO = re.compile(
+# A peer is gone. The task that lost it names it in an error of its own. Errors with another status
+# than this one may be the only report.
+_FOLLOW_UP = re.compile(
     rf"{_HEAD}(?:ring_alg\.cc:\d+\] Aborting Ring\w+ with|"
     r"base_collective_executor\.cc:\d+\] BaseCollectiveExecutor::StartAbort) UNAVAILABLE: "
 )
-_ECHO_GOES_ON = ("Additional GRPC error information from remote target", ":UNKNOWN:Error received")
+_FOLLOW_UP_CONTINUES = (
+    "Additional GRPC error information from remote target",
+    ":UNKNOWN:Error received",
+)
 
 _BEGINS = (
     "WARNING: All log messages",
@@ -68,27 +71,27 @@ def is_notice(line: str) -> bool:
 
 
 class Filter:
-    """Which lines of one task need not be shown; it is asked about each of them, in order."""
+    """Which lines of one task are not printed; `hides` takes each of them, in order."""
 
     def __init__(self) -> None:
-        self._in_echo = False
+        self._in_follow_up = False
 
     def hides(self, line: str) -> bool:
-        """Whether a whole line is a notice, or part of an echo."""
-        if self._in_echo and line.startswith(_ECHO_GOES_ON):
+        """Whether a whole line is a notice, or part of a follow-up error."""
+        if self._in_follow_up and line.startswith(_FOLLOW_UP_CONTINUES):
             return True
-        self._in_echo = _ECHO.match(line) is not None
-        return self._in_echo or is_notice(line)
+        self._in_follow_up = _FOLLOW_UP.match(line) is not None
+        return self._in_follow_up or is_notice(line)
 
     def may_hide(self, begin: str) -> bool:
-        """Whether the unfinished line `begin` can still become such a line: then wait for it."""
+        """Whether the unfinished line `begin` may become a hidden line: then wait for its end."""
         return any(
             all(c == p or (p == "0" and c.isdigit()) for c, p in zip(begin, pattern, strict=False))
-            for pattern in (*_BEGINS, *(_ECHO_GOES_ON if self._in_echo else ()))
+            for pattern in (*_BEGINS, *(_FOLLOW_UP_CONTINUES if self._in_follow_up else ()))
         )
 
-    def without_echo(self, line: str) -> str:
-        """A whole line, up to where an echo came into the middle of it, as into a bar."""
-        echo = _ECHO.search(line)
-        self._in_echo = echo is not None
-        return f"{line[: echo.start()]}\n" if echo else line
+    def without_follow_up(self, line: str) -> str:
+        """A whole line, cut where a follow-up error interrupted it, as in a progress bar."""
+        follow_up = _FOLLOW_UP.search(line)
+        self._in_follow_up = follow_up is not None
+        return f"{line[: follow_up.start()]}\n" if follow_up else line

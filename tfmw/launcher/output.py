@@ -1,4 +1,4 @@
-r"""Several tasks, one terminal: whose line is whose, and one progress bar that stays alive.
+r"""The output of several tasks on one terminal: labelled lines, and one live progress bar.
 
     display = Display(sys.stdout, live="worker 0")
     display.feed("worker 1", b"hello\n")          # prints "[worker 1] hello"
@@ -14,10 +14,16 @@ from __future__ import annotations
 import codecs
 import collections
 import re
+import select
+import selectors
 import sys
-from typing import TextIO
+import time
+from typing import TYPE_CHECKING, TextIO
 
 from tfmw.launcher.log_filter import Filter
+
+if TYPE_CHECKING:
+    from tfmw.launcher.process import Task
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _MAX_PENDING = 1 << 16  # characters of one unfinished line that are kept
@@ -34,8 +40,8 @@ def collapse(line: str) -> str:
 
 
 def is_watched(out: TextIO) -> bool:
-    """Whether somebody sees what is written to `out` at once: a terminal, or a notebook's cell."""
-    # A program that has only imported ipykernel is no notebook: one runs as the kernel's app.
+    """Whether `out` shows at once what is written to it: a terminal, or a notebook's cell."""
+    # A program that has only imported ipykernel is not a notebook: that runs as the kernel's app.
     kernel = sys.modules.get("ipykernel.kernelapp")
     in_notebook = kernel is not None and kernel.IPKernelApp.initialized()
     return out.isatty() or (in_notebook and out is sys.stdout)
@@ -45,7 +51,7 @@ class Display:
     """Writes the output of several tasks to one stream.
 
     Args:
-        out: the stream; `broken` becomes True once its reader has gone.
+        out: the stream; `broken` becomes True once its reader has closed it.
         live: name of the task whose output passes through unlabelled; None labels every line.
     """
 
@@ -54,7 +60,7 @@ class Display:
         self._out = out
         self._live = live
         self._shown = ""  # the live task's unfinished line, as the terminal shows it
-        self._held = ""  # the live task's begin of a line that may not be shown
+        self._held = ""  # the start of a line of the live task that may have to be hidden
         self._filters: dict[str, Filter] = collections.defaultdict(Filter)
         self._pending: dict[str, str] = {}
         self._decoders: dict[str, codecs.IncrementalDecoder] = {}
@@ -78,7 +84,7 @@ class Display:
             self._print("".join(f"[{task}] {line}\n" for line in shown))
 
     def line(self, text: str) -> None:
-        """Prints a line of the launcher's own."""
+        """Prints a line of the launcher."""
         self._print(f"{text}\n")
 
     def _pass_through(self, text: str, final: bool) -> None:
@@ -93,17 +99,17 @@ class Display:
 
     def _without_notices(self, text: str, final: bool) -> str:
         text, self._held = self._held + text, ""
-        kept, begins = [], not self._shown
+        kept, at_start = [], not self._shown
         lines = self._filters[self._live or ""]
         for line in filter(None, re.split(r"(?<=\n)", text)):
             whole = final or line.endswith("\n")
-            if begins and whole and lines.hides(line):
+            if at_start and whole and lines.hides(line):
                 continue
-            if begins and not whole and len(line) < _MAX_PENDING and lines.may_hide(line):
+            if at_start and not whole and len(line) < _MAX_PENDING and lines.may_hide(line):
                 self._held = line  # the last one
                 break
-            kept.append(lines.without_echo(line) if whole and not begins else line)
-            begins = whole
+            kept.append(lines.without_follow_up(line) if whole and not at_start else line)
+            at_start = whole
         return "".join(kept)
 
     def _print(self, text: str) -> None:
@@ -123,3 +129,62 @@ class Display:
             self._write(text.encode(encoding, "replace").decode(encoding))
         except (BrokenPipeError, ValueError):  # ValueError: the stream was closed
             self.broken = True
+
+
+class OutputPump:
+    """Passes the output of several tasks to a display, and to their logs.
+
+    Args:
+        display: prints it.
+    """
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._selector = selectors.DefaultSelector()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._selector.get_map() is None
+
+    def add(self, task: Task) -> None:
+        """Begins to read the output of a task that has started."""
+        assert task.stream is not None
+        self._selector.register(task.stream, selectors.EVENT_READ, task)
+
+    def pump(self, timeout_s: float) -> bool:
+        """Passes on what the tasks wrote; returns whether there was anything."""
+        if not self._selector.get_map():
+            time.sleep(timeout_s)
+            return False
+        ready = self._selector.select(timeout_s)
+        for key, _ in ready:
+            task: Task = key.data
+            data = task.read()
+            self._display.feed(task.name, data, final=not data)
+            if not data:
+                self._selector.unregister(key.fd)
+        return bool(ready)
+
+    def finish(self, task: Task) -> None:
+        """Passes on the rest of what one ended task wrote, and stops reading it."""
+        if task.stream is None or task.stream not in self._selector.get_map():
+            return
+        while select.select([task.stream], [], [], 0)[0] and (data := task.read()):
+            self._display.feed(task.name, data)
+        self._selector.unregister(task.stream)
+        self._display.feed(task.name, b"", final=True)
+
+    def drain(self) -> None:
+        """Passes on what ended tasks wrote, without waiting.
+
+        A process outside their groups may still hold a stream open.
+        """
+        while self._selector.get_map() and self.pump(0):
+            pass
+        for key in list(self._selector.get_map().values()):
+            self._display.feed(key.data.name, b"", final=True)
+
+    def close(self) -> None:
+        """Stops reading; the streams belong to the tasks."""
+        self._selector.close()

@@ -1,4 +1,4 @@
-"""One task of a local cluster: a process, its log, its progress, its end."""
+"""One task of a local cluster: a process, its log, its progress, its exit status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from tfmw.launcher.spawn import Child, Host
+from tfmw.launcher.spawn import Child, Spawner
 from tfmw.runtime.progress import PROGRESS_FILE, Progress, ProgressFile
 from tfmw.runtime.recorded_errors import ERROR_FILE
 
@@ -21,14 +21,14 @@ def task_name(kind: str, index: int) -> str:
 
 
 class Task:
-    """One process of the cluster: its place, its log, its end.
+    """One process of the cluster: its role, its log, its exit status.
 
     Args:
         kind: "worker", "chief", "ps" or "evaluator".
-        index: its place among those of its kind.
+        index: its index among those of its kind.
         directory: of the attempt; the task's own folder is made in it.
         env: its environment, without what is particular to it.
-        restart: how often this task has been started again by itself in this attempt.
+        restart: how often this task has been restarted alone in this attempt.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Task:
 
     def start(
         self,
-        host: Host,
+        spawner: Spawner,
         command: Sequence[str],
         stdin: IO[bytes] | int,
         terminal: bool,
@@ -66,7 +66,7 @@ class Task:
         """Starts the process; it dies with the calling thread (see `task`).
 
         Args:
-            host: starts it.
+            spawner: starts it.
             command: the arguments of `task.py`.
             stdin: its standard input.
             terminal: whether it writes to a terminal rather than a pipe.
@@ -76,8 +76,8 @@ class Task:
         self._log = open(self.log, "wb", buffering=0)  # noqa: SIM115  (closed in close)
         self._progress = ProgressFile(Path(self.env[PROGRESS_FILE]))
         self.started = time.monotonic()
-        self._host = host
-        self._process = host.spawn(command, stdin, terminal, fds, self.env)
+        self._spawner = spawner
+        self._process = spawner.spawn(command, stdin, terminal, fds, self.env)
         self.stream = self._process.stream
 
     @property
@@ -86,23 +86,23 @@ class Task:
         return self._process.pid if self._process is not None else 0
 
     def progress(self) -> Progress:
-        """How far it has reported to be."""
+        """What it has reported last."""
         return self._progress.read() if self._progress is not None else Progress()
 
     def read(self) -> bytes:
-        """What the task wrote since; b"" at the end."""
+        """The next bytes that the task wrote; b"" at the end."""
         assert self.stream is not None
         try:
             data = os.read(self.stream, 1 << 16)
-        except OSError:  # Linux says EIO where a pseudo-terminal ends
+        except OSError:  # Linux: EIO at the end of a pseudo-terminal
             data = b""
         if data and self._log is not None:
             with contextlib.suppress(OSError):  # a full disk must not end the run
                 self._log.write(data)
         return data
 
-    def look(self) -> bool:
-        """Whether the task has ended. It stays a zombie until `close`: its group keeps its id."""
+    def has_ended(self) -> bool:
+        """Whether the task has ended. A zombie until `close`: its group keeps its id."""
         if self._process is None or self.status is not None:
             return True
         found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -113,9 +113,9 @@ class Task:
         return self.status is not None
 
     def stopped(self) -> bool:
-        """Whether a signal has stopped the process (SIGSTOP); a debugger's hold is another."""
+        """Whether a signal has stopped the process (SIGSTOP), not a debugger."""
         # proc_pid_stat(5): "42 (name with ) and spaces) T 1 ..."
-        return self._ask("stat", lambda text: text.rpartition(") ")[2][:1] == "T")
+        return self._read_proc("stat", lambda text: text.rpartition(") ")[2][:1] == "T")
 
     def catches(self, number: int) -> bool:
         """Whether the process has a handler for the signal."""
@@ -125,11 +125,11 @@ class Task:
             mask = status.partition("SigCgt:")[2].split(maxsplit=1)[0]
             return bool(int(mask, 16) >> (number - 1) & 1)
 
-        return self._ask("status", caught)
+        return self._read_proc("status", caught)
 
-    def _ask(self, file: str, question: Callable[[str], bool]) -> bool:
+    def _read_proc(self, file: str, condition: Callable[[str], bool]) -> bool:
         try:
-            return bool(question(Path(f"/proc/{self.pid}/{file}").read_text()))
+            return bool(condition(Path(f"/proc/{self.pid}/{file}").read_text()))
         except (OSError, ValueError, IndexError):
             return False
 
@@ -149,7 +149,7 @@ class Task:
 
     def signal_alone(self, number: int) -> None:
         """Sends a signal to the task's own process only, if it is still running."""
-        if not self.look():
+        if not self.has_ended():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, number)
 
@@ -157,7 +157,7 @@ class Task:
         """Frees what belongs to the ended process."""
         if self._process is not None:
             self._process.wait()
-            self._host.forget(self._process.pid)
+            self._spawner.forget(self._process.pid)
         if self.stream is not None:
             os.close(self.stream)
             self.stream = None

@@ -1,11 +1,15 @@
-"""Starts the processes of a run, and sees to it that none outlives the launcher.
+"""Starts the processes of a run, and makes sure that none outlives the launcher.
 
-    with Host(namespaces) as host:
-        child = host.spawn(["script", "train.py"], subprocess.DEVNULL, False, [], env)
+    with Spawner(namespaces) as spawner:
+        child = spawner.spawn(["script", "train.py"], subprocess.DEVNULL, False, [], env)
 
-A task asks Linux to be killed when the launcher goes (see `task`), but what the task itself has
-started would stay. So a process of its own, the reaper, holds a pipe from the launcher: when that
-ends without a farewell, the launcher was killed, and the reaper kills every group it was told of.
+A task asks Linux to be killed when the launcher dies (see `task`), but processes that the task has
+started would stay. So the reaper, a process of its own, reads a pipe from the launcher. When the
+pipe closes without a "bye", the launcher was killed, and the reaper kills every process group that
+the launcher had registered.
+
+The reaper runs this file by its path, without the package (`python -I -S`): import only the
+standard library at the top.
 """
 
 from __future__ import annotations
@@ -25,21 +29,21 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tfmw.launcher.template import Template
+    from tfmw.launcher.fork_server import ForkServer
 
 TASK_COMMAND = (sys.executable, str(Path(__file__).with_name("task.py")))
 """Starts a task; see `task`."""
 
 NAMESPACES = "TFMW_NAMESPACES"
-"""Descriptors of the user and the network namespace that a task enters first: "5,6"."""
+"""Names the descriptors of the namespaces that a task enters first: "5,6"."""
 
 
 class Child:
-    """A process that a host has started.
+    """A process that a spawner has started.
 
     Attributes:
         pid: its process id, and that of its session and its first group.
-        stream: our end of its standard output and error.
+        stream: the launcher's end of its standard output and error.
     """
 
     def __init__(self, pid: int, stream: int, process: subprocess.Popen[bytes] | None) -> None:
@@ -48,24 +52,24 @@ class Child:
         self._process = process
 
     def wait(self) -> None:
-        """Until it has ended; then its number may be used again."""
+        """Waits until it has ended; its process id may be used again then."""
         if self._process is not None:
             self._process.wait()
         else:
             os.waitpid(self.pid, 0)
 
 
-class Host:
-    """What all processes of a run have in common.
+class Spawner:
+    """Starts the processes of a run.
 
     Args:
-        namespaces: descriptors of the namespaces that they live in, in the order of entering.
+        namespaces: descriptors of the namespaces that they enter, in this order.
     """
 
     def __init__(self, namespaces: Sequence[int] = ()) -> None:
         self._namespaces = list(namespaces)
-        self._template: Template | None = None
-        self._keeps_template = False
+        self._fork_server: ForkServer | None = None
+        self._keeps_fork_server = False
         self._reaper = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
@@ -74,40 +78,40 @@ class Host:
             bufsize=0,
         )
 
-    def __enter__(self) -> Host:
+    def __enter__(self) -> Spawner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._template is not None and not self._keeps_template:
-            self._template.close()
-        self._tell("bye")
+        if self._fork_server is not None and not self._keeps_fork_server:
+            self._fork_server.close()
+        self._send_reaper("bye")
         assert self._reaper.stdin is not None
         self._reaper.stdin.close()
         self._reaper.wait()
 
-    def copy_from_now_on(
+    def fork_from_now_on(
         self, command: Sequence[str], env: Mapping[str, str], keep: bool = False
     ) -> None:
-        """Has one process import TensorFlow, and what is spawned after that be copies of it.
+        """Has one process import TensorFlow, and forks from it what is spawned after that.
 
         Args:
             command: the arguments of `task.py` that most of them will have.
-            env: what all of them have in their environment.
-            keep: whether it stays for the next run of this process.
+            env: variables that all of them have.
+            keep: whether the fork server stays for the next run of this process.
         """
-        from tfmw.launcher import template  # the reaper is this file too, and finds no package
+        from tfmw.launcher import fork_server  # not at the top: the reaper has no package
 
         env = {**env, "TFMW_LAUNCHER_PID": str(os.getpid())}
-        make = template.kept if keep else template.Template
-        self._template = make([*TASK_COMMAND, "template"], command, env)
-        self._keeps_template = keep
+        make = fork_server.kept if keep else fork_server.ForkServer
+        self._fork_server = make([*TASK_COMMAND, "fork-server"], command, env)
+        self._keeps_fork_server = keep
         if not keep:
-            self._tell(f"+{self._template.pid}")
+            self._send_reaper(f"+{self._fork_server.pid}")
 
     def wait(self, stop: Sequence[int], timeout_s: float) -> None:
-        """Until processes can be spawned at once, a signal to stop has come, or no longer."""
-        if self._template is not None:
-            self._template.wait(stop, timeout_s)
+        """Waits until the fork server is ready, a signal to stop has come, or the time is over."""
+        if self._fork_server is not None:
+            self._fork_server.wait(stop, timeout_s)
 
     def spawn(
         self,
@@ -117,34 +121,34 @@ class Host:
         fds: Sequence[int],
         env: Mapping[str, str],
     ) -> Child:
-        """A process in a session of its own."""
+        """Starts a process in a session of its own."""
         env = {**env, "TFMW_LAUNCHER_PID": str(os.getpid())}
         if self._namespaces:
             env[NAMESPACES] = ",".join(map(str, self._namespaces))
-        ours, theirs = _pseudo_terminal() if terminal else os.pipe()
+        local, remote = _pseudo_terminal() if terminal else os.pipe()
         fds = [*fds, *self._namespaces]
         try:
-            pid, process = self._copy(command, stdin, theirs, fds, env), None
+            pid, process = self._fork(command, stdin, remote, fds, env), None
             if pid is None:
                 process = subprocess.Popen(
                     [*TASK_COMMAND, *command],
                     stdin=stdin,
-                    stdout=theirs,
-                    stderr=theirs,
+                    stdout=remote,
+                    stderr=remote,
                     env=env,
                     start_new_session=True,
                     pass_fds=fds,
                 )
                 pid = process.pid
         except BaseException:
-            os.close(ours)
+            os.close(local)
             raise
         finally:
-            os.close(theirs)
-        self._tell(f"+{pid}")
-        return Child(pid, ours, process)
+            os.close(remote)
+        self._send_reaper(f"+{pid}")
+        return Child(pid, local, process)
 
-    def _copy(
+    def _fork(
         self,
         command: Sequence[str],
         stdin: IO[bytes] | int,
@@ -152,38 +156,38 @@ class Host:
         fds: Sequence[int],
         env: Mapping[str, str],
     ) -> int | None:
-        """The process id of a copy of the template; None where there is none to be had."""
-        if self._template is None:
+        """The process id of a fork of the fork server; None where there is no fork server."""
+        if self._fork_server is None:
             return None
         with open(os.devnull, "rb") as nothing:
             reads = nothing if isinstance(stdin, int) else stdin
             streams = {0: reads.fileno(), 1: output, 2: output}
-            return self._template.fork(command, env, {**streams, **{fd: fd for fd in fds}})
+            return self._fork_server.fork(command, env, {**streams, **{fd: fd for fd in fds}})
 
     def forget(self, pid: int) -> None:
-        """Says that the process has ended and its group is gone: the number may be used again."""
-        self._tell(f"-{pid}")
+        """Unregisters a process that has ended with its group: the id may be used again."""
+        self._send_reaper(f"-{pid}")
 
-    def _tell(self, line: str) -> None:
+    def _send_reaper(self, line: str) -> None:
         assert self._reaper.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # somebody killed it: nothing to be done
+        with contextlib.suppress(OSError, ValueError):  # somebody killed the reaper
             self._reaper.stdin.write(f"{line}\n".encode())
 
 
 def terminal_size() -> os.terminal_size:
-    """Of our terminal, or of what stands for it: a notebook's cell, about as wide as a page."""
+    """Of this process's terminal; else that of a notebook's cell, about as wide as a page."""
     return shutil.get_terminal_size((120, 24))
 
 
 def _pseudo_terminal() -> tuple[int, int]:
-    """(ours, theirs): a terminal as wide as ours, so that progress bars know what they write to."""
-    ours, theirs = pty.openpty()
-    attributes = termios.tcgetattr(theirs)
+    """(local, remote): a terminal as wide as ours, so that progress bars know their width."""
+    local, remote = pty.openpty()
+    attributes = termios.tcgetattr(remote)
     attributes[1] &= ~termios.OPOST  # "\n" stays "\n"
-    termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+    termios.tcsetattr(remote, termios.TCSANOW, attributes)
     size = terminal_size()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", size.lines, size.columns, 0, 0))
-    return ours, theirs
+    fcntl.ioctl(remote, termios.TIOCSWINSZ, struct.pack("HHHH", size.lines, size.columns, 0, 0))
+    return local, remote
 
 
 def _reap() -> None:

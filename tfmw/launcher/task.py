@@ -3,10 +3,10 @@
     python .../tfmw/launcher/task.py script train.py --epochs 3
     python .../tfmw/launcher/task.py module package.train --epochs 3
     python .../tfmw/launcher/task.py call                   # a function: see `tfmw.launch`
-    python .../tfmw/launcher/task.py template 7 script ...  # a process to copy: see `template`
+    python .../tfmw/launcher/task.py fork-server 7 script ...  # see `fork_server`
 
 The launcher starts this file by its path, so that the first thing to happen is that the child
-ties its life to the launcher's, and so that tfmw is found without touching PYTHONPATH.
+asks to be killed with the launcher, and so that tfmw is found without touching PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
     from tfmw.runtime.recorded_errors import record_error
 
     faulthandler.enable()
-    # The launcher's watchdog asks for the stacks of tasks that hang.
+    # The launcher asks for the stacks of tasks that hang.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     progress.report_progress(progress.UP)
     mode, *rest = argv
@@ -132,11 +132,11 @@ def _from_the_users_code(frame: TracebackType | None) -> TracebackType | None:
 
 if __name__ == "__main__":
     _find_tfmw()
-    if sys.argv[1] == "template":
-        from tfmw.launcher import template
+    if sys.argv[1] == "fork-server":
+        from tfmw.launcher import fork_server
 
         _die_with_the_launcher()
-        sys.argv[1:] = template.serve(int(sys.argv[2]))  # goes on in its copies only
-    _enter_namespaces()  # takes away what the next line asks for
+        sys.argv[1:] = fork_server.serve(int(sys.argv[2]))  # returns in forked tasks only
+    _enter_namespaces()  # resets what the next line asks for
     _die_with_the_launcher()
     sys.exit(main(sys.argv[1:]))

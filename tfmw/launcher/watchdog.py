@@ -1,10 +1,10 @@
-"""Finds tasks that are alive and don't move, and those that lag.
+"""Finds tasks that hang, and tasks that lag behind others.
 
     watchdog = Watchdog(hang_timeout_s=60, start_timeout_s=120, stopped_timeout_s=5)
-    stuck = watchdog.look([Sight("worker 0", step=7, reports=8), ...])     # None: all is well
+    hung = watchdog.check([TaskStatus("worker 0", step=7, reports=8), ...])     # None: no task
 
-It sees what tasks report (`report_progress`) and what Linux says of their processes, knows no
-process itself, and is told the time: `clock`.
+It reads what tasks report (`report_progress`) and the state of their processes. No process and no
+clock in here: both are arguments.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from collections.abc import Callable, Sequence
 from tfmw.runtime.progress import JOINED, NOT_UP, UP
 
 STOPPED_TIMEOUT_S = 5.0
-"""Seconds in which a stopped task may be continued. TensorFlow's peers give up after ten."""
+"""Seconds in which a stopped task may be continued. TensorFlow's other tasks give up after 10."""
 
 LAG_S = 10.0
 """Seconds of silence, while another task goes on, after which a task is named in the log."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Sight:
-    """What is to be seen of one running task.
+class TaskStatus:
+    """What one running task has reported.
 
     Args:
         task: its name.
-        step: what it has reported last, see `tfmw.runtime.progress`.
+        step: its last report, see `tfmw.runtime.progress`.
         reports: how many reports it has made.
         stopped: whether a signal has stopped it.
-        must_join: whether it is to join the others before it does anything else.
+        must_join: whether it has to join the others before its first step.
     """
 
     task: str
@@ -42,21 +42,21 @@ class Sight:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stuck:
-    """A task that doesn't move; `why` is one clause: "no progress for 60 s after step 7"."""
+class HungTask:
+    """A task that hangs; `reason` is one clause: "no progress for 60 s after step 7"."""
 
     task: str
-    why: str
+    reason: str
 
 
 class Watchdog:
-    """Looks at all tasks of one attempt, from its start.
+    """Checks all tasks of one attempt, from its start.
 
     Args:
-        hang_timeout_s: seconds without progress, after the first step; 0: never mind.
-        start_timeout_s: seconds until every task is up and has joined; 0: never mind.
-        stopped_timeout_s: seconds in which a stopped task may be continued; 0: never mind.
-        lag_s: seconds of silence, while others go on, after which a task is called a straggler.
+        hang_timeout_s: seconds without progress, after the first step; 0: no limit.
+        start_timeout_s: seconds until every task is up and has joined; 0: no limit.
+        stopped_timeout_s: seconds in which a stopped task may be continued; 0: no limit.
+        lag_s: seconds of silence, while others progress, after which a task is a straggler.
         clock: monotonic seconds.
     """
 
@@ -74,76 +74,80 @@ class Watchdog:
         self._stopped_s = stopped_timeout_s
         self._lag_s = lag_s
         self._clock = clock
-        self._begin = clock()
-        self._moved: dict[str, tuple[int, float]] = {}  # task -> (reports, when they came)
+        self._began_at = clock()
+        self._last: dict[str, tuple[int, float]] = {}  # task -> (reports, when the last came)
         self._stopped_since: dict[str, float] = {}
-        self._named: dict[str, float] = {}  # straggler -> the lag that it was named with
+        self._reported_lag: dict[str, float] = {}  # straggler -> its lag when last named
 
-    def look(self, sights: Sequence[Sight]) -> Stuck | None:
-        """The task that is to blame where something has to be done, or None."""
+    def check(self, statuses: Sequence[TaskStatus]) -> HungTask | None:
+        """The task that hangs, or None."""
         now = self._clock()
-        for sight in sights:
-            if self._moved.get(sight.task, (-1, 0.0))[0] != sight.reports:
-                self._moved[sight.task] = sight.reports, now
-        return self._stopped(sights, now) or self._late(sights, now) or self._hung(sights, now)
+        for status in statuses:
+            if self._last.get(status.task, (-1, 0.0))[0] != status.reports:
+                self._last[status.task] = status.reports, now
+        return (
+            self._stopped(statuses, now) or self._late(statuses, now) or self._silent(statuses, now)
+        )
 
     def forget(self, task: str) -> None:
-        """The task has been started again by itself."""
-        self._moved.pop(task, None)
+        """Forgets a task that is restarted alone."""
+        self._last.pop(task, None)
         self._stopped_since.pop(task, None)
-        self._named.pop(task, None)
+        self._reported_lag.pop(task, None)
 
-    def _stopped(self, sights: Sequence[Sight], now: float) -> Stuck | None:
-        for sight in sights:
-            if not sight.stopped:
-                self._stopped_since.pop(sight.task, None)
+    def _stopped(self, statuses: Sequence[TaskStatus], now: float) -> HungTask | None:
+        for status in statuses:
+            if not status.stopped:
+                self._stopped_since.pop(status.task, None)
                 continue
-            since = self._stopped_since.setdefault(sight.task, now)
+            since = self._stopped_since.setdefault(status.task, now)
             if self._stopped_s and now - since >= self._stopped_s:
-                return Stuck(sight.task, f"stopped by a signal for {now - since:.0f} s")
+                return HungTask(status.task, f"stopped by a signal for {now - since:.0f} s")
         return None
 
-    def _late(self, sights: Sequence[Sight], now: float) -> Stuck | None:
-        if not self._start_s or now - self._begin < self._start_s:
+    def _late(self, statuses: Sequence[TaskStatus], now: float) -> HungTask | None:
+        if not self._start_s or now - self._began_at < self._start_s:
             return None
-        missing = [s for s in sights if s.step < (JOINED if s.must_join else UP)]
+        missing = [s for s in statuses if s.step < (JOINED if s.must_join else UP)]
         if not missing:
             return None
-        # Those who are up may only wait for the one that is not.
-        last = min(missing, key=lambda s: (s.step, self._moved[s.task][1]))
+        # Tasks that are up may only wait for the one that is not.
+        last = min(missing, key=lambda s: (s.step, self._last[s.task][1]))
         what = "did not start" if last.step == NOT_UP else "did not join the others"
-        return Stuck(last.task, f"{what} within {self._start_s:g} s")
+        return HungTask(last.task, f"{what} within {self._start_s:g} s")
 
-    def _hung(self, sights: Sequence[Sight], now: float) -> Stuck | None:
+    def _silent(self, statuses: Sequence[TaskStatus], now: float) -> HungTask | None:
         if not self._hang_s:
             return None
-        silent = [s for s in sights if s.step >= 0 and now - self._moved[s.task][1] >= self._hang_s]
+        silent = [
+            s for s in statuses if s.step >= 0 and now - self._last[s.task][1] >= self._hang_s
+        ]
         if not silent:
             return None
-        # When one hangs, those that wait for it fall silent too, but later or further on.
-        first = min(silent, key=lambda s: (s.step, self._moved[s.task][1]))
-        seconds = now - self._moved[first.task][1]
-        return Stuck(first.task, f"no progress for {seconds:.0f} s after step {first.step}")
+        # When one hangs, those that wait for it fall silent too, but later or at a later step.
+        first = min(silent, key=lambda s: (s.step, self._last[s.task][1]))
+        seconds = now - self._last[first.task][1]
+        return HungTask(first.task, f"no progress for {seconds:.0f} s after step {first.step}")
 
-    def stragglers(self, sights: Sequence[Sight]) -> list[str]:
-        """Lines that name tasks which lag behind another one. After `look`; each lag once.
+    def stragglers(self, statuses: Sequence[TaskStatus]) -> list[str]:
+        """Lines that name tasks which lag behind another one; call it after `check`.
 
         A task is named again when its lag has doubled.
         """
-        training = [s for s in sights if s.step >= 0 and s.task in self._moved]
+        training = [s for s in statuses if s.step >= 0 and s.task in self._last]
         if len(training) < 2:
             return []
-        newest = max(self._moved[s.task][1] for s in training)
+        newest = max(self._last[s.task][1] for s in training)
         lines = []
-        for sight in training:
-            lag = newest - self._moved[sight.task][1]
+        for status in training:
+            lag = newest - self._last[status.task][1]
             if lag < self._lag_s:
-                self._named.pop(sight.task, None)
-            elif lag >= 2 * self._named.get(sight.task, 0.0):
-                self._named[sight.task] = lag
+                self._reported_lag.pop(status.task, None)
+            elif lag >= 2 * self._reported_lag.get(status.task, 0.0):
+                self._reported_lag[status.task] = lag
                 ahead = max(s.step for s in training)
                 lines.append(
-                    f"{sight.task} lags: silent for {lag:.0f} s at step {sight.step}, "
-                    f"while another has come to step {ahead}"
+                    f"{status.task} lags: silent for {lag:.0f} s at step {status.step}, "
+                    f"while another is at step {ahead}"
                 )
         return lines

@@ -1,18 +1,17 @@
-"""A process that has imported TensorFlow, of which the tasks of a run are copies.
+"""A process that has imported TensorFlow, and from which the tasks of a run are forked.
 
-    template = Template(["script", "train.py"], env)     # in the launcher
-    template.wait(stop, timeout_s=120)                    # until it has imported
-    pid = template.fork(["script", "train.py"], env, {0: stdin, 1: stdout, 2: stdout})
+    server = ForkServer(start, ["script", "train.py"], env)     # in the launcher
+    server.wait(stop, timeout_s=120)                            # until it has imported
+    pid = server.fork(["script", "train.py"], env, {0: stdin, 1: stdout, 2: stdout})
 
 Importing TensorFlow and Keras takes seconds of a core and 200 MB, and a cluster must be joined
-before the first TensorFlow operation. So one process imports, runs none, and is copied whenever a
-task is to start: at first, and again after a failure. Only its main thread runs then (NumPy's
-OpenBLAS ends its threads before a fork), and no GPU has been touched.
+before the first TensorFlow operation. So one process imports, runs none, and is forked whenever a
+task starts: at first, and again after a failure. Only its main thread runs then (NumPy's OpenBLAS
+ends its threads before a fork), and it has touched no GPU.
 
-A copy is the launcher's own child, as any other process that it starts: the template forks twice
-and the process in the middle leaves, whose child Linux then gives to the nearest ancestor that
-asked for such orphans (prctl(2), PR_SET_CHILD_SUBREAPER). On other systems each task imports for
-itself.
+A forked task is the launcher's own child: the fork server forks twice and the process in the middle
+exits. Linux gives the orphan to the nearest ancestor that asked for orphans (prctl(2),
+PR_SET_CHILD_SUBREAPER). On other systems each task imports for itself.
 """
 
 from __future__ import annotations
@@ -35,42 +34,42 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tfmw.launcher.isolation import system_call
 
-ANSWER_S = 10.0
-"""How long a copy may take: some 20 ms, with a machine that is busy."""
+FORK_TIMEOUT_S = 10.0
+"""Seconds that a fork may take; usual are 20 ms."""
 
-_MOST_DESCRIPTORS = 64
+_MAX_DESCRIPTORS = 64
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _PR_GET_CHILD_SUBREAPER = 37
 
-# What is sent to all processes of a job, to end them: the launcher ends this one.
+# Signals that end all processes of a job: the launcher ends this one.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 # ---- in the launcher ----------------------------------------------------------------------------
 
 
-class Template:
-    """The launcher's hold on it.
+class ForkServer:
+    """The launcher's side of it.
 
     Args:
-        start: the command that runs `serve`, without the descriptor it ends with.
-        shown: what follows in its command line and those of its copies, for `ps` to show.
-        env: environment; what importing depends on must be the same for all tasks.
+        start: the command that runs `serve`, without the descriptor at its end.
+        shown: what follows in its command line and that of its tasks, for `ps` to show.
+        env: environment; variables that change imports must be the same for all tasks.
     """
 
     def __init__(self, start: Sequence[str], shown: Sequence[str], env: Mapping[str, str]) -> None:
-        self._control, theirs = socket.socketpair()
-        with theirs:
+        self._control, remote = socket.socketpair()
+        with remote:
             self._process = subprocess.Popen(
-                [*start, str(theirs.fileno()), *shown],
+                [*start, str(remote.fileno()), *shown],
                 stdin=subprocess.DEVNULL,
-                # A task that can't import what this one can't meets the same error, and tells.
+                # A task meets the same error when it imports, and reports it.
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=env,
                 start_new_session=True,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[remote.fileno()],
             )
         self._imported = False
         self._lost = False
@@ -82,13 +81,13 @@ class Template:
 
     @property
     def usable(self) -> bool:
-        """Whether copies may be had of it, now or once it has imported."""
+        """Whether tasks can be forked from it, now or once it has imported."""
         return not self._lost and self._process.poll() is None
 
     def wait(self, stop: Sequence[int], timeout_s: float) -> None:
-        """Until it can be copied, or is lost, or a signal to stop has come.
+        """Waits until it has imported or died, or a signal to stop has come.
 
-        One that hasn't imported in time is given up: tasks that can't either are named.
+        After the timeout it is killed: each task imports for itself then.
         """
         give_up = time.monotonic() + timeout_s
         while not (self._imported or self._lost or stop):
@@ -102,53 +101,53 @@ class Template:
     def fork(
         self, command: Sequence[str], env: Mapping[str, str], descriptors: Mapping[int, int]
     ) -> int | None:
-        """A copy, which becomes a task.
+        """Forks a process that becomes a task.
 
         Args:
             command: arguments of `task.py`.
             env: all of its environment.
-            descriptors: its own number of each descriptor -> ours.
+            descriptors: number of each descriptor in the task -> number here.
 
         Returns:
-            The process id of a child of ours; None where there is no copy to be had.
+            The process id of a new child of the launcher; None where the fork server is lost.
         """
         if self._lost or not self._imported:
             return None
-        order = {
+        request = {
             "argv": list(command),
             "env": dict(env),
             "cwd": os.getcwd(),
             "descriptors": list(descriptors),
         }
         with tempfile.TemporaryFile() as file:  # longer than a message may be
-            file.write(json.dumps(order).encode())
+            file.write(json.dumps(request).encode())
             file.seek(0)
             try:
                 with _adopting():
                     sent = [file.fileno(), *descriptors.values()]
                     socket.send_fds(self._control, [b"f"], sent)
-                    self._control.settimeout(ANSWER_S)
+                    self._control.settimeout(FORK_TIMEOUT_S)
                     pid = int(self._control.recv(32))
-                    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # ours?
+                    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # our child?
             except (OSError, ValueError):
-                file.truncate(0)  # a copy that comes late finds no order, and leaves
+                file.truncate(0)  # a fork that comes late finds no request, and exits
                 self._lost = True
                 self._process.kill()
                 return None
         return pid
 
     def close(self) -> None:
-        """Ends it; its copies stay."""
+        """Ends it; the tasks forked from it stay."""
         self._control.close()
         self._process.kill()
         self._process.wait()
 
 
-_kept: tuple[dict[str, str], Template] | None = None
+_kept: tuple[dict[str, str], ForkServer] | None = None
 
 
-def kept(start: Sequence[str], shown: Sequence[str], env: Mapping[str, str]) -> Template:
-    """One for all runs of this process, until it ends or the environment changes.
+def kept(start: Sequence[str], shown: Sequence[str], env: Mapping[str, str]) -> ForkServer:
+    """The fork server of all runs of this process, until the environment changes.
 
     Cells of a notebook start workers again and again.
     """
@@ -156,7 +155,7 @@ def kept(start: Sequence[str], shown: Sequence[str], env: Mapping[str, str]) -> 
     if _kept is not None and (_kept[0] != env or not _kept[1].usable):
         _close_kept()
     if _kept is None:
-        _kept = dict(env), Template(start, shown, env)
+        _kept = dict(env), ForkServer(start, shown, env)
         atexit.register(_close_kept)
     return _kept[1]
 
@@ -171,10 +170,10 @@ def _close_kept() -> None:
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """Descendants whose parent leaves become our children.
+    """Makes orphaned descendants children of this process.
 
     Raises:
-        OSError: the system has no such thing.
+        OSError: the system does not support it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     before = ctypes.c_int()
@@ -187,27 +186,27 @@ def _adopting() -> Iterator[None]:
         system_call(libc, "prctl", _PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
-# ---- in the template ----------------------------------------------------------------------------
+# ---- in the fork server ------------------------------------------------------------------------
 
 
 def serve(control: int) -> list[str]:
-    """Imports, and makes copies until the launcher has gone.
+    """Imports, and forks tasks until the launcher has gone.
 
     Returns:
-        In each copy: the arguments it was ordered with. The template itself never returns.
+        In each forked task: its arguments. The fork server itself never returns.
     """
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
     _import_everything()
     gc.collect()
-    gc.freeze()  # so that the collector of a copy doesn't write to pages that all share
+    gc.freeze()  # so that the collectors of tasks don't write to shared pages
     with socket.socket(fileno=control) as launcher:
         with contextlib.suppress(OSError):
             launcher.sendall(b"r")
         while True:
-            message, descriptors, _, _ = socket.recv_fds(launcher, 1, _MOST_DESCRIPTORS)
+            message, descriptors, _, _ = socket.recv_fds(launcher, 1, _MAX_DESCRIPTORS)
             if not message:
                 sys.exit(0)
-            if not _copy(launcher):
+            if not _fork_task(launcher):
                 break
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -216,60 +215,60 @@ def serve(control: int) -> list[str]:
     return _become(descriptors)
 
 
-def _copy(launcher: socket.socket) -> bool:
-    """Forks a child of the launcher; whether this is the template still."""
-    waits, adopted = os.pipe()
-    reads, tells = os.pipe()
+def _fork_task(launcher: socket.socket) -> bool:
+    """Forks a child of the launcher; returns whether this is still the fork server."""
+    gate_read, gate_write = os.pipe()
+    pid_read, pid_write = os.pipe()
     middle = os.fork()
     if not middle:
-        os.close(adopted)
-        os.close(reads)
+        os.close(gate_write)
+        os.close(pid_read)
         try:
             pid = os.fork()
         except OSError:
             os._exit(1)
         if pid:
-            os.write(tells, str(pid).encode())
+            os.write(pid_write, str(pid).encode())
             os._exit(0)
-        os.close(tells)
-        os.read(waits, 1)  # the end: the template has seen the middle one leave
-        os.close(waits)
+        os.close(pid_write)
+        os.read(gate_read, 1)  # its end: the middle process has exited
+        os.close(gate_read)
         return False
-    os.close(waits)
-    os.close(tells)
+    os.close(gate_read)
+    os.close(pid_write)
     os.waitpid(middle, 0)
-    launcher.sendall(os.read(reads, 32) or b"none")
-    os.close(reads)
-    os.close(adopted)
+    launcher.sendall(os.read(pid_read, 32) or b"none")
+    os.close(pid_read)
+    os.close(gate_write)
     return True
 
 
 def _become(received: Sequence[int]) -> list[str]:
-    """In a copy: takes its descriptors, environment and folder; returns its arguments."""
+    """In a forked task: takes its descriptors, environment and folder; returns its arguments."""
     os.setsid()
     with open(received[0], "rb") as file:
-        order = json.loads(file.read() or sys.exit("no order"))
-    numbers: list[int] = order["descriptors"]
-    # First all out of the way, as one's number may be another's goal.
-    apart = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(numbers) + 1) for fd in received[1:]]
+        request = json.loads(file.read() or sys.exit("no request"))
+    numbers: list[int] = request["descriptors"]
+    # First all to unused numbers, as the number of one may be the target of another.
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(numbers) + 1) for fd in received[1:]]
     for descriptor in received[1:]:
         os.close(descriptor)
-    for descriptor, number in zip(apart, numbers, strict=True):
+    for descriptor, number in zip(moved, numbers, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.environ.clear()
-    os.environ.update(order["env"])
-    os.chdir(order["cwd"])
-    _draw_afresh()
-    arguments: list[str] = order["argv"]
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    _reseed()
+    arguments: list[str] = request["argv"]
     return arguments
 
 
-def _draw_afresh() -> None:
-    """Seeds what was seeded when it was imported; else all copies would draw the same numbers.
+def _reseed() -> None:
+    """Seeds generators that were seeded at import; else all tasks would draw the same numbers.
 
-    NumPy 1 imports its generator, NumPy 2 when it is first used; TensorFlow's comes with the first
-    operation; Python's own seeds itself again after a fork.
+    NumPy 1 seeds its generator at import, NumPy 2 at first use; TensorFlow's comes with the first
+    operation; Python's own is seeded again after a fork.
     """
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
@@ -277,7 +276,7 @@ def _draw_afresh() -> None:
 
 def _import_everything() -> None:
     """Imports everything public of tfmw, and with it TensorFlow and Keras."""
-    with contextlib.suppress(Exception):  # the task will meet it again, and tell
+    with contextlib.suppress(Exception):  # the task meets the error again, and reports it
         import tfmw
         from tfmw.runtime.imports import collector_paused
 

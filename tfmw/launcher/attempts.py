@@ -1,0 +1,215 @@
+"""A run as a sequence of attempts, until the restart policy ends it.
+
+    with Signals() as stop:
+        result, outcomes = run_job(Job(command, tasks, options), stop)
+
+`attempt.py` makes one attempt; `restart.py` decides whether there is another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TextIO
+
+from tfmw.errors import UsageError
+from tfmw.launcher import call
+from tfmw.launcher.attempt import FAREWELL_S, GRACE_S, Attempt, AttemptContext
+from tfmw.launcher.environment import make_run_directory, task_environment
+from tfmw.launcher.failure import Failure
+from tfmw.launcher.network import choose_network, network_hint
+from tfmw.launcher.options import RunOptions
+from tfmw.launcher.output import Display, is_watched
+from tfmw.launcher.process import task_name
+from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
+from tfmw.launcher.result import Result, exit_status
+from tfmw.launcher.spawn import Spawner
+from tfmw.runtime.signals import Signals
+
+_ORDER = ("chief", "worker", "ps", "evaluator")
+
+_printed_notes: set[str] = set()
+"""Notes that launches of this process have printed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to run, and how.
+
+    Args:
+        command: the arguments of `task.py`: "script", its path, its flags.
+        tasks: (kind, index) of each task.
+        options: restarts, time limits, standby, the private network.
+        log_dir: the run's folder is made in it; None: a temporary one.
+        env: added to the environment of the tasks.
+        stdout: where their output goes.
+        live: whether the chief's output passes through unlabelled; None: where `stdout` is a
+            terminal or a notebook.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        farewell_s: seconds in which serving tasks leave once the chief is done.
+        payload: standard input of each task: the function to call.
+    """
+
+    command: Sequence[str]
+    tasks: Sequence[tuple[str, int]]
+    options: RunOptions = dataclasses.field(default_factory=RunOptions)
+    log_dir: str | os.PathLike[str] | None = None
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stdout: TextIO = dataclasses.field(default_factory=lambda: sys.stdout)
+    live: bool | None = None
+    grace_s: float = GRACE_S
+    farewell_s: float = FAREWELL_S
+    payload: bytes | None = None
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return sum(kind == "worker" for kind, _ in self.tasks)
+
+
+def run_job(job: Job, stop: Signals) -> tuple[Result, dict[str, call.Outcome | None]]:
+    """Runs attempts until one is the last.
+
+    Returns:
+        How the run ended, and what the function returned in each task, by the task's name.
+
+    Raises:
+        UsageError: invalid options, TF_CONFIG is set, a folder that can't be written.
+    """
+    job.options.check(job.workers)
+    environ = {**os.environ, **job.env}
+    if environ.get("TF_CONFIG", "").strip():
+        raise UsageError(
+            f"TF_CONFIG is already set to {environ['TF_CONFIG']}; unset it or drop --workers."
+        )
+    with contextlib.ExitStack() as stack:
+        context, isolated = _context(job, environ, stop, stack)
+        policy = RestartPolicy(job.options, job.workers)
+        attempt, failures = _run_attempts(context, policy, job.tasks)
+    status = exit_status(
+        failures,
+        preempted=attempt.preempted(),
+        stop=stop,
+        output_broken=context.display.broken,
+    )
+    failures = failures if status in (1, 2) else ()
+    if status == 0 and job.log_dir is None:
+        shutil.rmtree(context.directory, ignore_errors=True)
+    result = Result(
+        status=status,
+        tasks={task.name: task.status or 0 for task in attempt.tasks},
+        failures=failures,
+        directory=context.directory if context.directory.exists() else None,
+        attempts=attempt.number + 1,
+        restarts=policy.restarts,
+        hint=network_hint(failures) if isolated else "",
+    )
+    return result, attempt.outcomes()
+
+
+def _context(
+    job: Job, environ: Mapping[str, str], stop: Signals, stack: contextlib.ExitStack
+) -> tuple[AttemptContext, bool]:
+    """What all attempts have in common, and whether the tasks have a private network."""
+    terminal = is_watched(job.stdout)
+    live = task_name(*job.tasks[0]) if (terminal if job.live is None else job.live) else None
+    display = Display(job.stdout, live)
+    directory = make_run_directory(job.log_dir)
+    network, note = choose_network(job.options.isolate, job.command, job.tasks, environ)
+    if network is not None:
+        stack.callback(network.close)
+    spawner = stack.enter_context(Spawner(network.namespaces if network else ()))
+    env = task_environment(environ, terminal)
+    if _uses_standby(job, env):
+        spawner.fork_from_now_on(job.command, env, keep=job.payload is not None)
+    if note and (job.payload is None or note not in _printed_notes):
+        _printed_notes.add(note)  # a notebook launches from cell after cell
+        print(f"tfmw: {note}", file=sys.stderr, flush=True)
+    context = AttemptContext(
+        command=job.command,
+        directory=directory,
+        env=env,
+        spawner=spawner,
+        display=display,
+        live=live,
+        payload=job.payload,
+        stop=stop,
+        options=job.options,
+        grace_s=job.grace_s,
+        farewell_s=job.farewell_s,
+    )
+    return context, network is not None
+
+
+def _uses_standby(job: Job, env: Mapping[str, str]) -> bool:
+    """Whether one process imports TensorFlow for all tasks.
+
+    Scripts that tfmw doesn't initialize may set what TensorFlow reads when it is imported.
+    """
+    options = job.options
+    if options.standby == "auto":
+        several = len(job.tasks) > 1 or options.max_restarts > 0
+        return several and env.get("TFMW_NO_INIT") != "1"
+    return options.standby == "on"
+
+
+def _run_attempts(
+    context: AttemptContext, policy: RestartPolicy, tasks: Sequence[tuple[str, int]]
+) -> tuple[Attempt, tuple[Failure, ...]]:
+    """Makes attempts until the policy ends the run.
+
+    Returns:
+        The last attempt, and the failures of all attempts, the root cause first; none where the
+        last attempt ended well.
+    """
+    failures: tuple[Failure, ...] = ()
+    stop = context.stop
+    for number in itertools.count():
+        context.spawner.wait(stop.received, context.options.start_timeout_s or float("inf"))
+        attempt = Attempt(context, tasks, number, policy)
+        try:
+            attempt.start()
+            attempt.watch()
+            restarting = not stop.received and policy.restarts < context.options.max_restarts
+            # Tasks that have lost a peer can't leave in order, and what is on disk is complete at
+            # any moment: no grace.
+            attempt.end(0.0 if restarting and attempt.failures() else None)
+        finally:
+            attempt.end()
+        failed = attempt.failures()
+        failures += (*attempt.restarted_failures(), *(failed if not failures else failed[:1]))
+        decision = policy.decide(
+            AttemptOutcome(
+                failures=failed,
+                step=attempt.step(),
+                seconds=attempt.seconds(),
+                preempted=attempt.preempted(),
+                signals=tuple(stop.received),
+            )
+        )
+        if decision.message and not context.display.broken:
+            context.display.line(f"tfmw: {decision.message}")
+        if not decision.restart or context.display.broken:
+            return attempt, failures if failed else ()
+        wait(decision.delay_s, stop)
+        if stop.received:
+            return attempt, ()
+        others = [task for task in tasks if task[0] != "worker"]
+        workers = [("worker", index) for index in range(decision.workers)]
+        tasks = sorted([*others, *workers], key=lambda task: _ORDER.index(task[0]))
+    raise AssertionError("unreachable")
+
+
+def wait(
+    seconds: float, stop: Signals, sleep: Callable[[float], None] = time.sleep, step_s: float = 0.05
+) -> None:
+    """Waits before the next attempt; returns early once a signal came."""
+    while seconds > 0 and not stop.received:
+        sleep(min(step_s, seconds))
+        seconds -= step_s

@@ -1,0 +1,94 @@
+"""How a run ended: its exit status, and the lines that tell the user why."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfmw.errors import PREEMPTED
+from tfmw.launcher.failure import Failure, describe_status
+from tfmw.runtime.signals import LEAVE, Signals
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Args:
+        status: 0 all done; 1 a task failed; 2 a task reported wrong usage or a wrong cluster
+            description; 75 the tasks saved their state and left, and are to be run again; 128 + n
+            the launcher got signal n.
+        tasks: exit status by task name, -9 for SIGKILL, of the last attempt; also of tasks that
+            the launcher ended.
+        failures: the tasks that failed on their own, where the run failed: the root cause first,
+            then what failed in the same attempt, then the causes of later attempts.
+        directory: the run's folder; None if it was temporary and is removed.
+        attempts: how often all tasks were started.
+        restarts: restarts that count against the budget, of all tasks or of one.
+        hint: one more line for the user; "" for none.
+    """
+
+    status: int
+    tasks: dict[str, int]
+    failures: tuple[Failure, ...]
+    directory: Path | None
+    attempts: int = 1
+    restarts: int = 0
+    hint: str = ""
+
+    def summary(self) -> list[str]:
+        """Lines for the user; the last one names the first task that failed and its own error."""
+        if self.status == PREEMPTED:
+            return [
+                "tfmw: the tasks saved their state and left; the same command goes on from there"
+            ]
+        if self.status > 128:
+            logs = f"; their logs: {self.directory}" if self.directory else ""
+            return [f"tfmw: {describe_status(128 - self.status)}: all tasks were ended{logs}"]
+        if not self.failures:
+            return []
+        cause, *further = self.failures
+        several = len({failure.attempt for failure in self.failures}) > 1
+        lines = [
+            f"tfmw: {failure.task} failed too{_in_attempt(failure, several)}: {failure.description}"
+            for failure in further
+        ]
+        if cause.detail:
+            origin = "error" if cause.error else "output"
+            lines += [f"tfmw: {origin} of {cause.task}:", *(f"    {line}" for line in cause.detail)]
+        lines += [f"tfmw: {self.hint}"] if self.hint else []
+        lines.append(f"tfmw: log of {cause.task}: {cause.log}")
+        first = " first," if further else ""
+        lines.append(
+            f"tfmw: {cause.task} failed{first}{_in_attempt(cause, several)} after "
+            f"{cause.seconds:.1f} s: {cause.description}"
+        )
+        return lines
+
+
+def _in_attempt(failure: Failure, several: bool) -> str:
+    return f" in attempt {failure.attempt}" if several else ""
+
+
+def exit_status(
+    failures: Sequence[Failure], *, preempted: bool, stop: Signals, output_broken: bool
+) -> int:
+    """Exit status of a run.
+
+    Args:
+        failures: of its last attempt and those before.
+        preempted: whether tasks of the last attempt saved their state and left.
+        stop: the signals that the launcher got.
+        output_broken: whether the reader of the launcher's output has gone.
+    """
+    passed_on = {*stop.received, signal.SIGTERM}
+    # A scheduler sends its signal to all processes: then the tasks die of it too.
+    if stop.received and all(-failure.status in passed_on for failure in failures):
+        return PREEMPTED if preempted and stop.received[0] in LEAVE else 128 + stop.received[0]
+    if failures:
+        return 2 if failures[0].usage else 1
+    if preempted:
+        return PREEMPTED
+    return 128 + signal.SIGPIPE if output_broken else 0
