@@ -14,15 +14,12 @@ so that a crash leaves the old export, the new one or none, never half of one.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import inspect
 import itertools
 import json
 import os
 import posixpath
 import re
-import secrets
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +27,7 @@ import keras
 import tensorflow as tf
 from tensorflow.core.protobuf import saved_model_pb2  # the format of saved_model.pb
 
+from tfmw import storage
 from tfmw.cluster import membership
 from tfmw.errors import UsageError
 
@@ -40,9 +38,6 @@ __all__ = ["MANIFEST", "check_path", "export", "verify"]
 
 MANIFEST = "tfmw_manifest.json"
 _FORMAT = 1  # of the manifest: {"format": 1, "files": {"saved_model.pb": {"sha256", "bytes"}}}
-
-# What is left beside `models/digits` by a crash: `models/.digits.writing-1f0c9e4b7a52`.
-_WRITING, _REPLACED = "writing", "replaced"
 
 
 def export(
@@ -94,20 +89,12 @@ def export(
     target = _normalize(path)
     archive = _archive(model, _input_specs(model, input_signature), dict(pass_through or {}))
 
-    _remove_leftovers(target, _WRITING)
-    temporary = _sibling(target, _WRITING)
-    _make_dirs(posixpath.dirname(temporary))
-    try:
+    parent, name = posixpath.split(target)
+    storage.clean_up(parent, re.compile(re.escape(name)))
+    with storage.atomic_directory(target) as temporary:
         archive.write_out(temporary, verbose=False)
         _forget_cluster(temporary)
         _write_manifest(temporary)
-        _flush(temporary)
-        _replace(target, temporary)
-    except BaseException:
-        with contextlib.suppress(tf.errors.OpError):  # nothing may be there; the cause matters more
-            tf.io.gfile.rmtree(temporary)
-        raise
-    _remove_leftovers(target, _REPLACED)
     return target
 
 
@@ -163,7 +150,7 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
             problems.append(f"{name} is missing.")
         elif (actual_size := tf.io.gfile.stat(file_path).length) != size:
             problems.append(f"{name} has {actual_size} bytes; {size} were written.")
-        elif _sha256(file_path) != sha256:
+        elif storage.sha256(file_path) != sha256:
             problems.append(f"{name} is damaged: its SHA-256 is not the one that was written.")
     return problems
 
@@ -361,73 +348,22 @@ def _forget_cluster(directory: str) -> None:
             tf.io.gfile.remove(fingerprint)
 
 
-# Files. Local and remote ones go through tf.io.gfile, what it lacks (fsync) through os.
+# Files.
 
 
 def _normalize(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
-    return text.rstrip("/") if "://" in text else os.path.abspath(os.path.expanduser(text))
-
-
-def _sibling(target: str, state: str) -> str:
-    parent, name = posixpath.split(target)
-    return posixpath.join(parent, f".{name}.{state}-{secrets.token_hex(6)}")
-
-
-def _remove_leftovers(target: str, state: str) -> None:
-    """Remove what an export to the same path left when it was killed."""
-    parent, name = posixpath.split(target)
-    if not tf.io.gfile.isdir(parent):
-        return
-    leftover = re.compile(re.escape(f".{name}.{state}-") + r"[0-9a-f]{12}/?")
-    for entry in tf.io.gfile.listdir(parent):
-        if leftover.fullmatch(entry):
-            tf.io.gfile.rmtree(posixpath.join(parent, entry.rstrip("/")))
-
-
-def _make_dirs(parent: str) -> None:
-    if parent and not tf.io.gfile.isdir(parent):
-        tf.io.gfile.makedirs(parent)
-
-
-def _replace(target: str, temporary: str) -> None:
-    """Put `temporary` where `target` is. Only between the two renames is there nothing."""
-    replaced = None
-    if tf.io.gfile.exists(target):
-        replaced = _sibling(target, _REPLACED)
-        tf.io.gfile.rename(target, replaced)
-    try:
-        tf.io.gfile.rename(temporary, target)
-    except BaseException:
-        if replaced is not None:
-            tf.io.gfile.rename(replaced, target)
-        raise
-    if "://" not in target:
-        _fsync(os.path.dirname(target))
-
-
-def _flush(directory: str) -> None:
-    """Have the kernel write every file of a local directory to the disk; remote ones are there."""
-    if "://" in directory:
-        return
-    for parent, _, files in os.walk(directory):
-        for name in files:
-            _fsync(os.path.join(parent, name))
-        _fsync(parent)
-
-
-def _fsync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return (
+        text.rstrip("/")
+        if not storage.is_local(text)
+        else os.path.abspath(os.path.expanduser(text))
+    )
 
 
 def _write_manifest(directory: str) -> None:
     files = {
         name: {
-            "sha256": _sha256(posixpath.join(directory, name)),
+            "sha256": storage.sha256(posixpath.join(directory, name)),
             "bytes": tf.io.gfile.stat(posixpath.join(directory, name)).length,
         }
         for name in _files(directory)
@@ -443,11 +379,3 @@ def _files(directory: str) -> list[str]:
         for parent, _, names in tf.io.gfile.walk(directory)
         for name in names
     )
-
-
-def _sha256(path: str) -> str:
-    digest = hashlib.sha256()
-    with tf.io.gfile.GFile(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -19,6 +19,7 @@ from tests.helpers.by_hand import ByHand
 from tests.helpers.cluster import run_cluster
 from tfmw import UsageError
 from tfmw.checkpoint import evaluator
+from tfmw.checkpoint.store import BackupStore
 from tfmw.export import verify
 
 pytestmark = pytest.mark.multiprocess
@@ -159,8 +160,8 @@ def test_a_killed_evaluator_goes_on_where_it_was(tmp_path):
 
 def test_two_evaluators_are_one_too_many(tmp_path):
     with evaluator._watching(str(tmp_path)):
-        assert evaluator.is_watching(tmp_path)
+        assert BackupStore(tmp_path).is_watched()
         second = evaluator._watching(str(tmp_path))
         with pytest.raises(UsageError, match="another evaluator"), second:
             pass
-    assert not evaluator.is_watching(tmp_path)
+    assert not BackupStore(tmp_path).is_watched()

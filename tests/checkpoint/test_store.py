@@ -13,6 +13,7 @@ import logging
 import os
 import pickle
 import random
+import stat
 import subprocess
 import sys
 import threading
@@ -206,7 +207,7 @@ def fall_back(store: BackupStore, caplog: pytest.LogCaptureFixture) -> int:
             try:
                 return value_of(backup)
             except Damaged as e:
-                store.pass_over(backup.step, e)
+                store.skip_damaged(backup.step, e)
     raise AssertionError("no backup is left")
 
 
@@ -312,8 +313,8 @@ def test_a_link_in_place_of_a_backup_is_never_followed_nor_emptied(store, tmp_pa
     _, newest = written(store, 1, 2)
     newest.rename(outside / "real")
     newest.symlink_to(outside / "real")
-    (Path(store.path) / ".step_000000000003.tmp-x").symlink_to(outside)
-    nested = Path(store.path) / ".step_000000000004.tmp-x"
+    (Path(store.path) / ".step_000000000003.writing-0123456789ab").symlink_to(outside)
+    nested = Path(store.path) / ".step_000000000004.writing-0123456789ab"
     nested.mkdir()
     (nested / "link").symlink_to(outside)
     with store.locked():
@@ -365,7 +366,7 @@ def test_an_index_that_tells_of_more_than_there_is_takes_no_memory(store, caplog
     data.write_bytes(b"1234")
     reseal(newest, sizes={"tensors.index": (newest / "tensors.index").stat().st_size, data.name: 4})
     assert fall_back(store, caplog) == 1
-    assert "its index tells of 4194304 bytes, 4 are there" in caplog.text
+    assert "its index lists 4194304 bytes, its files have 4" in caplog.text
 
 
 def test_what_lies_beside_is_neither_read_nor_executed(store, tmp_path, caplog):
@@ -461,6 +462,19 @@ def test_a_second_run_is_refused_until_the_first_is_gone(store):
         assert value_of(store.read(written(store, 1) and 1)) == 1
     with store.locked():  # let go of by a run that has ended
         assert store.steps() == [1]
+
+
+def test_no_other_user_can_open_the_lock_and_hold_it(store):
+    os.makedirs(store.path)
+    lock = Path(store.path, "LOCK")
+    before = os.umask(0)
+    try:
+        for _ in range(2):
+            with store.locked():
+                assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+            lock.chmod(0o644)  # as older versions wrote it
+    finally:
+        os.umask(before)
 
 
 # ---------------------------------------------------------------- row 8: disk full

@@ -218,7 +218,7 @@ def test_only_the_chief_writes(tmp_path):
 
 def test_every_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     synced: list[str] = []
-    rename = tf.io.gfile.rename
+    rename = os.rename
 
     def note_rename(source, target):
         written = {str(p) for p in Path(source).rglob("*")} | {source}
@@ -227,7 +227,7 @@ def test_every_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
         rename(source, target)
 
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
-    monkeypatch.setattr(tf.io.gfile, "rename", note_rename)
+    monkeypatch.setattr(os, "rename", note_rename)
     export(sequential(), tmp_path / "m")
     assert synced[synced.index("renamed") + 1 :] == [str(tmp_path)]
 
@@ -272,14 +272,14 @@ def test_an_export_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     path = tmp_path / "m"
     export(sequential(), path)
     before = (path / MANIFEST).read_bytes()
-    rename = tf.io.gfile.rename
+    rename = os.rename
 
     def fail(source, target):
         if ".writing-" in source:
             raise tf.errors.PermissionDeniedError(None, None, "no")
         rename(source, target)
 
-    monkeypatch.setattr(tf.io.gfile, "rename", fail)
+    monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(tf.errors.PermissionDeniedError):
         export(sequential(), path)
     assert os.listdir(tmp_path) == ["m"]

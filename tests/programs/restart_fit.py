@@ -20,7 +20,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs import _result
-from tfmw.checkpoint.store import BackupStore
+from tfmw import storage
 
 EXAMPLES, BATCH, REPLICAS = 96, 8, 2
 
@@ -53,10 +53,8 @@ class Death:
     def __init__(self, point: str, count: int):
         self.point = point
         self.left = count
-        if point == "backup":
-            self.on_each(BackupStore, "_replace")
-        if point == "export":
-            self.on_each(tf.io.gfile, "rename")
+        if point in ("backup", "export"):
+            self.on_each_replacement(of_backup=point == "backup")
 
     def reached(self, point: str) -> None:
         if point == self.point:
@@ -65,14 +63,16 @@ class Death:
                 print(f"dies in {point}", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def on_each(self, owner: Any, name: str) -> None:
-        function = getattr(owner, name)
+    def on_each_replacement(self, of_backup: bool) -> None:
+        """Before a directory gets its name: a backup's, or that of something else."""
+        replace = storage.replace
 
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            self.reached(self.point)
-            return function(*args, **kwargs)
+        def counted(target: str, temporary: str) -> None:
+            if os.path.basename(target).startswith("step_") == of_backup:
+                self.reached(self.point)
+            replace(target, temporary)
 
-        setattr(owner, name, replacement)
+        storage.replace = counted
 
 
 class Mortal(keras.callbacks.Callback):

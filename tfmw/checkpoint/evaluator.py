@@ -19,7 +19,6 @@ them. It needs to see the same directory as the chief, and no address: nobody wa
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -30,16 +29,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw import keras_compat
-from tfmw.checkpoint import state
-from tfmw.checkpoint.store import Backup, BackupStore, Damaged
+from tfmw import keras_compat, storage
+from tfmw.checkpoint import file_lock, state
+from tfmw.checkpoint.store import EVALUATOR_LOCK, Backup, BackupStore, Damaged
 from tfmw.errors import UsageError
 
 logger = logging.getLogger("tfmw")
 
 _LOOK_EVERY_S = 0.5
 _LET_GO_S = 30.0
-_LOCK = "EVALUATOR"
 _FOLDER = "evaluation"
 _BEST = "best"
 _DONE = "done.json"
@@ -125,39 +123,20 @@ def _remove(store: BackupStore, sleep: Callable[[float], None]) -> None:
     logger.warning("the backups in %s stay: another run holds them", store.path)
 
 
-def is_watching(backup_dir: str | os.PathLike[str]) -> bool:
-    """Whether an evaluator watches this directory, from this machine or through its file locks."""
-    lock = os.path.join(os.fspath(backup_dir), _LOCK)
-    if "://" in lock or not os.path.exists(lock):
-        return False
-    file = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False
-
-
 @contextlib.contextmanager
 def _watching(path: str) -> Iterator[None]:
-    """Tells the training that its backups are still wanted; ends with the process, however."""
-    if "://" in path:
+    """Shows the training that its backups are still needed; ends with the process, however."""
+    if not storage.is_local(path):
         yield
         return
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    lock = os.open(os.path.join(path, _LOCK), flags, 0o644)
-    try:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(file_lock.file_lock(os.path.join(path, EVALUATOR_LOCK)))
         except BlockingIOError:
             raise UsageError(
                 f"another evaluator watches {path!r} already: end it, or leave the work to it."
             ) from None
         yield
-    finally:
-        os.close(lock)
 
 
 class _Done:

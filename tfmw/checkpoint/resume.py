@@ -28,7 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.callbacks import BackupAndRestore
-from tfmw.checkpoint import evaluator, state
+from tfmw.checkpoint import state
 from tfmw.checkpoint.store import BackgroundWriter, BackupStore, Damaged
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
@@ -176,7 +176,7 @@ class Backups:
             try:
                 self.tensors = backup.tensors()
             except Damaged as e:
-                self._store.pass_over(backup.step, e)
+                self._store.skip_damaged(backup.step, e)
                 continue
             logger.warning("restored step %d from %s", backup.step, backup.path)
             return backup.record
@@ -416,7 +416,7 @@ class Backups:
     def _remove_mine(self) -> None:
         """Removes the backups, unless another run goes on from them or has left others there."""
         assert self._store is not None
-        if evaluator.is_watching(self.path):
+        if self._store.is_watched():
             return  # it removes them once it has seen the last one
         with contextlib.suppress(TfmwError), self._store.locked():
             newest = self._store.newest()

@@ -1,4 +1,4 @@
-"""State on disk: what a run needs to go on as if nothing had happened.
+"""State on disk: what a run needs to continue as if it had never stopped.
 
     store = BackupStore("/shared/backups/run7")
     with store.locked():
@@ -13,10 +13,10 @@ One backup is one directory `step_<n>` with three files:
 * `record.json`: everything else as JSON, with the SHA-256 of itself and the sizes of the other
   files. It is written last: a directory without a valid one is no backup.
 
-It is written under a temporary name, flushed, and renamed; the parent directory is flushed; the two
-newest are kept. Reading never executes what it reads: no pickle, no code, no links followed, and no
-more memory taken than the files have bytes. Paths may be local or whatever `tf.io.gfile` opens;
-where there is no atomic rename (object stores), `record.json` coming last does its work.
+It is written under a temporary name, flushed and renamed (`tfmw.storage`). The two newest are kept.
+Reading is safe: no pickle, no code, no links followed, and no more memory taken than the files have
+bytes. Paths may be local or whatever `tf.io.gfile` opens; object stores have no atomic rename, so
+there the record, written last, shows that a backup is complete.
 
     problems = verify("/shared/backups/run7")         # [] or what is damaged
 """
@@ -24,15 +24,12 @@ where there is no atomic rename (object stores), `record.json` coming last does 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import math
 import os
 import re
-import shutil
-import socket
 import stat
 import threading
 import time
@@ -42,27 +39,31 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmw import storage
+from tfmw.checkpoint import file_lock
 from tfmw.errors import TfmwError, UsageError
 
 logger = logging.getLogger("tfmw")
 
+EVALUATOR_LOCK = "EVALUATOR"
+"""The file that an evaluator locks while it watches the directory."""
+
 FORMAT = 1
 KEPT = 2
-_NICE = 10  # of the thread that writes; a tenth of the time of one that trains, where both want it
+_NICE = 10  # of the writing thread: a tenth of the processor time of a training thread
 _PREFIX = "tensors"
 _RECORD = "record.json"
 _NAME = re.compile(r"step_(\d{12})")
-_TEMPORARY = re.compile(r"\.(step_\d{12})\.tmp-.*?(-old)?")
 _FILES = re.compile(re.escape(_PREFIX) + r"\.(index|data-\d{5}-of-\d{5})")
 _LARGEST_RECORD = 256 << 20  # bytes; the histories of a million epochs are less
 
 
 class Damaged(TfmwError):
-    """A backup whose checksums do not match, or that holds what no backup holds."""
+    """A backup whose checksums do not match, or whose content `BackupStore` never writes."""
 
 
 class Incomplete(Damaged):
-    """A backup whose writing did not come to its end."""
+    """A backup whose writing was interrupted."""
 
 
 class Backup:
@@ -85,12 +86,12 @@ class Backup:
             reader = tf.train.load_checkpoint(os.path.join(self.path, _PREFIX))
             shapes = reader.get_variable_to_shape_map()
             types = reader.get_variable_to_dtype_map()
-            # Memory is taken for what the index says: no more than there is in the files.
-            said = sum(math.prod(shapes[name]) * types[name].size for name in shapes)
-            if said > (there := self._bytes_of_tensors()):
+            # Memory is taken for the bytes that the index lists: no more than the files have.
+            listed = sum(math.prod(shapes[name]) * types[name].size for name in shapes)
+            if listed > (found := self._bytes_of_tensors()):
                 raise Damaged(
-                    f"backup {self.path} is damaged: its index tells of {said} bytes, {there} "
-                    "are there"
+                    f"backup {self.path} is damaged: its index lists {listed} bytes, its files "
+                    f"have {found}"
                 )
             return {name: reader.get_tensor(name) for name in sorted(shapes)}
         except (tf.errors.OpError, ValueError, RuntimeError, MemoryError) as e:
@@ -110,71 +111,56 @@ class BackupStore:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
-        self._local = "://" not in self.path
-        self._damaged: set[int] = set()  # steps of backups that were found so
+        self._local = storage.is_local(self.path)
+        self._damaged: set[int] = set()  # steps of damaged backups
 
     # ------------------------------------------------------------ one run at a time
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps other runs off the directory, and removes what a killed one left half written.
+        """Keeps other runs off the directory, and removes what killed runs have left half written.
 
-        A local lock (flock): it ends with the process however that ends, holds on one machine and
-        on network file systems that pass it on, and does nothing for object stores.
+        By a lock on the file `LOCK`, see `file_lock`; object stores have none.
 
         Raises:
-            UsageError: another process holds it.
+            UsageError: another process holds the lock, or it cannot be taken.
         """
         tf.io.gfile.makedirs(self.path)
-        if not self._local:
-            self._remove_leftovers()
+        with contextlib.ExitStack() as stack:
+            if self._local:
+                self._lock(stack)
+            self._clean_up()
             yield
-            return
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+    def _lock(self, stack: contextlib.ExitStack) -> None:
+        path = os.path.join(self.path, "LOCK")
         try:
-            lock = os.open(os.path.join(self.path, "LOCK"), flags, 0o644)
+            stack.enter_context(file_lock.file_lock(path))
+        except BlockingIOError:
+            raise UsageError(
+                f"backup directory {self.path!r} is in use by another run "
+                f"({file_lock.holder_of(path)}): wait for it, or give this run a directory of its "
+                "own."
+            ) from None
         except OSError as e:
             raise UsageError(
                 f"backup directory {self.path!r} cannot be locked ({e}): expected a directory that "
-                "this process may write to, and in it no LOCK or a plain file of that name."
+                "this process may write to, and in it no LOCK or a plain file of that name that "
+                "this user owns."
             ) from e
-        try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
-                raise UsageError(
-                    f"backup directory {self.path!r} is in use by another run ({holder}): wait for "
-                    "it, or give this run a directory of its own."
-                ) from None
-            with contextlib.suppress(OSError):  # who it is helps others; a full disk is no reason
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-            self._remove_leftovers()
-            yield
-        finally:
-            os.close(lock)
 
-    def _remove_leftovers(self) -> None:
-        names = self._names()
-        for name in names:
-            match = _TEMPORARY.fullmatch(name)
-            if match and match[2] and match[1] not in names:
-                # Killed between the two renames of `_replace`: the old one is still whole.
-                os.rename(os.path.join(self.path, name), os.path.join(self.path, match[1]))
-                names.append(match[1])
-            elif match:
-                self._remove(name)
+    def is_watched(self) -> bool:
+        """Whether an evaluator watches this directory, as far as its file lock is seen here."""
+        return self._local and file_lock.is_locked(os.path.join(self.path, EVALUATOR_LOCK))
 
-    def _remove(self, name: str) -> None:
-        """Removes an entry of the directory; of a link, the link."""
-        path = os.path.join(self.path, name)
-        if not self._local:
-            tf.io.gfile.rmtree(path)
-        elif os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)  # unlike tf.io.gfile.rmtree, it follows no links
-        else:
-            os.unlink(path)
+    def _clean_up(self) -> None:
+        storage.clean_up(self.path, _NAME)
+
+    def _remove(self, step: int) -> None:
+        storage.remove(self._path_of(step))
+
+    def _path_of(self, step: int) -> str:
+        return os.path.join(self.path, f"step_{step:012d}")
 
     def _names(self) -> list[str]:
         if not tf.io.gfile.exists(self.path):
@@ -197,93 +183,42 @@ class BackupStore:
         Raises:
             OSError or tf.errors.OpError: it could not be written; older backups are untouched.
         """
-        final = os.path.join(self.path, f"step_{step:012d}")
-        work = final
+        final = self._path_of(step)
         if self._local:
-            name = f".step_{step:012d}.tmp-{os.getpid()}-{threading.get_ident()}"
-            work = os.path.join(self.path, name)
-        try:
-            self._write_files(work, step, tensors, record)
-            if self._local:
-                self._replace(work, final)
-        except BaseException:
-            with contextlib.suppress(OSError, tf.errors.OpError):
-                self._remove(os.path.basename(work))
-            raise
+            with storage.atomic_directory(final) as temporary:
+                _write_files(temporary, step, tensors, record)
+        else:
+            # Without an atomic rename, the record's coming last tells whether a backup is whole.
+            with contextlib.suppress(tf.errors.NotFoundError):
+                storage.remove(final)
+            _write_files(final, step, tensors, record)
         self._damaged.discard(step)
         self._prune(step)
         return final
-
-    def _write_files(
-        self, work: str, step: int, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]
-    ) -> None:
-        if tf.io.gfile.exists(work):
-            self._remove(os.path.basename(work))
-        tf.io.gfile.makedirs(work)
-        prefix = os.path.join(work, _PREFIX)
-        names = sorted(tensors)
-        with tf.device("/CPU:0"):
-            tf.raw_ops.SaveV2(
-                prefix=prefix,
-                tensor_names=names,
-                shape_and_slices=[""] * len(names),
-                tensors=[tf.convert_to_tensor(tensors[n]) for n in names],
-            )
-        files = sorted(name for name in tf.io.gfile.listdir(work) if name.startswith(_PREFIX))
-        sizes = {name: tf.io.gfile.stat(os.path.join(work, name)).length for name in files}
-        if self._local:
-            for name in files:
-                _flush(os.path.join(work, name))
-        body = {
-            "format": FORMAT,
-            "step": step,
-            "sizes": sizes,
-            "index_sha256": _sha256(os.path.join(work, f"{_PREFIX}.index")),
-            "record": dict(record),
-        }
-        text = json.dumps(body)
-        sealed = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text})
-        target = os.path.join(work, _RECORD)
-        with tf.io.gfile.GFile(target, "w") as f:
-            f.write(sealed)
-        if self._local:
-            _flush(target)
-            _flush(work)
-
-    def _replace(self, work: str, final: str) -> None:
-        if os.path.lexists(final):
-            # The same step again, after a resume: the old one goes once the new one is complete.
-            aside = f"{work}-old"
-            os.rename(final, aside)
-            os.rename(work, final)
-            self._remove(os.path.basename(aside))
-        else:
-            os.rename(work, final)
-        _flush(self.path)
 
     def _prune(self, newest: int) -> None:
         steps = self.steps()
         intact = [s for s in steps if s <= newest and s not in self._damaged]
         for step in steps:
-            # Higher steps are of a run that was given up: what was written last is the truth.
+            # Higher steps belong to a run that was abandoned: the last write is the valid one.
             if step not in intact[-KEPT:]:
                 with contextlib.suppress(OSError, tf.errors.OpError):
-                    self._remove(f"step_{step:012d}")
+                    self._remove(step)
 
     def clear(self) -> None:
         """Removes all backups."""
         for step in self.steps():
-            self._remove(f"step_{step:012d}")
+            self._remove(step)
 
     # ------------------------------------------------------------ reading
 
     def steps(self) -> list[int]:
-        """Steps of the backups that are there, complete or not, in order."""
+        """Steps of all backups, complete or not, in order."""
         found = [_NAME.fullmatch(name) for name in self._names()]
         return sorted(int(m.group(1)) for m in found if m)
 
     def newest(self) -> Backup | None:
-        """The newest backup whose record and sizes are right; a damaged one is said and passed.
+        """The newest backup with valid record and sizes; damaged backups are logged and skipped.
 
         Raises:
             UsageError: there are backups, all damaged, or one of another version of this format.
@@ -293,7 +228,7 @@ class BackupStore:
     def candidates(self) -> Iterator[Backup]:
         """Backups that pass the cheap checks, newest first.
 
-        The one before comes only after `pass_over`: whoever finds a backup damaged says so.
+        The next older one comes only after `skip_damaged`: the caller may find more damage.
 
         Raises:
             UsageError: there are backups, all damaged, or one of another version of this format.
@@ -306,9 +241,9 @@ class BackupStore:
                     return
                 damaged.append(f"step {step} is damaged")
             except Incomplete as e:
-                self.pass_over(step, e)
+                self.skip_damaged(step, e)
             except Damaged as e:
-                self.pass_over(step, e)
+                self.skip_damaged(step, e)
                 damaged.append(str(e))
         if damaged:
             raise UsageError(
@@ -316,8 +251,8 @@ class BackupStore:
                 "elsewhere, or delete them to start anew."
             )
 
-    def pass_over(self, step: int, why: Damaged) -> None:
-        """Notes that the backup of `step` is damaged, and says so."""
+    def skip_damaged(self, step: int, why: Damaged) -> None:
+        """Logs that the backup of `step` is damaged, and remembers it."""
         self._damaged.add(step)
         logger.warning("%s; the one before is used", why)
 
@@ -328,7 +263,7 @@ class BackupStore:
             Incomplete, Damaged: it has no record, or is altered.
             UsageError: it has a format that this version does not read.
         """
-        path = os.path.join(self.path, f"step_{step:012d}")
+        path = self._path_of(step)
         target = os.path.join(path, _RECORD)
         try:
             if self._local:
@@ -354,7 +289,7 @@ class BackupStore:
                 found = tf.io.gfile.stat(os.path.join(path, name)).length
                 if found != size:
                     raise Damaged(f"backup {path} is damaged: {name} has {found} of {size} bytes")
-            if _sha256(os.path.join(path, f"{_PREFIX}.index")) != body["index_sha256"]:
+            if storage.sha256(os.path.join(path, f"{_PREFIX}.index")) != body["index_sha256"]:
                 raise Damaged(f"backup {path} is damaged: its index does not match its checksum")
             if body["step"] != step or not isinstance(body["record"], dict):
                 raise Damaged(f"backup {path} is damaged: its record is of step {body['step']!r}")
@@ -400,17 +335,32 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
     return problems
 
 
-def _flush(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sha256(path: str) -> str:
-    with tf.io.gfile.GFile(path, "rb") as f:
-        return hashlib.sha256(f.read()).hexdigest()
+def _write_files(
+    directory: str, step: int, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]
+) -> None:
+    """Writes the files of one backup, the record last."""
+    tf.io.gfile.makedirs(directory)
+    names = sorted(tensors)
+    with tf.device("/CPU:0"):
+        tf.raw_ops.SaveV2(
+            prefix=os.path.join(directory, _PREFIX),
+            tensor_names=names,
+            shape_and_slices=[""] * len(names),
+            tensors=[tf.convert_to_tensor(tensors[n]) for n in names],
+        )
+    files = sorted(name for name in tf.io.gfile.listdir(directory) if name.startswith(_PREFIX))
+    text = json.dumps(
+        {
+            "format": FORMAT,
+            "step": step,
+            "sizes": {n: tf.io.gfile.stat(os.path.join(directory, n)).length for n in files},
+            "index_sha256": storage.sha256(os.path.join(directory, f"{_PREFIX}.index")),
+            "record": dict(record),
+        }
+    )
+    sealed = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text})
+    with tf.io.gfile.GFile(os.path.join(directory, _RECORD), "w") as file:
+        file.write(sealed)
 
 
 def _refuse_all_but_files(path: str) -> None:
@@ -427,7 +377,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class BackgroundWriter:
-    """Writes backups beside training, one at a time; training waits only for the copy.
+    """Writes backups in the background, one at a time; training waits only for the copy.
 
     Args:
         write: called in the background with what `submit` was given.
@@ -477,7 +427,7 @@ class BackgroundWriter:
     def _run(self, *arguments: Any) -> None:
         start = self._clock()
         with contextlib.suppress(OSError):
-            # On Linux each thread has a priority of its own: training goes first.
+            # On Linux each thread has its own priority: training goes first.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             self._write(*arguments)

@@ -1,0 +1,150 @@
+"""Directories that appear whole or not at all, and checksums of files.
+
+    with atomic_directory("/models/digits") as temporary:
+        ...                                   # write files into `temporary`
+
+The files are written under a temporary name beside the target, flushed to the disk and renamed.
+Local paths go through `os`, which can flush and follows no links on removal; URLs such as
+`gs://bucket/model` go through `tf.io.gfile`, where a rename is as atomic as the file system makes
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import posixpath
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+# What a crash leaves beside `models/digits`: `models/.digits.writing-1f0c9e4b7a52`.
+_WRITING, _REPLACED = "writing", "replaced"
+_LEFTOVER = re.compile(rf"\.(.+)\.({_WRITING}|{_REPLACED})-[0-9a-f]{{12}}")
+
+
+@contextlib.contextmanager
+def atomic_directory(target: str) -> Iterator[str]:
+    """Yields the name of a directory to create and fill; at the end it replaces `target`.
+
+    If the block raises, the temporary directory is removed and `target` stays as it is. A crash
+    leaves the old directory, the new one or none, and leftovers for `clean_up`.
+
+    Args:
+        target: an absolute local path or a URL, without a slash at the end. Its parent is created.
+    """
+    parent = posixpath.dirname(target)
+    if parent and not tf.io.gfile.isdir(parent):
+        tf.io.gfile.makedirs(parent)
+    temporary = _beside(target, _WRITING)
+    try:
+        yield temporary
+        flush_tree(temporary)
+        replace(target, temporary)
+    except BaseException:
+        # There may be nothing to remove, and the cause matters more.
+        with contextlib.suppress(OSError, tf.errors.OpError):
+            remove(temporary)
+        raise
+
+
+def replace(target: str, temporary: str) -> None:
+    """Renames `temporary` to `target`. Only between two renames is there no `target`."""
+    replaced = None
+    if _exists(target):
+        replaced = _beside(target, _REPLACED)
+        _rename(target, replaced)
+    try:
+        _rename(temporary, target)
+    except BaseException:
+        if replaced is not None:
+            _rename(replaced, target)
+        raise
+    if is_local(target):
+        flush(posixpath.dirname(target))
+    if replaced is not None:
+        remove(replaced)
+
+
+def clean_up(parent: str, names: re.Pattern[str]) -> None:
+    """Removes what interrupted writes have left in `parent`, or restores what they had replaced.
+
+    Args:
+        parent: a directory in which nobody else writes these names now.
+        names: matches the targets of the writes.
+    """
+    if not tf.io.gfile.isdir(parent):
+        return
+    for entry in tf.io.gfile.listdir(parent):
+        entry = entry.rstrip("/")
+        match = _LEFTOVER.fullmatch(entry)
+        if match is None or not names.fullmatch(match[1]):
+            continue
+        leftover, target = posixpath.join(parent, entry), posixpath.join(parent, match[1])
+        if match[2] == _REPLACED and not _exists(target):
+            _rename(leftover, target)  # the process died between the two renames of `replace`
+        else:
+            remove(leftover)
+
+
+def remove(path: str) -> None:
+    """Removes a file or a directory with all its content; of a local link, only the link."""
+    if not is_local(path):
+        tf.io.gfile.rmtree(path)
+    elif os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)  # unlike tf.io.gfile.rmtree, it follows no links
+    else:
+        os.unlink(path)
+
+
+def flush(path: str) -> None:
+    """Waits until a local file, or a directory's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_tree(directory: str) -> None:
+    """Flushes every file of a local directory; remote files are complete once they are closed."""
+    if not is_local(directory):
+        return
+    for parent, _, files in os.walk(directory):
+        for name in files:
+            flush(os.path.join(parent, name))
+        flush(parent)
+
+
+def sha256(path: str) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with tf.io.gfile.GFile(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def is_local(path: str) -> bool:
+    """Whether a path is no URL."""
+    return "://" not in path
+
+
+def _beside(target: str, state: str) -> str:
+    parent, name = posixpath.split(target)
+    return posixpath.join(parent, f".{name}.{state}-{secrets.token_hex(6)}")
+
+
+def _exists(path: str) -> bool:
+    return os.path.lexists(path) if is_local(path) else tf.io.gfile.exists(path)
+
+
+def _rename(source: str, target: str) -> None:
+    if is_local(target):
+        os.rename(source, target)
+    else:
+        tf.io.gfile.rename(source, target)
