@@ -49,7 +49,7 @@ def test_the_index_may_be_said_and_the_last_hosts_may_serve() -> None:
 @pytest.mark.parametrize(
     ("args", "environ", "said"),
     [
-        (["--hosts", "h0,h1"], {}, "say it with --host-index"),
+        (["--hosts", "h0,h1"], {}, "give --host-index"),
         (["--hosts", "h0,h1", "--host-index", "2"], {}, "numbers this process 2 of 2"),
         (["--hosts", HOSTS, "--workers", "2"], {}, "leave one of the two out"),
         (["--hosts", HOSTS, "--max-restarts", "2"], {}, "need --workers"),

@@ -15,7 +15,7 @@ from tfmw import Cluster, ClusterError, TaskFailed, TfmwError, UsageError, data
 from tfmw.checkpoint import evaluator, state
 from tfmw.checkpoint.store import BackupStore
 from tfmw.cluster import servers as ps_cluster
-from tfmw.cluster.control import CoordinatorLine, wait_for_end
+from tfmw.cluster.control import ControlServer, wait_for_end
 from tfmw.parameter_server import driver
 from tfmw.parameter_server.variables import refuse_unsupported
 from tfmw.parameter_server.worker_data import for_workers
@@ -23,7 +23,7 @@ from tfmw.parameter_server.worker_data import for_workers
 FACTS = {"tensorflow": "2.21.0"}
 
 
-# ---- the control line ---------------------------------------------------------------------------
+# ---- the control connections ------------------------------------------------------------------
 
 
 def cluster(task, index=0, addresses=None):
@@ -67,42 +67,42 @@ def joined(threads):
 
 def test_servers_leave_when_the_coordinator_is_done(addresses):
     threads = servers(addresses)
-    line = CoordinatorLine(cluster("chief", 0, addresses), FACTS)
-    line.wait_for_all(10)
-    assert line.connected == {"ps 0", "worker 0"}
-    line.finish()
-    line.close()
+    control = ControlServer(cluster("chief", 0, addresses), FACTS)
+    control.wait_for_all(10)
+    assert control.connected == {"ps 0", "worker 0"}
+    control.finish()
+    control.close()
     assert joined(threads) == [[], []]
 
 
 def test_servers_outlive_a_coordinator_that_dies_and_serve_the_next(addresses):
     threads = servers(addresses)
-    first = CoordinatorLine(cluster("chief", 0, addresses), FACTS)
+    first = ControlServer(cluster("chief", 0, addresses), FACTS)
     first.wait_for_all(10)
     first.close()  # without a word
-    second = CoordinatorLine(cluster("chief", 0, addresses), FACTS)
+    second = ControlServer(cluster("chief", 0, addresses), FACTS)
     second.wait_for_all(10)
     second.finish()
     second.close()
     assert joined(threads) == [[], []]
 
 
-def test_standing_servers_serve_one_training_after_another(addresses):
-    threads = servers(addresses, standing=True)
+def test_existing_servers_serve_one_training_after_another(addresses):
+    threads = servers(addresses, serve_again=True)
     for _ in range(2):
-        line = CoordinatorLine(cluster("chief", 0, addresses), FACTS)
-        line.wait_for_all(10)
-        line.finish()
-        line.close()
+        control = ControlServer(cluster("chief", 0, addresses), FACTS)
+        control.wait_for_all(10)
+        control.finish()
+        control.close()
     assert all(thread.is_alive() for thread, _ in threads)
 
 
 def test_a_coordinator_that_gives_up_says_why(addresses):
     threads = servers(addresses)
-    line = CoordinatorLine(cluster("chief", 0, addresses), FACTS)
-    line.wait_for_all(10)
-    line.fail("ValueError: bad model")
-    line.close()
+    control = ControlServer(cluster("chief", 0, addresses), FACTS)
+    control.wait_for_all(10)
+    control.fail("ValueError: bad model")
+    control.close()
     for (error,) in joined(threads):
         assert isinstance(error, TaskFailed)
         assert "bad model" in str(error)
@@ -110,21 +110,21 @@ def test_a_coordinator_that_gives_up_says_why(addresses):
 
 def test_other_versions_are_refused_on_both_sides(addresses):
     threads = servers(addresses, {"tensorflow": "2.20.0"})
-    line = CoordinatorLine(cluster("chief", 0, addresses), FACTS)
+    control = ControlServer(cluster("chief", 0, addresses), FACTS)
     with pytest.raises(ClusterError, match=r"disagree about tensorflow.*2\.21\.0.*2\.20\.0"):
-        line.wait_for_all(10)
+        control.wait_for_all(10)
     for (error,) in joined(threads):
         assert isinstance(error, ClusterError)
-    line.close()
+    control.close()
 
 
 def test_a_server_that_does_not_come_is_named(addresses):
-    line = CoordinatorLine(cluster("chief", 0, addresses), FACTS)
+    control = ControlServer(cluster("chief", 0, addresses), FACTS)
     thread = in_thread(lambda: wait_for_end(cluster("ps", 0, addresses), FACTS))
     with pytest.raises(TfmwError, match=r"worker 0 \(.*\) did not come within 0.5 s"):
-        line.wait_for_all(0.5)
-    line.finish()
-    line.close()
+        control.wait_for_all(0.5)
+    control.finish()
+    control.close()
     assert joined([thread]) == [[]]
 
 

@@ -145,6 +145,20 @@ class Cluster:
         return 0 if self.task == "chief" and not self.has_ps else -1
 
     @property
+    def task_name(self) -> str:
+        """How this task is called in messages: "chief", "worker 1", "ps 0"."""
+        return _task_name(self.task, self.index)
+
+    def tasks(self, *types: str) -> dict[str, str]:
+        """Name -> address of every task of these types (all by default), the chief first."""
+        return {
+            _task_name(job, index): address
+            for job, members in self._jobs.items()
+            if not types or job in types
+            for index, address in enumerate(members)
+        }
+
+    @property
     def address(self) -> str | None:
         """This task's "host:port"; None for a single process and for an unlisted evaluator."""
         own = self._jobs[self.task]
@@ -194,6 +208,10 @@ class Cluster:
         if self.source != "explicit":
             parts.append(f"from {self.source}")
         return f"Cluster({', '.join(parts)})"
+
+
+def _task_name(job: str, index: int) -> str:
+    return job if job == "chief" else f"{job} {index}"
 
 
 def _validate(cluster: Cluster, where: str) -> None:

@@ -198,7 +198,7 @@ def _join_parameter_servers(
             cluster,
             facts,
             patience_s=start_timeout_s,
-            standing=existing_servers,
+            serve_again=existing_servers,
             threads=server_tasks.threads_of_a_task(),
         )
         raise SystemExit(0)

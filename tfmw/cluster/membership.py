@@ -172,7 +172,7 @@ def _tell(joined: Joined, error: BaseException) -> None:
     if is_secondary(error):
         return
     if joined.servers is not None:
-        joined.servers.line.fail(f"{type(error).__name__}: {error}")
+        joined.servers.control.fail(f"{type(error).__name__}: {error}")
         return
     name = f"{joined.cluster.task} {joined.cluster.index}"
     try:
@@ -201,6 +201,6 @@ def leave_servers_at_exit(servers: JoinedServers) -> None:
     def leave() -> None:
         if not _failed:
             _succeed()
-            servers.line.finish()
+            servers.control.finish()
 
     atexit.register(leave)

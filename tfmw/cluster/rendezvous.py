@@ -1,43 +1,43 @@
-"""Do all tasks come, and do they agree, before TensorFlow's servers start.
+"""All workers meet and compare, before TensorFlow's servers start.
 
     rendezvous.meet(cluster, facts={"tensorflow": "2.21.0"}, timeout_s=120)
 
 TensorFlow's own start waits up to an hour for a task that never comes, and trains with half of the
-workers where two tasks describe the cluster differently. So the training tasks meet first, over
-plain TCP on the chief's address, which TensorFlow takes over a moment later: each sends one JSON
-line with its idea of the cluster and its versions, the chief compares, and all get the same answer:
-go, or one sentence on what is wrong. Standard library only.
+workers where two tasks describe the cluster differently. So the tasks that train meet first, over
+plain TCP on the chief's address, which TensorFlow takes over a moment later. Each sends its hello,
+the chief compares, and all get the same response: to go on, or one sentence on what is wrong.
+Standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
-import selectors
-import socket
+import dataclasses
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tfmw.cluster import Cluster, addresses
+from tfmw.cluster.handshake import (
+    Channel,
+    Hello,
+    HelloServer,
+    NotATask,
+    difference,
+    notice_of_waiting,
+)
 from tfmw.errors import ClusterError, TfmwError
 
-logger = logging.getLogger("tfmw")
-
-_MAX_LINE = 1 << 20  # bytes; a cluster of ten thousand tasks is a quarter of this
+_PROTOCOL = "rendezvous"
 _RETRY_S = 0.05
-_TELL_S = 10.0  # tasks that are started together come within this time of each other
-_ANSWER_S = 5.0  # the chief may have been started later than this task
+_STRAGGLER_S = 10.0  # tasks that are started together come within this time of each other
+_RESPONSE_S = 5.0  # the chief may have been started later than this task
+_POLL_S = 0.5  # a task that comes wakes the chief at once; one that leaves does not
+_CLOSE_S = 5.0  # for a task that has its response to hang up
 
 
-def meet(
-    cluster: Cluster,
-    facts: Mapping[str, str],
-    *,
-    timeout_s: float = 120.0,
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
+def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0) -> None:
     """Returns once every training task of `cluster` is here and agrees.
 
     Args:
@@ -49,209 +49,129 @@ def meet(
         ClusterError: the port of this task is taken, or tasks disagree.
         TfmwError: a task did not come in time; the message names it.
     """
-    members = members_of(cluster)
-    hello = {"rank": cluster.rank, "members": list(members), "facts": dict(facts)}
-    deadline = clock() + timeout_s
+    hello = Hello(_PROTOCOL, cluster.task_name, cluster.tasks("chief", "worker"), facts)
     if cluster.rank == 0:
-        _receive(cluster, members, hello, deadline, timeout_s, clock)
+        _Meeting(hello, timeout_s).hold()
     else:
-        addresses.check_port_free(members[cluster.rank])
-        _report(members, hello, deadline, timeout_s, clock)
+        assert cluster.address is not None
+        addresses.check_port_free(cluster.address)
+        _attend(hello, timeout_s)
 
 
-def members_of(cluster: Cluster) -> tuple[str, ...]:
-    """Addresses of the training tasks, chief first: position r is rank r."""
-    return (*cluster.chief, *cluster.workers)
+@dataclasses.dataclass
+class _Guest:
+    """A task that has said hello, and waits for the response."""
+
+    hello: Hello
+    channel: Channel
+    problem: str | None
 
 
-def _receive(
-    cluster: Cluster,
-    members: tuple[str, ...],
-    mine: dict[str, Any],
-    deadline: float,
-    timeout_s: float,
-    clock: Callable[[], float],
-) -> None:
-    """The chief's side: collect one line of every other task, compare, answer all."""
-    came: dict[int, socket.socket] = {}
-    callers: list[socket.socket] = []
-    problem: TfmwError | None = None
-    selector = selectors.DefaultSelector()
-    server = addresses.listen(members[0])
-    server.setblocking(False)
-    selector.register(server, selectors.EVENT_READ, None)
-    lines: dict[socket.socket, bytes] = {}
-    try:
-        while len(came if problem is None else callers) < len(members) - 1:
-            left = deadline - clock()
-            if left <= 0:
-                absent = [r for r in range(1, len(members)) if r not in came]
-                problem = problem or _absent(cluster, absent, timeout_s)
-                break
-            for key, _ in selector.select(min(left, 1.0)):
-                if key.fileobj is server:
-                    connection, _address = server.accept()
-                    connection.setblocking(False)
-                    lines[connection] = b""
-                    selector.register(connection, selectors.EVENT_READ, None)
-                    continue
-                peer = key.fileobj
-                assert isinstance(peer, socket.socket)
-                hello = _read_line(peer, lines)
-                if hello is None:
-                    continue
-                selector.unregister(peer)
-                if not hello:
-                    peer.close()
-                    continue
-                wrong = disagreement(mine, hello) or _twice(hello, came)
-                if wrong and problem is None:
-                    # Those who are still on their way are told too.
-                    problem = ClusterError(wrong)
-                    deadline = min(deadline, clock() + _TELL_S)
-                came[hello["rank"]] = peer
-                callers.append(peer)
-        answer = {"problem": None if problem is None else str(problem)}
-        answer["kind"] = type(problem).__name__
-        for peer in callers:
+class _Meeting:
+    """The chief's side: collects a hello from every other task, compares, responds to all."""
+
+    def __init__(self, hello: Hello, timeout_s: float):
+        self._hello = hello
+        self._address = next(iter(hello.tasks.values()))
+        self._expected = {name for name in hello.tasks if name != hello.task}
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._guests: list[_Guest] = []
+
+    def hold(self) -> None:
+        notice = notice_of_waiting(lambda: f"{self._hello.task} waits for {self._missing()}")
+        with HelloServer(self._address, _PROTOCOL, self._greet), notice:
+            problem = self._wait()
+        response = {"problem": None if problem is None else str(problem)}
+        response["kind"] = type(problem).__name__
+        with self._changed:
+            guests = list(self._guests)
+        for guest in guests:
             with contextlib.suppress(OSError):
-                peer.setblocking(True)
-                peer.sendall(json.dumps(answer).encode() + b"\n")
+                guest.channel.send(response)
         # The others close first, so that the port is left without a connection in TIME_WAIT.
-        for peer in callers:
-            with contextlib.suppress(OSError):
-                peer.settimeout(5.0)
-                peer.recv(1)
-    finally:
-        for connection in lines:
-            connection.close()
-        server.close()
-        selector.close()
-    if problem is not None:
-        raise problem
+        for guest in guests:
+            guest.channel.wait_closed(_CLOSE_S)
+            guest.channel.close()
+        if problem is not None:
+            raise problem
 
+    def _greet(self, hello: Hello, channel: Channel) -> None:
+        with self._changed:
+            self._guests = [g for g in self._guests if not g.channel.closed_by_peer()]
+            problem = difference(self._hello, hello)
+            if hello.task == self._hello.task or hello.task in self._names():
+                problem = problem or (
+                    f"two tasks call themselves {hello.task}: give each task its own index "
+                    '("task" in TF_CONFIG, --task_index).'
+                )
+            self._guests.append(_Guest(hello, channel, problem))
+            self._changed.notify_all()
 
-def _read_line(peer: socket.socket, lines: dict[socket.socket, bytes]) -> dict[str, Any] | None:
-    """The JSON line of a peer; None while it is incomplete; {} where it is not one of ours."""
-    try:
-        part = peer.recv(65536)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return {}
-    lines[peer] += part
-    if not part or len(lines[peer]) > _MAX_LINE:
-        return {}
-    if not lines[peer].endswith(b"\n"):
-        return None
-    try:
-        hello = json.loads(lines[peer])
-    except (ValueError, RecursionError):
-        return {}
-    wanted = {"rank": int, "members": list, "facts": dict}
-    if not isinstance(hello, dict) or any(
-        not isinstance(hello.get(k), t) for k, t in wanted.items()
-    ):
-        return {}
-    return hello
+    def _names(self) -> set[str]:
+        return {guest.hello.task for guest in self._guests}
 
+    def _wait(self) -> TfmwError | None:
+        """What keeps the tasks from starting; None once all are here and agree."""
+        deadline = time.monotonic() + self._timeout_s
+        last_call: float | None = None  # once something is wrong: until when others may come
+        with self._changed:
+            while True:
+                self._guests = [g for g in self._guests if not g.channel.closed_by_peer()]
+                problem = next((g.problem for g in self._guests if g.problem), None)
+                if problem is None and self._expected <= self._names():
+                    return None
+                now = time.monotonic()
+                last_call = None if problem is None else last_call or now + _STRAGGLER_S
+                left_s = min(deadline, last_call or deadline) - now
+                everyone = len(self._guests) >= len(self._expected)
+                if problem is not None and (everyone or left_s <= 0):
+                    return ClusterError(problem)
+                if left_s <= 0:
+                    return self._absent()
+                self._changed.wait(min(left_s, _POLL_S))
 
-def _twice(hello: dict[str, Any], came: Mapping[int, socket.socket]) -> str | None:
-    rank = hello["rank"]
-    if rank == 0 or (rank in came and not _hung_up(came[rank])):
-        return (
-            f"two tasks call themselves training task {rank}: give each task its own index "
-            '("task" in TF_CONFIG, --task_index).'
+    def _missing(self) -> str:
+        names = self._expected - self._names()
+        return ", ".join(f"{n} ({a})" for n, a in self._hello.tasks.items() if n in names)
+
+    def _absent(self) -> TfmwError:
+        one = len(self._expected - self._names()) == 1
+        return TfmwError(
+            f"{self._missing()} did not come within {self._timeout_s:g} s: start "
+            f"{'it' if one else 'them'}, or check that the chief's address {self._address} can be "
+            "reached from there."
         )
-    return None
 
 
-def _hung_up(peer: socket.socket) -> bool:
-    """Whether a task that came has gone since: it was started again, and comes again."""
-    try:
-        return peer.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-def disagreement(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """One sentence on the first difference between two tasks' hellos; None where there is none."""
-    a, b = list(mine["members"]), list(theirs["members"])
-    ra, rb = mine["rank"], theirs["rank"]
-    advice = 'Give every task the same "cluster" in TF_CONFIG.'
-    if len(a) != len(b):
-        return (
-            f"tasks disagree about the cluster: worker {ra} lists {len(a)} workers, "
-            f"worker {rb} lists {len(b)}. {advice}"
-        )
-    for position, (x, y) in enumerate(zip(a, b, strict=True)):
-        if x != y:
-            return (
-                f"tasks disagree about the cluster: worker {position} is at {x!r} for worker {ra}, "
-                f"at {y!r} for worker {rb}. {advice}"
-            )
-    for name in sorted({*mine["facts"], *theirs["facts"]}):
-        x, y = mine["facts"].get(name), theirs["facts"].get(name)
-        if x != y:
-            return (
-                f"tasks disagree about {name}: worker {ra} has {x}, worker {rb} has {y}. "
-                "Use the same on every task."
-            )
-    return None
-
-
-def _report(
-    members: tuple[str, ...],
-    hello: dict[str, Any],
-    deadline: float,
-    timeout_s: float,
-    clock: Callable[[], float],
-) -> None:
-    """The others' side: send one line to the chief, wait for its answer."""
-    host, port = addresses.split(members[0])
-    line = json.dumps(hello).encode() + b"\n"
-    last = "no answer"
-    while True:
-        left = deadline - clock()
-        if left <= 0:
-            raise TfmwError(
-                f"worker {hello['rank']} could not reach the chief at {members[0]} within "
-                f"{timeout_s:g} s ({last}): is that task started, is its address right, and is "
-                "its port open to this machine?"
-            )
-        try:
-            with socket.create_connection((host, port), timeout=min(left, 5.0)) as peer:
-                peer.sendall(line)
-                peer.settimeout(max(0.1, deadline + _ANSWER_S - clock()))
-                data = b""
-                while not data.endswith(b"\n"):
-                    part = peer.recv(65536)
-                    if not part:
-                        break
-                    data += part
-        except (OSError, TimeoutError) as e:
-            last = str(e) or type(e).__name__
-            time.sleep(min(_RETRY_S, max(0.0, left)))
-            continue
-        if not data:
-            # The chief left without an answer, because another task did not come, or it is the
-            # chief of an earlier attempt.
-            last = "the chief closed the connection"
-            time.sleep(min(_RETRY_S, max(0.0, left)))
-            continue
-        answer = json.loads(data)
-        if answer.get("problem"):
-            kind = TfmwError if answer.get("kind") == "TfmwError" else ClusterError
-            raise kind(answer["problem"])
-        return
-
-
-def _absent(cluster: Cluster, ranks: list[int], timeout_s: float) -> TfmwError:
-    names = [f"worker {r} ({members_of(cluster)[r]})" for r in ranks]
-    return TfmwError(
-        f"{', '.join(names)} did not come within {timeout_s:g} s: start "
-        f"{'it' if len(ranks) == 1 else 'them'}, or check that the chief's address "
-        f"{members_of(cluster)[0]} can be reached from there."
+def _attend(hello: Hello, timeout_s: float) -> None:
+    """The others' side: sends the hello to the chief, and waits for its response."""
+    chief = next(iter(hello.tasks.values()))
+    deadline = time.monotonic() + timeout_s
+    problem = "no response"
+    with notice_of_waiting(lambda: f"{hello.task} waits for the chief at {chief}: {problem}"):
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                with Channel.connect(chief, min(left_s, 5.0)) as channel:
+                    channel.send(hello.message())
+                    response = channel.receive(left_s + _RESPONSE_S)
+                if "problem" not in response:
+                    raise NotATask
+            except OSError as error:
+                # Also a chief that left without a response: another task did not come, or it is
+                # the chief of an earlier attempt.
+                problem = error.strerror or str(error)
+                time.sleep(_RETRY_S)
+            else:
+                return _heed(response)
+    raise TfmwError(
+        f"{hello.task} could not reach the chief at {chief} within {timeout_s:g} s ({problem}): is "
+        "that task started, is its address right, and is its port open to this machine?"
     )
+
+
+def _heed(response: Mapping[str, Any]) -> None:
+    """Raises the problem that the chief has found."""
+    if response["problem"]:
+        kind = TfmwError if response.get("kind") == "TfmwError" else ClusterError
+        raise kind(response["problem"])

@@ -1,11 +1,11 @@
-"""Joining a cluster with parameter servers: those who serve, and the one who coordinates.
+"""Joining a cluster with parameter servers, as one that serves or as the coordinator.
 
     serve(cluster, facts, ...)                  # on a ps or worker: until the coordinator is done
-    joined = coordinate(cluster, facts, ...)    # on the chief: its strategy, and a line to all
+    joined = coordinate(cluster, facts, ...)    # on the chief: its strategy, connected to all
 
-The addresses of ps and workers are those of TensorFlow's servers. The chief's address is where the
-control line listens (see `ps_control`); TensorFlow, which needs a port on the coordinator only for
-itself, gets a free one there.
+The addresses of ps and workers are those of TensorFlow's servers. The chief's address is that of
+its `ControlServer`; TensorFlow, which needs a port on the coordinator only for itself, gets a free
+one there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.cluster import Cluster, addresses, control
+from tfmw.cluster import Cluster, addresses
+from tfmw.cluster.control import ControlServer, wait_for_end
 from tfmw.errors import UsageError
 
 logger = logging.getLogger("tfmw")
@@ -52,13 +53,13 @@ class Joined:
 
     Attributes:
         strategy: TensorFlow's, connected to all servers.
-        line: tells the servers when it is over.
+        control: its connections to all servers.
         cluster: whose chief this process is.
         settings: how to train.
     """
 
     strategy: tf.distribute.ParameterServerStrategy
-    line: control.CoordinatorLine
+    control: ControlServer
     cluster: Cluster
     settings: Settings = dataclasses.field(default_factory=Settings)
     _coordinator: Any = None
@@ -72,14 +73,19 @@ class Joined:
 
 
 def serve(
-    cluster: Cluster, facts: Mapping[str, str], *, patience_s: float, standing: bool, threads: int
+    cluster: Cluster,
+    facts: Mapping[str, str],
+    *,
+    patience_s: float,
+    serve_again: bool,
+    threads: int,
 ) -> None:
     """Serves as the task that this process is, and returns once the coordinator is done.
 
     Args:
         facts: what must be the same on every task.
         patience_s: seconds to wait for a coordinator that has not come, or not come back.
-        standing: whether to serve one training after another, without end.
+        serve_again: whether to serve one training after another, without end.
         threads: for the ops of this server; 0 lets TensorFlow choose.
 
     Raises:
@@ -98,7 +104,7 @@ def serve(
     )
     _serving.append(server)
     logger.info("%r: serving", cluster)
-    control.wait_for_end(cluster, facts, patience_s=patience_s, standing=standing)
+    wait_for_end(cluster, facts, patience_s=patience_s, serve_again=serve_again)
 
 
 def coordinate(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float) -> Joined:
@@ -112,8 +118,8 @@ def coordinate(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float) 
         ClusterError: the chief's port is in use, or tasks disagree.
         TfmwError: a server did not come; the message names it.
     """
-    line = control.CoordinatorLine(cluster, facts)
-    line.wait_for_all(timeout_s)
+    control = ControlServer(cluster, facts)
+    control.wait_for_all(timeout_s)
     host, _ = addresses.split(cluster.chief[0])
     spec = {
         "chief": [f"{f'[{host}]' if ':' in host else host}:{_free_port()}"],
@@ -127,7 +133,7 @@ def coordinate(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float) 
     logger.info(
         "%r: in, %d workers, %d parameter servers", cluster, len(cluster.workers), len(cluster.ps)
     )
-    return Joined(strategy, line, cluster)
+    return Joined(strategy, control, cluster)
 
 
 def partition_of(

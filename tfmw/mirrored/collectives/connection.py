@@ -7,7 +7,7 @@ import secrets
 
 import tensorflow as tf
 
-from tfmw.cluster import addresses, membership, rendezvous
+from tfmw.cluster import addresses, membership
 from tfmw.cluster.group import Group
 from tfmw.cluster.membership import Joined
 from tfmw.mirrored.collectives.ring import Ring, RingBroken, connect
@@ -48,7 +48,7 @@ def _connect(joined: Joined) -> Ring | None:
     try:
         return connect(
             group.rank,
-            [addresses.split(address)[0] for address in rendezvous.members_of(joined.cluster)],
+            [addresses.split(a)[0] for a in joined.cluster.tasks("chief", "worker").values()],
             group.from_chief(lambda: secrets.token_hex(16)).encode(),
             group.from_all,
             group.require_there,

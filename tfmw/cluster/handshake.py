@@ -1,0 +1,275 @@
+"""How tasks of a cluster meet and compare: a hello each way, as one line of JSON over TCP.
+
+    local = Hello("rendezvous", "worker 1", {"worker 0": "h0:2222", ...}, {"keras": "3.15.1"})
+
+    def greet(remote: Hello, channel: Channel) -> None: ...      # runs in a thread per connection
+    with HelloServer("h0:2222", "rendezvous", greet): ...
+
+    with Channel.connect("h0:2222", timeout_s=5) as channel:
+        channel.send(local.message())
+        response = channel.receive(timeout_s=30)
+
+    difference(local, remote)          # one sentence; None where the tasks agree
+
+`rendezvous`, `control` and `check` are three uses of it. Connections of anything else (port
+scanners, web browsers, another service on a port typed wrong) are closed and change nothing.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tfmw.cluster import addresses
+
+logger = logging.getLogger("tfmw")
+
+_MAX_LINE = 1 << 20  # bytes; a cluster of ten thousand tasks is a quarter of this
+_HELLO_S = 30.0  # for the hello of a peer that has connected
+_NOTICE_S = 3.0  # a task that waits longer logs for whom
+
+
+class NotATask(OSError):
+    """What responds at an address is not a task of tfmw."""
+
+    def __init__(self) -> None:
+        super().__init__("what responds there is not a task of tfmw")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """How a task introduces itself.
+
+    Attributes:
+        protocol: what it wants; tasks of another protocol are strangers.
+        task: its name, such as "worker 1".
+        tasks: name -> address of every task that takes part, as this task knows them.
+        facts: name -> what must be the same on every task (versions, options).
+        details: name -> what need not be.
+    """
+
+    protocol: str
+    task: str
+    tasks: Mapping[str, str]
+    facts: Mapping[str, Any]
+    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def message(self) -> dict[str, Any]:
+        """Its form on the wire."""
+        fields = dataclasses.asdict(self)
+        return {"tfmw": fields.pop("protocol"), **fields}
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any], protocol: str) -> Hello:
+        """The hello in a message.
+
+        Raises:
+            NotATask: it is none of this protocol.
+        """
+        types = {"task": str, "tasks": dict, "facts": dict, "details": dict}
+        fields = {name: message.get(name) for name in types}
+        valid = all(isinstance(fields[name], kind) for name, kind in types.items())
+        if message.get("tfmw") != protocol or not valid:
+            raise NotATask
+        return cls(protocol, **fields)  # type: ignore[arg-type]
+
+
+def difference(local: Hello, remote: Hello) -> str | None:
+    """One sentence on the first difference between two tasks; None where they agree."""
+    return next(differences(local, remote), None)
+
+
+def differences(local: Hello, remote: Hello) -> Iterator[str]:
+    """One sentence for each difference between two tasks, those of the cluster first."""
+    yield from _cluster_differences(local, remote)
+    for name in sorted({*local.facts, *remote.facts}):
+        a, b = local.facts.get(name, "nothing"), remote.facts.get(name, "nothing")
+        if a != b:
+            yield (
+                f"tasks disagree about {name}: {local.task} has {a}, {remote.task} has {b}. "
+                "Use the same on every task."
+            )
+
+
+def _cluster_differences(local: Hello, remote: Hello) -> Iterator[str]:
+    advice = 'Give every task the same "cluster" in TF_CONFIG.'
+    jobs = dict.fromkeys(name.partition(" ")[0] for name in (*local.tasks, *remote.tasks))
+    alike = True
+    for job in jobs:
+        a, b = (
+            sum(name.partition(" ")[0] == job for name in hello.tasks) for hello in (local, remote)
+        )
+        if a != b:
+            alike = False
+            yield (
+                f"tasks disagree about the cluster: {local.task} lists {a} {_plural(job, a)}, "
+                f"{remote.task} lists {b}. {advice}"
+            )
+    for name, address in local.tasks.items():
+        if name in remote.tasks and remote.tasks[name] != address:
+            alike = False
+            yield (
+                f"tasks disagree about the cluster: {name} is at {address!r} for {local.task}, "
+                f"at {remote.tasks[name]!r} for {remote.task}. {advice}"
+            )
+    if alike and remote.task not in local.tasks:
+        yield (
+            f"a task calls itself {remote.task}, which the cluster of {local.task} does not list. "
+            f"{advice}"
+        )
+
+
+def _plural(job: str, count: int) -> str:
+    return job if job == "ps" or count == 1 else f"{job}s"
+
+
+@contextlib.contextmanager
+def notice_of_waiting(describe: Callable[[], str]) -> Iterator[None]:
+    """Logs one line where the body takes longer than a few seconds.
+
+    Args:
+        describe: who waits for whom, and where.
+    """
+    timer = threading.Timer(_NOTICE_S, lambda: logger.warning("%s", describe()))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+class Channel:
+    """One JSON object per line, over a connected socket."""
+
+    def __init__(self, peer: socket.socket):
+        self._peer = peer
+        self._lines = peer.makefile("rb")
+
+    @classmethod
+    def connect(cls, address: str, timeout_s: float) -> Channel:
+        """Raises OSError where nothing listens at "host:port"."""
+        return cls(socket.create_connection(addresses.split(address), timeout=timeout_s))
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Raises OSError where the peer has gone."""
+        self._peer.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, timeout_s: float | None) -> dict[str, Any]:
+        """The next object.
+
+        Raises:
+            NotATask: the peer sent something else.
+            OSError: the peer has gone, or sends nothing for `timeout_s` seconds.
+        """
+        self._peer.settimeout(timeout_s)
+        try:
+            line = self._lines.readline(_MAX_LINE)
+        except ValueError:  # closed by another thread
+            raise ConnectionAbortedError("the connection was closed") from None
+        if not line:
+            raise ConnectionAbortedError("the connection was closed")
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            raise NotATask from None
+        if not isinstance(message, dict):
+            raise NotATask
+        return message
+
+    def wait_closed(self, timeout_s: float | None) -> None:
+        """Returns once the peer has closed its end, or after `timeout_s` seconds."""
+        with contextlib.suppress(OSError):
+            self._peer.settimeout(timeout_s)
+            self._peer.recv(1)
+
+    def closed_by_peer(self) -> bool:
+        """Whether the peer has closed its end."""
+        timeout_s = self._peer.gettimeout()
+        try:
+            self._peer.setblocking(False)
+            closed = self._peer.recv(1, socket.MSG_PEEK) == b""
+            self._peer.settimeout(timeout_s)
+            return closed
+        except BlockingIOError:
+            self._peer.settimeout(timeout_s)
+            return False
+        except OSError:
+            return True
+
+    def keep_alive(self) -> None:
+        """Has the system notice within half a minute that the peer's machine is gone."""
+        self._peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+            if hasattr(socket, option):
+                self._peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+    def close(self) -> None:
+        """Ends the connection, also for a thread that waits in `receive`."""
+        with contextlib.suppress(OSError):
+            self._peer.shutdown(socket.SHUT_RDWR)
+        self._lines.close()
+        self._peer.close()
+
+
+class HelloServer:
+    """Listens on this task's address, and hands on each peer that says hello.
+
+    Args:
+        address: of this task.
+        protocol: of the hellos that are handed on; other connections are closed.
+        greet: gets a peer's hello and the channel to it, which is `greet`'s to close; runs in a
+            thread of the connection.
+
+    Raises:
+        ClusterError: the port is taken.
+    """
+
+    def __init__(self, address: str, protocol: str, greet: Callable[[Hello, Channel], None]):
+        self._listener = addresses.listen(address)
+        self._protocol = protocol
+        self._greet = greet
+        threading.Thread(target=self._accept, name=f"tfmw-{protocol}", daemon=True).start()
+
+    def __enter__(self) -> HelloServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the port; connections stay."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._receive_hello, args=(peer,), daemon=True).start()
+
+    def _receive_hello(self, peer: socket.socket) -> None:
+        channel = Channel(peer)
+        try:
+            hello = Hello.of(channel.receive(_HELLO_S), self._protocol)
+        except OSError as error:
+            logger.debug("a connection to the port of this task was closed: %s", error)
+            channel.close()
+            return
+        self._greet(hello, channel)
