@@ -1,0 +1,131 @@
+"""Are directories shared and writable: the chief leaves a marker file, the others look for it.
+
+    with markers({"--backup_dir": "/shared"}, findings) as names: ...    # on the chief
+    find_marker("--backup_dir", "/shared", name, "worker 0", findings)   # on the others
+
+A directory that does not exist is made, and removed again. URLs go through `tf.io.gfile`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Mapping
+
+from tfmw.cluster.check_findings import Findings
+
+_RETRY_S = 0.1
+
+
+def absolute(path: str) -> str:
+    """The path as all tasks must have it alike; URLs as they are."""
+    return os.path.abspath(path) if _is_local(path) else path
+
+
+@contextlib.contextmanager
+def markers(directories: Mapping[str, str], findings: Findings) -> Iterator[dict[str, str | None]]:
+    """Leaves a marker file in each directory while the body runs.
+
+    Args:
+        directories: option -> directory.
+        findings: gets a failure for each directory that cannot be written.
+
+    Yields:
+        Option -> name of the file; None where it cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        names: dict[str, str | None] = {}
+        for option, path in directories.items():
+            names[option] = None
+            try:
+                names[option] = stack.enter_context(_marker(path))
+            except _gfile_errors() as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                findings.failed(
+                    f"{option} {path} cannot be written ({reason}): make it, give this user the "
+                    "right to write there, or name another one"
+                )
+        yield names
+
+
+def find_marker(
+    option: str, path: str, name: str, chief: str, findings: Findings, patience_s: float
+) -> None:
+    """Looks for the file that the chief has left, for `patience_s` seconds: NFS caches listings."""
+    deadline = time.monotonic() + patience_s
+    while _read(os.path.join(path, name)) != name:
+        if time.monotonic() > deadline:
+            findings.failed(
+                f"{option} {path} is not the same here as on {chief}: mount one file system there "
+                "on all machines (NFS, Lustre), or name a gs:// or s3:// path"
+            )
+            return
+        time.sleep(_RETRY_S)
+    findings.ok(f"{option} {path} is shared with {chief}, which can write there")
+
+
+def _is_local(path: str) -> bool:
+    return "://" not in path
+
+
+def _marker(path: str) -> contextlib.AbstractContextManager[str]:
+    name = f".tfmw-check-{secrets.token_hex(8)}"
+    return _local_marker(path, name) if _is_local(path) else _remote_marker(path, name)
+
+
+@contextlib.contextmanager
+def _local_marker(path: str, name: str) -> Iterator[str]:
+    missing = []
+    parent = os.path.abspath(path)
+    while not os.path.exists(parent):
+        missing.append(parent)
+        parent = os.path.dirname(parent)
+    os.makedirs(path, exist_ok=True)
+    try:
+        with open(os.path.join(path, name), "x") as file:
+            file.write(name)
+            file.flush()
+            os.fsync(file.fileno())
+        yield name
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(os.path.join(path, name))
+        for directory in missing:
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
+
+
+@contextlib.contextmanager
+def _remote_marker(path: str, name: str) -> Iterator[str]:
+    import tensorflow as tf
+
+    tf.io.gfile.makedirs(path)
+    with tf.io.gfile.GFile(os.path.join(path, name), "w") as file:
+        file.write(name)
+    try:
+        yield name
+    finally:
+        tf.io.gfile.remove(os.path.join(path, name))
+
+
+def _read(path: str) -> str | None:
+    try:
+        if _is_local(path):
+            with open(path) as file:
+                return file.read()
+        import tensorflow as tf
+
+        with tf.io.gfile.GFile(path) as remote:
+            text: str = remote.read()
+            return text
+    except _gfile_errors():
+        return None
+
+
+def _gfile_errors() -> tuple[type[BaseException], ...]:
+    if "tensorflow" not in sys.modules:
+        return (OSError,)
+    return (OSError, sys.modules["tensorflow"].errors.OpError)
