@@ -6,6 +6,7 @@ returns those that have moved; a test calls it, so that a new Keras release fail
 * `losses`: each replica's weight in the global batch. Read it first: it is why N workers give one
   process's numbers.
 * `optimizers`: one optimizer per replica, as if it were alone.
+* `fused_update`: an optimizer's update as one compiled function.
 * `models`, `metrics`, `objects`: what a model holds, and how it is built.
 * `placement`: a model's variables on the devices of a strategy, and back.
 * `datasets`: the inputs, functions and seeds of `tf.data` pipelines.
@@ -51,6 +52,7 @@ from tfmw.keras_compat.datasets import (
     source_of_seeds,
     train_validation_split,
 )
+from tfmw.keras_compat.fused_update import fused_update
 from tfmw.keras_compat.losses import (
     CannotCompile,
     LossShare,
@@ -165,6 +167,7 @@ __all__ = [
     "dataset_graph",
     "dataset_input",
     "flatten_metrics",
+    "fused_update",
     "global_seed",
     "index_variables_anew",
     "inner_optimizer",

@@ -120,6 +120,9 @@ class SyncDriver:
         with self._lost_peer_named():
             agree(self._replicas.group, self.strategy, placement.shared_variables(self.model))
         enter(placement.placed(self.model, self.strategy))
+        variables = self.model.trainable_variables
+        for optimizer in keras_compat.optimizers_of(self.model):
+            enter(keras_compat.fused_update(optimizer, variables))
         if self.replicas > 1:
             for optimizer in keras_compat.optimizers_of(self.model):
                 enter(keras_compat.replica_local_updates(optimizer, self._reduce_gradients))
