@@ -53,10 +53,10 @@ def updated(make: Callable[[], Any], monkeypatch: Any, choice: str) -> tuple[lis
     update_step, traced = optimizer.update_step, set()
 
     def noted(*args: Any, **kwargs: Any) -> None:
-        graph = tf.compat.v1.get_default_graph()
-        names = {graph.name}
-        while (graph := getattr(graph, "outer_graph", None)) is not None:
-            names.add(graph.name)
+        graph, names = tf.compat.v1.get_default_graph(), []
+        while graph is not None:
+            names.append(getattr(graph, "name", ""))  # of a function's graph
+            graph = getattr(graph, "outer_graph", None)
         traced.add("update" if any(name.startswith("update") for name in names) else "plain")
         update_step(*args, **kwargs)
 
