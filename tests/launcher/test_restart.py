@@ -28,8 +28,9 @@ from tests.helpers.cluster import (
 )
 from tfmw.errors import PREEMPTED, UsageError
 from tfmw.launcher import attempt as attempt_module
+from tfmw.launcher import restart
 from tfmw.launcher.attempts import wait
-from tfmw.launcher.failure import Failure, describe_status, kernel_kills
+from tfmw.launcher.failure import Failure, describe_status, is_external, kernel_kills
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.restart import AttemptOutcome, RestartPolicy, backoff_s, restarts_alone
 from tfmw.launcher.run import Result, launch_tasks
@@ -122,8 +123,13 @@ def failure(task: str = "worker 1", **facts: Any) -> Failure:
     return Failure(**values)
 
 
-def end(step: int, task: str = "worker 1", **facts: Any) -> AttemptOutcome:
-    return AttemptOutcome(failures=(failure(task, step=step),), step=step, **facts)
+def end(step: int, task: str = "worker 1", seconds: float = 0.0, **facts: Any) -> AttemptOutcome:
+    failed = failure(task, step=step, **facts)
+    return AttemptOutcome(failures=(failed,), step=step, seconds=seconds)
+
+
+def killed(step: int) -> AttemptOutcome:
+    return end(step, error="", status=-9, how="SIGKILL", external=True)
 
 
 class TestPolicy:
@@ -142,12 +148,79 @@ class TestPolicy:
         )
         assert "no restart is left of 3" in decisions[3].message
 
-    def test_row_28_two_attempts_in_a_row_without_progress_end_it(self):
+    def test_row_28_the_same_error_at_the_same_step_twice_is_a_crash_loop(self):
         policy = RestartPolicy(RunOptions(max_restarts=100), workers=2)
-        decisions = [policy.decide(end(step)) for step in (10, 10, 11, 5, 11)]
-        assert [d.restart for d in decisions] == [True, True, True, True, False]
-        assert [d.delay_s for d in decisions[:4]] == [0, 1, 0, 1]
-        assert "crash loop" in decisions[4].message
+        decisions = [policy.decide(end(step)) for step in (10, 8, 12, 10)]
+        assert [d.restart for d in decisions] == [True, True, True, False]
+        assert [d.delay_s for d in decisions[:3]] == [0, 1, 0]
+        assert decisions[3].message == "a crash loop: the same error twice at step 10; giving up"
+
+    def test_row_28_numbers_in_an_error_do_not_make_it_another(self):
+        policy = RestartPolicy(RunOptions(max_restarts=100), workers=2)
+        errors = [
+            "ValueError: bad <Layer at 0x7f01>, 3 of 8",
+            "ValueError: bad <Layer at 0xff>, 4 of 8",
+        ]
+        first, second = [policy.decide(end(7, error=error)) for error in errors]
+        assert (first.restart, second.restart) == (True, False)
+
+    def test_row_28_a_crash_in_native_code_is_known_by_its_signal(self):
+        policy = RestartPolicy(RunOptions(max_restarts=100), workers=2)
+        crashes = [("SIGSEGV", -11), ("SIGABRT", -6), ("SIGSEGV", -11)]
+        decisions = [
+            policy.decide(end(7, error="", how=name, status=status)) for name, status in crashes
+        ]
+        assert [d.restart for d in decisions] == [True, True, False]
+
+    def test_row_28_three_errors_without_progress_are_one_too_with_kills_in_between(self):
+        policy = RestartPolicy(RunOptions(max_restarts=100), workers=2)
+        ends = [end(10, error="a"), end(9, error="b"), killed(9), end(8, error="c"), killed(10)]
+        assert all(policy.decide(outcome).restart for outcome in ends)
+        last = policy.decide(end(7, error="d"))
+        assert not last.restart
+        assert "3 errors in a row without progress at step 10" in last.message
+
+    def test_progress_ends_a_row_of_errors(self):
+        policy = RestartPolicy(RunOptions(max_restarts=100), workers=2)
+        ends = [end(n, error="abcdefghi"[i]) for i, n in enumerate((9, 8, 7, 10, 9, 8))]
+        assert all(policy.decide(outcome).restart for outcome in ends)
+
+    def test_kills_use_up_the_budget_and_nothing_else(self):
+        policy = RestartPolicy(RunOptions(max_restarts=6), workers=2)
+        decisions = [policy.decide(killed(step)) for step in (-3, -3, 5, 5, 5, 5, 5)]
+        assert [d.restart for d in decisions] == [True] * 6 + [False]
+        assert policy.restarts == 6
+        assert "no restart is left of 6" in decisions[6].message
+
+    def test_an_error_beside_a_kill_may_follow_from_it(self):
+        policy = RestartPolicy(RunOptions(max_restarts=9), workers=2)
+        both = (failure(step=5), failure("worker 0", step=5, external=True))
+        outcome = AttemptOutcome(failures=both, step=5)
+        assert all(policy.decide(outcome).restart for _ in range(5))
+
+    def test_a_worker_whose_host_is_lost_is_left_out(self):
+        policy = RestartPolicy(RunOptions(max_restarts=9, min_workers=1), workers=2)
+        decisions = [policy.decide(killed(step)) for step in (10, -3, -3)]
+        assert [d.workers for d in decisions] == [2, 2, 1]
+
+    @pytest.mark.parametrize(
+        ("status", "record", "external"),
+        [
+            (-signal.SIGKILL, None, True),
+            (-signal.SIGTERM, None, True),
+            (-signal.SIGKILL, {"fatal": False, "secondary": False}, True),
+            (-signal.SIGSEGV, None, False),
+            (-signal.SIGABRT, None, False),
+            (1, None, False),
+            (1, {"fatal": True, "secondary": False}, False),
+            (1, {"fatal": True, "secondary": True}, True),  # it only lost a peer
+            (None, {"fatal": True, "secondary": False}, False),  # it hung as it exited
+            (-signal.SIGKILL, {"fatal": True, "secondary": False}, False),
+            (None, None, False),
+        ],
+    )
+    def test_whose_fault_it_was(self, status, record, external):
+        assert is_external(status, record) is external
 
     def test_a_program_that_reports_nothing_makes_progress_by_living(self):
         policy = RestartPolicy(RunOptions(max_restarts=100), workers=2)
@@ -282,7 +355,7 @@ class TestWatchdog:
         ):
             assert watchdog.check([seen]) is None
         self.now = 14
-        assert watchdog.check([sight]) == HungTask("worker 1", "stopped by a signal for 5 s")
+        assert watchdog.check([sight]) == HungTask("worker 1", "stopped by a signal for 5 s", True)
 
     def test_row_19_a_straggler_is_named_once_and_again_when_it_has_doubled(self, watchdog):
         said = {}
@@ -372,6 +445,27 @@ def test_row_28_a_crash_loop_ends(run):
     assert "restart 1 of 9 in 1 s" in done.lines[0]
     assert "a crash loop" in done.lines[1]
     assert done.result.summary()[-1].endswith("bad batch in attempt 0 (exit status 1)")
+
+
+def test_several_quick_kills_in_a_row_are_no_crash_loop(run, monkeypatch):
+    monkeypatch.setattr(restart, "LONGEST_DELAY_S", 0.1)
+    kills = [
+        "worker 1@0=step:3 kill",
+        "worker 1@1=kill",
+        "worker 0@2=kill",
+        "worker 1@3=step:1 kill",
+    ]
+    waits = ["worker 0@0=wait", "worker 0@1=wait", "worker 1@2=wait", "worker 0@3=wait"]
+    done = run(*kills, *waits, max_restarts=5)
+    assert (done.result.status, done.attempts, done.result.restarts) == (0, [0, 1, 2, 3, 4], 4)
+    assert all("SIGKILL" in line for line in done.lines)
+
+
+def test_the_same_error_at_the_same_step_ends_a_run_also_with_a_kill_in_between(run):
+    flags = ["worker 1@0=step:3 fail", "worker 1@1=step:1 kill", "worker 1@2=step:3 fail"]
+    done = run(*flags, *(f"worker 0@{n}=wait" for n in range(3)), max_restarts=9)
+    assert (done.result.status, done.attempts) == (1, [0, 1, 2])
+    assert "a crash loop: the same error twice at step 3" in done.lines[-1]
 
 
 @pytest.mark.slow

@@ -178,7 +178,13 @@ class TestFailure:
         assert f"tfmw: log of worker 1: {log}" in result.output
         assert 'raise ValueError("bad batch")' in log.read_text()
         # The traceback starts in the user's file.
-        assert "_task.py" not in log.read_text()
+        assert "launcher/task.py" not in log.read_text()
+
+    def test_the_last_line_has_the_whole_message_of_an_error_of_several_lines(self, run):
+        result = run("worker 0=wait", "worker 1=fail_in_a_layer")
+        assert last_line(result).endswith(
+            ": ValueError: expected 3 features, received 4 (exit status 1)"
+        )
 
     @pytest.mark.parametrize("peer", ["wait", "stubborn"])
     def test_the_others_are_ended_within_2_s(self, run, peer):

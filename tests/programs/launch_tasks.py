@@ -56,6 +56,13 @@ def leave_a_child() -> None:
     subprocess.Popen(PAUSE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
+def fail_in_a_layer() -> None:
+    raise ValueError(
+        "Exception encountered when calling Dense.call().\n\n"
+        "expected 3 features,\nreceived 4\n\nArguments received by Dense.call():\n  • x=..."
+    )
+
+
 def fail() -> None:
     raise ValueError("bad batch")
 

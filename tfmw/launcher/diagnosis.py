@@ -12,7 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfmw.errors import PREEMPTED
-from tfmw.launcher.failure import Failure, describe, describe_status, kernel_kills
+from tfmw.launcher.failure import (
+    Failure,
+    describe,
+    describe_status,
+    is_external,
+    kernel_kills,
+)
 from tfmw.launcher.process import Task
 from tfmw.launcher.watchdog import HungTask
 
@@ -84,6 +90,7 @@ class Diagnosis:
             usage=bool(record and record["usage"]),
             attempt=self.attempt,
             step=task.progress().step,
+            external=is_external(task.status if own else None, record),
         )
 
     def _hang(self, tasks: Sequence[Task], hung: HungTask) -> Failure:
@@ -92,6 +99,7 @@ class Diagnosis:
             self.failure(task, None),
             error=hung.reason,
             how="",
+            external=hung.external,
             seconds=self.ended_at - task.started,
         )
 

@@ -9,11 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from tfmw.launcher.log_filter import is_notice
+from tfmw.launcher.message import informative_part
 
 _SIGNAL_HINTS = {
     signal.SIGKILL: "killed by someone, or by the kernel because memory ran out",
     signal.SIGSEGV: "a crash in native code",
     signal.SIGABRT: "native code gave up",
+}
+
+
+# Signals that a process gets for its own errors; all others are sent by somebody.
+_OWN_SIGNALS = {
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGSEGV,
+    signal.SIGSYS,
+    signal.SIGTRAP,
 }
 
 
@@ -32,6 +45,7 @@ class Failure:
         usage: whether it reported wrong usage or a wrong cluster description.
         attempt: the attempt that it ended.
         step: training steps that the task had reported; negative before the first.
+        external: whether the task was ended or lost a peer through no fault of the program.
     """
 
     task: str
@@ -44,6 +58,7 @@ class Failure:
     usage: bool
     attempt: int = 0
     step: int = -1
+    external: bool = False
 
     @property
     def description(self) -> str:
@@ -64,14 +79,14 @@ def describe(
     if record is None:
         return "", how, tail(log)
     message = record["message"].strip() or "(no message)"
-    first = message.splitlines()[0][:500]
+    short = informative_part(record["message"])
     if record["usage"]:
         return message, how, ()
     if record["type"] != "SystemExit":
-        return f"{record['type']}: {first}", how, tuple(record["traceback"].splitlines()[-12:])
+        return f"{record['type']}: {short}", how, tuple(record["traceback"].splitlines()[-12:])
     if message.isdecimal():  # sys.exit(3)
         return "", f"exit status {message}", tail(log)
-    return first, how, tail(log)  # sys.exit("no data")
+    return short, how, tail(log)  # sys.exit("no data")
 
 
 def tail(log: Path, lines: int = 12) -> tuple[str, ...]:
@@ -105,6 +120,22 @@ def describe_status(status: int | None, kernel_kills: int = 0) -> str:
     if number == signal.SIGKILL and kernel_kills:
         hint = "out of memory is likely: the kernel killed for lack of memory just now"
     return f"{number.name} ({hint})" if hint else number.name
+
+
+def is_external(status: int | None, record: Mapping[str, Any] | None) -> bool:
+    """Whether a task ended through no fault of the program.
+
+    That is: it only lost a peer, or somebody sent it a signal, such as SIGKILL.
+
+    Args:
+        status: its own exit status, as in subprocess; None where the launcher ended it.
+        record: what the task recorded about itself.
+    """
+    if record is not None and record["fatal"]:
+        return bool(record["secondary"])
+    if status is not None and status < 0:
+        return -status not in _OWN_SIGNALS
+    return record is not None and bool(record["secondary"])
 
 
 def kernel_kills(vmstat: Path = Path("/proc/vmstat")) -> int:

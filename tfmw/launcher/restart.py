@@ -15,11 +15,26 @@ with parameter servers    worker                     that worker, at its old add
 with parameter servers    ps or chief                all: variables are lost, or their names
 any                       evaluator                  the evaluator, alone
 ========================  =========================  ===========================================
+
+=======================================================  ======================================
+what ended the attempt                                   what it uses up
+=======================================================  ======================================
+from outside: SIGKILL or another signal that somebody    one of `--max-restarts`, nothing else
+sends, a lost peer or host, SIGSTOP
+preemption: the tasks saved their state and exited       nothing
+an error of the program, a crash in native code, a hang  one of `--max-restarts`; a crash loop ends
+                                                         the run
+wrong usage or a wrong cluster description               ends the run
+=======================================================  ======================================
+
+A crash loop is the same error at the same step twice, or three attempts in a row that errors of the
+program end without progress. Progress is a larger step than any before.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
@@ -30,8 +45,11 @@ LONGEST_DELAY_S = 30.0
 UPTIME_AS_PROGRESS_S = 60.0
 """A program that reports no steps is taken to have made progress after this many seconds."""
 
-FRUITLESS = 2
-"""So many attempts in a row without progress are a crash loop."""
+ERRORS_WITHOUT_PROGRESS = 3
+"""So many attempts in a row that the program's errors end without progress are a crash loop."""
+
+EARLY_DEATHS = 2
+"""A worker that dies so often in a row before its first step is left out, with `--min-workers`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,23 +113,24 @@ class RestartPolicy:
         self.restarts = 0
         """Restarts so far that count."""
         self._step = -1  # the largest step of all attempts
-        self._fruitless = 0  # attempts in a row without progress, or preempted without it
-        self._lost: list[str] = []  # of these: what failed before it had reported any step
+        self._stalled = 0  # attempts in a row without progress
+        self._own_errors = 0  # of them, those that an error of the program ended
+        self._errors: set[tuple[str, int]] = set()  # (error, step) of the program so far
+        self._early_deaths: list[str] = []  # tasks that failed before any step, in a row
 
     def decide(self, outcome: AttemptOutcome) -> Decision:
         """What to do next. Called once for each attempt, in order."""
         self._attempt += 1
-        if outcome.signals and not (
-            outcome.preempted and not outcome.failures and outcome.signals[0] in LEAVE
-        ):
+        asked_to_leave = bool(outcome.signals) and outcome.signals[0] in LEAVE
+        if outcome.signals and not (outcome.preempted and not outcome.failures and asked_to_leave):
             return Decision(False)
         if not outcome.failures and not outcome.preempted:
             return Decision(False)
-        progress = outcome.step > self._step or (
-            outcome.step < 0 and outcome.seconds >= UPTIME_AS_PROGRESS_S
-        )
+        if outcome.step > self._step or _lived(outcome):
+            self._stalled = self._own_errors = 0
+        else:
+            self._stalled += 1
         self._step = max(self._step, outcome.step)
-        self._fruitless = 0 if progress else self._fruitless + 1
         if outcome.preempted and not outcome.failures:
             return self._after_preemption(outcome)
         return self._after_failure(outcome)
@@ -126,7 +145,7 @@ class RestartPolicy:
     def _after_preemption(self, outcome: AttemptOutcome) -> Decision:
         if outcome.signals or not self._options.max_restarts:
             return Decision(False)
-        delay = backoff_s(self._fruitless)
+        delay = backoff_s(self._stalled)
         return Decision(
             True,
             f"attempt {self._attempt} starts {_in(delay)}: the tasks of attempt "
@@ -140,35 +159,60 @@ class RestartPolicy:
         cause = outcome.failures[0]
         if not self._options.max_restarts or cause.usage:
             return Decision(False)
-        self._lost = [*self._lost, cause.task] if cause.step < 0 and self._fruitless else []
+        early = cause.step < 0 and self._stalled > 0
+        self._early_deaths = [*self._early_deaths, cause.task] if early else []
+        loop = self._crash_loop(outcome)
         if self.restarts >= self._options.max_restarts:
             return Decision(False, f"no restart is left of {self._options.max_restarts}; giving up")
         fewer = self._can_shrink(cause.task)
-        if self._fruitless >= FRUITLESS and not fewer:
-            return Decision(
-                False,
-                f"a crash loop: {self._fruitless} attempts in a row made no progress"
-                f"{_at(self._step)}; giving up",
-            )
-        delay = backoff_s(self._fruitless)
+        if loop and not fewer:
+            return Decision(False, f"a crash loop: {loop}; giving up")
+        delay = backoff_s(self._stalled)
         if fewer:
             self._workers -= 1
-            self._lost, self._fruitless = [], 0
+            self._early_deaths, self._stalled, self._own_errors = [], 0, 0
+            self._errors.clear()
         self.restarts += 1
-        line = (
+        message = (
             f"restart {self.restarts} of {self._options.max_restarts} {_in(delay)}: {cause.task} "
             f"failed in attempt {self._attempt - 1} after {cause.seconds:.1f} s{_at(self._step)}: "
             f"{cause.description}"
         )
         if fewer:
-            line += f"; it did not come back, so {self._workers} go on"
-        return Decision(True, line, delay, self._workers)
+            message += f"; it did not come back, so {self._workers} go on"
+        return Decision(True, message, delay, self._workers)
+
+    def _crash_loop(self, outcome: AttemptOutcome) -> str:
+        """Why the program would fail again, as a clause; "" where it may not."""
+        # Where one task was killed from outside, the errors of the others may follow from that.
+        if any(failure.external for failure in outcome.failures):
+            return ""
+        if self._stalled:
+            self._own_errors += 1
+        error = _signature(outcome.failures[0]), max(outcome.step, -1)
+        if not _lived(outcome) and error in self._errors:
+            return f"the same error twice{_at(outcome.step) or ' before the first step'}"
+        if not _lived(outcome):
+            self._errors.add(error)
+        if self._own_errors >= ERRORS_WITHOUT_PROGRESS:
+            return f"{self._own_errors} errors in a row without progress{_at(self._step)}"
+        return ""
 
     def _can_shrink(self, task: str) -> bool:
-        """Whether the same worker has died twice before its first step, and fewer may go on."""
+        """Whether the same worker died twice before its first step, and fewer may continue."""
         least = self._options.min_workers
-        gone = task.startswith("worker ") and self._lost[-FRUITLESS:] == [task] * FRUITLESS
-        return gone and least is not None and self._workers > least
+        gone = self._early_deaths[-EARLY_DEATHS:] == [task] * EARLY_DEATHS
+        return task.startswith("worker ") and gone and least is not None and self._workers > least
+
+
+def _lived(outcome: AttemptOutcome) -> bool:
+    """Whether an attempt without a reported step ran so long that this is progress."""
+    return outcome.step < 0 and outcome.seconds >= UPTIME_AS_PROGRESS_S
+
+
+def _signature(failure: Failure) -> str:
+    """What identifies an error: its text, without numbers and addresses that vary."""
+    return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", failure.error or failure.how)
 
 
 def _in(delay_s: float) -> str:

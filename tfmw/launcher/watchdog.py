@@ -43,10 +43,17 @@ class TaskStatus:
 
 @dataclasses.dataclass(frozen=True)
 class HungTask:
-    """A task that hangs; `reason` is one clause: "no progress for 60 s after step 7"."""
+    """A task that hangs.
+
+    Args:
+        task: its name.
+        reason: one clause: "no progress for 60 s after step 7".
+        external: whether somebody stopped it.
+    """
 
     task: str
     reason: str
+    external: bool = False
 
 
 class Watchdog:
@@ -102,7 +109,9 @@ class Watchdog:
                 continue
             since = self._stopped_since.setdefault(status.task, now)
             if self._stopped_s and now - since >= self._stopped_s:
-                return HungTask(status.task, f"stopped by a signal for {now - since:.0f} s")
+                return HungTask(
+                    status.task, f"stopped by a signal for {now - since:.0f} s", external=True
+                )
         return None
 
     def _late(self, statuses: Sequence[TaskStatus], now: float) -> HungTask | None:
