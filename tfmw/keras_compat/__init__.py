@@ -55,9 +55,8 @@ from tfmw.keras_compat.datasets import (
 from tfmw.keras_compat.fused_update import fused_update
 from tfmw.keras_compat.losses import (
     CannotCompile,
-    LossShare,
-    loss_share,
-    only_keras_losses,
+    ReplicaWeight,
+    weighting_losses,
 )
 from tfmw.keras_compat.metrics import (
     combination,
@@ -139,12 +138,12 @@ __all__ = [
     "REBUILDABLE",
     "Batch",
     "CannotCompile",
-    "LossShare",
     "Map",
     "OptionsNode",
     "Prefetch",
     "RemoteRows",
     "Repeat",
+    "ReplicaWeight",
     "Shuffle",
     "Skip",
     "Take",
@@ -183,7 +182,6 @@ __all__ = [
     "local_variable",
     "looked_up_variables",
     "lookups_through",
-    "loss_share",
     "make_class_weight_map",
     "map_graph_nodes",
     "may_shuffle_inside",
@@ -195,7 +193,6 @@ __all__ = [
     "needs_build",
     "new_native",
     "one_op",
-    "only_keras_losses",
     "optimized_variables",
     "optimizer_slots",
     "optimizer_variables",
@@ -223,6 +220,7 @@ __all__ = [
     "train_validation_split",
     "uses_weight_decay",
     "variable_state",
+    "weighting_losses",
     "worker_constants",
     "worker_iterators",
 ]

@@ -1,13 +1,24 @@
 """Losses: each replica's weight in the global batch, and the hooks that apply it.
 
-Keras scales losses by 1 / number of replicas in two module functions. tfmw needs another factor,
-the replica's share of the global batch (`LossShare`), to be exact where shares differ.
+Keras and `tf.nn` divide losses by the number of replicas, which is right only where all replicas
+hold as many examples. tfmw follows one rule instead:
+
+    Each loss that a replica computes estimates the loss of the global batch, such that the mean
+    of the estimates, weighted by the replicas' numbers of examples, is that loss.
+
+A mean over the replica's examples is such an estimate as it is, and so is whatever depends on
+weights alone. A sum over examples is one after division by the replica's weight. So losses may be
+added up, scaled, and reported wherever they are computed: by Keras, in a layer, by hand. The weight
+itself is applied once, to the loss that Keras's own `train_step` differentiates, or to the
+gradients of any other `train_step`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,46 +28,56 @@ from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as loss_module
 from keras.src.trainers import trainer as base_trainer
 
+from tfmw.keras_compat.coupling import couples_examples
+
 
 class CannotCompile(Exception):
     """A loss needs sums over all replicas in the middle of the step."""
 
 
-class LossShare:
-    """The part of the global batch that one replica holds, while its step is traced.
+class ReplicaWeight:
+    """The weight of one replica in the global batch, while its step is traced.
 
     Attributes:
-        rows: int32 [], examples of this replica.
-        total: int32 [], examples of the global batch, over all replicas.
-        weight: float32 [], `rows / total`; 0 for a replica without examples.
-        used: whether some loss of the step was computed by Keras.
-        scalar_losses: whether a loss function returned a scalar, taken for a mean.
-        uneven: whether shards differ, so that this replica may be without examples.
-        size_known: whether the dataset knows the size of each global batch; else a step whose
-            total is 0 updates nothing.
-        later: whether losses stay means over this replica's examples, and gradients are weighted
-            instead. So for steps that may add terms of their own to Keras's losses: a mean that
-            is written by hand is then right too, alone or in a sum with others.
+        examples: int32 [], examples of this replica.
+        global_examples: int32 [], examples of the global batch, over all replicas.
+        fraction: float32 [], `examples / global_examples`; 0 for a replica without examples.
+        uneven: whether shares differ, so that this replica may be without examples.
+        size_known: whether the dataset knows the size of each global batch. If not, a batch of
+            which no replica has examples is the end of the data and updates nothing.
+        in_loss: whether the loss that is differentiated gets the weight, in
+            `optimizer.scale_loss`. Else the gradients get it.
+        has_keras_loss: whether some loss of the step was reduced by Keras or `tf.nn`.
+        has_scalar_loss: whether a loss function returned a scalar, taken for a mean.
+        coupled_losses: names of losses that compare the examples of a batch.
+        loss_weighted: whether the loss that is differentiated has got the weight.
+        layer_losses: id of a layer -> what it gave to `add_loss` on this replica.
         waiting: while XLA compiles the step, which leaves no place for collectives: a list that
             takes (gradients, what reduces and applies them) instead. Else None.
     """
 
     def __init__(
         self,
-        rows: tf.Tensor,
-        total: tf.Tensor,
+        examples: tf.Tensor,
+        global_examples: tf.Tensor,
+        *,
         uneven: bool,
         size_known: bool,
-        later: bool = False,
+        in_loss: bool,
     ):
-        self.rows = rows
-        self.total = total
+        self.examples = examples
+        self.global_examples = global_examples
+        self.fraction = tf.math.divide_no_nan(
+            tf.cast(examples, tf.float32), tf.cast(global_examples, tf.float32)
+        )
         self.uneven = uneven
         self.size_known = size_known
-        self.later = later
-        self.weight = tf.math.divide_no_nan(tf.cast(rows, tf.float32), tf.cast(total, tf.float32))
-        self.used = False
-        self.scalar_losses = False
+        self.in_loss = in_loss
+        self.has_keras_loss = False
+        self.has_scalar_loss = False
+        self.coupled_losses: set[str] = set()
+        self.loss_weighted = False
+        self.layer_losses: dict[int, list[tf.Tensor]] = {}
         self.waiting: list[tuple[list[Any], Callable[[list[Any]], None]]] | None = None
 
     @contextlib.contextmanager
@@ -77,128 +98,239 @@ class LossShare:
         reduced: list[tf.Tensor] = replica.all_reduce(tf.distribute.ReduceOp.SUM, stopped)
         return [tf.stop_gradient(v) for v in reduced]
 
+    def estimate_of_sum(self, local_sum: tf.Tensor) -> tf.Tensor:
+        """A sum over this replica's examples -> an estimate of the sum over the global batch."""
+        return tf.math.divide_no_nan(local_sum, tf.cast(self.fraction, local_sum.dtype))
+
+    def weighted_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        """What Keras's own `train_step` differentiates."""
+        self.loss_weighted = True
+        return loss * tf.cast(self.fraction, loss.dtype)
+
+    def per_example(self, values: tf.Tensor) -> bool:
+        """Whether `values` have one row for each example of this replica.
+
+        Batches of unknown size make rows of unknown number; weights don't.
+        """
+        if not values.shape.rank:
+            return False
+        rows = tf.get_static_value(self.examples)
+        return values.shape[0] == (None if rows is None else int(rows))
+
+
+# Loss -> whether its values for one example depend on other examples.
+_coupled: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 # Per thread: MirroredStrategy traces each replica in a thread of its own.
 _traced = threading.local()
 
 
-def current_share() -> LossShare | None:
-    """The share of the step that this thread traces; None outside of one."""
-    return getattr(_traced, "share", None)
+def current_weight() -> ReplicaWeight | None:
+    """The weight of the replica whose step this thread traces; None outside of one."""
+    return getattr(_traced, "weight", None)
 
 
 @contextlib.contextmanager
-def loss_share(share: LossShare | None) -> Iterator[None]:
-    """Within this context losses of this thread's replica are weighted by its share."""
-    _install_loss_hooks()
-    before = current_share()
-    _traced.share = share
+def weighting_losses(weight: ReplicaWeight | None) -> Iterator[None]:
+    """Within this context losses of this thread follow the rule of this module."""
+    _install_hooks()
+    before = current_weight()
+    _traced.weight = weight
     try:
         yield
     finally:
-        _traced.share = before
+        _traced.weight = before
 
+
+# The methods of layers that read or write their list of losses.
+_USE_LAYER_LOSSES = ("add_loss", "_get_own_losses", "_clear_losses")
 
 _hooked = False
 
 
-def _install_loss_hooks() -> None:
-    """Replaces six Keras functions by ones that obey `current_share()`, and else do as before."""
+def _install_hooks() -> None:
+    """Replaces functions of Keras and `tf.nn` by ones that obey `current_weight()`.
+
+    Without a current weight they do as before.
+    """
     global _hooked
     if _hooked:
         return
     _hooked = True
+    _hook_keras_losses()
+    _hook_layers()
+    _hook_metrics()
+    _hook_tf_nn()
+
+
+def _hook_keras_losses() -> None:
     keras_scale = loss_module.scale_loss_for_distribution
     keras_unscale = loss_module.unscale_loss_for_distribution
     keras_apply_mask = loss_module.apply_mask
     keras_reduce_values = loss_module.reduce_values
     keras_aggregate = tf_trainer.TensorFlowTrainer._aggregate_additional_loss
-    keras_update_mean = keras.metrics.Mean.update_state
+    keras_call = keras.losses.Loss.__call__
+
+    def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        weight = current_weight()
+        if weight is not None:
+            with weighting_losses(None):
+                if self not in _coupled:
+                    _coupled[self] = couples_examples(self, y_true, y_pred)
+            if _coupled[self]:
+                weight.coupled_losses.add(self.name)
+        return keras_call(self, y_true, y_pred, sample_weight)
 
     def scale(value: Any) -> Any:
-        share = current_share()
-        if share is None:
+        weight = current_weight()
+        if weight is None:
             return keras_scale(value)
-        share.used = True
-        return value if share.later else value * tf.cast(share.weight, value.dtype)
+        weight.has_keras_loss = True
+        return value
 
     def unscale(value: Any) -> Any:
-        share = current_share()
-        if share is None:
-            return keras_unscale(value)
-        return value if share.later else value / tf.cast(share.weight, value.dtype)
-
-    def whole(value: Any, share: LossShare) -> Any:
-        # A sum over examples: the replicas' sums add up, whatever the weights.
-        share.used = True
-        if not share.later:
-            return value
-        return tf.math.divide_no_nan(value, tf.cast(share.weight, value.dtype))
+        return keras_unscale(value) if current_weight() is None else value
 
     def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
         # Keras divides by the valid entries of this replica; one process divides by those of
         # the global batch. Both counts are summed over replicas, and the ratio is corrected.
         weights = keras_apply_mask(sample_weight, mask, dtype, reduction)
-        share = current_share()
-        if share is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
+        weight = current_weight()
+        if weight is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
             return weights
-        total = tf.cast(tf.size(mask), tf.float32)
+        entries = tf.cast(tf.size(mask), tf.float32)
         valid = tf.reduce_sum(tf.cast(mask, tf.float32))
-        all_total, all_valid = share.all_sum([total, valid])
-        ratio = tf.math.divide_no_nan(all_total * valid, all_valid * total)
+        all_entries, all_valid = weight.all_sum([entries, valid])
+        ratio = tf.math.divide_no_nan(all_entries * valid, all_valid * entries)
         return weights * tf.cast(ratio, weights.dtype)
 
     def reduce_values(
         values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"
     ) -> Any:
         loss = keras_reduce_values(values, sample_weight, reduction)
-        share = current_share()
-        if share is None or reduction in (None, "none"):
+        weight = current_weight()
+        if weight is None or reduction in (None, "none"):
             return loss
-        if reduction == "sum" and values.shape.rank != 0:
-            return whole(loss, share)
+        weight.has_keras_loss = True
         if values.shape.rank == 0:
             # A loss function that returned one number: taken for a mean over its examples.
-            share.scalar_losses = True
-            return scale(loss)
-        if reduction == "mean_with_sample_weight" and sample_weight is not None:
-            mine = tf.reduce_sum(tf.cast(sample_weight, tf.float32))
-            (everyone,) = share.all_sum([mine])
-            ratio = tf.math.divide_no_nan(mine, everyone * share.weight)
+            weight.has_scalar_loss = True
+        elif reduction == "sum":
+            return weight.estimate_of_sum(loss)
+        elif reduction == "mean_with_sample_weight" and sample_weight is not None:
+            local = tf.reduce_sum(tf.cast(sample_weight, tf.float32))
+            (everywhere,) = weight.all_sum([local])
+            ratio = tf.math.divide_no_nan(local, everywhere * weight.fraction)
             return loss * tf.cast(ratio, loss.dtype)
         return loss
 
     def aggregate_additional_loss(self: Any, loss: Any) -> Any:
-        # add_loss of one number is a mean (scaled); one value per example is a sum over examples
-        # (one process would add them all up), so it is not scaled.
-        share = current_share()
-        if share is not None and loss.shape.rank:
-            return whole(base_trainer.Trainer._aggregate_additional_loss(self, loss), share)
-        return keras_aggregate(self, loss)
+        # add_loss of one number is a mean over examples, or a penalty of the weights; of one
+        # value per example, a sum over examples: one process adds them all up.
+        weight = current_weight()
+        if weight is None:
+            return keras_aggregate(self, loss)
+        weight.has_keras_loss = True
+        summed = base_trainer.Trainer._aggregate_additional_loss(self, loss)
+        return weight.estimate_of_sum(summed) if weight.per_example(loss) else summed
 
-    def update_mean(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        # One number is the mean of a batch, and the batch counts once: each replica counts by
-        # its part of the batch.
-        share = current_share()
-        if share is not None and sample_weight is None and tf.convert_to_tensor(values).shape == ():
-            sample_weight = share.weight
-        return keras_update_mean(self, values, sample_weight)
-
+    keras.losses.Loss.__call__ = call
     loss_module.scale_loss_for_distribution = scale
     loss_module.unscale_loss_for_distribution = unscale
     loss_module.apply_mask = apply_mask
     loss_module.reduce_values = reduce_values
     tf_trainer.TensorFlowTrainer._aggregate_additional_loss = aggregate_additional_loss
+
+
+def _hook_layers() -> None:
+    """Keeps what layers give to `add_loss` apart for each replica.
+
+    The replicas of one process call the same layers. They take turns where one waits for another
+    in the middle of a step, and would find each other's losses in `model.losses`.
+    """
+
+    def per_replica(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapper(self: Any, *arguments: Any) -> Any:
+            weight = current_weight()
+            if weight is None:
+                return method(self, *arguments)
+            attributes = vars(self)
+            shared = attributes["_losses"]
+            attributes["_losses"] = weight.layer_losses.setdefault(id(self), [])
+            try:
+                return method(self, *arguments)
+            finally:
+                attributes["_losses"] = shared
+
+        return wrapper
+
+    for name in _USE_LAYER_LOSSES:
+        setattr(keras.Layer, name, per_replica(getattr(keras.Layer, name)))
+
+
+def _hook_metrics() -> None:
+    keras_update_mean = keras.metrics.Mean.update_state
+
+    def update_mean(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        # One number is the mean of a batch, and the batch counts once: each replica counts by
+        # its part of the batch.
+        weight = current_weight()
+        if weight is not None and sample_weight is None:
+            if tf.convert_to_tensor(values).shape == ():
+                sample_weight = weight.fraction
+        return keras_update_mean(self, values, sample_weight)
+
     keras.metrics.Mean.update_state = update_mean
 
 
-def only_keras_losses(model: keras.Model) -> bool:
-    """Whether every loss of a compiled model is computed by Keras's own code."""
-    if type(model).compute_loss is not base_trainer.Trainer.compute_loss:
+def _hook_tf_nn() -> None:
+    """The two functions of TensorFlow's tutorial on custom training loops."""
+    tf_average = tf.nn.compute_average_loss
+    tf_regularization = tf.nn.scale_regularization_loss
+
+    def compute_average_loss(
+        per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+    ) -> Any:
+        weight = current_weight()
+        if weight is None:
+            return tf_average(per_example_loss, sample_weight, global_batch_size)
+        weight.has_keras_loss = True
+        if global_batch_size is None or _computed_from_shape(global_batch_size):
+            rows = tf.shape(per_example_loss)[0]
+            return tf_average(per_example_loss, sample_weight, rows)
+        return weight.estimate_of_sum(
+            tf_average(per_example_loss, sample_weight, global_batch_size)
+        )
+
+    def scale_regularization_loss(regularization_loss: Any) -> Any:
+        weight = current_weight()
+        if weight is None:
+            return tf_regularization(regularization_loss)
+        weight.has_keras_loss = True
+        return tf.reduce_sum(regularization_loss)
+
+    for module in (tf.nn, tf.compat.v2.nn, tf.compat.v1.nn):
+        for ours in (compute_average_loss, scale_regularization_loss):
+            if hasattr(module, ours.__name__):
+                setattr(module, ours.__name__, ours)
+
+
+def _computed_from_shape(size: Any) -> bool:
+    """Whether a batch size is that of the batch at hand, times the number of replicas or not."""
+    if not tf.is_tensor(size):
         return False
-    call = keras.losses.Loss.__call__
-    losses = tf.nest.flatten(getattr(model, "loss", None))
-    return all(not isinstance(x, keras.losses.Loss) or type(x).__call__ is call for x in losses)
+    if not hasattr(size, "op"):
+        return True  # eager: a number that the user knows is given as a number
+    todo, seen = [size.op], set()
+    while todo:
+        operation = todo.pop()
+        if operation.type in ("Shape", "Size"):
+            return True
+        if operation.name not in seen:
+            seen.add(operation.name)
+            todo.extend(t.op for t in operation.inputs)
+    return False
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
@@ -207,7 +339,11 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (loss_module, "apply_mask"),
     (loss_module, "reduce_values"),
     (tf_trainer.TensorFlowTrainer, "_aggregate_additional_loss"),
+    (base_trainer.Trainer, "_aggregate_additional_loss"),
+    *[(keras.Layer, name) for name in _USE_LAYER_LOSSES],
     (keras.metrics.Mean, "update_state"),
-    (base_trainer.Trainer, "compute_loss"),
+    (keras.optimizers.Optimizer, "scale_loss"),
+    (tf.nn, "compute_average_loss"),
+    (tf.nn, "scale_regularization_loss"),
 ]
 """(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""

@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.optimizers import base_optimizer
 
-from tfmw.keras_compat.losses import LossShare, current_share
+from tfmw.keras_compat.losses import ReplicaWeight, current_weight
 from tfmw.keras_compat.objects import items_in, overridden
 
 # TFOptimizer's versions of these reduce gradients or update through the strategy; the base
@@ -51,7 +51,7 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def replica_local_updates(
-    optimizer: Any, reduce_gradients: Callable[[list[Any], LossShare], list[Any]]
+    optimizer: Any, reduce_gradients: Callable[[list[Any], ReplicaWeight], list[Any]]
 ) -> Iterator[None]:
     """Makes `optimizer.apply` reduce the gradients first and then update this replica only.
 
@@ -60,15 +60,22 @@ def replica_local_updates(
 
     Args:
         optimizer: a Keras optimizer, built.
-        reduce_gradients: (gradients, None allowed; this replica's share) -> the gradients of the
+        reduce_gradients: (gradients, None allowed; this replica's weight) -> the gradients of the
             global batch.
     """
     overrides: list[tuple[Any, str, Any]] = []
     keras_apply = optimizer.apply
+    keras_scale_loss = optimizer.scale_loss
+
+    def scale_loss(loss: Any) -> Any:
+        weight = current_weight()
+        if weight is not None and weight.in_loss:
+            loss = weight.weighted_loss(loss)
+        return keras_scale_loss(loss)
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
-        share = current_share()
-        if share is None:
+        weight = current_weight()
+        if weight is None:
             keras_apply(grads, trainable_variables)
             return
         grads = list(grads)
@@ -76,14 +83,14 @@ def replica_local_updates(
             # Backpropagation may lose shapes, and only tensors of known shape travel in packs.
             if isinstance(grad, tf.Tensor):
                 grad.set_shape(variable.shape)
-        if share.waiting is None:
-            finish(share, grads, trainable_variables)
+        if weight.waiting is None:
+            finish(weight, grads, trainable_variables)
         else:
-            compiled = functools.partial(finish, share, variables=trainable_variables, xla=True)
-            share.waiting.append((grads, compiled))
+            compiled = functools.partial(finish, weight, variables=trainable_variables, xla=True)
+            weight.waiting.append((grads, compiled))
 
-    def finish(share: LossShare, grads: list[Any], variables: Any, xla: bool = False) -> None:
-        reduced = reduce_gradients(grads, share)
+    def finish(weight: ReplicaWeight, grads: list[Any], variables: Any, xla: bool = False) -> None:
+        reduced = reduce_gradients(grads, weight)
 
         def update() -> tf.Tensor:
             keras_apply(reduced, variables)
@@ -91,13 +98,13 @@ def replica_local_updates(
 
         if xla:
             update = tf.function(update, jit_compile=True, autograph=False)
-        if share.size_known:
+        if weight.size_known:
             update()
         else:
             # The step after the last one, for which no replica has examples, changes nothing.
-            tf.cond(share.total > 0, update, lambda: tf.constant(0))
+            tf.cond(weight.global_examples > 0, update, lambda: tf.constant(0))
 
-    overrides.append((optimizer, "apply", apply))
+    overrides += [(optimizer, "apply", apply), (optimizer, "scale_loss", scale_loss)]
     each: Any | None = optimizer
     while each is not None:
         for name in _ALONE:

@@ -234,23 +234,34 @@ class SyncDriver:
         else:
             replica = tf.distribute.get_replica_context()
             total = replica.all_reduce(SUM, tf.identity(rows))
-        share = keras_compat.LossShare(rows, total, uneven, size_known, self._weights_later(kind))
-        with keras_compat.loss_share(share):
+        weight = keras_compat.ReplicaWeight(
+            rows,
+            total,
+            uneven=uneven,
+            size_known=size_known,
+            in_loss=not keras_compat.overrides_step(self.model, "train_step"),
+        )
+        with keras_compat.weighting_losses(weight):
             if uneven:
-                self._uneven_step(kind, batch, local, share, averages)
+                self._uneven_step(kind, batch, local, weight, averages)
             else:
-                self._call_step(kind, batch, local, share)
+                self._call_step(kind, batch, local, weight)
         return tf.constant(1) if size_known else tf.identity(total)
 
     def _uneven_step(
-        self, kind: str, batch: Any, local: int, share: keras_compat.LossShare, averages: list[Any]
+        self,
+        kind: str,
+        batch: Any,
+        local: int,
+        weight: keras_compat.ReplicaWeight,
+        averages: list[Any],
     ) -> None:
         """A step in which shards differ, and this replica may have no example at all.
 
         A replica without examples takes part in every collective, on a batch of one made-up
         example, and contributes nothing: no gradient, no metric, no moving average.
         """
-        present = share.rows > 0
+        present = weight.examples > 0
         metrics = [(v, tf.identity(v.value)) for v in keras_compat.metric_variables(self.model)]
         if averages:
             # With equal starting points, weighted steps from there average to the right one.
@@ -258,36 +269,46 @@ class SyncDriver:
         before_step = [(keras_compat.native(v), tf.identity(v.value)) for v in averages]
         if not self._has_synchronized_norm:
             batch = or_one_example(batch, present)
-        self._call_step(kind, batch, local, share)
+        self._call_step(kind, batch, local, weight)
         for variable, before in metrics:
             variable.assign(tf.where(present, variable.value, before))
         for variable, before in before_step:
-            factor = tf.cast(share.weight * float(self.replicas), before.dtype)
+            factor = tf.cast(weight.fraction * float(self.replicas), before.dtype)
             after = before + factor * (variable.read_value() - before)
             variable.assign(tf.where(present, after, before))
 
     def _call_step(
-        self, kind: str, batch: Any, local: int, share: keras_compat.LossShare | None
+        self, kind: str, batch: Any, local: int, weight: keras_compat.ReplicaWeight | None
     ) -> None:
         model = self.model
         step = model.train_step if kind == "train" else model.test_step
         is_own = keras_compat.overrides_step(model, f"{kind}_step")
         if model.jit_compile and not model.run_eagerly:
-            if share is None:
+            if weight is None:
                 step = tf.function(step, jit_compile=True, reduce_retracing=True)
             else:
-                step = functools.partial(self._compiled, step, is_own, share)
+                step = functools.partial(self._compiled, step, is_own, weight)
         with NotedResults.on_this_thread() as noted:
             returned = step(batch)
-        self._metrics.logs(kind).keep(returned, noted if is_own else None, local, share)
-        if share is not None and share.scalar_losses:
+        self._metrics.logs(kind).keep(returned, noted if is_own else None, local, weight)
+        if weight is not None and weight.has_scalar_loss:
             self._warn_once(
                 "a loss function returned one number instead of one per example: it is taken for "
                 "a mean over the examples of each replica."
             )
+        if weight is not None and weight.coupled_losses:
+            self._warn_once(
+                f"the loss {', '.join(sorted(weight.coupled_losses))} compares the examples of a "
+                "batch with each other. Each replica compares those of its own part of the batch "
+                "only, so results depend on the number of replicas."
+            )
 
     def _compiled(
-        self, step: Callable[[Any], Any], is_own: bool, share: keras_compat.LossShare, batch: Any
+        self,
+        step: Callable[[Any], Any],
+        is_own: bool,
+        weight: keras_compat.ReplicaWeight,
+        batch: Any,
     ) -> Any:
         """A step compiled by XLA on each replica; what replicas exchange stays outside.
 
@@ -297,7 +318,7 @@ class SyncDriver:
         # XLA takes all virtual devices of a process for one, and refuses the others' variables.
         if self._replicas.local == 1 and not is_own and not self._has_synchronized_norm:
             with contextlib.suppress(keras_compat.CannotCompile):
-                with share.gradients_waiting() as waiting:
+                with weight.gradients_waiting() as waiting:
 
                     def compute(batch: Any) -> Any:
                         logs = step(batch)
@@ -316,26 +337,19 @@ class SyncDriver:
         )
         return step(batch)
 
-    def _weights_later(self, kind: str) -> bool:
-        """Whether a step may use losses that Keras does not compute; see `LossShare.later`."""
-        return (
-            keras_compat.overrides_step(self.model, "train_step")
-            or keras_compat.overrides_step(self.model, f"{kind}_step")
-            or not keras_compat.only_keras_losses(self.model)
-        )
-
-    def _reduce_gradients(self, grads: list[Any], share: keras_compat.LossShare) -> list[Any]:
+    def _reduce_gradients(self, grads: list[Any], weight: keras_compat.ReplicaWeight) -> list[Any]:
         """Gradients of this replica -> gradients of the global batch, the same everywhere."""
-        if not share.used:
+        if not weight.has_keras_loss:
             self._warn_once(
                 "train_step computes its loss without Keras's losses: it is taken for a mean over "
-                "examples, and gradients are averaged over replicas by their numbers of examples. "
-                "Use self.compute_loss(...) or keras.losses objects for sums."
+                "the examples of each replica. For a sum divided by the global batch size, write "
+                "tf.nn.compute_average_loss(per_example, global_batch_size=...); for a sum, use a "
+                'keras.losses object with reduction="sum".'
             )
-        if share.later or not share.used:
-            grads = [scaled(g, share.weight) for g in grads]
-        if share.uneven:
-            present = share.rows > 0
+        if not weight.loss_weighted:
+            grads = [scaled(g, weight.fraction) for g in grads]
+        if weight.uneven:
+            present = weight.examples > 0
             grads = [or_zeros(g, present) for g in grads]
         if not self._reduction.shapes_may_change:
             self._gathers |= any(isinstance(grad, tf.IndexedSlices) for grad in grads)

@@ -170,7 +170,7 @@ class StepLogs:
         returned: Any,
         noted: NotedResults | None,
         local: int,
-        share: keras_compat.LossShare | None,
+        weight: keras_compat.ReplicaWeight | None,
     ) -> None:
         """Keeps what a step returned.
 
@@ -179,7 +179,7 @@ class StepLogs:
             noted: results of metrics within the step; None for Keras's own steps, which return
                 metrics only.
             local: which of this process's replicas it is.
-            share: its part of the global batch; None where there is one replica.
+            weight: its part of the global batch; None where there is one replica.
         """
         if not isinstance(returned, dict):
             raise UsageError(
@@ -201,8 +201,8 @@ class StepLogs:
                 )
             # The value of the whole batch, for what is a mean over examples.
             value = tf.reduce_mean(tf.cast(value, tf.float32))
-            if share is not None:
-                value = tf.math.multiply_no_nan(value, share.weight)
+            if weight is not None:
+                value = tf.math.multiply_no_nan(value, weight.fraction)
             copies = self.raw.setdefault(name, [])
             with tf.init_scope():
                 while len(copies) <= local:

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers, ops
 
 from tests.matrix.row import Case, row
@@ -175,3 +176,99 @@ class PerExample(layers.Layer):
 def add_loss_sum() -> Case:
     model = keras.Sequential([keras.Input([5]), layers.Dense(3), PerExample()])
     return Case(compiled(model, adam()), classes(), predict=None)
+
+
+class Endpoint(layers.Layer):
+    """The endpoint layer of Keras's guides: a layer that computes the loss."""
+
+    def __init__(self, reduction: str = "sum_over_batch_size") -> None:
+        super().__init__()
+        self.loss_fn = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction=reduction
+        )
+
+    def call(self, labels: Any, logits: Any, weights: Any = None) -> Any:
+        self.add_loss(self.loss_fn(labels, logits, weights))
+        return ops.softmax(logits)
+
+
+def _endpoint(weighted: bool, reduction: str = "sum_over_batch_size") -> Case:
+    x, y = numbers()
+    arrays = {"x": x, "labels": y, **({"weights": _weights()} if weighted else {})}
+    inputs = {k: keras.Input(v.shape[1:], dtype=v.dtype.name, name=k) for k, v in arrays.items()}
+    logits = layers.Dense(3, kernel_regularizer="l2")(inputs["x"])
+    outputs = Endpoint(reduction)(inputs["labels"], logits, inputs.get("weights"))
+    model = keras.Model(inputs, outputs)
+    model.compile(adam())
+    return Case(model, tf.data.Dataset.from_tensor_slices(arrays).batch(8), predict=None)
+
+
+@row("endpoint layer: add_loss of a keras.losses object", core=True)
+def endpoint() -> Case:
+    return _endpoint(weighted=False)
+
+
+@row("endpoint layer with sample weights")
+def weighted_endpoint() -> Case:
+    return _endpoint(weighted=True)
+
+
+@row("endpoint layer, reduction sum")
+def summed_endpoint() -> Case:
+    return _endpoint(weighted=True, reduction="sum")
+
+
+@row("endpoint layer, reduction mean_with_sample_weight")
+def mean_weighted_endpoint() -> Case:
+    return _endpoint(weighted=True, reduction="mean_with_sample_weight")
+
+
+class WeightPenalty(layers.Dense):
+    """add_loss of values that belong to weights, not to examples."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * ops.square(self.kernel))
+        return super().call(x)
+
+
+@row("add_loss of one value per weight")
+def penalty_per_weight() -> Case:
+    model = keras.Sequential([keras.Input([5]), WeightPenalty(3)])
+    return Case(compiled(model, adam()), classes(), predict=None)
+
+
+class Penalized(layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * ops.mean(ops.square(x)))
+        return x
+
+
+@row("add_loss before replicas exchange values in the middle of the step")
+def add_loss_before_exchange() -> Case:
+    model = keras.Sequential(
+        [
+            keras.Input([5]),
+            layers.Dense(6),
+            Penalized(),
+            layers.BatchNormalization(synchronized=True),
+            Penalized(),
+            layers.Dense(3),
+        ]
+    )
+    return Case(compiled(model, adam()), classes(), predict=None)
+
+
+def in_batch_negatives(y_true: Any, y_pred: Any) -> Any:
+    scores = ops.matmul(y_pred, ops.transpose(y_pred))
+    targets = ops.arange(ops.shape(y_pred)[0])
+    return keras.losses.sparse_categorical_crossentropy(targets, scores, from_logits=True)
+
+
+@row(
+    "loss that compares the examples of a batch",
+    but="a replica compares the examples of its own part of the batch",
+    equal=(),
+    warns="compares the examples of a batch",
+)
+def coupled() -> Case:
+    return Case(compiled(mlp(), adam(), loss=in_batch_negatives, metrics=[]), classes())

@@ -142,6 +142,62 @@ def own_compute_loss() -> Case:
     return Case(compiled(OwnComputeLoss(), adam()), classes(), predict=None)
 
 
+class CustomLoop(_Net):
+    """The loss of TensorFlow's tutorial on custom training loops, in a `train_step`."""
+
+    def __init__(self, size: Any) -> None:
+        super().__init__()
+        self.size = size
+        self.hidden.kernel_regularizer = keras.regularizers.L2(0.1)
+        self.loss_object = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="none"
+        )
+        self.tracker = keras.metrics.Mean(name="custom")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def loss_of(self, data: Any) -> Any:
+        x, y = data
+        per_example = self.loss_object(y, self(x, training=True))
+        size = tf.shape(y)[0] if self.size == "shape" else self.size
+        loss = tf.nn.compute_average_loss(per_example, global_batch_size=size)
+        return loss + tf.nn.scale_regularization_loss(tf.add_n(self.losses))
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(data)
+        self.updated(tape, loss)
+        self.tracker.update_state(loss)
+        return {"custom": self.tracker.result()}
+
+    def test_step(self, data: Any) -> Any:
+        self.tracker.update_state(self.loss_of(data))
+        return {"custom": self.tracker.result()}
+
+
+def _custom_loop(size: Any) -> Case:
+    model = CustomLoop(size)
+    model.compile(adam())
+    return Case(model, classes(), predict=None)
+
+
+@row("train_step: tf.nn.compute_average_loss of a global batch size", core=True)
+def custom_loop() -> Case:
+    return _custom_loop(8)
+
+
+@row("train_step: tf.nn.compute_average_loss")
+def custom_loop_without_size() -> Case:
+    return _custom_loop(None)
+
+
+@row("train_step: tf.nn.compute_average_loss of the batch's shape")
+def custom_loop_of_shape() -> Case:
+    return _custom_loop("shape")
+
+
 class Gan(keras.Model):
     def __init__(self) -> None:
         super().__init__()
