@@ -16,12 +16,11 @@ import pytest
 
 from tests.helpers.by_hand import ByHand
 from tests.helpers.cluster import run_cluster
-from tfmw.mirrored.collectives import links as _links
-from tfmw.mirrored.collectives import ring
+from tfmw.mirrored.collectives import links, listener, ring
 from tfmw.mirrored.collectives.ring import Ring, RingBroken
 
 Array = np.ndarray[Any, Any]
-TOKEN = b"t" * 32
+KEY = b"k" * 32
 
 
 class Exchange:
@@ -72,7 +71,7 @@ def gathers_of(rings: list[Ring], arrays: list[Any]) -> Callable[[int], list[Arr
 @pytest.fixture(params=["shared memory", "TCP"])
 def over(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What numbers travel through."""
-    monkeypatch.setenv(_links.SHARED_MEMORY, "0" if request.param == "TCP" else "1")
+    monkeypatch.setenv(listener.SHARED_MEMORY, "0" if request.param == "TCP" else "1")
     return str(request.param)
 
 
@@ -90,7 +89,7 @@ def joined(over: str) -> Iterator[Callable[..., list[Any]]]:
             from_all = exchange.of(rank)
             if change is not None:
                 from_all = change(rank, from_all)
-            return ring.connect(rank, ["127.0.0.1"] * size, TOKEN, from_all, **options)
+            return ring.connect(rank, ["127.0.0.1"] * size, KEY, from_all, **options)
 
         results = in_threads(size, one)
         rings.extend(r for r in results if isinstance(r, Ring))
@@ -227,8 +226,8 @@ def test_workers_that_sum_different_things_are_told(joined):
 def test_a_quiet_neighbour_is_asked_after_and_waited_for_no_longer_than_told(joined, monkeypatch):
     monkeypatch.setattr(ring, "QUIET_S", 0.05)
     asked: list[int] = []
-    rings = joined(2, still_there=asked.append, timeout_s=0.3)
-    with pytest.raises(RingBroken, match="no number came or went"):
+    rings = joined(2, probe_peer=asked.append, timeout_s=0.3)
+    with pytest.raises(RingBroken, match="no value came or went"):
         rings[0].sum(np.ones(10, "f"))
     assert asked.count(1) >= 3
 
@@ -237,7 +236,7 @@ def test_a_quiet_neighbour_is_asked_after_and_waited_for_no_longer_than_told(joi
         raise ConnectionError(f"worker {rank} is gone")
 
     asked.clear()
-    rings = joined(2, still_there=gone)
+    rings = joined(2, probe_peer=gone)
     with pytest.raises(ConnectionError, match="worker 1 is gone"):
         rings[0].sum(np.ones(10, "f"))
     assert str(rings[0].broken) == "worker 1 is gone"
@@ -256,7 +255,7 @@ def test_a_neighbour_that_misses_a_question_is_not_lost(joined, monkeypatch):
         if answer == "busy":
             raise ConnectionError(answer)
 
-    rings = joined(2, still_there=busy_at_times)
+    rings = joined(2, probe_peer=busy_at_times)
 
     def work(rank: int) -> Any:
         assert rank == 0 or all_given.wait(20)
@@ -276,14 +275,14 @@ def to(address: Any, over: str) -> socket.socket:
 
 
 def test_strangers_are_turned_away(joined, over):
-    """Whoever connects first, without the token, is not taken for a worker."""
+    """Whoever connects first, without the key, is not taken for a worker."""
     strangers = []
 
     def with_stranger(rank: int, from_all: Any) -> Any:
         def change(value: Any) -> list[Any]:
             if isinstance(value, dict):  # the address
                 stranger = to(value, over)
-                stranger.sendall(b"x" * len(TOKEN))
+                stranger.sendall(b"x" * len(KEY))
                 strangers.append(stranger)
             return from_all(value)
 
@@ -297,16 +296,89 @@ def test_strangers_are_turned_away(joined, over):
         stranger.close()
 
 
-def test_strangers_that_say_nothing_are_not_waited_for_one_by_one(over, monkeypatch):
-    monkeypatch.setattr(_links, "CONNECT_S", 0.5)
+@pytest.fixture
+def opened(over: str) -> Iterator[listener.Listener]:
+    """A worker that waits for the one before."""
+    with listener.Listener("127.0.0.1") as opened:
+        yield opened
+
+
+def test_silent_strangers_are_not_waited_for_one_by_one(opened, over, monkeypatch):
+    monkeypatch.setattr(listener, "CONNECT_S", 0.5)
     with contextlib.ExitStack() as stack:
-        door = stack.enter_context(_links.Door("127.0.0.1"))
         for _ in range(20):
-            stack.enter_context(to(door.address, over))
+            stack.enter_context(to(opened.address, over))
         begin = time.monotonic()
         with pytest.raises(TimeoutError):
-            door.accepted(door.address, TOKEN)
+            opened.accept(opened.address, KEY)
         assert time.monotonic() - begin < 5
+
+
+def test_strangers_who_send_a_byte_at_a_time_delay_nobody(opened, over):
+    """More of them than are read side by side, and all were there first."""
+    ended = threading.Event()
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(to(opened.address, over)) for _ in range(70)]
+
+        def dribble() -> None:
+            while not ended.wait(0.05):
+                for stranger in strangers:
+                    with contextlib.suppress(OSError):
+                        stranger.send(b"x")
+
+        thread = threading.Thread(target=dribble)
+        thread.start()
+        try:
+            begin = time.monotonic()
+            results = in_threads(
+                2,
+                lambda rank: (
+                    listener.connect("127.0.0.1", opened.address, opened.address, KEY)
+                    if rank
+                    else opened.accept(opened.address, KEY)
+                ),
+            )
+            assert time.monotonic() - begin < listener.CONNECT_S
+        finally:
+            ended.set()
+            thread.join()
+    assert isinstance(results[0], links.Receiver), results
+    assert isinstance(results[1], links.Sender), results
+    results[0].peer.close()
+    results[1].peer.close()
+
+
+def test_a_hello_that_is_not_whole_in_time_is_closed(opened, over, monkeypatch):
+    monkeypatch.setattr(listener, "CONNECT_S", 2.0)
+    monkeypatch.setattr(listener, "HELLO_S", 0.1)
+    with to(opened.address, over) as stranger:
+        stranger.send(b"x")
+        stranger.settimeout(20)
+        closed = threading.Thread(target=lambda: stranger.recv(1))
+        closed.start()
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError):
+            in_time = in_threads(1, lambda _: opened.accept(opened.address, KEY))
+            closed.join(20)
+            raise in_time[0]
+        assert not closed.is_alive()
+        assert time.monotonic() - begin >= 1.9
+
+
+def test_the_key_does_not_travel_and_a_proof_is_for_one_listener_only(monkeypatch):
+    monkeypatch.setenv(listener.SHARED_MEMORY, "0")
+    monkeypatch.setattr(listener, "CONNECT_S", 0.5)
+    with listener.Listener("127.0.0.1") as one, listener.Listener("127.0.0.1") as other:
+        link = listener.connect("127.0.0.1", one.address, other.address, KEY)
+        peer, _address = one._tcp.accept()
+        with peer, link.peer:
+            proof = peer.recv(1000)
+            assert len(proof) == 32
+            assert KEY not in proof
+        with to(other.address, "TCP") as stranger:
+            stranger.sendall(proof)
+            with pytest.raises(TimeoutError, match=r"1 connection\(s\) without .* TFMW_TOKEN"):
+                other.accept(one.address, KEY)
 
 
 def test_workers_of_one_machine_share_memory_and_others_use_tcp(joined, over):
@@ -322,11 +394,11 @@ def test_workers_of_one_machine_share_memory_and_others_use_tcp(joined, over):
 
     rings = joined(3, last_elsewhere)
     kinds = [(type(r._next), type(r._previous)) for r in rings]
-    out, into = _links.Out, _links.In
+    out, into = links.Sender, links.Receiver
     if over == "TCP":
         assert kinds == [(out, into)] * 3
     else:
-        shared_out, shared_into = _links.SharedOut, _links.SharedIn
+        shared_out, shared_into = links.SharedSender, links.SharedReceiver
         assert kinds == [(shared_out, into), (out, shared_into), (out, into)]
     arrays: list[Array] = [np.full(500_000, rank, "f") for rank in range(3)]
     np.testing.assert_array_equal(in_threads(3, sums_of(rings, arrays)), np.full([3, 500_000], 3))
@@ -343,7 +415,7 @@ def test_infinities_are_summed_without_a_word(joined):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_a_worker_is_found_by_address_and_by_name(host):
-    with _links._listen(host) as server:
+    with listener._listen(host) as server:
         with socket.create_connection((host, server.getsockname()[1]), timeout=5):
             server.accept()[0].close()
         only_there = server.getsockname()[0] == host
@@ -351,7 +423,7 @@ def test_a_worker_is_found_by_address_and_by_name(host):
 
 
 def test_neighbours_that_cannot_connect_are_named_on_all(joined, monkeypatch):
-    monkeypatch.setattr(_links, "CONNECT_S", 0.3)
+    monkeypatch.setattr(listener, "CONNECT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = closed.getsockname()[1]
 
@@ -381,9 +453,9 @@ class TestTraining:
     def test_gradients_travel_through_the_ring_unless_told_otherwise(self, tasks):
         for task in tasks:
             # 5 batches of 2 epochs: one pack of dense gradients, and the embedding's rows.
-            for over, links in (("over TCP", "Out"), ("over", "SharedOut")):
+            for over, link in (("over TCP", "Sender"), ("over", "SharedSender")):
                 assert task[over]["exchanges"] == 2 * 5 * 2
-                assert task[over]["links"] == links
+                assert task[over]["links"] == link
             assert task["chosen"]["exchanges"] == 0
 
     def test_the_numbers_are_those_of_tensorflows_collectives(self, tasks):
@@ -430,7 +502,13 @@ class TestTraining:
         assert tasks[0]["16 bits"] == tasks[1]["16 bits"]
         assert tasks[0]["16 bits"]["weights"] != tasks[0]["over"]["weights"]
 
-    def test_where_workers_cannot_connect_tensorflow_reduces_and_it_is_said(self, tasks):
+    def test_a_worker_without_the_secret_of_the_run_is_not_let_in(self, tasks):
+        assert [task["another token"]["exchanges"] for task in tasks] == [0, 0]
+        assert "without this training's TFMW_TOKEN" in tasks[0]["warned of the token"][0]
+        for task in tasks:
+            assert task["another token"]["weights"] == task["over"]["weights"]
+
+    def test_where_workers_cannot_connect_tensorflow_reduces_and_warns(self, tasks):
         assert [task["without"]["exchanges"] for task in tasks] == [0, 0]
         (warning,) = tasks[0]["warned"]
         assert "gradients travel over TensorFlow's gRPC" in warning

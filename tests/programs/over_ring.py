@@ -21,8 +21,7 @@ from tests.programs._result import write
 from tfmw import strategies
 from tfmw.cluster.group import Group
 from tfmw.mirrored import agreement
-from tfmw.mirrored.collectives import connection
-from tfmw.mirrored.collectives import links as _links
+from tfmw.mirrored.collectives import connection, listener
 
 ALIKE = ("alike", "empty")
 
@@ -164,7 +163,7 @@ class Heard(logging.Handler):
 cluster = tfmw.init()
 heard = Heard()
 logging.getLogger("tfmw").addHandler(heard)
-connect = _links.connect
+connect = listener.connect
 
 
 def refused(*arguments: Any) -> Any:
@@ -172,15 +171,23 @@ def refused(*arguments: Any) -> Any:
 
 
 if cluster.index == 1:
-    setattr(_links, "connect", refused)  # noqa: B010
+    setattr(listener, "connect", refused)  # noqa: B010
 without = trained()
 warned = list(heard.messages)
 
-_links.connect = connect
+listener.connect = connect
 forget()
-os.environ[_links.SHARED_MEMORY] = "0"
+token = os.environ["TFMW_TOKEN"]  # which the launcher has set
+if cluster.index == 1:
+    os.environ["TFMW_TOKEN"] = "another"
+heard.messages.clear()
+another_token = trained()
+os.environ["TFMW_TOKEN"] = token
+forget()
+warned_of_token = list(heard.messages)
+os.environ[listener.SHARED_MEMORY] = "0"
 over_tcp = trained()
-del os.environ[_links.SHARED_MEMORY]
+del os.environ[listener.SHARED_MEMORY]
 forget()
 over = trained()
 compressed = trained(gradient_compression="bf16")
@@ -203,6 +210,8 @@ write(
         "agreed": agreed_over,
         "agreed, chosen": agreed_chosen,
         "without": without,
+        "another token": another_token,
+        "warned of the token": warned_of_token,
         "over TCP": over_tcp,
         "over": over,
         "16 bits": compressed,

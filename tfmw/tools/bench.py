@@ -87,10 +87,10 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
 
     import tfmw
     from tfmw import strategies
-    from tfmw.mirrored.collectives import links, reduction
+    from tfmw.mirrored.collectives import listener, reduction
     from tfmw.mirrored.collectives.connection import ring_of
 
-    os.environ[links.SHARED_MEMORY] = "0"  # what is foretold is for workers of several machines
+    os.environ[listener.SHARED_MEMORY] = "0"  # what is foretold is for workers of several machines
     tfmw.init()
     make = _load(target)
     model, dataset, options = _parts(make(), target)

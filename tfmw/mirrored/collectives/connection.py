@@ -14,6 +14,9 @@ from tfmw.mirrored.collectives.ring import Ring, RingBroken, connect
 
 logger = logging.getLogger("tfmw")
 
+TOKEN = "TFMW_TOKEN"
+"""In the environment of all tasks, a secret of the training: what it is for is in listener.py."""
+
 # A process joins once, and has one ring.
 _ring: Ring | None = None
 _connected_once = False
@@ -40,7 +43,6 @@ def ring_of(strategy: tf.distribute.Strategy) -> Ring | None:
 
 
 def _connect(joined: Joined) -> Ring | None:
-
     group = Group.of(joined.strategy)
     devices = joined.strategy.extended.worker_devices
     if not all(group.from_all(len(devices) == 1 and "CPU" in devices[0].upper())):

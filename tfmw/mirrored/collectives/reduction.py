@@ -187,28 +187,28 @@ class _OverRing:
 
     def _summed(self, flat: tf.Tensor) -> tf.Tensor:
         add = (_add_16_bits,) if flat.dtype.size == 2 else ()
-        (total,) = self._in_turn(lambda mine: [self.ring.sum(mine, *add)], [flat])
+        (total,) = self._in_turn(lambda local: [self.ring.sum(local, *add)], [flat])
         total.set_shape(flat.shape)
         return total
 
     def _gathered(self, grad: tf.IndexedSlices) -> tf.IndexedSlices:
         parts = [grad.values, grad.indices]
-        values, indices = self._in_turn(lambda *mine: self.ring.gather(mine), parts)
+        values, indices = self._in_turn(lambda *local: self.ring.gather(local), parts)
         values.set_shape([None, *grad.values.shape[1:]])
         indices.set_shape([None])
         return tf.IndexedSlices(values, indices, grad.dense_shape)
 
     def _in_turn(
-        self, exchange: Callable[..., Sequence[np.ndarray]], mine: list[tf.Tensor]
+        self, exchange: Callable[..., Sequence[np.ndarray]], local: list[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Runs an exchange after those before it; its results have the types of `mine`."""
+        """Runs an exchange after those before it; its results have the types of `local`."""
 
         def run(turn: np.int64, *arrays: np.ndarray) -> list[Any]:
             return [turn + 1, *exchange(*arrays)]
 
         with tf.device("cpu:0"):
-            types = [tf.int64, *(tensor.dtype for tensor in mine)]
-            turn, *out = tf.numpy_function(run, [self._turn.read_value(), *mine], types)
+            types = [tf.int64, *(tensor.dtype for tensor in local)]
+            turn, *out = tf.numpy_function(run, [self._turn.read_value(), *local], types)
             self._turn.assign(turn)
         return out
 

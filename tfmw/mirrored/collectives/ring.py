@@ -1,9 +1,9 @@
 """All-reduce for gradients of workers without GPUs, and a broadcast. Standard library and NumPy.
 
-    ring = connect(rank, addresses, token, from_all=group.from_all)
-    total = ring.sum(mine)         # float32 [n]: the sum over workers, bit for bit the same on all
-    rows, = ring.gather([mine])    # float32 [sum of n]: all workers' arrays, one after the other
-    first = ring.broadcast(mine)   # float32 [n]: the first worker's array
+    ring = connect(rank, addresses, key, from_all=group.from_all)
+    total = ring.sum(local)         # float32 [n]: the sum over workers, bit for bit the same on all
+    rows, = ring.gather([local])    # float32 [sum of n]: all workers' arrays, one after the other
+    first = ring.broadcast(local)   # float32 [n]: the first worker's array
 
 Each worker sends to the next one and receives from the one before it: 2 (N - 1) messages of a
 1/N-th of the array each (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters
@@ -12,9 +12,8 @@ way to the next worker before the whole of it is there. It gets there over TCP, 
 that two workers of one machine share (links.py).
 
 TensorFlow's own ring does the same over gRPC, where each message is allocated, zeroed and copied
-several times: a multiple of the time of this one (bench/ring.py measures both). What travels here
-are numbers only, between workers that have shown each other the token of this training, which they
-have from TensorFlow's coordination service.
+several times: a multiple of the time of this one (bench/ring.py measures both). Only
+arrays travel here, between workers that have proved to belong to this training (listener.py).
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from typing import Any
 
 import numpy as np
 
-from tfmw.mirrored.collectives import links
-from tfmw.mirrored.collectives.links import PIECE_BYTES, In, Out
+from tfmw.mirrored.collectives import listener
+from tfmw.mirrored.collectives.links import PIECE_BYTES, Receiver, Sender
 
 Add = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]  # (a, b, out)
 
-QUIET_S = 5.0  # without a byte, after which neighbours are asked whether they are there
-_MISSES = 2  # questions in a row without an answer: a busy worker may miss one
+QUIET_S = 5.0  # without a byte, after which neighbours are probed
+_MISSES = 2  # probes in a row without a response: a busy worker may miss one
 
 _ALIGNED = 64  # bytes: TensorFlow takes over arrays aligned so without copying them
 _HEADER = struct.Struct("!QQ")  # number of the exchange, bytes that follow
@@ -59,9 +58,9 @@ class Ring:
     Args:
         rank: this worker, of `size`.
         to_next, from_previous: the links to both neighbours.
-        still_there: called with the rank of each neighbour whenever nothing came or went for
-            QUIET_S seconds; raises where that worker gives no answer. The second time in a row it
-            counts as lost.
+        probe_peer: called with the rank of each neighbour whenever nothing came or went for
+            QUIET_S seconds; raises where that worker does not respond. The second time in a row
+            it counts as lost.
         timeout_s: seconds without a byte after which a sum fails; None waits as long as both
             neighbours are there.
 
@@ -75,25 +74,25 @@ class Ring:
         self,
         rank: int,
         size: int,
-        to_next: Out,
-        from_previous: In,
-        still_there: Callable[[int], object] = lambda rank: None,
+        to_next: Sender,
+        from_previous: Receiver,
+        probe_peer: Callable[[int], object] = lambda rank: None,
         timeout_s: float | None = None,
     ):
         self.rank, self.size = rank, size
         self.broken: Exception | None = None
         self._next, self._previous = to_next, from_previous
-        self._still_there = still_there
+        self._probe_peer = probe_peer
         self.timeout_s = timeout_s
         self._memory = _Memory()
         self.exchanges = self.reductions = 0
         self._one_at_a_time = threading.Lock()
 
-    def sum(self, mine: np.ndarray, add: Add = _add) -> np.ndarray:
+    def sum(self, local: np.ndarray, add: Add = _add) -> np.ndarray:
         """The sum of all workers' arrays. All workers make all calls, in the same order.
 
         Args:
-            mine: [n], of the same n and type on all; it is not changed.
+            local: [n], of the same n and type on all; it is not changed.
             add: puts the sum of two arrays into a third.
 
         Raises:
@@ -102,32 +101,32 @@ class Ring:
         """
         with self._exchange():
             self.reductions += 1
-            return self._sum(np.ascontiguousarray(mine), add)
+            return self._sum(np.ascontiguousarray(local), add)
 
-    def gather(self, mine: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def gather(self, local: Sequence[np.ndarray]) -> list[np.ndarray]:
         """All workers' arrays, joined along the first axis by rank. All workers call it.
 
         Args:
-            mine: arrays [rows, ...] of one number of rows, which may differ between workers.
+            local: arrays [rows, ...] of one number of rows, which may differ between workers.
 
         Raises:
             RingBroken, RuntimeError: as in `sum`.
         """
         with self._exchange():
             self.reductions += 1
-            return self._gather([np.ascontiguousarray(array) for array in mine])
+            return self._gather([np.ascontiguousarray(array) for array in local])
 
-    def broadcast(self, mine: np.ndarray) -> np.ndarray:
+    def broadcast(self, local: np.ndarray) -> np.ndarray:
         """The first worker's array. All workers call it.
 
         Args:
-            mine: [n], of the same n and type on all.
+            local: [n], of the same n and type on all.
 
         Raises:
             RingBroken, RuntimeError: as in `sum`.
         """
         with self._exchange():
-            return self._broadcast(np.ascontiguousarray(mine))
+            return self._broadcast(np.ascontiguousarray(local))
 
     def free_memory(self) -> None:
         """Lets go of the memory that sums are made in, until the next."""
@@ -159,45 +158,45 @@ class Ring:
         self._next.peer.close()
         self._previous.peer.close()
 
-    def _sum(self, mine: np.ndarray, add: Add) -> np.ndarray:
+    def _sum(self, local: np.ndarray, add: Add) -> np.ndarray:
         last = self.size - 1
-        total = self._memory.like(mine)
-        cuts = [len(mine) * part // self.size for part in range(self.size + 1)]
+        total = self._memory.like(local)
+        cuts = [len(local) * part // self.size for part in range(self.size + 1)]
 
         def part(array: np.ndarray, number: int) -> np.ndarray:
             number %= self.size
             return array[cuts[number] : cuts[number + 1]]
 
-        # Sent k-th is what came (k - 1)-th, with this worker's own numbers added in a first round.
-        self._next.add(self._header(mine.nbytes), part(mine, self.rank), may_go=True)
+        # Sent k-th is what came (k - 1)-th, with this worker's own values added in a first round.
+        self._next.add(self._header(local.nbytes), part(local, self.rank), may_go=True)
         self._next.add(*(part(total, self.rank - k) for k in range(1, 2 * last)))
-        theirs = self._their_bytes()
-        if theirs != mine.nbytes:
-            raise self._differ(f"{theirs} bytes", f"{mine.nbytes} bytes")
+        remote = self._incoming_bytes()
+        if remote != local.nbytes:
+            raise self._differ(f"{remote} bytes", f"{local.nbytes} bytes")
         for k in range(2 * last):
-            coming, summand = (part(array, self.rank - 1 - k) for array in (total, mine))
+            coming, summand = (part(array, self.rank - 1 - k) for array in (total, local))
             for piece in _pieces(coming):
                 here = coming[piece]
-                with self._received(here) as numbers:
+                with self._received(here) as values:
                     if k < last:
-                        add(numbers, summand[piece], here)
-                    elif numbers is not here:
-                        here[...] = numbers
+                        add(values, summand[piece], here)
+                    elif values is not here:
+                        here[...] = values
                 if k < 2 * last - 1:
                     self._next.release(here.nbytes)
         self._finish()
         return total
 
-    def _gather(self, mine: list[np.ndarray]) -> list[np.ndarray]:
-        row = sum(array.itemsize * math.prod(array.shape[1:]) for array in mine)
-        everyone = [mine] * self.size
-        self._next.add(self._header(sum(a.nbytes for a in mine)), *mine, may_go=True)
+    def _gather(self, local: list[np.ndarray]) -> list[np.ndarray]:
+        row = sum(array.itemsize * math.prod(array.shape[1:]) for array in local)
+        everyone = [local] * self.size
+        self._next.add(self._header(sum(a.nbytes for a in local)), *local, may_go=True)
         for k in range(self.size - 1):
-            nbytes = self._their_bytes()
-            rows, rest = divmod(nbytes, row) if row else (len(mine[0]), nbytes)
+            nbytes = self._incoming_bytes()
+            rows, rest = divmod(nbytes, row) if row else (len(local[0]), nbytes)
             if rest:
                 raise self._differ(f"{nbytes} bytes", f"rows of {row} bytes")
-            block = [np.empty((rows, *array.shape[1:]), array.dtype) for array in mine]
+            block = [np.empty((rows, *array.shape[1:]), array.dtype) for array in local]
             for array in block:
                 self._receive(array.reshape(-1).view(np.uint8))
             if k < self.size - 2:
@@ -206,18 +205,18 @@ class Ring:
         self._finish()
         return [np.concatenate(arrays) for arrays in zip(*everyone, strict=True)]
 
-    def _broadcast(self, mine: np.ndarray) -> np.ndarray:
+    def _broadcast(self, local: np.ndarray) -> np.ndarray:
         if self.rank == 0:
-            self._next.add(self._header(mine.nbytes), mine, may_go=True)
+            self._next.add(self._header(local.nbytes), local, may_go=True)
             self._finish()
-            return mine
-        theirs = self._their_bytes()
-        if theirs != mine.nbytes:
-            raise self._differ(f"{theirs} bytes", f"{mine.nbytes} bytes")
-        first = np.empty_like(mine)
+            return local
+        remote = self._incoming_bytes()
+        if remote != local.nbytes:
+            raise self._differ(f"{remote} bytes", f"{local.nbytes} bytes")
+        first = np.empty_like(local)
         passes_on = self.rank < self.size - 1
         if passes_on:
-            self._next.add(self._header(theirs), may_go=True)
+            self._next.add(self._header(remote), may_go=True)
             self._next.add(first)
         for piece in _pieces(first):
             here = first[piece]
@@ -230,7 +229,7 @@ class Ring:
     def _header(self, nbytes: int) -> np.ndarray:
         return np.frombuffer(_HEADER.pack(self.exchanges, nbytes), np.uint8)
 
-    def _their_bytes(self) -> int:
+    def _incoming_bytes(self) -> int:
         """How many bytes come next, from a worker that is at the same exchange as this one."""
         header: np.ndarray = np.empty(_HEADER.size, np.uint8)
         self._receive(header)
@@ -256,7 +255,7 @@ class Ring:
 
     @contextlib.contextmanager
     def _received(self, into: np.ndarray) -> Iterator[np.ndarray]:
-        """The next numbers of the worker before, in `into` or elsewhere; sends what may go."""
+        """The next values of the worker before, in `into` or elsewhere; sends what may go."""
         while True:
             moved = self._push()
             try:
@@ -288,21 +287,21 @@ class Ring:
         while not poll.poll(1000 * min(QUIET_S, self.timeout_s or QUIET_S)):
             try:
                 for rank in {(self.rank + 1) % self.size, (self.rank - 1) % self.size}:
-                    self._still_there(rank)
+                    self._probe_peer(rank)
                 misses = 0
             except Exception:
                 misses += 1
                 if misses == _MISSES:
                     raise
             if self.timeout_s is not None and time.monotonic() - begin > self.timeout_s:
-                raise RingBroken(f"no number came or went for {self.timeout_s:g} s")
+                raise RingBroken(f"no value came or went for {self.timeout_s:g} s")
 
-    def _differ(self, theirs: str, ours: str) -> RuntimeError:
-        (one, its), (other, others) = sorted(
-            [((self.rank - 1) % self.size, theirs), (self.rank, ours)]
+    def _differ(self, remote: str, local: str) -> RuntimeError:
+        (one, at_one), (other, at_other) = sorted(
+            [((self.rank - 1) % self.size, remote), (self.rank, local)]
         )
         return RuntimeError(
-            f"workers exchange different things: worker {one} {its}, worker {other} {others}"
+            f"workers exchange different things: worker {one} {at_one}, worker {other} {at_other}"
         )
 
     def _lost(self, rank: int, why: str) -> RingBroken:
@@ -345,9 +344,9 @@ def _pieces(array: np.ndarray) -> Iterator[slice]:
 def connect(
     rank: int,
     hosts: Sequence[str],
-    token: bytes,
+    key: bytes,
     from_all: Callable[[Any], list[Any]],
-    still_there: Callable[[int], object] = lambda rank: None,
+    probe_peer: Callable[[int], object] = lambda rank: None,
     timeout_s: float | None = None,
 ) -> Ring:
     """Joins the ring. All workers call it.
@@ -355,9 +354,9 @@ def connect(
     Args:
         rank: this worker.
         hosts: names or IP addresses of all workers, by rank.
-        token: what the workers of this training know, and nobody else.
+        key: what the workers of this training know; see listener.py.
         from_all: gives every worker's value, by rank.
-        still_there, timeout_s: as in `Ring`.
+        probe_peer, timeout_s: as in `Ring`.
 
     Raises:
         RingBroken: on all workers, where two neighbours could not connect; it names them.
@@ -365,23 +364,23 @@ def connect(
     size = len(hosts)
     after, before = (rank + 1) % size, (rank - 1) % size
     with contextlib.ExitStack() as undo:
-        door = undo.enter_context(links.Door(hosts[rank]))
-        addresses: list[links.Address] = from_all(door.address)
+        own = undo.enter_context(listener.Listener(hosts[rank]))
+        addresses: list[listener.Address] = from_all(own.address)
         problem = None
         try:
-            to_next = links.connect(hosts[after], addresses[after], door.address, token)
+            to_next = listener.connect(hosts[after], addresses[after], own.address, key)
             undo.callback(to_next.peer.close)
         except OSError as e:
             there = f"worker {after} at {hosts[after]}:{addresses[after]['port']}"
             problem = f"worker {rank} could not connect to {there} ({e})"
         try:
-            from_previous = door.accepted(addresses[before], token)
+            from_previous = own.accept(addresses[before], key)
             undo.callback(from_previous.peer.close)
         except OSError as e:
             problem = problem or f"worker {before} did not come to worker {rank} ({e})"
-        problems = [said for said in from_all(problem) if said is not None]
+        problems = [p for p in from_all(problem) if p is not None]
         if problems:
             raise RingBroken("; ".join(problems))
         undo.pop_all()
-        door.close()
-    return Ring(rank, size, to_next, from_previous, still_there, timeout_s)
+        own.close()
+    return Ring(rank, size, to_next, from_previous, probe_peer, timeout_s)

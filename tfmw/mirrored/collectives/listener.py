@@ -1,0 +1,305 @@
+"""How two neighbours of a ring connect, and prove to belong to one training.
+
+    with Listener(host) as listener:                             # each worker opens one,
+        addresses = from_all(listener.address)                   # and publishes where it is
+        to_next = connect(host_of_next, addresses[next], listener.address, key)
+        from_previous = listener.accept(addresses[previous], key)
+
+A listener publishes a random challenge beside its port, and takes the first connection that sends
+the challenge's HMAC under the key: the key itself never travels. What that stops depends on the
+key:
+
+- `TFMW_TOKEN` in the environment of all tasks (`tfmw run` sets one for the tasks it starts; over
+  several hosts, set the same for all): whoever does not know it can't take a worker's place, even
+  if they read all that the tasks exchange.
+- Without it, the key comes from the chief through TensorFlow's coordination service, which has no
+  authentication. It keeps out connections that come by mistake or at random, such as port scans,
+  and not somebody who can reach that service.
+
+Neither encrypts or signs the gradients that follow: who can change packets between hosts can change
+those. Keep the network of a training private.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import ipaddress
+import os
+import secrets
+import selectors
+import socket
+import time
+from typing import Any, TypedDict
+
+from tfmw.mirrored.collectives.links import (
+    MEMORY_BYTES,
+    Receiver,
+    Sender,
+    SharedReceiver,
+    SharedSender,
+    mapped,
+)
+
+CONNECT_S = 5.0
+HELLO_S = 2.0  # for a connection to prove itself; a worker sends its proof as it connects
+SHARED_MEMORY = "TFMW_SHARED_MEMORY"
+"""Set to 0 in the environment, workers of one machine use TCP as those of several do."""
+
+_MAX_HELLOS = 64  # connections without a proof at a time; beyond that, the oldest goes
+_PROOF_BYTES = 32
+
+# A machine that disappears: the kernel finds out by itself; tcp(7), in seconds. Not by
+# TCP_USER_TIMEOUT, which takes a worker that is late, and so reads nothing, for a lost one.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+
+
+class Address(TypedDict):
+    """Where a worker is reached: by those of its machine, and by all others.
+
+    Attributes:
+        port: for TCP.
+        machine: equal for workers that reach each other's `name`; None where that can't be.
+        name: of a Unix socket.
+        challenge: hexadecimal; whoever connects has to send its HMAC.
+    """
+
+    port: int
+    machine: list[Any] | None
+    name: str
+    challenge: str
+
+
+def _proof(key: bytes, listener: Address) -> bytes:
+    return hmac.digest(key, b"tfmw ring " + listener["challenge"].encode(), "sha256")
+
+
+@dataclasses.dataclass(eq=False)
+class _Hello:
+    """A connection that has not proved itself yet."""
+
+    peer: socket.socket
+    deadline: float
+    received: bytes = b""
+    files: list[int] = dataclasses.field(default_factory=list)
+
+    def read(self) -> bool:
+        """Reads what has come; returns whether the connection goes on."""
+        try:
+            part, files, _flags, _address = socket.recv_fds(
+                self.peer, _PROOF_BYTES - len(self.received), 1
+            )
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.received += part
+        self.files += files
+        return bool(part)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.received) == _PROOF_BYTES
+
+    def close(self) -> None:
+        self.peer.close()
+        self.close_files()
+
+    def close_files(self) -> None:
+        for file in self.files:
+            os.close(file)
+        self.files.clear()
+
+
+class Listener:
+    """Where the worker before this one connects.
+
+    Args:
+        host: this worker's name or IP address, as the others know it.
+    """
+
+    def __init__(self, host: str):
+        self._tcp = _listen(host)
+        self._unix = socket.socket(socket.AF_UNIX)
+        machine, name = _machine(), ""
+        if machine is not None:
+            self._unix.bind("")  # Linux chooses a name of no file: unix(7), "Autobind feature"
+            self._unix.listen()
+            name = self._unix.getsockname().decode().removeprefix("\0")
+        port: int = self._tcp.getsockname()[1]
+        self.address: Address = {
+            "port": port,
+            "machine": machine,
+            "name": name,
+            "challenge": secrets.token_hex(32),
+        }
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Accepts no connection any more."""
+        self._tcp.close()
+        self._unix.close()
+
+    def accept(self, before: Address, key: bytes) -> Receiver:
+        """The first connection that knows the key, of those that come within CONNECT_S.
+
+        Args:
+            before: where the worker before is reached: which way it comes.
+            key: what the workers of this training know.
+
+        Raises:
+            OSError: there is none.
+        """
+        shared = _same_machine(before, self.address)
+        expected = _proof(key, self.address)
+        deadline = time.monotonic() + CONNECT_S
+        refused = 0
+        with _Hellos(self._unix if shared else self._tcp) as hellos:
+            while (left := deadline - time.monotonic()) > 0:
+                for hello in hellos.whole(left):
+                    proven = hmac.compare_digest(hello.received, expected)
+                    if proven and bool(hello.files) == shared:
+                        return _receiver(hellos.take(hello), shared)
+                    refused += 1
+                    hellos.drop(hello)
+        why = f"; {refused} connection(s) without this training's TFMW_TOKEN" if refused else ""
+        raise TimeoutError(f"timed out{why}")
+
+
+class _Hellos:
+    """Connections that have not proved themselves yet.
+
+    They are read side by side, so that a stranger, silent or slow, delays nobody.
+
+    Args:
+        server: a listening socket.
+    """
+
+    def __init__(self, server: socket.socket):
+        server.setblocking(False)
+        self._server = server
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
+        self._open: list[_Hello] = []  # the oldest first
+
+    def __enter__(self) -> _Hellos:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hello in list(self._open):
+            self.drop(hello)
+        self._selector.close()
+
+    def whole(self, timeout_s: float) -> list[_Hello]:
+        """Waits until something comes; returns the connections whose hello is there."""
+        ends = [time.monotonic() + timeout_s, *(hello.deadline for hello in self._open)]
+        ready = self._selector.select(max(0.0, min(ends) - time.monotonic()))
+        for key, _events in ready:
+            if key.data is None:
+                self._accept()
+            elif key.data in self._open and not key.data.read():
+                self.drop(key.data)
+        for late in [h for h in self._open if h.deadline <= time.monotonic()]:
+            self.drop(late)
+        return [hello for hello in self._open if hello.is_whole]
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            peer, _address = self._server.accept()
+            peer.setblocking(False)
+            if len(self._open) == _MAX_HELLOS:
+                self.drop(self._open[0])
+            hello = _Hello(peer, time.monotonic() + HELLO_S)
+            self._open.append(hello)
+            self._selector.register(peer, selectors.EVENT_READ, hello)
+
+    def take(self, hello: _Hello) -> _Hello:
+        """Hands a connection over to the caller."""
+        self._selector.unregister(hello.peer)
+        self._open.remove(hello)
+        return hello
+
+    def drop(self, hello: _Hello) -> None:
+        """Closes a connection."""
+        self.take(hello).close()
+
+
+def _receiver(hello: _Hello, shared: bool) -> Receiver:
+    try:
+        if shared:
+            return SharedReceiver(hello.peer, mapped(hello.files[0]))
+        return Receiver(_tuned(hello.peer))
+    finally:
+        hello.close_files()
+
+
+def connect(host: str, after: Address, local: Address, key: bytes) -> Sender:
+    """Connects to the next worker.
+
+    Args:
+        host: its name or IP address.
+        after, local: where it, and this worker, are reached.
+        key: what the workers of this training know.
+
+    Raises:
+        OSError: it can't be reached.
+    """
+    proof = _proof(key, after)
+    if not _same_machine(after, local):
+        peer = socket.create_connection((host, after["port"]), timeout=CONNECT_S)
+        peer.sendall(proof)
+        return Sender(_tuned(peer))
+    with contextlib.ExitStack() as undo:
+        peer = undo.enter_context(socket.socket(socket.AF_UNIX))
+        peer.settimeout(CONNECT_S)
+        peer.connect(f"\0{after['name']}")
+        with open(os.memfd_create("tfmw"), "r+b") as memory:
+            memory.truncate(MEMORY_BYTES)
+            socket.send_fds(peer, [proof], [memory.fileno()])
+            link = SharedSender(peer, mapped(memory.fileno()))
+        undo.pop_all()
+        return link
+
+
+def _machine() -> list[Any] | None:
+    """What processes have in common that see each other's nameless Unix sockets; Linux only."""
+    if os.environ.get(SHARED_MEMORY) == "0" or not hasattr(os, "memfd_create"):
+        return None
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return [file.read().strip(), os.stat("/proc/self/ns/net").st_ino]
+    except OSError:
+        return None
+
+
+def _same_machine(one: Address, other: Address) -> bool:
+    return one["machine"] is not None and one["machine"] == other["machine"]
+
+
+def _listen(host: str) -> socket.socket:
+    """A listening socket on a free port: of this IP address, or of all behind a name.
+
+    This machine may know its own name as another address than others do (127.0.1.1 on Debian).
+    """
+    with contextlib.suppress(ValueError, OSError):
+        version = ipaddress.ip_address(host).version
+        family = socket.AF_INET6 if version == 6 else socket.AF_INET
+        return socket.create_server((host, 0), family=family)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _tuned(peer: socket.socket) -> socket.socket:
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):  # all of them on Linux
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return peer
