@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import platform
+import secrets
 import tempfile
 import time
 from collections.abc import Mapping, MutableMapping
@@ -41,12 +43,22 @@ def task_environment(environ: Mapping[str, str], terminal: bool) -> dict[str, st
     env = dict(environ)
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's greetings, once per task
     compute_with_onednn(env)
+    env.setdefault("TFMW_TOKEN", _token())
     env["PYTHONUNBUFFERED"] = "1"
     env.pop("TFMW_TTY", None)
     if terminal:
         env["TFMW_TTY"] = "1"
         env.setdefault("COLUMNS", str(terminal_size().columns))
     return env
+
+
+@functools.cache
+def _token() -> str:
+    """A secret of this launcher's tasks, by which they know each other (`Listener`).
+
+    One for all runs of a process: processes that wait to become tasks have it already.
+    """
+    return secrets.token_hex(32)
 
 
 def compute_with_onednn(env: MutableMapping[str, str]) -> None:

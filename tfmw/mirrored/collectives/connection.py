@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 
 import tensorflow as tf
@@ -25,8 +26,8 @@ _connected_once = False
 def ring_of(strategy: tf.distribute.Strategy) -> Ring | None:
     """The ring of tfmw's own that `strategy` sums gradients over; None where TensorFlow does.
 
-    It is for workers of one CPU replica each, unless `init` was told which collectives to take. All
-    tasks call this: the first call connects them.
+    It is for workers of one CPU replica each, unless `init` got a choice of collectives. All tasks
+    call this: the first call connects them.
     """
     global _ring, _connected_once
     joined = membership.joined()
@@ -47,11 +48,12 @@ def _connect(joined: Joined) -> Ring | None:
     devices = joined.strategy.extended.worker_devices
     if not all(group.from_all(len(devices) == 1 and "CPU" in devices[0].upper())):
         return None
+    drawn = group.from_chief(lambda: secrets.token_hex(32))
     try:
         return connect(
             group.rank,
             [addresses.split(a)[0] for a in joined.cluster.tasks("chief", "worker").values()],
-            group.from_chief(lambda: secrets.token_hex(16)).encode(),
+            (os.environ.get(TOKEN) or drawn).encode(),
             group.from_all,
             group.require_there,
             joined.options.timeout_seconds,
@@ -60,8 +62,7 @@ def _connect(joined: Joined) -> Ring | None:
         if group.is_chief:
             logger.warning(
                 "gradients travel over TensorFlow's gRPC, which takes longer: %s. Let workers "
-                "connect to each other on any TCP port, or choose collectives='ring' to be at "
-                "peace with it.",
+                "connect to each other on any TCP port, or accept it with collectives='ring'.",
                 e,
             )
         return None
