@@ -1,4 +1,4 @@
-"""Training a float32 model with 16-bit arithmetic: `fit(precision=...)`.
+"""Training a float32 model with 16 bits: `fit(precision=..., gradient_compression=...)`.
 
     with trained_in(model, "mixed_bfloat16"):
         ...  # layers compute in bfloat16; weights, optimizer and losses stay float32
@@ -12,15 +12,24 @@ import contextlib
 from collections.abc import Iterator
 
 import keras
+import tensorflow as tf
 
 from tfmw import keras_compat
 from tfmw.errors import UsageError
 
 PRECISIONS = ("mixed_bfloat16", "mixed_float16")
 
+COMPRESSIONS = {"fp16": tf.float16, "bf16": tf.bfloat16}
+"""What gradients may travel in: the choices of `fit(gradient_compression=...)`."""
 
-def check(precision: str | None) -> None:
-    """Raises UsageError for a precision that `fit` does not know."""
+
+def check(precision: str | None, gradient_compression: str | None) -> None:
+    """Raises UsageError for choices that `fit` does not know."""
+    if gradient_compression not in (None, *COMPRESSIONS):
+        raise UsageError(
+            f"unknown gradient_compression {gradient_compression!r}: expected None, "
+            f"{' or '.join(map(repr, COMPRESSIONS))}."
+        )
     if precision not in (None, "float32", *PRECISIONS):
         raise UsageError(
             f"unknown precision {precision!r}: expected None, 'float32', "

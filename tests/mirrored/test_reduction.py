@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfmw.cluster import membership
 from tfmw.mirrored.collectives import reduction
 from tfmw.mirrored.collectives.reduction import Reduction
+from tfmw.precision import COMPRESSIONS
 
 MB = 1 << 20
 
@@ -41,7 +42,7 @@ def numbers(*shape: int) -> tf.Tensor:
     return tf.reshape(tf.range(np.prod(shape), dtype=tf.float32), shape)
 
 
-@pytest.mark.parametrize(("name", "wire"), reduction.COMPRESSIONS.items())
+@pytest.mark.parametrize(("name", "wire"), COMPRESSIONS.items())
 def test_compressed_gradients_travel_in_16_bits(sent, name, wire):
     rows = tf.IndexedSlices(tf.ones([2, 4]), tf.constant([0, 3]), tf.constant([5, 4]))
     double = tf.ones([3], tf.float64)
@@ -116,7 +117,7 @@ class TestOverRing:
         np.testing.assert_array_equal(total[3], [2, 2])
         assert total[3].dtype == tf.float64
 
-    @pytest.mark.parametrize(("name", "wire"), reduction.COMPRESSIONS.items())
+    @pytest.mark.parametrize(("name", "wire"), COMPRESSIONS.items())
     def test_16_bits(self, exchanged, name, wire):
         total_of = Reduction(tf.distribute.get_strategy(), name)
         (total,) = tf.function(lambda: total_of([numbers(40)]), autograph=False)()

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
-from typing import Any
+from typing import Any, cast
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfmw
 from tests.helpers.by_hand import free_addresses
 from tfmw import Cluster, ClusterError, TaskFailed, TfmwError, UsageError, data
 from tfmw.checkpoint import evaluator, state
 from tfmw.checkpoint.store import BackupStore
 from tfmw.cluster import servers as ps_cluster
 from tfmw.cluster.control import ControlServer, wait_for_end
-from tfmw.parameter_server import driver
+from tfmw.parameter_server.training import ParameterServerTraining
 from tfmw.parameter_server.variables import refuse_unsupported
 from tfmw.parameter_server.worker_data import for_workers
+from tfmw.training.arguments import FitArguments
+from tfmw.training.pace import FunctionPace
+from tfmw.training.session import Session
 
 FACTS = {"tensorflow": "2.21.0"}
 
@@ -143,13 +148,12 @@ def small_model(optimizer="sgd"):
 
 
 def test_steps_per_epoch_is_required():
-    nowhere: Any = None
+    model, servers = small_model(), cast(Any, None)
+    given = {"model": model, "x": np.zeros([4, 2]), "y": np.zeros(4)}
+    defaults = {n: p.default for n, p in inspect.signature(tfmw.fit).parameters.items()}
+    session = Session.of(model, tf.distribute.get_strategy(), "fit")
     with pytest.raises(UsageError, match=r"steps_per_epoch was not given.*examples // batch_size"):
-        driver.fit(
-            small_model(), nowhere, data.Source(np.zeros([4, 2]), np.zeros(4)), epochs=1, verbose=0,
-            callbacks=None, validate=None, validation_freq=1, initial_epoch=0,
-            steps_per_epoch=None, backup=None, export_dir=None,
-        )  # fmt: skip
+        ParameterServerTraining(session, FitArguments(**{**defaults, **given}), servers, None)
 
 
 @pytest.mark.parametrize(
@@ -210,22 +214,22 @@ def test_a_partitioner_divides_the_first_axis_alone():
 
 
 def test_functions_are_as_long_as_half_a_second_of_steps():
-    pace, each, lengths = driver._Pace(1), 1 / 256, []
+    pace, each, lengths = FunctionPace(1), 1 / 256, []
     for _ in range(5):
-        lengths.append(pace.next(100_000, 2))
+        lengths.append(pace.next_steps(100_000, 2))
         pace.took(each * lengths[-1], lengths[-1])
     assert lengths == [1, 8, 64, 128, 128]
     # Towards the end in smaller ones, after which the next epoch begins with whole ones.
-    assert [pace.next(left, 2) for left in (200, 100, 20, 1)] == [50, 32, 20, 1]
+    assert [pace.next_steps(left, 2) for left in (200, 100, 20, 1)] == [50, 32, 20, 1]
     pace.took(each, 1)
     pace.took(0.0, 0)  # found its tickets taken
-    assert pace.next(100_000, 2) == 128
+    assert pace.next_steps(100_000, 2) == 128
 
 
 def test_steps_per_execution_is_taken_at_its_word():
-    pace = driver._Pace(7)
+    pace = FunctionPace(7)
     pace.took(100.0, 7)
-    assert [pace.next(left, 2) for left in (100, 3)] == [7, 3]
+    assert [pace.next_steps(left, 2) for left in (100, 3)] == [7, 3]
 
 
 # ---- who reads what -----------------------------------------------------------------------------

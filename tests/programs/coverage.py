@@ -31,7 +31,7 @@ def counted(callbacks: Any, shows: bool, verbose: Any, *examples: Callable[[], i
     return callbacks
 
 
-importlib.import_module("tfmw.fit").with_progress = counted  # type: ignore[attr-defined]
+importlib.import_module("tfmw.training.session").with_progress = counted  # type: ignore[attr-defined]
 
 
 def pairs(number: int = EXAMPLES) -> tf.data.Dataset:

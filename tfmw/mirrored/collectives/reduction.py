@@ -26,9 +26,9 @@ import tensorflow as tf
 from tfmw.cluster import membership
 from tfmw.mirrored.collectives.connection import ring_of
 from tfmw.mirrored.collectives.ring import Ring
+from tfmw.precision import COMPRESSIONS
 
 SUM = tf.distribute.ReduceOp.SUM
-COMPRESSIONS = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 # A gradient is cut where it is larger than this many packs; into pieces of so many packs.
 WHOLE_PACKS, PIECE_PACKS = 6, 2

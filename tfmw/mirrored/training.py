@@ -1,0 +1,214 @@
+"""The synchronous driver as the training loop sees it, and evaluation on it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from tfmw import keras_compat
+from tfmw.cluster.group import Group
+from tfmw.mirrored.cached_driver import cached_driver
+from tfmw.mirrored.driver import SyncDriver
+from tfmw.training.arguments import FitArguments
+from tfmw.training.epoch_iterator import EpochIterator
+from tfmw.training.pace import CallPace
+from tfmw.training.session import Session
+
+
+class MirroredTraining:
+    """Training steps on all replicas of a strategy; a `tfmw.training.loop.Driver`.
+
+    Entering it places the model's variables on the replicas, leaving it brings them back.
+
+    Args:
+        session: of the call.
+        arguments: of the call.
+        record: of the backup that the run goes on from.
+
+    Attributes:
+        element_spec: structure of tf.TensorSpec, of one batch.
+    """
+
+    trains_in_place = True
+
+    def __init__(self, session: Session, arguments: FitArguments, record: dict[str, Any] | None):
+        self.model = session.model
+        self.strategy = session.strategy
+        self.group = session.group
+        self._session = session
+        self._arguments = arguments
+        self._data = EpochIterator(
+            arguments.source,
+            session.group,
+            session.sharding,
+            arguments.steps_per_epoch,
+            "steps_per_epoch",
+            None if record is None else record["feed"],
+        )
+        self.batch_size = self._data.shard.batch_size
+        self.element_spec = self._data.shard.element_spec
+        session.build(self.element_spec)
+        self._validation: EpochIterator | None = None
+        self._every_batch = False
+        self._pace: CallPace | None = None
+        self._driver: SyncDriver | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> MirroredTraining:
+        self._driver = self._stack.enter_context(
+            cached_driver(self.model, self.strategy, self._arguments.gradient_compression)
+        )
+        source = self._arguments.validation_source
+        if source is not None:
+            self._validation = EpochIterator(
+                source,
+                self.group,
+                self._session.sharding,
+                self._arguments.validation_steps,
+                "validation_steps",
+            )
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    @property
+    def driver(self) -> SyncDriver:
+        """The driver of the steps, while this is entered."""
+        assert self._driver is not None
+        return self._driver
+
+    # ------------------------------------------------------------ what the loop asks
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None while nobody knows."""
+        return self._data.steps_per_epoch
+
+    @property
+    def examples(self) -> int:
+        """Examples of all steps so far, over all replicas."""
+        return self._driver.examples if self._driver is not None else 0
+
+    @property
+    def signals(self) -> list[float]:
+        return self.driver.signals
+
+    @property
+    def steps_done(self) -> int:
+        return self._data.steps_done
+
+    @property
+    def at_epoch_end(self) -> bool:
+        return self._data.at_epoch_end
+
+    @property
+    def resumes_inside_epoch(self) -> bool:
+        return self._data.resumes_inside_epoch
+
+    def start(self, every_batch: bool, model_is_read: bool) -> None:
+        del model_is_read  # placed variables are the model's own
+        self._every_batch = every_batch
+        self._pace = CallPace(self.group, self.model.steps_per_execution, every_batch)
+
+    def restore_position(self) -> None:
+        self._data.restore_position()
+
+    def reset_metrics(self) -> None:
+        self.driver.reset_metrics()
+
+    def restore_replica_state(self, metrics: Any, averages: Any) -> None:
+        self.driver.restore_replica_state(metrics, averages)
+
+    def share_changes(self, inside_epoch: bool = False) -> None:
+        self.driver.agree_on_weights(inside_epoch)
+
+    def begin_epoch(self) -> None:
+        self._data.begin_epoch()
+
+    def train(
+        self, max_steps: int, on_begin: Callable[[int], None], on_end: Callable[[], bool]
+    ) -> None:
+        assert self._pace is not None
+        limit = self.steps_done + max_steps
+        while self.steps_done < limit:
+            pace = self._pace.next_steps()
+            call = self._data.next_call(min(pace, limit - self.steps_done))
+            if call is None:
+                return
+            on_begin(call.first)
+            with self._pace.timed(call.max_steps):
+                steps = self.driver.train(
+                    call.iterator, call.max_steps, call.shard_sizes, self._data.shard.size_known
+                )
+            self._data.advance(steps, call.max_steps)
+            if not steps:
+                continue
+            if self._every_batch:
+                self.driver.average_state()
+            if not on_end():
+                return
+
+    def end_epoch(self) -> None:
+        self._data.end_epoch()
+
+    def metrics(self, signals: tuple[float, ...] = ()) -> dict[str, Any]:
+        return self.driver.metrics("train", signals)
+
+    def update_model(self) -> None:
+        self.driver.average_state()
+
+    def replica_state(self) -> tuple[Any, Any]:
+        return self.driver.replica_state()
+
+    def position(self, in_epoch: bool) -> dict[str, Any]:
+        return self._data.position(in_epoch)
+
+    def finish(self) -> None:
+        if self._arguments.epochs > 0:
+            for optimizer in keras_compat.optimizers_of(self.model)[:1]:
+                optimizer.finalize_variable_values(self.model.trainable_weights)
+
+    def validate(self, callback_list: Any) -> dict[str, Any]:
+        """Evaluates the model on the validation data; returns the logs."""
+        assert self._validation is not None
+        return run_evaluation(self.driver, self.group, self._validation, callback_list)
+
+
+def run_evaluation(
+    driver: SyncDriver, group: Group, data: EpochIterator, callback_list: Any
+) -> dict[str, Any]:
+    """One pass over the data with the steps of `evaluate`; returns the logs."""
+    pace = CallPace(group, driver.model.steps_per_execution, every_batch=False)
+    callback_list.on_test_begin()
+    driver.reset_metrics()
+    data.begin_epoch()
+    while (call := data.next_call(pace.next_steps())) is not None:
+        callback_list.on_test_batch_begin(call.first)
+        with pace.timed(call.max_steps):
+            steps = driver.test(
+                call.iterator, call.max_steps, call.shard_sizes, data.shard.size_known
+            )
+        data.advance(steps, call.max_steps)
+        if steps:
+            callback_list.on_test_batch_end(data.steps_done - 1, driver.metrics("test"))
+    data.end_epoch()
+    logs = driver.metrics("test")
+    callback_list.on_test_end(logs)
+    return logs
+
+
+def run_prediction(driver: SyncDriver, data: EpochIterator, callback_list: Any) -> Any:
+    """One pass over the data with the steps of `predict`; returns the model's outputs."""
+
+    def after_step(steps_done: int) -> None:
+        callback_list.on_predict_batch_begin(steps_done - 1)
+        callback_list.on_predict_batch_end(steps_done - 1, {})
+
+    callback_list.on_predict_begin()
+    data.shard.on_epoch_begin()
+    outputs = driver.predict(iter(data.shard.dataset), data.steps_per_epoch, after_step)
+    data.shard.on_epoch_end()
+    callback_list.on_predict_end()
+    return outputs

@@ -1,0 +1,186 @@
+"""Parameter servers as the training loop sees them: steps on workers, weights fetched when read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.cluster import servers as ps_cluster
+from tfmw.errors import UsageError
+from tfmw.keras_compat import placement
+from tfmw.parameter_server import worker_data
+from tfmw.parameter_server.driver import PsDriver
+from tfmw.training.arguments import FitArguments
+from tfmw.training.session import Session
+
+
+class ParameterServerTraining:
+    """Training steps on the workers of a cluster; a `tfmw.training.loop.Driver`.
+
+    The user's model stays on the coordinator. It gets the servers' values when somebody reads it:
+    after an epoch, for a backup, at the end.
+
+    Args:
+        session: of the call, on the coordinator.
+        arguments: of the call; `steps_per_epoch` counts updates, over all workers.
+        servers: the cluster.
+        record: of the backup that the run goes on from.
+
+    Raises:
+        UsageError: no `steps_per_epoch`, or an optimizer or layer that cannot be trained so.
+    """
+
+    trains_in_place = False
+
+    def __init__(
+        self,
+        session: Session,
+        arguments: FitArguments,
+        servers: ps_cluster.Joined,
+        record: dict[str, Any] | None,
+    ):
+        if arguments.steps_per_epoch is None:
+            raise UsageError(
+                "steps_per_epoch was not given: parameter-server training has no end of the data, "
+                "as each worker reads all of it at its own pace; pass steps_per_epoch=..., the "
+                "number of updates in an epoch, for example examples // batch_size."
+            )
+        placement.refuse_raw_variables(session.model)
+        self.model = session.model
+        self.strategy = tf.distribute.get_strategy()
+        self.group = session.group
+        self.steps_per_epoch: int = arguments.steps_per_epoch
+        self.batch_size = arguments.batch_size
+        self.steps_done = 0
+        self.signals: list[float] = []
+        self._source = arguments.source
+        self._servers = servers
+        self._driver: PsDriver | None = None
+        position = (None if record is None else record["feed"]) or {}
+        self._restored_steps: int = position.get("done", 0)
+        self._model_is_read = True
+        self._is_current = True  # whether the user's model has the servers' weights
+        self._finished = False
+        self._dropped_before = 0
+        if keras_compat.needs_build(self.model):
+            session.build(self.element_spec)
+
+    def __enter__(self) -> ParameterServerTraining:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    @functools.cached_property
+    def element_spec(self) -> Any:
+        """Structure of tf.TensorSpec, of one batch."""
+        return worker_data.for_workers(self._source, 1)[1]
+
+    @property
+    def driver(self) -> PsDriver:
+        """The driver of the steps, from `start` on."""
+        assert self._driver is not None
+        return self._driver
+
+    # ------------------------------------------------------------ what the loop asks
+
+    @property
+    def examples(self) -> int:
+        """Examples of all steps so far, over all workers."""
+        return self._driver.examples if self._driver is not None else 0
+
+    @property
+    def at_epoch_end(self) -> bool:
+        return self.steps_done >= self.steps_per_epoch
+
+    @property
+    def resumes_inside_epoch(self) -> bool:
+        return self._restored_steps > 0
+
+    def start(self, every_batch: bool, model_is_read: bool) -> None:
+        del every_batch  # workers make many steps between two looks of the coordinator
+        self._model_is_read = model_is_read
+        self._driver = PsDriver(self.model, self._servers, self._source)
+
+    def restore_position(self) -> None:
+        """Workers go at their own pace: only the number of updates is restored."""
+        self.steps_done = self._restored_steps
+
+    def reset_metrics(self) -> None:
+        self.model.reset_metrics()
+
+    def restore_replica_state(self, metrics: np.ndarray, averages: np.ndarray) -> None:
+        del averages  # the servers have the only ones
+        start, values = 0, metrics.sum(axis=0)
+        for variable in keras_compat.metric_variables(self.model):
+            own = keras_compat.native(variable)
+            size = own.shape.num_elements()
+            value = values[start : start + size].reshape(own.shape.as_list())
+            own.assign(tf.cast(value, own.dtype))
+            start += size
+
+    def share_changes(self, inside_epoch: bool = False) -> None:
+        if not self._finished:
+            self.driver.masters.push()
+
+    def begin_epoch(self) -> None:
+        self.steps_done, self._restored_steps = self._restored_steps, 0
+        self._dropped_before = self.driver.dropped or 0
+
+    def train(
+        self, max_steps: int, on_begin: Callable[[int], None], on_end: Callable[[], bool]
+    ) -> None:
+        begun = self.steps_done
+
+        def after(steps: int) -> bool:
+            self.steps_done = begun + steps
+            on_begin(self.steps_done - 1)
+            return on_end()
+
+        self._is_current = False
+        limit = min(max_steps, self.steps_per_epoch - begun)
+        self.steps_done = begun + self.driver.train(limit, after)
+
+    def end_epoch(self) -> None:
+        """Nothing to do: workers go on reading."""
+
+    def metrics(self, signals: tuple[float, ...] = ()) -> dict[str, Any]:
+        self.signals = list(signals)
+        logs = {name: _python(v) for name, v in self.model.get_metrics_result().items()}
+        if self.driver.dropped is not None:
+            logs["dropped_gradients"] = float(self.driver.dropped - self._dropped_before)
+        return logs
+
+    def update_model(self) -> None:
+        if self._model_is_read:
+            self._fetch(slots=False)
+
+    def replica_state(self) -> tuple[np.ndarray, np.ndarray]:
+        self._fetch(slots=True)
+        variables = keras_compat.metric_variables(self.model)
+        values = [np.ravel(keras_compat.native(v).numpy()) for v in variables]
+        metrics = np.concatenate([np.zeros([0]), *values])[None].astype(np.float64)
+        return metrics, np.zeros([1, 0])
+
+    def position(self, in_epoch: bool) -> dict[str, Any]:
+        return {"done": self.steps_done if in_epoch else 0, "begun": in_epoch}
+
+    def finish(self) -> None:
+        self._fetch(slots=True)
+        self._finished = True
+
+    def _fetch(self, slots: bool) -> None:
+        """Fetches weights that steps have changed: callbacks may have set them since."""
+        if not self._finished:
+            self.driver.masters.lower(weights=not self._is_current, slots=slots)
+        self._is_current = True
+
+
+def _python(value: Any) -> Any:
+    array = np.asarray(value)
+    return float(array) if array.ndim == 0 else array

@@ -1,0 +1,107 @@
+"""What a call of fit means, as one value: checked once, then passed on whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmw import callbacks as callbacks_lib
+from tfmw import data, keras_compat, precision
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitArguments:
+    """The arguments of `tfmw.fit`, which documents them.
+
+    Raises:
+        UsageError: an unknown `gradient_compression` or `precision`.
+    """
+
+    model: Any
+    x: Any
+    y: Any
+    batch_size: int | None
+    epochs: int
+    verbose: Any
+    callbacks: Any
+    validation_split: float
+    validation_data: Any
+    shuffle: bool
+    class_weight: dict[int, float] | None
+    sample_weight: Any
+    initial_epoch: int
+    steps_per_epoch: int | None
+    validation_steps: int | None
+    validation_batch_size: int | None
+    validation_freq: Any
+    strategy: Any
+    workers: int | None
+    backup_dir: str | os.PathLike[str] | None
+    backup_every: Any
+    export_dir: str | os.PathLike[str] | None
+    seed: int | None
+    gradient_compression: str | None
+    precision: str | None
+
+    def __post_init__(self) -> None:
+        precision.check(self.precision, self.gradient_compression)
+
+    def set_seed(self) -> None:
+        """Makes the process deterministic where a seed was given."""
+        if self.seed is not None:
+            keras.utils.set_random_seed(self.seed)
+            tf.config.experimental.enable_op_determinism()
+
+    def split(self) -> FitArguments:
+        """These arguments with `validation_split` carried out, where it applies."""
+        if not self.validation_split or self.validation_data is not None:
+            return self
+        (x, y, sample_weight), validation_data = keras_compat.train_validation_split(
+            (self.x, self.y, self.sample_weight), validation_split=self.validation_split
+        )
+        return dataclasses.replace(
+            self, x=x, y=y, sample_weight=sample_weight, validation_data=validation_data
+        )
+
+    @property
+    def source(self) -> data.Source:
+        """The training data."""
+        return data.Source(
+            self.x,
+            self.y,
+            self.sample_weight,
+            self.batch_size,
+            self.steps_per_epoch,
+            self.shuffle,
+            self.class_weight,
+        )
+
+    @property
+    def validation_source(self) -> data.Source | None:
+        """The validation data; None without any."""
+        if self.validation_data is None:
+            return None
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self.validation_data)
+        # Datasets and the like bring their own batches; arrays are cut as the training data is.
+        is_batched = (
+            keras_compat.is_dataset(x) or callable(x) or isinstance(x, keras.utils.PyDataset)
+        )
+        batch_size = None if is_batched else self.validation_batch_size or self.batch_size
+        return data.Source(x, y, sample_weight, batch_size, self.validation_steps)
+
+    @property
+    def user_callbacks(self) -> list[Any]:
+        """The callbacks without the one that asks for backups."""
+        return callbacks_lib.without_backup(self.callbacks)[0]
+
+    @property
+    def backup(self) -> callbacks_lib.BackupAndRestore | None:
+        """Where and when to back up; None for not at all."""
+        asked = callbacks_lib.without_backup(self.callbacks)[1]
+        if self.backup_dir is not None:
+            return callbacks_lib.BackupAndRestore(self.backup_dir, save_freq=self.backup_every)
+        return asked

@@ -1,0 +1,234 @@
+"""A dataset's shard as this worker reads it, epoch after epoch, and the position in it.
+
+    data = EpochIterator(source, group, sharding, steps=None, argument="steps_per_epoch")
+    data.begin_epoch()
+    while (call := data.next_call(max_steps=10)) is not None:
+        steps = driver.train(call.iterator, call.max_steps, ...)
+        data.advance(steps, call.max_steps)
+    data.end_epoch()
+
+`position` is a JSON value; an iterator that is made with it, on any number of workers, reads the
+batches that come next, in the order they would have come in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from typing import Any
+
+from tfmw import data, keras_compat
+from tfmw.cluster.group import Group
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Steps that one Python call of the driver may make.
+
+    Attributes:
+        first: number of the first step in its epoch, from 0.
+        max_steps: fewer only where the data ends.
+        shard_sizes: of all its steps.
+        iterator: over the shard's dataset.
+    """
+
+    first: int
+    max_steps: int
+    shard_sizes: data.ShardSizes
+    iterator: Any
+
+
+class EpochIterator:
+    """Reads a source epoch after epoch.
+
+    Args:
+        source: what the user passed.
+        group: the tasks that read it.
+        sharding: how global batches are divided.
+        steps: of one epoch, where the user says; None for one pass over the data.
+        argument: the user's name for `steps`.
+        position: where an interrupted run was; see `restore_position`.
+
+    Attributes:
+        shard: of the current pass.
+        steps_per_epoch: None while nobody knows.
+        steps_done: in this epoch.
+        resumes_inside_epoch: whether `position` lies between two steps of an epoch.
+    """
+
+    def __init__(
+        self,
+        source: data.Source,
+        group: Group,
+        sharding: data.Sharding,
+        steps: int | None,
+        argument: str,
+        position: dict[str, Any] | None = None,
+    ):
+        self._source = source
+        self._group = group
+        self._sharding = sharding
+        self._requested_steps = steps
+        self._restored = position
+        self._seed = group.from_chief(_draw_seed) if position is None else position["seed"]
+        self.resumes_inside_epoch = position is not None and bool(position["begun"])
+        self._passes = 0
+        self._iterator: Any = None
+        self._steps_in_pass = 0
+        self._ended = False
+        self.steps_done = 0
+        self.shard = source.shard(sharding, self._order(self._seed))
+        known = self.shard.steps != data.INFINITE
+        self._pass_steps: int | None = self.shard.steps if known else None
+        self.steps_per_epoch = data.steps_of(self.shard, steps, argument)
+
+    def _order(self, seed: int) -> data.Order:
+        return data.Order(seed, lambda local: self._group.from_chief(lambda: local))
+
+    # ------------------------------------------------------------ steps
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the epoch has no further step, as far as is known."""
+        total = self.steps_per_epoch
+        return self._ended or (total is not None and self.steps_done >= total)
+
+    def begin_epoch(self) -> None:
+        """The first one after `restore_position` goes on where the interrupted run was."""
+        self.steps_done = self._restored["done"] if self._restored is not None else 0
+        self._restored = None
+        if self._iterator is None or (self._requested_steps is None and not self.steps_done):
+            self._begin_pass()
+        self.shard.on_epoch_begin()
+        self._ended = False
+
+    def next_call(self, max_steps: int) -> Call | None:
+        """The next steps, at most `max_steps`; None at the end of the epoch."""
+        if self._ended:
+            return None
+        total = self._pass_steps if self.steps_per_epoch is None else self.steps_per_epoch
+        if total is not None:
+            max_steps = min(max_steps, total - self.steps_done)
+        sizes = self.shard.full
+        if max_steps > 0 and self.shard.steps not in (None, data.INFINITE):
+            left = self.shard.steps - self._steps_in_pass
+            if left <= 0:
+                self._run_out()
+            elif left == 1:
+                sizes = self.shard.last
+            elif self.shard.last != self.shard.full:
+                left -= 1  # the last step needs a call of its own
+            max_steps = min(max_steps, left)
+        if max_steps <= 0:
+            self._ended = True
+            return None
+        return Call(self.steps_done, max_steps, sizes, self._iterator)
+
+    def advance(self, steps: int, max_steps: int) -> None:
+        """Counts the steps of a call; fewer than its `max_steps` mean that the data has ended.
+
+        Raises:
+            UsageError: the dataset has turned out to be empty.
+        """
+        self.steps_done += steps
+        self._steps_in_pass += steps
+        if steps == max_steps:
+            return
+        self._ended = True
+        if self._requested_steps is not None:
+            self._run_out()
+        elif self.steps_done == 0 and self.shard.steps is None:
+            raise data.empty_dataset()
+
+    def end_epoch(self) -> None:
+        """To be called once `next_call` has returned None."""
+        self.shard.on_epoch_end()
+        if self._requested_steps is None:
+            self._iterator = None
+            if self.steps_per_epoch is None:
+                self.steps_per_epoch = self._pass_steps = self.steps_done
+            if self.shard.steps is not None and keras_compat.is_dataset(self._source.x):
+                # Keras begins a pass here and another one in the next epoch; a seeded dataset that
+                # reshuffles itself must come to the same order.
+                self._passes += 1
+                iter(self.shard.dataset)
+        elif self.shard.steps == self._steps_in_pass:
+            # The pass ended with the epoch: the next one begins a new pass.
+            self._iterator = None
+
+    def _begin_pass(self, skip: int = 0) -> None:
+        shard = self.shard
+        if self._source.reshuffled_by_keras:
+            order = self._order(self._seed + self._passes)
+            if skip:
+                shard = self._source.shard(self._sharding, order, skip)
+            elif self._passes:
+                shard = self.shard = self._source.shard(self._sharding, order)
+        elif skip and self._source.is_read_once:
+            shard = dataclasses.replace(shard, dataset=shard.dataset.skip(skip))
+        elif skip:
+            # Skipped below the maps: what is left out need not be decoded.
+            shard = self._source.shard(self._sharding, self._order(self._seed), skip)
+            self._replay(shard, self._passes)
+            self._replay(self.shard, 1)
+        self._passes += 1
+        self._iterator = iter(shard.dataset)
+        self._steps_in_pass = skip
+
+    def _run_out(self) -> None:
+        self._iterator = None
+        if self._group.is_chief:
+            warnings.warn(
+                "Your input ran out of data; interrupting training. Make sure that your dataset "
+                "or generator can generate at least `steps_per_epoch * epochs` batches. You may "
+                "need to use the `.repeat()` function when building your dataset.",
+                stacklevel=2,
+            )
+
+    # ------------------------------------------------------------ position
+
+    def position(self, in_epoch: bool) -> dict[str, Any]:
+        """Where in the data the run is, as JSON.
+
+        Args:
+            in_epoch: whether an epoch has begun and is not over.
+        """
+        return {
+            "seed": self._seed,
+            "passes": self._passes,
+            "in_pass": self._steps_in_pass if self._iterator is not None else None,
+            "done": self.steps_done if in_epoch else 0,
+            "begun": in_epoch,
+            "steps": self.steps_per_epoch,
+        }
+
+    def restore_position(self) -> None:
+        """Puts the data where it was, on any number of workers: same batches, same order."""
+        was = self._restored
+        assert was is not None
+        if self.steps_per_epoch is None and was["steps"] is not None:
+            self.steps_per_epoch = self._pass_steps = was["steps"]
+        self._passes = was["passes"] - (was["in_pass"] is not None)
+        if not self._source.reshuffled_by_keras:
+            self._replay(self.shard, self._passes)
+        if was["in_pass"] is not None:
+            self._begin_pass(skip=was["in_pass"])
+
+    def _replay(self, shard: data.Shard, passes: int) -> None:
+        """Each pass over a dataset draws its reshuffles when it begins: begins that many."""
+        # What Python code makes draws nothing here, and would begin to be read by its threads.
+        draws = not self._source.is_read_once
+        late = draws and data.draws_late(shard.dataset)
+        for _ in range(passes):
+            if draws:
+                iterator = iter(shard.dataset)
+                if late:
+                    next(iterator, None)
+            shard.skip_epoch()
+
+
+def _draw_seed() -> int:
+    """The global seed where there is one, so that runs with it are equal; else a random one."""
+    seed = keras_compat.global_seed()
+    return (int.from_bytes(os.urandom(4)) if seed is None else seed) & 0x7FFFFFFF

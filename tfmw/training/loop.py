@@ -1,0 +1,307 @@
+"""The training loop: epochs, callbacks, validation, backups and stopping, over any driver.
+
+    on each epoch:
+        reset or restore the metrics
+        callbacks.on_epoch_begin
+        the chief decides (stop, learning rate), and what callbacks changed reaches all replicas
+        until the epoch is over:
+            the driver makes steps, at most up to the next due backup
+                callbacks.on_train_batch_begin / on_train_batch_end around each of its calls
+            save, if a backup is due
+        bring the user's model up to date, validate
+        callbacks.on_epoch_end; the chief decides; save, if a backup is due
+
+All tasks run the same loop and enter each of the driver's calls together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from tfmw import callbacks as callbacks_lib
+from tfmw import keras_compat
+from tfmw.checkpoint import state
+from tfmw.checkpoint.resume import Backups
+from tfmw.cluster.group import Group
+from tfmw.runtime.progress import report_progress
+
+Logs = dict[str, Any]
+
+
+class Driver(Protocol):
+    """How training steps are made.
+
+    Attributes:
+        model: what is trained.
+        strategy: by which the model's variables are placed while it is trained.
+        group: the tasks that run the loop.
+        batch_size: of the global batch, where it is known.
+    """
+
+    model: keras.Model
+    strategy: tf.distribute.Strategy
+    group: Group
+    batch_size: int | None
+
+    @property
+    def trains_in_place(self) -> bool:
+        """Whether each step assigns to the model's own variables."""
+
+    @property
+    def signals(self) -> list[float]:
+        """Sums over tasks of what the last call of `metrics` was given."""
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of this epoch so far."""
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the epoch has no further step, as far as is known."""
+
+    @property
+    def resumes_inside_epoch(self) -> bool:
+        """Whether the backup that the run goes on from was taken between two steps."""
+
+    def start(self, every_batch: bool, model_is_read: bool) -> None:
+        """Before the first epoch.
+
+        Args:
+            every_batch: whether callbacks want to run between batches.
+            model_is_read: whether anybody reads the user's model between epochs.
+        """
+
+    def restore_position(self) -> None:
+        """Goes back to where in the data the backup was taken."""
+
+    def reset_metrics(self) -> None:
+        """Begins to count anew."""
+
+    def restore_replica_state(self, metrics: Any, averages: Any) -> None:
+        """Gives replicas back what `replica_state` returned in an interrupted run."""
+
+    def share_changes(self, inside_epoch: bool = False) -> None:
+        """Gives all replicas what callbacks have changed in the user's model on the chief."""
+
+    def begin_epoch(self) -> None:
+        """Before the first step of an epoch, or of what is left of it."""
+
+    def train(
+        self, max_steps: int, on_begin: Callable[[int], None], on_end: Callable[[], bool]
+    ) -> None:
+        """Makes up to `max_steps` steps, fewer where the epoch ends.
+
+        Args:
+            on_begin: called before each call of the driver, with the number of its first step.
+            on_end: called after each call that made steps; returns whether to go on.
+        """
+
+    def end_epoch(self) -> None:
+        """After the last step of an epoch that was not stopped."""
+
+    def metrics(self, signals: tuple[float, ...] = ()) -> Logs:
+        """Logs of the steps since the last reset, over all replicas.
+
+        Args:
+            signals: of this task; see the property.
+        """
+
+    def update_model(self) -> None:
+        """Gives the user's model the values that steps have made."""
+
+    def replica_state(self) -> tuple[Any, Any]:
+        """What a backup needs beside the user's model, which this brings up to date.
+
+        Returns:
+            float64 [replicas, values] of metrics, and the same of moving averages.
+        """
+
+    def position(self, in_epoch: bool) -> dict[str, Any]:
+        """Where in the data the run is, as JSON."""
+
+    def finish(self) -> None:
+        """After the last epoch: gives the user's model its final values."""
+
+
+class TrainingLoop:
+    """One run of `fit`.
+
+    Args:
+        driver: makes the steps; its variables are placed before `run`.
+        backups: of this run; may hold the one to go on from.
+        callback_list: of this task.
+        epochs, initial_epoch, validation_freq: as in `tfmw.fit`.
+        validate: evaluates the model; given the callbacks, returns the logs.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        backups: Backups,
+        callback_list: Any,
+        *,
+        epochs: int,
+        initial_epoch: int,
+        validate: Callable[[Any], Logs] | None,
+        validation_freq: Any,
+    ):
+        self._driver = driver
+        self._model = driver.model
+        self._backups = backups
+        self._callbacks = callback_list
+        self._epochs = epochs
+        self._initial_epoch = initial_epoch
+        self._validate = validate
+        self._validation_freq = validation_freq
+        self._every_batch = False
+        self._step = 0  # since the run began, over all epochs and resumes
+
+    def run(self) -> None:
+        """Trains from the initial epoch, or from where the backup was taken, to the last."""
+        backups, callbacks = self._backups, self._callbacks.callbacks
+        if backups.is_done(self._epochs):
+            backups.restore_callbacks(callbacks, finished=True)
+            backups.finished()
+            return
+        self._start()
+        logs: Logs | None = None
+        for epoch in range(self._initial_epoch, self._epochs):
+            self._begin_epoch(epoch)
+            logs = self._train_epoch(epoch)
+            if self._end_epoch(epoch, logs):
+                break
+        self._driver.finish()
+        self._callbacks.on_train_end(logs=logs)
+        self._driver.share_changes()
+        if backups.on:
+            self._save(self._epochs, done=True)
+            backups.finished()
+            state.forget_callbacks(callbacks)
+
+    def _start(self) -> None:
+        driver, found, callbacks = self._driver, self._backups.record, self._callbacks.callbacks
+        wants = map(callbacks_lib.wants_every_batch, callbacks)
+        self._every_batch = any(driver.group.from_all(any(wants)))
+        driver.start(self._every_batch, self._is_model_read())
+        if found is not None:
+            self._initial_epoch, self._step = found["epoch"], found["step"]
+            state.prepare_for_resume(callbacks, self._initial_epoch)
+            driver.restore_position()
+        self._model.stop_training = False
+        self._backups.note_callbacks(callbacks)
+        with self._unchanged(found is not None):
+            self._callbacks.on_train_begin()
+        self._backups.note_callbacks(callbacks)
+
+    def _is_model_read(self) -> bool:
+        """Whether anybody but fit itself looks at the model between epochs."""
+        silent = keras.callbacks.History | keras.callbacks.ProgbarLogger
+        others = any(not isinstance(c, silent) for c in self._callbacks.callbacks)
+        return self._backups.on or self._validate is not None or others
+
+    def _unchanged(self, resumed: bool) -> contextlib.AbstractContextManager[None]:
+        """In a run that goes on: what callbacks set when something begins, they have set before."""
+        if not resumed:
+            return contextlib.nullcontext()
+        return state.unchanged(self._model, self._driver.strategy)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        driver, backups, callbacks = self._driver, self._backups, self._callbacks.callbacks
+        resumed = backups.record is not None and epoch == self._initial_epoch
+        inside = resumed and driver.resumes_inside_epoch
+        if resumed and not inside:
+            backups.restore_callbacks(callbacks)
+        driver.reset_metrics()
+        with self._unchanged(inside):
+            self._callbacks.on_epoch_begin(epoch)
+        if inside:
+            backups.restore_callbacks(callbacks)
+            driver.restore_replica_state(*backups.kept_by_replicas())
+        self._follow_chief()
+        driver.share_changes(inside)
+        driver.begin_epoch()
+
+    def _train_epoch(self, epoch: int) -> Logs:
+        driver, backups = self._driver, self._backups
+        begun_at = self._step - driver.steps_done
+        logs: Logs = {}
+
+        def on_end() -> bool:
+            nonlocal logs
+            self._step = begun_at + driver.steps_done
+            logs = driver.metrics(backups.signals())
+            report_progress(self._step)
+            backups.refuse_nan(logs, epoch, driver.steps_done)
+            self._callbacks.on_train_batch_end(driver.steps_done - 1, logs)
+            if self._every_batch:
+                self._follow_chief()
+            return not self._model.stop_training and not any(driver.signals)
+
+        while not driver.at_epoch_end:
+            max_steps = backups.limit(self._step, sys.maxsize)
+            driver.train(max_steps, self._callbacks.on_train_batch_begin, on_end)
+            self._step = begun_at + driver.steps_done
+            if self._model.stop_training:
+                return dict(logs)
+            if not driver.at_epoch_end and backups.due_after_step(self._step, driver.signals):
+                self._save(epoch, in_epoch=True)
+                if driver.signals[0]:
+                    backups.leave(self._step)
+        driver.end_epoch()
+        return dict(logs) or driver.metrics()
+
+    def _end_epoch(self, epoch: int, logs: Logs) -> bool:
+        """Returns whether it was the last one."""
+        self._driver.update_model()
+        if self._validate is not None and keras_compat.should_validate(
+            self._model, epoch, self._validation_freq
+        ):
+            results = self._validate(self._callbacks)
+            logs.update({f"val_{name}": value for name, value in results.items()})
+        self._callbacks.on_epoch_end(epoch, logs)
+        self._follow_chief()
+        last = self._model.stop_training or epoch + 1 == self._epochs
+        due, leave = self._backups.due_after_epoch(epoch, self._step, last)
+        if due:
+            self._save(epoch + 1)
+        if leave:
+            self._backups.leave(self._step)
+        return bool(last)
+
+    def _follow_chief(self) -> None:
+        """Takes over the chief's decisions: whether to stop, and the learning rate."""
+        model, group = self._model, self._driver.group
+
+        def decide() -> dict[str, Any]:
+            rate = keras_compat.settable_learning_rate(model.optimizer)
+            return {"stop": bool(model.stop_training), "learning rate": rate}
+
+        decided = group.from_chief(decide)
+        model.stop_training = decided["stop"]
+        if decided["learning rate"] is not None and not group.is_chief:
+            model.optimizer.learning_rate = decided["learning rate"]
+
+    def _save(self, epoch: int, in_epoch: bool = False, done: bool = False) -> None:
+        driver = self._driver
+        self._backups.save(
+            self._step,
+            self._model,
+            driver.strategy,
+            driver.replica_state(),
+            self._callbacks.callbacks,
+            {
+                "epoch": epoch,
+                "step": self._step,
+                "done": done,
+                "stopped": bool(self._model.stop_training),
+                "feed": driver.position(in_epoch),
+                "batch_size": driver.batch_size,
+            },
+            busy=driver.trains_in_place,
+        )

@@ -1,0 +1,99 @@
+"""How many steps run between two returns to Python: few cost time, many make progress jerky.
+
+pace = CallPace(group, model.steps_per_execution, every_batch=False)
+max_steps = pace.next_steps()
+with pace.timed(max_steps): ...           # a call of the synchronous driver
+
+pace = FunctionPace(model.steps_per_execution)
+max_steps = pace.next_steps(left, workers)
+pace.took(seconds, steps)                 # a function on a parameter-server worker
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from tfmw.cluster.group import Group
+
+# Seldom enough to cost nothing, often enough for a live progress bar.
+_SECONDS_PER_CALL = 0.2
+_SECONDS_PER_FUNCTION = 0.5
+_MAX_STEPS = 1000
+
+
+class CallPace:
+    """Steps of each Python call of the synchronous driver: the chief measures and decides.
+
+    Args:
+        group: the tasks that make the same calls.
+        steps_per_execution: of `model.compile`; above 1 it is taken as it is.
+        every_batch: whether callbacks run between batches; then every call makes
+            `steps_per_execution` steps.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        steps_per_execution: int,
+        every_batch: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._group = group
+        self._clock = clock
+        self._fixed = steps_per_execution if steps_per_execution > 1 or every_batch else None
+        self._calls = 0
+        self._steps = 1
+        self._seconds_per_step = 0.0
+
+    def next_steps(self) -> int:
+        """Steps of the next call, the same on every task. A call of all tasks."""
+        if self._fixed is not None:
+            return self._fixed
+        # The first call traces; the second and third measure; later ones seldom ask again.
+        if self._calls in (1, 2, 3, 8, 64):
+            self._steps = self._group.from_chief(self._decide)
+        return self._steps
+
+    def _decide(self) -> int:
+        if self._calls == 1:
+            return 2
+        enough = int(_SECONDS_PER_CALL / max(self._seconds_per_step, 1e-6))
+        return max(1, min(enough, self._steps * 32, _MAX_STEPS))
+
+    @contextlib.contextmanager
+    def timed(self, steps: int) -> Iterator[None]:
+        """Measures one call of `steps` steps."""
+        start = self._clock()
+        yield
+        self._calls += 1
+        if self._calls > 1:
+            self._seconds_per_step = (self._clock() - start) / steps
+
+
+class FunctionPace:
+    """Steps of each function that a parameter-server worker runs.
+
+    Args:
+        steps_per_execution: of `model.compile`; above 1 it is taken as it is.
+    """
+
+    def __init__(self, steps_per_execution: int):
+        self._fixed = steps_per_execution if steps_per_execution > 1 else None
+        self._steps = 1
+
+    def next_steps(self, left: int, workers: int) -> int:
+        """Steps of the next function, of `left` that remain in the epoch."""
+        if self._fixed is not None:
+            return min(self._fixed, left)
+        # Towards the end of an epoch in smaller pieces, so that workers end it together.
+        return min(left, max(1, self._steps // 4, min(self._steps, left // (2 * workers))))
+
+    def took(self, seconds: float, steps: int) -> None:
+        """Measures a function: `seconds` of a worker's computing, without its time in a queue."""
+        if not steps:
+            return
+        enough = int(_SECONDS_PER_FUNCTION / max(seconds / steps, 1e-6))
+        self._steps = max(1, min(enough, self._steps * 8, _MAX_STEPS))

@@ -1,0 +1,135 @@
+"""The model, the strategy and the tasks of one call of fit, evaluate or predict."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmw import callbacks as callbacks_lib
+from tfmw import data, keras_compat, strategies
+from tfmw.callbacks.progress import with_progress
+from tfmw.cluster import membership
+from tfmw.cluster.group import Group
+from tfmw.errors import UsageError
+from tfmw.keras_compat import placement
+from tfmw.runtime.recorded_errors import record_error
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """What one call works with.
+
+    Attributes:
+        model: a Keras model, compiled unless the call predicts.
+        strategy: what it runs on.
+        group: the tasks that make the same call.
+        sharding: how global batches are divided between their replicas.
+    """
+
+    model: keras.Model
+    strategy: tf.distribute.Strategy
+    group: Group
+    sharding: data.Sharding
+
+    @classmethod
+    def of(cls, model: Any, strategy: Any, method: str) -> Session:
+        """The session of `tfmw.<method>(model, strategy=strategy)`, which may join the cluster.
+
+        Raises:
+            UsageError: `model` is no model, and no callable that returns one; or not compiled; or
+                an unknown strategy.
+        """
+        model = _checked(model, method)
+        choose = strategies.choose if method == "fit" else strategies.beside_training
+        strategy = choose(strategy)
+        if strategies.servers_of(strategy) is not None:
+            return cls(model, strategy, Group(0, 1), data.Sharding())  # the coordinator alone
+        group = Group.of(strategy)
+        local = placement.local_replicas(strategy)
+        return cls(model, strategy, group, data.Sharding(group.size, group.rank, local))
+
+    def build(self, element_spec: Any) -> None:
+        """Creates all variables that Keras would create on the first training batch.
+
+        Args:
+            element_spec: structure of tf.TensorSpec, of one batch (x, y, sample weights).
+        """
+        if keras_compat.needs_build(self.model):
+            with keras_compat.scope_of(self.model):
+                keras_compat.build_all(self.model, element_spec)
+
+    def build_for_prediction(self, element_spec: Any) -> None:
+        """Creates the variables of the model alone; see `build`."""
+        if not self.model.built:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
+            keras_compat.build_for_inputs(self.model, x)
+
+    def callback_list(
+        self,
+        callbacks: Any,
+        *,
+        verbose: Any,
+        steps: int | None,
+        epochs: int = 1,
+        examples: Callable[[], int] | None = None,
+        silent: bool = False,
+        history: bool = False,
+    ) -> keras.callbacks.CallbackList:
+        """The callbacks that this task runs, with the progress that it shows.
+
+        Args:
+            callbacks: of the user.
+            verbose: as in Keras.
+            steps: of one epoch; None where nobody knows.
+            examples: returns how many there have been, over all replicas.
+            silent: whether to show no progress whatever `verbose` is.
+            history: whether to add a `History`.
+        """
+        shows = self.group.is_chief and verbose != 0 and not silent
+        local = callbacks_lib.for_task(callbacks, self.group.is_chief, self.group.size)
+        return keras.callbacks.CallbackList(
+            with_progress(local, shows, verbose, examples),
+            add_history=history,
+            add_progbar=shows,
+            verbose=verbose,
+            epochs=epochs,
+            steps=steps,
+            model=self.model,
+        )
+
+
+def _checked(model: Any, method: str) -> keras.Model:
+    if not isinstance(model, keras.Model):
+        if not callable(model):
+            raise UsageError(
+                f"received {type(model).__name__} as the model: expected a Keras model, or a "
+                "callable that returns one."
+            )
+        model = model()
+        if not isinstance(model, keras.Model):
+            raise UsageError(
+                f"the model function returned {type(model).__name__}: expected a Keras model."
+            )
+    if method != "predict" and not model.compiled:
+        raise UsageError(
+            f"the model is not compiled: call model.compile(optimizer=..., loss=...) before "
+            f"tfmw.{method}()."
+        )
+    return model
+
+
+@contextlib.contextmanager
+def errors_reported() -> Iterator[None]:
+    """An error on this task becomes the error of all tasks, at once."""
+    try:
+        yield
+    except BaseException as e:
+        if not isinstance(e, KeyboardInterrupt | SystemExit | GeneratorExit):
+            record_error(e)
+            membership.report_failure(e)
+        raise
