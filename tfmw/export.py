@@ -30,6 +30,7 @@ from tensorflow.core.protobuf import saved_model_pb2  # the format of saved_mode
 from tfmw import storage
 from tfmw.cluster import membership
 from tfmw.errors import UsageError
+from tfmw.runtime.progress import blocking_call
 
 if TYPE_CHECKING:
     from tfmw.cluster import Cluster
@@ -40,6 +41,7 @@ MANIFEST = "tfmw_manifest.json"
 _FORMAT = 1  # of the manifest: {"format": 1, "files": {"saved_model.pb": {"sha256", "bytes"}}}
 
 
+@blocking_call("export")
 def export(
     model: keras.Model,
     path: str | os.PathLike[str],

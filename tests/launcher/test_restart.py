@@ -55,6 +55,11 @@ class Run:
         """What the launcher said."""
         return [line for line in self.text.splitlines() if line.startswith("tfmw:")]
 
+    @property
+    def summary(self) -> str:
+        """The last line."""
+        return self.result.summary()[-1]
+
     def task(self, name: str, attempt: int, again: str = "") -> dict[str, Any]:
         found: dict[str, Any] = json.loads(
             (self.folder / f"{name}@{attempt}{again}.json").read_text()
@@ -325,6 +330,30 @@ class TestWatchdog:
             self.now += 20
             assert watchdog.check([TaskStatus("worker 0", 7, reports)]) is None
 
+    def test_a_blocking_call_may_be_silent_for_longer_and_tasks_that_wait_for_it_too(
+        self, watchdog
+    ):
+        exporting = TaskStatus("worker 0", 7, 9, "export")
+        waiting = TaskStatus("worker 1", 7, 8)
+        for self.now in (0, 31, 299):
+            assert watchdog.check([exporting, waiting]) is None
+        assert watchdog.stragglers([exporting, waiting]) == []
+        self.now = 300
+        assert watchdog.check([exporting, waiting]) == HungTask(
+            "worker 0", "no progress for 300 s in export after step 7"
+        )
+
+    def test_after_a_blocking_call_the_time_of_those_that_waited_begins_anew(self, watchdog):
+        waiting = TaskStatus("worker 1", 7, 8)
+        for self.now in (0, 100):
+            assert watchdog.check([TaskStatus("worker 0", 7, 9, "export"), waiting]) is None
+        for self.now in (100.1, 129):
+            assert watchdog.check([TaskStatus("worker 0", 7, 10), waiting]) is None
+        self.now = 130.2
+        assert watchdog.check([TaskStatus("worker 0", 7, 10), waiting]) == HungTask(
+            "worker 1", "no progress for 130 s after step 7"
+        )
+
     def test_before_the_first_step_no_hang_is_counted(self, watchdog):
         self.now = 119
         assert watchdog.check([TaskStatus("worker 0", -1, 2)]) is None
@@ -503,6 +532,18 @@ def test_a_hang_without_restarts_is_a_failure(run):
     assert "worker 1 failed after" in done.result.summary()[-1]
     assert "no progress for" in done.result.summary()[-1]
     assert any("in stuck_in_a_function" in line for line in done.result.summary())
+
+
+def test_a_long_blocking_call_is_no_hang(run):
+    done = run("worker 0@0=step:2 long_call:1.5", "worker 1@0=step:2 gate:over", hang_timeout_s=0.5)
+    assert (done.result.status, done.result.failures) == (0, ())
+
+
+@pytest.mark.slow
+def test_a_blocking_call_that_never_ends_is_a_hang(run):
+    flags = ["worker 0@0=step:2 long_call:1e6", "worker 1@0=step:2 gate:over"]
+    done = run(*flags, hang_timeout_s=0.2)
+    assert re.search(r"worker 0 .*no progress for \d+ s in export after step 2", done.summary)
 
 
 def test_row_19_a_straggler_is_named_and_left_alone(run, monkeypatch):

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from tfmw.errors import PREEMPTED
 from tfmw.launcher.run import report_progress
+from tfmw.runtime.progress import blocking_call
 
 TASK = os.environ["TFMW_TASK"]
 ATTEMPT = os.environ["TFMW_ATTEMPT"]
@@ -84,6 +85,13 @@ def steps_until_lag() -> None:
         report_progress(int(time.monotonic() * 1000))
         os.sched_yield()
     open_gate("lag")
+
+
+def long_call(seconds: str) -> None:
+    """Is silent for so long, in an export say, and then lets the task go that waits for it."""
+    with blocking_call("export"):
+        threading.Event().wait(float(seconds))
+    open_gate("over")
 
 
 def serve(name: str = "") -> None:

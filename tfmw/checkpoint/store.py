@@ -42,6 +42,7 @@ import tensorflow as tf
 from tfmw import storage
 from tfmw.checkpoint import file_lock
 from tfmw.errors import TfmwError, UsageError
+from tfmw.runtime.progress import blocking_call
 
 logger = logging.getLogger("tfmw")
 
@@ -418,7 +419,8 @@ class BackgroundWriter:
             Exception: an error of the writer that is not the disk's.
         """
         if self._thread is not None:
-            self._thread.join()
+            with blocking_call("backup"):
+                self._thread.join()
             self._thread = None
         if self._failure is not None:
             failure, self._failure = self._failure, None

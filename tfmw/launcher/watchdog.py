@@ -18,6 +18,9 @@ from tfmw.runtime.progress import JOINED, NOT_UP, UP
 STOPPED_TIMEOUT_S = 5.0
 """Seconds in which a stopped task may be continued. TensorFlow's other tasks give up after 10."""
 
+BLOCKING_FACTOR = 10
+"""A task in a blocking call (`blocking_call`) may be silent for so many hang time-outs."""
+
 LAG_S = 10.0
 """Seconds of silence, while another task goes on, after which a task is named in the log."""
 
@@ -30,6 +33,7 @@ class TaskStatus:
         task: its name.
         step: its last report, see `tfmw.runtime.progress`.
         reports: how many reports it has made.
+        blocked_in: name of the blocking call that it is in; "" for none.
         stopped: whether a signal has stopped it.
         must_join: whether it has to join the others before its first step.
     """
@@ -37,6 +41,7 @@ class TaskStatus:
     task: str
     step: int
     reports: int
+    blocked_in: str = ""
     stopped: bool = False
     must_join: bool = True
 
@@ -83,6 +88,7 @@ class Watchdog:
         self._clock = clock
         self._began_at = clock()
         self._last: dict[str, tuple[int, float]] = {}  # task -> (reports, when the last came)
+        self._excused_until = 0.0  # until then a task was in a blocking call
         self._stopped_since: dict[str, float] = {}
         self._reported_lag: dict[str, float] = {}  # straggler -> its lag when last named
 
@@ -128,15 +134,26 @@ class Watchdog:
     def _silent(self, statuses: Sequence[TaskStatus], now: float) -> HungTask | None:
         if not self._hang_s:
             return None
-        silent = [
-            s for s in statuses if s.step >= 0 and now - self._last[s.task][1] >= self._hang_s
+        training = [s for s in statuses if s.step >= 0]
+        silence = {s.task: now - self._last[s.task][1] for s in training}
+        blocked = [s for s in training if s.blocked_in]
+        overdue = [s for s in blocked if silence[s.task] >= BLOCKING_FACTOR * self._hang_s]
+        if blocked and not overdue:
+            # The others may only wait for it: their silence counts from its end.
+            self._excused_until = now
+            return None
+        silent = overdue or [
+            s for s in training if min(silence[s.task], now - self._excused_until) >= self._hang_s
         ]
         if not silent:
             return None
         # When one hangs, those that wait for it fall silent too, but later or at a later step.
         first = min(silent, key=lambda s: (s.step, self._last[s.task][1]))
-        seconds = now - self._last[first.task][1]
-        return HungTask(first.task, f"no progress for {seconds:.0f} s after step {first.step}")
+        where = f" in {first.blocked_in}" if first.blocked_in else ""
+        return HungTask(
+            first.task,
+            f"no progress for {silence[first.task]:.0f} s{where} after step {first.step}",
+        )
 
     def stragglers(self, statuses: Sequence[TaskStatus]) -> list[str]:
         """Lines that name tasks which lag behind another one; call it after `check`.
@@ -144,7 +161,7 @@ class Watchdog:
         A task is named again when its lag has doubled.
         """
         training = [s for s in statuses if s.step >= 0 and s.task in self._last]
-        if len(training) < 2:
+        if len(training) < 2 or any(s.blocked_in for s in training):
             return []
         newest = max(self._last[s.task][1] for s in training)
         lines = []

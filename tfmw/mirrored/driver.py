@@ -41,6 +41,7 @@ from tfmw.mirrored.metrics import NotedResults, ReplicaMetrics, noting_results
 from tfmw.mirrored.replica_state import ReplicaState
 from tfmw.mirrored.replicas import Replicas, Traces
 from tfmw.mirrored.tensors import batch_rows, or_one_example, or_zeros
+from tfmw.runtime.progress import report_alive
 
 
 class SyncDriver:
@@ -181,6 +182,7 @@ class SyncDriver:
     def _run(self, loop: Callable[..., Any], iterator: Any, max_steps: int) -> int:
         steps_done, examples = loop(iterator, tf.constant(max_steps, tf.int64))
         self.examples += int(examples)
+        report_alive()
         return int(steps_done)
 
     def _step_loop(

@@ -13,6 +13,7 @@ from tfmw.errors import UsageError
 from tfmw.mirrored.collectives.connection import ring_of
 from tfmw.mirrored.replicas import Replicas, new_function
 from tfmw.mirrored.tensors import batch_rows, carrier_of, or_one_example
+from tfmw.runtime.progress import report_alive
 
 Rows = list[list[int]]  # examples of each step and local replica
 
@@ -61,6 +62,7 @@ def predict(
         ]
         outputs += [[leaf[local] for leaf in flat] for local in range(replicas.local)]
         rows.append([int(n) for n in replicas.local_results(counts)])
+        report_alive()
         after_step(len(rows))
     return _assembled(replicas, outputs, rows, structure)
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfmw.cluster.group import Group
 from tfmw.data import Sharding
 from tfmw.keras_compat import placement
+from tfmw.runtime.progress import blocking_call
 
 
 class Replicas:
@@ -80,7 +81,8 @@ class Traces:
 
         def noted(*arguments: Any) -> Any:
             self.on_trace()
-            return function(*arguments)
+            with blocking_call("tracing"):
+                return function(*arguments)
 
         return new_function(noted, **options)
 

@@ -1,0 +1,54 @@
+"""What a task reports, and what its launcher reads of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfmw.runtime import progress
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """The launcher's side of this process's file."""
+    monkeypatch.setenv(progress.PROGRESS_FILE, str(tmp_path / "progress"))
+    file = progress.ProgressFile(tmp_path / "progress")
+    yield file
+    file.close()
+
+
+def test_before_the_first_report(file):
+    assert file.read() == (progress.NOT_UP, 0, "")
+
+
+def test_each_report_is_seen_also_those_of_the_same_step(file):
+    progress.report_progress(7)
+    first = file.read()
+    progress.report_alive()
+    assert (first.step, first.blocked_in) == (7, "")
+    assert file.read() == (7, first.reports + 1, "")
+
+
+def test_a_blocking_call_is_named_inside_another_too(file):
+    progress.report_progress(7)
+    with progress.blocking_call("export"):
+        with progress.blocking_call("backup"):
+            assert file.read()[::2] == (7, "backup")
+        progress.report_progress(8)
+        assert file.read()[::2] == (8, "export")
+    assert file.read()[::2] == (8, "")
+
+
+def test_a_blocking_call_that_fails_has_ended(file):
+    @progress.blocking_call("export")
+    def export() -> None:
+        raise ValueError("no space left")
+
+    with pytest.raises(ValueError, match="no space"):
+        export()
+    assert file.read().blocked_in == ""
+
+
+def test_without_a_launcher_nothing_is_written(monkeypatch):
+    monkeypatch.delenv(progress.PROGRESS_FILE, raising=False)
+    with progress.blocking_call("export"):
+        progress.report_progress(1)
