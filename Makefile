@@ -1,11 +1,12 @@
 # make demo    two worker processes train on real digits; a fresh process then predicts
-# make test    what CI runs: lint, types, every test
+# make test    what CI runs: lint, types, documentation, every test
+# make docs    the site, with guides, notebooks and API reference: build/docs/index.html
 # make bench   time of a step beside every other way to do it
 #
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-oldest bench lint type docs notebooks clean
+.PHONY: help demo test test-fast test-oldest bench lint type docs diagrams notebooks clean
 
 SHELL := bash
 VENV  := .venv
@@ -24,7 +25,7 @@ WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 
 help:
 	@sed -n 's/^# make /make /p' Makefile
 	@echo "make test-fast, make test-oldest, make lint, make type,"
-	@echo "make docs, make notebooks, make clean"
+	@echo "make notebooks, make diagrams, make clean"
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { \
@@ -47,7 +48,7 @@ NO_SLURM := make test: without the tests of Slurm, which is not installed: apt-g
 # Files of tests at a time: two of them keep two cores busy.
 JOBS ?= 2
 
-test: lint type
+test: lint type docs
 	@$(if $(SLURM),,echo "$(NO_SLURM)")
 	@$(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile) $(if $(SLURM),,-m "not slurm")
 
@@ -83,10 +84,14 @@ bench: pyproject.toml
 	  'torch==2.13.0' --editable '.[bench]'
 	@$(BENCH)/bin/python -m bench.steps
 
-# The API reference, from the docstrings: build/docs/index.html.
+# The site. A broken link, or a public name without a docstring, is an error.
 docs: $(STAMP)
-	@$(QUIET) $(BIN)/pdoc --docformat google --output-directory build/docs tfmw $(WITHOUT_NOTICES)
+	@$(QUIET) $(BIN)/python -m sphinx -c docs -E -W --keep-going --quiet . build/docs $(WITHOUT_NOTICES)
 	@echo "build/docs/index.html"
+
+# The diagrams of the pages, as SVGs in docs/diagrams. Needs npm, for mermaid, and chromium.
+diagrams: $(STAMP)
+	@$(BIN)/python docs/diagrams.py
 
 # Runs every notebook and keeps what it showed, in place.
 notebooks: $(STAMP)

@@ -3,6 +3,8 @@
     make notebooks                                             # all of them
     python notebooks/execute.py notebooks/first_fit.ipynb      # one
 
+A picture that README.md shows is written to docs/images, as SVG.
+
 What is kept is what a reader sees in the end: the last state of a progress bar, no TensorFlow
 notices about machines without a GPU, no paths of this machine, no times of execution.
 """
@@ -24,6 +26,7 @@ from tfmw.launcher.output import collapse
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted(Path(__file__).parent.glob("*.ipynb"))
+PICTURES = {"many_workers": ROOT / "docs" / "images" / "many_workers.svg"}
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _MACHINE = [  # (path of this machine, what stands for it)
@@ -34,12 +37,13 @@ _MACHINE = [  # (path of this machine, what stands for it)
 ]
 
 
-def execute(path: Path, timeout_s: float = 240) -> Any:
+def execute(path: Path, timeout_s: float = 240, formats: tuple[str, ...] = ("png",)) -> Any:
     """Runs a notebook in its own folder.
 
     Args:
         path: the notebook; the file is left as it is.
         timeout_s: seconds for one cell.
+        formats: of figures in the outputs, of those that matplotlib draws.
 
     Returns:
         The notebook with its outputs, as `readable` makes them.
@@ -55,6 +59,7 @@ def execute(path: Path, timeout_s: float = 240) -> Any:
         kernel_name="python3",
         resources=resources,
         record_timing=False,
+        extra_arguments=[f"--InlineBackend.figure_formats={name}" for name in formats],
     ).execute()
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -62,7 +67,7 @@ def execute(path: Path, timeout_s: float = 240) -> Any:
     # The kernel wrote its own version there.
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
+        "language_info": {"name": "python", "pygments_lexer": "ipython3"},
     }
     return notebook
 
@@ -82,6 +87,13 @@ def readable(outputs: list[Any]) -> list[Any]:
     return [o for o in found if o.output_type != "stream" or o.text]
 
 
+def take_svgs(cell: Any) -> list[str]:
+    """Takes the SVGs out of a cell's outputs, which keep their PNGs: notebooks stay small."""
+    found = [o.get("data", {}).pop("image/svg+xml", None) for o in cell.get("outputs", [])]
+    # The date and matplotlib's version say nothing about what is drawn.
+    return [re.sub(r"\n *<metadata>.*?</metadata>", "", s, flags=re.DOTALL) for s in found if s]
+
+
 def _last_state(text: str) -> str:
     lines = [_ANSI.sub("", collapse(line.removesuffix("\r"))).rstrip() for line in text.split("\n")]
     text = "\n".join(line for line in lines if not is_notice(line))
@@ -93,7 +105,11 @@ def _last_state(text: str) -> str:
 def _main(paths: list[str]) -> None:
     for path in [Path(p).resolve() for p in paths] or NOTEBOOKS:
         print(f"{path.name}", flush=True)
-        nbformat.write(execute(path), path)
+        notebook = execute(path, formats=("png", "svg"))
+        drawn = [picture for cell in notebook.cells for picture in take_svgs(cell)]
+        if path.stem in PICTURES:
+            PICTURES[path.stem].write_text(drawn[0])
+        nbformat.write(notebook, path)
 
 
 if __name__ == "__main__":

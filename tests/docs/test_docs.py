@@ -6,9 +6,11 @@ import ast
 import functools
 import importlib
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ import pytest
 import tfmw
 from tests.helpers.cluster import ROOT
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 GAP = "…"
 
 
@@ -83,6 +85,51 @@ def test_a_named_test_exists(document, name):
             assert re.search(rf"(?:def|class) {part}\b", source), f"{document}: {name}"
 
 
+# ---- files and objects that documents name, layers ----------------------------------------------
+
+
+def named(pattern: str) -> list[tuple[str, str]]:
+    """(document, name) of each name in backticks of this form."""
+    names = {(p.name, name) for p in DOCUMENTS for name in re.findall(pattern, p.read_text())}
+    assert len(names) > 10, pattern
+    return sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("document", "name"), named(r"`((?:tfmw|tests|bench|recipes|notebooks)/[\w./-]+)`")
+)
+def test_a_named_file_exists(document, name):
+    assert (ROOT / name).exists() or (ROOT / "tests" / name).exists(), f"{document}: {name}"
+
+
+@pytest.mark.parametrize(("document", "name"), named(r"`((?!train\.py)[a-z_]+\.py)`"))
+def test_a_file_named_beside_another_exists(document, name):
+    folders = ("tfmw", "tests", "bench", "recipes", "notebooks")
+    assert any(list((ROOT / folder).rglob(name)) for folder in folders), f"{document}: {name}"
+
+
+@pytest.mark.parametrize(("document", "name"), named(r"`(tfmw(?:\.\w+)+)(?=[(`])"))
+def test_a_named_object_exists(document, name):
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        found = pkgutil.resolve_name(module)
+    assert hasattr(found, attribute), f"{document}: {name}"
+
+
+def test_the_layers_are_those_that_lint_checks():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (layers,) = [
+        contract["layers"]
+        for contract in settings["tool"]["importlinter"]["contracts"]
+        if contract["type"] == "layers"
+    ]
+    (picture,) = re.findall(r"```text\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    shown = [re.split(r"  +", line)[0] for line in picture.splitlines()]
+    assert shown == [layer for layer in layers if layer != "__main__"]
+
+
 # ---- links --------------------------------------------------------------------------------------
 
 
@@ -92,7 +139,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path):
     text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)#\s]*(?:#[^)\s]*)?)\)", text):
@@ -133,22 +180,67 @@ def test_a_public_name_has_a_docstring(module, name):
         assert (value.__doc__ or "").strip(), f"{module}.{name}"
 
 
-@pytest.mark.slow
-def test_the_reference_is_made_of_them(tmp_path):
-    """As `make docs` does it."""
-    (command,) = re.findall(r"\$\(BIN\)/pdoc (.*) --output", (ROOT / "Makefile").read_text())
-    subprocess.run(
-        [sys.executable, "-m", "pdoc", *command.split(), "--output-directory", tmp_path, "tfmw"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=120,
+# ---- the site -----------------------------------------------------------------------------------
+
+
+def build(source: Path, settings: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    """As `make docs` does it, but of other pages."""
+    (options,) = re.findall(
+        r"-m sphinx -c docs (.*) \. build/docs ", (ROOT / "Makefile").read_text()
     )
-    page = (tmp_path / "tfmw/fit.html").read_text()
-    assert 'id="fit"' in page
+    command = [sys.executable, "-m", "sphinx", "-c", settings, *options.split(), source, out]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+@pytest.mark.slow
+def test_the_site_is_built_of_the_pages_and_docstrings(tmp_path):
+    done = build(ROOT, ROOT / "docs", tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "docs/reference/training.html").read_text()
+    assert 'id="tfmw.fit"' in page
     assert "is batched by the global batch size" in page
-    top = (tmp_path / "tfmw.html").read_text()
-    modules = {path.stem for path in (tmp_path / "tfmw").glob("*.html")}
-    documented = modules.union(re.findall(r'id="(\w+)"', top))
-    assert set(tfmw.__all__) <= documented
-    assert not list((tmp_path / "tfmw").glob("_*.html")), "private modules"
+    reference = "".join(p.read_text() for p in (tmp_path / "docs/reference").glob("*.html"))
+    assert "on_epoch_end" not in reference, "methods of Keras"
+    for name in tfmw.__all__:
+        assert re.search(rf'id="(module-)?tfmw\.{name}"', reference), name
+    assert not re.search(r'id="tfmw\.(\w+\.)?_', reference), "private names"
+    assert "--max-restarts N" in (tmp_path / "docs/reference/command-line.html").read_text()
+    notebook = (tmp_path / "notebooks/first_fit.html").read_text()
+    assert notebook.count('src="../_images/') == 2, "its plots"
+    assert "updates by the optimizer  184 in 8 epochs" in notebook
+    start = (tmp_path / "index.html").read_text()
+    workings = (tmp_path / "docs/how-it-works.html").read_text()
+    assert workings.count('src="../_images/') == 2, "its diagrams"
+    assert 'href="docs/training.html"' in start
+    loaded = re.findall(
+        r'<(?:script|link|img)[^>]* (?:src|href)="(https?:[^"]*)"', start + workings
+    )
+    assert not loaded, "pages load nothing from other servers"
+
+
+@pytest.mark.slow
+def test_the_site_is_not_built_of_wrong_pages(tmp_path):
+    (tmp_path / "README.md").write_text(
+        "# Wrong\n\n[a page](nowhere.md) [a heading](#nowhere)\n\n"
+        "```mermaid\nflowchart LR\n  accTitle: One training step\n  accDescr: Another.\n```\n\n"
+        "```{eval-rst}\n.. autofunction:: undocumented.function\n```\n"
+    )
+    (tmp_path / "undocumented.py").write_text("def function(): ...\n")
+    (tmp_path / "conf.py").write_text(
+        f"import runpy, sys\n"
+        f"globals().update(runpy.run_path({str(ROOT / 'docs/conf.py')!r}))\n"
+        f"sys.path.append({str(tmp_path)!r})\n"
+        "navigation, html_static_path = {}, []\n"
+    )
+    done = build(tmp_path, tmp_path, tmp_path / "out")
+    assert done.returncode != 0
+    for wrong in (
+        "'nowhere.md'",
+        "'nowhere'",
+        "one-training-step.svg is not of this diagram: make diagrams",
+        "undocumented.function has no docstring",
+        "tfmw.fit is public, and no page in docs/reference has it",
+    ):
+        assert wrong in done.stderr, done.stderr

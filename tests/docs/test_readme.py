@@ -1,4 +1,4 @@
-"""The code in README.md and docs/moving-in.md runs as it stands."""
+"""The code in README.md and in the guides runs as it stands."""
 
 from __future__ import annotations
 
@@ -58,9 +58,12 @@ def run(program: str, folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_readme(tmp_path):
-    """One block after the other, as somebody would who reads it from top to bottom."""
-    code = "\n".join(blocks("README.md"))
+def test_the_readme_and_the_guides(tmp_path):
+    """One block after the other, as somebody would who reads on from page to page."""
+    guides = ("training", "backups", "export")
+    found = [blocks(page) for page in ("README.md", *(f"docs/{name}.md" for name in guides))]
+    assert all(found), "a page without code"
+    code = "\n".join(block for page in found for block in page)
     for left_open, filled in (
         ("model = ...", "model = make_model()"),
         ("dataset = ...", "dataset = make_data().batch(64)"),
@@ -75,8 +78,8 @@ def test_the_readme(tmp_path):
     assert (tmp_path / "build/model/saved_model.pb").exists()
 
 
-def test_moving_in(tmp_path):
-    code = [block for block in blocks("docs/moving-in.md") if not block.startswith("# on servers")]
+def test_migration(tmp_path):
+    code = [block for block in blocks("docs/migration.md") if not block.startswith("# on servers")]
     assert len(code) == 4
     lines = [READER, "here = dict(globals())"]
     lines += [f"exec({block!r}, space := dict(here))" for block in code[:3]]
@@ -87,8 +90,8 @@ def test_moving_in(tmp_path):
         assert (tmp_path / name / "saved_model.pb").exists()
 
 
-def test_moving_in_from_parameter_server_scripts(tmp_path):
-    (code,) = [block for block in blocks("docs/moving-in.md") if block.startswith("# on servers")]
+def test_migration_from_parameter_server_scripts(tmp_path):
+    (code,) = [block for block in blocks("docs/migration.md") if block.startswith("# on servers")]
     (tmp_path / "train.py").write_text(f"{READER}\n{code}\nprint('all is done')\n")
     command = ["run", "--workers", "2", "--ps", "1", "train.py"]
     with tfmw_command(*command, cwd=tmp_path) as process:
