@@ -2,8 +2,8 @@
 
 Read `sharding.py` first: the three ways to shard. `values.py` has what they take and return,
 `order.py` gives all workers the same order, `source.py` reads what users pass to `fit`,
-`batches.py` has small helpers, `tfds_files.py` opens TFDS data sets by files. `shard` and `tfds`
-are public.
+`comparison.py` refuses data that differs between workers, `batches.py` has small helpers,
+`tfds_files.py` opens TFDS data sets by files. `shard` and `tfds` are public.
 
 May import: `tfmw.keras_compat`, `tfmw.datasets`, `tfmw.errors`.
 """

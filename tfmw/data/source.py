@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 from tfmw import keras_compat
 from tfmw.data.batches import deterministic, without_autograph
+from tfmw.data.comparison import refuse_different
 from tfmw.data.sharding import shard_dataset, shard_function
 from tfmw.data.values import INFINITE, Order, Shard, Sharding
 from tfmw.errors import UsageError
@@ -54,6 +56,18 @@ class Source:
             and not isinstance(self.x, keras.utils.PyDataset)
             and not hasattr(self.x, "__array__")
         )
+
+    def refuse_different(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Raises UsageError on every worker where workers pass different data; see `comparison`."""
+        is_one = (
+            keras_compat.is_dataset(self.x)
+            or isinstance(self.x, keras.utils.PyDataset)
+            or hasattr(self.x, "__next__")
+        )
+        if self.is_function():
+            refuse_different((), gather)
+        else:
+            refuse_different(self.x if is_one else (self.x, self.y, self.sample_weight), gather)
 
     def shard(self, sharding: Sharding, order: Order, skip: int = 0) -> Shard:
         """This worker's shard.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -186,6 +186,54 @@ def shuffles_in(dataset: tf.data.Dataset) -> int:
     return shuffles
 
 
+def dataset_constants(dataset: tf.data.Dataset) -> Iterator[tuple[str, str, Any]]:
+    """Yields (transformation, argument, eager tensor) for the constants of a pipeline's nodes.
+
+    Without seeds and buffers, which do not decide which elements there are, and without the files
+    of caches.
+    """
+    todo = [dataset]
+    while todo:
+        node = todo.pop()
+        kind = type(node).__name__.strip("_").removesuffix("V2").removesuffix("Dataset")
+        for name, value in vars(node).items():
+            if name in _NOT_DATA or kind in ("Cache", "Snapshot", "Save"):
+                continue
+            for leaf in value if isinstance(value, list) else [value]:
+                if isinstance(leaf, tf.Tensor) and leaf.dtype not in (tf.variant, tf.resource):
+                    yield kind, name.strip("_"), leaf
+        todo.extend(reversed(node._inputs()))
+
+
+def dataset_functions(dataset: tf.data.Dataset) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Yields (NodeDefs, captured eager tensors) for every function of a pipeline's nodes."""
+    todo = [dataset]
+    while todo:
+        node = todo.pop()
+        for wrapper in node._functions():
+            graph_def = wrapper.function.graph.as_graph_def()
+            bodies = [graph_def.node, *(f.node_def for f in graph_def.library.function)]
+            captured = [
+                tensor
+                for tensor in wrapper.function.captured_inputs
+                if tensor.dtype not in (tf.variant, tf.resource) and hasattr(tensor, "numpy")
+            ]
+            yield bodies, captured
+        todo.extend(reversed(node._inputs()))
+
+
+_NOT_DATA = {
+    "_variant_tensor_attr",
+    "_seed",
+    "_seed2",
+    "_buffer_size",
+    "_num_parallel_calls",
+    "_num_parallel_reads",
+    "_cycle_length",
+    "_block_length",
+}
+
+
 def dataset_graph(dataset: tf.data.Dataset, for_other_process: bool = False) -> Any:
     """The GraphDef of a dataset, with the functions it uses in its library.
 
@@ -220,5 +268,6 @@ def source_of_seeds() -> Any:
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
     (dataset_ops.DatasetV2, "_inputs"),
+    (dataset_ops.DatasetV2, "_functions"),
 ]
 """(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""

@@ -78,6 +78,8 @@ class EpochIterator:
         self._steps_in_pass = 0
         self._ended = False
         self.steps_done = 0
+        if group.size > 1:
+            source.refuse_different(group.from_all)
         self.shard = source.shard(sharding, self._order(self._seed))
         known = self.shard.steps != data.INFINITE
         self._pass_steps: int | None = self.shard.steps if known else None

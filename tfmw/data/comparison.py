@@ -1,0 +1,174 @@
+"""Whether all workers pass the same dataset, compared before the first step.
+
+tfmw shards one global dataset. Where each worker passes a part of its own (`dataset.shard(n, i)`,
+a file per worker, other arrays), most examples would never be seen. So workers compare a
+description of what they pass:
+
+* of arrays: shape, dtype and 16 values, floats to 3 digits;
+* of a pipeline: the numbers that select elements (`shard`, `skip`, `take`, `range`, `batch`), its
+  arrays, its strings; in its functions the numbers of `shard`, strings, and captured arrays;
+* of strings that name files: their base names, and of up to 8 files the size and first bytes. So
+  each host may keep a copy under a path of its own.
+
+Not compared are seeds and buffers (all workers take the chief's seeds), files of caches, small
+captured values, Python functions, and `PyDataset` and generators beyond their length: they may give
+each worker other elements, and nothing shows it here.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.errors import UsageError
+
+_VALUES = 16  # compared of an array
+_FILES = 8  # opened
+_FIRST_BYTES = 4096  # compared of a file
+_TOLERANCE = 1e-3  # hosts may round differently
+
+
+def refuse_different(x: Any, gather: Callable[[Any], list[Any]]) -> None:
+    """Compares what workers pass to fit, evaluate or predict. A call of all workers.
+
+    Args:
+        x: a dataset, or a structure of arrays.
+        gather: takes this worker's JSON value, returns those of all workers by rank.
+
+    Raises:
+        UsageError: workers have different datasets; on every worker.
+    """
+    chief, *others = gather([[what, value] for what, value in _described(x)])
+    for rank, other in enumerate(others, start=1):
+        difference = _difference(chief, other)
+        if difference is not None:
+            raise UsageError(
+                f"workers have different datasets: {difference[0]} on worker 0, {difference[1]} on "
+                f"worker {rank}. tfmw divides one global dataset, so examples would be lost: pass "
+                "the same data on every worker (without .shard(), without files or random numbers "
+                "of each worker's own), or a callable that takes a tf.distribute.InputContext and "
+                "returns that worker's pipeline."
+            )
+
+
+def _difference(a: list[Any], b: list[Any]) -> tuple[str, str] | None:
+    """The first item in which two descriptions differ, as text."""
+    for (what, value), (other_what, other) in zip(a, b, strict=False):
+        if what != other_what or not _equal(value, other):
+            return f"{what} is {_short(value)}", f"{other_what} is {_short(other)}"
+    if len(a) != len(b):
+        return f"a pipeline of {len(a)} constants", f"one of {len(b)}"
+    return None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return bool(np.isclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True))
+    return type(a) is type(b) and bool(a == b)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+# ---------------------------------------------------------------- what is compared
+
+
+def _described(x: Any) -> Iterator[tuple[str, Any]]:
+    """(what it is, JSON value) for all that must be equal on all workers."""
+    if keras_compat.is_dataset(x):
+        for kind, argument, tensor in keras_compat.dataset_constants(x):
+            yield f"{argument} of {kind}", _constant(_numpy(tensor))
+        for bodies, captured in keras_compat.dataset_functions(x):
+            yield from _described_function(bodies, captured)
+    elif isinstance(x, keras.utils.PyDataset):
+        yield "number of batches", x.num_batches
+    elif not hasattr(x, "__next__"):
+        for leaf in tf.nest.flatten(x, expand_composites=True):
+            if isinstance(leaf, np.ndarray | tf.Tensor):
+                yield "an array", _array(np.asarray(leaf))
+            elif hasattr(leaf, "shape"):
+                yield "the shape of an array", [int(size) for size in leaf.shape]
+
+
+def _described_function(bodies: list[Any], captured: list[Any]) -> Iterator[tuple[str, Any]]:
+    for nodes in bodies:
+        constants = {
+            node.name: tf.make_ndarray(node.attr["value"].tensor)
+            for node in nodes
+            if node.op == "Const"
+        }
+        strings = [value for value in constants.values() if value.dtype == object]
+        if strings:
+            yield "strings of a function", [_strings(value) for value in strings]
+        for node in nodes:
+            if node.op == "ShardDataset":
+                numbers = [constants.get(name.split(":")[0]) for name in node.input[1:3]]
+                yield "shard() in a function", [None if n is None else int(n) for n in numbers]
+    for tensor in captured:
+        if tensor.dtype == tf.string or tf.size(tensor) > _VALUES:
+            yield "what a function uses", _constant(_numpy(tensor))
+
+
+def _numpy(tensor: tf.Tensor) -> Any:
+    """The value of a tensor, without a copy where possible."""
+    try:
+        return np.asarray(memoryview(tensor))
+    except (TypeError, ValueError, BufferError):
+        return tensor.numpy()
+
+
+def _constant(value: Any) -> Any:
+    array = np.asarray(value)
+    if array.dtype == object or array.dtype.kind == "S":
+        return _strings(array)
+    return array.item() if array.ndim == 0 else _array(array)
+
+
+def _array(array: np.ndarray) -> list[Any]:
+    """Shape, dtype and some values, evenly spaced."""
+    if array.dtype.kind in "OSU":
+        return [list(array.shape), _strings(array)]
+    places = np.linspace(0, max(array.size - 1, 0), _VALUES).astype(np.int64)[: array.size]
+    values = array[np.unravel_index(places, array.shape)]
+    if array.dtype.kind not in "biuf":
+        values = values.astype(np.float32) if array.dtype.kind == "V" else np.zeros(0)
+    return [list(array.shape), array.dtype.name, values.tolist()]
+
+
+def _strings(array: np.ndarray) -> list[Any]:
+    """Names of files as their base names, sizes and first bytes; of other strings a checksum."""
+    texts = [_text(value) for value in array.reshape(-1)[:100_000]]
+    some = {texts[i] for i in np.linspace(0, len(texts) - 1, _FILES).astype(int)} if texts else ()
+    files = {text: found for text in sorted(some) if (found := _file(text)) is not None}
+    if files:
+        texts = [os.path.basename(text) for text in texts]
+    checksum = zlib.crc32("\0".join(texts).encode(errors="replace"))
+    shown = texts[:3]
+    return [len(array.reshape(-1)), shown, checksum, sorted(files.values())]
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _file(path: str) -> list[Any] | None:
+    """[base name, bytes, checksum of the first bytes]; None where there is no such file."""
+    try:
+        if not path or "\0" in path or not tf.io.gfile.exists(path) or tf.io.gfile.isdir(path):
+            return None
+        with tf.io.gfile.GFile(path, "rb") as file:
+            first = zlib.crc32(file.read(_FIRST_BYTES))
+        return [os.path.basename(path), tf.io.gfile.stat(path).length, first]
+    except (tf.errors.OpError, OSError, ValueError):
+        return None
