@@ -106,11 +106,11 @@ tfmw.fit(
     strategy=strategy,
     callbacks=[Changes()],
 )
-from tfmw.parameter_server.variables import Masters  # noqa: E402
+from tfmw.parameter_server.variables import ServerVariables  # noqa: E402
 
 servers = tfmw.strategies.servers_of(strategy)
 assert servers is not None
-masters = Masters(model, len(servers.cluster.ps), servers.settings.partition)
+server_variables = ServerVariables(model, len(servers.cluster.ps), servers.settings.partition)
 table = model.get_layer("table").embeddings
-results["pieces"] = [[p.server, p.start, p.stop] for p in masters.pieces(table)]
+results["pieces"] = [[p.server, p.start, p.stop] for p in server_variables.shards(table)]
 _result.write(results)

@@ -53,14 +53,14 @@ tfmw.fit(
     callbacks=[Begin(), tfmw.callbacks.BackupAndRestore(options.backup, delete_checkpoint=False)],
 )
 alone.fit(dataset(), epochs=options.epochs, steps_per_epoch=5, verbose=0)
-from tfmw.parameter_server.variables import Masters  # noqa: E402
+from tfmw.parameter_server.variables import ServerVariables  # noqa: E402
 
 servers = tfmw.strategies.servers_of(strategy)
 assert servers is not None
-masters = Masters(model, len(servers.cluster.ps), servers.settings.partition)
+server_variables = ServerVariables(model, len(servers.cluster.ps), servers.settings.partition)
 _result.write(
     {
-        "servers": [p.server for p in masters.pieces(model.layers[0].embeddings)],
+        "servers": [p.server for p in server_variables.shards(model.layers[0].embeddings)],
         "began_at": began_at[0],
         "iterations": int(model.optimizer.iterations.numpy()),
         "off_by": max(

@@ -1,11 +1,11 @@
 """Synchronous updates on parameter servers, with spare workers.
 
-    steps = SynchronousSteps(model, masters, name, workers=3, aggregate=2)
+    steps = SynchronousSteps(model, server_variables, name, workers=3, aggregate=2)
     coordinator.schedule(steps.function, args=(iterator, worker, limit, seeds))   # one per worker
     steps.advance(10)                          # on the coordinator: waits for, and makes, 10 steps
 
-Each server has an accumulator for each pack of its gradients. A worker takes the masters' values at
-step s, and gives its gradients, marked with s, to the accumulators; then it waits for step s + 1.
+Each server has an accumulator for each bucket of its gradients. A worker takes the servers' values
+at step s, gives its gradients, marked with s, to the accumulators, and waits for step s + 1.
 Once `aggregate` gradients of step s have come the server applies their mean and the step is over: a
 gradient that comes later finds the accumulator at s + 1 and is dropped. This is what TensorFlow 1
 called SyncReplicasOptimizer, from the same ops.
@@ -26,15 +26,15 @@ import tensorflow as tf
 
 from tfmw import keras_compat
 from tfmw.errors import UsageError
-from tfmw.parameter_server.steps import WorkerSteps, unpacked
-from tfmw.parameter_server.variables import Masters, Pack, server
+from tfmw.parameter_server.steps import WorkerSteps, unpack
+from tfmw.parameter_server.variables import Bucket, ServerVariables, server
 
 
 class SynchronousSteps(WorkerSteps):
     """Steps that several workers make together.
 
     Args:
-        model, masters, name: as in `WorkerSteps`.
+        model, server_variables, name: as in `WorkerSteps`.
         workers: number of workers.
         aggregate: gradients that make a step.
 
@@ -44,38 +44,47 @@ class SynchronousSteps(WorkerSteps):
     """
 
     def __init__(
-        self, model: keras.Model, masters: Masters, name: str, workers: int, aggregate: int
+        self,
+        model: keras.Model,
+        server_variables: ServerVariables,
+        name: str,
+        workers: int,
+        aggregate: int,
     ):
-        if masters.divided:
+        if server_variables.divided:
             raise UsageError(
                 "sync_replicas=True does not go with variables that are divided over servers: "
                 "leave partitioner and min_shard_bytes out, or train asynchronously."
             )
-        if len(masters.optimizers) != 1:
+        if len(server_variables.optimizers) != 1:
             raise UsageError(
-                f"sync_replicas=True needs one optimizer, the model has {len(masters.optimizers)}."
+                "sync_replicas=True needs one optimizer, the model has "
+                f"{len(server_variables.optimizers)}."
             )
-        super().__init__(model, masters, name, remote_lookups=False)
+        super().__init__(model, server_variables, name, remote_lookups=False)
         self._aggregate = aggregate
         self._now: Any = None
-        (optimizer,) = masters.optimizers
-        packs, alone = masters.packs(keras_compat.optimized_variables(optimizer))
-        packs += [Pack(masters.piece(v).server, keras_compat.native(v).dtype, (v,)) for v in alone]
-        self._gradients = packs
+        (optimizer,) = server_variables.optimizers
+        buckets, alone = server_variables.buckets(keras_compat.optimized_variables(optimizer))
+        buckets += [
+            Bucket(server_variables.shard(v).server, keras_compat.native(v).dtype, (v,))
+            for v in alone
+        ]
+        self._gradients = buckets
         self._accumulators = []
-        for number, pack in enumerate(packs):
-            with tf.device(server(pack.server)):
+        for number, bucket in enumerate(buckets):
+            with tf.device(server(bucket.server)):
                 self._accumulators.append(
                     tf.raw_ops.ResourceConditionalAccumulator(
-                        dtype=pack.dtype,
-                        shape=[sum(pack.sizes) + 1],
+                        dtype=bucket.dtype,
+                        shape=[sum(bucket.sizes) + 1],
                         shared_name=f"{self._name}/gradients_{number}",
                         reduction_type="SUM",
                     )
                 )
-        with tf.device(server(packs[0].server)):
+        with tf.device(server(buckets[0].server)):
             self._sent = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradients_sent")
-        with tf.device(server(masters.home)):
+        with tf.device(server(server_variables.home)):
             self._used = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradients_used")
             self._over = [
                 tf.queue.FIFOQueue(-1, [tf.int64], [[]], shared_name=f"{self._name}/over_{w}")
@@ -106,8 +115,8 @@ class SynchronousSteps(WorkerSteps):
     # ------------------------------------------------------------ on a worker
 
     def _many(self, iterator: Any, worker: tf.Tensor, limit: tf.Tensor, seeds: list[Any]) -> Any:
-        masters = self.masters
-        first = tf.identity(masters.applied.read_value())
+        server_variables = self.server_variables
+        first = tf.identity(server_variables.applied.read_value())
         locals_ = self._begin()
         # Workers make the same steps: the seeds must tell them apart.
         ticket = first * len(self._over) + worker
@@ -118,7 +127,7 @@ class SynchronousSteps(WorkerSteps):
             sent: list[tf.Tensor] = []
             self._given = sent
             examples = self._step(iterator, locals_)
-            with tf.control_dependencies(sent), tf.device(server(masters.home)):
+            with tf.control_dependencies(sent), tf.device(server(server_variables.home)):
                 over = self._one_op("wait", self._wait)(worker, now)
             return tf.identity(over), done + 1, seen + examples
 
@@ -137,13 +146,13 @@ class SynchronousSteps(WorkerSteps):
         others would come late as well.
         """
 
-        def mine(of: Callable[[Any], Any]) -> Any:
+        def own_queue(of: Callable[[Any], Any]) -> Any:
             choices = [functools.partial(of, queue) for queue in self._over]
             return tf.switch_case(tf.cast(worker, tf.int32), choices)
 
         (over,) = tf.while_loop(
-            lambda step: tf.logical_or(step <= now, mine(lambda queue: queue.size()) > 0),
-            lambda _: mine(lambda queue: queue.dequeue()),
+            lambda step: tf.logical_or(step <= now, own_queue(lambda queue: queue.size()) > 0),
+            lambda _: own_queue(lambda queue: queue.dequeue()),
             [now],
             parallel_iterations=1,
         )
@@ -163,15 +172,16 @@ class SynchronousSteps(WorkerSteps):
                 f"no gradient for {missing[0]}: with sync_replicas=True every trainable variable "
                 "needs one; freeze it (trainable=False)."
             )
-        for number, pack in enumerate(self._gradients):
+        for number, bucket in enumerate(self._gradients):
             flat = [
-                tf.reshape(tf.cast(by_variable[id(v)], pack.dtype), [-1]) for v in pack.variables
+                tf.reshape(tf.cast(by_variable[id(v)], bucket.dtype), [-1])
+                for v in bucket.variables
             ]
 
-            with tf.device(server(pack.server)):
+            with tf.device(server(bucket.server)):
                 op = self._one_op(("give", number), functools.partial(self._give, number))
-                told = op(tf.concat([*flat, tf.ones([1], pack.dtype)], axis=0), self._now)
-            applied.append(told)
+                done_here = op(tf.concat([*flat, tf.ones([1], bucket.dtype)], axis=0), self._now)
+            applied.append(done_here)
         self._given.extend(applied)
 
     def _give(self, number: int, flat: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
@@ -187,14 +197,14 @@ class SynchronousSteps(WorkerSteps):
 
     def _advance_by(self, steps: tf.Tensor) -> tf.Tensor:
         def step(made: tf.Tensor) -> tf.Tensor:
-            told = []
-            for where in range(self.masters.servers):
+            done_here = []
+            for where in range(self.server_variables.servers):
                 with tf.device(server(where)):
-                    told.append(keras_compat.one_op(lambda where=where: self._take(where))())
+                    done_here.append(keras_compat.one_op(lambda where=where: self._take(where))())
             # By way of the coordinator: servers don't see each other.
-            all_told = tf.add_n([tf.identity(t) for t in told])
-            with tf.device(server(self.masters.home)):
-                over = keras_compat.one_op(self._announce)(all_told)
+            all_done = tf.add_n([tf.identity(t) for t in done_here])
+            with tf.device(server(self.server_variables.home)):
+                over = keras_compat.one_op(self._announce)(all_done)
             return made + 1 + tf.identity(over) * 0
 
         with tf.device("/job:chief/replica:0/task:0/device:CPU:0"):
@@ -205,33 +215,33 @@ class SynchronousSteps(WorkerSteps):
 
     def _take(self, where: int) -> tf.Tensor:
         """Waits for enough gradients on one server, and updates its variables with their mean."""
-        (optimizer,) = self.masters.optimizers
+        (optimizer,) = self.server_variables.optimizers
         updates: list[tuple[list[tf.Tensor], Callable[..., None]]] = []
         used = tf.constant(0, tf.int64)
-        for number, pack in enumerate(self._gradients):
-            if pack.server != where:
+        for number, bucket in enumerate(self._gradients):
+            if bucket.server != where:
                 continue
             total = tf.raw_ops.ResourceAccumulatorTakeGradient(
-                handle=self._accumulators[number], num_required=self._aggregate, dtype=pack.dtype
+                handle=self._accumulators[number], num_required=self._aggregate, dtype=bucket.dtype
             )
             if number == 0:
                 used = tf.cast(total[-1], tf.int64)
 
-            def update(total: tf.Tensor, pack: Pack = pack) -> None:
-                parts = unpacked(pack, total[:-1] / total[-1])
-                for variable in pack.variables:
-                    piece = self.masters.piece(variable)
-                    self._update_whole(optimizer, piece, variable, parts[id(variable)])
+            def update(total: tf.Tensor, bucket: Bucket = bucket) -> None:
+                parts = unpack(bucket, total[:-1] / total[-1])
+                for variable in bucket.variables:
+                    shard = self.server_variables.shard(variable)
+                    self._update_whole(optimizer, shard, variable, parts[id(variable)])
 
             updates.append(([total], update))
-        with keras_compat.stable_variable_keys(optimizer, self.masters.trainable):
+        with keras_compat.stable_variable_keys(optimizer, self.server_variables.trainable):
             self._run_updates(where, optimizer, updates)
         return used
 
     def _announce(self, used: tf.Tensor) -> tf.Tensor:
         """The step is over: counts it, and tells every worker."""
         self._used.assign_add(used)
-        over = self.masters.applied.assign_add(1, read_value=True)
+        over = self.server_variables.applied.assign_add(1, read_value=True)
         for queue in self._over:
             queue.enqueue(over)
         return tf.identity(over)

@@ -32,7 +32,7 @@ from tfmw.cluster import servers as ps_cluster
 from tfmw.parameter_server import worker_data
 from tfmw.parameter_server.accumulators import SynchronousSteps
 from tfmw.parameter_server.steps import WorkerSteps
-from tfmw.parameter_server.variables import Masters
+from tfmw.parameter_server.variables import ServerVariables
 from tfmw.training.pace import FunctionPace
 
 _ASK_AGAIN_S = 0.05
@@ -59,7 +59,9 @@ class PsDriver:
         self._servers = servers
         self._coordinator = servers.coordinator
         self._workers = len(servers.cluster.workers)
-        self.masters = Masters(model, len(servers.cluster.ps), servers.settings.partition)
+        self.server_variables = ServerVariables(
+            model, len(servers.cluster.ps), servers.settings.partition
+        )
         self._steps = self._worker_steps(f"tfmw/{uuid.uuid4().hex}")
         makers, spec = worker_data.for_workers(source, self._workers)
         self._iterator = keras_compat.worker_iterators(self._coordinator, makers, spec)
@@ -69,9 +71,9 @@ class PsDriver:
     def _worker_steps(self, name: str) -> WorkerSteps | SynchronousSteps:
         settings = self._servers.settings
         if not settings.sync_replicas:
-            return WorkerSteps(self.model, self.masters, name)
+            return WorkerSteps(self.model, self.server_variables, name)
         aggregate = settings.replicas_to_aggregate or self._workers
-        return SynchronousSteps(self.model, self.masters, name, self._workers, aggregate)
+        return SynchronousSteps(self.model, self.server_variables, name, self._workers, aggregate)
 
     def train(self, steps: int, after: Callable[[int], bool]) -> int:
         """Applies exactly `steps` updates, fewer only where `after` ends it.
@@ -90,15 +92,15 @@ class PsDriver:
         going = True
         while going and self.applied < target:
             # Tickets that a lost worker took are given out again: only applied ones count.
-            self.masters.tickets.assign(self.applied)
+            self.server_variables.tickets.assign(self.applied)
             limit = tf.constant(target, tf.int64)
             left = target - self.applied
             waiting: collections.deque[Any] = collections.deque()
             while waiting or (left > 0 and going):
                 while going and left > 0 and len(waiting) < _AHEAD * self._workers:
-                    most = self._pace.next_steps(left, self._workers)
-                    waiting.append(self._schedule(most, limit))
-                    left -= most
+                    max_steps = self._pace.next_steps(left, self._workers)
+                    waiting.append(self._schedule(max_steps, limit))
+                    left -= max_steps
                 result = _fetched(waiting.popleft(), self._is_over)
                 made = self._add_up(result)
                 self._pace.took(float(result["seconds"]), made)
@@ -106,7 +108,7 @@ class PsDriver:
                 if made:
                     going = after(min(done, steps)) and going
             self._coordinator.join()
-            self.applied = int(self.masters.applied.numpy())
+            self.applied = int(self.server_variables.applied.numpy())
         return self.applied - begun
 
     def _train_together(
@@ -116,9 +118,9 @@ class PsDriver:
 
         A worker that is behind holds nobody up but at the end, so there are no ends in between.
         """
-        self.masters.push_scalars()
+        self.server_variables.push_scalars()
         limit = tf.constant(self.applied + steps, tf.int64)
-        seeds = [tf.cast(s.numpy(), tf.uint32) for s in self.masters.seeds]
+        seeds = [tf.cast(s.numpy(), tf.uint32) for s in self.server_variables.seeds]
         if self._numbers is None:
             self._numbers = keras_compat.worker_constants(
                 self._coordinator, list(range(self._workers))
@@ -150,7 +152,7 @@ class PsDriver:
             raise
         for result in fetched:
             self._add_up(result)
-        self.applied = int(self.masters.applied.numpy())
+        self.applied = int(self.server_variables.applied.numpy())
         after(steps)
         return steps
 
@@ -159,12 +161,12 @@ class PsDriver:
         """Gradients that came too late for their step, so far; None without `sync_replicas`."""
         return self._steps.dropped if isinstance(self._steps, SynchronousSteps) else None
 
-    def _schedule(self, most: int, limit: tf.Tensor) -> Any:
-        self.masters.push_scalars()
-        seeds = [tf.cast(s.numpy(), tf.uint32) for s in self.masters.seeds]
+    def _schedule(self, max_steps: int, limit: tf.Tensor) -> Any:
+        self.server_variables.push_scalars()
+        seeds = [tf.cast(s.numpy(), tf.uint32) for s in self.server_variables.seeds]
         return self._coordinator.schedule(
             self._steps.function,
-            args=(self._iterator, tf.constant(most, tf.int64), limit, seeds),
+            args=(self._iterator, tf.constant(max_steps, tf.int64), limit, seeds),
         )
 
     def _is_over(self) -> bool:
@@ -175,7 +177,7 @@ class PsDriver:
         """Takes what a function counted into the model's own metrics, here and nowhere else."""
         for variable, gained in zip(self._steps.metrics, result["metrics"], strict=True):
             keras_compat.native(variable).assign_add(gained)
-        for variable, drawn in zip(self.masters.seeds, result["draws"], strict=True):
+        for variable, drawn in zip(self.server_variables.seeds, result["draws"], strict=True):
             own = keras_compat.native(variable)
             own.assign(own + tf.cast(drawn, own.dtype))
         self.examples += int(result["examples"])

@@ -1,12 +1,12 @@
 """Variables whose rows are spread over parameter servers.
 
-    rows = look_up(pieces, ids)                       # on a worker: only the rows asked for move
-    for piece, grads, ids in to_pieces(pieces, gradient): ...     # each server gets its own rows
-    Rows(master, ids)                                 # on a server: an optimizer updates just those
+    rows = look_up(shards, ids)                       # on a worker: only the rows asked for move
+    for shard, grads, ids in split_by_shard(shards, gradient): ...   # each server gets its own rows
+    Rows(server_variable, ids)                        # on a server: an optimizer updates just those
 
-A variable is divided along its first axis into contiguous ranges, one `Piece` each, so putting the
-pieces one after the other gives the whole back, and a backup or an export never knows how many
-there were. Rows that a batch names twice travel once, and their gradients are added before they
+A variable is divided along its first axis into contiguous ranges, one `VariableShard` each, so
+concatenating the shards gives the whole back, and a backup or an export never knows how many there
+were. Rows that a batch names twice travel once, and their gradients are added before they
 leave the worker, so each server sees each row at most once in a step.
 """
 
@@ -17,71 +17,71 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.parameter_server.variables import Piece, server
+from tfmw.parameter_server.variables import VariableShard, server
 
 
-def look_up(pieces: Sequence[Piece], ids: tf.Tensor) -> tf.Tensor:
+def look_up(shards: Sequence[VariableShard], ids: tf.Tensor) -> tf.Tensor:
     """Rows of a divided variable.
 
     Args:
-        pieces: where it is, in the order of its rows.
+        shards: where it is, in the order of its rows.
         ids: int64 [n], rows of the whole, in any order, repeated or not.
 
     Returns:
         [n, ...] on the worker.
     """
     unique, positions = tf.unique(ids, out_idx=tf.int64)
-    if len(pieces) == 1:
-        with tf.device(server(pieces[0].server)):
-            rows = tf.gather(pieces[0].master, unique)
+    if len(shards) == 1:
+        with tf.device(server(shards[0].server)):
+            rows = tf.gather(shards[0].variable, unique)
         return tf.gather(tf.identity(rows), positions)
-    owners = _owners(pieces, unique)
-    asked = tf.dynamic_partition(unique, owners, len(pieces))
-    places = tf.dynamic_partition(tf.range(tf.size(unique)), owners, len(pieces))
+    owners = _owners(shards, unique)
+    asked = tf.dynamic_partition(unique, owners, len(shards))
+    places = tf.dynamic_partition(tf.range(tf.size(unique)), owners, len(shards))
     found = []
-    for piece, mine in zip(pieces, asked, strict=True):
-        with tf.device(server(piece.server)):
-            rows = tf.gather(piece.master, mine - piece.start)
+    for shard, local_ids in zip(shards, asked, strict=True):
+        with tf.device(server(shard.server)):
+            rows = tf.gather(shard.variable, local_ids - shard.start)
         found.append(tf.identity(rows))
     return tf.gather(tf.dynamic_stitch(places, found), positions)
 
 
-def read_whole(pieces: Sequence[Piece]) -> tf.Tensor:
+def read_whole(shards: Sequence[VariableShard]) -> tf.Tensor:
     """All rows of a variable, on the worker: for kernels, which a step needs whole."""
     values = []
-    for piece in pieces:
-        with tf.device(server(piece.server)):
-            value = piece.master.read_value()
+    for shard in shards:
+        with tf.device(server(shard.server)):
+            value = shard.variable.read_value()
         values.append(tf.identity(value))
     return values[0] if len(values) == 1 else tf.concat(values, axis=0)
 
 
-def to_pieces(pieces: Sequence[Piece], gradient: Any) -> list[tuple[Any, ...]]:
+def split_by_shard(shards: Sequence[VariableShard], gradient: Any) -> list[tuple[Any, ...]]:
     """Divides the gradient of a divided variable among its servers.
 
     Args:
         gradient: dense, or `tf.IndexedSlices` with rows of the whole, repeated or not.
 
     Returns:
-        For each piece (piece, gradients [n, ...], rows int64 [n] counted from its start), still on
-        the worker; (piece, gradients) where they are of all its rows.
+        For each shard (shard, gradients [n, ...], rows int64 [n] counted from its start), still on
+        the worker; (shard, gradients) where they are of all its rows.
     """
     if not isinstance(gradient, tf.IndexedSlices):
-        return [(p, gradient[p.start : p.stop] if p.stop else gradient) for p in pieces]
+        return [(p, gradient[p.start : p.stop] if p.stop else gradient) for p in shards]
     unique, positions = tf.unique(tf.cast(gradient.indices, tf.int64), out_idx=tf.int64)
     summed = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(unique))
-    owners = _owners(pieces, unique)
-    ids = tf.dynamic_partition(unique, owners, len(pieces))
-    values = tf.dynamic_partition(summed, owners, len(pieces))
+    owners = _owners(shards, unique)
+    ids = tf.dynamic_partition(unique, owners, len(shards))
+    values = tf.dynamic_partition(summed, owners, len(shards))
     return [
-        (piece, rows, mine - piece.start)
-        for piece, mine, rows in zip(pieces, ids, values, strict=True)
+        (shard, rows, local_ids - shard.start)
+        for shard, local_ids, rows in zip(shards, ids, values, strict=True)
     ]
 
 
-def _owners(pieces: Sequence[Piece], ids: tf.Tensor) -> tf.Tensor:
-    """int32 [n], which piece each row is in."""
-    starts = tf.constant([piece.start for piece in pieces[1:]], tf.int64)
+def _owners(shards: Sequence[VariableShard], ids: tf.Tensor) -> tf.Tensor:
+    """int32 [n], which shard each row is in."""
+    starts = tf.constant([shard.start for shard in shards[1:]], tf.int64)
     return tf.searchsorted(starts, ids, side="right", out_type=tf.int32)
 
 
@@ -92,16 +92,16 @@ class Rows:
     neither read nor written.
 
     Args:
-        master: the variable, on the server that runs this.
+        server_variable: the variable, on the server that runs this.
         ids: int64 [n], each row at most once.
     """
 
-    def __init__(self, master: tf.Variable, ids: tf.Tensor):
-        self._master = master
+    def __init__(self, server_variable: tf.Variable, ids: tf.Tensor):
+        self._master = server_variable
         self._ids = ids
-        self._rows = tf.gather(master, ids)
-        self.dtype = master.dtype
-        self._unique_id = master._unique_id
+        self._rows = tf.gather(server_variable, ids)
+        self.dtype = server_variable.dtype
+        self._unique_id = server_variable._unique_id
 
     @property
     def shape(self) -> tf.TensorShape:

@@ -1,20 +1,20 @@
 """What a worker of a parameter-server cluster does: many training steps in one scheduled function.
 
-    steps = WorkerSteps(model, masters)
-    remote = coordinator.schedule(steps.function, args=(iterator, most, limit, seeds))
+    steps = WorkerSteps(model, server_variables)
+    remote = coordinator.schedule(steps.function, args=(iterator, max_steps, limit, seeds))
 
-    claim `most` tickets of the epoch                     (one message; never more than there are)
+    claim `max_steps` tickets of the epoch                (one message; never more than there are)
     metrics = 0                                           (this worker's own, for this function)
     for each ticket:
-        stand-ins = masters                               (one message per server)
+        local copies = server variables                   (one message per server)
         logs = model.train_step(next(iterator))           (the user's own, if they have one)
             optimizer.apply(gradients):                   (one message per server)
-                on each server: update its masters, and count
-        state = masters' state + what this step changed   (batch-norm averages)
+                on each server: update its variables, and count
+        state = servers' state + what this step changed   (batch-norm averages)
     return metrics                                        (the coordinator adds them up)
 
-Nothing that two workers write is read, changed and written back by a worker: masters are updated
-where they are, metrics never leave the worker before they are complete, and the counts are added
+Nothing that two workers write is read, changed and written back by a worker: servers update their
+own variables, metrics never leave the worker before they are complete, and the counts are added
 to on the server.
 
 What a step leaves in variables that layers keep by themselves: BatchNormalization's moving averages
@@ -37,8 +37,16 @@ import tensorflow as tf
 
 from tfmw import data, keras_compat
 from tfmw.errors import UsageError
-from tfmw.parameter_server.shards import Rows, look_up, read_whole, to_pieces
-from tfmw.parameter_server.variables import PACKED_BYTES, Masters, Pack, Piece, server, standing_in
+from tfmw.parameter_server.shards import Rows, look_up, read_whole, split_by_shard
+from tfmw.parameter_server.variables import (
+    BUCKET_BYTES,
+    Bucket,
+    ServerVariables,
+    VariableShard,
+    contains,
+    server,
+    substituted,
+)
 
 UNROLLED = 10
 """Steps in one turn of the traced loop: each turn costs messages of its own between processes."""
@@ -53,22 +61,26 @@ class WorkerSteps:
 
     Args:
         model: compiled and built, with its optimizer built.
-        masters: its variables on the servers.
+        server_variables: its variables on the servers.
         name: of the worker-side variables; differs between trainings that share servers.
         remote_lookups: whether large tables stay on their servers, and rows are fetched.
 
     Attributes:
-        function: (iterator, most int64 [], limit int64 [], seeds [uint32 [2], ...]) -> dict with
+        function: (iterator, max_steps int64 [], limit int64 [], seeds [uint32 [2], ...]) -> a dict:
             "steps" int64 [], "examples" int64 [] of them, "seconds" float64 [] that they took,
             "metrics" (what each metric variable gained) and "draws" (by how much each seed
             generator advanced).
     """
 
     def __init__(
-        self, model: keras.Model, masters: Masters, name: str, remote_lookups: bool = True
+        self,
+        model: keras.Model,
+        server_variables: ServerVariables,
+        name: str,
+        remote_lookups: bool = True,
     ):
         self.model = model
-        self.masters = masters
+        self.server_variables = server_variables
         self.metrics = keras_compat.metric_variables(model)
         self.function = tf.function(self._many, autograph=False)
         self._name = f"{name}/{next(_models)}"
@@ -77,20 +89,24 @@ class WorkerSteps:
         looked_up = keras_compat.looked_up_variables(model) if remote_lookups else []
         self._remote = [
             v
-            for v in masters.trainable
-            if any(v is d for d in masters.divided)
-            or (any(v is e for e in looked_up) and v.shape.num_elements() * 4 > PACKED_BYTES)
+            for v in server_variables.trainable
+            if any(v is d for d in server_variables.divided)
+            or (any(v is e for e in looked_up) and v.shape.num_elements() * 4 > BUCKET_BYTES)
         ]
-        pulled = [v for v in masters.trainable + masters.state if not _in(v, self._remote)]
-        self._packs, self._alone = masters.packs(pulled)
+        pulled = [
+            v
+            for v in server_variables.trainable + server_variables.state
+            if not contains(v, self._remote)
+        ]
+        self._buckets, self._alone = server_variables.buckets(pulled)
 
     # ------------------------------------------------------------ the scheduled function
 
-    def _many(self, iterator: Any, most: tf.Tensor, limit: tf.Tensor, seeds: list[Any]) -> Any:
-        masters = self.masters
-        end = masters.tickets.assign_add(most, read_value=True)
-        first = tf.identity(end) - most
-        count = tf.clip_by_value(limit - first, 0, most)
+    def _many(self, iterator: Any, max_steps: tf.Tensor, limit: tf.Tensor, seeds: list[Any]) -> Any:
+        server_variables = self.server_variables
+        end = server_variables.tickets.assign_add(max_steps, read_value=True)
+        first = tf.identity(end) - max_steps
+        count = tf.clip_by_value(limit - first, 0, max_steps)
         locals_ = self._begin()
         begun = [self._begin_seed(locals_[id(s)], v, first) for s, v in self._seeds(seeds)]
         step = functools.partial(self._step, iterator, locals_)
@@ -119,12 +135,14 @@ class WorkerSteps:
         return {**self._results(done, seen, locals_, begun, seeds), "seconds": seconds}
 
     def _begin(self) -> dict[int, Any]:
-        """Stand-ins that hold what a function begins with."""
+        """Local copies that hold what a function begins with."""
         locals_ = self._locals()
         for variable in self.metrics:
             locals_[id(variable)].assign(tf.zeros(variable.shape, _dtype(variable)))
-        for variable in self.masters.frozen:
-            locals_[id(variable)].assign(_here(self.masters.piece(variable).master.read_value()))
+        for variable in self.server_variables.frozen:
+            locals_[id(variable)].assign(
+                _on_worker(self.server_variables.shard(variable).variable.read_value())
+            )
         return locals_
 
     def _results(
@@ -147,35 +165,35 @@ class WorkerSteps:
             }
 
     def _locals(self) -> dict[int, Any]:
-        """Stand-ins of this worker by id of the Keras variable."""
-        masters = self.masters
+        """Local copies of this worker by id of the Keras variable."""
+        server_variables = self.server_variables
         ordinary = [
-            *masters.trainable,
-            *masters.state,
-            *masters.frozen,
-            *masters.seeds,
+            *server_variables.trainable,
+            *server_variables.state,
+            *server_variables.frozen,
+            *server_variables.seeds,
             *self.metrics,
         ]
         found: dict[int, Any] = {}
         for number, variable in enumerate(ordinary):
-            if _in(variable, self._remote) or id(variable) in found:
+            if contains(variable, self._remote) or id(variable) in found:
                 continue
             found[id(variable)] = keras_compat.local_variable(
                 f"{self._name}/{number}", variable.shape, _dtype(variable), variable.trainable
             )
         for number, variable in enumerate(self._remote):
-            pieces = masters.pieces(variable)
+            shards = server_variables.shards(variable)
             found[id(variable)] = keras_compat.RemoteRows(
                 f"{self._name}/remote_{number}",
                 variable.shape,
                 _dtype(variable),
-                functools.partial(look_up, pieces),
-                functools.partial(read_whole, pieces),
+                functools.partial(look_up, shards),
+                functools.partial(read_whole, shards),
             )
         return found
 
     def _seeds(self, seeds: list[Any]) -> list[tuple[Any, Any]]:
-        return list(zip(self.masters.seeds, seeds, strict=True))
+        return list(zip(self.server_variables.seeds, seeds, strict=True))
 
     def _begin_seed(self, local: Any, value: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
         fold = tf.cast(first * _SEED_STEP % (1 << 31), tf.uint32)
@@ -190,21 +208,29 @@ class WorkerSteps:
 
     def _step(self, iterator: Any, locals_: dict[int, Any]) -> tf.Tensor:
         """Returns int64 [], the examples of the step."""
-        masters, model = self.masters, self.model
+        server_variables, model = self.server_variables, self.model
         before = self._pull(locals_)
-        own = [*masters.trainable, *masters.state, *masters.frozen, *masters.seeds, *self.metrics]
+        own = [
+            *server_variables.trainable,
+            *server_variables.state,
+            *server_variables.frozen,
+            *server_variables.seeds,
+            *self.metrics,
+        ]
         pairs = [(v, locals_[id(v)]) for v in own]
-        pairs += [(v, _ReadOnly(copies[masters.home])) for v, copies in masters.scalars]
+        pairs += [
+            (v, _ReadOnly(copies[server_variables.home])) for v, copies in server_variables.scalars
+        ]
         remote = [(v, locals_[id(v)]) for v in self._remote]
         applied: list[tf.Tensor] = []
         with contextlib.ExitStack() as stack:
-            for optimizer in masters.optimizers:
+            for optimizer in server_variables.optimizers:
                 enter = stack.enter_context
-                enter(keras_compat.stable_variable_keys(optimizer, masters.trainable))
+                enter(keras_compat.stable_variable_keys(optimizer, server_variables.trainable))
                 enter(self._updating_servers(optimizer, applied))
             stack.enter_context(keras_compat.recorded_assignments(self._assigned))
             stack.enter_context(keras_compat.lookups_through(remote))
-            stack.enter_context(standing_in(pairs))
+            stack.enter_context(substituted(pairs))
             batch = next(iterator)
             logs = model.train_step(batch)
         if not isinstance(logs, dict):
@@ -223,59 +249,61 @@ class WorkerSteps:
 
     def _count(self, applied: list[tf.Tensor]) -> None:
         """Counts the step on the server that is home, after its updates there."""
-        with tf.device(server(self.masters.home)), tf.control_dependencies(applied):
-            self.masters.applied.assign_add(1)
+        with tf.device(server(self.server_variables.home)), tf.control_dependencies(applied):
+            self.server_variables.applied.assign_add(1)
 
     def _pull(self, locals_: dict[int, Any]) -> dict[int, tf.Tensor]:
-        """Takes the masters' values; returns those of the state."""
+        """Takes the servers' values; returns those of the state."""
         values: dict[int, tf.Tensor] = {}
-        for number, pack in enumerate(self._packs):
-            with tf.device(server(pack.server)):
-                flat = self._one_op(("pull", number), functools.partial(self._packed, pack))()
-            values.update(unpacked(pack, _here(flat)))
+        for number, bucket in enumerate(self._buckets):
+            with tf.device(server(bucket.server)):
+                flat = self._one_op(("pull", number), functools.partial(self._flat, bucket))()
+            values.update(unpack(bucket, _on_worker(flat)))
         for variable in self._alone:
-            values[id(variable)] = _here(self.masters.piece(variable).master.read_value())
-        for variable in [v for p in self._packs for v in p.variables] + self._alone:
+            values[id(variable)] = _on_worker(
+                self.server_variables.shard(variable).variable.read_value()
+            )
+        for variable in [v for p in self._buckets for v in p.variables] + self._alone:
             locals_[id(variable)].assign(values[id(variable)])
-        return {id(v): values[id(v)] for v in self.masters.state}
+        return {id(v): values[id(v)] for v in self.server_variables.state}
 
-    def _packed(self, pack: Pack) -> tf.Tensor:
+    def _flat(self, bucket: Bucket) -> tf.Tensor:
         """[elements of all variables], on their server."""
-        parts = [self.masters.piece(v).master.read_value() for v in pack.variables]
+        parts = [self.server_variables.shard(v).variable.read_value() for v in bucket.variables]
         return tf.concat([tf.reshape(p, [-1]) for p in parts], axis=0)
 
     def _push_state(self, locals_: dict[int, Any], before: dict[int, tf.Tensor]) -> None:
-        changed = [v for v in self.masters.state if _in(v, self._assigned)]
+        changed = [v for v in self.server_variables.state if contains(v, self._assigned)]
         averages = keras_compat.moving_averages(self.model)
-        packs, alone = self.masters.packs(changed)
-        packs += [Pack(self.masters.piece(v).server, _dtype(v), (v,)) for v in alone]
-        for number, pack in enumerate(packs):
+        buckets, alone = self.server_variables.buckets(changed)
+        buckets += [Bucket(self.server_variables.shard(v).server, _dtype(v), (v,)) for v in alone]
+        for number, bucket in enumerate(buckets):
             sent = []
-            for variable in pack.variables:
+            for variable in bucket.variables:
                 after = locals_[id(variable)].read_value()
-                sent.append(after if _in(variable, averages) else after - before[id(variable)])
+                sent.append(after if contains(variable, averages) else after - before[id(variable)])
             flat = tf.concat([tf.reshape(t, [-1]) for t in sent], axis=0)
 
-            with tf.device(server(pack.server)):
-                take = functools.partial(self._take_state, pack, averages)
+            with tf.device(server(bucket.server)):
+                take = functools.partial(self._take_state, bucket, averages)
                 self._one_op(("state", number), take)(flat)
 
-    def _take_state(self, pack: Pack, averages: list[Any], flat: tf.Tensor) -> tf.Tensor:
+    def _take_state(self, bucket: Bucket, averages: list[Any], flat: tf.Tensor) -> tf.Tensor:
         """On a server: what a step left in its state."""
-        parts = unpacked(pack, flat)
-        for variable in pack.variables:
-            master = self.masters.piece(variable).master
-            if _in(variable, averages):
-                master.assign(parts[id(variable)])
+        parts = unpack(bucket, flat)
+        for variable in bucket.variables:
+            server_variable = self.server_variables.shard(variable).variable
+            if contains(variable, averages):
+                server_variable.assign(parts[id(variable)])
             else:
-                master.assign_add(parts[id(variable)])
+                server_variable.assign_add(parts[id(variable)])
         return tf.constant(0)
 
     # ------------------------------------------------------------ updates
 
     @contextlib.contextmanager
     def _updating_servers(self, optimizer: Any, applied: list[tf.Tensor]) -> Iterator[None]:
-        """Makes `optimizer.apply` update the masters, where they are."""
+        """Makes `optimizer.apply` update the server variables, where they are."""
         keras_apply = optimizer.apply
 
         def apply(grads: Any, trainable_variables: Any = None) -> None:
@@ -306,38 +334,48 @@ class WorkerSteps:
     def _update(
         self, optimizer: Any, grads: list[tuple[Any, Any]], applied: list[tf.Tensor]
     ) -> None:
-        masters = self.masters
+        server_variables = self.server_variables
         by_variable = {id(v): g for g, v in grads}
         todo: dict[int, list[tuple[list[tf.Tensor], Callable[..., None]]]] = {
-            where: [] for where in range(masters.servers)
+            where: [] for where in range(server_variables.servers)
         }
-        here = [v for _, v in grads if not _in(v, self._remote)]
-        packs, alone = masters.packs(here)
-        for pack in [*packs, *(Pack(masters.piece(v).server, _dtype(v), (v,)) for v in alone)]:
+        here = [v for _, v in grads if not contains(v, self._remote)]
+        buckets, alone = server_variables.buckets(here)
+        for bucket in [
+            *buckets,
+            *(Bucket(server_variables.shard(v).server, _dtype(v), (v,)) for v in alone),
+        ]:
             flat = tf.concat(
-                [tf.reshape(tf.cast(by_variable[id(v)], pack.dtype), [-1]) for v in pack.variables],
+                [
+                    tf.reshape(tf.cast(by_variable[id(v)], bucket.dtype), [-1])
+                    for v in bucket.variables
+                ],
                 axis=0,
             )
 
-            def update_pack(flat: tf.Tensor, pack: Pack = pack) -> None:
+            def update_bucket(flat: tf.Tensor, bucket: Bucket = bucket) -> None:
                 for variable, grad in zip(
-                    pack.variables, unpacked(pack, flat).values(), strict=True
+                    bucket.variables, unpack(bucket, flat).values(), strict=True
                 ):
-                    self._update_whole(optimizer, masters.piece(variable), variable, grad)
+                    self._update_whole(optimizer, server_variables.shard(variable), variable, grad)
 
-            todo[pack.server].append(([flat], update_pack))
-        for variable in [v for _, v in grads if _in(v, self._remote)]:
-            for piece, *sent in to_pieces(masters.pieces(variable), by_variable[id(variable)]):
+            todo[bucket.server].append(([flat], update_bucket))
+        for variable in [v for _, v in grads if contains(v, self._remote)]:
+            for shard, *sent in split_by_shard(
+                server_variables.shards(variable), by_variable[id(variable)]
+            ):
 
-                def update_rows(*sent: Any, piece: Piece = piece, variable: Any = variable) -> None:
-                    self._update_rows(optimizer, piece, variable, *sent)
+                def update_rows(
+                    *sent: Any, shard: VariableShard = shard, variable: Any = variable
+                ) -> None:
+                    self._update_rows(optimizer, shard, variable, *sent)
 
-                todo[piece.server].append((sent, update_rows))
+                todo[shard.server].append((sent, update_rows))
         for where, updates in todo.items():
             # Servers that hold nothing of these gradients count all the same.
-            told = self._on_server(where, optimizer, updates or [([_signal(grads)], _nothing)])
-            if where == masters.home:
-                applied.append(told)
+            done_here = self._on_server(where, optimizer, updates or [([_signal(grads)], _nothing)])
+            if where == server_variables.home:
+                applied.append(done_here)
 
     def _on_server(
         self,
@@ -370,11 +408,11 @@ class WorkerSteps:
     ) -> None:
         """On a server: updates its variables, and counts for its own copy of the optimizer."""
         # What every update needs, each server has for itself.
-        scalars = [(v, _ReadOnly(copies[where])) for v, copies in self.masters.scalars]
-        with standing_in(scalars):
+        scalars = [(v, _ReadOnly(copies[where])) for v, copies in self.server_variables.scalars]
+        with substituted(scalars):
             for tensors, update in updates:
                 update(*tensors)
-        for variable, copies in self.masters.scalars:
+        for variable, copies in self.server_variables.scalars:
             if variable is optimizer.iterations:
                 copies[where].assign_add(1)
 
@@ -382,41 +420,41 @@ class WorkerSteps:
         """`function` as one op; traced for the first of the steps in a turn, used by all."""
         return self._ops.setdefault(key, keras_compat.one_op(function))
 
-    def _update_whole(self, optimizer: Any, piece: Piece, variable: Any, grad: Any) -> None:
-        slots = self.masters.slots_of(variable)
-        pairs = [(variable, piece.master), *((s, piece.slots[id(s)]) for s in slots)]
-        with standing_in(pairs):
+    def _update_whole(self, optimizer: Any, shard: VariableShard, variable: Any, grad: Any) -> None:
+        slots = self.server_variables.slots_of(variable)
+        pairs = [(variable, shard.variable), *((s, shard.slots[id(s)]) for s in slots)]
+        with substituted(pairs):
             rate = keras_compat.current_learning_rate(optimizer)
             if keras_compat.uses_weight_decay(optimizer, variable):
-                decay = tf.cast(optimizer.weight_decay, piece.master.dtype)
-                rate_here = tf.cast(rate, piece.master.dtype)
-                piece.master.assign_sub(piece.master.read_value() * decay * rate_here)
+                decay = tf.cast(optimizer.weight_decay, shard.variable.dtype)
+                rate_here = tf.cast(rate, shard.variable.dtype)
+                shard.variable.assign_sub(shard.variable.read_value() * decay * rate_here)
             optimizer.update_step(grad, variable, rate)
             if variable.constraint is not None:
-                piece.master.assign(variable.constraint(piece.master.read_value()))
+                shard.variable.assign(variable.constraint(shard.variable.read_value()))
 
     def _update_rows(
         self,
         optimizer: Any,
-        piece: Piece,
+        shard: VariableShard,
         variable: Any,
         rows: tf.Tensor,
         ids: tf.Tensor | None = None,
     ) -> None:
-        """Updates some rows of a piece, or without `ids` all of them."""
+        """Updates some rows of a shard, or without `ids` all of them."""
         if ids is None:
-            self._update_whole(optimizer, piece, variable, rows)
+            self._update_whole(optimizer, shard, variable, rows)
             return
-        slots = self.masters.slots_of(variable)
-        if not _in(variable, self.masters.divided) and not _same_by_rows(optimizer):
+        slots = self.server_variables.slots_of(variable)
+        if not contains(variable, self.server_variables.divided) and not _same_by_rows(optimizer):
             # As Keras: slots decay for rows without a gradient as well.
-            shape = piece.master.shape.as_list()
+            shape = shard.variable.shape.as_list()
             dense = tf.math.unsorted_segment_sum(rows, ids, shape[0])
-            self._update_whole(optimizer, piece, variable, tf.ensure_shape(dense, shape))
+            self._update_whole(optimizer, shard, variable, tf.ensure_shape(dense, shape))
             return
-        pairs: list[tuple[Any, Any]] = [(variable, Rows(piece.master, ids))]
-        pairs += [(s, Rows(piece.slots[id(s)], ids)) for s in slots]
-        with standing_in(pairs):
+        pairs: list[tuple[Any, Any]] = [(variable, Rows(shard.variable, ids))]
+        pairs += [(s, Rows(shard.slots[id(s)], ids)) for s in slots]
+        with substituted(pairs):
             optimizer.update_step(rows, variable, keras_compat.current_learning_rate(optimizer))
 
 
@@ -463,20 +501,16 @@ def _signal(grads: list[tuple[Any, Any]]) -> tf.Tensor:
     return tf.cast(tf.size(values), tf.int64) * 0
 
 
-def unpacked(pack: Pack, flat: tf.Tensor) -> dict[int, tf.Tensor]:
+def unpack(bucket: Bucket, flat: tf.Tensor) -> dict[int, tf.Tensor]:
     """Tensors by id of the variable, of the one tensor that they travel in."""
-    parts = tf.split(flat, pack.sizes) if len(pack.sizes) > 1 else [flat]
-    return {id(v): tf.reshape(p, v.shape) for v, p in zip(pack.variables, parts, strict=True)}
+    parts = tf.split(flat, bucket.sizes) if len(bucket.sizes) > 1 else [flat]
+    return {id(v): tf.reshape(p, v.shape) for v, p in zip(bucket.variables, parts, strict=True)}
 
 
-def _here(tensor: tf.Tensor) -> tf.Tensor:
+def _on_worker(tensor: tf.Tensor) -> tf.Tensor:
     """The same tensor on the worker, once: each use there would otherwise fetch it."""
     return tf.identity(tensor)
 
 
 def _dtype(variable: Any) -> tf.DType:
     return keras_compat.native(variable).dtype
-
-
-def _in(variable: Any, variables: Any) -> bool:
-    return any(variable is other for other in variables)

@@ -126,7 +126,7 @@ class ParameterServerTraining:
 
     def share_changes(self, inside_epoch: bool = False) -> None:
         if not self._finished:
-            self.driver.masters.push()
+            self.driver.server_variables.push()
 
     def begin_epoch(self) -> None:
         self.steps_done, self._restored_steps = self._restored_steps, 0
@@ -177,7 +177,7 @@ class ParameterServerTraining:
     def _fetch(self, slots: bool) -> None:
         """Fetches weights that steps have changed: callbacks may have set them since."""
         if not self._finished:
-            self.driver.masters.lower(weights=not self._is_current, slots=slots)
+            self.driver.server_variables.fetch(weights=not self._is_current, slots=slots)
         self._is_current = True
 
 

@@ -1,18 +1,18 @@
 """Where a model's variables live while parameter servers hold them.
 
-    masters = Masters(model, servers=2)      # on the servers: the truth
-    masters.lower()                          # their values, back into the user's own model
-    with masters.standing_in(...):           # while a worker's function is traced, see `ps_steps`
+    server_variables = ServerVariables(model, servers=2)      # on the servers: the truth
+    server_variables.fetch()                  # their values, back into the user's own model
+    with substituted(pairs): ...              # while a worker's function is traced, see `steps`
 
 Three copies of a variable exist during training, and each has one purpose:
 
 * the user's own `tf.Variable` on the coordinator: what callbacks, validation, backups and exports
-  see. It gets the masters' values at the end of each epoch (`lower`);
-* the master on a server: every update goes to it, and is computed there;
-* a stand-in on each worker: a local copy that a step reads and differentiates. It takes the
-  master's value at the beginning of each step.
+  see. It gets the servers' values at the end of each epoch (`fetch`);
+* the server variable: every update goes to it, and is computed there;
+* a local copy on each worker, which a step reads and differentiates. It takes the server
+  variable's value at the beginning of each step.
 
-A server's small variables travel in one tensor (a `Pack`): what costs time between processes is
+A server's small variables travel in one tensor (a `Bucket`): what costs time between processes is
 the number of messages, not their bytes. A variable and its optimizer slots share a server, so an
 update needs nothing but the gradient. What every update needs (the step number, the learning rate)
 every server has for itself.
@@ -39,7 +39,7 @@ BLOCK_BYTES = 64 << 20
 
 _COORDINATOR = "/job:chief/replica:0/task:0/device:CPU:0"
 
-PACKED_BYTES = 1 << 20
+BUCKET_BYTES = 1 << 20
 """Variables up to this size travel with others; larger ones gain nothing from it."""
 
 
@@ -49,17 +49,17 @@ def server(index: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class VariableShard:
     """Some rows of a variable, on one server.
 
     Attributes:
-        master: the `tf.Variable` on the server.
+        variable: the `tf.Variable` on the server.
         server: its number.
         start, stop: rows of the whole variable; 0 and 0 where it is not divided.
-        slots: masters of the optimizer's slots for these rows, by id of the Keras slot variable.
+        slots: the optimizer's slots for these rows, on the server, by id of the Keras variable.
     """
 
-    master: tf.Variable
+    variable: tf.Variable
     server: int
     start: int
     stop: int
@@ -67,7 +67,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pack:
+class Bucket:
     """Variables of one server and type that travel in one tensor."""
 
     server: int
@@ -80,13 +80,13 @@ class Pack:
         return [int(np.prod(v.shape)) for v in self.variables]
 
 
-class Masters:
+class ServerVariables:
     """The variables of a model on the parameter servers.
 
     Args:
         model: compiled and built, with its optimizers built.
         servers: number of parameter servers.
-        partition: (shape, dtype) -> into how many pieces, along the first axis, to divide it.
+        partition: (shape, dtype) -> into how many shards, along the first axis, to divide it.
 
     Raises:
         UsageError: an optimizer that cannot work this way; see `refuse_unsupported`.
@@ -105,8 +105,12 @@ class Masters:
         self.trainable: list[Any] = list(model.trainable_variables)
         weights = _unique(model.variables, without=self.seeds)
         updated = _unique(keras_compat.state_variables_of(model), without=self.seeds)
-        self.state = [v for v in updated if _in(v, weights) and not _in(v, self.trainable)]
-        self.frozen = [v for v in weights if not _in(v, self.trainable) and not _in(v, self.state)]
+        self.state = [
+            v for v in updated if contains(v, weights) and not contains(v, self.trainable)
+        ]
+        self.frozen = [
+            v for v in weights if not contains(v, self.trainable) and not contains(v, self.state)
+        ]
         counts = {
             id(v): partition(v.shape.as_list(), keras_compat.native(v).dtype)
             for v in self.trainable
@@ -116,11 +120,11 @@ class Masters:
         refuse_unsupported(self.optimizers, bool(self.divided))
         self._slots = {id(o): keras_compat.optimizer_slots(o) for o in self.optimizers}
         self._load = [0] * servers
-        self._pieces: dict[int, list[Piece]] = {}
+        self._shards: dict[int, list[VariableShard]] = {}
         # The large ones first: what comes later evens the load out.
         by_size = sorted(weights, key=lambda v: -_bytes(v))
         for variable in by_size:
-            self._pieces[id(variable)] = self._place(variable, counts.get(id(variable), 1))
+            self._shards[id(variable)] = self._place(variable, counts.get(id(variable), 1))
         # Scalars of the optimizers, on every server: the step number, the learning rate.
         self.scalars: list[tuple[Any, list[tf.Variable]]] = []
         for optimizer in self.optimizers:
@@ -130,7 +134,7 @@ class Masters:
                     copies = [self._create(variable, s) for s in range(servers)]
                     self.scalars.append((variable, copies))
         # One server counts; one that is sent gradients, so that a count follows its update.
-        self.home = self.pieces(by_size[0])[0].server
+        self.home = self.shards(by_size[0])[0].server
         with tf.device(server(self.home)):
             self.tickets = tf.Variable(0, dtype=tf.int64, trainable=False, name="tickets")
             self.applied = tf.Variable(0, dtype=tf.int64, trainable=False, name="applied")
@@ -141,22 +145,22 @@ class Masters:
 
     # ------------------------------------------------------------ placing
 
-    def _place(self, variable: Any, count: int) -> list[Piece]:
+    def _place(self, variable: Any, count: int) -> list[VariableShard]:
         rows = int(variable.shape[0]) if len(variable.shape) else 0
         if count <= 1:
             where = int(np.argmin(self._load))
-            return [self._piece(variable, where, 0, 0)]
+            return [self._shard(variable, where, 0, 0)]
         bounds = [rows * i // count for i in range(count + 1)]
         return [
-            self._piece(variable, int(np.argmin(self._load)), a, b)
+            self._shard(variable, int(np.argmin(self._load)), a, b)
             for a, b in itertools.pairwise(bounds)
             if b > a
         ]
 
-    def _piece(self, variable: Any, where: int, start: int, stop: int) -> Piece:
+    def _shard(self, variable: Any, where: int, start: int, stop: int) -> VariableShard:
         rows = (start, stop) if stop else None
         slots = {id(s): self._create(s, where, rows) for s in self.slots_of(variable)}
-        return Piece(self._create(variable, where, rows), where, start, stop, slots)
+        return VariableShard(self._create(variable, where, rows), where, start, stop, slots)
 
     def _create(
         self, variable: Any, where: int, rows: tuple[int, int] | None = None
@@ -172,17 +176,17 @@ class Masters:
         with tf.device(server(where)):
             if size <= BLOCK_BYTES:
                 value = own.read_value() if rows is None else own[start:stop]
-                return tf.Variable(value, trainable=own.trainable, name="master")
-            master = tf.Variable(
-                lambda: tf.zeros(shape, own.dtype), trainable=own.trainable, name="master"
+                return tf.Variable(value, trainable=own.trainable, name="server_variable")
+            server_variable = tf.Variable(
+                lambda: tf.zeros(shape, own.dtype), trainable=own.trainable, name="server_variable"
             )
         for a, b in _blocks(start, stop, size):
             with tf.device(_COORDINATOR):
                 block = tf.gather(own, tf.range(a, b))
             with tf.device(server(where)):
                 rows = tf.range(a - start, b - start)
-                master.scatter_update(tf.IndexedSlices(tf.identity(block), rows))
-        return master
+                server_variable.scatter_update(tf.IndexedSlices(tf.identity(block), rows))
+        return server_variable
 
     def slots_of(self, variable: Any) -> list[Any]:
         """The optimizer's Keras variables that belong to one trainable variable."""
@@ -193,35 +197,35 @@ class Masters:
                     return self._slots[id(optimizer)][index]
         return []
 
-    def pieces(self, variable: Any) -> list[Piece]:
+    def shards(self, variable: Any) -> list[VariableShard]:
         """Where a variable is, in the order of its rows."""
-        return self._pieces[id(variable)]
+        return self._shards[id(variable)]
 
-    def piece(self, variable: Any) -> Piece:
+    def shard(self, variable: Any) -> VariableShard:
         """Where a variable is that is not divided."""
-        (piece,) = self._pieces[id(variable)]
-        return piece
+        (shard,) = self._shards[id(variable)]
+        return shard
 
-    def packs(self, variables: Iterable[Any]) -> tuple[list[Pack], list[Any]]:
-        """(small variables in packs, the others), of variables that are not divided."""
+    def buckets(self, variables: Iterable[Any]) -> tuple[list[Bucket], list[Any]]:
+        """(small variables in buckets, the others), of variables that are not divided."""
         groups: dict[tuple[int, str], list[Any]] = {}
         alone = []
         for variable in variables:
             dtype = keras_compat.native(variable).dtype
-            if _bytes(variable) > PACKED_BYTES or dtype == tf.string:
+            if _bytes(variable) > BUCKET_BYTES or dtype == tf.string:
                 alone.append(variable)
             else:
-                where = self.piece(variable).server
+                where = self.shard(variable).server
                 groups.setdefault((where, dtype.name), []).append(variable)
-        packs = [
-            Pack(where, tf.as_dtype(name), tuple(members))
+        buckets = [
+            Bucket(where, tf.as_dtype(name), tuple(members))
             for (where, name), members in groups.items()
         ]
-        return packs, alone
+        return buckets, alone
 
     # ------------------------------------------------------------ the coordinator's copies
 
-    def lower(self, weights: bool = True, slots: bool = False) -> None:
+    def fetch(self, weights: bool = True, slots: bool = False) -> None:
         """Gives the user's model the values that the servers have.
 
         Args:
@@ -229,12 +233,12 @@ class Masters:
             slots: whether the optimizer's slots, which are as large as the model or larger.
         """
         for variable in _unique(self.trainable + self.state):
-            for piece in self.pieces(variable):
+            for shard in self.shards(variable):
                 if weights:
-                    _fetch(piece.master, variable, piece)
+                    _fetch(shard.variable, variable, shard)
                 if slots:
                     for slot in self.slots_of(variable):
-                        _fetch(piece.slots[id(slot)], slot, piece)
+                        _fetch(shard.slots[id(slot)], slot, shard)
         for variable, copies in self.scalars:
             if keras_compat.is_iterations(variable, self.optimizers):
                 keras_compat.native(variable).assign(copies[self.home].read_value())
@@ -245,7 +249,7 @@ class Masters:
     def _remember(self) -> None:
         """What the coordinator and the servers have alike. Costs nothing until it is changed."""
         for variable in self._weights:
-            if len(self.pieces(variable)) == 1 and _bytes(variable) <= BLOCK_BYTES:
+            if len(self.shards(variable)) == 1 and _bytes(variable) <= BLOCK_BYTES:
                 self._known[id(variable)] = keras_compat.native(variable).read_value()
 
     def push(self) -> None:
@@ -260,7 +264,7 @@ class Masters:
                 continue
             own = keras_compat.native(variable).read_value()
             if not bool(tf.reduce_all(tf.equal(own, known))):
-                self.piece(variable).master.assign(own)
+                self.shard(variable).variable.assign(own)
                 self._known[id(variable)] = own
 
     def push_scalars(self) -> None:
@@ -311,20 +315,20 @@ def refuse_unsupported(optimizers: list[Any], divided: bool) -> None:
             )
 
 
-def _fetch(master: tf.Variable, variable: Any, piece: Piece) -> None:
-    """Copies a master's rows into the coordinator's variable, block by block."""
+def _fetch(server_variable: tf.Variable, variable: Any, shard: VariableShard) -> None:
+    """Copies a server variable's rows into the coordinator's variable, block by block."""
     own = keras_compat.native(variable)
-    shape = master.shape.as_list()
-    size = int(np.prod(shape)) * master.dtype.size
-    if not piece.stop and size <= BLOCK_BYTES:
-        own.assign(master.read_value())
+    shape = server_variable.shape.as_list()
+    size = int(np.prod(shape)) * server_variable.dtype.size
+    if not shard.stop and size <= BLOCK_BYTES:
+        own.assign(server_variable.read_value())
         return
     for a, b in _blocks(0, shape[0], size):
-        with tf.device(server(piece.server)):
+        with tf.device(server(shard.server)):
             # Reading a variable that had sparse updates copies it whole; gathering rows does not.
-            block = tf.gather(master, tf.range(a, b))
+            block = tf.gather(server_variable, tf.range(a, b))
         with tf.device(_COORDINATOR):
-            rows = tf.range(piece.start + a, piece.start + b)
+            rows = tf.range(shard.start + a, shard.start + b)
             own.scatter_update(tf.IndexedSlices(tf.identity(block), rows))
 
 
@@ -339,7 +343,8 @@ def _bytes(variable: Any) -> int:
     return int(np.prod(own.shape.as_list())) * max(1, own.dtype.size)
 
 
-def _in(variable: Any, variables: Iterable[Any]) -> bool:
+def contains(variable: Any, variables: Iterable[Any]) -> bool:
+    """Whether `variable` itself is one of `variables`; == compares values."""
     return any(variable is other for other in variables)
 
 
@@ -349,7 +354,7 @@ def _unique(variables: Iterable[Any], without: Iterable[Any] = ()) -> list[Any]:
 
 
 @contextlib.contextmanager
-def standing_in(pairs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+def substituted(pairs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     """While this is open each Keras variable holds something else than its own `tf.Variable`.
 
     Args:
