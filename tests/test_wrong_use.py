@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import tfmw
 from tfmw.errors import UsageError
+from tfmw.keras_compat.guards import guard_models
 
 
 def compiled_model() -> keras.Model:
@@ -157,3 +158,38 @@ from tfmw.fit import fit
 assert tfmw.fit is fit and callable(tfmw.export) and callable(tfmw.launch)
 """
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("workers", "ps"), [(2, 0), (1, 1)])
+def test_model_fit_in_a_cluster_is_refused(run_cluster, tmp_path, workers, ps) -> None:
+    run = run_cluster("model_fit.py", "fit", str(tmp_path), workers=workers, ps=ps, status=2)
+    assert "model.fit() was called in Cluster(" in run.output
+    assert "Write tfmw.fit(model, ...) with the same arguments" in run.output
+    assert run.by_task == {}, "nobody trained"
+
+
+@pytest.mark.multiprocess
+def test_a_model_that_every_worker_saves_is_warned_of_or_left_to_the_chief(run_cluster, tmp_path):
+    chief, other = run_cluster("model_fit.py", "save", str(tmp_path))
+    assert [chief[k] for k in ("in fit", "own", "after", "alone")] == [[]] * 4
+    assert [len(other[k]) for k in ("in fit", "own", "after", "alone")] == [2, 0, 1, 0]
+    assert "nothing is written here, the chief writes it" in other["in fit"][0]
+    assert "the file may be damaged" in other["after"][0]
+    assert {"0.keras", "1.keras", "own_0.weights.h5", "own_1.weights.h5"} <= set(other["files"])
+    assert "epoch.weights.h5" in other["files"]
+
+
+def test_guards_of_models_are_taken_away_again() -> None:
+    def refuse() -> None:
+        raise UsageError("refused")
+
+    before = {name: getattr(keras.Model, name) for name in ("fit", "save", "save_weights")}
+    undo = guard_models(refuse, is_chief=False)
+    try:
+        with pytest.raises(UsageError, match="refused"):
+            compiled_model().fit(batches(), shuffle=False, verbose=0)
+    finally:
+        undo()
+    assert {name: getattr(keras.Model, name) for name in before} == before
+    compiled_model().fit(batches(), shuffle=False, verbose=0)

@@ -54,7 +54,7 @@ for name, ids, make_optimizer in (
     model, alone = make(make_optimizer()), make(make_optimizer())
     before = model.get_layer("table").embeddings.numpy()
     tfmw.fit(model, dataset(ids), steps_per_epoch=5, verbose=0, strategy=strategy)
-    alone.fit(dataset(ids), steps_per_epoch=5, verbose=0)
+    keras.Model.fit.__wrapped__(alone, dataset(ids), steps_per_epoch=5, verbose=0)
     after = model.get_layer("table").embeddings.numpy()
     changed = np.flatnonzero((before != after).any(axis=1))
     results[name] = {

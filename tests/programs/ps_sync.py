@@ -120,7 +120,7 @@ def with_much_to_compute(a, b):
 model, alone = make(), make()
 history = tfmw.fit(model, read, epochs=2, steps_per_epoch=options.steps, strategy=strategy)
 whole = tf.data.Dataset.from_tensors((x, y)).repeat()
-alone.fit(whole, epochs=2, steps_per_epoch=options.steps, verbose=0)
+keras.Model.fit.__wrapped__(alone, whole, epochs=2, steps_per_epoch=options.steps, verbose=0)
 _result.write(
     {
         "loss": history.history["loss"],

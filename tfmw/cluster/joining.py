@@ -164,6 +164,7 @@ def _join_multi_worker(
         cluster_resolver=resolver, communication_options=options
     )
     membership.set_joined(Joined(cluster, strategy, options, collectives=collectives))
+    _guard_models(cluster)
     _end_at_sigterm()
     membership.end_together()
     logger.info(
@@ -206,7 +207,22 @@ def _join_parameter_servers(
     servers = server_tasks.coordinate(cluster, facts, timeout_s=start_timeout_s)
     options = communication_options("auto", None, None)
     membership.set_joined(Joined(cluster, servers.strategy, options, servers))
+    _guard_models(cluster)
     membership.leave_servers_at_exit(servers)
+
+
+def _guard_models(cluster: Cluster) -> None:
+    """Refuses Keras's own `model.fit` from now on, which would train this process alone."""
+    from tfmw.keras_compat.guards import guard_models
+
+    def refuse() -> None:
+        raise UsageError(
+            f"model.fit() was called in {cluster!r}: it would train this process's copy alone, on "
+            "all of the data. Write tfmw.fit(model, ...) with the same arguments, which trains on "
+            'the cluster; to train here alone, tfmw.fit(model, ..., strategy="default").'
+        )
+
+    guard_models(refuse, cluster.is_chief)
 
 
 def _version(package: str) -> str:

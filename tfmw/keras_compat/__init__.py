@@ -9,6 +9,7 @@ returns those that have moved; a test calls it, so that a new Keras release fail
 * `fused_update`: an optimizer's update as one compiled function.
 * `models`, `metrics`, `objects`: what a model holds, and how it is built.
 * `placement`: a model's variables on the devices of a strategy, and back.
+* `guards`: `model.fit` refused, and one writer, in a process that has joined a cluster.
 * `datasets`: the inputs, functions and seeds of `tf.data` pipelines.
 * `serialization`: a model on its way to another process.
 * `runtime`: TensorFlow's runtime and its coordination service.

@@ -29,6 +29,7 @@ from tfmw import keras_compat
 from tfmw.checkpoint import state
 from tfmw.checkpoint.resume import Backups
 from tfmw.cluster.group import Group
+from tfmw.keras_compat.guards import saves_by_callbacks
 from tfmw.runtime.progress import report_progress
 
 Logs = dict[str, Any]
@@ -169,6 +170,19 @@ class TrainingLoop:
             backups.restore_callbacks(callbacks, finished=True)
             backups.finished()
             return
+        with self._one_writer():
+            self._run()
+        if backups.on:
+            self._save(self._epochs, done=True)
+            backups.finished()
+            state.forget_callbacks(callbacks)
+
+    def _one_writer(self) -> contextlib.AbstractContextManager[None]:
+        """Models that callbacks save are written by the chief, unless one asks for all workers."""
+        chosen = any(getattr(c, "chief_only", None) is False for c in self._callbacks.callbacks)
+        return saves_by_callbacks(on_all_workers=chosen)
+
+    def _run(self) -> None:
         self._start()
         logs: Logs | None = None
         for epoch in range(self._initial_epoch, self._epochs):
@@ -179,10 +193,6 @@ class TrainingLoop:
         self._driver.finish()
         self._callbacks.on_train_end(logs=logs)
         self._driver.share_changes()
-        if backups.on:
-            self._save(self._epochs, done=True)
-            backups.finished()
-            state.forget_callbacks(callbacks)
 
     def _start(self) -> None:
         driver, found, callbacks = self._driver, self._backups.record, self._callbacks.callbacks

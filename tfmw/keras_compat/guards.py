@@ -1,0 +1,96 @@
+"""In a process that has joined a cluster: `model.fit` is refused, and one worker saves.
+
+    undo = guard_models(refuse_fit, is_chief=False)
+    with saves_by_callbacks(on_all_workers=False): ...     # model.save(...) writes nothing here
+
+Keras's own methods know of no other worker: `fit` trains this process's copy alone, on all of the
+data, and `save` writes the file that every other worker writes. Both end well and are wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+_on_all_workers: bool | None = None  # None: not by callbacks
+
+
+def guard_models(refuse_fit: Callable[[], None], is_chief: bool) -> Callable[[], None]:
+    """Guards the methods of every Keras model of this process.
+
+    Args:
+        refuse_fit: raises the error for `model.fit`.
+        is_chief: whether this process is the one that saves.
+
+    Returns:
+        Takes the guards away again.
+    """
+    methods: dict[str, Any] = {"fit": _refusing(keras.Model.fit, refuse_fit)}
+    if not is_chief:
+        methods["save"] = _warning(keras.Model.save)
+        methods["save_weights"] = _warning(keras.Model.save_weights)
+    own = {name: vars(keras.Model).get(name) for name in methods}
+    for name, method in methods.items():
+        setattr(keras.Model, name, method)
+
+    def undo() -> None:
+        for name, method in own.items():
+            if method is None:  # it was inherited
+                delattr(keras.Model, name)
+            else:
+                setattr(keras.Model, name, method)
+
+    return undo
+
+
+@contextlib.contextmanager
+def saves_by_callbacks(on_all_workers: bool) -> Iterator[None]:
+    """While callbacks run on a guarded worker, which run on all the others as well.
+
+    Args:
+        on_all_workers: whether a model is meant to be saved here too; else the chief saves it.
+    """
+    global _on_all_workers
+    before, _on_all_workers = _on_all_workers, on_all_workers
+    try:
+        yield
+    finally:
+        _on_all_workers = before
+
+
+def _refusing(fit: Callable[..., Any], refuse: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(fit)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse()
+        return fit(self, *args, **kwargs)
+
+    return guarded
+
+
+def _warning(save: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def guarded(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        call = f"model.{save.__name__}({str(filepath)!r})"
+        if _on_all_workers:
+            return save(self, filepath, *args, **kwargs)
+        if _on_all_workers is False:
+            warnings.warn(
+                f"tfmw: {call} on a worker that is not the chief: nothing is written here, the "
+                "chief writes it. A callback with chief_only = False writes on every worker.",
+                stacklevel=2,
+            )
+            return None
+        warnings.warn(
+            f"tfmw: {call} on a worker that is not the chief: if every worker writes this path, "
+            "the file may be damaged. Save on one worker, where tfmw.init().is_chief; or use "
+            "tfmw.export(model, path), which writes once.",
+            stacklevel=2,
+        )
+        return save(self, filepath, *args, **kwargs)
+
+    return guarded
