@@ -5,11 +5,15 @@ Real processes, without TensorFlow. Rows are those of docs/failures.md.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -139,30 +143,127 @@ def test_row_20_a_port_that_is_taken_is_told(addresses):
     )
 
 
-def test_a_stranger_on_the_chiefs_port_is_passed_over(addresses):
-    """What is not one of our lines neither ends the meeting nor is it executed."""
-    lines = [b"GET / HTTP/1.1\r\n\r\n\n", b"\x80\x04c\n", b'{"rank": "0"}\n', b"[" * 5000 + b"\n"]
-    port = int(addresses[0].rpartition(":")[2])
-    chief = subprocess.Popen(
-        [sys.executable, PROGRAMS / "meet.py", config(0, addresses[:2]), json.dumps(FACTS), "30"],
+@contextlib.contextmanager
+def task(
+    index: int, addresses: list[str], timeout_s: float = 30
+) -> Iterator[subprocess.Popen[str]]:
+    """A task that goes on while the test does something to it."""
+    command = [sys.executable, PROGRAMS / "meet.py", config(index, addresses), json.dumps(FACTS)]
+    process = subprocess.Popen(
+        [*command, str(timeout_s)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
     try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def result(process: subprocess.Popen[str]) -> dict[str, Any]:
+    return json.loads(process.communicate(timeout=60)[0])
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def hello(task: str, addresses: list[str], **changed: Any) -> bytes:
+    """A hello as it is on the wire."""
+    tasks = {f"worker {i}": address for i, address in enumerate(addresses)}
+    message = {"tfmw": "rendezvous", "task": task, "tasks": tasks, "facts": FACTS, "details": {}}
+    return json.dumps({**message, **changed}).encode() + b"\n"
+
+
+def test_strangers_on_the_chiefs_port_change_nothing(addresses):
+    """What is no hello of a task of a cluster is hung up on, and the start goes on."""
+    two = addresses[:2]
+    lines = [
+        b"GET / HTTP/1.1\r\n\r\n\n",
+        b"\x80\x04c\n",
+        b'{"rank": "0"}\n',
+        b"[" * 5000 + b"\n",
+        b'{"rank": 1, "members": ["127.0.0.1:1"], "facts": {}}\n',
+        json.dumps({"rank": 7, "members": two, "facts": FACTS}).encode() + b"\n",
+        hello("worker 7", two),
+        hello("worker 1", two, tfmw="control"),
+        hello("worker 1", two, facts=None),
+    ]
+    with task(0, two) as chief:
         for line in lines:
             while True:
                 try:
-                    stranger = socket.create_connection(("127.0.0.1", port), timeout=10)
+                    stranger = socket.create_connection(("127.0.0.1", port_of(two[0])), timeout=10)
                     break
                 except ConnectionRefusedError:
                     assert chief.poll() is None
             with stranger:
                 stranger.sendall(line)
-                assert stranger.recv(1) == b""  # hung up on
-        (other,) = meet((config(1, addresses[:2]), FACTS))
+                assert stranger.recv(1) == b"", line  # hung up on
+        (other,) = meet((config(1, two), FACTS))
         assert other["error"] == ""
-        assert json.loads(chief.communicate(timeout=30)[0])["error"] == ""
-    finally:
-        chief.kill()
-        chief.wait()
+        assert result(chief)["error"] == ""
+
+
+class Foreign(socketserver.ThreadingTCPServer):
+    """A server of something else, which sends `response` to whoever sends a line."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, address: str, response: bytes):
+        self.visited = threading.Event()
+        foreign = self
+
+        class Handler(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                self.rfile.readline()
+                self.wfile.write(response)
+                foreign.visited.set()
+
+        super().__init__(("", port_of(address)), Handler)
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def __exit__(self, *error: Any) -> None:
+        self.shutdown()
+        super().__exit__(*error)
+
+
+FOREIGN = [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\x00\x12\x04\n", b"{}\n", b"[1]\n"]
+
+
+@pytest.mark.parametrize("response", FOREIGN, ids=["http", "binary", "object", "list"])
+def test_a_worker_that_meets_a_foreign_server_waits_for_its_chief(addresses, response):
+    two = addresses[:2]
+    with task(1, two) as worker:
+        with Foreign(two[0], response) as foreign:
+            assert foreign.visited.wait(30)
+        with task(0, two) as chief:
+            assert (result(worker)["error"], result(chief)["error"]) == ("", "")
+
+
+@pytest.mark.slow
+def test_a_foreign_server_in_place_of_the_chief_is_named(addresses):
+    with Foreign(addresses[0], FOREIGN[0]):
+        (worker,) = meet((config(1, addresses[:2]), FACTS), timeout_s=1)
+    assert worker["type"] == "TfmwError"
+    assert f"could not reach the chief at {addresses[0]} within 1 s" in worker["error"]
+    assert "what responds there is not a task of tfmw" in worker["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_task_that_waits_prints_for_whom_and_where(addresses, index):
+    with task(index, addresses[:2]) as waiting:
+        assert waiting.stderr is not None
+        line = waiting.stderr.readline()
+        with task(1 - index, addresses[:2]) as other:
+            assert (result(waiting)["error"], result(other)["error"]) == ("", "")
+    expected = [
+        f"worker 0 waits for worker 1 ({addresses[1]})",
+        f"worker 1 waits for the chief at {addresses[0]}: Connection refused",
+    ]
+    assert line.strip() == expected[index]

@@ -78,7 +78,10 @@ class Hello:
         valid = all(isinstance(fields[name], kind) for name, kind in types.items())
         if message.get("tfmw") != protocol or not valid:
             raise NotATask
-        return cls(protocol, **fields)  # type: ignore[arg-type]
+        hello = cls(protocol, **fields)  # type: ignore[arg-type]
+        if hello.task not in hello.tasks:  # no `Cluster` is like that
+            raise NotATask
+        return hello
 
 
 def difference(local: Hello, remote: Hello) -> str | None:
@@ -101,29 +104,21 @@ def differences(local: Hello, remote: Hello) -> Iterator[str]:
 def _cluster_differences(local: Hello, remote: Hello) -> Iterator[str]:
     advice = 'Give every task the same "cluster" in TF_CONFIG.'
     jobs = dict.fromkeys(name.partition(" ")[0] for name in (*local.tasks, *remote.tasks))
-    alike = True
     for job in jobs:
         a, b = (
             sum(name.partition(" ")[0] == job for name in hello.tasks) for hello in (local, remote)
         )
         if a != b:
-            alike = False
             yield (
                 f"tasks disagree about the cluster: {local.task} lists {a} {_plural(job, a)}, "
                 f"{remote.task} lists {b}. {advice}"
             )
     for name, address in local.tasks.items():
         if name in remote.tasks and remote.tasks[name] != address:
-            alike = False
             yield (
                 f"tasks disagree about the cluster: {name} is at {address!r} for {local.task}, "
                 f"at {remote.tasks[name]!r} for {remote.task}. {advice}"
             )
-    if alike and remote.task not in local.tasks:
-        yield (
-            f"a task calls itself {remote.task}, which the cluster of {local.task} does not list. "
-            f"{advice}"
-        )
 
 
 def _plural(job: str, count: int) -> str:
