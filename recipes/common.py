@@ -13,14 +13,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
+import coordinator
 import keras
 import tensorflow as tf
 from absl import app, flags, logging
 
 import tfmw
 from tfmw import strategies
-from tfmw.cluster import Cluster, membership
+from tfmw.cluster import Cluster, addresses, membership
 from tfmw.errors import TfmwError, UsageError
 
 FLAGS = flags.FLAGS
@@ -41,8 +43,8 @@ flags.DEFINE_list("ps_hosts", [], "host:port of every parameter server, in order
 flags.DEFINE_string(
     "chief_host",
     None,
-    "host:port of the coordinator of parameter servers; by default on the first worker's host, the "
-    "port below its own.",
+    "host:port of the coordinator of parameter servers, --job_name=chief; without it, the process "
+    "of worker 0 starts the coordinator beside itself.",
 )
 flags.DEFINE_boolean("existing_servers", False, "Serve one training after another (ps, worker).")
 flags.DEFINE_integer("min_shard_bytes", None, "Divide larger variables over parameter servers.", 1)
@@ -80,12 +82,13 @@ def init() -> Cluster:
     """
     cluster = cluster_from_flags()
     _limit_gpus()
-    joined = tfmw.init(
-        cluster,
-        strategy=FLAGS.strategy,
-        collectives=FLAGS.collectives,
-        existing_servers=FLAGS.existing_servers or None,
-    )
+    with _coordinator_of(cluster):
+        joined = tfmw.init(
+            cluster,
+            strategy=FLAGS.strategy,
+            collectives=FLAGS.collectives,
+            existing_servers=FLAGS.existing_servers or None,
+        )
     if joined.has_ps and joined.is_chief:
         strategies.parameter_server(
             min_shard_bytes=FLAGS.min_shard_bytes,
@@ -128,22 +131,31 @@ def cluster_from_flags() -> Cluster | None:
 
 
 def _cluster_with_ps() -> Cluster:
-    """Parameter servers need a coordinator, --job_name=chief, on the first worker's machine."""
-    host, _, port = FLAGS.worker_hosts[0].rpartition(":")
-    neighbour = f"{host}:{int(port) - 1}" if port.isdecimal() else FLAGS.worker_hosts[0]
     hosts = {"worker": FLAGS.worker_hosts, "ps": FLAGS.ps_hosts}.get(FLAGS.job_name, [])
     if FLAGS.task_index is None and len(hosts) > 1:
         raise UsageError(
             f"--{FLAGS.job_name}_hosts names {len(hosts)} tasks and --task_index is missing; "
             "give each process its own, --task_index=0 to the first."
         )
+    workers = addresses.validated("worker", FLAGS.worker_hosts, "--worker_hosts")
+    servers = addresses.validated("ps", FLAGS.ps_hosts, "--ps_hosts")
     return Cluster(
-        workers=tuple(FLAGS.worker_hosts),
-        ps=tuple(FLAGS.ps_hosts),
-        chief=(FLAGS.chief_host or neighbour,),
+        workers=workers,
+        ps=servers,
+        chief=(FLAGS.chief_host or coordinator.address(workers, servers),),
         task=FLAGS.job_name,
         index=FLAGS.task_index or 0,
     )
+
+
+def _coordinator_of(cluster: Cluster | None) -> AbstractContextManager[None]:
+    """Worker 0 starts the coordinator where the flags name none and servers serve one training."""
+    existing = FLAGS.existing_servers or os.environ.get("TFMW_EXISTING_SERVERS") == "1"
+    if cluster is None or not cluster.has_ps or FLAGS.chief_host or existing:
+        return coordinator.unless_coordinated()
+    if cluster.task_name != "worker 0":
+        return coordinator.unless_coordinated()
+    return coordinator.beside(cluster)
 
 
 def _limit_gpus() -> None:

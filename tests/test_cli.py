@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import tfmw as tfmw_package
 from tests.helpers.cluster import PROGRAMS, ROOT
 from tfmw import cli
 from tfmw.runtime import versions
@@ -33,6 +34,25 @@ def tfmw(
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
     command = [sys.executable, "-m", "tfmw", *args]
     return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=cwd, timeout=60)
+
+
+def test_version():
+    answer = tfmw("--version")
+    assert (answer.returncode, answer.stdout) == (0, f"tfmw {tfmw_package.__version__}\n")
+
+
+def test_a_loop_of_the_users_own_reports_its_progress(tmp_path):
+    """Without TensorFlow."""
+    from tfmw.runtime.progress import PROGRESS_FILE, ProgressFile
+
+    file = ProgressFile(tmp_path / "progress")
+    code = "import sys, tfmw; tfmw.report_progress(7); print('tensorflow' in sys.modules)"
+    environ = {**os.environ, PROGRESS_FILE: str(tmp_path / "progress"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    answer = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60)
+    assert answer.stdout == "False\n", answer.stderr
+    assert file.read().step == 7
+    file.close()
 
 
 @pytest.mark.parametrize(

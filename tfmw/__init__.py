@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tfmw.export import export
     from tfmw.fit import evaluate, fit, predict
     from tfmw.launcher.run import launch
+    from tfmw.runtime.progress import report_progress
     from tfmw.strategies import init
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "init": ("tfmw.strategies", "init"),
     "launch": ("tfmw.launcher.run", "launch"),
     "predict": ("tfmw.fit", "predict"),
+    "report_progress": ("tfmw.runtime.progress", "report_progress"),
     "strategies": ("tfmw.strategies", None),
 }
 
@@ -58,6 +60,7 @@ __all__ = [
     "init",
     "launch",
     "predict",
+    "report_progress",
     "strategies",
 ]
 

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from tfmw import __version__
 from tfmw.cluster import Cluster
 from tfmw.errors import UsageError
 
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     parser = _Parser(prog="tfmw", description="Multi-worker training for Keras 3.")
+    parser.add_argument("--version", action="version", version=f"tfmw {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = _run_parser(commands)
     commands.add_parser(

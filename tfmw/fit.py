@@ -136,7 +136,7 @@ def _sharded(session: Session, arguments: FitArguments, record: dict[str, Any] |
 
 def _require_same(session: Session, arguments: FitArguments, training: Training) -> None:
     """Raises UsageError on every task where tasks were called with different arguments."""
-    session.group.same(
+    session.group.require_same(
         {
             "epochs": arguments.epochs,
             "initial_epoch": arguments.initial_epoch,

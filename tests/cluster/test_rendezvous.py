@@ -144,13 +144,11 @@ def test_row_20_a_port_that_is_taken_is_told(addresses):
 
 
 @contextlib.contextmanager
-def task(
-    index: int, addresses: list[str], timeout_s: float = 30
-) -> Iterator[subprocess.Popen[str]]:
+def task(index: int, addresses: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A task that goes on while the test does something to it."""
-    command = [sys.executable, PROGRAMS / "meet.py", config(index, addresses), json.dumps(FACTS)]
+    arguments = [config(index, addresses), json.dumps(FACTS), "30"]
     process = subprocess.Popen(
-        [*command, str(timeout_s)],
+        [sys.executable, str(PROGRAMS / "meet.py"), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

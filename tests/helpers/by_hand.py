@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 from tests.helpers.cluster import MARK, ONE_THREAD, PROGRAMS, PYTHONPATH, marked
@@ -86,6 +87,18 @@ class Process:
     @property
     def running(self) -> bool:
         return self._popen.poll() is None
+
+    @property
+    def output_ended(self) -> bool:
+        """Whether nobody can print to its terminal any more, it and what it has started."""
+        return not self._reader.is_alive()
+
+    def children(self) -> list[int]:
+        """The ids of the processes that its main thread has started."""
+        pid = self._popen.pid
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
 
     def freeze(self) -> None:
         """Stops it without ending it: its connections stay open."""

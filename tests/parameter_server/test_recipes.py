@@ -1,4 +1,4 @@
-"""Recipes on parameter servers as users start them: in five terminals, and by TF_CONFIG."""
+"""Recipes on parameter servers as users start them: in terminals, and by TF_CONFIG."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import re
+import signal
+import socket
 import sys
 
 import pytest
@@ -33,9 +35,72 @@ def terminals(tmp_path):
         yield start
 
 
+def old_lines(addresses):
+    """The flags of TensorFlow 1's scripts: task -> flags. They name no coordinator."""
+    hosts = [f"--ps_hosts={','.join(addresses[:2])}", f"--worker_hosts={','.join(addresses[2:])}"]
+    return {
+        f"{job} {index}": [*hosts, f"--job_name={job}", f"--task_index={index}", "--max_steps=40"]
+        for job in ("ps", "worker")
+        for index in range(2)
+    }
+
+
+def neighbours(count):
+    """Addresses with consecutive ports, as people choose them."""
+    while True:
+        first = int(free_addresses(1)[0].rpartition(":")[2])
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("", port)))
+            return [f"localhost:{port}" for port in range(first, first + count)]
+
+
+def test_four_terminals(terminals):
+    """Worker 0's process starts the coordinator, and shows what it prints."""
+    lines = old_lines(neighbours(4))
+    tasks = {"ps 0": terminals("ps 0", "digits.py", *lines["ps 0"])}
+    tasks["ps 0"].wait_for("ps 0 waits for the coordinator at localhost:")
+    for name in ("worker 1", "ps 1", "worker 0"):
+        tasks[name] = terminals(name, "digits.py", *lines[name])
+    assert accuracy(tasks["worker 0"]) > 0.5
+    assert {name: task.end() for name, task in tasks.items()} == dict.fromkeys(tasks, 0)
+    others = [task for name, task in tasks.items() if name != "worker 0"]
+    assert not any("accuracy" in task.output for task in others)
+
+
+def test_a_chief_in_a_fifth_terminal_coordinates_by_itself(terminals):
+    addresses = free_addresses(4)
+    lines = old_lines(addresses)
+    flags = [*lines["ps 0"], "--job_name=chief", "--task_index=0"]
+    chief = terminals("chief", "digits.py", *flags)
+    chief.wait_for("chief waits for worker 0")
+    tasks = {name: terminals(name, "digits.py", *lines[name]) for name in lines}
+    assert accuracy(chief) > 0.5
+    assert {name: task.end() for name, task in tasks.items()} == dict.fromkeys(tasks, 0)
+    assert "accuracy" not in tasks["worker 0"].output
+
+
+def test_a_coordinator_and_the_worker_that_started_it_end_together(terminals):
+    flags = old_lines(free_addresses(4))["worker 0"]
+    first = terminals("worker 0", "digits.py", *flags)
+    first.wait_for("chief waits for")
+    late = terminals("chief", "digits.py", *flags, "--job_name=chief")
+    assert late.end() == 2
+    assert "leave this process out" in late.output.splitlines()[-1]
+    first.kill()
+    assert first.output_ended, "the coordinator holds the terminal open"
+
+    second = terminals("worker 0", "digits.py", *flags)
+    second.wait_for("chief waits for")
+    (coordinator,) = second.children()
+    os.kill(coordinator, signal.SIGKILL)
+    assert second.end() == 1
+    assert "its coordinator ended with status -9" in second.output
+
+
 def accuracy(chief):
     """What the recipe prints in the end, on a chief that ends well."""
-    assert chief.end() == 0, chief.output
+    assert chief.end(200) == 0, chief.output
     return float(re.findall(r"validation accuracy: (\d\.\d{4})", chief.output)[-1])
 
 

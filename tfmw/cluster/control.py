@@ -49,6 +49,10 @@ def _hello(cluster: Cluster, facts: Mapping[str, str]) -> Hello:
     return Hello(_PROTOCOL, cluster.task_name, tasks, dict(facts))
 
 
+class AlreadyCoordinated(ClusterError):
+    """Another coordinator of this cluster runs at the chief's address."""
+
+
 class ControlServer:
     """The coordinator's side: one connection to each server.
 
@@ -57,6 +61,7 @@ class ControlServer:
         facts: what must be the same on every task, by name (versions).
 
     Raises:
+        AlreadyCoordinated: the chief's port is taken by another coordinator of this cluster.
         ClusterError: the chief's port is taken.
     """
 
@@ -66,7 +71,15 @@ class ControlServer:
         self._changed = threading.Condition()
         self._servers: dict[str, Channel] = {}
         self._problem: str | None = None
-        self._listener = HelloServer(cluster.chief[0], _PROTOCOL, self._greet)
+        try:
+            self._listener = HelloServer(cluster.chief[0], _PROTOCOL, self._greet)
+        except ClusterError:
+            if _is_coordinated(self._hello):
+                raise AlreadyCoordinated(
+                    f"a coordinator of this cluster runs at {cluster.chief[0]} already: wait until "
+                    "it is done, or stop it."
+                ) from None
+            raise
 
     @property
     def connected(self) -> set[str]:
@@ -128,6 +141,10 @@ class ControlServer:
 
     def _greet(self, hello: Hello, channel: Channel) -> None:
         problem = difference(self._hello, hello)
+        if problem is None and hello.task == self._hello.task:
+            with channel, contextlib.suppress(OSError):
+                channel.send({"coordinator": True})
+            return
         with self._changed:
             if problem is None and hello.task in self._servers:
                 # The same task started again: its old connection may not have broken yet.
@@ -150,6 +167,16 @@ class ControlServer:
             if self._servers.get(name) is channel:
                 del self._servers[name]
                 logger.info("%s has left", name)
+
+
+def _is_coordinated(hello: Hello) -> bool:
+    """Whether a coordinator of the same cluster listens at the chief's address."""
+    try:
+        with Channel.connect(hello.tasks["chief"], _CONNECT_S) as channel:
+            channel.send(hello.message())
+            return channel.receive(_CONNECT_S).get("coordinator") is True
+    except OSError:
+        return False
 
 
 class _Coordinator:

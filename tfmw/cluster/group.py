@@ -1,8 +1,8 @@
-"""What the tasks of a cluster tell each other outside of the training step.
+"""Small values that the workers of a cluster exchange outside of the training step.
 
     group = Group.of(strategy)
-    seed = group.from_chief(lambda: draw_seed())     # the chief decides, everybody hears
-    group.same("number of epochs", epochs)           # or everybody gets one sentence
+    seed = group.from_chief(lambda: draw_seed())     # the chief decides, every task gets the result
+    group.require_same({"epochs": 3})                # or every task raises the same sentence
 
 Values are JSON. They travel through TensorFlow's coordination service, not through collectives, so
 they cost a millisecond and cannot be mixed up with the reductions of a step. All tasks make the
@@ -29,12 +29,13 @@ from tfmw.runtime.recorded_errors import ECHO
 # A message of the coordination service may have 4 MB; base64 adds a third.
 _PIECE = 2 << 20
 
-# Answers of the chief that are kept for tasks that lag behind.
-_KEPT_CALLS = 4096
+# So many calls share a directory of keys. At the first call of the next one all tasks meet, which
+# shows that all have read the keys of the last one: the chief deletes it.
+_CALLS_PER_DIRECTORY = 64
 
-_TOLD_S = 2.0  # a task that fails tells so before it leaves
-_ANSWER_S = 5.0
-_NOBODYS_GROUP = 2**31 - 2  # strategies count theirs from 1
+_ROOT_CAUSE_S = 2.0  # a task that fails reports its error before it leaves
+_RESPONSE_S = 5.0
+_UNUSED_GROUP = 2**31 - 2  # strategies count theirs from 1
 
 _WAIT_S = 3600.0  # a chief may be busy; a dead one is reported by the coordination service
 
@@ -82,38 +83,52 @@ class Group:
             ],
         )
 
-    def _said(self, key: str, rank: int) -> Any:
-        """What task `rank` has set `key` to, once it has."""
+    def _get(self, key: str, rank: int) -> Any:
+        """The value of a key that task `rank` sets, once it has."""
         task = self._tasks[rank] if rank != self.rank else None
         try:
             return json.loads(keras_compat.coordination_get(key, _WAIT_S, task))
         except tf.errors.OpError as e:
-            raise self.why_lost(e) from None
+            raise self.root_cause(e) from None
 
-    def require_there(self, rank: int) -> None:
-        """Raises tf.errors.OpError where task `rank` gives no answer, or was started again."""
-        keras_compat.require_task(self._tasks[rank], _ANSWER_S)
+    def _exchange(self, key: str, value: Any) -> list[Any]:
+        """Every task's value, in order of rank."""
+        keras_compat.coordination_set(f"{key}/{self.rank}", json.dumps(value))
+        return [self._get(f"{key}/{rank}", rank) for rank in range(self.size)]
 
-    def why_lost(self, found: Exception) -> tf.errors.OpError:
-        """The error to raise where this task found that another has gone: what that one told.
+    def _next_key(self) -> str:
+        """The key of this call; equal on all tasks."""
+        directory, call = divmod(next(_calls), _CALLS_PER_DIRECTORY)
+        if call == 0 and directory > 0:
+            self._exchange(f"tfmw/{directory}/begin", None)
+            if self.is_chief:
+                keras_compat.coordination_delete(f"tfmw/{directory - 1}")
+        return f"tfmw/{directory}/{call}"
 
-        The coordination service keeps the words of a task that fails to itself, but ends
-        collectives with them: also one in which nobody else takes part.
+    def require_peer(self, rank: int) -> None:
+        """Raises tf.errors.OpError where task `rank` does not respond, or was started again."""
+        keras_compat.require_task(self._tasks[rank], _RESPONSE_S)
+
+    def root_cause(self, found: Exception) -> tf.errors.OpError:
+        """The error to raise where this task found that another has gone: the other one's own.
+
+        The coordination service keeps the report of a task that fails to itself, but ends
+        collectives with it: also one in which no other task takes part.
         """
         try:
             tf.raw_ops.CollectiveReduceV2(
                 input=0.0,
                 group_size=self.size,
-                group_key=_NOBODYS_GROUP,
-                instance_key=_NOBODYS_GROUP,
+                group_key=_UNUSED_GROUP,
+                instance_key=_UNUSED_GROUP,
                 ordering_token=[],
                 merge_op="Add",
                 final_op="Id",
-                timeout_seconds=_TOLD_S,
+                timeout_seconds=_ROOT_CAUSE_S,
             )
-        except tf.errors.OpError as told:
-            if ECHO in str(told):
-                return told
+        except tf.errors.OpError as reported:
+            if ECHO in str(reported):
+                return reported
         if isinstance(found, tf.errors.OpError):
             return found
         return tf.errors.UnavailableError(None, None, str(found))
@@ -129,35 +144,23 @@ class Group:
         """
         if self.size == 1:
             return decide()
-        key = f"tfmw/chief/{next(_calls)}"
+        key = self._next_key()
         if not self.is_chief:
-            answer = self._said(key, rank=0)
-            if "wrong" in answer:
-                raise UsageError(answer["wrong"])
-            return answer["value"]
-        self._forget(key)
+            result = self._get(key, rank=0)
+            if "error" in result:
+                raise UsageError(result["error"])
+            return result["value"]
         try:
             text = json.dumps({"value": decide()})
         except UsageError as e:
-            keras_compat.coordination_set(key, json.dumps({"wrong": str(e)}))
+            keras_compat.coordination_set(key, json.dumps({"error": str(e)}))
             raise
         keras_compat.coordination_set(key, text)
         return json.loads(text)["value"]
 
-    @staticmethod
-    def _forget(key: str) -> None:
-        """Removes a key so old that every task has read it: steps hold tasks together."""
-        call = int(key.rpartition("/")[2])
-        if call >= _KEPT_CALLS:
-            keras_compat.coordination_delete(f"tfmw/chief/{call - _KEPT_CALLS}")
-
     def from_all(self, value: Any) -> list[Any]:
         """Every task's value, in order of rank."""
-        if self.size == 1:
-            return [value]
-        call = next(_calls)
-        keras_compat.coordination_set(f"tfmw/all/{call}/{self.rank}", json.dumps(value))
-        return [self._said(f"tfmw/all/{call}/{rank}", rank) for rank in range(self.size)]
+        return [value] if self.size == 1 else self._exchange(self._next_key(), value)
 
     def arrays_from_chief(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The chief's arrays on every task, through the coordination service: for small ones.
@@ -180,18 +183,18 @@ class Group:
             out[name] = flat.reshape(shape)
         return out
 
-    def same(self, facts: dict[str, Any]) -> None:
+    def require_same(self, facts: dict[str, Any]) -> None:
         """Raises UsageError on every task where tasks differ in one of `facts`.
 
         Args:
             facts: name -> JSON value, such as {"epochs": 3}.
         """
-        everyone = self.from_all(facts)
-        for rank, theirs in enumerate(everyone):
-            for name in everyone[0]:
-                if theirs.get(name) != everyone[0][name]:
+        chief, *others = self.from_all(facts)
+        for rank, remote in enumerate(others, start=1):
+            for name in chief:
+                if remote.get(name) != chief[name]:
                     raise UsageError(
-                        f"tasks disagree about {name}: worker 0 has {everyone[0][name]!r}, worker "
-                        f"{rank} has {theirs.get(name)!r}. Run the same script with the same "
+                        f"tasks disagree about {name}: worker 0 has {chief[name]!r}, worker "
+                        f"{rank} has {remote.get(name)!r}. Run the same script with the same "
                         "arguments on every task."
                     )

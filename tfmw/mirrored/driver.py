@@ -368,7 +368,7 @@ class SyncDriver:
             if broken is None or not (e is broken or isinstance(e, tf.errors.OpError)):
                 raise
             lost = isinstance(broken, OSError | tf.errors.OpError)
-            raise (self._replicas.group.why_lost(broken) if lost else broken) from None
+            raise (self._replicas.group.root_cause(broken) if lost else broken) from None
 
     # ------------------------------------------------------------ metrics, state, predictions
 

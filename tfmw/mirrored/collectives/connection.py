@@ -55,7 +55,7 @@ def _connect(joined: Joined) -> Ring | None:
             [addresses.split(a)[0] for a in joined.cluster.tasks("chief", "worker").values()],
             (os.environ.get(TOKEN) or drawn).encode(),
             group.from_all,
-            group.require_there,
+            group.require_peer,
             joined.options.timeout_seconds,
         )
     except RingBroken as e:
