@@ -479,9 +479,10 @@ class TestTraining:
         assert tasks[0][way]["values"] == tasks[1][way]["values"]
         assert tasks[0][way] == tasks[0]["agreed"]
 
-    def test_what_was_traced_is_used_again_by_all_or_by_none(self, tasks):
+    @pytest.mark.parametrize("seeded", [False, True])
+    def test_what_was_traced_is_used_again_by_all_or_by_none(self, tasks, seeded):
         for task in tasks:
-            first, second, third = task["called again"]
+            first, second, third = task["called again"][seeded]
             assert first[0] == second[0] == third[0]
             assert second[1] == 0
             assert third[1] > 0, "one worker has traced anew, and the others with it"

@@ -126,11 +126,8 @@ class Source:
         if seed == local:
             dataset = adapter.get_tf_dataset()
         else:
-            tf.random.set_seed(seed)
-            try:
+            with keras_compat.substituted_global_seed(seed):
                 dataset = adapter.get_tf_dataset()
-            finally:
-                tf.random.set_seed(local)
         hooks = {"on_epoch_begin": adapter.on_epoch_begin, "on_epoch_end": adapter.on_epoch_end}
         if isinstance(x, keras.utils.PyDataset):
             hooks["skip_epoch"] = functools.partial(_skip_epoch, x)

@@ -53,6 +53,7 @@ from tfmw.keras_compat.datasets import (
     shuffle_seeds,
     shuffles_in,
     source_of_seeds,
+    substituted_global_seed,
     train_validation_split,
 )
 from tfmw.keras_compat.fused_update import fused_update
@@ -222,6 +223,7 @@ __all__ = [
     "source_of_seeds",
     "stable_variable_keys",
     "state_variables_of",
+    "substituted_global_seed",
     "train_validation_split",
     "uses_weight_decay",
     "variable_state",

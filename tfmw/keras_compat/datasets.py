@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -261,13 +262,30 @@ def global_seed() -> int | None:
     return _context.global_seed()
 
 
+@contextlib.contextmanager
+def substituted_global_seed(seed: int | None) -> Iterator[None]:
+    """Within this context `seed` is the global seed; the sequence of seeds goes on afterwards.
+
+    `tf.random.set_seed` would begin it again, and what was traced before would count as traced
+    with other seeds (`source_of_seeds`).
+    """
+    context = _context.context()
+    before, sequence = context._seed, source_of_seeds()
+    tf.random.set_seed(seed)
+    try:
+        yield
+    finally:
+        context._seed, context._rng = before, sequence
+
+
 def source_of_seeds() -> Any:
     """Another object after every `tf.random.set_seed`; of it ops that are traced draw a seed."""
-    return getattr(_context.context(), "_rng", None)
+    return getattr(_context.context(), "_rng", None)  # there from the first seed on
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
     (dataset_ops.DatasetV2, "_inputs"),
     (dataset_ops.DatasetV2, "_functions"),
+    (_context.Context, "_set_global_seed"),
 ]
 """(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""
