@@ -125,6 +125,21 @@ class TestOverRing:
         assert total.dtype == tf.float32
         np.testing.assert_array_equal(total, 2 * numbers(40))
 
+    def test_each_step_of_a_traced_loop_gets_the_sums_of_its_own_gradients(self, exchanged):
+        total_of = Reduction(tf.distribute.get_strategy())
+
+        @tf.function(autograph=False)
+        def run() -> Any:
+            def step(done: Any, sums: Any) -> Any:
+                (total,) = total_of([tf.fill([30], tf.cast(done, tf.float32))])
+                return done + 1, tf.concat([sums, total[:1]], axis=0)
+
+            start = tf.constant(0), tf.zeros([0])
+            shapes = tf.TensorShape([]), tf.TensorShape([None])
+            return tf.while_loop(lambda done, _: done < 4, step, start, shapes)[1]
+
+        np.testing.assert_array_equal(run(), [0, 2, 4, 6])
+
     def test_shapes_that_are_known_only_when_a_step_runs(self, exchanged):
         total_of = Reduction(tf.distribute.get_strategy())
 

@@ -216,7 +216,41 @@ def test_what_a_worker_sent_before_it_left_still_counts(joined):
     assert len(takes) == 3
 
 
-def test_workers_that_sum_different_things_are_told(joined):
+def test_each_sum_is_of_the_arrays_of_its_own_round(joined):
+    """None is late by a round or two, whether results are kept or let go of."""
+    rings = joined(2)
+
+    def rounds(rank: int) -> list[float]:
+        firsts, kept = [], []
+        for number in range(8):
+            total = rings[rank].sum(np.full(1000, 10.0**rank * number, "f"))
+            firsts.append(float(total[0]))
+            assert (total == total[0]).all()
+            if number % 3 == 0:
+                kept.append(total)
+        assert [float(total[0]) for total in kept] == firsts[::3]
+        return firsts
+
+    expected = [11.0 * number for number in range(8)]
+    assert in_threads(2, rounds) == [expected, expected]
+
+
+@pytest.mark.parametrize("exchange", ["sum", "gather", "broadcast"])
+def test_workers_at_different_exchanges_fail_instead_of_mixing_them(joined, exchange):
+    """Of the same length, so that nothing but the number of the exchange differs."""
+    rings = joined(2)
+    rings[1].exchanges += 1  # as of a worker that has made one exchange more
+    values: Array = np.ones(10, "f")
+    results = in_threads(
+        2, lambda rank: getattr(rings[rank], exchange)([values] if exchange == "gather" else values)
+    )
+    errors = [r for r in results if isinstance(r, RuntimeError)]
+    assert any("worker 0 exchange 0, worker 1 exchange 1" in str(e) for e in errors), results
+    if exchange != "broadcast":  # of which the first worker only sends
+        assert all(isinstance(r, RuntimeError | RingBroken) for r in results)
+
+
+def test_workers_that_sum_different_things_fail(joined):
     rings = joined(2)
     results = in_threads(2, lambda rank: rings[rank].sum(np.ones(10 + rank, "f")))
     assert any("worker 0 40 bytes, worker 1 44 bytes" in str(r) for r in results), results
@@ -464,6 +498,13 @@ class TestTraining:
         for task in tasks:
             ways = ("over", "over TCP", "chosen", "without")
             assert len({task[way]["weights"] for way in ways}) == 1
+
+    def test_the_weights_are_those_of_one_process(self, tasks):
+        """Every update is of its own step's gradients, over all workers."""
+        for task in tasks:
+            for way in ("over", "over TCP", "chosen", "without"):
+                for got, expected in zip(task[way]["values"], task["alone"]["values"], strict=True):
+                    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
 
     def test_workers_that_begin_apart_take_the_chiefs_weights(self, tasks):
         for task in tasks:

@@ -50,7 +50,12 @@ def trained(seed: int = 5, **options: Any) -> dict[str, Any]:
     data = tf.data.Dataset.from_tensor_slices((words, labels)).batch(16)
     tfmw.fit(trainee, data, epochs=2, verbose=0, seed=1, **options)
     digest = hashlib.sha256(b"".join(w.tobytes() for w in trainee.get_weights())).hexdigest()
-    return {"exchanges": exchanges() - before, "links": links(), "weights": digest}
+    return {
+        "exchanges": exchanges() - before,
+        "links": links(),
+        "weights": digest,
+        "values": [w.tolist() for w in trainee.get_weights()],
+    }
 
 
 def agreed(rank: int) -> dict[str, Any]:
@@ -192,6 +197,7 @@ over_tcp = trained()
 del os.environ[listener.SHARED_MEMORY]
 forget()
 over = trained()
+alone = trained(strategy="default")
 compressed = trained(gradient_compression="bf16")
 begun_apart = trained(5 + cluster.index)
 agreed_over = agreed(cluster.index)
@@ -216,6 +222,7 @@ write(
         "warned of the token": warned_of_token,
         "over TCP": over_tcp,
         "over": over,
+        "alone": alone,
         "16 bits": compressed,
         "chosen": chosen,
         "warned": warned,
