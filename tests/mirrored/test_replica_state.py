@@ -1,0 +1,47 @@
+"""What replicas keep for themselves, given to another number of replicas."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmw
+from tfmw.mirrored.driver import SyncDriver
+
+X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+
+
+@pytest.fixture
+def driver() -> SyncDriver:
+    """Of one replica, after a step of a model with moving averages."""
+    layers = [keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse", metrics=["mae"])
+    tfmw.fit(model, X, X[:, :1], verbose=0)
+    return SyncDriver(model, tf.distribute.get_strategy())
+
+
+def test_another_number_of_replicas_gets_the_mean_of_averages_and_the_sum_of_metrics(driver):
+    norm = driver.model.layers[0]
+    metrics, averages = (np.asarray(rows) for rows in driver.replica_state())
+    assert len(averages) == len(metrics) == 1
+    factors = np.array([[1.0], [2.0], [6.0]])  # of three replicas
+    with driver:
+        driver.restore_replica_state(factors * metrics, factors * averages)
+        restored = [np.asarray(rows) for rows in driver.replica_state()]
+    np.testing.assert_allclose(restored[0], 9 * metrics, rtol=1e-6)
+    np.testing.assert_allclose(restored[1], 3 * averages, rtol=1e-6)
+    mean = np.concatenate([norm.moving_mean, norm.moving_variance])
+    np.testing.assert_allclose(mean, 3 * averages[0], rtol=1e-6)
+    assert mean.any()
+
+
+def test_the_same_number_of_replicas_gets_what_each_one_had(driver):
+    metrics, averages = (np.asarray(rows) for rows in driver.replica_state())
+    with driver:
+        driver.restore_replica_state(2 * metrics, 3 * averages)
+        restored = [np.asarray(rows) for rows in driver.replica_state()]
+    np.testing.assert_allclose(restored[0], 2 * metrics, rtol=1e-6)
+    np.testing.assert_allclose(restored[1], 3 * averages, rtol=1e-6)
