@@ -138,3 +138,13 @@ class TestSynchronousUpdates:
         run = run_cluster("ps_bad_batch.py", workers=2, ps=1, timeout_s=100, status=1)
         assert "bad batch" in run.output
         assert re.search(r"^tfmw: chief failed", run.output.splitlines()[-1]), "others echo it"
+
+
+@pytest.mark.multiprocess
+def test_a_run_that_goes_on_inside_an_epoch_has_the_metrics_of_all_of_it(run_cluster, tmp_path):
+    backup = f"--backup={tmp_path / 'backups'}"
+    run_cluster("ps_resume.py", backup, "--leave", workers=1, ps=1, status=75)
+    found = run_cluster("ps_resume.py", backup, workers=1, ps=1).chief
+    assert 100 < found["began_at"] < 200, "inside the second epoch"
+    assert found["seen"] == [2000.0] * 3
+    assert found["iterations"] == 300

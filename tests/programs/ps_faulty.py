@@ -1,8 +1,10 @@
 """Trains on parameter servers and says how far it is, so that a test knows when to kill what.
 
 ps_faulty.py [--epochs=8] [--steps=50] [--backup=DIR] [--result=FILE] [--pause=2,4]
+             [--phases=both,any,one,both]
 
-After each epoch in --pause it waits for a line on its standard input.
+After each epoch in --pause it waits for a line on its standard input. With --phases, each phase
+lasts until an epoch to which so many workers have contributed, and a line is waited for after each.
 """
 
 import argparse
@@ -23,7 +25,7 @@ parser.add_argument("--steps", type=int, default=50)
 parser.add_argument("--backup")
 parser.add_argument("--result")
 parser.add_argument("--pause", default="")
-parser.add_argument("--until-both-from", type=int, help="stop once both workers work again")
+parser.add_argument("--phases", default="")
 options = parser.parse_args()
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -32,6 +34,10 @@ tfmw.init()
 
 
 class Say(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.phases = [p for p in options.phases.split(",") if p]
+
     def on_train_begin(self, logs=None):
         print(f"training begins at {int(self.model.optimizer.iterations)}", flush=True)
 
@@ -42,8 +48,11 @@ class Say(keras.callbacks.Callback):
         print(f"epoch {epoch + 1} ends at {int(self.model.optimizer.iterations)}", flush=True)
         if str(epoch + 1) in options.pause.split(","):
             sys.stdin.readline()
-        if options.until_both_from and epoch + 1 >= options.until_both_from:
-            self.model.stop_training = 0 < logs["by_worker_1"] < 1
+        workers = "both" if 0 < logs["by_worker_1"] < 1 else "one"
+        if self.phases and self.phases[0] in (workers, "any"):
+            print(f"phase over: {self.phases.pop(0)}, epoch {epoch}", flush=True)
+            self.model.stop_training = not self.phases
+            sys.stdin.readline()
 
 
 def read(context):

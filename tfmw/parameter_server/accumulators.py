@@ -158,9 +158,6 @@ class SynchronousSteps(WorkerSteps):
         )
         return over
 
-    def _count(self, applied: list[tf.Tensor]) -> None:
-        """The coordinator counts the steps."""
-
     def _update(
         self, optimizer: Any, grads: list[tuple[Any, Any]], applied: list[tf.Tensor]
     ) -> None:

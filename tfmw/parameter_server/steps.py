@@ -244,13 +244,7 @@ class WorkerSteps:
                 "the model's train_step applied no gradients: expected it to call "
                 "self.optimizer.apply_gradients(...) or self.optimizer.apply(...)."
             )
-        self._count(applied)
         return data.examples_of(batch)
-
-    def _count(self, applied: list[tf.Tensor]) -> None:
-        """Counts the step on the server that is home, after its updates there."""
-        with tf.device(server(self.server_variables.home)), tf.control_dependencies(applied):
-            self.server_variables.applied.assign_add(1)
 
     def _pull(self, locals_: dict[int, Any]) -> dict[int, tf.Tensor]:
         """Takes the servers' values; returns those of the state."""
@@ -372,20 +366,28 @@ class WorkerSteps:
 
                 todo[shard.server].append((sent, update_rows))
         for where, updates in todo.items():
+            is_home = where == server_variables.home
             # Servers that hold nothing of these gradients count all the same.
-            done_here = self._on_server(where, optimizer, updates or [([_signal(grads)], _nothing)])
-            if where == server_variables.home:
-                applied.append(done_here)
+            updates = updates or [([_signal(grads)], _nothing)]
+            # One count for the step, however many optimizers it has.
+            updated = self._on_server(where, optimizer, updates, is_home and not applied)
+            if is_home:
+                applied.append(updated)
 
     def _on_server(
         self,
         where: int,
         optimizer: Any,
         updates: list[tuple[list[tf.Tensor], Callable[..., None]]],
+        counts: bool,
     ) -> tf.Tensor:
         """Runs updates on a server, as one op of the worker's graph.
 
-        Separate ops would each send the worker a message of their own at the end of a turn.
+        Separate ops would each send the worker a message of their own at the end of a turn; and a
+        worker that dies between an update and its count would leave an update that is made again.
+
+        Args:
+            counts: whether this op counts the step as applied.
 
         Returns:
             int64 [], on the server, once the updates are made.
@@ -394,10 +396,12 @@ class WorkerSteps:
         def run(sent: list[list[tf.Tensor]]) -> tf.Tensor:
             arrived = zip(sent, (update for _, update in updates), strict=True)
             self._run_updates(where, optimizer, list(arrived))
+            if counts:
+                self.server_variables.applied.assign_add(1)
             return tf.constant(0, tf.int64)
 
         with tf.device(server(where)):
-            op = self._one_op(("update", where, id(optimizer)), run)
+            op = self._one_op(("update", where, id(optimizer), counts), run)
             return op([list(tensors) for tensors, _ in updates])
 
     def _run_updates(
