@@ -1,8 +1,9 @@
 """Losses whose value for one example depends on the other examples of its batch.
 
-Contrastive losses and in-batch negatives compare the examples of a batch with each other. A replica
-has its part of the batch only, so such a loss differs from one process's. `couples_examples` finds
-them: it evaluates a loss on a small random batch and on the two halves of it.
+Contrastive losses and in-batch negatives compare the examples of a batch with each other; so does
+Keras's `Circle`. A replica has its part of the batch only, so such a loss differs from one
+process's. `couples_examples` finds them: it evaluates a loss on a small random batch and on the two
+halves of it.
 """
 
 from __future__ import annotations
@@ -21,15 +22,12 @@ def couples_examples(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> bool:
     """Whether a loss compares the examples of a batch.
 
     Args:
-        loss: any loss with a `call` of its own. Keras's own need no check.
+        loss: any loss.
         y_true, y_pred: structures of tensors, for their shapes and types only.
 
     Returns:
         False also where the loss returns one number, or cannot be evaluated on random values.
     """
-    function = getattr(loss, "fn", None) or type(loss).call
-    if (getattr(function, "__module__", None) or "").startswith("keras."):
-        return False
     try:
         with tf.init_scope():
             return any(_depends(loss, y_true, y_pred, seed) for seed in (1, 2))

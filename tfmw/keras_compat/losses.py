@@ -28,6 +28,7 @@ from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as loss_module
 from keras.src.trainers import trainer as base_trainer
 
+from tfmw.keras_compat.batch_reduction import batch_reduction
 from tfmw.keras_compat.coupling import couples_examples
 
 
@@ -102,6 +103,10 @@ class ReplicaWeight:
         """A sum over this replica's examples -> an estimate of the sum over the global batch."""
         return tf.math.divide_no_nan(local_sum, tf.cast(self.fraction, local_sum.dtype))
 
+    def estimate_of_number(self, local: tf.Tensor) -> tf.Tensor:
+        """A mean over examples or a penalty of weights, unless it is seen to be a sum."""
+        return self.estimate_of_sum(local) if batch_reduction(local) == "sum" else local
+
     def weighted_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """What Keras's own `train_step` differentiates."""
         self.loss_weighted = True
@@ -170,6 +175,7 @@ def _hook_keras_losses() -> None:
     keras_reduce_values = loss_module.reduce_values
     keras_aggregate = tf_trainer.TensorFlowTrainer._aggregate_additional_loss
     keras_call = keras.losses.Loss.__call__
+    keras_reduce_weighted = loss_module.reduce_weighted_values
 
     def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         weight = current_weight()
@@ -213,32 +219,40 @@ def _hook_keras_losses() -> None:
             return loss
         weight.has_keras_loss = True
         if values.shape.rank == 0:
-            # A loss function that returned one number: taken for a mean over its examples.
-            weight.has_scalar_loss = True
-        elif reduction == "sum":
+            return weight.estimate_of_number(loss)
+        if reduction == "sum":
             return weight.estimate_of_sum(loss)
-        elif reduction == "mean_with_sample_weight" and sample_weight is not None:
+        if reduction == "mean_with_sample_weight" and sample_weight is not None:
             local = tf.reduce_sum(tf.cast(sample_weight, tf.float32))
             (everywhere,) = weight.all_sum([local])
             ratio = tf.math.divide_no_nan(local, everywhere * weight.fraction)
             return loss * tf.cast(ratio, loss.dtype)
         return loss
 
+    def reduce_weighted_values(values: Any, *arguments: Any, **options: Any) -> Any:
+        weight = current_weight()
+        if weight is not None and tf.convert_to_tensor(values).shape.rank == 0:
+            # A loss function that returned one number: taken for a mean over its examples.
+            weight.has_scalar_loss = True
+        return keras_reduce_weighted(values, *arguments, **options)
+
     def aggregate_additional_loss(self: Any, loss: Any) -> Any:
-        # add_loss of one number is a mean over examples, or a penalty of the weights; of one
-        # value per example, a sum over examples: one process adds them all up.
+        # One process adds up what is given to add_loss: of one value per example, over examples.
         weight = current_weight()
         if weight is None:
             return keras_aggregate(self, loss)
         weight.has_keras_loss = True
         summed = base_trainer.Trainer._aggregate_additional_loss(self, loss)
-        return weight.estimate_of_sum(summed) if weight.per_example(loss) else summed
+        if weight.per_example(loss):
+            return weight.estimate_of_sum(summed)
+        return weight.estimate_of_number(summed)
 
     keras.losses.Loss.__call__ = call
     loss_module.scale_loss_for_distribution = scale
     loss_module.unscale_loss_for_distribution = unscale
     loss_module.apply_mask = apply_mask
     loss_module.reduce_values = reduce_values
+    loss_module.reduce_weighted_values = reduce_weighted_values
     tf_trainer.TensorFlowTrainer._aggregate_additional_loss = aggregate_additional_loss
 
 
@@ -271,17 +285,29 @@ def _hook_layers() -> None:
 
 def _hook_metrics() -> None:
     keras_update_mean = keras.metrics.Mean.update_state
+    keras_update_sum = keras.metrics.Sum.update_state
 
     def update_mean(self: Any, values: Any, sample_weight: Any = None) -> Any:
         # One number is the mean of a batch, and the batch counts once: each replica counts by
         # its part of the batch.
         weight = current_weight()
         if weight is not None and sample_weight is None:
-            if tf.convert_to_tensor(values).shape == ():
+            values = tf.convert_to_tensor(values)
+            if values.shape == ():
+                if values.dtype.is_floating:
+                    values = weight.estimate_of_number(values)
                 sample_weight = weight.fraction
         return keras_update_mean(self, values, sample_weight)
 
+    def update_sum(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        # Sums of replicas add up; means of replicas do by their parts of the batch.
+        weight = current_weight()
+        if weight is not None and batch_reduction(values) == "mean":
+            values = values * tf.cast(weight.fraction, values.dtype)
+        return keras_update_sum(self, values, sample_weight)
+
     keras.metrics.Mean.update_state = update_mean
+    keras.metrics.Sum.update_state = update_sum
 
 
 def _hook_tf_nn() -> None:
@@ -338,10 +364,12 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (loss_module, "unscale_loss_for_distribution"),
     (loss_module, "apply_mask"),
     (loss_module, "reduce_values"),
+    (loss_module, "reduce_weighted_values"),
     (tf_trainer.TensorFlowTrainer, "_aggregate_additional_loss"),
     (base_trainer.Trainer, "_aggregate_additional_loss"),
     *[(keras.Layer, name) for name in _USE_LAYER_LOSSES],
     (keras.metrics.Mean, "update_state"),
+    (keras.metrics.Sum, "update_state"),
     (keras.optimizers.Optimizer, "scale_loss"),
     (tf.nn, "compute_average_loss"),
     (tf.nn, "scale_regularization_loss"),
