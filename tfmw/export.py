@@ -101,14 +101,23 @@ def export(
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Say before the training what `export` would say after it: that it may not write to `path`.
+    """Raises before the training what `export` would raise after it about `path`.
 
     Raises:
-        UsageError: at `path` is something that is neither a SavedModel nor an empty directory.
+        UsageError: at `path` is something that is neither a SavedModel nor an empty directory, or
+            no directory can be created there.
     """
     target = _normalize(path)
-    if not tf.io.gfile.exists(target):
-        return
+    try:
+        if _is_chief(None):
+            storage.check_creatable(target)
+        if not tf.io.gfile.exists(target):
+            return
+    except (OSError, ValueError, tf.errors.OpError) as e:
+        raise UsageError(
+            f"no export can be written to {target!r} ({str(e).splitlines()[0]}): name a directory "
+            "that this process may create."
+        ) from e
     if tf.io.gfile.isdir(target):
         entries = tf.io.gfile.listdir(target)
         if not entries or "saved_model.pb" in entries:

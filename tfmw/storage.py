@@ -18,6 +18,7 @@ import posixpath
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 
 import tensorflow as tf
@@ -50,6 +51,21 @@ def atomic_directory(target: str) -> Iterator[str]:
         with contextlib.suppress(OSError, tf.errors.OpError):
             remove(temporary)
         raise
+
+
+def check_creatable(target: str) -> None:
+    """Tries whether a directory can be created beside `target`, or where its parents begin.
+
+    Raises:
+        OSError, ValueError or tf.errors.OpError: it cannot; nothing has changed.
+    """
+    if "\0" in target:
+        raise ValueError("a path cannot contain a null byte")
+    parent = posixpath.dirname(target)
+    while not tf.io.gfile.exists(parent) and parent != posixpath.dirname(parent):
+        parent = posixpath.dirname(parent)
+    if is_local(target):
+        os.rmdir(tempfile.mkdtemp(prefix=f".{posixpath.basename(target)[:100]}.", dir=parent))
 
 
 def replace(target: str, temporary: str) -> None:

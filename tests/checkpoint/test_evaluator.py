@@ -10,16 +10,23 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfmw
 from tests.cluster.test_rendezvous import ports
 from tests.helpers.by_hand import ByHand
 from tests.helpers.cluster import run_cluster
 from tfmw import UsageError
 from tfmw.checkpoint import evaluator
 from tfmw.checkpoint.store import BackupStore
+from tfmw.cluster import membership
 from tfmw.export import verify
 
 pytestmark = pytest.mark.multiprocess
@@ -160,8 +167,57 @@ def test_a_killed_evaluator_goes_on_where_it_was(tmp_path):
 
 def test_two_evaluators_are_one_too_many(tmp_path):
     with evaluator._watching(str(tmp_path)):
-        assert BackupStore(tmp_path).is_watched()
         second = evaluator._watching(str(tmp_path))
         with pytest.raises(UsageError, match="another evaluator"), second:
             pass
-    assert not BackupStore(tmp_path).is_watched()
+
+
+def small_model(weight: float) -> keras.Model:
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.set_weights([np.full((1, 1), weight), np.zeros(1)])
+    return model
+
+
+def trained(folder: Path) -> None:
+    """Leaves the backup of a run that is over, and runs the hooks of the end of its process."""
+    x: Any = np.ones((4, 1), np.float32)
+    callback = tfmw.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+    tfmw.fit(small_model(3.0), x, x, epochs=1, verbose=0, callbacks=[callback])
+
+
+def test_an_evaluator_that_dies_before_the_best_is_exported_exports_it_after(tmp_path, monkeypatch):
+    trained(tmp_path)
+    module: Any = evaluator
+    export = module.export
+
+    def die(*_: Any) -> None:
+        raise SystemExit("killed")
+
+    monkeypatch.setattr(evaluator, "export", die)
+    with pytest.raises(SystemExit):
+        evaluator.watch(small_model(0.0), lambda: {"loss": 1.0}, tmp_path)
+    monkeypatch.setattr(evaluator, "export", export)
+    evaluator.watch(small_model(0.0), lambda: {"loss": 1.0}, tmp_path)
+    assert verify(tmp_path / "best") == []
+
+
+def test_the_backups_stay_for_an_evaluator_that_comes_back(tmp_path, monkeypatch):
+    at_end: list[Callable[[], Any]] = []
+    monkeypatch.setattr(membership, "on_success", at_end.append)
+
+    def killed(_: float) -> None:
+        raise SystemExit("killed while it waits for a backup")
+
+    with pytest.raises(SystemExit):
+        evaluator.watch(small_model(0.0), lambda: {"loss": 1.0}, tmp_path, sleep=killed)
+    x: Any = np.ones((4, 1), np.float32)
+    tfmw.fit(small_model(3.0), x, x, epochs=1, verbose=0, backup_dir=tmp_path)
+    for end in at_end:
+        end()
+    store = BackupStore(tmp_path)
+    assert store.steps(), "the evaluator would wait for ever"
+    history = evaluator.watch(small_model(0.0), lambda: {"loss": 1.0}, tmp_path, sleep=killed)
+    assert history.history["val_loss"] == [1.0]
+    assert store.steps() == []
+    assert not store.has_evaluator()

@@ -78,6 +78,43 @@ def test_sparse_batches_that_were_mapped_are_refused() -> None:
         data.shard_dataset(dataset, data.Sharding(2, 0), data.Order())
 
 
+def _zipped(first: int, second: int, examples: int = 8) -> tf.data.Dataset:
+    """Batches of two lengths: labelled and unlabelled examples, say."""
+    a, b = tf.data.Dataset.range(examples), tf.data.Dataset.range(100, 120)
+    return tf.data.Dataset.zip((a.batch(first), b.batch(second)))
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_batches_of_two_lengths_are_divided_each(sharding: tuple[int, int]) -> None:
+    workers, local = sharding
+    replicas = workers * local
+    dataset = _zipped(replicas, 2 * replicas, 2 * replicas)
+    found: list[list[int]] = [[], []]
+    for rank in range(workers):
+        shard = data.shard_dataset(dataset, data.Sharding(workers, rank, local), data.Order())
+        for parts, total in shard.dataset.as_numpy_iterator():
+            assert total == replicas
+            for part in parts:
+                assert [len(t) for t in part] == [1, 2]
+                found[0].extend(part[0])
+                found[1].extend(part[1])
+    assert sorted(found[0]) == list(range(2 * replicas))
+    assert sorted(found[1]) == list(range(100, min(120, 100 + 4 * replicas)))
+
+
+@pytest.mark.parametrize("dataset", [_zipped(3, 4), _zipped(4, 2, 9)])
+def test_batches_of_two_lengths_that_cannot_be_divided_are_refused(dataset) -> None:
+    with pytest.raises(UsageError, match=r"2 replicas cannot divide [31] evenly: batch each part"):
+        data.shard_dataset(dataset, data.Sharding(2, 0), data.Order())
+
+
+def test_mapped_batches_of_two_lengths_that_cannot_be_divided_are_refused_when_read() -> None:
+    dataset = _zipped(3, 4).map(lambda a, b: (a + 1, b))
+    shard = data.shard_dataset(dataset, data.Sharding(2, 0), data.Order())
+    with pytest.raises(tf.errors.InvalidArgumentError, match="different numbers of examples"):
+        next(iter(shard.dataset))
+
+
 class _Batches(keras.utils.PyDataset):
     """Read by threads of Keras's; waits a little for them when an epoch begins."""
 

@@ -52,6 +52,17 @@ class Network(keras.Model):
         return self.out(self.norm(self.hidden(x), training=training))
 
 
+class Backbone(keras.Model):
+    """Functional by its call of super().__init__, as KerasHub's models are."""
+
+
+class Classifier(Backbone):
+    def __init__(self, units):
+        inputs = keras.Input([12])
+        super().__init__(inputs, keras.layers.Dense(units)(inputs))
+        self.units = units
+
+
 def own_loss(y, logits):
     return keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
 
@@ -87,6 +98,32 @@ def test_a_model_arrives_as_it_left(make):
         for m in (model, arrived)
     ]
     assert going_on[0] == going_on[1]
+
+
+@pytest.mark.slow
+def test_a_functional_subclass_arrives_where_none_has_been_made(tmp_path):
+    model = compiled(Classifier(2))
+    model.fit(X, Y, verbose=0)  # builds the optimizer, as tfmw.fit does first
+    (tmp_path / "parcel").write_bytes(serialization.pack(model))
+    code = """
+import sys, numpy, tfmw
+from tfmw.engines import serialization
+from tests.engines import test_local
+model = serialization.settled(serialization.unpack(open(sys.argv[1], "rb").read()))
+assert type(model) is test_local.Classifier
+numpy.save(sys.argv[2], model.predict(test_local.X, verbose=0))
+tfmw.fit(model, test_local.X, test_local.Y, verbose=0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "parcel", tmp_path / "predicted.npy"],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    predicted = np.load(tmp_path / "predicted.npy")
+    np.testing.assert_array_equal(predicted, model.predict(X, verbose=0))
 
 
 def test_a_function_that_uses_tfmw_travels():

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfmw
 from tests.helpers.cluster import PROGRAMS, run_cluster
 from tfmw import Cluster, UsageError
 from tfmw.export import MANIFEST, check_path, export, verify
@@ -298,6 +299,23 @@ def test_what_is_no_export_is_not_deleted(tmp_path):
             export(sequential(), tmp_path / name)
     assert (tmp_path / "photos" / "one.jpg").read_bytes() == b"irreplaceable"
     assert (tmp_path / "file").read_bytes() == b"irreplaceable"
+
+
+@pytest.mark.parametrize(
+    "path", ["/proc/no/model", "{}/file/model", "nowhere://bucket/model", "{}/nul\0/model"]
+)
+def test_an_impossible_path_is_refused_before_the_training(tmp_path, path):
+    (tmp_path / "file").write_bytes(b"")
+    path = path.format(tmp_path)
+    model = sequential()
+    model.compile("sgd", "mse")
+    before = [v.numpy() for v in model.weights]
+    with pytest.raises(UsageError, match=r"no export can be written to .*: name a directory"):
+        tfmw.fit(model, np.ones((4, 3)), np.ones((4, 2)), verbose=0, export_dir=path)
+    np.testing.assert_array_equal(before[0], model.weights[0].numpy())
+    with pytest.raises(UsageError, match="no export can be written to"):
+        export(model, path)
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_an_empty_directory_may_be_there(tmp_path):

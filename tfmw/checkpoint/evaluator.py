@@ -12,8 +12,9 @@ On a task of type `evaluator` the call of `fit` does not train. It waits for bac
 
 It ends once the last backup says that training is over, and that one is evaluated. An evaluator
 that is started again goes on where it was: what it did is in `<backup_dir>/evaluation/done.json`.
-While one watches, the training leaves the backups behind at its end, and the evaluator removes
-them. It needs to see the same directory as the chief, and no address: nobody waits for it.
+Where one has watched, the training leaves its backups at its end, and the evaluator removes them,
+even one that has died meanwhile and comes back. It needs to see the same directory as the chief,
+and no address: nobody waits for it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tfmw import keras_compat, storage
 from tfmw.checkpoint import file_lock, state
 from tfmw.checkpoint.store import EVALUATOR_LOCK, Backup, BackupStore, Damaged
 from tfmw.errors import UsageError
+from tfmw.export import export
 
 logger = logging.getLogger("tfmw")
 
@@ -98,14 +100,14 @@ def watch(
                 _write(writer, backup.step, logs)
                 best = _is_best(logs, list(done.logs.values()), monitor, mode)
                 if best:
-                    from tfmw.export import export
-
+                    # Before the logs are noted: who dies in between exports it again.
                     export(model, os.path.join(path, _BEST))
                 done.add(backup.step, logs)
                 history.on_epoch_end(backup.step, logs)
                 logger.info("evaluated step %d: %s%s", backup.step, logs, ", the best" * best)
             if backup.record["done"]:
                 break
+        store.dismiss_evaluator()
     if remove:
         _remove(store, sleep)
     return history
@@ -125,8 +127,10 @@ def _remove(store: BackupStore, sleep: Callable[[float], None]) -> None:
 
 @contextlib.contextmanager
 def _watching(path: str) -> Iterator[None]:
-    """Shows the training that its backups are still needed; ends with the process, however."""
+    """Tells the training that its backups are needed; one evaluator at a time where locks work."""
     if not storage.is_local(path):
+        with tf.io.gfile.GFile(os.path.join(path, EVALUATOR_LOCK), "w") as file:
+            file.write("watching\n")
         yield
         return
     with contextlib.ExitStack() as stack:

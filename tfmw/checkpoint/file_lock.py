@@ -2,7 +2,7 @@
 
     with file_lock("/backups/run7/LOCK"):            # BlockingIOError where another process has it
         ...
-    is_locked("/backups/run7/EVALUATOR")
+    holder_of("/backups/run7/LOCK")                  # "process 7 on host-a"
 
 `flock` ends with the process, however that ends. It works on one machine, and on network file
 systems that pass it to the server (NFS since Linux 2.6.12, unless mounted with `local_lock=flock`).
@@ -49,20 +49,3 @@ def holder_of(path: str) -> str:
             return file.read(200).decode(errors="replace").strip()
     except OSError:
         return "unknown"
-
-
-def is_locked(path: str) -> bool:
-    """Whether a process holds the lock of a file."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return False
-    except PermissionError:
-        return True  # another user's: only its owner may ask
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False

@@ -416,8 +416,9 @@ class Backups:
     def _remove_mine(self) -> None:
         """Removes the backups, unless another run goes on from them or has left others there."""
         assert self._store is not None
-        if self._store.is_watched():
-            return  # it removes them once it has seen the last one
+        if self._store.has_evaluator():
+            logger.warning("the backups in %s stay for the evaluator to remove", self.path)
+            return
         with contextlib.suppress(TfmwError), self._store.locked():
             newest = self._store.newest()
             # A run that was over and is started again writes nothing: its backup is its own still.

@@ -47,7 +47,7 @@ from tfmw.runtime.progress import blocking_call
 logger = logging.getLogger("tfmw")
 
 EVALUATOR_LOCK = "EVALUATOR"
-"""The file that an evaluator locks while it watches the directory."""
+"""The file that an evaluator locks while it watches, and removes once it has seen all backups."""
 
 FORMAT = 1
 KEPT = 2
@@ -150,9 +150,14 @@ class BackupStore:
                 "this user owns."
             ) from e
 
-    def is_watched(self) -> bool:
-        """Whether an evaluator watches this directory, as far as its file lock is seen here."""
-        return self._local and file_lock.is_locked(os.path.join(self.path, EVALUATOR_LOCK))
+    def has_evaluator(self) -> bool:
+        """Whether an evaluator has begun to watch this directory and has not seen all backups."""
+        return bool(tf.io.gfile.exists(os.path.join(self.path, EVALUATOR_LOCK)))
+
+    def dismiss_evaluator(self) -> None:
+        """The evaluator has seen the last backup: nobody needs them any more."""
+        with contextlib.suppress(tf.errors.NotFoundError):
+            tf.io.gfile.remove(os.path.join(self.path, EVALUATOR_LOCK))
 
     def _clean_up(self) -> None:
         storage.clean_up(self.path, _NAME)

@@ -26,6 +26,7 @@ The first two need the same order of elements on all workers: see `order.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,7 @@ from tfmw.data.batches import (
     global_batch_size,
     input_of,
     local_parts,
+    rows_of,
     split_locally,
     static_batch_size,
     steps_in,
@@ -288,11 +290,13 @@ def _by_slices(dataset: tf.data.Dataset, sharding: Sharding) -> Shard:
                 ".batch(global_batch_size)."
             )
 
+    _refuse_uneven_zip(dataset, sharding)
+
     def keep_local_rows(*element: Any) -> Any:
         batch = as_element(element)
         total = tf.cast(examples_of(batch), tf.int64)
-        rows = tf.boolean_mask(tf.range(total), sharding.is_local(tf.range(total)))
-        return tf.nest.map_structure(lambda t: tf.gather(t, rows), batch), total
+        local = functools.partial(_local_rows, total=total, sharding=sharding)
+        return tf.nest.map_structure(local, batch), total
 
     parts = dataset.map(
         without_autograph(keep_local_rows),
@@ -304,6 +308,65 @@ def _by_slices(dataset: tf.data.Dataset, sharding: Sharding) -> Shard:
     sizes = ShardSizes(True, True) if size is None else ShardSizes.of(size, sharding)
     batch_size = global_batch_size(dataset)
     return Shard(deterministic(pairs), steps_in(dataset), sizes, sizes, spec, batch_size)
+
+
+def _local_rows(tensor: Any, total: tf.Tensor, sharding: Sharding) -> Any:
+    """This worker's rows of one tensor of a global batch, whose first tensor has `total` rows.
+
+    A batch may have tensors of different lengths, zipped from labelled and unlabelled examples,
+    say. Replicas have equal parts of each, or one weight for their loss would not be right.
+    """
+    rows = rows_of(tensor)
+    replicas = sharding.replicas
+    divisible = (rows % replicas == 0) & (total % replicas == 0)
+    check = tf.debugging.Assert((rows == total) | divisible, [_ZIPPED, rows, total, replicas])
+    with tf.control_dependencies([check]):
+        positions = tf.range(rows)
+    return tf.gather(tensor, tf.boolean_mask(positions, sharding.is_local(positions)))
+
+
+_ZIPPED = (
+    "tensors of one batch have different numbers of examples, and the replicas cannot divide each "
+    "evenly: batch each part by a multiple of the number of replicas, with drop_remainder=True. "
+    "Received, expected at first, replicas:"
+)
+
+
+def _refuse_uneven_zip(dataset: tf.data.Dataset, sharding: Sharding) -> None:
+    """Raises before the first step what `_local_rows` would raise in a later one."""
+    node = dataset
+    while isinstance(node, (*_SELECTIONS, *keras_compat.Prefetch, *keras_compat.OptionsNode)):
+        node = input_of(node)
+    if not isinstance(node, keras_compat.Zip):
+        return
+    inputs = keras_compat.zipped_inputs(node)
+    sizes = [global_batch_size(part) for part in inputs]
+    if None in sizes or len(set(sizes)) == 1:
+        return
+    lengths = [steps_in(part) for part in inputs]
+    steps = min((length for length in lengths if length not in (None, INFINITE)), default=None)
+    for part, size, length in zip(inputs, sizes, lengths, strict=True):
+        # Zipping ends with the shortest part: a longer one's last batch is not read.
+        last = _last_batch(part) if length == steps else None
+        for rows in (size, last):
+            if rows is not None and rows % sharding.replicas:
+                raise UsageError(
+                    f"the dataset is zipped from batches of {sizes} examples, and "
+                    f"{sharding.replicas} replicas cannot divide {rows} evenly: batch each part by "
+                    "a multiple of the number of replicas, with drop_remainder=True."
+                )
+
+
+def _last_batch(dataset: tf.data.Dataset) -> int | None:
+    """The size of the last batch; None where it is unknown."""
+    if not isinstance(dataset, keras_compat.Batch):
+        return None
+    arguments = keras_compat.batch_arguments(dataset)
+    count = steps_in(input_of(dataset))
+    if arguments is None or count is None or count == INFINITE:
+        return None
+    size, drop_remainder = arguments
+    return size if drop_remainder else count % size or size
 
 
 # ---------------------------------------------------------------- by a function of the user's

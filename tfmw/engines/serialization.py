@@ -76,7 +76,8 @@ def _reduced(part: Any) -> Any:
     if isinstance(part, keras.Variable):
         return _variable, (type(part), *keras_compat.variable_state(part))
     if keras_compat.is_saveable(part):
-        return _blank, (type(part),), keras_compat.saveable_state(part), None, None, _fill
+        make = _blank_functional if keras_compat.is_functional(part) else _blank
+        return make, (type(part),), keras_compat.saveable_state(part), None, None, _fill
     if keras_compat.is_tracked_collection(part):
         base = next(b for b in (list, dict, set) if isinstance(part, b))
         return _blank, (type(part),), (vars(part), base(part)), None, None, _fill_collection
@@ -95,6 +96,16 @@ _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 def _blank(cls: type) -> Any:
     base = next((b for b in (list, dict, set) if issubclass(cls, b)), object)
     return base.__new__(cls)
+
+
+def _blank_functional(cls: type) -> Any:
+    """Of a class that calls `super().__init__(inputs, outputs)`.
+
+    Keras makes such a class a functional one when the first model of it is created, which has not
+    happened in the process that imports the class now.
+    """
+    keras_compat.make_functional(cls)
+    return _blank(cls)
 
 
 def _fill(part: Any, state: dict[str, Any]) -> None:

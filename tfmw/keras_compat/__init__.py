@@ -37,6 +37,7 @@ from tfmw.keras_compat.datasets import (
     Shuffle,
     Skip,
     Take,
+    Zip,
     batch_arguments,
     data_adapter,
     dataset_constants,
@@ -55,6 +56,7 @@ from tfmw.keras_compat.datasets import (
     source_of_seeds,
     substituted_global_seed,
     train_validation_split,
+    zipped_inputs,
 )
 from tfmw.keras_compat.fused_update import fused_update
 from tfmw.keras_compat.losses import (
@@ -130,8 +132,10 @@ from tfmw.keras_compat.runtime import (
 from tfmw.keras_compat.serialization import (
     backend_switch,
     index_variables_anew,
+    is_functional,
     is_saveable,
     is_tracked_collection,
+    make_functional,
     new_native,
     saveable_state,
     variable_state,
@@ -151,6 +155,7 @@ __all__ = [
     "Shuffle",
     "Skip",
     "Take",
+    "Zip",
     "backend_switch",
     "batch_arguments",
     "build_all",
@@ -177,6 +182,7 @@ __all__ = [
     "index_variables_anew",
     "inner_optimizer",
     "is_dataset",
+    "is_functional",
     "is_iterations",
     "is_saveable",
     "is_synchronized_batch_norm",
@@ -189,6 +195,7 @@ __all__ = [
     "looked_up_variables",
     "lookups_through",
     "make_class_weight_map",
+    "make_functional",
     "map_graph_nodes",
     "may_shuffle_inside",
     "metric_variables",
@@ -230,6 +237,7 @@ __all__ = [
     "weighting_losses",
     "worker_constants",
     "worker_iterators",
+    "zipped_inputs",
 ]
 
 

@@ -21,6 +21,7 @@ from tensorflow.python.data.ops import (
     shuffle_op,
     skip_op,
     take_op,
+    zip_op,
 )
 from tensorflow.python.data.util import random_seed as data_random_seed
 from tensorflow.python.eager import context as _context
@@ -55,6 +56,8 @@ Skip = (skip_op._SkipDataset,)
 
 Prefetch = (prefetch_op._PrefetchDataset,)
 
+Zip = (zip_op._ZipDataset,)
+
 OptionsNode = (dataset_ops._OptionsDataset,)
 
 
@@ -62,6 +65,11 @@ def dataset_input(node: tf.data.Dataset) -> tf.data.Dataset | None:
     """The one dataset that `node` transforms; None for sources and for several inputs."""
     inputs = node._inputs()
     return inputs[0] if len(inputs) == 1 else None
+
+
+def zipped_inputs(node: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """The datasets that `zip` has put together."""
+    return list(node._inputs())
 
 
 def batch_arguments(node: tf.data.Dataset) -> tuple[int, bool] | None:

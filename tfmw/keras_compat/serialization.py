@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
+from keras.src.models import functional, model
 from keras.src.saving import keras_saveable
 from keras.src.utils import backend_utils, tracking
 
@@ -14,6 +15,17 @@ from tfmw.keras_compat.optimizers import inner_optimizer
 def is_saveable(part: Any) -> bool:
     """Layers, models, losses, metrics, optimizers, seed generators and the like."""
     return isinstance(part, keras_saveable.KerasSaveable)
+
+
+def is_functional(part: Any) -> bool:
+    """Whether `part` is a functional model, or of a class that derives from one."""
+    return isinstance(part, functional.Functional)
+
+
+def make_functional(cls: type) -> None:
+    """Makes a model class functional, as Keras does at the first `super().__init__(in, out)`."""
+    if not issubclass(cls, functional.Functional):
+        model.inject_functional_model_class(cls)
 
 
 def backend_switch(part: Any) -> str | None:
