@@ -193,3 +193,27 @@ def test_guards_of_models_are_taken_away_again() -> None:
         undo()
     assert {name: getattr(keras.Model, name) for name in before} == before
     compiled_model().fit(batches(), shuffle=False, verbose=0)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "mirrored"])
+def test_a_model_of_another_scope_is_refused(strategy: str) -> None:
+    own = tf.distribute.MirroredStrategy(["CPU:0"])
+    with own.scope():
+        model = compiled_model()
+    x: np.ndarray = np.ones([8, 3], np.float32)
+    calls = {
+        "fit": lambda: tfmw.fit(model, batches(), strategy=strategy, verbose=0),
+        "evaluate": lambda: tfmw.evaluate(model, batches(), strategy=strategy, verbose=0),
+        "predict": lambda: tfmw.predict(model, x, strategy=strategy, verbose=0),
+    }
+    for call in calls.values():
+        with pytest.raises(UsageError) as caught:
+            call()
+        message = str(caught.value)
+        assert "was made in the scope of a MirroredStrategy of your own" in message
+        assert "make the model outside of any scope" in message
+        assert "\n" not in message
+    before = own.experimental_local_results(model.weights[0].value)[0].numpy()
+    tfmw.fit(model, batches(), strategy=own, verbose=0)
+    after = own.experimental_local_results(model.weights[0].value)[0].numpy()
+    assert not np.array_equal(before, after), "it trains in its own scope"

@@ -73,16 +73,16 @@ def placed(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[Non
         model: compiled and built, with its optimizer built; the same on all workers (`agreement`).
         strategy: a synchronous strategy.
     """
-    if strategy.num_replicas_in_sync == 1:
-        yield
-        return
     variables = shared_variables(model)
     # Within another call seeds differ between replicas already.
     seeds = [] if is_placed(model) else seeds_of(model)
     originals = [native(v) for v in variables]
-    if local_replicas(strategy) == 1 and not any(
-        isinstance(v, tf.distribute.DistributedValues) for v in originals
-    ):
+    distributed = any(isinstance(v, tf.distribute.DistributedValues) for v in originals)
+    if strategy.num_replicas_in_sync == 1:
+        with _single_copies(model, strategy) if distributed else contextlib.nullcontext():
+            yield
+        return
+    if local_replicas(strategy) == 1 and not distributed:
         with _seeds_varied(model, strategy, seeds):
             yield
         return
@@ -107,6 +107,23 @@ def placed(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[Non
                 for variable, original in zip(variables, originals, strict=True):
                     original.assign(local_copies(strategy, variable)[0].read_value())
                     set_native(variable, original)
+
+
+@contextlib.contextmanager
+def _single_copies(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """The model holds the only copy of each variable that was made in the strategy's scope."""
+    variables = all_variables(model)
+    originals = [native(v) for v in variables]
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers_of(model):
+            stack.enter_context(stable_variable_keys(optimizer, list(model.trainable_variables)))
+        for variable in variables:
+            set_native(variable, local_copies(strategy, variable)[0])
+        try:
+            yield
+        finally:
+            for variable, original in zip(variables, originals, strict=True):
+                set_native(variable, original)
 
 
 def is_placed(model: keras.Model) -> bool:
@@ -185,3 +202,22 @@ def refuse_raw_variables(model: keras.Model) -> None:
                     f"{name!r}, which Keras does not track and no replica would share: create it "
                     "with self.add_weight(...) instead."
                 )
+
+
+def refuse_other_scope(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """Raises UsageError where the model was made in the scope of another strategy.
+
+    TensorFlow's variables of one strategy can be neither read nor updated in another one.
+    """
+    for variable in all_variables(model):
+        value = native(variable)
+        if not isinstance(value, tf.distribute.DistributedValues):
+            continue
+        own = value.distribute_strategy
+        if own is not strategy:
+            raise UsageError(
+                f"model {model.name!r} was made in the scope of a {type(own).__name__} of your "
+                f"own, and this call runs on a {type(strategy).__name__}: make the model outside "
+                "of any scope, as tfmw places it on the replicas, or pass that strategy as "
+                "strategy=..."
+            )

@@ -118,6 +118,7 @@ class SyncDriver:
     def __enter__(self) -> SyncDriver:
         enter = self._stack.enter_context
         placement.refuse_raw_variables(self.model)
+        placement.refuse_other_scope(self.model, self.strategy)
         with self._lost_peer_named():
             agree(self._replicas.group, self.strategy, placement.shared_variables(self.model))
         enter(placement.placed(self.model, self.strategy))
