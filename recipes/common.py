@@ -5,7 +5,7 @@ A recipe is one script for every task of the cluster. It learns which task it is
     python recipes/digits.py --worker_hosts=localhost:2222,localhost:2223 --task_index=0
     python recipes/digits.py --worker_hosts=localhost:2222,localhost:2223 --task_index=1
 
-or, without them, from `tfmw run`, TF_CONFIG or the scheduler; alone it is a single process.
+or, without them, from `tfmw run`, TF_CONFIG or the scheduler; else it is a single process.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def init() -> Cluster:
     elif not joined.has_ps and (FLAGS.sync_replicas or FLAGS.replicas_to_aggregate):
         raise UsageError(
             "--sync_replicas is for parameter servers, and this cluster has none: give --ps_hosts, "
-            "or leave it out; workers alone are always in step."
+            "or leave it out; without servers, workers are always in step."
         )
     return joined
 

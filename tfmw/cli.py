@@ -29,7 +29,7 @@ from tfmw.errors import UsageError
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells wrong usage in one sentence, as everything else here does."""
+    """Raises UsageError, whose message is one sentence."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help.")
@@ -79,7 +79,7 @@ def _main(argv: list[str]) -> int:
 def _check_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
     check = commands.add_parser(
         "check",
-        help="say whether a cluster will work, or whether backups and exports are intact",
+        help="check a cluster before a run, or whether backups and exports are intact",
         usage="tfmw check [--hosts H0,H1] [options], or tfmw check PATH ...",
         description="Without PATH: is this cluster going to work? Run it on every task, at about "
         "the same time, as the run itself is going to be started: names, ports, each pair of "
@@ -102,7 +102,7 @@ def _check_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
 def _bench_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
     bench = commands.add_parser(
         "bench",
-        help="say where the time of a training step goes, and what more workers would bring",
+        help="measure where the time of a training step goes, and predict it for more workers",
         usage="tfmw bench [--workers N] [--steps K] (FILE.py|MODULE):FUNCTION",
         description="FUNCTION returns (model, dataset) or (model, dataset, arguments of fit): a "
         "compiled model, and a tf.data.Dataset batched by the global batch size. It is trained on "
@@ -126,7 +126,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         "--host-index",
         type=int,
         metavar="I",
-        help="which of them this host is, from 0, where its address doesn't tell",
+        help="which of them this host is, from 0, where its address does not show it",
     )
 
 
@@ -174,10 +174,10 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
         usage="tfmw run [--workers N] [options] (SCRIPT | -m MODULE) [its flags]",
         description="Runs SCRIPT, or MODULE, in every task of a fresh cluster on this machine. "
         "With --hosts, on each of them: as the one task of that host. Without either: as the one "
-        "task that TF_CONFIG or a scheduler says it is.",
+        "task that TF_CONFIG or a scheduler describes.",
         epilog="Exit status: 0 all done, 1 a task failed (the last line names the first one), "
-        "2 wrong usage or cluster description, 75 told to leave (SIGTERM, SIGUSR1): the tasks have "
-        "saved their state, run the same command again.",
+        "2 wrong usage or cluster description, 75 preempted (SIGTERM, SIGUSR1): the tasks have saved "
+        "their state, run the same command again.",
         allow_abbrev=False,
     )
     run.add_argument("--workers", type=int, metavar="N", help="number of tasks that train")

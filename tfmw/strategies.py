@@ -209,7 +209,7 @@ def servers_of(strategy: tf.distribute.Strategy) -> JoinedServers | None:
     if joined is None or joined.servers is None or strategy is not joined.strategy:
         raise UsageError(
             "received a ParameterServerStrategy that tfmw did not make: use "
-            "tfmw.strategies.parameter_server(...), which also tells the servers when to leave."
+            "tfmw.strategies.parameter_server(...), which also ends the servers after training."
         )
     return joined.servers
 

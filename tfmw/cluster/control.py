@@ -272,5 +272,5 @@ def wait_for_end(
         if message.get("done"):
             return
         if "failed" in message:
-            # In TensorFlow's words for it, by which a launcher knows a secondary error.
+            # TensorFlow's own form, by which a launcher recognises a secondary error.
             raise TaskFailed(f"{ECHO}chief/task:0: {message['failed']}")

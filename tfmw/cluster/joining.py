@@ -1,6 +1,6 @@
 """Joining the cluster, once per process and before TensorFlow's first op: `tfmw.init`.
 
-cluster = tfmw.init()                            # who am I; join (no-op when alone)
+cluster = tfmw.init()            # which task is this; join (no-op on a single machine)
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def _join_parameter_servers(
 
 
 def _guard_models(cluster: Cluster) -> None:
-    """Refuses Keras's own `model.fit` from now on, which would train this process alone."""
+    """Refuses Keras's own `model.fit` from now on: it would train in this process only."""
     from tfmw.keras_compat.guards import guard_models
 
     def refuse() -> None:
@@ -226,7 +226,7 @@ def _guard_models(cluster: Cluster) -> None:
 
 
 def _version(package: str) -> str:
-    """The installed version, without importing where the package's metadata tells."""
+    """The installed version, from the package's metadata where there is some: no import."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # installed under another name, as tensorflow-cpu is
@@ -246,14 +246,14 @@ def _bound_threads() -> None:
 def _add_a_thread() -> None:
     """Gives TensorFlow a thread more for ops, as a sum over tfmw's ring blocks one.
 
-    With the others it also answers peers that are still in an earlier collective.
+    The other threads also serve peers that are still in an earlier collective.
     """
     import tensorflow as tf
 
     chosen = tf.config.threading.get_inter_op_parallelism_threads()
     if not chosen:
-        said = os.environ.get("TF_NUM_INTEROP_THREADS", "")
-        chosen = int(said) if said.isdecimal() else 0
+        setting = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+        chosen = int(setting) if setting.isdecimal() else 0
         chosen = chosen or len(os.sched_getaffinity(0))
     tf.config.threading.set_inter_op_parallelism_threads(chosen + 1)
 

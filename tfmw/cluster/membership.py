@@ -1,6 +1,6 @@
 """What this process has joined, and how it leaves: the one place with state of the process.
 
-    joined = membership.joined()         # None in a process that is alone
+    joined = membership.joined()         # None in a process without a cluster
     report_failure(error)                # all tasks end with this task's error, at once
 
 TensorFlow can join a cluster only before its first op, and only once; so what `init` joined is kept
@@ -39,7 +39,7 @@ class Joined:
         options: how it reduces gradients.
         servers: parameter servers, on their coordinator.
         collectives: "auto", "ring" or "nccl": what was asked for.
-        at_failure: called once this task fails, after the others have been told.
+        at_failure: called once this task fails, after its error was reported to the others.
     """
 
     cluster: Cluster
@@ -55,7 +55,7 @@ _evaluating = False
 
 
 def joined() -> Joined | None:
-    """What `init` joined; None in a process that is alone."""
+    """What `init` joined; None in a process without a cluster."""
     return _joined
 
 
@@ -77,14 +77,14 @@ def current_cluster() -> Cluster:
 
 
 def chosen_collectives() -> str:
-    """What `init` was told to reduce gradients with, last."""
+    """The `collectives` argument of the last `init`."""
     return "auto" if _joined is None else _joined.collectives
 
 
 def reduction_options(
     strategy: tf.distribute.Strategy,
 ) -> tf.distribute.experimental.CommunicationOptions | None:
-    """How `strategy` is to reduce gradients, where `init` was told; None for its own way."""
+    """How `strategy` reduces gradients by the arguments of `init`; None for its default."""
     return _joined.options if _joined is not None and strategy is _joined.strategy else None
 
 
@@ -100,7 +100,7 @@ _failed = False
 
 
 def mark_failed() -> None:
-    """This process will not have ended well, however it ends."""
+    """This process has failed, however it ends."""
     global _failed
     _failed = True
 
@@ -120,7 +120,7 @@ def _succeed() -> None:
 
 
 def watch_errors() -> None:
-    """An unhandled error is told to all tasks, at once, so that it is what everybody shows."""
+    """Reports an unhandled error to all tasks at once, so that all of them show the cause."""
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
@@ -131,7 +131,7 @@ def watch_errors() -> None:
 
 
 def end_together() -> None:
-    """Nobody leaves while another still computes: TensorFlow takes a peer's exit for its death."""
+    """No task leaves while another computes: TensorFlow takes a peer's exit for its death."""
     from tfmw import keras_compat
 
     watch_errors()
@@ -152,19 +152,19 @@ def end_together() -> None:
 
 
 def report_failure(error: BaseException) -> None:
-    """Tells every task of the cluster that this one fails with `error`; once per process."""
+    """Reports to every task of the cluster that this one fails with `error`, once per process."""
     already = _failed
     mark_failed()
     if _joined is None or already:
         return
     try:
-        _tell(_joined, error)
+        _report(_joined, error)
     finally:
         for close in _joined.at_failure:
-            close()  # others that wait for this task find out now, and hear why
+            close()  # tasks that wait for this one get its error now
 
 
-def _tell(joined: Joined, error: BaseException) -> None:
+def _report(joined: Joined, error: BaseException) -> None:
     import tensorflow as tf
 
     from tfmw import keras_compat
@@ -178,11 +178,11 @@ def _tell(joined: Joined, error: BaseException) -> None:
     try:
         keras_compat.coordination_report_error(f"{name}: {type(error).__name__}: {error}")
     except (tf.errors.OpError, ValueError) as e:
-        logger.warning("could not tell the other tasks about the error: %s", e)
+        logger.warning("could not report the error to the other tasks: %s", e)
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether `error` only says that another task has gone."""
+    """Whether `error` only shows that another task has gone."""
     import tensorflow as tf
 
     return isinstance(

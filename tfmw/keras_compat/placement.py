@@ -217,7 +217,6 @@ def refuse_other_scope(model: keras.Model, strategy: tf.distribute.Strategy) -> 
         if own is not strategy:
             raise UsageError(
                 f"model {model.name!r} was made in the scope of a {type(own).__name__} of your "
-                f"own, and this call runs on a {type(strategy).__name__}: make the model outside "
-                "of any scope, as tfmw places it on the replicas, or pass that strategy as "
-                "strategy=..."
+                "own, and this call runs on another strategy: make the model outside of any "
+                "scope, as tfmw places it on the replicas, or pass strategy= the one of the scope."
             )

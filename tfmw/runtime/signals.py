@@ -1,4 +1,4 @@
-"""Signals to the launcher, noted and answered in its own time."""
+"""Signals to the launcher, recorded and acted on between two looks at the tasks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Signals:
 
     @property
     def asks_to_leave(self) -> bool:
-        """Whether somebody asked once to save and leave, and nothing more pressing."""
+        """Whether one signal has come, and it asks to save and leave."""
         return len(self.received) == 1 and self.received[0] in LEAVE
 
     @property
     def hurry(self) -> bool:
-        """Whether somebody asked again."""
+        """Whether a second signal has come."""
         return len(self.received) > 1
 
     def __enter__(self) -> Signals:

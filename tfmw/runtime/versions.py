@@ -20,17 +20,17 @@ print(json.dumps([keras.backend.backend(),
 
 
 def ask_tensorflow(python: str = sys.executable) -> tuple[str, str]:
-    """(Keras backend, GPUs that TensorFlow sees), or why they can't be told."""
+    """(Keras backend, GPUs that TensorFlow sees), or why they are unknown."""
     try:
-        answer = subprocess.run(
+        result = subprocess.run(
             [python, "-c", _ASK_TENSORFLOW], capture_output=True, text=True, timeout=_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
         return ("unknown", f"unknown: importing TensorFlow took more than {_TIMEOUT_S} s")
-    if answer.returncode != 0:
-        last = (answer.stderr.strip() or f"exit status {answer.returncode}").splitlines()[-1]
+    if result.returncode != 0:
+        last = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
         return ("unknown", f"unknown: TensorFlow can't be imported: {last}")
-    backend, gpus = json.loads(answer.stdout.splitlines()[-1])
+    backend, gpus = json.loads(result.stdout.splitlines()[-1])
     return backend, ", ".join(gpus) or "none"
 
 

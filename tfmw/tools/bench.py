@@ -1,4 +1,4 @@
-"""Where the time of a step goes, for a model and a dataset of the user's: `tfmw bench`.
+"""Where the time of a step goes, for the user's own model and dataset: `tfmw bench`.
 
 Each part is what a step loses when that part is left out: `tfmw.fit` runs with everything, without
 reducing gradients, and with one batch that stays in memory besides.
@@ -36,7 +36,7 @@ def main(target: str, workers: int, steps: int) -> int:
     Raises:
         UsageError: the target can't be read.
     """
-    _split(target)  # tells a wrong name before anything starts
+    _split(target)  # a wrong name is refused before anything starts
     from tfmw.launcher.run import launch
 
     measured = launch(_measure, (target, steps), workers)
@@ -77,8 +77,8 @@ def _load(target: str) -> Callable[[], Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise UsageError(f"{where} has no function {name!r}.")
-    made: Callable[[], Any] = function
-    return made
+    make: Callable[[], Any] = function
+    return make
 
 
 def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
@@ -90,7 +90,7 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
     from tfmw.mirrored.collectives import listener, reduction
     from tfmw.mirrored.collectives.connection import ring_of
 
-    os.environ[listener.SHARED_MEMORY] = "0"  # what is foretold is for workers of several machines
+    os.environ[listener.SHARED_MEMORY] = "0"  # the prediction is for workers on several machines
     tfmw.init()
     make = _load(target)
     model, dataset, options = _parts(make(), target)
@@ -101,7 +101,7 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
     whole = _seconds(model, dataset, options, steps)
     sums = (ring.reductions - before) / ((ROUNDS + WARM_UP) * steps) if ring is not None else 1.0
     with reduction.left_out():
-        alone = _seconds(model, dataset, options, steps)
+        local = _seconds(model, dataset, options, steps)
         still = dataset.take(1).cache().repeat()
         compute = _seconds(model, still, options, steps)
     parameters = sum(int(np.prod(w.shape)) for w in model.trainable_weights)
@@ -109,8 +109,8 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
     cost = Cost(
         workers=strategy.num_replicas_in_sync,
         compute=min(compute, whole),
-        communication=max(0.0, whole - max(alone, compute)),
-        input=max(0.0, alone - compute),
+        communication=max(0.0, whole - max(local, compute)),
+        input=max(0.0, local - compute),
         gradient_bytes=parameters * item,
         latency=_latency(strategy),
         sums=sums,
@@ -118,13 +118,13 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
     return cost, size, parameters
 
 
-def _parts(made: Any, target: str) -> tuple[Any, Any, dict[str, Any]]:
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
+def _parts(returned: Any, target: str) -> tuple[Any, Any, dict[str, Any]]:
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         raise UsageError(
-            f"{target} returned {type(made).__name__}: expected (model, dataset) or (model, "
+            f"{target} returned {type(returned).__name__}: expected (model, dataset) or (model, "
             "dataset, arguments of fit)."
         )
-    model, dataset, *more = made
+    model, dataset, *more = returned
     return model, dataset.repeat(), more[0] if more else {}
 
 

@@ -1,4 +1,4 @@
-"""The report of `tfmw env`: what one needs to know to understand somebody else's trouble."""
+"""The report of `tfmw env`: versions, devices and environment, to paste in an issue."""
 
 from __future__ import annotations
 
