@@ -176,8 +176,8 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
         "With --hosts, on each of them: as the one task of that host. Without either: as the one "
         "task that TF_CONFIG or a scheduler describes.",
         epilog="Exit status: 0 all done, 1 a task failed (the last line names the first one), "
-        "2 wrong usage or cluster description, 75 preempted (SIGTERM, SIGUSR1): the tasks have saved "
-        "their state, run the same command again.",
+        "2 wrong usage or cluster description, 75 preempted (SIGTERM, SIGUSR1): the tasks have "
+        "saved their state, run the same command again.",
         allow_abbrev=False,
     )
     run.add_argument("--workers", type=int, metavar="N", help="number of tasks that train")

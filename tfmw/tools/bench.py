@@ -83,6 +83,7 @@ def _load(target: str) -> Callable[[], Any]:
 
 def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
     """On each worker: (cost, global batch, parameters)."""
+    import keras
     import numpy as np
 
     import tfmw
@@ -93,6 +94,7 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
     os.environ[listener.SHARED_MEMORY] = "0"  # the prediction is for workers on several machines
     tfmw.init()
     make = _load(target)
+    keras.utils.set_random_seed(0)  # workers train on one dataset, also where it is made of noise
     model, dataset, options = _parts(make(), target)
     size = _batch_size(dataset)
     strategy = strategies.current_strategy()
