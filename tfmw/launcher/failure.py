@@ -17,6 +17,12 @@ _SIGNAL_HINTS = {
     signal.SIGABRT: "native code gave up",
 }
 
+# What TensorFlow raises where a script builds its own cluster after `tfmw run` has joined it.
+_BUILT_TWICE = ("Could not start gRPC server", "Collective ops must be configured at program start")
+_BUILT_TWICE_HINT = (
+    " (tfmw run joins the cluster before the script: train with tfmw.fit on tfmw's strategy, or "
+    "set TFMW_NO_INIT=1 for a script that builds its own strategy or server)"
+)
 
 # Signals that a process gets for its own errors; all others are sent by somebody.
 _OWN_SIGNALS = {
@@ -83,7 +89,12 @@ def describe(
     if record["usage"]:
         return message, how, ()
     if record["type"] != "SystemExit":
-        return f"{record['type']}: {short}", how, tuple(record["traceback"].splitlines()[-12:])
+        hint = _BUILT_TWICE_HINT if message.startswith(_BUILT_TWICE) else ""
+        return (
+            f"{record['type']}: {short}{hint}",
+            how,
+            tuple(record["traceback"].splitlines()[-12:]),
+        )
     if message.isdecimal():  # sys.exit(3)
         return "", f"exit status {message}", tail(log)
     return short, how, tail(log)  # sys.exit("no data")
