@@ -28,7 +28,7 @@ from tfmw.parameter_server.training import ParameterServerTraining
 from tfmw.precision import trained_in
 from tfmw.training.arguments import FitArguments
 from tfmw.training.epoch_iterator import EpochIterator
-from tfmw.training.loop import TrainingLoop
+from tfmw.training.loop import TrainingLoop, ValidationSignals
 from tfmw.training.session import Session, errors_reported
 
 
@@ -182,11 +182,19 @@ def _loop(
 
 
 def _validate_here(
-    model: keras.Model, arguments: FitArguments, callbacks: Any = None
+    model: keras.Model,
+    arguments: FitArguments,
+    callbacks: Any = None,
+    signals: ValidationSignals | None = None,
 ) -> dict[str, Any]:
     """Evaluates on the validation data in this process alone; returns the logs."""
     source = arguments.validation_source
     assert source is not None
+    hooks = []
+    if signals is not None:
+        respond, local = signals.respond, signals.local
+        after_call = lambda batch, logs=None: respond(list(local()))  # noqa: E731
+        hooks = [keras.callbacks.LambdaCallback(on_test_batch_end=after_call)]
     logs: dict[str, Any] = evaluate(
         model,
         source.x,
@@ -195,6 +203,7 @@ def _validate_here(
         sample_weight=source.sample_weight,
         steps=source.steps,
         verbose=0,
+        callbacks=hooks,
         return_dict=True,
         strategy="default",
     )

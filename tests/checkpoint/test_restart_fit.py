@@ -92,6 +92,7 @@ def assert_same(done: Trained, undisturbed: Trained) -> None:
         assert worker["iterations"] == EPOCHS * STEPS
         assert worker["weights"] == undisturbed.workers[0]["weights"]
         assert worker["history"] == undisturbed.workers[0]["history"]
+        assert worker["validations"] == undisturbed.workers[0]["validations"]
 
 
 def test_the_undisturbed_run_sees_each_example_once_per_epoch(undisturbed):
@@ -148,6 +149,32 @@ def test_row_13_one_task_told_to_leave_then_the_launcher(undisturbed, tmp_path):
     assert "(not counted as a restart)" in done.output
     assert "same command goes on from there" in done.output.splitlines()[-1]
     assert_same(train(tmp_path, lambda *_: None), undisturbed)
+
+
+def test_row_13_told_to_leave_in_a_validation(undisturbed, tmp_path):
+    # In the first epoch, then in the last: each validation begins again, no step is made again.
+    arguments = ["--die", "1:validation:1:term,0:validation:2,0:validation:7:term"]
+    done = train(tmp_path, lambda *_: None, "--max-restarts", "1", arguments=arguments)
+    assert_same(done, undisturbed)
+    assert done.output.count("(not counted as a restart)") == 2
+    assert len(re.findall(r"\[worker 0\] made step", done.output)) == EPOCHS * STEPS
+    assert done.output.count("[worker 0] validation begins") == EPOCHS + 3
+
+
+def test_told_to_leave_at_the_end_of_the_last_epoch_the_run_is_done(undisturbed, tmp_path):
+    done = train(tmp_path, lambda *_: None, arguments=[f"--die=1:epoch:{EPOCHS}:term"])
+    assert "dies in epoch" in done.output
+    assert_same(done, undisturbed)
+
+
+def test_a_validation_and_an_export_that_are_longer_than_the_hang_timeout(undisturbed, tmp_path):
+    export = tmp_path / "export"
+    arguments = ["--epochs=1", "--validation_pause=2", "--hold=7", "--die=0:export:1:hold"]
+    options = ["--hang-timeout", "5", "--isolate", "off"]
+    arguments += ["--export_dir", str(export)]
+    done = train(tmp_path, lambda *_: None, *options, arguments=arguments)
+    assert done.status == 0, done.output
+    assert verify(export) == []
 
 
 def test_chaos_many_kills_at_random_moments(undisturbed, tmp_path):

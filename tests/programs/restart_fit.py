@@ -4,14 +4,17 @@ Each step prints "made step <n> <pid>", so that the parent can choose its moment
 carries the weights, bit for bit, and how often the model was trained on each example.
 
 `--die worker:point:count,...` has one entry for each attempt: that worker kills itself (SIGKILL)
-at the count-th step, backup (written, not yet in its place), batch of validation, or export
-(likewise).
+at the count-th step, backup (written, not yet in its place), batch of validation, end of an epoch,
+or export (as a backup). With `:term` it sends itself SIGTERM there, with `:hold` it waits there
+for `--hold` seconds.
 """
 
 import argparse
+import functools
 import hashlib
 import os
 import signal
+import threading
 from typing import Any
 
 import keras
@@ -26,6 +29,19 @@ EXAMPLES, BATCH, REPLICAS = 96, 8, 2
 
 
 class SayStep(keras.callbacks.Callback):
+    """Also counts validations, and each of its batches, in what is backed up."""
+
+    def __init__(self):
+        super().__init__()
+        self.validations = [0, 0]
+
+    def on_test_begin(self, logs=None):
+        self.validations[0] += 1
+        print(f"validation begins {os.getpid()}", flush=True)
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.validations[1] = max(batch, self.validations[1])
+
     def on_train_batch_end(self, batch, logs=None):
         print(f"made step {int(self.model.optimizer.iterations)} {os.getpid()}", flush=True)
 
@@ -50,9 +66,11 @@ class Count(keras.layers.Layer):
 class Death:
     """Dies at one point, the count-th time that this attempt comes there."""
 
-    def __init__(self, point: str, count: int):
+    def __init__(self, point: str, count: int, how: str = "kill", hold_s: float = 0.0):
         self.point = point
         self.left = count
+        self.how = how
+        self.hold_s = hold_s
         if point in ("backup", "export"):
             self.on_each_replacement(of_backup=point == "backup")
 
@@ -61,7 +79,10 @@ class Death:
             self.left -= 1
             if self.left == 0:
                 print(f"dies in {point}", flush=True)
-                os.kill(os.getpid(), signal.SIGKILL)
+                if self.how == "hold":
+                    threading.Event().wait(self.hold_s)
+                else:
+                    os.kill(os.getpid(), signal.SIGTERM if self.how == "term" else signal.SIGKILL)
 
     def on_each_replacement(self, of_backup: bool) -> None:
         """Before a directory gets its name: a backup's, or that of something else."""
@@ -90,14 +111,24 @@ class Mortal(keras.callbacks.Callback):
         for death in self._deaths:
             death.reached("validation")
 
+    def on_epoch_end(self, epoch, logs=None):
+        for death in self._deaths:
+            death.reached("epoch")
 
-def death_of(task: str, attempt: int, plan: str) -> list[Death]:
+
+def death_of(task: str, attempt: int, plan: str, hold_s: float) -> list[Death]:
     """What `--die` has for this worker in this attempt."""
     deaths = plan.split(",") if plan else []
     if attempt >= len(deaths):
         return []
-    worker, point, count = deaths[attempt].split(":")
-    return [Death(point, int(count))] if task == f"worker {worker}" else []
+    worker, point, count, how = f"{deaths[attempt]}:kill".split(":")[:4]
+    return [Death(point, int(count), how, hold_s)] if task == f"worker {worker}" else []
+
+
+def slowly(pause: Any, x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """An element of a pipeline that takes its time."""
+    with tf.control_dependencies([tf.py_function(pause, [], [])]):
+        return tf.identity(x), tf.identity(y)
 
 
 def main() -> None:
@@ -105,6 +136,8 @@ def main() -> None:
     flags.add_argument("--backup_dir")
     flags.add_argument("--export_dir")
     flags.add_argument("--die", default="")
+    flags.add_argument("--hold", type=float, default=0.0)
+    flags.add_argument("--validation_pause", type=float, default=0.0, help="seconds per batch")
     flags.add_argument("--epochs", type=int, default=3)
     flags.add_argument("--collectives", default="auto")
     options = flags.parse_args()
@@ -122,14 +155,18 @@ def main() -> None:
     dataset = dataset.shuffle(EXAMPLES).batch(BATCH)
     everything = tf.data.Dataset.from_tensor_slices((np.hstack([x, one_hot]), y)).batch(24)
     attempt = int(os.environ.get("TFMW_ATTEMPT", 0))
-    death = death_of(os.environ.get("TFMW_TASK", ""), attempt, options.die)
+    death = death_of(os.environ.get("TFMW_TASK", ""), attempt, options.die, options.hold)
+    if options.validation_pause:
+        pause = functools.partial(threading.Event().wait, options.validation_pause)
+        everything = everything.map(lambda x, y: slowly(pause, x, y))
+    say_step = SayStep()
     history = tfmw.fit(
         model,
         dataset,
         epochs=options.epochs,
         verbose=0,
         validation_data=everything,
-        callbacks=[SayStep(), Mortal(death)],
+        callbacks=[say_step, Mortal(death)],
         backup_dir=options.backup_dir,
         export_dir=options.export_dir,
         backup_every=4,
@@ -142,6 +179,7 @@ def main() -> None:
             "seen": [REPLICAS * float(n) for n in model.layers[1].seen.numpy()],
             "iterations": int(model.optimizer.iterations),
             "history": history.history,
+            "validations": say_step.validations,
             "attempt": attempt,
         }
     )

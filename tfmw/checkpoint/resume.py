@@ -92,6 +92,9 @@ class Schedule:
             )
 
 
+PythonState = tuple[tuple[list[dict[str, Any]], dict[str, Any]], dict[str, Any]]
+
+
 class Backups:
     """The backups of one call of fit.
 
@@ -295,6 +298,10 @@ class Backups:
 
     # ------------------------------------------------------------ save
 
+    def python_state(self, callbacks: list[Any]) -> PythonState:
+        """What a backup holds beside variables: the callbacks' counts, and random generators'."""
+        return state.callback_states(callbacks), state.random_state()
+
     def save(
         self,
         step: int,
@@ -304,6 +311,7 @@ class Backups:
         callbacks: list[Any],
         record: dict[str, Any],
         busy: bool = True,
+        python_state: PythonState | None = None,
     ) -> None:
         """Copies the state out; the chief writes it in the background.
 
@@ -313,6 +321,7 @@ class Backups:
             callbacks: this task's.
             record: JSON values: where in the data the run is.
             busy: whether every step assigns to the model's variables.
+            python_state: of `python_state`, if not that of this moment.
 
         Raises:
             TfmwError: a weight has not been finite since the last call, and no loss has shown it.
@@ -320,7 +329,7 @@ class Backups:
         self._last = self._clock()
         if not self._group.is_chief:
             return
-        states, arrays = state.callback_states(callbacks)
+        (states, arrays), random = python_state or self.python_state(callbacks)
         self._writer.wait()  # the last snapshot is in its hands
         taken = self._snapshots.take(model, strategy, busy)
         tensors = state.with_replicas({**taken, **arrays}, *kept)
@@ -333,7 +342,7 @@ class Backups:
             "run": _run(),
             "signature": self._signature,
             "callbacks": states,
-            "random": state.random_state(),
+            "random": random,
         }
         self._writer.submit(step, tensors, full, must_be_finite)
 

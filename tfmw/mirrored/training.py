@@ -12,6 +12,7 @@ from tfmw.mirrored.cached_driver import cached_driver
 from tfmw.mirrored.driver import SyncDriver
 from tfmw.training.arguments import FitArguments
 from tfmw.training.epoch_iterator import EpochIterator
+from tfmw.training.loop import ValidationSignals
 from tfmw.training.pace import CallPace
 from tfmw.training.session import Session
 
@@ -170,16 +171,28 @@ class MirroredTraining:
             for optimizer in keras_compat.optimizers_of(self.model)[:1]:
                 optimizer.finalize_variable_values(self.model.trainable_weights)
 
-    def validate(self, callback_list: Any) -> dict[str, Any]:
+    def validate(self, callback_list: Any, signals: ValidationSignals | None) -> dict[str, Any]:
         """Evaluates the model on the validation data; returns the logs."""
         assert self._validation is not None
-        return run_evaluation(self.driver, self.group, self._validation, callback_list)
+        return run_evaluation(self.driver, self.group, self._validation, callback_list, signals)
 
 
 def run_evaluation(
-    driver: SyncDriver, group: Group, data: EpochIterator, callback_list: Any
+    driver: SyncDriver,
+    group: Group,
+    data: EpochIterator,
+    callback_list: Any,
+    signals: ValidationSignals | None = None,
 ) -> dict[str, Any]:
-    """One pass over the data with the steps of `evaluate`; returns the logs."""
+    """One pass over the data with the steps of `evaluate`; returns the logs.
+
+    Args:
+        signals: to respond to between two calls of the driver.
+    """
+
+    def metrics() -> dict[str, Any]:
+        return driver.metrics("test", signals.local() if signals is not None else ())
+
     pace = CallPace(group, driver.model.steps_per_execution, every_batch=False)
     callback_list.on_test_begin()
     driver.reset_metrics()
@@ -192,9 +205,11 @@ def run_evaluation(
             )
         data.advance(steps, call.max_steps)
         if steps:
-            callback_list.on_test_batch_end(data.steps_done - 1, driver.metrics("test"))
+            callback_list.on_test_batch_end(data.steps_done - 1, metrics())
+            if signals is not None:
+                signals.respond(driver.signals)
     data.end_epoch()
-    logs = driver.metrics("test")
+    logs = metrics()
     callback_list.on_test_end(logs)
     return logs
 

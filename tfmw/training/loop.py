@@ -8,7 +8,7 @@
             the driver makes steps, at most up to the next due backup
                 callbacks.on_train_batch_begin / on_train_batch_end around each of its calls
             save, if a backup is due
-        bring the user's model up to date, validate
+        bring the user's model up to date, validate; save or leave in between, if asked to
         callbacks.on_epoch_end; the chief decides; save, if a backup is due
 
 All tasks run the same loop and enter each of the driver's calls together.
@@ -17,20 +17,22 @@ All tasks run the same loop and enter each of the driver's calls together.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
 from tfmw import keras_compat
 from tfmw.checkpoint import state
-from tfmw.checkpoint.resume import Backups
+from tfmw.checkpoint.resume import Backups, PythonState
 from tfmw.cluster.group import Group
 from tfmw.keras_compat.guards import saves_by_callbacks
-from tfmw.runtime.progress import report_progress
+from tfmw.runtime.progress import blocking_call, report_progress
 
 Logs = dict[str, Any]
 
@@ -130,6 +132,19 @@ class Driver(Protocol):
         """After the last epoch: gives the user's model its final values."""
 
 
+@dataclasses.dataclass(frozen=True)
+class ValidationSignals:
+    """How a validation hears that the run is to save its state, or to leave.
+
+    Args:
+        local: the signals of this task.
+        respond: called after each call of the driver with their sums over all tasks.
+    """
+
+    local: Callable[[], tuple[float, ...]]
+    respond: Callable[[list[float]], None]
+
+
 class TrainingLoop:
     """One run of `fit`.
 
@@ -138,7 +153,8 @@ class TrainingLoop:
         backups: of this run; may hold the one to go on from.
         callback_list: of this task.
         epochs, initial_epoch, validation_freq: as in `tfmw.fit`.
-        validate: evaluates the model; given the callbacks, returns the logs.
+        validate: evaluates the model; given the callbacks and the signals to respond to, returns
+            the logs.
     """
 
     def __init__(
@@ -149,7 +165,7 @@ class TrainingLoop:
         *,
         epochs: int,
         initial_epoch: int,
-        validate: Callable[[Any], Logs] | None,
+        validate: Callable[[Any, ValidationSignals | None], Logs] | None,
         validation_freq: Any,
     ):
         self._driver = driver
@@ -202,7 +218,8 @@ class TrainingLoop:
         if found is not None:
             self._initial_epoch, self._step = found["epoch"], found["step"]
             state.prepare_for_resume(callbacks, self._initial_epoch)
-            driver.restore_position()
+            if not (found.get("logs") and found["stopped"]):  # else no step is left
+                driver.restore_position()
         self._model.stop_training = False
         self._backups.note_callbacks(callbacks)
         with self._unchanged(found is not None):
@@ -224,7 +241,8 @@ class TrainingLoop:
     def _begin_epoch(self, epoch: int) -> None:
         driver, backups, callbacks = self._driver, self._backups, self._callbacks.callbacks
         resumed = backups.record is not None and epoch == self._initial_epoch
-        inside = resumed and driver.resumes_inside_epoch
+        validation = self._resumes_validation(epoch)
+        inside = validation or (resumed and driver.resumes_inside_epoch)
         if resumed and not inside:
             backups.restore_callbacks(callbacks)
         driver.reset_metrics()
@@ -235,10 +253,13 @@ class TrainingLoop:
             driver.restore_replica_state(*backups.kept_by_replicas())
         self._follow_chief()
         driver.share_changes(inside)
-        driver.begin_epoch()
+        if not validation:
+            driver.begin_epoch()
 
     def _train_epoch(self, epoch: int) -> Logs:
         driver, backups = self._driver, self._backups
+        if self._resumes_validation(epoch):
+            return self._restored_logs()
         begun_at = self._step - driver.steps_done
         logs: Logs = {}
 
@@ -272,9 +293,10 @@ class TrainingLoop:
         if self._validate is not None and keras_compat.should_validate(
             self._model, epoch, self._validation_freq
         ):
-            results = self._validate(self._callbacks)
+            results = self._validate(self._callbacks, self._validation_signals(epoch, logs))
             logs.update({f"val_{name}": value for name, value in results.items()})
-        self._callbacks.on_epoch_end(epoch, logs)
+        with blocking_call("callbacks"):
+            self._callbacks.on_epoch_end(epoch, logs)
         self._follow_chief()
         last = self._model.stop_training or epoch + 1 == self._epochs
         due, leave = self._backups.due_after_epoch(epoch, self._step, last)
@@ -283,6 +305,36 @@ class TrainingLoop:
         if leave:
             self._backups.leave(self._step)
         return bool(last)
+
+    def _validation_signals(self, epoch: int, logs: Logs) -> ValidationSignals | None:
+        """Saves, or leaves, between two calls of a validation; the run then repeats it whole."""
+        backups, callbacks = self._backups, self._callbacks.callbacks
+        if not backups.on:
+            return None
+        python_state = backups.python_state(callbacks)  # validation calls callbacks
+        saved = False
+
+        def respond(signals: list[float]) -> None:
+            nonlocal saved
+            if any(signals) and not saved:
+                self._save(epoch, logs=logs, python_state=python_state)
+                saved = True
+            if signals[0]:
+                backups.leave(self._step)
+
+        return ValidationSignals(backups.signals, respond)
+
+    def _resumes_validation(self, epoch: int) -> bool:
+        """Whether an interrupted run has done all steps of the epoch, but not its validation."""
+        found = self._backups.record
+        return found is not None and epoch == found["epoch"] and found.get("logs") is not None
+
+    def _restored_logs(self) -> Logs:
+        """Logs of the steps of the epoch whose validation was interrupted."""
+        found = self._backups.record
+        assert found is not None
+        self._model.stop_training = found["stopped"]
+        return {name: _from_json(*pair) for name, pair in found["logs"].items()}
 
     def _follow_chief(self) -> None:
         """Takes over the chief's decisions: whether to stop, and the learning rate."""
@@ -297,7 +349,14 @@ class TrainingLoop:
         if decided["learning rate"] is not None and not group.is_chief:
             model.optimizer.learning_rate = decided["learning rate"]
 
-    def _save(self, epoch: int, in_epoch: bool = False, done: bool = False) -> None:
+    def _save(
+        self,
+        epoch: int,
+        in_epoch: bool = False,
+        done: bool = False,
+        logs: Logs | None = None,
+        python_state: PythonState | None = None,
+    ) -> None:
         driver = self._driver
         self._backups.save(
             self._step,
@@ -312,6 +371,20 @@ class TrainingLoop:
                 "stopped": bool(self._model.stop_training),
                 "feed": driver.position(in_epoch),
                 "batch_size": driver.batch_size,
+                "logs": None if logs is None else {n: _as_json(v) for n, v in logs.items()},
             },
             busy=driver.trains_in_place,
+            python_state=python_state,
         )
+
+
+def _as_json(value: Any) -> tuple[str, Any]:
+    """(dtype, value) of a log: a number or an array."""
+    array = np.asarray(value)
+    return array.dtype.name, array.tolist()
+
+
+def _from_json(dtype: str, value: Any) -> Any:
+    """The inverse of `_as_json`."""
+    array = np.array(value, dtype)
+    return float(array) if array.ndim == 0 else array
