@@ -125,9 +125,13 @@ def death_of(task: str, attempt: int, plan: str, hold_s: float) -> list[Death]:
     return [Death(point, int(count), how, hold_s)] if task == f"worker {worker}" else []
 
 
-def slowly(pause: Any, x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def paused(seconds: float, x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """An element of a pipeline that takes its time."""
-    with tf.control_dependencies([tf.py_function(pause, [], [])]):
+
+    def wait() -> np.int64:
+        return np.int64(threading.Event().wait(seconds))
+
+    with tf.control_dependencies([tf.numpy_function(wait, [], tf.int64)]):
         return tf.identity(x), tf.identity(y)
 
 
@@ -157,8 +161,7 @@ def main() -> None:
     attempt = int(os.environ.get("TFMW_ATTEMPT", 0))
     death = death_of(os.environ.get("TFMW_TASK", ""), attempt, options.die, options.hold)
     if options.validation_pause:
-        pause = functools.partial(threading.Event().wait, options.validation_pause)
-        everything = everything.map(lambda x, y: slowly(pause, x, y))
+        everything = everything.map(functools.partial(paused, options.validation_pause))
     say_step = SayStep()
     history = tfmw.fit(
         model,

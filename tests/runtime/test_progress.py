@@ -38,6 +38,16 @@ def test_a_blocking_call_is_named_inside_another_too(file):
     assert file.read()[::2] == (8, "")
 
 
+def test_blocking_calls_of_two_threads_may_end_in_any_order(file):
+    first, second = progress.blocking_call("backup"), progress.blocking_call("export")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert file.read().blocked_in == "export"
+    second.__exit__(None, None, None)
+    assert file.read().blocked_in == ""
+
+
 def test_a_blocking_call_that_fails_has_ended(file):
     @progress.blocking_call("export")
     def export() -> None:

@@ -41,6 +41,7 @@ class SynchronousSteps(WorkerSteps):
     Attributes:
         function: (iterator, worker int64 [], limit int64 [], seeds) -> as in `WorkerSteps`; runs
             until step `limit` is over.
+        has_spare_workers: whether a step does not wait for all workers.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class SynchronousSteps(WorkerSteps):
                 f"{len(server_variables.optimizers)}."
             )
         super().__init__(model, server_variables, name, remote_lookups=False)
+        self.has_spare_workers = aggregate < workers
         self._aggregate = aggregate
         self._now: Any = None
         (optimizer,) = server_variables.optimizers

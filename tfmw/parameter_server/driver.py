@@ -16,6 +16,7 @@ metrics are those of the batches that were trained on, and a worker may die at a
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import threading
 import time
@@ -33,10 +34,14 @@ from tfmw.parameter_server import worker_data
 from tfmw.parameter_server.accumulators import SynchronousSteps
 from tfmw.parameter_server.steps import WorkerSteps
 from tfmw.parameter_server.variables import ServerVariables
+from tfmw.runtime.progress import blocking_call, report_alive
 from tfmw.training.pace import FunctionPace
 
 _ASK_AGAIN_S = 0.05
 _AHEAD = 2  # functions scheduled for each worker, so that none waits for the coordinator
+_REPORT_S = 1.0
+_SECONDS_TOGETHER = 5.0  # of synchronous steps, after which all workers wait for the slowest
+_WAITING = "waiting for workers"
 
 
 class PsDriver:
@@ -66,6 +71,7 @@ class PsDriver:
         makers, spec = worker_data.for_workers(source, self._workers)
         self._iterator = keras_compat.worker_iterators(self._coordinator, makers, spec)
         self._pace = FunctionPace(model.steps_per_execution)
+        self._together_steps = 1
         self._numbers: Any = None
 
     def _worker_steps(self, name: str) -> WorkerSteps | SynchronousSteps:
@@ -101,23 +107,40 @@ class PsDriver:
                     max_steps = self._pace.next_steps(left, self._workers)
                     waiting.append(self._schedule(max_steps, limit))
                     left -= max_steps
-                result = _fetched(waiting.popleft(), self._is_over)
+                with blocking_call(_WAITING):
+                    result = _fetched(waiting.popleft(), self._is_over)
                 made = self._add_up(result)
                 self._pace.took(float(result["seconds"]), made)
                 done += made
                 if made:
                     going = after(min(done, steps)) and going
-            self._coordinator.join()
+            with blocking_call(_WAITING):
+                self._coordinator.join()
             self.applied = int(self.server_variables.applied.numpy())
         return self.applied - begun
 
     def _train_together(
         self, together: SynchronousSteps, steps: int, after: Callable[[int], bool]
     ) -> int:
-        """The same with updates that wait for several workers: all of `steps` in one go.
+        """The same with updates that wait for several workers, some seconds of them at a time.
 
-        A worker that is behind holds nobody up but at the end, so there are no ends in between.
+        Each call of `after` waits for the slowest worker. Where updates do not wait for all
+        workers, there is only one call, at the end.
         """
+        begun, going = self.applied, True
+        while going and self.applied < begun + steps:
+            piece = begun + steps - self.applied
+            if not together.has_spare_workers:
+                piece = min(piece, self._together_steps)
+            start = time.monotonic()
+            self._advance(together, piece)
+            enough = int(_SECONDS_TOGETHER * piece / max(time.monotonic() - start, 1e-6))
+            self._together_steps = max(1, min(enough, 8 * self._together_steps))
+            going = after(self.applied - begun)
+        return self.applied - begun
+
+    def _advance(self, together: SynchronousSteps, steps: int) -> None:
+        """Applies exactly `steps` updates that wait for several workers."""
         self.server_variables.push_scalars()
         limit = tf.constant(self.applied + steps, tf.int64)
         seeds = [tf.cast(s.numpy(), tf.uint32) for s in self.server_variables.seeds]
@@ -136,7 +159,7 @@ class PsDriver:
         over = threading.Event()
         fetching = [_in_background(functools.partial(_fetched, r, over.is_set)) for r in results]
         try:
-            futures.wait([advancing, *fetching], return_when=futures.FIRST_EXCEPTION)
+            self._report_until_done([advancing, *fetching])
             if any(_failed(call) for call in (advancing, *fetching)):
                 # The others wait for that worker's gradient. TensorFlow cancels them in `join`, and
                 # waits for their end; but one that was about to begin would not hear of it.
@@ -153,8 +176,17 @@ class PsDriver:
         for result in fetched:
             self._add_up(result)
         self.applied = int(self.server_variables.applied.numpy())
-        after(steps)
-        return steps
+
+    def _report_until_done(self, calls: list[futures.Future[Any]]) -> None:
+        """Waits for all calls, or the first that fails; reports while updates are applied."""
+        applied = self.applied
+        with blocking_call(_WAITING):
+            while futures.wait(calls, _REPORT_S, futures.FIRST_EXCEPTION).not_done:
+                if any(map(_failed, calls)):
+                    return
+                with contextlib.suppress(tf.errors.OpError):  # a worker's own error comes first
+                    if applied != (applied := int(self.server_variables.applied.numpy())):
+                        report_alive()
 
     @property
     def dropped(self) -> int | None:

@@ -58,13 +58,10 @@ class _Reporter:
         self._path: str | None = None
         self._file = -1
         self._last = Progress()
+        self.blocking_calls: list[str] = []  # of all threads
 
-    @property
-    def blocked_in(self) -> str:
-        return self._last.blocked_in
-
-    def report(self, step: int | None = None, blocked_in: str | None = None) -> None:
-        """Writes a report; None repeats what the last one said."""
+    def report(self, step: int | None = None) -> None:
+        """Writes a report; None repeats the step of the last one."""
         path = os.environ.get(PROGRESS_FILE)
         if path != self._path:
             self._open(path)
@@ -74,7 +71,7 @@ class _Reporter:
         self._last = Progress(
             last.step if step is None else step,
             last.reports + 1,
-            last.blocked_in if blocked_in is None else blocked_in,
+            self.blocking_calls[-1] if self.blocking_calls else "",
         )
         with contextlib.suppress(OSError):  # a full disk must not end the training
             os.pwrite(self._file, self._last.packed(), 0)
@@ -116,12 +113,13 @@ def blocking_call(name: str) -> Iterator[None]:
     Args:
         name: for messages, at most 32 bytes.
     """
-    before = _reporter.blocked_in
-    _reporter.report(blocked_in=name)
+    _reporter.blocking_calls.append(name)
+    _reporter.report()
     try:
         yield
     finally:
-        _reporter.report(blocked_in=before)
+        _reporter.blocking_calls.remove(name)
+        _reporter.report()
 
 
 class ProgressFile:

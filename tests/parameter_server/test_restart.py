@@ -1,0 +1,48 @@
+"""Restarts of a parameter-server run by the launcher, and leaving when told to."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.helpers.cluster import PROGRAMS, tfmw_command
+
+pytestmark = pytest.mark.multiprocess
+
+EPOCHS, STEPS = 5, 60
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
+def test_progress_is_counted_over_restarts_and_leaving_is_soon(tmp_path, mode):
+    program = [str(PROGRAMS / "ps_restart.py"), f"--backup={tmp_path / 'backup'}"]
+    program += ["--sync"] * (mode == "synchronous")
+    options = ["--workers", "2", "--ps", "1", "--max-restarts", "2", "--isolate", "off"]
+    with tfmw_command("run", *options, *program) as run:
+        output, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, output
+    lines = [line for line in output.splitlines() if line.startswith("tfmw: ")]
+    # Steps count from the start of the training: the second attempt got further than the first.
+    assert "restart 1 of 2 at once" in lines[0]
+    assert "at step 120: ValueError" in lines[0]
+    assert "restart 2 of 2 at once" in lines[1]
+    assert "at step 180: ValueError" in lines[1]
+    # Told to leave at the first steps of epoch 4, it does not wait for the last ones.
+    told = re.search(r"told to leave after batch (\d+)", output)
+    left = [re.search(r"at step (\d+) \(not counted", line) for line in lines[2:4]]
+    assert told
+    assert left[0]
+    assert left[1]
+    assert 180 + int(told[1]) <= int(left[0][1]) <= 4 * STEPS
+    if mode == "synchronous":  # the others have been scheduled at once, as they are so few
+        assert int(left[0][1]) < 4 * STEPS
+    # Told to leave in the validation of the last epoch, it makes no step again.
+    assert int(left[1][1]) == EPOCHS * STEPS
+    assert output.count(f"epoch 4 ends at {4 * STEPS}") == 1
+    result = re.search(r"result (\{.*\})", output)
+    assert result
+    found = json.loads(result[1])
+    assert found["iterations"] == EPOCHS * STEPS
+    assert found["history"]["loss"] == found["history"]["val_loss"] == EPOCHS
+    assert found["evaluated"] > 0.8
