@@ -3,7 +3,7 @@
 ps_restart.py --backup=DIR [--sync]
 
 The chief raises an error at the end of epoch 2, then of epoch 3; it gets SIGTERM after the first
-steps of epoch 4, then in the validation of the last epoch.
+steps of epoch 3, then in the validation of the last epoch.
 """
 
 import argparse
@@ -38,8 +38,8 @@ class Disturb(keras.callbacks.Callback):
         self.epoch = epoch
 
     def on_train_batch_end(self, batch, logs=None):
-        if (attempt, self.epoch + 1) == (2, 4):
-            print(f"told to leave after batch {batch + 1}", flush=True)
+        if attempt == 2:
+            print(f"epoch {self.epoch + 1}: batch {batch + 1}, told to leave", flush=True)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_epoch_end(self, epoch, logs=None):
@@ -56,7 +56,7 @@ def validating() -> np.int64:
     if not validated:
         print("validation begins", flush=True)
     validated.append(True)
-    if attempt == 3 and len(validated) == 1 + 24:  # of the second validation, that of epoch 5
+    if attempt == 3 and len(validated) == 1 + 2 * 24:  # of the third validation, that of epoch 5
         os.kill(os.getpid(), signal.SIGTERM)
     return np.int64(0)
 
