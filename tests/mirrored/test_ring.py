@@ -245,9 +245,21 @@ def test_workers_at_different_exchanges_fail_instead_of_mixing_them(joined, exch
         2, lambda rank: getattr(rings[rank], exchange)([values] if exchange == "gather" else values)
     )
     errors = [r for r in results if isinstance(r, RuntimeError)]
-    assert any("worker 0 exchange 0, worker 1 exchange 1" in str(e) for e in errors), results
+    assert any(re.search("worker 0 exchange 0 .*, worker 1 exchange 1", str(e)) for e in errors), (
+        results
+    )
     if exchange != "broadcast":  # of which the first worker only sends
         assert all(isinstance(r, RuntimeError | RingBroken) for r in results)
+
+
+def test_workers_that_sum_different_things_of_one_length_fail(joined):
+    rings = joined(2)
+    values: Array = np.ones(10, "f")
+    whats = ["gradients", "metrics"]
+    results = in_threads(2, lambda rank: rings[rank].sum(values, what=whats[rank]))
+    expected = r"worker 0 exchange 0 \(gradients\), worker 1 exchange 0 \(metrics\)"
+    assert any(re.search(expected, str(r)) for r in results), results
+    assert all(isinstance(r, RuntimeError | RingBroken) for r in results)
 
 
 def test_workers_that_sum_different_things_fail(joined):
@@ -477,6 +489,13 @@ def test_neighbours_that_cannot_connect_are_named_on_all(joined, monkeypatch):
         assert f"worker 0 could not connect to worker 1 at 127.0.0.1:{nobody} (" in str(result)
         assert "refused" in str(result)
         assert "worker 0 did not come to worker 1 (timed out)" in str(result)
+
+
+@pytest.mark.multiprocess
+def test_a_worker_whose_data_ends_early_is_an_error_and_not_a_hang():
+    run = run_cluster("shards_differ.py", timeout_s=100, status=1)
+    expected = r"worker 0 exchange \d+ \(gradients\), worker 1 exchange \d+ \(metrics\)"
+    assert re.search(expected, run.output), run.output
 
 
 @pytest.fixture(scope="module")

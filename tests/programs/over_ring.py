@@ -140,8 +140,9 @@ def trained_again(evaluated_first: bool) -> dict[str, Any]:
 
 
 def exchanges() -> int:
-    """Over the ring, so far."""
-    return 0 if connection._ring is None else connection._ring.exchanges
+    """Of gradients and weights over the ring, so far."""
+    counts = {} if connection._ring is None else connection._ring.counts
+    return sum(number for what, number in counts.items() if what != "metrics")
 
 
 def links() -> str:

@@ -68,11 +68,11 @@ class SyncDriver:
         self.strategy = strategy
         self.examples = 0
         self.traces_valid: Callable[[], bool] = lambda: True
-        self._replicas = Replicas(strategy)
+        self._reduction = Reduction(strategy, compression)
+        self._replicas = Replicas(strategy, self._reduction.sum)
         self._traces = Traces()
         self._metrics = ReplicaMetrics(model, self._replicas, self._traces)
         self._state = ReplicaState(model, self._replicas, self._traces)
-        self._reduction = Reduction(strategy, compression)
         self._gathers = False  # sparse gradients, as of embeddings, by TensorFlow
         self._has_synchronized_norm = any(
             keras_compat.is_synchronized_batch_norm(layer)
@@ -391,15 +391,18 @@ class SyncDriver:
             kind: "train" or "test".
             signals: of this task, summed over all tasks in `self.signals` afterwards.
         """
-        return self._metrics.result(kind, signals)
+        with self._lost_peer_named():
+            return self._metrics.result(kind, signals)
 
     def average_state(self) -> None:
         """Sets moving averages to the mean over replicas, everywhere; a collective."""
-        self._state.average()
+        with self._lost_peer_named():
+            self._state.average()
 
     def replica_state(self) -> tuple[tf.Tensor, tf.Tensor]:
         """What replicas keep for themselves; see `ReplicaState.rows`. A collective."""
-        return self._state.rows()
+        with self._lost_peer_named():
+            return self._state.rows()
 
     def restore_replica_state(self, metrics: np.ndarray, averages: np.ndarray) -> None:
         """Gives replicas back what `replica_state` returned; see `ReplicaState.restore`."""

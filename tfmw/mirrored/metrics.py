@@ -18,7 +18,6 @@ import tensorflow as tf
 from tfmw import keras_compat
 from tfmw.errors import UsageError
 from tfmw.mirrored.replicas import Replicas, Traces
-from tfmw.mirrored.tensors import sum_over_replicas
 
 
 class ReplicaMetrics:
@@ -139,7 +138,7 @@ class ReplicaMetrics:
             row = tf.one_hot(replica.replica_id_in_sync_group, count, dtype=tf.float32)
             row = tf.cast(tf.reshape(row, [-1] + [1] * values[i].shape.rank), values[i].dtype)
             spread[i] = row * values[i][None]
-        out = sum_over_replicas(spread)
+        out = self._replicas.sum(spread)
         for i in extremes:
             reduce = tf.reduce_max if how[i] == "max" else tf.reduce_min
             out[i] = reduce(out[i], axis=0)

@@ -11,7 +11,6 @@ import tensorflow as tf
 from tfmw import keras_compat
 from tfmw.keras_compat import placement
 from tfmw.mirrored.replicas import Replicas, Traces
-from tfmw.mirrored.tensors import sum_over_replicas
 
 
 class ReplicaState:
@@ -61,7 +60,7 @@ class ReplicaState:
     def average_on_replica(self, variables: list[Any]) -> None:
         """Sets variables to their mean over replicas. In a replica context."""
         values = [tf.identity(keras_compat.native(v).read_value()) for v in variables]
-        for variable, total in zip(variables, sum_over_replicas(values), strict=True):
+        for variable, total in zip(variables, self._replicas.sum(values), strict=True):
             mean = total / tf.cast(self._replicas.count, total.dtype)
             keras_compat.native(variable).assign(mean)
 
@@ -82,7 +81,7 @@ class ReplicaState:
             for variables in self._groups():
                 values = [tf.reshape(tf.cast(v.value, tf.float64), [-1]) for v in variables]
                 rows.append(row * tf.concat([tf.zeros([0], tf.float64), *values], axis=0))
-            return sum_over_replicas(rows) if count > 1 else rows
+            return self._replicas.sum(rows) if count > 1 else rows
 
         def on_all() -> list[tf.Tensor]:
             return [self._replicas.first_result(t) for t in self._replicas.strategy.run(on_replica)]

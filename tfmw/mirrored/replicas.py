@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfmw.cluster.group import Group
 from tfmw.data import Sharding
 from tfmw.keras_compat import placement
+from tfmw.mirrored.tensors import in_packs
 from tfmw.runtime.progress import blocking_call
 
 
@@ -21,9 +22,15 @@ class Replicas:
         strategy: mirrored, multi-worker mirrored, or TensorFlow's default.
         group: the processes that train together.
         sharding: how global batches are divided between the replicas.
+
+    Args:
+        all_reduce: the sum over all replicas of a flat tensor, in a replica context.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy):
+    def __init__(
+        self, strategy: tf.distribute.Strategy, all_reduce: Callable[[tf.Tensor], tf.Tensor]
+    ):
+        self._all_reduce = all_reduce
         self.strategy = strategy
         self.group = Group.of(strategy)
         self.sharding = Sharding(
@@ -48,6 +55,10 @@ class Replicas:
         return (
             int(tf.get_static_value(replica.replica_id_in_sync_group)) - self.sharding.first_replica
         )
+
+    def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums over all replicas, one reduction per carrier type. In a replica context."""
+        return in_packs(values, self._all_reduce)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The values of this process's replicas, of something that `strategy.run` returned."""

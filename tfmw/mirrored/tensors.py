@@ -71,9 +71,3 @@ def in_packs(
         for i, part in zip(positions, tf.split(exchange(flat), sizes), strict=True):
             out[i] = tf.cast(tf.reshape(part, values[i].shape), values[i].dtype)
     return out
-
-
-def sum_over_replicas(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums over all replicas, one reduction per carrier type. In a replica context."""
-    replica = tf.distribute.get_replica_context()
-    return in_packs(values, lambda flat: replica.all_reduce(tf.distribute.ReduceOp.SUM, flat))

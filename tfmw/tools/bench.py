@@ -99,9 +99,10 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
     size = _batch_size(dataset)
     strategy = strategies.current_strategy()
     ring = ring_of(strategy)
-    before = ring.reductions if ring is not None else 0
+    before = _reductions(ring)
     whole = _seconds(model, dataset, options, steps)
-    sums = (ring.reductions - before) / ((ROUNDS + WARM_UP) * steps) if ring is not None else 1.0
+    made = _reductions(ring) - before
+    sums = made / ((ROUNDS + WARM_UP) * steps) if ring is not None else 1.0
     with reduction.left_out():
         local = _seconds(model, dataset, options, steps)
         still = dataset.take(1).cache().repeat()
@@ -118,6 +119,11 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
         sums=sums,
     )
     return cost, size, parameters
+
+
+def _reductions(ring: Any) -> int:
+    """Reductions of gradients so far, dense and sparse; 0 where TensorFlow makes them."""
+    return 0 if ring is None else ring.counts["gradients"] + ring.counts["gather"]
 
 
 def _parts(returned: Any, target: str) -> tuple[Any, Any, dict[str, Any]]:

@@ -104,6 +104,17 @@ class Reduction:
         totals = iter((self._ring or self._by_tensorflow)(sent) if sent else ())
         return [None if grad is None else _as_type(next(totals), grad.dtype) for grad in grads]
 
+    def sum(self, flat: tf.Tensor) -> tf.Tensor:
+        """The sum over all replicas of what is no gradient, such as metrics: [n] -> [n].
+
+        In a replica context. Over the ring, it is numbered with the gradients: where the data of
+        one worker ends before the others', they fail there instead of waiting for each other.
+        """
+        if self._ring is not None:
+            return self._ring.summed(flat, "metrics")
+        replica = tf.distribute.get_replica_context()
+        return replica.all_reduce(SUM, flat)
+
     def _by_tensorflow(self, grads: list[Any]) -> list[Any]:
         cut = [self._pieces(grad) for grad in grads]
         replica = tf.distribute.get_replica_context()
@@ -160,7 +171,7 @@ class _OverRing:
                 continue
             flat = [tf.reshape(grads[i], [-1]) for i in pack]
             sizes = [tf.size(part) for part in flat]
-            total = self._summed(flat[0] if len(flat) == 1 else tf.concat(flat, axis=0))
+            total = self.summed(flat[0] if len(flat) == 1 else tf.concat(flat, axis=0))
             parts = [total] if len(flat) == 1 else tf.split(total, sizes, num=len(flat))
             for i, part in zip(pack, parts, strict=True):
                 out[i] = tf.ensure_shape(tf.reshape(part, tf.shape(grads[i])), grads[i].shape)
@@ -185,9 +196,10 @@ class _OverRing:
         if pack:
             yield pack
 
-    def _summed(self, flat: tf.Tensor) -> tf.Tensor:
-        add = (_add_16_bits,) if flat.dtype.size == 2 else ()
-        (total,) = self._in_turn(lambda local: [self.ring.sum(local, *add)], [flat])
+    def summed(self, flat: tf.Tensor, what: str = "gradients") -> tf.Tensor:
+        """The sum over all workers: [n] -> [n]."""
+        options: dict[str, Any] = {"add": _add_16_bits} if flat.dtype.size == 2 else {}
+        (total,) = self._in_turn(lambda local: [self.ring.sum(local, what=what, **options)], [flat])
         total.set_shape(flat.shape)
         return total
 

@@ -18,6 +18,7 @@ arrays travel here, between workers that have proved to belong to this training 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 import select
@@ -40,7 +41,7 @@ QUIET_S = 5.0  # without a byte, after which neighbours are probed
 _MISSES = 2  # probes in a row without a response: a busy worker may miss one
 
 _ALIGNED = 64  # bytes: TensorFlow takes over arrays aligned so without copying them
-_HEADER = struct.Struct("!QQ")  # number of the exchange, bytes that follow
+_HEADER = struct.Struct("!QQ16s")  # number of the exchange, bytes that follow, of what
 
 
 class RingBroken(ConnectionError):
@@ -67,7 +68,7 @@ class Ring:
     Attributes:
         broken: why no sum can be made any more; None while they can.
         exchanges: sums, gathers and broadcasts made so far.
-        reductions: those of them that are not broadcasts.
+        counts: of exchanges begun, by what was exchanged: "gradients", "metrics", "gather", ...
     """
 
     def __init__(
@@ -85,22 +86,24 @@ class Ring:
         self._probe_peer = probe_peer
         self.timeout_s = timeout_s
         self._memory = _Memory()
-        self.exchanges = self.reductions = 0
+        self._what = b""  # of the exchange under way, padded to 16 bytes
+        self.exchanges = 0
+        self.counts: collections.Counter[str] = collections.Counter()
         self._one_at_a_time = threading.Lock()
 
-    def sum(self, local: np.ndarray, add: Add = _add) -> np.ndarray:
+    def sum(self, local: np.ndarray, add: Add = _add, what: str = "sum") -> np.ndarray:
         """The sum of all workers' arrays. All workers make all calls, in the same order.
 
         Args:
             local: [n], of the same n and type on all; it is not changed.
             add: puts the sum of two arrays into a third.
+            what: is summed, in 16 bytes: the same on all, or workers are at different places.
 
         Raises:
             RingBroken: a worker has gone. The ring is closed then.
             RuntimeError: workers sum different things; the same.
         """
-        with self._exchange():
-            self.reductions += 1
+        with self._exchange(what):
             return self._sum(np.ascontiguousarray(local), add)
 
     def gather(self, local: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -112,8 +115,7 @@ class Ring:
         Raises:
             RingBroken, RuntimeError: as in `sum`.
         """
-        with self._exchange():
-            self.reductions += 1
+        with self._exchange("gather"):
             return self._gather([np.ascontiguousarray(array) for array in local])
 
     def broadcast(self, local: np.ndarray) -> np.ndarray:
@@ -125,7 +127,7 @@ class Ring:
         Raises:
             RingBroken, RuntimeError: as in `sum`.
         """
-        with self._exchange():
+        with self._exchange("broadcast"):
             return self._broadcast(np.ascontiguousarray(local))
 
     def free_memory(self) -> None:
@@ -133,8 +135,10 @@ class Ring:
         self._memory = _Memory()
 
     @contextlib.contextmanager
-    def _exchange(self) -> Iterator[None]:
+    def _exchange(self, what: str) -> Iterator[None]:
         with self._one_at_a_time:
+            self.counts[what] += 1
+            self._what = what.encode().ljust(16, b"\0")
             if self.broken is not None:
                 raise self.broken
             try:
@@ -227,15 +231,18 @@ class Ring:
         return first
 
     def _header(self, nbytes: int) -> np.ndarray:
-        return np.frombuffer(_HEADER.pack(self.exchanges, nbytes), np.uint8)
+        return np.frombuffer(_HEADER.pack(self.exchanges, nbytes, self._what), np.uint8)
 
     def _incoming_bytes(self) -> int:
         """How many bytes come next, from a worker that is at the same exchange as this one."""
         header: np.ndarray = np.empty(_HEADER.size, np.uint8)
         self._receive(header)
-        number, nbytes = _HEADER.unpack(header.tobytes())
-        if number != self.exchanges:
-            raise self._differ(f"exchange {number}", f"exchange {self.exchanges}")
+        number, nbytes, what = _HEADER.unpack(header.tobytes())
+        if (number, what) != (self.exchanges, self._what):
+            remote, local = (w.rstrip(b"\0").decode(errors="replace") for w in (what, self._what))
+            raise self._differ(
+                f"exchange {number} ({remote})", f"exchange {self.exchanges} ({local})"
+            )
         return int(nbytes)
 
     def _finish(self) -> None:
