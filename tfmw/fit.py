@@ -160,6 +160,7 @@ def _loop(
         steps=training.steps_per_epoch,
         epochs=arguments.epochs,
         examples=lambda: training.examples,
+        overlapping=isinstance(training, ParameterServerTraining),
         silent=backups.is_done(arguments.epochs),
         history=True,
     )

@@ -281,7 +281,7 @@ def test_examples_are_counted_one_by_one(monkeypatch, kind, eagerly):
         def on_train_batch_end(self, batch, logs=None):
             seen.append(given[0]())
 
-    def with_progress(callbacks, shows, verbose, examples=None):
+    def with_progress(callbacks, shows, verbose, examples=None, overlapping=False):
         given.append(examples)
         return callbacks
 
@@ -384,3 +384,12 @@ def test_a_run_on_a_terminal_has_one_bar_with_examples_a_second(tmp_path):
         assert re.match(pattern, state), state
         assert len(state) < 80 or state in done
     assert "━" * 20 in done[0], "Keras's own"
+
+
+def test_overlapping_calls_count_from_the_start_of_the_epoch():
+    times = iter([0.0, 0.0, 3.0, 3.01])
+    throughput = Throughput(clock=lambda: next(times), overlapping=True)
+    throughput.begin()
+    for steps in (30, 60):  # the second worker's are reported right after the first's
+        throughput.made(steps)
+    assert throughput.steps == pytest.approx(60 / 3.01)

@@ -64,6 +64,12 @@ class TestFiveProcesses:
     def test_progress_tells_the_examples_of_all_workers(self, five):
         assert examples_per_step(five.output) == pytest.approx(48, rel=0.05)
 
+    def test_the_rate_is_that_of_the_time_the_epoch_took(self, five):
+        lines = re.findall(r"step +60/60 \| +([\d.]+) steps/s .* took ([\d.]+) s", five.output)
+        assert len(lines) == EPOCHS
+        (rate, seconds), *_ = lines  # validation is in the time as well
+        assert 0.5 * float(seconds) < STEPS / float(rate) < float(seconds) + 0.1
+
     def test_only_the_chief_runs_the_script(self, five):
         assert set(five.by_task) == {"chief"}
         assert five.status == 0
@@ -95,6 +101,9 @@ class TestDividedVariables:
 
     def test_moments_of_earlier_batches_move_no_row(self, shards):
         assert shards["lazy"]
+
+    def test_no_function_makes_an_update_beyond_the_limit(self, shards):
+        assert shards["limited"] == [[2, 1, 0], 3]
 
     def test_what_callbacks_set_on_the_coordinator_reaches_the_servers(self, shards):
         bias_at_rate_0, bias_then = shards["callbacks"]

@@ -26,8 +26,9 @@ mapped: list[int] = []
 counts: list[Callable[[], int]] = []  # what the bar asks for the examples of its throughput
 
 
-def counted(callbacks: Any, shows: bool, verbose: Any, *examples: Callable[[], int]) -> Any:
-    counts.extend(examples)
+def counted(callbacks: Any, shows: bool, verbose: Any, examples: Any, overlapping: bool) -> Any:
+    if examples is not None:
+        counts.append(examples)
     return callbacks
 
 

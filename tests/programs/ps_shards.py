@@ -106,6 +106,7 @@ tfmw.fit(
     strategy=strategy,
     callbacks=[Changes()],
 )
+from tfmw.parameter_server.driver import PsDriver  # noqa: E402
 from tfmw.parameter_server.variables import ServerVariables  # noqa: E402
 
 servers = tfmw.strategies.servers_of(strategy)
@@ -113,4 +114,10 @@ assert servers is not None
 server_variables = ServerVariables(model, len(servers.cluster.ps), servers.settings.partition)
 table = model.get_layer("table").embeddings
 results["pieces"] = [[p.server, p.start, p.stop] for p in server_variables.shards(table)]
+
+# Tickets that a lost worker took and did not use: none is made up for beyond the limit.
+driver = PsDriver(model, servers, tfmw.data.Source(dataset(once)))
+limit = tf.constant(3, tf.int64)
+made = [int(driver._schedule(steps, limit).fetch()["steps"]) for steps in (2, 5, 5)]
+results["limited"] = [made, int(driver.server_variables.applied.numpy())]
 _result.write(results)

@@ -42,16 +42,20 @@ class Throughput:
     Args:
         examples: tells how many examples there have been, over all replicas; None: nobody knows.
         clock: monotonic seconds.
+        overlapping: whether calls overlap, as on parameter servers: then the first one counts as
+            well, for those that ran beside it are reported right after it.
     """
 
     def __init__(
         self,
         examples: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        overlapping: bool = False,
     ):
         self._examples = examples or (lambda: 0)
         self._clock = clock
         self._calls = 0
+        self._overlapping = overlapping
         self.begin()
 
     def begin(self) -> None:
@@ -62,7 +66,7 @@ class Throughput:
         """`steps` of the epoch are made."""
         before, self._last = self._last, self._now(steps)
         self._calls += 1
-        if self._calls == 2 and before.steps:
+        if self._calls == 2 and before.steps and not self._overlapping:
             self._since = before
 
     @property
@@ -89,11 +93,17 @@ class Bar(keras.callbacks.ProgbarLogger):
     Args:
         examples: as `Throughput` takes it.
         clock: monotonic seconds.
+        overlapping: as `Throughput` takes it.
     """
 
-    def __init__(self, examples: Callable[[], int], clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        examples: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+        overlapping: bool = False,
+    ):
         super().__init__()
-        self._throughput = Throughput(examples, clock)
+        self._throughput = Throughput(examples, clock, overlapping)
         self._in_fit = False  # where validation is silent
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -169,6 +179,7 @@ class Lines(keras.callbacks.ProgbarLogger):
         interval_s: seconds between two lines within an epoch; its end always gets one.
         out: where they go, `sys.stdout` unless given.
         clock: monotonic seconds.
+        overlapping: as `Throughput` takes it.
     """
 
     def __init__(
@@ -177,12 +188,13 @@ class Lines(keras.callbacks.ProgbarLogger):
         interval_s: float = INTERVAL_S,
         out: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        overlapping: bool = False,
     ):
         super().__init__()
         self._interval_s = interval_s
         self._out = out
         self._clock = clock
-        self._throughput = Throughput(examples, clock)
+        self._throughput = Throughput(examples, clock, overlapping)
         self._epoch = 0
         self._begin("train")
 
@@ -264,6 +276,7 @@ def with_progress(
     shows: bool,
     verbose: Any,
     examples: Callable[[], int] | None = None,
+    overlapping: bool = False,
 ) -> list[Any]:
     """Adds what is shown of the progress, where Keras would add its bar: `Bar`, or `Lines`.
 
@@ -271,15 +284,15 @@ def with_progress(
         callbacks: of the user; a ProgbarLogger among them is the user's choice.
         shows: whether this task shows progress at all.
         verbose: as in Keras: 1 is the bar; "auto" is too where somebody watches.
-        examples: as `Throughput` takes it.
+        examples, overlapping: as `Throughput` takes them.
     """
     chosen = any(isinstance(c, keras.callbacks.ProgbarLogger) for c in callbacks)
     if not shows or chosen:
         return callbacks
     if verbose == "auto" and not is_watched(sys.stdout):
-        return [*callbacks, Lines(examples)]
+        return [*callbacks, Lines(examples, overlapping=overlapping)]
     if verbose in ("auto", 1) and examples is not None:
-        return [*callbacks, Bar(examples)]
+        return [*callbacks, Bar(examples, overlapping=overlapping)]
     return callbacks  # Keras adds its own
 
 

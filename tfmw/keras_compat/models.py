@@ -82,9 +82,19 @@ def build_all(model: keras.Model, spec: Any) -> None:
     Args:
         spec: structure of tf.TensorSpec, of one batch (x, y, sample weights).
     """
+    errors: tuple[type[Exception], ...] = (
+        RuntimeError,
+        TypeError,
+        AttributeError,
+        NotImplementedError,
+    )
+    if overrides_step(model, "train_step"):
+        # Only the step knows what of a batch the model is called on: of (anchor, positive,
+        # negative), say, on all three, which Keras takes for x, y and sample weights.
+        errors = (*errors, ValueError)
     try:
         symbolic_build(model, spec)
-    except (RuntimeError, TypeError, AttributeError, NotImplementedError):
+    except errors:
         # Steps that only TensorFlow's own tracing understands: trace one, run nothing.
         tf.function(model.train_step, autograph=False).get_concrete_function(spec)
     if model.optimizer is not None and not model.optimizer.built:

@@ -77,6 +77,7 @@ class Session:
         steps: int | None,
         epochs: int = 1,
         examples: Callable[[], int] | None = None,
+        overlapping: bool = False,
         silent: bool = False,
         history: bool = False,
     ) -> keras.callbacks.CallbackList:
@@ -87,13 +88,14 @@ class Session:
             verbose: as in Keras.
             steps: of one epoch; None where nobody knows.
             examples: returns how many there have been, over all replicas.
+            overlapping: whether calls of the driver overlap; see `Throughput`.
             silent: whether to show no progress whatever `verbose` is.
             history: whether to add a `History`.
         """
         shows = self.group.is_chief and verbose != 0 and not silent
         local = callbacks_lib.for_task(callbacks, self.group.is_chief, self.group.size)
         return keras.callbacks.CallbackList(
-            with_progress(local, shows, verbose, examples),
+            with_progress(local, shows, verbose, examples, overlapping),
             add_history=history,
             add_progbar=shows,
             verbose=verbose,

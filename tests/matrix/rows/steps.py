@@ -310,3 +310,46 @@ def vae_step() -> Case:
     x = 1 / (1 + np.exp(-x))
     noise = np.random.default_rng(2).normal(size=(len(x), 2)).astype("float32")
     return Case(model, batches(x, noise), evaluate=None, predict=None)
+
+
+class Siamese(keras.Model):
+    """As in Keras's example: called on all three elements of a batch, and built by the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inputs = [keras.Input([5], name=name) for name in ("anchor", "positive", "negative")]
+        embedding = layers.Dense(4, use_bias=False)  # a bias has no gradient here
+        anchor, positive, negative = (embedding(x) for x in inputs)
+        near = ops.sum(ops.square(anchor - positive), axis=-1)
+        far = ops.sum(ops.square(anchor - negative), axis=-1)
+        self.distances = keras.Model(inputs, [near, far])
+        self.scale = layers.Dense(1, kernel_initializer="ones")  # built by the first call
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def call(self, inputs: Any) -> Any:
+        near, far = self.distances(inputs)
+        return self.scale(ops.maximum(near - far + 0.5, 0.0)[:, None])
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            losses = self(data)
+            loss = tf.reduce_mean(losses)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.tracker.update_state(losses)
+        return {"loss": self.tracker.result()}
+
+
+@row("unbuilt siamese network, train_step on triplets", warns="taken for a mean")
+def siamese() -> Case:
+    model = Siamese()
+    model.compile(adam())
+    x, _ = numbers()
+    rng = np.random.default_rng(5)
+    others = [rng.normal(size=x.shape).astype("float32") for _ in range(2)]
+    triplets = tf.data.Dataset.from_tensor_slices((x, *others)).batch(8)
+    return Case(model, triplets, evaluate=None, predict=None)
