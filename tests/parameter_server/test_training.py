@@ -65,10 +65,10 @@ class TestFiveProcesses:
         assert examples_per_step(five.output) == pytest.approx(48, rel=0.05)
 
     def test_the_rate_is_that_of_the_time_the_epoch_took(self, five):
-        lines = re.findall(r"step +60/60 \| +([\d.]+) steps/s .* took ([\d.]+) s", five.output)
-        assert len(lines) == EPOCHS
-        (rate, seconds), *_ = lines  # validation is in the time as well
-        assert 0.5 * float(seconds) < STEPS / float(rate) < float(seconds) + 0.1
+        line = r"step +60/60 \| +([\d.]+) steps/s .* took (?:(\d+):)?([\d.]+)"
+        rate, minutes, seconds = re.findall(line, five.output)[0]  # the epoch in which steps trace
+        took = 60 * int(minutes or 0) + float(seconds)  # validation is in it as well
+        assert 0.3 * took < STEPS / float(rate) < took + 1
 
     def test_only_the_chief_runs_the_script(self, five):
         assert set(five.by_task) == {"chief"}
