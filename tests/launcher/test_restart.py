@@ -262,6 +262,47 @@ class TestPolicy:
             AttemptOutcome(preempted=True, step=20, signals=(signal.SIGTERM,))
         ).restart
 
+    def test_leaving_is_announced_with_the_number_of_the_next_attempt(self):
+        policy = RestartPolicy(RunOptions(max_restarts=1), workers=2)
+        policy.decide(AttemptOutcome(preempted=True, step=5))
+        decision = policy.decide(AttemptOutcome(preempted=True, step=9, seconds=2.0))
+        assert decision.message == (
+            "attempt 2 starts at once: the tasks of attempt 1 saved their state and left after "
+            "2.0 s at step 9 (not counted as a restart)"
+        )
+
+    def test_a_failure_beside_a_task_that_left_counts(self):
+        both = AttemptOutcome(failures=(failure(step=5),), preempted=True, step=5)
+        policy = RestartPolicy(RunOptions(max_restarts=1), workers=2)
+        assert policy.decide(both).restart
+        assert policy.restarts == 1
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_a_signal_to_the_launcher_ends_the_run(self, number):
+        policy = RestartPolicy(RunOptions(max_restarts=9), workers=2)
+        outcome = dataclasses.replace(end(5), signals=(number,))
+        assert not policy.decide(outcome).restart
+        assert not policy.decide(dataclasses.replace(outcome, preempted=True)).restart
+
+    def test_restarts_of_single_tasks_share_the_budget(self):
+        policy = RestartPolicy(RunOptions(max_restarts=2), workers=2)
+        assert not policy.allows_restart_alone(failure(usage=True))
+        assert policy.allows_restart_alone(failure())
+        assert policy.decide(end(5)).restart
+        assert not policy.allows_restart_alone(failure())
+        assert policy.restarts == 2
+
+    def test_a_worker_that_has_made_its_first_report_is_not_left_out(self):
+        policy = RestartPolicy(RunOptions(max_restarts=9, min_workers=1), workers=2)
+        assert [policy.decide(killed(0)).workers for _ in range(4)] == [2, 2, 2, 2]
+
+    def test_a_minute_counts_as_progress_only_where_no_step_is_reported(self):
+        policy = RestartPolicy(RunOptions(max_restarts=9), workers=2)
+        assert [policy.decide(end(-1, seconds=60)).delay_s for _ in range(3)] == [0, 0, 0]
+        policy = RestartPolicy(RunOptions(max_restarts=9), workers=2)
+        assert policy.decide(end(0, seconds=60)).restart
+        assert not policy.decide(end(0, seconds=60)).restart
+
     def test_without_restarts_leaving_is_the_end(self):
         assert (
             not RestartPolicy(RunOptions(), workers=2)
