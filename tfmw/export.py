@@ -172,7 +172,7 @@ def _is_chief(cluster: Cluster | None) -> bool:
     return cluster is None or cluster.is_chief
 
 
-# What the model takes and returns, and the names of it.
+# The inputs and outputs of the model, and their names.
 
 
 def _input_specs(model: keras.Model, input_signature: Any) -> Any:
@@ -217,7 +217,7 @@ def _symbolic_inputs(model: keras.Model) -> Any:
 
 
 def _remembered_inputs(model: keras.Model) -> Any:
-    """What a subclassed model was built with: shapes, to which its own floats are assumed."""
+    """The shapes that a subclassed model was built with; its float type is assumed."""
     shapes = (model.get_build_config() or {}).get("input_shape")
     if shapes is None:
         raise UsageError(
@@ -324,7 +324,7 @@ def _archive(
 
 
 def _forget_cluster(directory: str) -> None:
-    """Remove from a SavedModel what it says of the cluster that the process was in.
+    """Remove the description of this process's cluster from a SavedModel.
 
     TensorFlow writes its session's configuration into every call of a function: which devices of
     the job to use, who leads its collectives, how its tasks watch each other's health.
@@ -353,7 +353,7 @@ def _forget_cluster(directory: str) -> None:
     if cleaned != content:
         with tf.io.gfile.GFile(path, "wb") as file:
             file.write(cleaned)
-        # It is the fingerprint of what was written first; TensorFlow does without.
+        # The fingerprint is of the first version; TensorFlow does not need one.
         fingerprint = posixpath.join(directory, "fingerprint.pb")
         if tf.io.gfile.exists(fingerprint):
             tf.io.gfile.remove(fingerprint)

@@ -191,7 +191,7 @@ def test_the_rate_of_a_single_call_counts_its_tracing():
     throughput = Throughput(lambda: int(now[0]) * 100, clock=lambda: now[0])
     assert (throughput.steps, throughput.examples) == (0, 0)
     now[0] = 4
-    throughput.made(8)
+    throughput.update(8)
     assert (throughput.steps, throughput.examples) == (2, 100)
 
 
@@ -391,5 +391,5 @@ def test_overlapping_calls_count_from_the_start_of_the_epoch():
     throughput = Throughput(clock=lambda: next(times), overlapping=True)
     throughput.begin()
     for steps in (30, 60):  # the second worker's are reported right after the first's
-        throughput.made(steps)
+        throughput.update(steps)
     assert throughput.steps == pytest.approx(60 / 3.01)

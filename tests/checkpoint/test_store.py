@@ -30,7 +30,7 @@ from tests.helpers.backup_points import failing, watched
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
 from tfmw import keras_compat
 from tfmw.checkpoint import state
-from tfmw.checkpoint.resume import Schedule
+from tfmw.checkpoint.schedule import Schedule
 from tfmw.checkpoint.store import BackgroundWriter, BackupStore, Damaged, verify
 from tfmw.cluster import membership
 from tfmw.errors import TfmwError, UsageError

@@ -46,7 +46,7 @@ class Die(keras.callbacks.Callback):
 
 
 if "restore" in places:
-    mock.patch.object(resume.Backups, "kept_by_replicas", side_effect=die).start()
+    mock.patch.object(resume.DirectoryBackups, "kept_by_replicas", side_effect=die).start()
 
 rng = np.random.default_rng(0)
 x: Any = rng.normal(size=(N, 4)).astype(np.float32)

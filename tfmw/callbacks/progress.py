@@ -1,12 +1,12 @@
-"""Progress: Keras's bar with the throughput for whoever watches, and lines for who reads it later.
+"""Progress: Keras's bar with the throughput in terminals and notebooks, lines in log files.
 
     57/938 ━━━━━━━━━━━━━━━━━━━━ 10s 12ms/step - 5,274 examples/s - loss: 0.3101
 
     train | epoch  1/12 | step  57/938 |   82.4 steps/s |   5,274 examples/s | 0:10 left | loss: ...
     train | epoch  1/12 | step 938/938 |   82.1 steps/s |   5,251 examples/s | took 0:11 | loss: ...
 
-The bar writes over itself, which a log file cannot: it keeps every state of it. So the bar is for
-terminals and notebooks, and one aligned line per interval is for everything else.
+The bar overwrites itself, and a log file would keep every state of it. So log files get one aligned
+line per interval.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class _Point(NamedTuple):
 class Throughput:
     """Steps and examples a second of the epoch so far.
 
-    The first call of all traces functions: it does not count where there were others.
+    The first call traces functions, so it is left out as soon as there are others.
 
     Args:
-        examples: tells how many examples there have been, over all replicas; None: nobody knows.
+        examples: returns the number of examples so far, over all replicas; None if unknown.
         clock: monotonic seconds.
         overlapping: whether calls overlap, as on parameter servers: then the first one counts as
             well, for those that ran beside it are reported right after it.
@@ -59,11 +59,11 @@ class Throughput:
         self.begin()
 
     def begin(self) -> None:
-        """An epoch begins."""
+        """Starts measuring an epoch."""
         self._since = self._last = self._now(0)
 
-    def made(self, steps: int) -> None:
-        """`steps` of the epoch are made."""
+    def update(self, steps: int) -> None:
+        """Records that `steps` steps of the epoch are done."""
         before, self._last = self._last, self._now(steps)
         self._calls += 1
         if self._calls == 2 and before.steps and not self._overlapping:
@@ -76,7 +76,7 @@ class Throughput:
 
     @property
     def examples(self) -> float:
-        """Examples of all replicas a second; 0 where nobody knows."""
+        """Examples of all replicas a second; 0 if unknown."""
         return self._rate(self._last.examples - self._since.examples)
 
     def _rate(self, number: int) -> float:
@@ -115,7 +115,7 @@ class Bar(keras.callbacks.ProgbarLogger):
         super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._made(batch + 1, logs)
+        self._update(batch + 1, logs)
         super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -129,7 +129,7 @@ class Bar(keras.callbacks.ProgbarLogger):
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         if not self._in_fit:
-            self._made(batch + 1, logs)
+            self._update(batch + 1, logs)
         super().on_test_batch_end(batch, logs)
 
     def on_test_end(self, logs: Any = None) -> None:
@@ -137,15 +137,15 @@ class Bar(keras.callbacks.ProgbarLogger):
             self._show(logs, final=True)
         super().on_test_end(logs)
 
-    def _made(self, steps: int, logs: Mapping[str, Any] | None) -> None:
-        self._throughput.made(steps)
+    def _update(self, steps: int, logs: Mapping[str, Any] | None) -> None:
+        self._throughput.update(steps)
         self._show(logs)
 
     def _show(self, logs: Mapping[str, Any] | None, final: bool = False) -> None:
-        """Puts the rate into the bar's next state, on a narrow terminal with a shorter bar.
+        """Adds the rate to the bar's next state, and shortens the bar on a narrow terminal.
 
-        A line that is longer than its terminal cannot be written over: each state of it would
-        stay. Only the final one, which stays anyway, may be.
+        A line that is longer than the terminal cannot be overwritten: each state of it would
+        stay. Only the final one, which stays anyway, may be longer.
         """
         rate = ""
         if self._throughput.examples:
@@ -157,7 +157,7 @@ class Bar(keras.callbacks.ProgbarLogger):
         self.progbar.width = bar
 
     def _free_columns(self, logs: Mapping[str, Any]) -> int:
-        """What Keras's line leaves of the terminal's width, at least."""
+        """The columns of the terminal that Keras's line leaves free, at least."""
         if not sys.stdout.isatty():
             return 1000  # a notebook's cell wraps lines, and still writes over them
         target, rate = self.progbar.target, self._throughput.steps
@@ -172,7 +172,7 @@ class Bar(keras.callbacks.ProgbarLogger):
 
 
 class Lines(keras.callbacks.ProgbarLogger):
-    """Stands in for Keras's bar where nobody watches.
+    """Replaces Keras's bar where output goes to a file.
 
     Args:
         examples: as `Throughput` takes it.
@@ -209,7 +209,7 @@ class Lines(keras.callbacks.ProgbarLogger):
         self._begin("train")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._made(batch + 1, logs)
+        self._update(batch + 1, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._finish(logs)
@@ -220,7 +220,7 @@ class Lines(keras.callbacks.ProgbarLogger):
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         if not self._called_in_fit:
-            self._made(batch + 1, logs)
+            self._update(batch + 1, logs)
 
     def on_test_end(self, logs: Any = None) -> None:
         if not self._called_in_fit:
@@ -230,7 +230,7 @@ class Lines(keras.callbacks.ProgbarLogger):
         self._begin("predict")
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._made(batch + 1, None)
+        self._update(batch + 1, None)
 
     def on_predict_end(self, logs: Any = None) -> None:
         self._finish(None)
@@ -241,9 +241,9 @@ class Lines(keras.callbacks.ProgbarLogger):
         self._began = self._shown = self._clock()
         self._throughput.begin()
 
-    def _made(self, steps: int, logs: Mapping[str, Any] | None) -> None:
+    def _update(self, steps: int, logs: Mapping[str, Any] | None) -> None:
         now, self._steps = self._clock(), steps
-        self._throughput.made(steps)
+        self._throughput.update(steps)
         if now - self._shown >= self._interval_s and steps != self.target:
             self._shown = now
             rate = self._throughput.steps
@@ -278,12 +278,12 @@ def with_progress(
     examples: Callable[[], int] | None = None,
     overlapping: bool = False,
 ) -> list[Any]:
-    """Adds what is shown of the progress, where Keras would add its bar: `Bar`, or `Lines`.
+    """Adds `Bar` or `Lines` where Keras would add its own bar.
 
     Args:
-        callbacks: of the user; a ProgbarLogger among them is the user's choice.
+        callbacks: the user's; with a ProgbarLogger among them nothing is added.
         shows: whether this task shows progress at all.
-        verbose: as in Keras: 1 is the bar; "auto" is too where somebody watches.
+        verbose: as in Keras. 1 is the bar; so is "auto" in a terminal or notebook.
         examples, overlapping: as `Throughput` takes them.
     """
     chosen = any(isinstance(c, keras.callbacks.ProgbarLogger) for c in callbacks)

@@ -1,15 +1,15 @@
 """Callbacks on many workers: who runs them, who writes.
 
-Every callback runs on every worker, with the same logs, so that whatever it does to the model it
-does everywhere. Those that write files or send reports run on the chief only: Keras's own are
-known, and others say so:
+Every callback runs on every worker, with the same logs, so that it changes the model everywhere
+alike. Callbacks that write files or send reports run on the chief only: Keras's own are known, and
+others declare it:
 
     class Upload(keras.callbacks.Callback):
         chief_only = True
 
     tfmw.fit(model, data, callbacks=[tfmw.callbacks.ChiefOnly(third_party_callback)])
 
-After each epoch the chief's decision to stop and its learning rate are taken over by all.
+After each epoch all workers take over the chief's learning rate and its decision to stop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfmw import keras_compat
 from tfmw.errors import UsageError
 
-# Keras's callbacks that write files, print or send: one writer is enough, and safe.
+# Keras's callbacks that write files, print or send: one writer is safe.
 _WRITERS: tuple[type, ...] = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.CSVLogger,
@@ -63,19 +63,19 @@ class ChiefOnly(keras.callbacks.Callback):
 
 
 class BackupAndRestore(keras.callbacks.Callback):
-    """Backs the run up, and lets a run that was interrupted go on where it was.
+    """Backs up the run, and resumes an interrupted run where it was.
 
-    With the arguments of Keras's callback of that name, and working where Keras's does not: on
-    several workers, in the middle of an epoch, in the middle of the data.
+    Takes the arguments of Keras's callback of that name, and also works on several workers and
+    in the middle of an epoch.
 
     Args:
         backup_dir: a directory of this run alone; local, or a URL that `tf.io.gfile` opens.
         save_freq: "epoch", a number of steps, or a time such as "10 s" (see `tfmw.fit`).
         double_checkpoint: accepted as Keras has it; two backups are always kept.
         delete_checkpoint: whether backups are removed when the process ends well.
-        save_nan: whether a state with weights that are not finite may be saved; otherwise a loss
-            that is not finite ends the run, as do weights where the loss hides them for as long as
-            it takes to the next backup; and the backup before stays.
+        save_nan: whether weights that are not finite may be saved. Otherwise a loss that is not
+            finite ends the run. So do such weights at the next backup, even where the loss is
+            finite. The previous backup stays.
 
     Example:
         tfmw.fit(model, data, callbacks=[tfmw.callbacks.BackupAndRestore("/shared/run7", 500)])
@@ -99,7 +99,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 def without_backup(callbacks: Any) -> tuple[list[Any], BackupAndRestore | None]:
-    """Takes the backup callback out of the others, which fit then does itself.
+    """Separates the backup callback, whose work fit does itself, from the others.
 
     Raises:
         UsageError: there are two.
@@ -153,7 +153,7 @@ def for_task(callbacks: Any, is_chief: bool, workers: int) -> list[Any]:
 
 
 def wants_every_batch(callback: Any) -> bool:
-    """Whether a callback does anything between batches; if none does, many run in one call."""
+    """Whether a callback acts between batches; if none does, many steps run in one call."""
     if isinstance(callback, ChiefOnly):
         return wants_every_batch(callback.callback)
     if isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.History):

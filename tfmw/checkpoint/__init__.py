@@ -1,8 +1,9 @@
 """State on disk: backups, resume, and the evaluator that watches them.
 
-Read `resume.py` first: when a run is backed up and how it goes on. `state.py` says what is saved,
-`store.py` how it is written and checked, `evaluator.py` scores backups beside the training.
+Read `resume.py` first: when a run is backed up and how it resumes. `schedule.py` parses how often,
+`state.py` collects what is saved, `store.py` writes and checks it, `evaluator.py` scores backups
+beside the training, `file_lock.py` keeps runs apart.
 
-May import: `tfmw.strategies`, `tfmw.callbacks`, `tfmw.cluster`, `tfmw.keras_compat`,
+May import: `tfmw.export`, `tfmw.callbacks`, `tfmw.cluster`, `tfmw.storage`, `tfmw.keras_compat`,
 `tfmw.runtime`, `tfmw.errors`.
 """

@@ -1,17 +1,17 @@
-"""Evaluation beside the training: a task that watches the backups and scores each new one.
+"""Evaluation beside the training: a task that scores each new backup.
 
     tfmw run --workers 2 --evaluator train.py        # the same script; its fit() comes here
 
 On a task of type `evaluator` the call of `fit` does not train. It waits for backups in
 `backup_dir`, and for each new one
 
-* puts its values into the model and evaluates `validation_data`;
+* restores it into the model and evaluates `validation_data`;
 * writes the logs as TensorBoard scalars, `evaluation_<name>_vs_iterations`, to
   `<backup_dir>/evaluation`;
 * exports the model to `<backup_dir>/best` where the monitored log is the best so far.
 
-It ends once the last backup says that training is over, and that one is evaluated. An evaluator
-that is started again goes on where it was: what it did is in `<backup_dir>/evaluation/done.json`.
+It ends after the backup that records the end of training. An evaluator that is restarted continues
+where it was: `<backup_dir>/evaluation/done.json` lists what it has done.
 Where one has watched, the training leaves its backups at its end, and the evaluator removes them,
 even one that has died meanwhile and comes back. It needs to see the same directory as the chief,
 and no address: nobody waits for it.
@@ -38,8 +38,8 @@ from tfmw.export import export
 
 logger = logging.getLogger("tfmw")
 
-_LOOK_EVERY_S = 0.5
-_LET_GO_S = 30.0
+_POLL_S = 0.5
+_RELEASE_S = 30.0
 _FOLDER = "evaluation"
 _BEST = "best"
 _DONE = "done.json"
@@ -88,7 +88,7 @@ def watch(
             backup = _newest(store)
             old = backup is not None and backup.step in done.logs
             if backup is None or (old and not backup.record["done"]):
-                sleep(_LOOK_EVERY_S)
+                sleep(_POLL_S)
                 continue
             if not old:
                 tensors = _tensors(backup)
@@ -100,7 +100,7 @@ def watch(
                 _write(writer, backup.step, logs)
                 best = _is_best(logs, list(done.logs.values()), monitor, mode)
                 if best:
-                    # Before the logs are noted: who dies in between exports it again.
+                    # Before the logs are noted: an evaluator that dies in between exports it again.
                     export(model, os.path.join(path, _BEST))
                 done.add(backup.step, logs)
                 history.on_epoch_end(backup.step, logs)
@@ -114,14 +114,14 @@ def watch(
 
 
 def _remove(store: BackupStore, sleep: Callable[[float], None]) -> None:
-    """Removes the backups as soon as the training, which is over, has let go of them."""
-    for _ in range(int(_LET_GO_S / _LOOK_EVERY_S)):
+    """Removes the backups as soon as the finished training has released its lock."""
+    for _ in range(int(_RELEASE_S / _POLL_S)):
         with contextlib.suppress(UsageError), store.locked():
             newest = _newest(store)
             if newest is None or newest.record["done"]:
                 store.clear()
             return
-        sleep(_LOOK_EVERY_S)
+        sleep(_POLL_S)
     logger.warning("the backups in %s stay: another run holds them", store.path)
 
 
@@ -162,7 +162,7 @@ class _Done:
 
 
 def _newest(store: BackupStore) -> Backup | None:
-    """The newest backup that is complete; without a word about others, which come and go."""
+    """The newest complete backup. Others come and go while the training writes: not logged."""
     for step in reversed(store.steps()):
         with contextlib.suppress(Damaged, OSError, tf.errors.OpError):
             return store.read(step)
@@ -170,7 +170,7 @@ def _newest(store: BackupStore) -> Backup | None:
 
 
 def _tensors(backup: Backup) -> Any:
-    """All of a backup; None where it went away meanwhile."""
+    """The tensors of a backup; None where it has been removed meanwhile."""
     try:
         return backup.tensors()
     except (Damaged, OSError, tf.errors.OpError):
@@ -183,8 +183,8 @@ def _refuse_other(backup: Backup, model: keras.Model, path: str) -> None:
     def of_model(signature: list[str]) -> list[str]:
         return [line for line in signature if not line.startswith("global batch size")]
 
-    mine = of_model(state.signature(model, None))
-    state.refuse_other(of_model(backup.record["signature"]), mine, path)
+    current = of_model(state.signature(model, None))
+    state.refuse_other(of_model(backup.record["signature"]), current, path)
 
 
 def _write(writer: Any, step: int, logs: dict[str, float]) -> None:
@@ -206,6 +206,6 @@ def _is_best(
         )
     highest = mode == "max" or (mode == "auto" and keras_compat.more_is_better(monitor))
     value, others = logs[name], [old[name] for old in before if name in old]
-    if value != value:  # not a number
+    if value != value:  # NaN
         return False
     return all(value > o if highest else value < o for o in others if o == o)

@@ -1,23 +1,21 @@
 """When a run is backed up, and how it goes on from a backup.
 
-    with Backups(group, "/shared/backups/run7", every="10 s") as backups:
+    with DirectoryBackups(group, "/shared/backups/run7", every="10 s") as backups:
         if backups.record: ...                   # the newest complete backup, the same on all tasks
         if backups.due(...): backups.save(...)
 
-The chief reads and writes; the other tasks hear from it, so the directory needs to be seen by the
-chief only (and by whichever task becomes it). SIGTERM or SIGUSR1 to any one task ends all of them
-after the same step, with a backup, and with the exit status that asks to be run again.
+Only the chief reads and writes; the other tasks get what they need from it. So only the chief, or
+whichever task becomes it, needs access to the directory. SIGTERM or SIGUSR1 to any one task ends
+all of them after the same step, with a backup, and with the exit status that asks to be run again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import logging
 import math
 import os
-import re
 import signal
 import threading
 import time
@@ -29,10 +27,11 @@ import tensorflow as tf
 
 from tfmw.callbacks import BackupAndRestore
 from tfmw.checkpoint import state
+from tfmw.checkpoint.schedule import Schedule
 from tfmw.checkpoint.store import BackgroundWriter, BackupStore, Damaged
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
-from tfmw.errors import Preempted, TfmwError, UsageError
+from tfmw.errors import Preempted, TfmwError
 from tfmw.runtime.signals import LEAVE
 
 logger = logging.getLogger("tfmw")
@@ -40,63 +39,118 @@ logger = logging.getLogger("tfmw")
 
 @functools.cache
 def _run() -> str:
-    """Tells the backups of this process from others'; asked for first when it trains."""
+    """Identifies the backups of this process; first called when it trains."""
     return f"{os.getpid()}-{time.time_ns()}"
 
 
-_MINUTE, _HOUR = 60.0, 3600.0
-_UNITS = {
-    **dict.fromkeys(("s", "sec", "second"), 1.0),
-    **dict.fromkeys(("min", "minute"), _MINUTE),
-    **dict.fromkeys(("h", "hour"), _HOUR),
-}
-
-
-class Schedule:
-    """How often to back up.
-
-    Args:
-        every: a number of steps (int), "epoch", "3 epochs", or a time: "10 s", "5 min", "1 h", or
-            a `datetime.timedelta`.
-
-    Attributes:
-        steps, epochs, seconds: the one that was meant; the others are None.
-
-    Raises:
-        UsageError: anything else.
-    """
-
-    def __init__(self, every: Any):
-        self.steps: int | None = None
-        self.epochs: int | None = None
-        self.seconds: float | None = None
-        match = None
-        if isinstance(every, str):
-            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)?\s*([a-z]*?)s?\s*", every)
-        number, unit = match.groups() if match else (None, "")
-        whole = number is None or number.isdecimal()
-        if isinstance(every, datetime.timedelta):
-            self.seconds = every.total_seconds()
-        elif isinstance(every, int) and not isinstance(every, bool):
-            self.steps = every
-        elif unit == "epoch" and whole:
-            self.epochs = int(number or 1)
-        elif unit == "step" and number and whole:
-            self.steps = int(number)
-        elif number and (unit in _UNITS or (not unit and every.strip().endswith("s"))):
-            self.seconds = float(number) * _UNITS.get(unit, 1.0)
-        if not any(v is not None and v > 0 for v in (self.steps, self.epochs, self.seconds)):
-            raise UsageError(
-                f'unknown backup frequency {every!r}: expected a number of steps, "epoch", or a '
-                'time such as "10 s" or "5 min".'
-            )
-
-
 PythonState = tuple[tuple[list[dict[str, Any]], dict[str, Any]], dict[str, Any]]
+"""States of callbacks, their arrays by name, and states of random generators."""
 
 
 class Backups:
-    """The backups of one call of fit.
+    """What a run asks about its backups. This base class saves nothing, see `DirectoryBackups`.
+
+    Signals then end the process as usual, and a loss that is not finite is left to callbacks.
+
+    Args:
+        group: the tasks that train together.
+
+    Attributes:
+        record: the JSON of the newest complete backup, on all tasks; None where there is none.
+    """
+
+    on = False
+    """Whether anything is saved."""
+
+    def __init__(self, group: Group):
+        self.record: dict[str, Any] | None = None
+        self._group = group
+
+    @classmethod
+    def of(cls, group: Group, asked: BackupAndRestore | None) -> Backups:
+        """The backups that a callback asks for; without one, backups that save nothing."""
+        if asked is None:
+            return Backups(group)
+        return DirectoryBackups(
+            group,
+            asked.backup_dir,
+            asked.save_freq,
+            delete=asked.delete_checkpoint,
+            save_nan=asked.save_nan,
+        )
+
+    def __enter__(self) -> Backups:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        pass
+
+    def is_done(self, epochs: int) -> bool:
+        """Whether the run of the restored backup was over, with nothing left to do."""
+        return False
+
+    def restore(self, model: Any, batch_size: int | None) -> None:
+        """Gives the model the saved values, where there are any."""
+
+    def note_callbacks(self, callbacks: list[Any]) -> None:
+        """Before and after on_train_begin: notes what callbacks hold, which need not be saved."""
+
+    def restore_callbacks(self, callbacks: list[Any], finished: bool = False) -> None:
+        """Gives callbacks their saved state, where there is a `record`."""
+
+    def kept_by_replicas(self) -> tuple[np.ndarray, np.ndarray]:
+        """The replica-local state of the `record`."""
+        raise NotImplementedError("nothing was saved")
+
+    def signals(self) -> tuple[float, float]:
+        """What this task tells all others at a step: (asked to leave, a backup is due)."""
+        return 0.0, 0.0
+
+    def limit(self, step: int, max_steps: int) -> int:
+        """How many of `max_steps` to make from `step` on, never stepping past a due backup."""
+        return max_steps
+
+    def due_after_step(self, step: int, signals: list[float]) -> bool:
+        """Whether to save now, inside an epoch. The same result on every task."""
+        return False
+
+    def due_after_epoch(self, epoch: int, step: int, last: bool) -> tuple[bool, bool]:
+        """(whether to save at the end of `epoch`, whether to leave). A call of all tasks."""
+        return False, False
+
+    def python_state(self, callbacks: list[Any]) -> PythonState:
+        """The part of a backup that is not in variables: of callbacks and random generators."""
+        return state.callback_states(callbacks), state.random_state()
+
+    def save(
+        self,
+        step: int,
+        model: Any,
+        strategy: tf.distribute.Strategy,
+        kept: tuple[Any, Any],
+        callbacks: list[Any],
+        record: dict[str, Any],
+        busy: bool = True,
+        python_state: PythonState | None = None,
+    ) -> None:
+        """Saves the state, where `due_after_step` or `due_after_epoch` asked for it."""
+
+    def wait(self) -> None:
+        """Waits, on every task, until the last backup is on disk."""
+
+    def leave(self, step: int) -> NoReturn:
+        """Ends the process with the status that asks to be run again. Raises Preempted."""
+        raise Preempted(f"told to leave: stopped after step {step}, which is not saved")
+
+    def refuse_nan(self, logs: Mapping[str, Any], epoch: int, step: int) -> None:
+        """Raises TfmwError where going on after a loss that is not finite would ruin backups."""
+
+    def finished(self) -> None:
+        """The run is over."""
+
+
+class DirectoryBackups(Backups):
+    """The backups of one call of fit, in a directory.
 
     Args:
         group: the tasks that train together.
@@ -112,7 +166,6 @@ class Backups:
     """
 
     on = True
-    """Whether there are any; see `NoBackups`."""
 
     def __init__(
         self,
@@ -123,11 +176,10 @@ class Backups:
         save_nan: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
+        super().__init__(group)
         self.schedule = Schedule(every)
         self.path = os.fspath(directory)
-        self.record: dict[str, Any] | None = None
         self.tensors: Mapping[str, Any] = {}
-        self._group = group
         self._delete = delete
         self._save_nan = save_nan
         self._clock = clock
@@ -141,19 +193,6 @@ class Backups:
         self._leaving = False
         self._lost: str | None = None  # why the last backup could not be written
         self._spoiled: tuple[str, int] | None = None  # what was not finite in it, after which step
-
-    @classmethod
-    def of(cls, group: Group, asked: BackupAndRestore | None) -> Backups:
-        """The backups that a callback asks for; ones that do nothing where none asks."""
-        if asked is None:
-            return NoBackups(group)
-        return cls(
-            group,
-            asked.backup_dir,
-            asked.save_freq,
-            delete=asked.delete_checkpoint,
-            save_nan=asked.save_nan,
-        )
 
     # ------------------------------------------------------------ begin and end
 
@@ -198,8 +237,8 @@ class Backups:
             self._stack.callback(self._restore_signal, number, before)
 
     def _restore_signal(self, number: int, before: Any) -> None:
-        # All is saved, and this process ends with the status that says so. The first task to end
-        # may have the scheduler send SIGTERM to the others, in the middle of their exit.
+        # Everything is saved, and this process exits with status 75. The first task to end may make
+        # the scheduler send SIGTERM to the others while they exit.
         signal.signal(number, signal.SIG_IGN if self._leaving else before)
 
     # ------------------------------------------------------------ restore
@@ -212,7 +251,7 @@ class Backups:
         )
 
     def restore(self, model: Any, batch_size: int | None) -> None:
-        """Gives the chief's model the saved values; lifting it gives them to all.
+        """Gives the chief's model the saved values; placing it gives them to all replicas.
 
         Raises:
             UsageError: the backup is of another model, optimizer or batch size.
@@ -220,10 +259,9 @@ class Backups:
         found = self.record
 
         def check() -> None:
-            mine = state.signature(model, batch_size)
-            self._signature = mine
+            self._signature = state.signature(model, batch_size)
             if found is not None:
-                state.refuse_other(found["signature"], mine, self.path)
+                state.refuse_other(found["signature"], self._signature, self.path)
 
         self._group.from_chief(check)
         if found is None:
@@ -232,11 +270,11 @@ class Backups:
             state.restore(model, self.tensors)
 
     def note_callbacks(self, callbacks: list[Any]) -> None:
-        """Before and after on_train_begin: what callbacks hold now is not worth saving."""
+        """See `Backups.note_callbacks`."""
         state.note_callbacks(callbacks)
 
     def restore_callbacks(self, callbacks: list[Any], finished: bool = False) -> None:
-        """Gives callbacks what they had counted, and random generators their state.
+        """Gives callbacks and random generators their saved state.
 
         A call of all tasks.
         """
@@ -253,7 +291,7 @@ class Backups:
         state.restore_random_state(self.record["random"])
 
     def kept_by_replicas(self) -> tuple[np.ndarray, np.ndarray]:
-        """What replicas kept to themselves, on every task. A call of all tasks."""
+        """The saved replica-local state, on every task. A call of all tasks."""
         kept = state.of_replicas(self.tensors) if self._group.is_chief else ()
         arrays = self._group.arrays_from_chief({str(i): a for i, a in enumerate(kept)})
         return arrays["0"], arrays["1"]
@@ -261,7 +299,7 @@ class Backups:
     # ------------------------------------------------------------ when
 
     def signals(self) -> tuple[float, float]:
-        """What this task says to all others at a step: (asked to leave, a backup is due)."""
+        """See `Backups.signals`."""
         due = self._group.is_chief and self._time_is_up()
         return float(self._asked_to_leave.is_set()), float(due)
 
@@ -273,23 +311,23 @@ class Backups:
             and (self._clock() - self._last >= seconds)
         )
 
-    def limit(self, step: int, most: int) -> int:
-        """At most how many of `most` steps to make from `step` on, so as not to pass a due one."""
+    def limit(self, step: int, max_steps: int) -> int:
+        """See `Backups.limit`."""
         if self.schedule.steps is None:
-            return most
-        return min(most, self.schedule.steps - step % self.schedule.steps)
+            return max_steps
+        return min(max_steps, self.schedule.steps - step % self.schedule.steps)
 
-    def due_after_step(self, step: int, heard: list[float]) -> bool:
-        """Whether to save now, in the middle of an epoch. The same answer on every task."""
-        if heard[0] or heard[1]:
+    def due_after_step(self, step: int, signals: list[float]) -> bool:
+        """See `Backups.due_after_step`."""
+        if signals[0] or signals[1]:
             return True
         return self.schedule.steps is not None and step % self.schedule.steps == 0
 
     def due_after_epoch(self, epoch: int, step: int, last: bool) -> tuple[bool, bool]:
         """(whether to save at the end of `epoch`, whether to leave). A call of all tasks."""
-        said = self._group.from_all(self.signals())
-        leave = any(s[0] for s in said)
-        due = leave or any(s[1] for s in said)
+        signals = self._group.from_all(self.signals())
+        leave = any(s[0] for s in signals)
+        due = leave or any(s[1] for s in signals)
         if self.schedule.epochs is not None:
             due = due or (epoch + 1) % self.schedule.epochs == 0
         if self.schedule.steps is not None:
@@ -297,10 +335,6 @@ class Backups:
         return due and not last, leave and not last
 
     # ------------------------------------------------------------ save
-
-    def python_state(self, callbacks: list[Any]) -> PythonState:
-        """What a backup holds beside variables: the callbacks' counts, and random generators'."""
-        return state.callback_states(callbacks), state.random_state()
 
     def save(
         self,
@@ -317,11 +351,11 @@ class Backups:
 
         Args:
             step: training steps since the run began.
-            kept: what replicas keep to themselves (`SyncDriver.replica_state`).
+            kept: the replica-local state (`SyncDriver.replica_state`).
             callbacks: this task's.
             record: JSON values: where in the data the run is.
             busy: whether every step assigns to the model's variables.
-            python_state: of `python_state`, if not that of this moment.
+            python_state: as `python_state` returned it earlier; by default that of now.
 
         Raises:
             TfmwError: a weight has not been finite since the last call, and no loss has shown it.
@@ -330,7 +364,7 @@ class Backups:
         if not self._group.is_chief:
             return
         (states, arrays), random = python_state or self.python_state(callbacks)
-        self._writer.wait()  # the last snapshot is in its hands
+        self._writer.wait()  # it still uses the last snapshot
         taken = self._snapshots.take(model, strategy, busy)
         tensors = state.with_replicas({**taken, **arrays}, *kept)
         if self._spoiled is not None and not _is_finite(tensors[self._spoiled[0]]):
@@ -380,7 +414,7 @@ class Backups:
 
         self._group.from_chief(written)
 
-    def leave(self, step: int) -> None:
+    def leave(self, step: int) -> NoReturn:
         """Ends the process with the status that asks to be run again. Raises Preempted."""
         self.wait()
         self._leaving = True
@@ -400,7 +434,7 @@ class Backups:
         )
 
     def _refuse_spoiled(self) -> NoReturn:
-        """What makes 0 of a NaN, as ReLU may, hides from the loss that the model is ruined."""
+        """Where an op such as ReLU turns NaN into 0, the loss is finite though weights are not."""
         assert self._spoiled is not None
         name, step = self._spoiled
         raise TfmwError(
@@ -410,7 +444,7 @@ class Backups:
         )
 
     def finished(self) -> None:
-        """The run is over: its last backup says so, and goes when the process ends well.
+        """The run is over: its last backup records that, and is removed when the process ends well.
 
         Raises:
             TfmwError: a weight is not finite at the end.
@@ -420,64 +454,20 @@ class Backups:
         if self._spoiled is not None:
             self._refuse_spoiled()
         if self._delete and self._store is not None:
-            membership.on_success(self._remove_mine)
+            membership.on_success(self._remove_own)
 
-    def _remove_mine(self) -> None:
-        """Removes the backups, unless another run goes on from them or has left others there."""
+    def _remove_own(self) -> None:
+        """Removes the backups, unless another run has resumed from them or has written its own."""
         assert self._store is not None
         if self._store.has_evaluator():
             logger.warning("the backups in %s stay for the evaluator to remove", self.path)
             return
         with contextlib.suppress(TfmwError), self._store.locked():
             newest = self._store.newest()
-            # A run that was over and is started again writes nothing: its backup is its own still.
+            # A finished run that is started again writes nothing: the restored backup is its own.
             restored = self.record["run"] if self.record is not None else _run()
             if newest is not None and newest.record["run"] in (_run(), restored):
                 self._store.clear()
-
-
-class NoBackups(Backups):
-    """For runs that ask for none: nothing is saved, and signals end the process as ever."""
-
-    on = False
-
-    def __init__(self, group: Group):
-        self.record = None
-        self._group = group
-
-    def __enter__(self) -> Backups:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        pass
-
-    def restore(self, model: Any, batch_size: int | None) -> None:
-        """Nothing to restore."""
-
-    def note_callbacks(self, callbacks: list[Any]) -> None:
-        """Nothing will be saved."""
-
-    def signals(self) -> tuple[float, float]:
-        """Never asks for anything."""
-        return 0.0, 0.0
-
-    def limit(self, step: int, most: int) -> int:
-        """No step is due."""
-        return most
-
-    def due_after_step(self, step: int, heard: list[float]) -> bool:
-        """Never."""
-        return False
-
-    def due_after_epoch(self, epoch: int, step: int, last: bool) -> tuple[bool, bool]:
-        """Never."""
-        return False, False
-
-    def refuse_nan(self, logs: Mapping[str, Any], epoch: int, step: int) -> None:
-        """As Keras: a loss that is not finite is the callbacks' business."""
-
-    def finished(self) -> None:
-        """Nothing to remove."""
 
 
 def _is_finite(value: tf.Tensor) -> bool:

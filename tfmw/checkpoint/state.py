@@ -4,10 +4,9 @@
     tensors = Snapshots().take(model, strategy)      # every variable, by name
     restore(model, tensors)                          # before the model is placed
 
-All replicas have the same weights and optimizer slots, so the chief's are saved. What replicas keep
-to themselves (metrics so far, batch-norm averages since the last time somebody looked) is saved for
-each, so that the same number of replicas goes on bit for bit; another number gets the sums and
-means.
+All replicas have the same weights and optimizer slots: the chief's are saved. Replica-local state
+(metrics so far, batch-norm averages since the last synchronization) is saved for each replica, so
+that the same number of replicas resumes bit for bit; another number gets the sums and means.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from tfmw import keras_compat
 from tfmw.errors import UsageError
 from tfmw.keras_compat import placement
 
-# Keras numbers the names it makes up (dense, dense_1, ...) through the whole process, and makes
-# longer names of them: sequential_1_dense_3_kernel_momentum.
+# Keras numbers generated names (dense, dense_1, ...) over the whole process, and builds others
+# from them: sequential_1_dense_3_kernel_momentum.
 _NUMBER = re.compile(r"_\d+(?![^\W_])")
 _METRICS = "replicas/metrics"
 _AVERAGES = "replicas/averages"
@@ -42,11 +41,11 @@ _ALIGNED = 64  # bytes; EIGEN_MAX_ALIGN_BYTES
 _AT_FIRST = "_tfmw_at_first"  # an attribute of callbacks, while they are in a run with backups
 
 
-# ---------------------------------------------------------------- whose state is it
+# ---------------------------------------------------------------- the signature
 
 
 def signature(model: keras.Model, batch_size: int | None) -> list[str]:
-    """One line for each thing that must be the same where a backup is restored."""
+    """One line for each property that a model must share with the backup that it restores."""
     lines = [f"model: {type(model).__name__}"]
     for number, layer in enumerate(keras_compat.layers_of(model)):
         if layer is not model:
@@ -71,7 +70,7 @@ def _described(what: str, part: Any) -> list[str]:
         config = dict(part.get_config())
     except (NotImplementedError, TypeError, ValueError, AttributeError):
         return [kind]
-    # What differs between equal runs, or has lines of its own.
+    # These differ between equal runs, or have their own lines.
     for name in ("name", "learning_rate", "layers", "build_config", "inner_optimizer"):
         config.pop(name, None)
     settings = {
@@ -86,7 +85,7 @@ def _type_name(value: Any) -> str:
 
 
 def _without_numbers(value: Any) -> Any:
-    """The texts in a configuration without the numbers of made-up names."""
+    """A configuration without the numbers that Keras appends to generated names."""
     if isinstance(value, str):
         return _plain(value)
     if isinstance(value, Mapping):
@@ -111,17 +110,18 @@ def _plain(text: str) -> str:
     return _NUMBER.sub("", text)
 
 
-def refuse_other(saved: list[str], mine: list[str], path: str) -> None:
+def refuse_other(saved: list[str], current: list[str], path: str) -> None:
     """Raises UsageError naming the first difference between two signatures."""
-    for was, now in zip(saved, mine, strict=False):
+    for was, now in zip(saved, current, strict=False):
         if was != now:
             raise UsageError(
                 f"the backup in {path!r} belongs to another model: it has [{was}], this run has "
                 f"[{now}]. Use another backup_dir, or delete that one to start anew."
             )
-    if len(saved) != len(mine):
-        longer, what = (saved, "the backup") if len(saved) > len(mine) else (mine, "this run")
-        extra = longer[min(len(saved), len(mine))]
+    if len(saved) != len(current):
+        is_saved = len(saved) > len(current)
+        longer, what = (saved, "the backup") if is_saved else (current, "this run")
+        extra = longer[min(len(saved), len(current))]
         raise UsageError(
             f"the backup in {path!r} belongs to another model: only {what} has [{extra}]. "
             "Use another backup_dir, or delete that one to start anew."
@@ -139,11 +139,11 @@ def named(model: keras.Model) -> dict[str, Any]:
 
 
 class Snapshots:
-    """Copies of a model's variables, one after another, in memory that is taken once.
+    """Copies of a model's variables, in memory that is allocated once.
 
-    TensorFlow shares the memory of what is read until the variable is assigned to again; then the
-    training step has to make the copy, into memory that the system finds and clears for it. That
-    takes many times as long as copying.
+    TensorFlow shares the memory of a value that was read until the variable is assigned to again.
+    Then the training step has to copy it, into memory that the system must allocate and clear: it
+    takes many times as long as the copy.
     """
 
     def __init__(self) -> None:
@@ -152,9 +152,9 @@ class Snapshots:
     def take(
         self, model: keras.Model, strategy: tf.distribute.Strategy, busy: bool = True
     ) -> dict[str, tf.Tensor]:
-        """Values of all shared variables now, which training leaves as they are.
+        """The current values of all shared variables, which training does not change.
 
-        Those of the time before change to the new ones: nobody may use them any more.
+        Overwrites the values of the previous call.
 
         Args:
             busy: whether every step assigns to the variables, so that copies are worth the memory.
@@ -172,7 +172,7 @@ class Snapshots:
             return value
         source = np.asarray(memoryview(value))  # `value.numpy()` would be a copy of its own
         if name not in self._copies:
-            # TensorFlow takes memory over only where it is aligned as its own is.
+            # TensorFlow takes over only memory that is aligned as its own.
             room = np.empty(source.nbytes + _ALIGNED, np.uint8)
             begin = -room.ctypes.data % _ALIGNED
             copy = room[begin : begin + source.nbytes].view(source.dtype).reshape(source.shape)
@@ -207,7 +207,7 @@ def unchanged(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[
 
 
 def with_replicas(tensors: dict[str, Any], metrics: Any, averages: Any) -> dict[str, Any]:
-    """Adds what replicas keep to themselves: float64 [replicas, values] each."""
+    """Adds replica-local state: float64 [replicas, values] each."""
     return {**tensors, _METRICS: metrics, _AVERAGES: averages}
 
 
@@ -220,9 +220,9 @@ def of_replicas(tensors: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def note_callbacks(callbacks: Iterable[Any]) -> None:
-    """Before and after on_train_begin: what callbacks hold before they have counted anything.
+    """Notes the attributes of callbacks before and after on_train_begin.
 
-    What never differs from that is a setting, and a run that goes on takes its own settings.
+    An attribute that never changes is a setting; a resumed run keeps its own settings.
     """
     for callback in callbacks:
         now = {name: _jsonable(value) for name, value in _attributes(callback).items()}
@@ -230,17 +230,17 @@ def note_callbacks(callbacks: Iterable[Any]) -> None:
 
 
 def forget_callbacks(callbacks: Iterable[Any]) -> None:
-    """The run is over: another one may begin with what these callbacks hold now."""
+    """The run is over: what these callbacks hold now is the beginning of the next one."""
     for callback in callbacks:
         vars(callback).pop(_AT_FIRST, None)
 
 
 def callback_states(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What callbacks have counted so far.
+    """The state of callbacks.
 
     Returns:
-        (a JSON object for each callback, arrays by name): attributes that are numbers, texts,
-        lists and dicts of them, or (lists of) arrays.
+        (a JSON object for each callback, arrays by name): attributes that are numbers,
+        strings, lists and dicts of them, or (lists of) arrays.
     """
     states: list[dict[str, Any]] = []
     arrays: dict[str, Any] = {}
@@ -260,7 +260,7 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], dic
                 members = value if isinstance(value, list) else [value]
                 kept[name] = len(members) if isinstance(value, list) else None
                 for i, member in enumerate(members):
-                    # A copy: the callback may count on while this is written.
+                    # A copy: the callback may change it while this is written.
                     arrays[f"{_CALLBACK}{number}/{name}/{i}"] = np.array(member)
                 continue
             simple = _jsonable(value)
@@ -290,31 +290,31 @@ def restore_callbacks(
     Raises:
         UsageError: this run has other callbacks.
     """
-    mine = [c for c in callbacks if not isinstance(c, keras.callbacks.ProgbarLogger)]
+    local = [c for c in callbacks if not isinstance(c, keras.callbacks.ProgbarLogger)]
     if not is_chief:
         states = [s for s in states if not s["chief_only"]]
-    names = [type(c).__name__ for c in mine]
+    names = [type(c).__name__ for c in local]
     saved = [s["class"] for s in states]
     if names != saved:
         raise UsageError(
             f"the backup was taken with the callbacks {saved}, this run has {names}: pass the same "
             "callbacks in the same order."
         )
-    for callback, state in zip(mine, states, strict=True):
+    for callback, state in zip(local, states, strict=True):
         inner = getattr(callback, "callback", None)
-        values = {**_counted_since(callback), **_values_of(state, arrays)}
+        values = {**_changed_since(callback), **_values_of(state, arrays)}
         for name, value in values.items():
             holder = callback if hasattr(callback, name) or inner is None else inner
             if _may_be_given(holder, name, value):
                 setattr(holder, name, value)
-        if _AT_FIRST in vars(callback):  # what was saved once is no setting
+        if _AT_FIRST in vars(callback):  # what was once saved is no setting
             for then in vars(callback)[_AT_FIRST]:
                 for name in state["values"]:
                     then.pop(name, None)
 
 
-def _counted_since(callback: Any) -> dict[str, Any]:
-    """What an interrupted call of this process counted in a callback, as it was at first."""
+def _changed_since(callback: Any) -> dict[str, Any]:
+    """First values of attributes that an interrupted call in this process has changed."""
     noted: list[dict[str, Any]] = vars(callback).get(_AT_FIRST, [])
     if len(noted) < 4:
         return {}
@@ -324,7 +324,7 @@ def _counted_since(callback: Any) -> dict[str, Any]:
         for name in first.keys() & before.keys() & now.keys()
         if first[name] is not _NOT_JSON
         and not _equal(first[name], now[name])
-        and _equal(before[name], now[name])  # on_train_begin has not begun it anew
+        and _equal(before[name], now[name])  # on_train_begin has not reset it
     }
 
 
@@ -354,10 +354,10 @@ def callback_arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prepare_for_resume(callbacks: Iterable[Any], epoch: int) -> None:
-    """Before on_train_begin of a resumed run: files are gone on with, not begun anew.
+    """Before on_train_begin of a resumed run: callbacks append to their files.
 
     Args:
-        epoch: the one that training goes on with, from 0.
+        epoch: the one that training resumes with, from 0.
     """
     for callback in callbacks:
         callback = getattr(callback, "callback", callback)
@@ -367,7 +367,7 @@ def prepare_for_resume(callbacks: Iterable[Any], epoch: int) -> None:
 
 
 def _forget_rows(log: keras.callbacks.CSVLogger, epoch: int) -> None:
-    """Takes the epochs that will be trained again out of a log."""
+    """Removes the epochs that will be trained again from a log."""
     try:
         with open(log.filename, newline="") as file:
             lines = list(file)
@@ -376,7 +376,7 @@ def _forget_rows(log: keras.callbacks.CSVLogger, epoch: int) -> None:
         pairs = list(zip(lines, rows, strict=True))
         kept = lines[:1] + [line for line, row in pairs[1:] if int(row[column]) < epoch]
     except (OSError, ValueError, IndexError):
-        return  # there is none, or it is not one that CSVLogger wrote
+        return  # there is no log, or CSVLogger did not write it
     if len(kept) < len(lines):
         temporary = f"{log.filename}.tmp"
         with open(temporary, "w", newline="") as file:
@@ -388,7 +388,7 @@ def _attributes(callback: Any) -> dict[str, Any]:
     skipped = {"params", "_model", "model", "validation_data", "callback", _AT_FIRST}
     inner = getattr(callback, "callback", None)
     if hasattr(callback, "monitor_op") or hasattr(inner, "monitor_op"):
-        # Keras turns the sign of this setting when it first looks for the direction of a metric.
+        # Keras changes the sign of this setting when it first determines the direction of a metric.
         skipped.add("min_delta")
     found = {k: v for k, v in vars(callback).items() if k not in skipped}
     if isinstance(inner, keras.callbacks.Callback):

@@ -1,12 +1,12 @@
 """`tfmw.fit(model, data, workers=2)`: what is in memory, trained on a fresh local cluster.
 
 A process that has used TensorFlow cannot join a cluster any more, and a notebook's kernel always
-has. So the model and the data travel to new processes, train there, and weights, optimizer state
+has. So the model and the data are sent to new processes and train there; weights, optimizer state
 and History come back into the caller's own objects.
 
-What travels: the model as it is (`travel`), with classes and functions that a notebook defines; a
-`tf.data.Dataset` as its graph; arrays and callables as they are. All of it passes through memory,
-to children of this process only.
+What is sent: the model with classes and functions that a notebook defines (`serialization`), a
+`tf.data.Dataset` as its graph, arrays and callables as they are. It stays in memory, and goes to
+children of this process only.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tfmw.engines import serialization
 from tfmw.errors import UsageError
 from tfmw.launcher.run import launch
 
-_BACKUP_EVERY = "2 s"  # what an interrupted cell keeps is at most this old
+_BACKUP_EVERY = "2 s"  # an interrupted cell loses at most this much
 
 
 @dataclasses.dataclass(frozen=True)
 class _SentDataset:
-    """A dataset on its way: its graph, and the spec of its elements."""
+    """A dataset as its graph and the spec of its elements."""
 
     graph: bytes
     spec: Any
@@ -47,7 +47,7 @@ class _SentDataset:
 
 @dataclasses.dataclass(frozen=True)
 class _Parcel:
-    """Everything that a worker needs to call fit."""
+    """What a worker needs to call fit."""
 
     model: Any
     x: Any
@@ -105,7 +105,7 @@ def fit_on_workers(
             results = launch(_train, (fit, serialization.pack(parcel)), workers=workers)
         except KeyboardInterrupt:
             if is_model:
-                _keep_what_was_reached(model, settings["backup_dir"])
+                _restore_newest_backup(model, settings["backup_dir"])
             raise
     chief = results[0]
     if is_model:
@@ -212,7 +212,7 @@ def _opened(x: Any) -> Any:
     return x
 
 
-def _keep_what_was_reached(model: keras.Model, backup_dir: str) -> None:
+def _restore_newest_backup(model: keras.Model, backup_dir: str) -> None:
     """Gives the caller's model the newest backup of the workers that were stopped."""
     for backup in BackupStore(backup_dir).candidates():
         try:

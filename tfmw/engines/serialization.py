@@ -1,12 +1,12 @@
-"""A Keras model's way to another process of this machine, as it is in memory.
+"""Keras models as bytes, for child processes of this one.
 
     parcel = pack((model, settings))                 # bytes
     model, settings = unpack(parcel)                 # in a child process
 
 Keras's own archive needs a `get_config` and registered classes; a notebook's models have neither.
-Here layers, losses, metrics and optimizers travel attribute by attribute, with their classes and
-functions where no module has them (cloudpickle), and variables as arrays. Only for the trip from a
-process to its own children, through memory: nothing is ever read back from a disk or a network.
+Here layers, losses, metrics and optimizers are pickled attribute by attribute, with their classes
+and functions where no module has them (cloudpickle), and variables as arrays. The bytes go through
+memory to children of this process: nothing is ever read from a disk or a network.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import tensorflow as tf
 from tfmw import keras_compat
 from tfmw.errors import UsageError
 
-# What objects say that cannot be taken apart; OpError: a layer's lookup table, say.
+# Errors of objects that cannot be pickled; OpError: a layer's lookup table, say.
 _REFUSALS = (TypeError, ValueError, AttributeError, NotImplementedError, tf.errors.OpError)
 
 
@@ -72,7 +72,7 @@ def settled(model: keras.Model) -> keras.Model:
 
 
 def _reduced(part: Any) -> Any:
-    """How parts that pickle cannot take apart by itself are put together again; None for others."""
+    """How to rebuild a part that pickle cannot handle by itself; None for others."""
     if isinstance(part, keras.Variable):
         return _variable, (type(part), *keras_compat.variable_state(part))
     if keras_compat.is_saveable(part):
