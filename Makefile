@@ -6,7 +6,7 @@
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-oldest bench lint type docs diagrams notebooks clean
+.PHONY: help demo test test-fast test-oldest survey bench lint type docs diagrams notebooks clean
 
 SHELL := bash
 VENV  := .venv
@@ -24,7 +24,7 @@ WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
-	@echo "make test-fast, make test-oldest, make lint, make type,"
+	@echo "make test-fast, make test-oldest, make survey, make lint, make type,"
 	@echo "make notebooks, make diagrams, make clean"
 
 $(STAMP): pyproject.toml
@@ -61,6 +61,10 @@ test-oldest: pyproject.toml
 	  'tensorflow==2.18.1' 'keras==3.8.0' pytest pytest-timeout --editable .
 	@$(OLDEST)/bin/python -m pytest -m "not multiprocess" \
 	  tests/keras_compat/test_keras_compat.py tests/mirrored/test_cached_driver.py tests/matrix
+
+# Everything that Keras exports, on two replicas beside one process: a table in docs/equivalence.md.
+survey: $(STAMP)
+	@$(QUIET) $(BIN)/python -m tests.keras_compat.survey $(WITHOUT_NOTICES)
 
 # Everything that takes no longer than a moment, and a few rows of the matrix.
 test-fast: $(STAMP)

@@ -28,6 +28,31 @@ _ALONE = (
     "_overwrite_model_variables_with_average_value",
 )
 
+_LOCAL_MARK = "_tfmw_updates_locally"  # an attribute of optimizers
+
+
+@functools.cache
+def _install_local_updates() -> None:
+    """Makes TFOptimizer's methods those of the base class, for optimizers with the mark.
+
+    In the class, as an optimizer's own method of that name must still run: Nadam's and Muon's do
+    what theirs alone can, and call TFOptimizer's.
+    """
+
+    def either(keras_method: Any, local: Any) -> Any:
+        @functools.wraps(keras_method)
+        def method(self: Any, *arguments: Any, **options: Any) -> Any:
+            chosen = local if vars(self).get(_LOCAL_MARK) else keras_method
+            return chosen(self, *arguments, **options)
+
+        return method
+
+    for name in _ALONE:
+        local = getattr(base_optimizer.BaseOptimizer, name, None)
+        if local is not None:
+            keras_method = getattr(tf_optimizer.TFOptimizer, name)
+            setattr(tf_optimizer.TFOptimizer, name, either(keras_method, local))
+
 
 def optimizers_of(model: keras.Model) -> list[Any]:
     """The outermost optimizers that the model holds, the compiled one first."""
@@ -63,6 +88,7 @@ def replica_local_updates(
         reduce_gradients: (gradients, None allowed; this replica's weight) -> the gradients of the
             global batch.
     """
+    _install_local_updates()
     overrides: list[tuple[Any, str, Any]] = []
     keras_apply = optimizer.apply
     keras_scale_loss = optimizer.scale_loss
@@ -107,10 +133,7 @@ def replica_local_updates(
     overrides += [(optimizer, "apply", apply), (optimizer, "scale_loss", scale_loss)]
     each: Any | None = optimizer
     while each is not None:
-        for name in _ALONE:
-            method = getattr(base_optimizer.BaseOptimizer, name, None)
-            if method is not None:
-                overrides.append((each, name, method.__get__(each)))
+        overrides.append((each, _LOCAL_MARK, True))
         if hasattr(each, "_tf_apply"):
             overrides.append((each, "_tf_apply", each._common_apply))
         each = inner_optimizer(each)

@@ -48,6 +48,11 @@ def adagrad() -> Case:
     return _with(optimizers.Adagrad(0.1))
 
 
+@row("Nadam")
+def nadam() -> Case:
+    return _with(optimizers.Nadam(0.01, epsilon=1e-3))
+
+
 @row("Adafactor", tol=1e-4)
 def adafactor() -> Case:
     return _with(optimizers.Adafactor(0.01))

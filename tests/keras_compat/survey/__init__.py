@@ -1,0 +1,10 @@
+"""Everything that Keras exports, on two replicas beside one process.
+
+`python -m tests.keras_compat.survey` (also `make survey`) tries each loss, metric, optimizer and
+layer in a model drawn by Hypothesis, and writes what it found into `docs/equivalence.md`.
+
+* `contexts`: what Hypothesis draws: batch sizes, sample weights, reductions.
+* `catalogue`: one item for each exported class, and how it is put into a model.
+* `trial`: trains one item both ways, and says how the results differ.
+* `report`: the table.
+"""
