@@ -3,7 +3,7 @@
     total = Reduction(strategy, compression="bf16")
     summed = total(grads)                  # on each replica; the same on all
 
-Gradients of workers without GPUs travel through tfmw's own ring (`tfmw.ring`), small ones joined to
+Gradients of workers without GPUs travel through tfmw's own ring (`ring.py`), small ones joined to
 packs, in the order in which the backward pass makes them: the last layer's go first, while those of
 the layers before are still being computed.
 

@@ -318,7 +318,9 @@ class Ring:
 class _Memory:
     """Arrays that nobody holds any more are used again.
 
-    Fresh memory costs more than the sum itself: the system clears each page of it.
+    Fresh memory costs more than the sum itself, as the system clears each page of it: 14 ms for an
+    addition into 100 MB, and 6 ms into memory that was used before. References are counted because
+    TensorFlow keeps results, without copying them, for as long as it likes.
     """
 
     def __init__(self) -> None:
