@@ -99,6 +99,7 @@ from tfmw.keras_compat.optimizers import (
     optimizers_of,
     replica_local_updates,
     stable_variable_keys,
+    with_inner_optimizers,
 )
 from tfmw.keras_compat.parameter_servers import (
     RemoteRows,
@@ -235,6 +236,7 @@ __all__ = [
     "uses_weight_decay",
     "variable_state",
     "weighting_losses",
+    "with_inner_optimizers",
     "worker_constants",
     "worker_iterators",
     "zipped_inputs",

@@ -16,13 +16,12 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfmw.errors import UsageError
 from tfmw.keras_compat.models import native
 from tfmw.keras_compat.objects import overridden
-from tfmw.keras_compat.optimizers import inner_optimizer
+from tfmw.keras_compat.optimizers import with_inner_optimizers
 
 FUSED_UPDATE = "TFMW_FUSED_UPDATE"
 """Environment variable: "auto" (default), "on" for models of any size, or "off"."""
@@ -88,15 +87,8 @@ def fuses(optimizer: Any, variables: list[Any], choice: str = "auto") -> bool:
 
 
 def _is_of_keras(optimizer: Any) -> bool:
-    each: Any | None = optimizer
-    while each is not None:
-        if not type(each).__module__.startswith("keras."):
-            return False
-        # They hold other optimizers, each with variables of its own.
-        if not isinstance(each, keras.optimizers.Optimizer) or hasattr(each, "_optimizers"):
-            return False
-        each = inner_optimizer(each)
-    return True
+    every = with_inner_optimizers(optimizer)
+    return all(type(each).__module__.startswith("keras.") for each in every)
 
 
 def _on_cpu(variable: Any) -> bool:

@@ -113,7 +113,9 @@ def build_for_inputs(model: keras.Model, spec: Any) -> None:
 
 
 def settable_learning_rate(optimizer: Any) -> float | None:
-    """The learning rate where it is a number that callbacks may set; None under a schedule."""
+    """The learning rate where callbacks may set it; None under a schedule, and of several."""
+    if getattr(optimizer, "_inner_optimizers", None):
+        return None  # of a MultiOptimizer, whose own rate updates nothing
     inner = inner_optimizer(optimizer) or optimizer
     rate = getattr(inner, "_learning_rate", None)
     return float(rate.numpy()) if isinstance(rate, keras.Variable) else None

@@ -69,6 +69,14 @@ def inner_optimizer(optimizer: Any) -> Any | None:
     return getattr(optimizer, "inner_optimizer", None)
 
 
+def with_inner_optimizers(optimizer: Any) -> Iterator[Any]:
+    """The optimizer, and those that it holds: a LossScaleOptimizer's, a MultiOptimizer's."""
+    yield optimizer
+    inner = inner_optimizer(optimizer)
+    for each in [*([] if inner is None else [inner]), *getattr(optimizer, "_inner_optimizers", [])]:
+        yield from with_inner_optimizers(each)
+
+
 def optimizer_variables(optimizer: Any) -> list[Any]:
     """All variables of an optimizer: iterations, learning rate, slots."""
     return list(optimizer.variables)
@@ -131,12 +139,10 @@ def replica_local_updates(
             tf.cond(weight.global_examples > 0, update, lambda: tf.constant(0))
 
     overrides += [(optimizer, "apply", apply), (optimizer, "scale_loss", scale_loss)]
-    each: Any | None = optimizer
-    while each is not None:
+    for each in with_inner_optimizers(optimizer):
         overrides.append((each, _LOCAL_MARK, True))
         if hasattr(each, "_tf_apply"):
             overrides.append((each, "_tf_apply", each._common_apply))
-        each = inner_optimizer(each)
     with overridden(overrides):
         yield
 
@@ -145,8 +151,7 @@ def replica_local_updates(
 def stable_variable_keys(optimizer: Any, variables: list[Any]) -> Iterator[None]:
     """Keeps the optimizer's variable-to-slot map valid while other tf.Variables stand in."""
     overrides: list[tuple[Any, str, Any]] = []
-    each: Any | None = optimizer
-    while each is not None:
+    for each in with_inner_optimizers(optimizer):
         keys = {id(v): each._var_key(v) for v in variables}
         keras_key = each._var_key
 
@@ -154,7 +159,6 @@ def stable_variable_keys(optimizer: Any, variables: list[Any]) -> Iterator[None]
             return keys[id(variable)] if id(variable) in keys else default(variable)
 
         overrides.append((each, "_var_key", key))
-        each = inner_optimizer(each)
     with overridden(overrides):
         yield
 

@@ -9,7 +9,7 @@ from keras.src.models import functional, model
 from keras.src.saving import keras_saveable
 from keras.src.utils import backend_utils, tracking
 
-from tfmw.keras_compat.optimizers import inner_optimizer
+from tfmw.keras_compat.optimizers import with_inner_optimizers
 
 
 def is_saveable(part: Any) -> bool:
@@ -68,8 +68,7 @@ def is_tracked_collection(part: Any) -> bool:
 
 def index_variables_anew(optimizer: Any) -> None:
     """After variables became other objects: rebuilds the maps that go by their identities."""
-    each: Any | None = optimizer
-    while each is not None:
+    for each in with_inner_optimizers(optimizer):
         old = dict(getattr(each, "_trainable_variables_indices", {}))
         keys = [each._var_key(v) for v in getattr(each, "_trainable_variables", [])]
         each._trainable_variables_indices = {key: i for i, key in enumerate(keys)}
@@ -78,4 +77,3 @@ def index_variables_anew(optimizer: Any) -> None:
             each._exclude_from_weight_decay = {keys[old[k]] for k in excluded if k in old}
         if hasattr(each, "_exclude_from_weight_decay_cache"):
             each._exclude_from_weight_decay_cache = {}
-        each = inner_optimizer(each)

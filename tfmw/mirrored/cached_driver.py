@@ -62,8 +62,7 @@ class _Facts:
         parts = [
             *keras_compat.layers_of(model),
             *keras_compat.leaf_metrics(model),
-            *optimizers,
-            *(i for i in map(keras_compat.inner_optimizer, optimizers) if i is not None),
+            *(each for o in optimizers for each in keras_compat.with_inner_optimizers(o)),
             *variables,
         ]
         settings = [compression, reduction.nothing()]

@@ -282,10 +282,11 @@ def refuse_unsupported(optimizers: list[Any], divided: bool) -> None:
     """Raises UsageError for what cannot be computed update by update on the servers."""
     for optimizer in optimizers:
         name = type(optimizer).__name__
-        if keras_compat.inner_optimizer(optimizer) is not None:
+        if len(list(keras_compat.with_inner_optimizers(optimizer))) > 1:
             raise UsageError(
-                f"received a {name}: parameter servers update without scaling losses; use "
-                'precision "mixed_bfloat16" or "float32".'
+                f"received a {name}, which holds other optimizers: expected one optimizer for "
+                "parameter servers; compile with it alone, in place of loss scaling with "
+                'precision="mixed_bfloat16".'
             )
         if optimizer.gradient_accumulation_steps:
             raise UsageError(

@@ -361,6 +361,10 @@ def _optimizers() -> list[Item]:
                 optimizer = _optimizer(name, cls, **options)
                 y = _labels(context, "number")
                 case = _case(context, model, _inputs(context), y, optimizer=optimizer)
+                if name == "ScheduleFreeAdamW":
+                    # Keras's fit builds it in a symbolic scope, where its momentum's first value,
+                    # the weights, is lost: it would train from weights of zero.
+                    optimizer.build(model.trainable_variables)
                 return _only_trained(case)
 
             found.append(Item("optimizers", f"{name} {variant}".strip(), build, tol=2e-3))

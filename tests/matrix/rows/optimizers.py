@@ -95,6 +95,15 @@ def accumulation() -> Case:
     return _with(adam(gradient_accumulation_steps=3))
 
 
+if hasattr(optimizers, "MultiOptimizer"):  # the oldest Keras has none
+
+    @row("MultiOptimizer")
+    def multi_optimizer() -> Case:
+        by_path = optimizers.OptimizerMap(optimizers.SGD(0.05))
+        by_path[".*bias"] = optimizers.Adam(0.01, epsilon=1e-3)
+        return _with(optimizers.MultiOptimizer(by_path))
+
+
 @row("learning-rate schedule")
 def schedule() -> Case:
     return _with(adam(optimizers.schedules.CosineDecay(0.05, 8, warmup_target=0.1, warmup_steps=3)))
