@@ -33,7 +33,7 @@ EX_TEMPFAIL of sysexits.h: a temporary failure, the user is invited to retry.
 
 
 class Preempted(TfmwError, SystemExit):
-    """The run was told to leave (SIGTERM, SIGUSR1) and has written a backup; ends the process.
+    """The run received SIGTERM or SIGUSR1 and has written a backup; ends the process.
 
     Both signals are ignored from then on, so that this process ends with the status 75 also where
     the end of another task has the scheduler end this one (`srun --kill-on-bad-exit`).

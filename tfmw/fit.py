@@ -60,7 +60,7 @@ def fit(
     gradient_compression: str | None = None,
     precision: str | None = None,
 ) -> keras.callbacks.History:
-    """Trains `model` on all replicas of the cluster, with the numbers of one process.
+    """Trains `model` on all replicas of the cluster, with the results of one process.
 
     Args:
         model: a compiled Keras 3 model, whenever and wherever it was built, or a callable that
@@ -73,8 +73,8 @@ def fit(
         strategy: "auto" (the cluster that `tfmw.init` joined; else the GPUs of this machine; else
             one process), a name from `tfmw.strategies`, or a `tf.distribute.Strategy`.
         workers: trains on that many new processes of this machine and brings the result back: the
-            way for notebooks, where TensorFlow has run already. What cannot travel there (a
-            dataset that holds Python functions, say) is refused before anything starts.
+            way for notebooks, where TensorFlow has run already. What cannot be sent there
+            (a dataset that holds Python functions, say) is refused before anything starts.
         backup_dir: where the state of the run is saved, and where an interrupted run goes on from:
             the short form of `tfmw.callbacks.BackupAndRestore(backup_dir)`.
         backup_every: a number of steps, "epoch", "3 epochs", or a time such as "10 s".
@@ -82,8 +82,8 @@ def fit(
         seed: makes runs with the same number of workers equal bit for bit. It sets the seeds of
             Python, NumPy, Keras and TensorFlow (`keras.utils.set_random_seed`) and turns
             TensorFlow's deterministic ops on, for the whole process.
-        gradient_compression: "fp16" or "bf16": dense gradients travel between replicas, and are
-            summed, in 16 bits. Half the traffic, and no longer the numbers of one process.
+        gradient_compression: "fp16" or "bf16": dense gradients are sent between replicas, and
+            summed, in 16 bits. Half the traffic, and no longer the results of one process.
         precision: "mixed_bfloat16" or "mixed_float16": float32 layers compute in 16 bits while they
             are trained; weights, optimizer and losses stay float32, and the model is a float32
             model again afterwards. "mixed_float16" needs a `keras.optimizers.LossScaleOptimizer`.
@@ -94,8 +94,8 @@ def fit(
 
     Raises:
         UsageError: an uncompiled model, an empty dataset, an infinite one without
-            `steps_per_epoch`, arguments that differ between workers, a backup of another model,
-            a backup directory in use, and other wrong uses.
+            `steps_per_epoch`, arguments or data that differ between workers, a backup of another
+            model, a backup directory in use, and other wrong uses.
         Preempted: SIGTERM or SIGUSR1 came to a task while there is a `backup_dir`: the state is
             saved and the process should end with the status of this exception (75).
     """
@@ -239,7 +239,7 @@ def _fit_on_new_workers(arguments: FitArguments) -> keras.callbacks.History:
             f"workers={workers} trains with multi-worker mirroring, received "
             f"strategy={strategy!r}: leave one of the two out."
         )
-    apart = ("model", "workers", "x", "validation_data")  # they do not travel as they are
+    apart = ("model", "workers", "x", "validation_data")  # they are not sent as they are
     settings = {
         field.name: getattr(arguments, field.name)
         for field in dataclasses.fields(arguments)
@@ -283,7 +283,8 @@ def evaluate(
         As `keras.Model.evaluate`; the same on every worker.
 
     Raises:
-        UsageError: an uncompiled model, an empty dataset, or an infinite one without `steps`.
+        UsageError: an uncompiled model, an empty dataset, an infinite one without `steps`, or data
+            that differs between workers.
     """
     with errors_reported():
         session = Session.of(model, strategy, "evaluate")
@@ -322,8 +323,8 @@ def predict(
         every worker.
 
     Raises:
-        UsageError: an empty dataset, an infinite one without `steps`, or outputs that cannot be
-            sent between workers (strings, ragged, sparse).
+        UsageError: an empty dataset, an infinite one without `steps`, data that differs between
+            workers, or outputs that cannot be sent between workers (strings, ragged, sparse).
     """
     with errors_reported():
         session = Session.of(model, strategy, "predict")

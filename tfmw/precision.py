@@ -20,7 +20,7 @@ from tfmw.errors import UsageError
 PRECISIONS = ("mixed_bfloat16", "mixed_float16")
 
 COMPRESSIONS = {"fp16": tf.float16, "bf16": tf.bfloat16}
-"""What gradients may travel in: the choices of `fit(gradient_compression=...)`."""
+"""The types that gradients may be sent in: the choices of `fit(gradient_compression=...)`."""
 
 
 def check(precision: str | None, gradient_compression: str | None) -> None:

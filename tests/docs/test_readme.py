@@ -80,18 +80,26 @@ def test_the_readme_and_the_guides(tmp_path):
 
 def test_migration(tmp_path):
     code = [block for block in blocks("docs/migration.md") if not block.startswith("# on servers")]
-    assert len(code) == 4
+    assert len(code) == 5
     lines = [READER, "here = dict(globals())"]
-    lines += [f"exec({block!r}, space := dict(here))" for block in code[:3]]
-    lines += ["assert [len(r['loss']) for r in space['results']] == [3, 3]"]
-    lines += [f"exec({block!r}, dict(here))" for block in code[3:]]
+    for block in code:
+        lines += [f"exec({block!r}, space := dict(here))"]
+        if "results = tfmw.launch" in block:
+            lines += ["assert [len(r['loss']) for r in space['results']] == [3, 3]"]
     run("\n".join(lines), tmp_path)
     for name in ("build/model", "build/estimated"):
         assert (tmp_path / name / "saved_model.pb").exists()
 
 
-def test_migration_from_parameter_server_scripts(tmp_path):
-    (code,) = [block for block in blocks("docs/migration.md") if block.startswith("# on servers")]
+ON_SERVERS = [block for block in blocks("docs/migration.md") if block.startswith("# on servers")]
+
+
+def test_both_ways_to_parameter_servers_are_found():
+    assert len(ON_SERVERS) == 2
+
+
+@pytest.mark.parametrize("code", ON_SERVERS, ids=["tutorial", "tf1"])
+def test_migration_from_parameter_server_scripts(tmp_path, code):
     (tmp_path / "train.py").write_text(f"{READER}\n{code}\nprint('all is done')\n")
     command = ["run", "--workers", "2", "--ps", "1", "train.py"]
     with tfmw_command(*command, cwd=tmp_path) as process:

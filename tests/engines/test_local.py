@@ -146,7 +146,7 @@ def test_what_cannot_travel_is_refused_with_the_way_out():
         with pytest.raises(UsageError, match=said):
             tfmw.fit(model, x, workers=2)
     table = compiled(keras.Sequential([keras.layers.StringLookup(vocabulary=["a"])]))
-    with pytest.raises(UsageError, match=r"cannot travel to other processes.*pass callables"):
+    with pytest.raises(UsageError, match=r"cannot be sent to other processes.*pass callables"):
         serialization.pack(table)
     with pytest.raises(UsageError, match=r"received workers=0: expected a number of processes"):
         tfmw.fit(model, dataset.batch(32), workers=0)

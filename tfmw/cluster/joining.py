@@ -47,19 +47,19 @@ def init(
 ) -> Cluster:
     """Finds out which task of which cluster this process is, and joins.
 
-    On a single machine it only has TensorFlow keep the memory of the tensors that it frees, as it
-    does everywhere, unless TF_CPU_ALLOCATOR_USE_BFC says what to do with it. A second call returns
+    On every machine it makes TensorFlow keep the memory of freed tensors for reuse, unless
+    TF_CPU_ALLOCATOR_USE_BFC is set. On a single machine it does nothing else. A second call returns
     the same cluster; it may still choose `collectives`, `bytes_per_pack` and `timeout_s` (`tfmw
     run` makes the first call for a script).
 
     Args:
-        cluster: an explicit description (`Cluster`, or a dict in the form of TF_CONFIG); else the
-            environment is asked: TF_CONFIG, Slurm, Kubernetes, Open MPI.
+        cluster: an explicit description (`Cluster`, or a dict in the form of TF_CONFIG); else it
+            comes from the environment: TF_CONFIG, Slurm, Kubernetes, Open MPI and others.
         strategy: "auto" (synchronous training; parameter servers where the cluster has some),
             "multi_worker_mirrored", "mirrored", "parameter_server" or "default" (none).
         collectives: how synchronous workers reduce gradients: "nccl" between GPUs; "ring" over
             TensorFlow's gRPC; "auto": NCCL where each worker has GPUs; else over tfmw's own ring
-            (`tfmw.ring`), or TensorFlow's where workers can't connect to each other on any TCP
+            all-reduce, or TensorFlow's where workers can't connect to each other on any TCP
             port, or have several virtual devices.
         bytes_per_pack: gradients are reduced in packs of about this many bytes.
         timeout_s: seconds after which a collective fails; None waits as long as peers are alive.
@@ -75,7 +75,9 @@ def init(
 
     Raises:
         ClusterError: a malformed or contradictory description, a port in use, tasks that disagree.
-        UsageError: an unknown strategy or collectives, or TensorFlow has run an op already.
+        UsageError: an unknown strategy or collectives, another cluster than in the first call,
+            parameter servers that the strategy excludes or lacks, or TensorFlow has run an op
+            already.
         TfmwError: some task did not come in time.
     """
     require_choice("strategy", strategy, STRATEGIES)

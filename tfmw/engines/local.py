@@ -77,7 +77,7 @@ def fit_on_workers(
         The History of the run; where `model` is a model, it is trained in place.
 
     Raises:
-        UsageError: something cannot travel; the message says what, and the way out.
+        UsageError: something cannot be sent; the message says what, and the way out.
         KeyboardInterrupt: the workers were stopped; the model has what they had reached.
     """
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
@@ -165,7 +165,7 @@ def _sent(x: Any, what: str) -> Any:
         return x.numpy()
     if hasattr(x, "__next__"):
         raise UsageError(
-            f"{what} is a generator, which cannot travel to other processes: pass a callable "
+            f"{what} is a generator, which cannot be sent to other processes: pass a callable "
             "that takes a tf.distribute.InputContext and returns a tf.data.Dataset."
         )
     if not keras_compat.is_dataset(x):
@@ -179,7 +179,7 @@ def _sent(x: Any, what: str) -> Any:
     if python:
         raise UsageError(
             f"{what} is a dataset that holds Python functions ({', '.join(python)}), which cannot "
-            f"travel to other processes: {way_out}"
+            f"be sent to other processes: {way_out}"
         )
     try:
         graph = keras_compat.dataset_graph(x, for_other_process=True)

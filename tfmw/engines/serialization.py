@@ -32,7 +32,7 @@ def pack(parcel: Any) -> bytes:
     """The parcel as bytes.
 
     Raises:
-        UsageError: something in it cannot travel, or cloudpickle is not installed.
+        UsageError: something in it cannot be sent, or cloudpickle is not installed.
     """
     try:
         cloudpickle = importlib.import_module("cloudpickle")
@@ -53,7 +53,7 @@ def pack(parcel: Any) -> bytes:
     except (*_REFUSALS, pickle.PicklingError) as e:
         reason = (str(e) or type(e).__name__).splitlines()[0]
         raise UsageError(
-            f"something in the arguments cannot travel to other processes ({reason}): pass "
+            f"something in the arguments cannot be sent to other processes ({reason}): pass "
             "callables that make the model and the dataset in each process."
         ) from e
     return buffer.getvalue()

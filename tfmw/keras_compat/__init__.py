@@ -4,7 +4,8 @@ Checked on TensorFlow 2.18 to 2.21 with Keras 3.8 to 3.15. `missing_names()` loo
 returns those that have moved; a test calls it, so that a new Keras release fails loudly and here.
 
 * `losses`: each replica's weight in the global batch. Read it first: it is why N workers give one
-  process's numbers.
+  process's results.
+* `batch_reduction`, `coupling`: which losses are sums or means, and which compare examples.
 * `optimizers`: one optimizer per replica, as if it were alone.
 * `fused_update`: an optimizer's update as one compiled function.
 * `models`, `metrics`, `objects`: what a model holds, and how it is built.

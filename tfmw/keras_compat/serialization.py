@@ -46,7 +46,7 @@ def saveable_state(part: Any) -> dict[str, Any]:
 
 
 def variable_state(variable: Any) -> tuple[dict[str, Any], Any]:
-    """(attributes, value) of a Keras variable, which holds a tf.Variable that cannot travel."""
+    """(attributes, value) of a Keras variable, which holds a tf.Variable that cannot be sent."""
     dropped = ("_value", "_initializer")
     state = {
         k: v for k, v in vars(variable).items() if k not in dropped and not k.startswith("_self_")

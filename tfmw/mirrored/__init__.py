@@ -1,4 +1,4 @@
-"""The synchronous driver: one model on many replicas, with one process's numbers.
+"""The synchronous driver: one model on many replicas, with the results of one process.
 
 Read `driver.py` first: one training step on each replica. `metrics.py`, `replica_state.py` and
 `prediction.py` are its other parts, over the `replicas.py` of a strategy. `cached_driver.py`

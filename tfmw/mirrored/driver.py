@@ -1,4 +1,4 @@
-"""The synchronous driver: one model, many replicas, the numbers of one process.
+"""The synchronous driver: one model, many replicas, the results of one process.
 
     with SyncDriver(model, strategy) as driver:
         steps = driver.train(iterator, max_steps=10, shard_sizes=shard.full)
@@ -50,8 +50,8 @@ class SyncDriver:
     Args:
         model: compiled and built, with its optimizer built.
         strategy: mirrored, multi-worker mirrored, or TensorFlow's default.
-        compression: "fp16" or "bf16": what gradients travel and are summed in; None for as they
-            are.
+        compression: "fp16" or "bf16": the type that gradients are sent and summed in; None for
+            their own.
 
     Attributes:
         examples: of the steps so far, over all replicas.

@@ -8,7 +8,7 @@ tf.distribute. A shuffle gets other seeds on each worker; a dataset without any 
 place, so that workers don't march through the same batches side by side. A callable gets an
 `InputContext` with this worker's number and may shard by it.
 
-The pipeline travels as a graph. Python code in it (`from_generator`, `py_function`, a PyDataset)
+The pipeline is sent as a graph. Python code in it (`from_generator`, `py_function`, a PyDataset)
 stays behind in the coordinator's process, so such datasets are refused.
 """
 

@@ -85,7 +85,7 @@ ADVICE = {
     "compute": "more workers share the work; compile(jit_compile=True), "
     "precision='mixed_bfloat16' where the processor has it, or GPUs, make it less.",
     "communication": "larger batches per worker need fewer reductions per example; "
-    "gradient_compression='bf16' halves what travels; more workers make it no better.",
+    "gradient_compression='bf16' halves the bytes that are sent; more workers make it no better.",
     "input": "end the dataset in .batch(...).prefetch(tf.data.AUTOTUNE), map with "
     "num_parallel_calls=tf.data.AUTOTUNE, cache what is decoded; or hand a callable to fit, so "
     "that each worker reads its own files.",

@@ -63,8 +63,8 @@ class Reduction:
 
     Args:
         strategy: whose replicas.
-        compression: "fp16" or "bf16": what dense float32 gradients travel and are summed in; None
-            for as they are.
+        compression: "fp16" or "bf16": the type that dense float32 gradients are sent and summed
+            in; None for their own.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, compression: str | None = None):
