@@ -170,13 +170,12 @@ def _loop(
             validate = training.validate
         else:
             validate = functools.partial(_validate_here, session.model, arguments)
-    requested = keras_compat.requested_initial_epoch(session.model)
     return TrainingLoop(
         training,
         backups,
         callback_list,
         epochs=arguments.epochs,
-        initial_epoch=requested or arguments.initial_epoch,
+        initial_epoch=arguments.initial_epoch,
         validate=validate,
         validation_freq=arguments.validation_freq,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,15 @@ def steps_in(dataset: tf.data.Dataset) -> int | None:
     return None if cardinality < 0 else cardinality
 
 
-def as_element(arguments: tuple[Any, ...]) -> Any:
-    """The element that map() has unpacked into several arguments."""
-    return arguments[0] if len(arguments) == 1 else arguments
+def element_of(dataset: tf.data.Dataset) -> Callable[[tuple[Any, ...]], Any]:
+    """What makes the element again of the arguments into which map() unpacks it.
+
+    map() passes the members of a tuple one by one, and so passes the same for `x` and `(x,)`. Where
+    x is a tuple itself, Keras would take its members for inputs and labels.
+    """
+    if type(dataset.element_spec) is tuple:
+        return lambda arguments: arguments
+    return lambda arguments: arguments[0]
 
 
 def examples_of(batch: Any) -> tf.Tensor:
@@ -51,7 +58,8 @@ def rows_of(tensor: Any) -> tf.Tensor:
 
 def split_locally(batches: tf.data.Dataset, sharding: Sharding) -> tf.data.Dataset:
     """Each of this worker's batches as a tuple with one batch per local replica."""
-    return batches.map(without_autograph(lambda *b: local_parts(as_element(b), sharding)))
+    element = element_of(batches)
+    return batches.map(without_autograph(lambda *b: local_parts(element(b), sharding)))
 
 
 def local_parts(batch: Any, sharding: Sharding) -> tuple[Any, ...]:

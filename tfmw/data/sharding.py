@@ -35,8 +35,8 @@ import tensorflow as tf
 
 from tfmw import keras_compat
 from tfmw.data.batches import (
-    as_element,
     deterministic,
+    element_of,
     empty_batch,
     examples_of,
     global_batch_size,
@@ -108,9 +108,10 @@ def _one_by_one(parts: tuple[Any, ...]) -> tf.data.Dataset:
 
 def _whole(dataset: tf.data.Dataset) -> Shard:
     """The shard of the only replica."""
+    element = element_of(dataset)
 
     def with_total(*arguments: Any) -> Any:
-        batch = as_element(arguments)
+        batch = element(arguments)
         return (batch,), tf.cast(examples_of(batch), tf.int64)
 
     even = ShardSizes(uneven=False, empty=False)
@@ -292,8 +293,10 @@ def _by_slices(dataset: tf.data.Dataset, sharding: Sharding) -> Shard:
 
     _refuse_uneven_zip(dataset, sharding)
 
-    def keep_local_rows(*element: Any) -> Any:
-        batch = as_element(element)
+    element = element_of(dataset)
+
+    def keep_local_rows(*arguments: Any) -> Any:
+        batch = element(arguments)
         total = tf.cast(examples_of(batch), tf.int64)
         local = functools.partial(_local_rows, total=total, sharding=sharding)
         return tf.nest.map_structure(local, batch), total
@@ -404,7 +407,8 @@ def shard_function(
         return _whole(dataset)
     spec = dataset.element_spec
     if local_replicas == 1:
-        parts = dataset.map(without_autograph(lambda *b: (as_element(b),)))
+        element = element_of(dataset)
+        parts = dataset.map(without_autograph(lambda *b: (element(b),)))
         return _with_unknown_totals(parts, spec, sharding, None)
     empty = tf.data.Dataset.from_tensors(empty_batch(spec)).repeat()
     streams = tuple(

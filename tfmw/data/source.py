@@ -133,6 +133,9 @@ class Source:
             hooks["skip_epoch"] = functools.partial(_skip_epoch, x)
             if x.num_batches is not None:
                 dataset = dataset.apply(tf.data.experimental.assert_cardinality(x.num_batches))
+        elif adapter.num_batches is not None:
+            # The pipeline of arrays does not say how long it is.
+            hooks["steps"] = int(adapter.num_batches)
         return dataset, hooks
 
     @property
@@ -171,7 +174,7 @@ class _PermutedPyDataset(keras.utils.PyDataset):
         return number
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return int(self._dataset.num_batches)  # which may stand without __len__
 
     def __getitem__(self, index: int) -> Any:
         return self._dataset[int(self._order[index])]

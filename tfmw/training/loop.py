@@ -224,6 +224,12 @@ class TrainingLoop:
         self._backups.note_callbacks(callbacks)
         with self._unchanged(found is not None):
             self._callbacks.on_train_begin()
+        if found is None:
+            # Callbacks may have restored a state of their own, and say which epoch comes next.
+            requested = driver.group.from_chief(
+                lambda: keras_compat.requested_initial_epoch(self._model)
+            )
+            self._initial_epoch = requested or self._initial_epoch
         self._backups.note_callbacks(callbacks)
 
     def _is_model_read(self) -> bool:

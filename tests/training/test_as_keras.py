@@ -1,0 +1,96 @@
+"""What Keras's own tests found: fit, predict and callbacks do what they do in Keras."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfmw
+
+X = np.linspace(0, 1, 40, dtype="float32").reshape(20, 2)
+Y = X.sum(axis=1, keepdims=True)
+
+
+def network() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+class Steps(keras.callbacks.Callback):
+    """Counts the steps of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[int] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epochs.append(0)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.epochs[-1] += 1
+
+
+@pytest.mark.slow
+def test_an_epoch_of_arrays_begins_where_the_last_one_ended() -> None:
+    """Ten batches, five for each epoch: the third epoch begins a new pass."""
+    steps = Steps()
+    tfmw.fit(
+        network(), X, Y, batch_size=2, steps_per_epoch=5, epochs=4, callbacks=[steps], verbose=0
+    )
+    assert steps.epochs == [5, 5, 5, 5]
+
+
+class AddsTwo(keras.Model):
+    """Takes a tuple; would take its first member alone, too."""
+
+    def call(self, inputs: Any) -> Any:
+        return inputs[0] + inputs[1] if isinstance(inputs, tuple | list) else inputs
+
+
+@pytest.mark.slow
+def test_inputs_that_are_a_tuple_are_all_inputs() -> None:
+    predicted = tfmw.predict(AddsTwo(), (X, 10 * X), batch_size=8, verbose=0)
+    np.testing.assert_allclose(predicted, 11 * X, rtol=1e-6)
+
+
+class Interrupts(keras.callbacks.Callback):
+    """Ends the first call of fit in its third epoch."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # of Keras's own saving
+def test_keras_own_backup_says_with_which_epoch_to_go_on(tmp_path: Path) -> None:
+    model, steps = network(), Steps()
+    backup = keras.callbacks.BackupAndRestore(tmp_path)
+    options: dict[str, Any] = {"batch_size": 4, "epochs": 5, "verbose": 0}
+    with pytest.raises(KeyboardInterrupt):
+        tfmw.fit(model, X, Y, callbacks=[backup, Interrupts()], **options)
+    history = tfmw.fit(model, X, Y, callbacks=[backup, steps], **options)
+    assert history.epoch == [2, 3, 4]
+    assert steps.epochs == [5, 5, 5]
+
+
+class Sequence(keras.utils.PyDataset):
+    """Says how long it is by `num_batches` alone."""
+
+    num_batches = 5
+
+    def __getitem__(self, index: int) -> Any:
+        part = slice(4 * index, 4 * index + 4)
+        return X[part], Y[part]
+
+
+@pytest.mark.slow
+def test_a_pydataset_without_a_length_is_shuffled() -> None:
+    history = tfmw.fit(network(), Sequence(), epochs=2, verbose=0)
+    assert len(history.epoch) == 2
