@@ -72,7 +72,7 @@ class MirroredTraining:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.close()
+        self._stack.__exit__(*error)  # an error's driver is not kept
 
     @property
     def driver(self) -> SyncDriver:
