@@ -136,9 +136,9 @@ def undisturbed(folder):
 def test_row_35_killed_again_during_a_restore(folder, undisturbed):
     runs, output = faults(
         folder / "killed",
-        "step 5@0:1",
+        "step 8@0:1",  # the backup of step 6 waited until that of step 3 was on disk
         "restore@1:0",
-        "step 7@2:1",  # without progress in between, it would be a crash loop
+        "step 10@2:1",
         workers=2,
         restarts=4,
     )

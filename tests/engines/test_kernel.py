@@ -131,7 +131,7 @@ class Kernel:
 
     def tasks(self) -> list[int]:
         """The living workers that this kernel has started."""
-        found = [pid for pid, command in marked(self.mark).items() if "_task.py" in command]
+        found = [pid for pid, command in marked(self.mark).items() if "launcher/task.py" in command]
         templates, _ = template_and_copies(found)
         return [pid for pid in found if pid not in templates]
 
