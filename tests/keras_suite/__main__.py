@@ -1,0 +1,282 @@
+"""Runs Keras's tests with tfmw, those that fail with plain Keras too, and compares.
+
+    python -m tests.keras_suite [--sample N [--seed SEED]] [PATH...]
+
+Ends with 0 where the tests that fail with tfmw only are those of `known_failures.toml`, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import tomllib
+import venv
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.cluster import ONE_THREAD
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+BUILD = ROOT / "build" / "keras_suite"
+KNOWN = HERE / "known_failures.toml"
+
+PACKAGES = [
+    f"keras/src/{name}"
+    for name in (
+        "callbacks",
+        "layers",
+        "losses",
+        "metrics",
+        "models",
+        "optimizers",
+        "saving",
+        "trainers",
+    )
+]
+
+# What these tests import at their top and tfmw has no use for. PyTorch is left out, as its wheels
+# bring CUDA: five files, of adapters that tfmw does not replace, cannot be imported without it.
+LIBRARIES = ("grain", "jax", "pandas", "scipy")
+
+# As Keras's pyproject.toml has it, which its tests rely on.
+PYTEST_INI = """\
+[pytest]
+filterwarnings =
+    error
+    ignore::DeprecationWarning
+    ignore::ImportWarning
+    ignore::RuntimeWarning
+    ignore::PendingDeprecationWarning
+    ignore::FutureWarning
+    ignore::UserWarning
+"""
+
+Outcomes = dict[str, dict[str, Any]]
+
+
+@dataclasses.dataclass
+class Verdict:
+    """What the outcomes say, as lists of tests.
+
+    Attributes:
+        new: fail with tfmw only, and nobody knew.
+        known: fail with tfmw only, and are listed.
+        stale: listed, and do not fail with tfmw only: test -> what they do.
+        shared: fail with plain Keras, too.
+    """
+
+    new: list[str]
+    known: list[str]
+    stale: dict[str, str]
+    shared: list[str]
+
+    @classmethod
+    def of(cls, tfmw: Outcomes, keras: Outcomes, known: Iterable[str], everything: bool) -> Verdict:
+        """Compares.
+
+        Args:
+            tfmw: what became of each test with tfmw.
+            keras: what becomes of those that failed, with plain Keras.
+            known: tests that are listed.
+            everything: whether all tests ran, so that a listed one that did not is none.
+        """
+        failed = {test for test, it in tfmw.items() if it["outcome"] == "failed"}
+        shared = {test for test in failed if keras[test]["outcome"] == "failed"}
+        stale = {}
+        for test in known:
+            if test in shared:
+                stale[test] = "fails with plain Keras, too"
+            elif test not in tfmw:
+                if everything:
+                    stale[test] = "is no test of this version"
+            elif test not in failed:
+                stale[test] = tfmw[test]["outcome"]
+        mine = failed - shared
+        return cls(sorted(mine - set(known)), sorted(mine & set(known)), stale, sorted(shared))
+
+    @property
+    def holds(self) -> bool:
+        return not self.new and not self.stale
+
+
+def known_failures(path: Path = KNOWN) -> dict[str, str]:
+    """Test -> why it may fail with tfmw only."""
+    causes = tomllib.loads(path.read_text())["cause"]
+    return {test: cause["reason"] for cause in causes for test in cause["tests"]}
+
+
+# ---------------------------------------------------------------- what is run, and where
+
+
+def fetched(version: str) -> Path:
+    """The tests of this version of Keras, below the folder that is returned."""
+    folder = BUILD / f"keras-{version}"
+    if folder.exists():
+        return folder
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=BUILD) as temporary:
+        # pip asks the index that it is configured for, and builds a little to learn its metadata:
+        # some versions import themselves for that.
+        _pip(
+            sys.executable,
+            *("download", "--no-deps", "--no-binary", "keras", f"keras=={version}"),
+            *("--dest", temporary),
+            environ={**os.environ, "PYTHONPATH": "."},
+        )
+        (archive,) = Path(temporary).glob("keras-*.tar.gz")
+        unpacked = Path(temporary) / "unpacked"
+        with tarfile.open(archive) as tar:
+            tests = [m for m in tar.getmembers() if re.search(r"/keras/src/.*_test\.py$", m.name)]
+            tar.extractall(unpacked, tests, filter="data")
+        (top,) = unpacked.iterdir()
+        (top / "pytest.ini").write_text(PYTEST_INI)
+        top.rename(folder)
+    return folder
+
+
+def interpreter() -> Path:
+    """A Python with everything that this one has, and the libraries that the tests import."""
+    folder = BUILD / "env"
+    python = folder / "bin" / "python"
+    complete = folder / "libraries"
+    if complete.exists() and complete.read_text() == repr(LIBRARIES):
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=True)
+    (own,) = folder.glob("lib/python*/site-packages")
+    # pip takes what is found there for installed, and adds what is missing.
+    below = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
+    (own / "below.pth").write_text("".join(below))
+    _pip(str(python), "install", *LIBRARIES)
+    complete.write_text(repr(LIBRARIES))
+    return python
+
+
+def _pip(python: str, *arguments: str, environ: Mapping[str, str] = os.environ) -> None:
+    quiet = ("--quiet", "--disable-pip-version-check")
+    subprocess.run(
+        [python, "-m", "pip", *arguments, *quiet], env=dict(environ), cwd=BUILD, check=True
+    )
+
+
+def run(
+    python: Path,
+    folder: Path,
+    trainer: str,
+    paths: Iterable[str],
+    options: Iterable[str],
+    jobs: int,
+) -> Outcomes:
+    """What becomes of tests, handed to "tfmw" or left to "keras"."""
+    outcomes = BUILD / f"{trainer}.json"
+    outcomes.unlink(missing_ok=True)
+    environ = {
+        **os.environ,
+        **ONE_THREAD,
+        "CUDA_VISIBLE_DEVICES": "",
+        "KERAS_BACKEND": "tensorflow",
+        "PYTHONPATH": str(ROOT),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+    command = [
+        *(str(python), "-m", "pytest", *paths),
+        *("-c", "pytest.ini", "--rootdir", ".", "--import-mode", "importlib"),
+        *("-p", "tests.keras_suite.plugin", "--trainer", trainer, "--outcomes", str(outcomes)),
+        *("-p", "no:cacheprovider", "--timeout", "300", "--continue-on-collection-errors"),
+        *("-q", "--no-header", "--no-summary", "--tb", "short"),
+        *(("-n", str(jobs)) if jobs > 1 else ()),
+        *options,
+    ]
+    log = BUILD / f"{trainer}.log"
+    with log.open("w") as notices:
+        status = subprocess.run(command, env=environ, cwd=folder, stderr=notices).returncode
+    if status not in (0, 1, 2) or not outcomes.exists():
+        raise SystemExit(f"pytest ended with {status}: see {log}")
+    found: Outcomes = json.loads(outcomes.read_text())
+    return found
+
+
+def with_plain_keras(python: Path, folder: Path, tests: list[str], cache: Path) -> Outcomes:
+    """What becomes of `tests` with plain Keras; what is known from runs before is not run again."""
+    known: Outcomes = json.loads(cache.read_text()) if cache.exists() else {}
+    asked = [test for test in tests if test not in known]
+    if asked:
+        only = BUILD / "asked"
+        only.write_text("\n".join(asked))
+        files = sorted({test.split("::")[0] for test in asked})
+        known |= run(python, folder, "keras", files, ["--only", str(only)], jobs=1)
+        cache.write_text(json.dumps(known, indent=1))
+    return known
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def _first_lines(error: str) -> str:
+    said = [line for line in error.splitlines() if line.startswith("E ")]
+    return "\n".join(f"    {line}" for line in said[:4] or error.splitlines()[-4:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.keras_suite", description=__doc__)
+    parser.add_argument("paths", nargs="*", default=PACKAGES, help="below the folder of the tests")
+    parser.add_argument("--sample", type=int, help="run that many tests only")
+    parser.add_argument("--seed", help="of the sample; default: the commit")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that run tests")
+    arguments = parser.parse_args()
+
+    version, tensorflow = map(importlib.metadata.version, ("keras", "tensorflow"))
+    folder, python = fetched(version), interpreter()
+    options: list[str] = []
+    if arguments.sample is not None:
+        seed = arguments.seed or _commit()
+        print(f"{arguments.sample} tests of Keras {version}: SAMPLE={arguments.sample} SEED={seed}")
+        options = ["--sample", str(arguments.sample), "--sample-seed", seed]
+    begin = time.monotonic()
+    tfmw = run(python, folder, "tfmw", arguments.paths, options, arguments.jobs)
+    failed = sorted(test for test, it in tfmw.items() if it["outcome"] == "failed")
+    cache = BUILD / f"keras-{version}-tensorflow-{tensorflow}.json"
+    keras = with_plain_keras(python, folder, failed, cache)
+    everything = not options and arguments.paths == PACKAGES
+    known = known_failures()
+    verdict = Verdict.of(tfmw, keras, known, everything)
+
+    calls = sum(it["calls"] for it in tfmw.values())
+    print(
+        f"{len(tfmw)} tests of Keras {version} on TensorFlow {tensorflow}, {calls} calls of tfmw, "
+        f"{time.monotonic() - begin:.0f} s; {len(verdict.shared)} fail with plain Keras, too."
+    )
+    for test in verdict.known:
+        print(f"known: {test}\n    {known[test]}")
+    for test, what in verdict.stale.items():
+        print(f"STALE: {test}\n    {what}: take it out of {KNOWN.relative_to(ROOT)}.")
+    for test in verdict.new:
+        print(f"FAILS WITH TFMW ONLY: {test}\n{_first_lines(tfmw[test]['error'])}")
+    print(
+        f"{len(verdict.new) + len(verdict.known)} fail with tfmw only. Errors: {BUILD / 'tfmw.json'}"
+    )
+    return 0 if verdict.holds else 1
+
+
+def _commit() -> str:
+    said = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return said.stdout.strip() or time.strftime("%Y%m%d")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
