@@ -6,7 +6,7 @@
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-oldest survey bench lint type docs diagrams notebooks clean
+.PHONY: help demo test test-fast test-oldest test-keras survey bench lint type docs diagrams notebooks clean
 
 SHELL := bash
 VENV  := .venv
@@ -24,7 +24,7 @@ WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
-	@echo "make test-fast, make test-oldest, make survey, make lint, make type,"
+	@echo "make test-fast, make test-oldest, make test-keras, make survey, make lint, make type,"
 	@echo "make notebooks, make diagrams, make clean"
 
 $(STAMP): pyproject.toml
@@ -69,6 +69,12 @@ survey: $(STAMP)
 # Everything that takes no longer than a moment, and a few rows of the matrix.
 test-fast: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not multiprocess and not slow"
+
+# Keras's own tests, run through tfmw: all of them, or as many as SAMPLE says, drawn anew for each
+# commit, or by the SEED that a run has printed.
+test-keras: $(STAMP)
+	@$(BIN)/python -m tests.keras_suite --jobs $(JOBS) \
+	  $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED))
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .

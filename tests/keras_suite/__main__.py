@@ -22,6 +22,7 @@ import tempfile
 import time
 import tomllib
 import venv
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ PACKAGES = [
 
 # What these tests import at their top and tfmw has no use for. PyTorch is left out, as its wheels
 # bring CUDA: five files, of adapters that tfmw does not replace, cannot be imported without it.
-LIBRARIES = ("grain", "jax", "pandas", "scipy")
+LIBRARIES = ("grain", "jax", "orbax-checkpoint", "pandas", "scipy")
 
 # As Keras's pyproject.toml has it, which its tests rely on.
 PYTEST_INI = """\
@@ -151,8 +152,9 @@ def interpreter() -> Path:
     """A Python with everything that this one has, and the libraries that the tests import."""
     folder = BUILD / "env"
     python = folder / "bin" / "python"
-    complete = folder / "libraries"
-    if complete.exists() and complete.read_text() == repr(LIBRARIES):
+    complete = folder / "complete"
+    meant = repr((sys.version, site.getsitepackages(), LIBRARIES))
+    if complete.exists() and complete.read_text() == meant:
         return python
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True)
@@ -161,7 +163,7 @@ def interpreter() -> Path:
     below = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
     (own / "below.pth").write_text("".join(below))
     _pip(str(python), "install", *LIBRARIES)
-    complete.write_text(repr(LIBRARIES))
+    complete.write_text(meant)
     return python
 
 
@@ -209,7 +211,9 @@ def run(
     return found
 
 
-def with_plain_keras(python: Path, folder: Path, tests: list[str], cache: Path) -> Outcomes:
+def with_plain_keras(
+    python: Path, folder: Path, tests: list[str], cache: Path, jobs: int
+) -> Outcomes:
     """What becomes of `tests` with plain Keras; what is known from runs before is not run again."""
     known: Outcomes = json.loads(cache.read_text()) if cache.exists() else {}
     asked = [test for test in tests if test not in known]
@@ -217,7 +221,7 @@ def with_plain_keras(python: Path, folder: Path, tests: list[str], cache: Path) 
         only = BUILD / "asked"
         only.write_text("\n".join(asked))
         files = sorted({test.split("::")[0] for test in asked})
-        known |= run(python, folder, "keras", files, ["--only", str(only)], jobs=1)
+        known |= run(python, folder, "keras", files, ["--only", str(only)], jobs)
         cache.write_text(json.dumps(known, indent=1))
     return known
 
@@ -249,7 +253,7 @@ def main() -> int:
     tfmw = run(python, folder, "tfmw", arguments.paths, options, arguments.jobs)
     failed = sorted(test for test, it in tfmw.items() if it["outcome"] == "failed")
     cache = BUILD / f"keras-{version}-tensorflow-{tensorflow}.json"
-    keras = with_plain_keras(python, folder, failed, cache)
+    keras = with_plain_keras(python, folder, failed, cache, arguments.jobs)
     everything = not options and arguments.paths == PACKAGES
     known = known_failures()
     verdict = Verdict.of(tfmw, keras, known, everything)
@@ -259,15 +263,14 @@ def main() -> int:
         f"{len(tfmw)} tests of Keras {version} on TensorFlow {tensorflow}, {calls} calls of tfmw, "
         f"{time.monotonic() - begin:.0f} s; {len(verdict.shared)} fail with plain Keras, too."
     )
-    for test in verdict.known:
-        print(f"known: {test}\n    {known[test]}")
+    for reason, number in Counter(known[test] for test in verdict.known).items():
+        print(f"known: {number} of: {reason}")
     for test, what in verdict.stale.items():
         print(f"STALE: {test}\n    {what}: take it out of {KNOWN.relative_to(ROOT)}.")
     for test in verdict.new:
         print(f"FAILS WITH TFMW ONLY: {test}\n{_first_lines(tfmw[test]['error'])}")
-    print(
-        f"{len(verdict.new) + len(verdict.known)} fail with tfmw only. Errors: {BUILD / 'tfmw.json'}"
-    )
+    ours = len(verdict.new) + len(verdict.known)
+    print(f"{ours} fail with tfmw only. What became of each test: {BUILD / 'tfmw.json'}")
     return 0 if verdict.holds else 1
 
 

@@ -129,7 +129,9 @@ class _Trainer:
             given.update(given.pop("kwargs", {}))
             del given["self"]
             self.calls += 1
-            return tfmw_function(model, given.pop("x", None), **given, strategy=strategy)
+            own = model._distribute_strategy  # of a model that was made in its scope
+            given = {"strategy": own or strategy, **given}
+            return tfmw_function(model, given.pop("x", None), **given)
 
         return method
 
