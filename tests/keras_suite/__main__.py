@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.cluster import ONE_THREAD
+from tests.helpers.cluster import ONE_THREAD
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
