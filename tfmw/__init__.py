@@ -77,7 +77,12 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(types.ModuleType):
-    """Keeps `tfmw.fit` the function when the import system binds the module of that name."""
+    """Keeps `tfmw.fit` and `tfmw.export` the functions.
+
+    After `from tfmw.fit import fit`, anywhere in the process, the import system assigns the module
+    `tfmw.fit` to the package's attribute of that name. `tfmw.fit(...)` would then call a module.
+    Python has no hook for that assignment except the type of the package's module object.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, types.ModuleType) and _NAMES.get(name, ("", None))[1] == name:
@@ -85,7 +90,7 @@ class _Package(types.ModuleType):
         super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # cloudpickle knows plain modules only; functions of a notebook that use tfmw name this one.
+        # cloudpickle pickles plain modules only by name; functions of a notebook refer to tfmw.
         return importlib.import_module, (self.__name__,)
 
 

@@ -1,4 +1,4 @@
-"""Evaluation beside the training: a task that scores each new backup.
+"""Evaluation beside the training: a task that evaluates each new backup.
 
     tfmw run --workers 2 --evaluator train.py        # the same script; its fit() comes here
 
@@ -10,11 +10,10 @@ On a task of type `evaluator` the call of `fit` does not train. It waits for bac
   `<backup_dir>/evaluation`;
 * exports the model to `<backup_dir>/best` where the monitored log is the best so far.
 
-It ends after the backup that records the end of training. An evaluator that is restarted continues
-where it was: `<backup_dir>/evaluation/done.json` lists what it has done.
-Where one has watched, the training leaves its backups at its end, and the evaluator removes them,
-even one that has died meanwhile and comes back. It needs to see the same directory as the chief,
-and no address: nobody waits for it.
+It ends after the backup that records the end of training. A restarted evaluator skips the backups
+that `<backup_dir>/evaluation/done.json` lists as evaluated. With an evaluator, the training does
+not remove its backups at its end. The evaluator removes them, after a restart too. It needs the
+chief's directory, and no address: no task waits for it.
 """
 
 from __future__ import annotations
@@ -55,62 +54,89 @@ def watch(
     remove: bool = True,
     sleep: Callable[[float], None] = time.sleep,
 ) -> keras.callbacks.History:
-    """Evaluates every backup that comes, until training is over.
+    """Evaluates every new backup until training is over.
 
     Args:
-        model: compiled and built, as the training has it.
-        evaluate: scores the model as it is; returns logs by name.
-        backup_dir: where the training leaves its backups.
-        monitor: the log that says which backup is best.
+        model: compiled and built, as for the training.
+        evaluate: evaluates the model with its current weights; returns logs by name.
+        backup_dir: the backup directory of the training.
+        monitor: the log by which the best backup is chosen.
         mode: "min", "max" or "auto": by the name, as `keras.callbacks.ModelCheckpoint`.
         remove: whether to remove the backups in the end, as a training would.
-        sleep: waits so many seconds.
+        sleep: waits for a number of seconds.
 
     Returns:
         A History whose epochs are the steps of the backups, with logs `val_<name>`.
 
     Raises:
-        UsageError: the backups are of another model, or the model has no such log.
+        UsageError: the backups are of another model, or the model does not log `monitor`.
     """
-    path = os.fspath(backup_dir)
-    store = BackupStore(path)
-    folder = os.path.join(path, _FOLDER)
-    tf.io.gfile.makedirs(folder)
-    done = _Done(os.path.join(folder, _DONE))
-    history = keras.callbacks.History()
-    history.set_model(model)
-    history.on_train_begin()
-    for step, logs in done.logs.items():
-        history.on_epoch_end(step, logs)
-    writer = tf.summary.create_file_writer(folder)
-    with _watching(path), contextlib.closing(writer):
+    evaluation = _Evaluation(model, evaluate, os.fspath(backup_dir), monitor, mode)
+    store = BackupStore(evaluation.path)
+    with _watching(evaluation.path), contextlib.closing(evaluation):
         while True:
             backup = _newest(store)
-            old = backup is not None and backup.step in done.logs
-            if backup is None or (old and not backup.record["done"]):
+            is_new = backup is not None and backup.step not in evaluation.done.logs
+            if backup is None or not (is_new or backup.record["done"]):
                 sleep(_POLL_S)
                 continue
-            if not old:
-                tensors = _tensors(backup)
-                if tensors is None:  # a newer one has taken its place
-                    continue
-                _refuse_other(backup, model, path)
-                state.restore(model, tensors)
-                logs = {f"val_{name}": float(value) for name, value in evaluate().items()}
-                _write(writer, backup.step, logs)
-                best = _is_best(logs, list(done.logs.values()), monitor, mode)
-                if best:
-                    # Before the logs are noted: an evaluator that dies in between exports it again.
-                    export(model, os.path.join(path, _BEST))
-                done.add(backup.step, logs)
-                history.on_epoch_end(backup.step, logs)
-                logger.info("evaluated step %d: %s%s", backup.step, logs, ", the best" * best)
+            if is_new and not evaluation.run(backup):
+                continue
             if backup.record["done"]:
                 break
         store.dismiss_evaluator()
     if remove:
         _remove(store, sleep)
-    return history
+    return evaluation.history
+
+
+class _Evaluation:
+    """Evaluates backups of one directory and keeps the results; arguments as of `watch`."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        evaluate: Callable[[], dict[str, float]],
+        path: str,
+        monitor: str,
+        mode: str,
+    ):
+        self.path = path
+        self._model = model
+        self._evaluate = evaluate
+        self._monitor = monitor
+        self._mode = mode
+        folder = os.path.join(path, _FOLDER)
+        tf.io.gfile.makedirs(folder)
+        self.done = _Done(os.path.join(folder, _DONE))
+        self.history = keras.callbacks.History()
+        self.history.set_model(model)
+        self.history.on_train_begin()
+        for step, logs in self.done.logs.items():
+            self.history.on_epoch_end(step, logs)
+        self._writer = tf.summary.create_file_writer(folder)
+
+    def run(self, backup: Backup) -> bool:
+        """Evaluates one backup. Returns False if the training has replaced it by a newer one."""
+        tensors = _tensors(backup)
+        if tensors is None:
+            return False
+        _refuse_other(backup, self._model, self.path)
+        state.restore(self._model, tensors)
+        logs = {f"val_{name}": float(value) for name, value in self._evaluate().items()}
+        _write(self._writer, backup.step, logs)
+        best = _is_best(logs, list(self.done.logs.values()), self._monitor, self._mode)
+        if best:
+            # Before the logs are stored: an evaluator that dies in between exports it again.
+            export(self._model, os.path.join(self.path, _BEST))
+        self.done.add(backup.step, logs)
+        self.history.on_epoch_end(backup.step, logs)
+        logger.info("evaluated step %d: %s%s", backup.step, logs, ", the best" * best)
+        return True
+
+    def close(self) -> None:
+        """Closes the TensorBoard file."""
+        self._writer.close()
 
 
 def _remove(store: BackupStore, sleep: Callable[[float], None]) -> None:
@@ -122,12 +148,12 @@ def _remove(store: BackupStore, sleep: Callable[[float], None]) -> None:
                 store.clear()
             return
         sleep(_POLL_S)
-    logger.warning("the backups in %s stay: another run holds them", store.path)
+    logger.warning("the backups in %s were not removed: another run has locked them", store.path)
 
 
 @contextlib.contextmanager
 def _watching(path: str) -> Iterator[None]:
-    """Tells the training that its backups are needed; one evaluator at a time where locks work."""
+    """Marks the directory as watched; only one evaluator at a time where file locks work."""
     if not storage.is_local(path):
         with tf.io.gfile.GFile(os.path.join(path, EVALUATOR_LOCK), "w") as file:
             file.write("watching\n")
@@ -138,13 +164,13 @@ def _watching(path: str) -> Iterator[None]:
             stack.enter_context(file_lock.file_lock(os.path.join(path, EVALUATOR_LOCK)))
         except BlockingIOError:
             raise UsageError(
-                f"another evaluator watches {path!r} already: end it, or leave the work to it."
+                f"another evaluator already watches {path!r}: run one evaluator for a backup_dir."
             ) from None
         yield
 
 
 class _Done:
-    """What was evaluated, on disk: logs by step."""
+    """The logs of all evaluated backups by step, on disk."""
 
     def __init__(self, path: str):
         self._path = path
@@ -162,7 +188,7 @@ class _Done:
 
 
 def _newest(store: BackupStore) -> Backup | None:
-    """The newest complete backup. Others come and go while the training writes: not logged."""
+    """The newest complete backup; the training may be writing or removing others meanwhile."""
     for step in reversed(store.steps()):
         with contextlib.suppress(Damaged, OSError, tf.errors.OpError):
             return store.read(step)
@@ -170,7 +196,7 @@ def _newest(store: BackupStore) -> Backup | None:
 
 
 def _tensors(backup: Backup) -> Any:
-    """The tensors of a backup; None where it has been removed meanwhile."""
+    """The tensors of a backup; None if it has been removed meanwhile."""
     try:
         return backup.tensors()
     except (Damaged, OSError, tf.errors.OpError):
@@ -178,7 +204,7 @@ def _tensors(backup: Backup) -> Any:
 
 
 def _refuse_other(backup: Backup, model: keras.Model, path: str) -> None:
-    """Raises UsageError where the backup is of another model; its batch size does not matter."""
+    """Raises UsageError if the backup is of another model; the batch size is not compared."""
 
     def of_model(signature: list[str]) -> list[str]:
         return [line for line in signature if not line.startswith("global batch size")]

@@ -1,21 +1,22 @@
-"""`tfmw.fit(model, data, workers=2)`: what is in memory, trained on a fresh local cluster.
+"""`tfmw.fit(model, data, workers=2)`: trains a model of this process on a new local cluster.
 
-A process that has used TensorFlow cannot join a cluster any more, and a notebook's kernel always
-has. So the model and the data are sent to new processes and train there; weights, optimizer state
-and History come back into the caller's own objects.
+A process that has run TensorFlow ops cannot join a cluster, and a notebook's kernel has usually run
+some. So the model and the data are sent to new processes and trained there. Weights, optimizer
+state and History are copied back into the caller's objects.
 
-What is sent: the model with classes and functions that a notebook defines (`serialization`), a
-`tf.data.Dataset` as its graph, arrays and callables as they are. It stays in memory, and goes to
-children of this process only.
+The model is sent with the classes and functions that a notebook defines (`serialization`), a
+`tf.data.Dataset` as its graph, arrays and callables as they are. Nothing is written to disk, and
+only children of this process receive it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -30,7 +31,7 @@ from tfmw.engines import serialization
 from tfmw.errors import UsageError
 from tfmw.launcher.run import launch
 
-_BACKUP_EVERY = "2 s"  # an interrupted cell loses at most this much
+_BACKUP_EVERY = "2 s"  # an interrupted cell loses at most 2 s of training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +47,8 @@ class _SentDataset:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parcel:
-    """What a worker needs to call fit."""
+class _FitCall:
+    """The arguments with which each worker calls fit."""
 
     model: Any
     x: Any
@@ -77,8 +78,9 @@ def fit_on_workers(
         The History of the run; where `model` is a model, it is trained in place.
 
     Raises:
-        UsageError: something cannot be sent; the message says what, and the way out.
-        KeyboardInterrupt: the workers were stopped; the model has what they had reached.
+        UsageError: an argument cannot be sent to other processes.
+        KeyboardInterrupt: the workers were stopped; the model has the weights of their last
+            backup.
     """
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise UsageError(
@@ -88,47 +90,45 @@ def fit_on_workers(
     sent, sent_validation = _sent(x, "x"), _sent_validation(validation_data)
     if is_model:
         _build(model, x, settings)
-    with tempfile.TemporaryDirectory(prefix="tfmw-fit-") as folder:
-        if settings.get("backup_dir") is None:
-            settings = {
-                **settings,
-                "backup_dir": os.path.join(folder, "backups"),
-                "backup_every": _BACKUP_EVERY,
-            }
-        parcel = _Parcel(
-            model=model,
-            x=sent,
-            validation_data=sent_validation,
-            settings=settings,
-        )
+    with _with_backups(settings) as settings:
+        call = _FitCall(model=model, x=sent, validation_data=sent_validation, settings=settings)
         try:
-            results = launch(_train, (fit, serialization.pack(parcel)), workers=workers)
+            chief, *_ = launch(_train, (fit, serialization.pack(call)), workers=workers)
         except KeyboardInterrupt:
             if is_model:
                 _restore_newest_backup(model, settings["backup_dir"])
             raise
-    chief = results[0]
-    if is_model:
-        state.restore(model, chief["tensors"])
     history = keras.callbacks.History()
     history.history, history.epoch = chief["history"], chief["epoch"]
     history.params = chief["params"]
     if is_model:
+        state.restore(model, chief["tensors"])
         history.set_model(model)
         model.history = history
     return history
 
 
+@contextlib.contextmanager
+def _with_backups(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The settings of fit, with a temporary `backup_dir` if they have none."""
+    if settings.get("backup_dir") is not None:
+        yield settings
+        return
+    with tempfile.TemporaryDirectory(prefix="tfmw-fit-") as folder:
+        backup_dir = os.path.join(folder, "backups")
+        yield {**settings, "backup_dir": backup_dir, "backup_every": _BACKUP_EVERY}
+
+
 def _train(fit: Callable[..., Any], packed: bytes) -> dict[str, Any]:
-    """In a worker: trains, and returns what the caller's objects get (the chief only)."""
-    parcel: _Parcel = serialization.unpack(packed)
-    model = parcel.model
+    """In a worker: trains. The chief returns the values for the caller's objects."""
+    call: _FitCall = serialization.unpack(packed)
+    model = call.model
     model = serialization.settled(model) if isinstance(model, keras.Model) else model()
     history = fit(
         model,
-        _opened(parcel.x),
-        validation_data=_opened(parcel.validation_data),
-        **parcel.settings,
+        _opened(call.x),
+        validation_data=_opened(call.validation_data),
+        **call.settings,
     )
     if not membership.current_cluster().is_chief:
         return {}
@@ -141,7 +141,7 @@ def _train(fit: Callable[..., Any], packed: bytes) -> dict[str, Any]:
 
 
 def _build(model: keras.Model, x: Any, settings: Mapping[str, Any]) -> None:
-    """Builds the caller's own model, so that it has the variables that will come back."""
+    """Builds the caller's model, so that it has variables for the trained values."""
     if not model.compiled:
         raise UsageError(
             "the model is not compiled: call model.compile(optimizer=..., loss=...) before "
@@ -152,8 +152,8 @@ def _build(model: keras.Model, x: Any, settings: Mapping[str, Any]) -> None:
     source = data.Source(
         x, settings.get("y"), settings.get("sample_weight"), settings.get("batch_size")
     )
-    share = source.shard(data.Sharding(), data.Order())
-    keras_compat.build_all(model, share.element_spec)
+    shard = source.shard(data.Sharding(), data.Order())
+    keras_compat.build_all(model, shard.element_spec)
 
 
 def _sent(x: Any, what: str) -> Any:
@@ -170,7 +170,7 @@ def _sent(x: Any, what: str) -> Any:
         )
     if not keras_compat.is_dataset(x):
         return x
-    way_out = (
+    alternative = (
         "pass a callable that builds it in each process: "
         "tfmw.fit(model, lambda context: make_dataset(context), workers=...)."
     )
@@ -179,14 +179,14 @@ def _sent(x: Any, what: str) -> Any:
     if python:
         raise UsageError(
             f"{what} is a dataset that holds Python functions ({', '.join(python)}), which cannot "
-            f"be sent to other processes: {way_out}"
+            f"be sent to other processes: {alternative}"
         )
     try:
         graph = keras_compat.dataset_graph(x, for_other_process=True)
     except tf.errors.OpError as e:
         raise UsageError(
             f"{what} is a dataset that uses state of this process, such as a variable or a table "
-            f"({_first_line(e)}): {way_out}"
+            f"({_first_line(e)}): {alternative}"
         ) from e
     return _SentDataset(graph.SerializeToString(), x.element_spec)
 
@@ -213,7 +213,7 @@ def _opened(x: Any) -> Any:
 
 
 def _restore_newest_backup(model: keras.Model, backup_dir: str) -> None:
-    """Gives the caller's model the newest backup of the workers that were stopped."""
+    """Restores the newest backup of the stopped workers into the caller's model."""
     for backup in BackupStore(backup_dir).candidates():
         try:
             tensors = backup.tensors()
@@ -222,7 +222,7 @@ def _restore_newest_backup(model: keras.Model, backup_dir: str) -> None:
         state.restore(model, {k: np.asarray(v) for k, v in tensors.items()})
         print(f"stopped; the model has the weights of step {backup.step}")
         return
-    print("stopped before anything was saved; the model is as it was")
+    print("stopped before the first backup; the model is unchanged")
 
 
 def _first_line(error: BaseException) -> str:

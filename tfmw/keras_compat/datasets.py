@@ -296,4 +296,4 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (dataset_ops.DatasetV2, "_functions"),
     (_context.Context, "_set_global_seed"),
 ]
-"""(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""
+"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

@@ -43,18 +43,18 @@ class ReplicaWeight:
         examples: int32 [], examples of this replica.
         global_examples: int32 [], examples of the global batch, over all replicas.
         fraction: float32 [], `examples / global_examples`; 0 for a replica without examples.
-        uneven: whether shares differ, so that this replica may be without examples.
-        size_known: whether the dataset knows the size of each global batch. If not, a batch of
-            which no replica has examples is the end of the data and updates nothing.
-        in_loss: whether the loss that is differentiated gets the weight, in
-            `optimizer.scale_loss`. Else the gradients get it.
+        uneven: whether shards differ in size, so that this replica may have no examples.
+        size_known: whether the size of each global batch is known before it is read. If not, a
+            batch without examples on any replica is the end of the data and updates nothing.
+        in_loss: whether the weight is applied to the loss that is differentiated, in
+            `optimizer.scale_loss`. If not, it is applied to the gradients.
         has_keras_loss: whether some loss of the step was reduced by Keras or `tf.nn`.
         has_scalar_loss: whether a loss function returned a scalar, taken for a mean.
         coupled_losses: names of losses that compare the examples of a batch.
-        loss_weighted: whether the loss that is differentiated has got the weight.
-        layer_losses: id of a layer -> what it gave to `add_loss` on this replica.
-        waiting: while XLA compiles the step, which leaves no place for collectives: a list that
-            takes (gradients, what reduces and applies them) instead. Else None.
+        loss_weighted: whether the weight was applied to the loss that is differentiated.
+        layer_losses: id of a layer -> the losses that it passed to `add_loss` on this replica.
+        deferred: (gradients, what reduces and applies them), while XLA compiles the step: a
+            compiled step cannot contain collectives. None in other steps.
     """
 
     def __init__(
@@ -79,20 +79,20 @@ class ReplicaWeight:
         self.coupled_losses: set[str] = set()
         self.loss_weighted = False
         self.layer_losses: dict[int, list[tf.Tensor]] = {}
-        self.waiting: list[tuple[list[Any], Callable[[list[Any]], None]]] | None = None
+        self.deferred: list[tuple[list[Any], Callable[[list[Any]], None]]] | None = None
 
     @contextlib.contextmanager
-    def gradients_waiting(self) -> Iterator[list[Any]]:
-        """Gradients of this context are put into the list that it gives; see `waiting`."""
-        self.waiting = []
+    def deferring_gradients(self) -> Iterator[list[Any]]:
+        """Collects the gradients of this context in the list that it yields; see `deferred`."""
+        self.deferred = []
         try:
-            yield self.waiting
+            yield self.deferred
         finally:
-            self.waiting = None
+            self.deferred = None
 
     def all_sum(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums over replicas; no gradient flows through (normalizers are constants)."""
-        if self.waiting is not None:
+        if self.deferred is not None:
             raise CannotCompile
         replica = tf.distribute.get_replica_context()
         stopped = [tf.stop_gradient(tf.identity(v)) for v in values]
@@ -103,12 +103,12 @@ class ReplicaWeight:
         """A sum over this replica's examples -> an estimate of the sum over the global batch."""
         return tf.math.divide_no_nan(local_sum, tf.cast(self.fraction, local_sum.dtype))
 
-    def estimate_of_number(self, local: tf.Tensor) -> tf.Tensor:
-        """A mean over examples or a penalty of weights, unless it is seen to be a sum."""
+    def estimate_of_scalar(self, local: tf.Tensor) -> tf.Tensor:
+        """A scalar -> an estimate; taken for a mean or a weight penalty if not seen to be a sum."""
         return self.estimate_of_sum(local) if batch_reduction(local) == "sum" else local
 
     def weighted_loss(self, loss: tf.Tensor) -> tf.Tensor:
-        """What Keras's own `train_step` differentiates."""
+        """The loss that Keras's own `train_step` differentiates."""
         self.loss_weighted = True
         return loss * tf.cast(self.fraction, loss.dtype)
 
@@ -137,7 +137,7 @@ def current_weight() -> ReplicaWeight | None:
 
 @contextlib.contextmanager
 def weighting_losses(weight: ReplicaWeight | None) -> Iterator[None]:
-    """Within this context losses of this thread follow the rule of this module."""
+    """Makes losses that this thread computes in the context follow the rule of this module."""
     _install_hooks()
     before = current_weight()
     _traced.weight = weight
@@ -154,26 +154,44 @@ _hooked = False
 
 
 def _install_hooks() -> None:
-    """Replaces functions of Keras and `tf.nn` by ones that obey `current_weight()`.
+    """Replaces functions of Keras and `tf.nn` with ones that apply `current_weight()`.
 
-    Without a current weight they do as before.
+    Without a current weight they call the original functions.
     """
     global _hooked
     if _hooked:
         return
     _hooked = True
-    _hook_keras_losses()
+    _hook_loss_scaling()
+    _hook_loss_calls()
+    _hook_reductions()
+    _hook_additional_losses()
     _hook_layers()
     _hook_metrics()
     _hook_tf_nn()
 
 
-def _hook_keras_losses() -> None:
+def _hook_loss_scaling() -> None:
+    """Replicas are weighted by this module's rule, not by Keras's division by their number."""
     keras_scale = loss_module.scale_loss_for_distribution
     keras_unscale = loss_module.unscale_loss_for_distribution
-    keras_apply_mask = loss_module.apply_mask
-    keras_reduce_values = loss_module.reduce_values
-    keras_aggregate = tf_trainer.TensorFlowTrainer._aggregate_additional_loss
+
+    def scale(value: Any) -> Any:
+        weight = current_weight()
+        if weight is None:
+            return keras_scale(value)
+        weight.has_keras_loss = True
+        return value
+
+    def unscale(value: Any) -> Any:
+        return keras_unscale(value) if current_weight() is None else value
+
+    loss_module.scale_loss_for_distribution = scale
+    loss_module.unscale_loss_for_distribution = unscale
+
+
+def _hook_loss_calls() -> None:
+    """Notes losses that compare the examples of a batch, and losses that return a scalar."""
     keras_call = keras.losses.Loss.__call__
     keras_reduce_weighted = loss_module.reduce_weighted_values
 
@@ -187,15 +205,21 @@ def _hook_keras_losses() -> None:
                 weight.coupled_losses.add(self.name)
         return keras_call(self, y_true, y_pred, sample_weight)
 
-    def scale(value: Any) -> Any:
+    def reduce_weighted_values(values: Any, *arguments: Any, **options: Any) -> Any:
         weight = current_weight()
-        if weight is None:
-            return keras_scale(value)
-        weight.has_keras_loss = True
-        return value
+        if weight is not None and tf.convert_to_tensor(values).shape.rank == 0:
+            # A scalar from a loss function is taken for a mean over its examples.
+            weight.has_scalar_loss = True
+        return keras_reduce_weighted(values, *arguments, **options)
 
-    def unscale(value: Any) -> Any:
-        return keras_unscale(value) if current_weight() is None else value
+    keras.losses.Loss.__call__ = call
+    loss_module.reduce_weighted_values = reduce_weighted_values
+
+
+def _hook_reductions() -> None:
+    """Reductions of the values per example, masked or weighted: estimates of the global ones."""
+    keras_apply_mask = loss_module.apply_mask
+    keras_reduce_values = loss_module.reduce_values
 
     def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
         # Keras divides by the valid entries of this replica; one process divides by those of
@@ -219,7 +243,7 @@ def _hook_keras_losses() -> None:
             return loss
         weight.has_keras_loss = True
         if values.shape.rank == 0:
-            return weight.estimate_of_number(loss)
+            return weight.estimate_of_scalar(loss)
         if reduction == "sum":
             return weight.estimate_of_sum(loss)
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
@@ -229,15 +253,16 @@ def _hook_keras_losses() -> None:
             return loss * tf.cast(ratio, loss.dtype)
         return loss
 
-    def reduce_weighted_values(values: Any, *arguments: Any, **options: Any) -> Any:
-        weight = current_weight()
-        if weight is not None and tf.convert_to_tensor(values).shape.rank == 0:
-            # A loss function that returned one number: taken for a mean over its examples.
-            weight.has_scalar_loss = True
-        return keras_reduce_weighted(values, *arguments, **options)
+    loss_module.apply_mask = apply_mask
+    loss_module.reduce_values = reduce_values
+
+
+def _hook_additional_losses() -> None:
+    """The losses of `add_loss`: of layers, and of the model."""
+    keras_aggregate = tf_trainer.TensorFlowTrainer._aggregate_additional_loss
 
     def aggregate_additional_loss(self: Any, loss: Any) -> Any:
-        # One process adds up what is given to add_loss: of one value per example, over examples.
+        # Keras adds up the losses of add_loss, and of a loss per example all its values.
         weight = current_weight()
         if weight is None:
             return keras_aggregate(self, loss)
@@ -245,22 +270,16 @@ def _hook_keras_losses() -> None:
         summed = base_trainer.Trainer._aggregate_additional_loss(self, loss)
         if weight.per_example(loss):
             return weight.estimate_of_sum(summed)
-        return weight.estimate_of_number(summed)
+        return weight.estimate_of_scalar(summed)
 
-    keras.losses.Loss.__call__ = call
-    loss_module.scale_loss_for_distribution = scale
-    loss_module.unscale_loss_for_distribution = unscale
-    loss_module.apply_mask = apply_mask
-    loss_module.reduce_values = reduce_values
-    loss_module.reduce_weighted_values = reduce_weighted_values
     tf_trainer.TensorFlowTrainer._aggregate_additional_loss = aggregate_additional_loss
 
 
 def _hook_layers() -> None:
-    """Keeps what layers give to `add_loss` apart for each replica.
+    """Separates the losses that layers pass to `add_loss` by replica.
 
-    The replicas of one process call the same layers. They take turns where one waits for another
-    in the middle of a step, and would find each other's losses in `model.losses`.
+    The replicas of one process call the same layers, and are traced in turns. Without this, one
+    replica would find the losses of another in `model.losses`.
     """
 
     def per_replica(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -288,19 +307,19 @@ def _hook_metrics() -> None:
     keras_update_sum = keras.metrics.Sum.update_state
 
     def update_mean(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        # One number is the mean of a batch, and the batch counts once: each replica counts by
-        # its part of the batch.
+        # A scalar is the mean of a batch, and the batch counts once: each replica counts with
+        # its fraction of the batch.
         weight = current_weight()
         if weight is not None and sample_weight is None:
             values = tf.convert_to_tensor(values)
             if values.shape == ():
                 if values.dtype.is_floating:
-                    values = weight.estimate_of_number(values)
+                    values = weight.estimate_of_scalar(values)
                 sample_weight = weight.fraction
         return keras_update_mean(self, values, sample_weight)
 
     def update_sum(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        # Sums of replicas add up; means of replicas do by their parts of the batch.
+        # Sums of replicas add up; means of replicas do when weighted by their fractions.
         weight = current_weight()
         if weight is not None and batch_reduction(values) == "mean":
             values = values * tf.cast(weight.fraction, values.dtype)
@@ -311,7 +330,7 @@ def _hook_metrics() -> None:
 
 
 def _hook_tf_nn() -> None:
-    """The two functions of TensorFlow's tutorial on custom training loops."""
+    """The two functions that TensorFlow's tutorial on custom training loops uses."""
     tf_average = tf.nn.compute_average_loss
     tf_regularization = tf.nn.scale_regularization_loss
 
@@ -337,17 +356,17 @@ def _hook_tf_nn() -> None:
         return tf.reduce_sum(regularization_loss)
 
     for module in (tf.nn, tf.compat.v2.nn, tf.compat.v1.nn):
-        for ours in (compute_average_loss, scale_regularization_loss):
-            if hasattr(module, ours.__name__):
-                setattr(module, ours.__name__, ours)
+        for function in (compute_average_loss, scale_regularization_loss):
+            if hasattr(module, function.__name__):
+                setattr(module, function.__name__, function)
 
 
 def _computed_from_shape(size: Any) -> bool:
-    """Whether a batch size is that of the batch at hand, times the number of replicas or not."""
+    """Whether a batch size was computed from the shape of a tensor, such as the current batch."""
     if not tf.is_tensor(size):
         return False
     if not hasattr(size, "op"):
-        return True  # eager: a number that the user knows is given as a number
+        return True  # eager: users pass a size that they know as a Python number
     todo, seen = [size.op], set()
     while todo:
         operation = todo.pop()
@@ -374,4 +393,4 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (tf.nn, "compute_average_loss"),
     (tf.nn, "scale_regularization_loss"),
 ]
-"""(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""
+"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

@@ -127,4 +127,4 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (tf_trainer.TensorFlowTrainer, "_flatten_metrics_in_order"),
     (keras.Variable, "_direct_assign"),
 ]
-"""(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""
+"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

@@ -161,4 +161,4 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (keras.Model, "_flatten_layers"),
     (data_adapter_utils, "class_weight_to_sample_weights"),
 ]
-"""(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""
+"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

@@ -1,7 +1,8 @@
-"""Optimizers: which a model has, and how one runs on each replica as if it were alone.
+"""Optimizers: which optimizers a model has, and how they update on each replica.
 
-`TFOptimizer` reduces gradients after clipping them, through cross-replica updates. tfmw reduces
-first and then runs the optimizer on each replica (`replica_local_updates`).
+Keras's `TFOptimizer` clips gradients first, then reduces them and updates the variables in a
+cross-replica context. tfmw reduces the gradients first. Each replica then updates its own copy of
+the variables (`replica_local_updates`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from keras.src.optimizers import base_optimizer
 from tfmw.keras_compat.losses import ReplicaWeight, current_weight
 from tfmw.keras_compat.objects import items_in, overridden
 
-# TFOptimizer's versions of these reduce gradients or update through the strategy; the base
-# class's update the variables at hand, which is what a replica that is alone does.
-_ALONE = (
+# In TFOptimizer these methods reduce gradients or update through the strategy. In the base class
+# they update the variables of the current replica.
+_CROSS_REPLICA_METHODS = (
     "_backend_update_step",
     "_apply_weight_decay",
     "_backend_increment_gradient_accumulators",
@@ -35,11 +36,11 @@ _LOCAL_MARK = "_tfmw_updates_locally"  # an attribute of optimizers
 def _install_local_updates() -> None:
     """Makes TFOptimizer's methods those of the base class, for optimizers with the mark.
 
-    In the class, as an optimizer's own method of that name must still run: Nadam's and Muon's do
-    what theirs alone can, and call TFOptimizer's.
+    The methods are replaced in TFOptimizer and not on the optimizer, because Nadam and Muon
+    override some of them and call TFOptimizer's.
     """
 
-    def either(keras_method: Any, local: Any) -> Any:
+    def choosing(keras_method: Any, local: Any) -> Any:
         @functools.wraps(keras_method)
         def method(self: Any, *arguments: Any, **options: Any) -> Any:
             chosen = local if vars(self).get(_LOCAL_MARK) else keras_method
@@ -47,11 +48,11 @@ def _install_local_updates() -> None:
 
         return method
 
-    for name in _ALONE:
+    for name in _CROSS_REPLICA_METHODS:
         local = getattr(base_optimizer.BaseOptimizer, name, None)
         if local is not None:
             keras_method = getattr(tf_optimizer.TFOptimizer, name)
-            setattr(tf_optimizer.TFOptimizer, name, either(keras_method, local))
+            setattr(tf_optimizer.TFOptimizer, name, choosing(keras_method, local))
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
@@ -70,7 +71,7 @@ def inner_optimizer(optimizer: Any) -> Any | None:
 
 
 def with_inner_optimizers(optimizer: Any) -> Iterator[Any]:
-    """The optimizer, and those that it holds: a LossScaleOptimizer's, a MultiOptimizer's."""
+    """The optimizer and those inside it: of a LossScaleOptimizer or a MultiOptimizer."""
     yield optimizer
     inner = inner_optimizer(optimizer)
     for each in [*([] if inner is None else [inner]), *getattr(optimizer, "_inner_optimizers", [])]:
@@ -97,8 +98,20 @@ def replica_local_updates(
             global batch.
     """
     _install_local_updates()
-    overrides: list[tuple[Any, str, Any]] = []
-    keras_apply = optimizer.apply
+    overrides: list[tuple[Any, str, Any]] = [
+        (optimizer, "apply", _local_apply(optimizer, reduce_gradients)),
+        (optimizer, "scale_loss", _weighting_scale_loss(optimizer)),
+    ]
+    for each in with_inner_optimizers(optimizer):
+        overrides.append((each, _LOCAL_MARK, True))
+        if hasattr(each, "_tf_apply"):
+            overrides.append((each, "_tf_apply", each._common_apply))
+    with overridden(overrides):
+        yield
+
+
+def _weighting_scale_loss(optimizer: Any) -> Callable[[Any], Any]:
+    """`optimizer.scale_loss` that applies the replica's weight to the loss first."""
     keras_scale_loss = optimizer.scale_loss
 
     def scale_loss(loss: Any) -> Any:
@@ -107,6 +120,15 @@ def replica_local_updates(
             loss = weight.weighted_loss(loss)
         return keras_scale_loss(loss)
 
+    return scale_loss
+
+
+def _local_apply(
+    optimizer: Any, reduce_gradients: Callable[[list[Any], ReplicaWeight], list[Any]]
+) -> Callable[..., None]:
+    """`optimizer.apply` that reduces the gradients first."""
+    keras_apply = optimizer.apply
+
     def apply(grads: Any, trainable_variables: Any = None) -> None:
         weight = current_weight()
         if weight is None:
@@ -114,16 +136,20 @@ def replica_local_updates(
             return
         grads = list(grads)
         for grad, variable in zip(grads, trainable_variables or [], strict=False):
-            # Backpropagation may lose shapes, and only tensors of known shape travel in packs.
+            # Backpropagation may lose shapes, and packs hold only tensors of known shape.
             if isinstance(grad, tf.Tensor):
                 grad.set_shape(variable.shape)
-        if weight.waiting is None:
-            finish(weight, grads, trainable_variables)
+        if weight.deferred is None:
+            reduce_and_update(weight, grads, trainable_variables)
         else:
-            compiled = functools.partial(finish, weight, variables=trainable_variables, xla=True)
-            weight.waiting.append((grads, compiled))
+            compiled = functools.partial(
+                reduce_and_update, weight, variables=trainable_variables, xla=True
+            )
+            weight.deferred.append((grads, compiled))
 
-    def finish(weight: ReplicaWeight, grads: list[Any], variables: Any, xla: bool = False) -> None:
+    def reduce_and_update(
+        weight: ReplicaWeight, grads: list[Any], variables: Any, xla: bool = False
+    ) -> None:
         reduced = reduce_gradients(grads, weight)
 
         def update() -> tf.Tensor:
@@ -135,21 +161,15 @@ def replica_local_updates(
         if weight.size_known:
             update()
         else:
-            # The step after the last one, for which no replica has examples, changes nothing.
+            # At the end of the data no replica has examples: that step updates nothing.
             tf.cond(weight.global_examples > 0, update, lambda: tf.constant(0))
 
-    overrides += [(optimizer, "apply", apply), (optimizer, "scale_loss", scale_loss)]
-    for each in with_inner_optimizers(optimizer):
-        overrides.append((each, _LOCAL_MARK, True))
-        if hasattr(each, "_tf_apply"):
-            overrides.append((each, "_tf_apply", each._common_apply))
-    with overridden(overrides):
-        yield
+    return apply
 
 
 @contextlib.contextmanager
 def stable_variable_keys(optimizer: Any, variables: list[Any]) -> Iterator[None]:
-    """Keeps the optimizer's variable-to-slot map valid while other tf.Variables stand in."""
+    """Keeps the optimizer's variable-to-slot map valid while other tf.Variables are substituted."""
     overrides: list[tuple[Any, str, Any]] = []
     for each in with_inner_optimizers(optimizer):
         keys = {id(v): each._var_key(v) for v in variables}
@@ -170,6 +190,6 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (keras.optimizers.LossScaleOptimizer, "_common_apply"),
     (keras.optimizers.Optimizer, "_backend_update_step"),
     (keras.optimizers.Optimizer, "_apply_weight_decay"),
-    *[(base_optimizer.BaseOptimizer, name) for name in _ALONE],
+    *[(base_optimizer.BaseOptimizer, name) for name in _CROSS_REPLICA_METHODS],
 ]
-"""(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""
+"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

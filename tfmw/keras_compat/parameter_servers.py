@@ -25,9 +25,9 @@ def optimized_variables(optimizer: Any) -> list[Any]:
 
 
 def optimizer_slots(optimizer: Any) -> list[list[Any]]:
-    """For each variable that the optimizer updates, the optimizer's own variables that go with it.
+    """The optimizer's slots for each variable that it updates.
 
-    Keras keeps slots in lists as long as the list of variables, under names of their own.
+    Keras keeps slots in lists as long as the list of variables, in one attribute for each kind.
     """
     count = len(optimizer._trainable_variables)
     slots: list[list[Any]] = [[] for _ in range(count)]
@@ -49,7 +49,7 @@ def is_iterations(variable: Any, optimizers: list[Any]) -> bool:
 
 
 def looked_up_variables(model: keras.Model) -> list[Any]:
-    """Tables that layers only look rows up in."""
+    """Embedding tables: variables that layers use by looking up rows only."""
     return [
         layer._embeddings
         for layer in layers_of(model)
@@ -58,7 +58,7 @@ def looked_up_variables(model: keras.Model) -> list[Any]:
 
 
 def moving_averages(model: keras.Model) -> list[Any]:
-    """Variables of which each new value is an average of the one before and of a batch."""
+    """The moving averages of BatchNormalization layers."""
     found = []
     for layer in layers_of(model):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.built:
@@ -72,59 +72,68 @@ def uses_weight_decay(optimizer: Any, variable: Any) -> bool:
 
 
 def current_learning_rate(optimizer: Any) -> Any:
-    """The learning rate of this step, a schedule's too, computed where this is called."""
+    """The learning rate of this step, computed from the schedule if the optimizer has one."""
     return optimizer._get_current_learning_rate()
 
 
 def more_is_better(name: str) -> bool:
-    """As Keras's ModelCheckpoint guesses from the name of a log."""
+    """Whether ModelCheckpoint's mode "auto" would maximize the log of this name."""
     name = name.removeprefix("val_").lower()
     return "acc" in name or "auc" in name or name.startswith("fmeasure")
 
 
 def one_op(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which stays one op in the graph that calls it, run where that op is placed."""
+    """`function` as one op of the graph that calls it; the whole op runs on one device."""
     return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 
 def cancelable(function: Any, *arguments: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """(calls a concrete function, which may block; makes that call end, from another thread)."""
+    """(calls a concrete function, which may block; cancels that call from another thread)."""
     manager = _cancellation.CancellationManager()
     call = manager.get_cancelable_function(function)
     return (lambda: call(*arguments)), manager.start_cancel
 
 
 def local_variable(name: str, shape: Any, dtype: tf.DType, trainable: bool) -> Any:
-    """A `tf.Variable` of whichever process runs the function that is being traced.
+    """A variable of the process that runs the traced function.
 
-    It is found by its name in that process, is empty until something is assigned, and stays until
-    `forget_local_variable`. A `tf.Variable` made in a traced function would be the coordinator's.
+    That process finds it by its name. It has no value until one is assigned, and it exists until
+    `forget_local_variable`. A `tf.Variable` created in a traced function would belong to the
+    coordinator.
     """
-    handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name, container="")
     return _resource_variables.BaseResourceVariable(
-        trainable=trainable,
-        shape=shape,
-        dtype=dtype,
-        handle=handle,
-        name=name.replace("/", "_"),
-        unique_id=name,
-        handle_name=name,
+        trainable=trainable, **_named_resource(name, shape, dtype)
     )
+
+
+def _named_resource(name: str, shape: Any, dtype: tf.DType) -> dict[str, Any]:
+    """Arguments of BaseResourceVariable for the resource `name` of the process that runs the op."""
+    return {
+        "shape": shape,
+        "dtype": dtype,
+        "handle": _handle(name, shape, dtype),
+        "name": name.replace("/", "_"),
+        "unique_id": name,
+        "handle_name": name,
+    }
+
+
+def _handle(name: str, shape: Any, dtype: tf.DType) -> tf.Tensor:
+    return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name, container="")
 
 
 def forget_local_variable(name: str, shape: Any, dtype: tf.DType) -> None:
     """Frees a variable of `local_variable`."""
-    handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name, container="")
-    tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
+    tf.raw_ops.DestroyResourceOp(resource=_handle(name, shape, dtype), ignore_lookup_error=True)
 
 
 class RemoteRows(_resource_variables.BaseResourceVariable):
-    """Stands in for a variable whose rows are elsewhere: lookups fetch rows, reads fetch all.
+    """Substitutes a variable whose rows are on servers: lookups fetch rows, reads fetch all rows.
 
-    Gradients arrive at its handle, as at that of any variable; nothing is ever stored in it.
+    Gradients are recorded for its handle, as for any variable. It stores no value.
 
     Args:
-        look_up: int64 [n] -> [n, ...], the rows asked for.
+        look_up: int64 [n] -> [n, ...], the rows with these indices.
         read: () -> the whole value.
     """
 
@@ -136,16 +145,7 @@ class RemoteRows(_resource_variables.BaseResourceVariable):
         look_up: Callable[[tf.Tensor], tf.Tensor],
         read: Callable[[], tf.Tensor],
     ):
-        handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name, container="")
-        super().__init__(
-            trainable=True,
-            shape=shape,
-            dtype=dtype,
-            handle=handle,
-            name=name.replace("/", "_"),
-            unique_id=name,
-            handle_name=name,
-        )
+        super().__init__(trainable=True, **_named_resource(name, shape, dtype))
         self._look_up = look_up
         self._read = read
 
@@ -164,14 +164,14 @@ class RemoteRows(_resource_variables.BaseResourceVariable):
             rows = tf.reshape(gradient, tf.concat([[-1], row], axis=0))
             return [tf.IndexedSlices(rows, flat, tf.constant(self.shape.as_list(), tf.int64))]
 
-        self._watched([out], backward)
+        self._record([out], backward)
         return out
 
     def value(self) -> tf.Tensor:
         with _record.stop_recording():
             out = tf.identity(self._read())
             out.set_shape(self.shape)
-        self._watched([out], lambda gradient: [gradient])
+        self._record([out], lambda gradient: [gradient])
         return out
 
     def read_value(self) -> tf.Tensor:
@@ -181,14 +181,14 @@ class RemoteRows(_resource_variables.BaseResourceVariable):
         del no_copy
         return self.value()
 
-    def _watched(self, outputs: list[tf.Tensor], backward: Callable[..., list[Any]]) -> None:
+    def _record(self, outputs: list[tf.Tensor], backward: Callable[..., list[Any]]) -> None:
         _resource_variables.variable_accessed(self)
         _record.record_operation("RemoteRows", outputs, [self.handle], backward)
 
 
 @contextlib.contextmanager
 def lookups_through(variables: list[tuple[Any, Any]]) -> Iterator[None]:
-    """Lets `tf.gather` on a Keras variable look rows up, where Keras would read all of them first.
+    """Makes `tf.gather` on a Keras variable look up rows, where Keras would read all of them first.
 
     Args:
         variables: (Keras variable, `RemoteRows`).
@@ -199,23 +199,23 @@ def lookups_through(variables: list[tuple[Any, Any]]) -> Iterator[None]:
 
 
 def is_worker_failure(error: BaseException) -> bool:
-    """Whether TensorFlow's coordinator takes `error` for the loss of a worker, and goes on."""
+    """Whether TensorFlow's coordinator treats `error` as a lost worker and continues."""
     return bool(_cluster_coordinator._is_worker_failure(error))
 
 
 def worker_iterators(
     coordinator: Any, makers: list[Callable[[], tf.data.Dataset]], element_spec: Any
 ) -> Any:
-    """One iterator on each worker, made again where a worker comes back.
+    """One iterator on each worker, created again when a worker restarts.
 
-    `ClusterCoordinator.create_per_worker_dataset` would give all workers the same function.
+    `ClusterCoordinator.create_per_worker_dataset` calls the same function for all workers.
 
     Args:
-        makers: for each worker, makes its dataset; called while that worker is the device.
-        element_spec: of their elements.
+        makers: for each worker, creates its dataset; called with that worker as the device.
+        element_spec: structure of tf.TensorSpec, of the datasets' elements.
 
     Returns:
-        What `schedule` takes as the argument of each worker.
+        Per-worker values: an argument of `ClusterCoordinator.schedule`.
     """
     spec = _iterator_ops.IteratorSpec(element_spec)
     workers = coordinator._cluster.workers
@@ -228,7 +228,7 @@ def worker_iterators(
 
 
 def worker_constants(coordinator: Any, constants: list[int]) -> Any:
-    """int64 [] on each worker, as `worker_iterators`."""
+    """One int64 [] on each worker; as `worker_iterators`."""
     values = []
     for worker, constant in zip(coordinator._cluster.workers, constants, strict=True):
         remote = worker.create_resource(
@@ -251,4 +251,4 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (_cancellation.CancellationManager, "get_cancelable_function"),
     (_cluster_coordinator, "_is_worker_failure"),
 ]
-"""(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""
+"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

@@ -115,4 +115,4 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (_context.Context, "wait_at_barrier"),
     (_context.Context, "report_error_to_cluster"),
 ]
-"""(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""
+"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

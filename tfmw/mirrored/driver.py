@@ -321,15 +321,15 @@ class SyncDriver:
         # XLA takes all virtual devices of a process for one, and refuses the others' variables.
         if self._replicas.local == 1 and not is_own and not self._has_synchronized_norm:
             with contextlib.suppress(keras_compat.CannotCompile):
-                with weight.gradients_waiting() as waiting:
+                with weight.deferring_gradients() as deferred:
 
                     def compute(batch: Any) -> Any:
                         logs = step(batch)
-                        return logs, [grads for grads, _ in waiting]
+                        return logs, [grads for grads, _ in deferred]
 
                     compiled = tf.function(compute, jit_compile=True, autograph=False)
                     logs, all_grads = compiled(batch)
-                for grads, (_, finish) in zip(all_grads, waiting, strict=True):
+                for grads, (_, finish) in zip(all_grads, deferred, strict=True):
                     finish(grads)
                 return logs
         self._warn_once(

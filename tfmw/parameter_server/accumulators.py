@@ -26,7 +26,8 @@ import tensorflow as tf
 
 from tfmw import keras_compat
 from tfmw.errors import UsageError
-from tfmw.parameter_server.steps import WorkerSteps, unpack
+from tfmw.parameter_server.steps import WorkerSteps
+from tfmw.parameter_server.updates import Update
 from tfmw.parameter_server.variables import Bucket, ServerVariables, server
 
 
@@ -67,11 +68,7 @@ class SynchronousSteps(WorkerSteps):
         self._aggregate = aggregate
         self._now: Any = None
         (optimizer,) = server_variables.optimizers
-        buckets, alone = server_variables.buckets(keras_compat.optimized_variables(optimizer))
-        buckets += [
-            Bucket(server_variables.shard(v).server, keras_compat.native(v).dtype, (v,))
-            for v in alone
-        ]
+        buckets = server_variables.all_buckets(keras_compat.optimized_variables(optimizer))
         self._gradients = buckets
         self._accumulators = []
         for number, bucket in enumerate(buckets):
@@ -172,14 +169,10 @@ class SynchronousSteps(WorkerSteps):
                 "needs one; freeze it (trainable=False)."
             )
         for number, bucket in enumerate(self._gradients):
-            flat = [
-                tf.reshape(tf.cast(by_variable[id(v)], bucket.dtype), [-1])
-                for v in bucket.variables
-            ]
-
+            flat = bucket.pack(by_variable[id(v)] for v in bucket.variables)
             with tf.device(server(bucket.server)):
                 op = self._one_op(("give", number), functools.partial(self._give, number))
-                done_here = op(tf.concat([*flat, tf.ones([1], bucket.dtype)], axis=0), self._now)
+                done_here = op(tf.concat([flat, tf.ones([1], bucket.dtype)], axis=0), self._now)
             applied.append(done_here)
         self._given.extend(applied)
 
@@ -215,7 +208,7 @@ class SynchronousSteps(WorkerSteps):
     def _take(self, where: int) -> tf.Tensor:
         """Waits for enough gradients on one server, and updates its variables with their mean."""
         (optimizer,) = self.server_variables.optimizers
-        updates: list[tuple[list[tf.Tensor], Callable[..., None]]] = []
+        updates: list[Update] = []
         used = tf.constant(0, tf.int64)
         for number, bucket in enumerate(self._gradients):
             if bucket.server != where:
@@ -227,14 +220,14 @@ class SynchronousSteps(WorkerSteps):
                 used = tf.cast(total[-1], tf.int64)
 
             def update(total: tf.Tensor, bucket: Bucket = bucket) -> None:
-                parts = unpack(bucket, total[:-1] / total[-1])
+                parts = bucket.unpack(total[:-1] / total[-1])
                 for variable in bucket.variables:
                     shard = self.server_variables.shard(variable)
-                    self._update_whole(optimizer, shard, variable, parts[id(variable)])
+                    self.updates.update_whole(optimizer, shard, variable, parts[id(variable)])
 
             updates.append(([total], update))
         with keras_compat.stable_variable_keys(optimizer, self.server_variables.trainable):
-            self._run_updates(where, optimizer, updates)
+            self.updates.run(where, optimizer, updates)
         return used
 
     def _announce(self, used: tf.Tensor) -> tf.Tensor:

@@ -97,7 +97,7 @@ class Rows:
     """
 
     def __init__(self, server_variable: tf.Variable, ids: tf.Tensor):
-        self._master = server_variable
+        self._variable = server_variable
         self._ids = ids
         self._rows = tf.gather(server_variable, ids)
         self.dtype = server_variable.dtype
@@ -114,14 +114,14 @@ class Rows:
     def assign(self, value: tf.Tensor) -> None:
         """Replaces the rows."""
         self._rows = tf.identity(value)
-        self._master.scatter_update(tf.IndexedSlices(value, self._ids))
+        self._variable.scatter_update(tf.IndexedSlices(value, self._ids))
 
     def assign_add(self, value: tf.Tensor) -> None:
         """Adds to the rows."""
         self._rows = self._rows + value
-        self._master.scatter_add(tf.IndexedSlices(value, self._ids))
+        self._variable.scatter_add(tf.IndexedSlices(value, self._ids))
 
     def assign_sub(self, value: tf.Tensor) -> None:
         """Subtracts from the rows."""
         self._rows = self._rows - value
-        self._master.scatter_sub(tf.IndexedSlices(value, self._ids))
+        self._variable.scatter_sub(tf.IndexedSlices(value, self._ids))

@@ -37,7 +37,8 @@ import tensorflow as tf
 
 from tfmw import data, keras_compat
 from tfmw.errors import UsageError
-from tfmw.parameter_server.shards import Rows, look_up, read_whole, split_by_shard
+from tfmw.parameter_server.shards import look_up, read_whole, split_by_shard
+from tfmw.parameter_server.updates import ReadOnlyScalar, ServerUpdates, Update
 from tfmw.parameter_server.variables import (
     BUCKET_BYTES,
     Bucket,
@@ -81,6 +82,7 @@ class WorkerSteps:
     ):
         self.model = model
         self.server_variables = server_variables
+        self.updates = ServerUpdates(server_variables)
         self.metrics = keras_compat.metric_variables(model)
         self.function = tf.function(self._many, autograph=False)
         self._name = f"{name}/{next(_models)}"
@@ -219,7 +221,8 @@ class WorkerSteps:
         ]
         pairs = [(v, locals_[id(v)]) for v in own]
         pairs += [
-            (v, _ReadOnly(copies[server_variables.home])) for v, copies in server_variables.scalars
+            (v, ReadOnlyScalar(copies[server_variables.home]))
+            for v, copies in server_variables.scalars
         ]
         remote = [(v, locals_[id(v)]) for v in self._remote]
         applied: list[tf.Tensor] = []
@@ -252,7 +255,7 @@ class WorkerSteps:
         for number, bucket in enumerate(self._buckets):
             with tf.device(server(bucket.server)):
                 flat = self._one_op(("pull", number), functools.partial(self._flat, bucket))()
-            values.update(unpack(bucket, _on_worker(flat)))
+            values.update(bucket.unpack(_on_worker(flat)))
         for variable in self._alone:
             values[id(variable)] = _on_worker(
                 self.server_variables.shard(variable).variable.read_value()
@@ -263,28 +266,25 @@ class WorkerSteps:
 
     def _flat(self, bucket: Bucket) -> tf.Tensor:
         """[elements of all variables], on their server."""
-        parts = [self.server_variables.shard(v).variable.read_value() for v in bucket.variables]
-        return tf.concat([tf.reshape(p, [-1]) for p in parts], axis=0)
+        return bucket.pack(
+            self.server_variables.shard(v).variable.read_value() for v in bucket.variables
+        )
 
     def _push_state(self, locals_: dict[int, Any], before: dict[int, tf.Tensor]) -> None:
         changed = [v for v in self.server_variables.state if contains(v, self._assigned)]
         averages = keras_compat.moving_averages(self.model)
-        buckets, alone = self.server_variables.buckets(changed)
-        buckets += [Bucket(self.server_variables.shard(v).server, _dtype(v), (v,)) for v in alone]
-        for number, bucket in enumerate(buckets):
+        for number, bucket in enumerate(self.server_variables.all_buckets(changed)):
             sent = []
             for variable in bucket.variables:
                 after = locals_[id(variable)].read_value()
                 sent.append(after if contains(variable, averages) else after - before[id(variable)])
-            flat = tf.concat([tf.reshape(t, [-1]) for t in sent], axis=0)
-
             with tf.device(server(bucket.server)):
                 take = functools.partial(self._take_state, bucket, averages)
-                self._one_op(("state", number), take)(flat)
+                self._one_op(("state", number), take)(bucket.pack(sent))
 
     def _take_state(self, bucket: Bucket, averages: list[Any], flat: tf.Tensor) -> tf.Tensor:
         """On a server: what a step left in its state."""
-        parts = unpack(bucket, flat)
+        parts = bucket.unpack(flat)
         for variable in bucket.variables:
             server_variable = self.server_variables.shard(variable).variable
             if contains(variable, averages):
@@ -330,28 +330,17 @@ class WorkerSteps:
     ) -> None:
         server_variables = self.server_variables
         by_variable = {id(v): g for g, v in grads}
-        todo: dict[int, list[tuple[list[tf.Tensor], Callable[..., None]]]] = {
-            where: [] for where in range(server_variables.servers)
-        }
+        todo: dict[int, list[Update]] = {where: [] for where in range(server_variables.servers)}
         here = [v for _, v in grads if not contains(v, self._remote)]
-        buckets, alone = server_variables.buckets(here)
-        for bucket in [
-            *buckets,
-            *(Bucket(server_variables.shard(v).server, _dtype(v), (v,)) for v in alone),
-        ]:
-            flat = tf.concat(
-                [
-                    tf.reshape(tf.cast(by_variable[id(v)], bucket.dtype), [-1])
-                    for v in bucket.variables
-                ],
-                axis=0,
-            )
+        for bucket in server_variables.all_buckets(here):
+            flat = bucket.pack(by_variable[id(v)] for v in bucket.variables)
 
             def update_bucket(flat: tf.Tensor, bucket: Bucket = bucket) -> None:
                 for variable, grad in zip(
-                    bucket.variables, unpack(bucket, flat).values(), strict=True
+                    bucket.variables, bucket.unpack(flat).values(), strict=True
                 ):
-                    self._update_whole(optimizer, server_variables.shard(variable), variable, grad)
+                    shard = server_variables.shard(variable)
+                    self.updates.update_whole(optimizer, shard, variable, grad)
 
             todo[bucket.server].append(([flat], update_bucket))
         for variable in [v for _, v in grads if contains(v, self._remote)]:
@@ -362,7 +351,7 @@ class WorkerSteps:
                 def update_rows(
                     *sent: Any, shard: VariableShard = shard, variable: Any = variable
                 ) -> None:
-                    self._update_rows(optimizer, shard, variable, *sent)
+                    self.updates.update_rows(optimizer, shard, variable, *sent)
 
                 todo[shard.server].append((sent, update_rows))
         for where, updates in todo.items():
@@ -378,7 +367,7 @@ class WorkerSteps:
         self,
         where: int,
         optimizer: Any,
-        updates: list[tuple[list[tf.Tensor], Callable[..., None]]],
+        updates: list[Update],
         counts: bool,
     ) -> tf.Tensor:
         """Runs updates on a server, as one op of the worker's graph.
@@ -395,7 +384,7 @@ class WorkerSteps:
 
         def run(sent: list[list[tf.Tensor]]) -> tf.Tensor:
             arrived = zip(sent, (update for _, update in updates), strict=True)
-            self._run_updates(where, optimizer, list(arrived))
+            self.updates.run(where, optimizer, list(arrived))
             if counts:
                 self.server_variables.applied.assign_add(1)
             return tf.constant(0, tf.int64)
@@ -404,85 +393,9 @@ class WorkerSteps:
             op = self._one_op(("update", where, id(optimizer), counts), run)
             return op([list(tensors) for tensors, _ in updates])
 
-    def _run_updates(
-        self,
-        where: int,
-        optimizer: Any,
-        updates: list[tuple[list[tf.Tensor], Callable[..., None]]],
-    ) -> None:
-        """On a server: updates its variables, and counts for its own copy of the optimizer."""
-        # What every update needs, each server has for itself.
-        scalars = [(v, _ReadOnly(copies[where])) for v, copies in self.server_variables.scalars]
-        with substituted(scalars):
-            for tensors, update in updates:
-                update(*tensors)
-        for variable, copies in self.server_variables.scalars:
-            if variable is optimizer.iterations:
-                copies[where].assign_add(1)
-
     def _one_op(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` as one op; traced for the first of the steps in a turn, used by all."""
         return self._ops.setdefault(key, keras_compat.one_op(function))
-
-    def _update_whole(self, optimizer: Any, shard: VariableShard, variable: Any, grad: Any) -> None:
-        slots = self.server_variables.slots_of(variable)
-        pairs = [(variable, shard.variable), *((s, shard.slots[id(s)]) for s in slots)]
-        with substituted(pairs):
-            rate = keras_compat.current_learning_rate(optimizer)
-            if keras_compat.uses_weight_decay(optimizer, variable):
-                decay = tf.cast(optimizer.weight_decay, shard.variable.dtype)
-                rate_here = tf.cast(rate, shard.variable.dtype)
-                shard.variable.assign_sub(shard.variable.read_value() * decay * rate_here)
-            optimizer.update_step(grad, variable, rate)
-            if variable.constraint is not None:
-                shard.variable.assign(variable.constraint(shard.variable.read_value()))
-
-    def _update_rows(
-        self,
-        optimizer: Any,
-        shard: VariableShard,
-        variable: Any,
-        rows: tf.Tensor,
-        ids: tf.Tensor | None = None,
-    ) -> None:
-        """Updates some rows of a shard, or without `ids` all of them."""
-        if ids is None:
-            self._update_whole(optimizer, shard, variable, rows)
-            return
-        slots = self.server_variables.slots_of(variable)
-        if not contains(variable, self.server_variables.divided) and not _same_by_rows(optimizer):
-            # As Keras: slots decay for rows without a gradient as well.
-            shape = shard.variable.shape.as_list()
-            dense = tf.math.unsorted_segment_sum(rows, ids, shape[0])
-            self._update_whole(optimizer, shard, variable, tf.ensure_shape(dense, shape))
-            return
-        pairs: list[tuple[Any, Any]] = [(variable, Rows(shard.variable, ids))]
-        pairs += [(s, Rows(shard.slots[id(s)], ids)) for s in slots]
-        with substituted(pairs):
-            optimizer.update_step(rows, variable, keras_compat.current_learning_rate(optimizer))
-
-
-class _ReadOnly:
-    """A scalar of the optimizer during a step: read where it is used, counted by the server."""
-
-    def __init__(self, copy: tf.Variable):
-        self._copy = copy
-        self.dtype = copy.dtype
-        self.shape = copy.shape
-        self._unique_id = copy._unique_id
-
-    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
-        return tf.convert_to_tensor(self._copy.read_value(), dtype=dtype, name=name)
-
-    def assign(self, value: Any) -> None:
-        """Keras's own counting; see `WorkerSteps._update`."""
-
-
-def _same_by_rows(optimizer: Any) -> bool:
-    """Whether rows without a gradient stay as they are in Keras's own dense update."""
-    if type(optimizer) is keras.optimizers.SGD:
-        return not optimizer.momentum
-    return type(optimizer) is keras.optimizers.Adagrad and not optimizer.weight_decay
 
 
 def _densified(grad: Any, variable: Any) -> Any:
@@ -503,12 +416,6 @@ def _signal(grads: list[tuple[Any, Any]]) -> tf.Tensor:
     grad = grads[0][0]
     values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
     return tf.cast(tf.size(values), tf.int64) * 0
-
-
-def unpack(bucket: Bucket, flat: tf.Tensor) -> dict[int, tf.Tensor]:
-    """Tensors by id of the variable, of the one tensor that they travel in."""
-    parts = tf.split(flat, bucket.sizes) if len(bucket.sizes) > 1 else [flat]
-    return {id(v): tf.reshape(p, v.shape) for v, p in zip(bucket.variables, parts, strict=True)}
 
 
 def _on_worker(tensor: tf.Tensor) -> tf.Tensor:

@@ -79,6 +79,15 @@ class Bucket:
         """Elements of each variable."""
         return [int(np.prod(v.shape)) for v in self.variables]
 
+    def pack(self, tensors: Iterable[tf.Tensor]) -> tf.Tensor:
+        """One tensor [elements of all variables] from a tensor for each variable."""
+        return tf.concat([tf.reshape(tf.cast(t, self.dtype), [-1]) for t in tensors], axis=0)
+
+    def unpack(self, flat: tf.Tensor) -> dict[int, tf.Tensor]:
+        """The reverse of `pack`: a tensor for each variable, by the variable's id."""
+        parts = tf.split(flat, self.sizes) if len(self.sizes) > 1 else [flat]
+        return {id(v): tf.reshape(p, v.shape) for v, p in zip(self.variables, parts, strict=True)}
+
 
 class ServerVariables:
     """The variables of a model on the parameter servers.
@@ -222,6 +231,12 @@ class ServerVariables:
             for (where, name), members in groups.items()
         ]
         return buckets, alone
+
+    def all_buckets(self, variables: Iterable[Any]) -> list[Bucket]:
+        """As `buckets`, with each large variable in a bucket of its own."""
+        buckets, alone = self.buckets(variables)
+        single = [Bucket(self.shard(v).server, keras_compat.native(v).dtype, (v,)) for v in alone]
+        return [*buckets, *single]
 
     # ------------------------------------------------------------ the coordinator's copies
 

@@ -1,0 +1,122 @@
+"""What a parameter server computes for a step: it updates its variables with their gradients.
+
+    updates = ServerUpdates(server_variables)
+    with tf.device(server(index)):
+        updates.run(index, optimizer, [([gradient], update), ...])
+
+The user's own optimizer computes each update. While it runs, its Keras variables hold the server's
+variables and slots (`substituted`), or some of their rows (`Rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.parameter_server.shards import Rows
+from tfmw.parameter_server.variables import ServerVariables, VariableShard, contains, substituted
+
+Update = tuple[list[tf.Tensor], Callable[..., None]]
+"""(tensors that a worker sent, what updates a server's variables with them)."""
+
+
+class ServerUpdates:
+    """Updates of the variables of one model, traced into ops that run on their servers.
+
+    Args:
+        server_variables: the model's variables on the servers.
+    """
+
+    def __init__(self, server_variables: ServerVariables):
+        self.server_variables = server_variables
+
+    def run(self, where: int, optimizer: Any, updates: list[Update]) -> None:
+        """Makes the updates of one step on server `where`, and counts the step there.
+
+        Each server has its own copies of the optimizer's scalars: the step number and the learning
+        rate.
+        """
+        scalars = [
+            (v, ReadOnlyScalar(copies[where])) for v, copies in self.server_variables.scalars
+        ]
+        with substituted(scalars):
+            for tensors, update in updates:
+                update(*tensors)
+        for variable, copies in self.server_variables.scalars:
+            if variable is optimizer.iterations:
+                copies[where].assign_add(1)
+
+    def update_whole(self, optimizer: Any, shard: VariableShard, variable: Any, grad: Any) -> None:
+        """Updates a shard with a dense gradient of its shape, as `optimizer.apply` would."""
+        slots = self.server_variables.slots_of(variable)
+        pairs = [(variable, shard.variable), *((s, shard.slots[id(s)]) for s in slots)]
+        with substituted(pairs):
+            rate = keras_compat.current_learning_rate(optimizer)
+            if keras_compat.uses_weight_decay(optimizer, variable):
+                decay = tf.cast(optimizer.weight_decay, shard.variable.dtype)
+                rate_here = tf.cast(rate, shard.variable.dtype)
+                shard.variable.assign_sub(shard.variable.read_value() * decay * rate_here)
+            optimizer.update_step(grad, variable, rate)
+            if variable.constraint is not None:
+                shard.variable.assign(variable.constraint(shard.variable.read_value()))
+
+    def update_rows(
+        self,
+        optimizer: Any,
+        shard: VariableShard,
+        variable: Any,
+        rows: tf.Tensor,
+        ids: tf.Tensor | None = None,
+    ) -> None:
+        """Updates some rows of a shard.
+
+        Args:
+            optimizer: the optimizer of the variable.
+            shard: rows of the variable on this server.
+            variable: the Keras variable.
+            rows: [n, ...], the gradients.
+            ids: int64 [n], the row of each gradient, each at most once; None for all rows in order.
+        """
+        if ids is None:
+            self.update_whole(optimizer, shard, variable, rows)
+            return
+        slots = self.server_variables.slots_of(variable)
+        if not contains(variable, self.server_variables.divided) and not _updates_rows_alone(
+            optimizer
+        ):
+            # As in Keras, slots decay for rows without a gradient as well.
+            shape = shard.variable.shape.as_list()
+            dense = tf.math.unsorted_segment_sum(rows, ids, shape[0])
+            self.update_whole(optimizer, shard, variable, tf.ensure_shape(dense, shape))
+            return
+        pairs: list[tuple[Any, Any]] = [(variable, Rows(shard.variable, ids))]
+        pairs += [(s, Rows(shard.slots[id(s)], ids)) for s in slots]
+        with substituted(pairs):
+            optimizer.update_step(rows, variable, keras_compat.current_learning_rate(optimizer))
+
+
+class ReadOnlyScalar:
+    """A scalar of the optimizer during a step: updates read it, only `ServerUpdates.run` counts."""
+
+    def __init__(self, copy: tf.Variable):
+        self._copy = copy
+        self.dtype = copy.dtype
+        self.shape = copy.shape
+        self._unique_id = copy._unique_id
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return tf.convert_to_tensor(self._copy.read_value(), dtype=dtype, name=name)
+
+    def assign(self, value: Any) -> None:
+        """Ignores Keras's own count of the step; see `ServerUpdates.run`."""
+
+
+def _updates_rows_alone(optimizer: Any) -> bool:
+    """Whether Keras's own dense update leaves rows without a gradient as they are."""
+    if type(optimizer) is keras.optimizers.SGD:
+        return not optimizer.momentum
+    return type(optimizer) is keras.optimizers.Adagrad and not optimizer.weight_decay
