@@ -179,6 +179,33 @@ def test_training_comes_back_into_the_callers_model(monkeypatch):
     assert int(model.optimizer.iterations) == 3 * 6
 
 
+def narrow():
+    """A model whose first weights are drawn where it is made."""
+    model = keras.Sequential([keras.Input([12]), keras.layers.Dense(4), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(0.1), own_loss)
+    return model
+
+
+@pytest.mark.multiprocess
+def test_workers_go_on_from_the_random_state_of_the_caller(monkeypatch):
+    for name, value in ONE_THREAD.items():
+        monkeypatch.setenv(name, value)
+    arguments = {"x": X.astype("float64"), "y": Y, "batch_size": 40, "epochs": 2, "verbose": 0}
+    policy = keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        keras.utils.set_random_seed(3)
+        expected = narrow().fit(**arguments)
+        keras.utils.set_random_seed(3)
+        history = tfmw.fit(narrow, **arguments, workers=2)
+    finally:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy(policy)
+    # As exactly as float64 sums: float32 weights, or another order of the arrays, would differ.
+    np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-12)
+
+
 @pytest.mark.multiprocess
 def test_an_interrupt_ends_the_workers_and_keeps_what_was_reached():
     process = subprocess.Popen(

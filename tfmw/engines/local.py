@@ -28,6 +28,7 @@ from tfmw.checkpoint import state
 from tfmw.checkpoint.store import BackupStore, Damaged
 from tfmw.cluster import membership
 from tfmw.engines import serialization
+from tfmw.engines.process_settings import ProcessSettings
 from tfmw.errors import UsageError
 from tfmw.launcher.run import launch
 
@@ -54,6 +55,7 @@ class _FitCall:
     x: Any
     validation_data: Any
     settings: Mapping[str, Any]
+    process: ProcessSettings
 
 
 def fit_on_workers(
@@ -91,7 +93,13 @@ def fit_on_workers(
     if is_model:
         _build(model, x, settings)
     with _with_backups(settings) as settings:
-        call = _FitCall(model=model, x=sent, validation_data=sent_validation, settings=settings)
+        call = _FitCall(
+            model=model,
+            x=sent,
+            validation_data=sent_validation,
+            settings=settings,
+            process=ProcessSettings.of_this_process(),
+        )
         try:
             chief, *_ = launch(_train, (fit, serialization.pack(call)), workers=workers)
         except KeyboardInterrupt:
@@ -122,6 +130,7 @@ def _with_backups(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _train(fit: Callable[..., Any], packed: bytes) -> dict[str, Any]:
     """In a worker: trains. The chief returns the values for the caller's objects."""
     call: _FitCall = serialization.unpack(packed)
+    call.process.apply()
     model = call.model
     model = serialization.settled(model) if isinstance(model, keras.Model) else model()
     history = fit(

@@ -128,8 +128,10 @@ from tfmw.keras_compat.runtime import (
     coordination_get,
     coordination_report_error,
     coordination_set,
+    random_state,
     require_task,
     runtime_started,
+    set_random_state,
 )
 from tfmw.keras_compat.serialization import (
     backend_switch,
@@ -215,6 +217,7 @@ __all__ = [
     "overridden",
     "overrides_step",
     "profiles_batches",
+    "random_state",
     "rebuilt",
     "recorded_assignments",
     "replica_local_updates",
@@ -225,6 +228,7 @@ __all__ = [
     "scope_of",
     "seed_generators_of",
     "set_native",
+    "set_random_state",
     "settable_learning_rate",
     "should_validate",
     "shuffle_seeds",

@@ -42,7 +42,8 @@ class ReplicaWeight:
     Attributes:
         examples: int32 [], examples of this replica.
         global_examples: int32 [], examples of the global batch, over all replicas.
-        fraction: float32 [], `examples / global_examples`; 0 for a replica without examples.
+        fraction: float64 [], `examples / global_examples`; 0 for a replica without examples. It
+            is rounded only where it meets a value of lower precision.
         uneven: whether shards differ in size, so that this replica may have no examples.
         size_known: whether the size of each global batch is known before it is read. If not, a
             batch without examples on any replica is the end of the data and updates nothing.
@@ -69,7 +70,7 @@ class ReplicaWeight:
         self.examples = examples
         self.global_examples = global_examples
         self.fraction = tf.math.divide_no_nan(
-            tf.cast(examples, tf.float32), tf.cast(global_examples, tf.float32)
+            tf.cast(examples, tf.float64), tf.cast(global_examples, tf.float64)
         )
         self.uneven = uneven
         self.size_known = size_known
@@ -247,9 +248,10 @@ def _hook_reductions() -> None:
         if reduction == "sum":
             return weight.estimate_of_sum(loss)
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
-            local = tf.reduce_sum(tf.cast(sample_weight, tf.float32))
+            precise = tf.float64 if loss.dtype == tf.float64 else tf.float32
+            local = tf.reduce_sum(tf.cast(sample_weight, precise))
             (everywhere,) = weight.all_sum([local])
-            ratio = tf.math.divide_no_nan(local, everywhere * weight.fraction)
+            ratio = tf.math.divide_no_nan(local, everywhere * tf.cast(weight.fraction, precise))
             return loss * tf.cast(ratio, loss.dtype)
         return loss
 

@@ -201,7 +201,7 @@ class StepLogs:
             # The value of the whole batch, for what is a mean over examples.
             value = tf.reduce_mean(tf.cast(value, tf.float32))
             if weight is not None:
-                value = tf.math.multiply_no_nan(value, weight.fraction)
+                value = tf.math.multiply_no_nan(value, tf.cast(weight.fraction, tf.float32))
             copies = self.raw.setdefault(name, [])
             with tf.init_scope():
                 while len(copies) <= local:

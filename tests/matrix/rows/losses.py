@@ -36,6 +36,13 @@ def sample_weights() -> Case:
     return Case(model, batches(*numbers(), 8, _weights()), predict=None)
 
 
+# As exactly as float64 sums: nothing on the way may be rounded to float32.
+@row("float64, sample weights and an uneven batch", floatx="float64", tol=1e-11, core=True)
+def sample_weights_in_float64() -> Case:
+    model = compiled(mlp(), keras.optimizers.SGD(0.1), weighted_metrics=["accuracy"])
+    return Case(model, batches(*numbers(), 8, _weights().astype("float64")))
+
+
 @row("sample weights of arrays")
 def sample_weight_argument() -> Case:
     model = compiled(mlp(), adam(), weighted_metrics=["accuracy"])

@@ -1,0 +1,55 @@
+"""What of a process decides its results, beside the model and the data.
+
+The workers of `tfmw.fit(..., workers=2)` begin where the caller's process is: shuffled arrays then
+have the order that they have in one process, and a function that makes a model or a dataset makes
+the same one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from tfmw import keras_compat
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessSettings:
+    """Random states and Keras's global settings, as they are in one process.
+
+    Attributes:
+        random: see `keras_compat.random_state`.
+        floatx: "float32", ...: the type of layers and of arrays without one.
+        epsilon: the small number that Keras's functions add.
+        image_data_format: "channels_last" or "channels_first".
+        dtype_policy: the configuration of the policy that new layers take.
+    """
+
+    random: Mapping[str, Any]
+    floatx: str
+    epsilon: float
+    image_data_format: str
+    dtype_policy: Any
+
+    @classmethod
+    def of_this_process(cls) -> ProcessSettings:
+        """Reads them."""
+        return cls(
+            random=keras_compat.random_state(),
+            floatx=keras.config.floatx(),
+            epsilon=keras.config.epsilon(),
+            image_data_format=keras.config.image_data_format(),
+            dtype_policy=keras.dtype_policies.serialize(keras.config.dtype_policy()),
+        )
+
+    def apply(self) -> None:
+        """Makes them this process's own."""
+        keras_compat.set_random_state(self.random)
+        keras.config.set_floatx(self.floatx)
+        keras.config.set_epsilon(self.epsilon)
+        keras.config.set_image_data_format(self.image_data_format)
+        policy = keras.dtype_policies.deserialize(self.dtype_policy)
+        keras.config.set_dtype_policy(policy)
