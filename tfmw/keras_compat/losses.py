@@ -92,11 +92,15 @@ class ReplicaWeight:
             self.deferred = None
 
     def all_sum(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums over replicas; no gradient flows through (normalizers are constants)."""
+        """Sums over replicas; no gradient flows through (normalizers are constants).
+
+        A replica without examples adds nothing: what it computes is of a placeholder.
+        """
         if self.deferred is not None:
             raise CannotCompile
         replica = tf.distribute.get_replica_context()
-        stopped = [tf.stop_gradient(tf.identity(v)) for v in values]
+        present = self.examples > 0
+        stopped = [tf.stop_gradient(tf.where(present, v, tf.zeros_like(v))) for v in values]
         reduced: list[tf.Tensor] = replica.all_reduce(tf.distribute.ReduceOp.SUM, stopped)
         return [tf.stop_gradient(v) for v in reduced]
 

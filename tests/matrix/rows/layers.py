@@ -68,6 +68,15 @@ def masked_loss() -> Case:
     return Case(weighted, batches(words, (words * 7 % 3).astype("int32")), predict=None)
 
 
+@row("masked loss, a batch of one example", core=True)
+def masked_loss_of_one_example() -> Case:
+    # All replicas but one compute on a placeholder, whose entries must not be counted.
+    model = _masked(layers.Masking(9.0))
+    words, _ = (part[:9] for part in _sentences())
+    labels = (words * 7 % 3).astype("int32")
+    return Case(compiled(model, adam()), batches(words, labels), predict=None)
+
+
 @row("attention with padding")
 def attention() -> Case:
     words = keras.Input([6], dtype="int32")
