@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import keras
@@ -61,6 +62,20 @@ class Attends(layers.Layer):
         return self.attention(x, x)
 
 
+class CrossesWithItself(layers.Layer):
+    """A cross of a feature with itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crossing = layers.HashedCrossing(num_bins=4, output_mode="one_hot")
+
+    def call(self, x: Any) -> Any:
+        return self.crossing((x, x))
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return (shape[0], 4)
+
+
 def _adapted_normalization() -> Any:
     layer = layers.Normalization()
     layer.adapt(keras.random.normal([16, 6], seed=3))
@@ -93,7 +108,10 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "": ((3,), {"input_dim": 4, "output_dim": 3}, "int32"),
         "of masked tokens": ((3,), {"input_dim": 4, "output_dim": 3, "mask_zero": True}, "int32"),
     },
-    "Equalization": {"": (_IMAGE, {"value_range": (0, 1)})},
+    # Keras finds a cycle in functional models that hold the layer itself.
+    "Equalization": {
+        "": (_IMAGE, lambda: layers.Lambda(lambda t: layers.Equalization(value_range=(0, 1))(t)))
+    },
     "GRU": {"": ((8, 6), {"units": 3})},
     "GroupNormalization": {"": ((8, 6), {"groups": 2})},
     "GroupedQueryAttention": {
@@ -104,15 +122,7 @@ RECIPES: dict[str, dict[str, Recipe]] = {
             ),
         )
     },
-    "HashedCrossing": {
-        "": (
-            (1,),
-            lambda: layers.Lambda(
-                lambda t: layers.HashedCrossing(num_bins=4, output_mode="one_hot")((t, t))
-            ),
-            "int32",
-        )
-    },
+    "HashedCrossing": {"": ((1,), CrossesWithItself, "int32")},
     "Hashing": {"": ((1,), {"num_bins": 4, "output_mode": "one_hot"}, "int32")},
     "IntegerLookup": {"": ((1,), {"vocabulary": [1, 2], "output_mode": "one_hot"}, "int64")},
     "LSTM": {"": ((8, 6), {"units": 3}), "stateful": ((8, 6), {"units": 3, "stateful": True})},
@@ -190,4 +200,7 @@ for _name in (
     *("RandomPosterization", "RandomSaturation", "RandomSharpness", "RandomShear"),
 ):
     _arguments = _AUGMENTATIONS.get(_name, {})
+    if "value_range" in inspect.signature(getattr(layers, _name)).parameters:
+        # What is made for values up to 255 would make the small values of these images huge.
+        _arguments = {"value_range": (0, 1), **_arguments}
     RECIPES.setdefault(_name, {"": (_IMAGE, _arguments)})

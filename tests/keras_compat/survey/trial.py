@@ -19,6 +19,7 @@ DOCUMENTED = {
     "layers": {
         "random": "each replica draws its own random numbers",
         "BatchNormalization": "each replica normalizes by its own examples",
+        "Equalization": "each replica takes the histogram of its own examples",
     }
 }
 
@@ -59,7 +60,7 @@ def attempt(item: Item, context: Context, strategy: tf.distribute.Strategy) -> O
             return outcome("not trained by Keras", why=f"{type(e).__name__}: {_first(e)}")
     if not all(np.isfinite(v).all() for v in expected.values()):
         return outcome("not trained by Keras", why="its results are not finite")
-    with _tfmw_warnings() as heard:
+    with _tfmw_warnings() as warned:
         try:
             got = compared(run(row, strategy))
         except UsageError as e:
@@ -72,10 +73,10 @@ def attempt(item: Item, context: Context, strategy: tf.distribute.Strategy) -> O
     if greatest <= item.tol:
         return outcome("equal", greatest)
     reason = _documented(item, row)
-    if reason:
+    if reason and np.isfinite(greatest):
         return outcome("documented", greatest, reason)
-    if heard:
-        return outcome("warned", greatest, heard[0].removeprefix("tfmw: "))
+    if warned:
+        return outcome("warned", greatest, warned[0].removeprefix("tfmw: "))
     return outcome("SILENT", greatest, f"in {worst}")
 
 
@@ -112,8 +113,8 @@ def attempt_together(
 def _documented(item: Item, row: Row) -> str:
     if item.kind != "layers":
         return ""
-    if item.name == "BatchNormalization":
-        return DOCUMENTED["layers"]["BatchNormalization"]
+    if item.name in DOCUMENTED["layers"]:
+        return DOCUMENTED["layers"][item.name]
     model = row.build().model
     draws = any(getattr(layer, "_seed_generators", []) for layer in model._flatten_layers())
     return DOCUMENTED["layers"]["random"] if draws else ""
