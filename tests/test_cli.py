@@ -58,7 +58,7 @@ def test_a_loop_of_the_users_own_reports_its_progress(tmp_path):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["run", "--workers", "2"], ["no script is given"]),
+        (["run", "--workers", "2"], ["received no script"]),
         (["run", "--workers", "2", "nowhere.py"], ["no script 'nowhere.py'", str(ROOT)]),
         (["run", "--workers", "2", "-m", "no_such_module.train"], ["no module 'no_such_module"]),
         (["run", "--workers", "2", "-m"], ["-m"]),

@@ -2,15 +2,15 @@
 
     tfmw run --workers 2 train.py --epochs 3      # a cluster on this machine
     tfmw run --hosts h0,h1 train.py --epochs 3    # on h0 and on h1: one task on each
-    srun tfmw run train.py --epochs 3             # one task of a cluster that others started
+    srun tfmw run train.py --epochs 3             # one task of a cluster that srun starts
     tfmw env                                      # a report to paste in an issue
-    tfmw check --hosts h0,h1 --backup-dir /shared # on h0 and on h1: will it work
-    tfmw check /shared/run7 build/model           # are backups and exports intact
-    tfmw bench --workers 2 train.py:make          # where does the time of a step go
+    tfmw check --hosts h0,h1 --backup-dir /shared # on h0 and on h1: tests the cluster
+    tfmw check /shared/run7 build/model           # verifies backups and exports
+    tfmw bench --workers 2 train.py:make          # measures the parts of a step's time
 
-Options take hyphens and underscores alike. Exit status: 0 all done, 1 a task failed, or what was
-checked is not in order, 2 wrong usage or wrong cluster description, 75 the tasks saved their state
-and are to be run again, 128 + n ended by signal n.
+Options accept hyphens and underscores. Exit status: 0 all done, 1 a task or a check failed, 2 wrong
+usage or wrong cluster description, 75 the tasks saved their state and must be run again, 128 + n
+ended by signal n.
 """
 
 from __future__ import annotations
@@ -81,21 +81,27 @@ def _check_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
         "check",
         help="check a cluster before a run, or whether backups and exports are intact",
         usage="tfmw check [--hosts H0,H1] [options], or tfmw check PATH ...",
-        description="Without PATH: is this cluster going to work? Run it on every task, at about "
-        "the same time, as the run itself is going to be started: names, ports, each pair of "
-        "tasks, versions, GPUs, clocks, shared directories. With PATH: are these backups and "
-        "exports what they were when they were written?",
-        epilog="Exit status: 0 all is well, 1 something is not, 2 wrong usage or wrong cluster "
+        description="Without PATH: tests whether a cluster will work. Run it on every task, at "
+        "about the same time, in the same way as the run: names, ports, each pair of tasks, "
+        "versions, GPUs, clocks, shared directories. With PATH: verifies the checksums of backups "
+        "and exports.",
+        epilog="Exit status: 0 all checks passed, 1 a check failed, 2 wrong usage or wrong cluster "
         "description.",
         allow_abbrev=False,
     )
     check.add_argument("paths", nargs="*", metavar="PATH", help="a backup_dir or an export_dir")
     _add_hosts(check)
-    check.add_argument("--ps", type=int, default=0, metavar="N", help="the last N are servers (0)")
+    check.add_argument(
+        "--ps", type=int, default=0, metavar="N", help="the last N hosts are parameter servers (0)"
+    )
     check.add_argument("--backup-dir", metavar="DIR", help="must be shared, and writable")
     check.add_argument("--export-dir", metavar="DIR", help="must be shared, and writable")
     check.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="wait for the others so long (60)"
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds to wait for other tasks (60)",
     )
 
 
@@ -110,7 +116,7 @@ def _bench_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
         "one batch kept in memory.",
         allow_abbrev=False,
     )
-    bench.add_argument("target", metavar="FILE.py:FUNCTION", help="what to train")
+    bench.add_argument("target", metavar="FILE.py:FUNCTION", help="the function")
     bench.add_argument("--workers", type=int, default=2, metavar="N", help="processes (2)")
     bench.add_argument("--steps", type=int, default=20, metavar="K", help="steps per epoch (20)")
 
@@ -139,8 +145,8 @@ def _check(options: argparse.Namespace) -> int:
     if options.paths:
         if directories or options.hosts:
             raise UsageError(
-                "tfmw check takes either paths, to see whether they are intact, or a cluster and "
-                "its directories; call it twice."
+                "tfmw check takes either paths to verify, or a cluster and its directories; call "
+                "it twice."
             )
         from tfmw.tools import verify
 
@@ -190,7 +196,7 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
     )
     _add_hosts(run)
     _add_run_options(run)
-    # Where the program starts is found by `_split`; this is for the help.
+    # `_split` finds the program; this argument is only for the help.
     run.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
     return run
 
@@ -202,21 +208,21 @@ def _add_run_options(run: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="when a task dies, end the others and start all again, from the newest backup, up to "
-        "N times; a worker of parameter servers and an evaluator are started again alone (0)",
+        help="when a task dies, end the other tasks and restart all, from the newest backup, up to "
+        "N times; a worker of parameter servers and an evaluator restart alone (0)",
     )
     run.add_argument(
         "--min-workers",
         type=int,
         metavar="M",
-        help="where a worker dies twice before its first step, go on without it, with M at least",
+        help="if a worker dies twice before its first step, continue without it, with at least M",
     )
     run.add_argument(
         "--monitor-interval",
         type=float,
         default=0.05,
         metavar="S",
-        help="seconds between two looks at the tasks (0.05)",
+        help="seconds between two checks of the tasks (0.05)",
     )
     run.add_argument(
         "--hang-timeout",
@@ -231,35 +237,35 @@ def _add_run_options(run: argparse.ArgumentParser) -> None:
         type=float,
         default=120.0,
         metavar="S",
-        help="seconds until every task is up and has met the others; 0: no limit (120)",
+        help="seconds in which every task must start and join; 0: no limit (120)",
     )
     run.add_argument(
         "--preempt-grace",
         type=float,
         metavar="S",
-        help="after SIGTERM or SIGUSR1: seconds in which the tasks save their state and leave (30)",
+        help="after SIGTERM or SIGUSR1: seconds in which the tasks save their state and exit (30)",
     )
     run.add_argument(
         "--standby",
         choices=("auto", "on", "off"),
         default="auto",
-        help="one process that has imported TensorFlow stands by, and tasks start as copies of it, "
-        "at first and after a failure; auto: with several tasks or --max-restarts (auto)",
+        help="a standby process imports TensorFlow, and tasks are forked from it, at first and "
+        "after a failure; auto: with several tasks or --max-restarts (auto)",
     )
     run.add_argument(
         "--isolate",
         choices=("auto", "on", "off"),
         default="auto",
-        help="the tasks live in a private network: nobody reaches their ports, and they reach "
-        "nobody, so no downloads and no gs://; auto: where the system allows it, unless a flag of "
-        "the script names a URL, or a proxy or cloud credentials are set (auto)",
+        help="run the tasks in a private network, which connects them to each other only: no "
+        "downloads, no gs://; auto: if the system allows it, unless a flag of the script names a "
+        "URL, or a proxy or cloud credentials are set (auto)",
     )
 
 
 def _split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
     """Splits at the program: (options of tfmw with hyphens, the program and its flags).
 
-    argparse alone would take the program's flags for its own.
+    argparse alone would parse the program's flags as its own.
     """
     valued = {
         name
@@ -340,6 +346,6 @@ def _run(options: argparse.Namespace, program: list[str]) -> int:
             print(line, file=sys.stderr)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes both once more when it ends, and would complain.
+        # At exit Python flushes both again, and would print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return result.status

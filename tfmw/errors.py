@@ -1,18 +1,18 @@
-"""The errors tfmw raises on purpose.
+"""The errors that tfmw raises.
 
-Each message is one sentence: what was received, what was expected, what to do.
+Each message is one sentence: the received value, the expected one, and the remedy.
 """
 
 
 class TfmwError(Exception):
-    """Base class of every error that tfmw raises on purpose."""
+    """Base class of all errors that tfmw raises."""
 
     status = 1
     """Exit status of a program that ends with this error."""
 
 
 class UsageError(TfmwError, ValueError):
-    """A wrong argument, or a wrong combination of arguments: the caller can mend it."""
+    """A wrong argument, or a wrong combination of arguments, that the caller can correct."""
 
     status = 2
 
@@ -26,7 +26,7 @@ class TaskFailed(TfmwError, RuntimeError):
 
 
 PREEMPTED = 75
-"""Exit status of a task that was told to leave, has saved its state, and asks to be run again.
+"""Exit status of a preempted task that has saved its state and must be run again.
 
 EX_TEMPFAIL of sysexits.h: a temporary failure, the user is invited to retry.
 """
@@ -35,8 +35,8 @@ EX_TEMPFAIL of sysexits.h: a temporary failure, the user is invited to retry.
 class Preempted(TfmwError, SystemExit):
     """The run received SIGTERM or SIGUSR1 and has written a backup; ends the process.
 
-    Both signals are ignored from then on, so that this process ends with the status 75 also where
-    the end of another task has the scheduler end this one (`srun --kill-on-bad-exit`).
+    Both signals are ignored from then on. So this process ends with status 75 even if the
+    scheduler ends it after the exit of another task (`srun --kill-on-bad-exit`).
     """
 
     status = PREEMPTED

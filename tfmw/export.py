@@ -1,15 +1,15 @@
-"""Write a trained model as a SavedModel: one writer, whole or not at all, checkable later.
+"""Exports a trained model as a SavedModel: one writer, an atomic write, with checksums.
 
-    tfmw.export(model, "models/digits")                        # the chief writes, others return
+    tfmw.export(model, "models/digits")                        # the chief writes
 
     # anywhere, in one process, without tfmw
     outputs = tf.saved_model.load("models/digits").signatures["serving_default"](image=images)
     outputs = keras.layers.TFSMLayer("models/digits", call_endpoint="serve")(images)
 
-    problems = verify("models/digits")                         # [] or what is damaged
+    problems = verify("models/digits")                         # [] or one sentence for each problem
 
-The directory is written under a temporary name beside its own, flushed to the disk and renamed,
-so that a crash leaves the old export, the new one or none, never half of one.
+The directory is written under a temporary name beside its own, flushed to the disk and renamed. A
+crash leaves the old export, the new one or none, never a partial one.
 """
 
 from __future__ import annotations
@@ -50,38 +50,38 @@ def export(
     input_signature: Any = None,
     cluster: Cluster | None = None,
 ) -> str | None:
-    """Write `model` to `path` as a SavedModel, on the chief; on other tasks do nothing.
+    """Writes `model` to `path` as a SavedModel, on the chief; does nothing on other tasks.
 
-    The artifact has two endpoints, both computing `model(inputs, training=False)`:
+    The SavedModel has two endpoints. Both compute `model(inputs, training=False)`:
 
     - `serving_default` takes tensors by the model's input names and returns them by its output
       names: the keys of a dict, the names of a functional model's `keras.Input`s and output
-      layers, and for what has no name the argument's name and `output_0`, `output_1`, ...
+      layers; for unnamed ones the argument's name and `output_0`, `output_1`, ...
     - `serve` takes and returns the structures that the model itself takes and returns.
 
-    There is no collective in here: the chief waits for nobody and nobody for the chief.
+    The call contains no collective: no task waits for another.
 
     Args:
-        model: a built Keras model whose variables are plain ones, as `tfmw.fit` leaves it.
-        path: the directory to write; an export that is there already is replaced. A remote path
-            (`gs://bucket/model`) goes through `tf.io.gfile`, where a rename is as atomic as the
-            file system makes it.
-        pass_through: inputs that `serving_default` hands back unchanged, by name: with
-            `{"key": tf.TensorSpec([None], tf.string)}` every prediction comes back beside the key
+        model: a built Keras model with plain variables, such as after `tfmw.fit`.
+        path: the directory to write; an existing export is replaced. A remote path
+            (`gs://bucket/model`) is written by `tf.io.gfile`, whose renames are as atomic as the
+            file system makes them.
+        pass_through: inputs that `serving_default` returns unchanged, by name: with
+            `{"key": tf.TensorSpec([None], tf.string)}` it returns each prediction beside the key
             of its example.
         input_signature: the specs of the model's one argument, a structure of `tf.TensorSpec`,
-            the first dimension being the batch (taken as unknown). By default what the model was
-            built with; a subclassed model does not remember the types of its inputs, so there the
-            default is floats.
-        cluster: whose chief writes; by default the cluster that this process joined.
+            whose first dimension is the batch (exported as unknown). By default the shapes that
+            the model was built with. A subclassed model does not store the types of its inputs;
+            their default is its float type.
+        cluster: the cluster whose chief writes; by default the one that this process joined.
 
     Returns:
-        The path that was written on the chief, None on other tasks.
+        On the chief the path that was written, on other tasks None.
 
     Raises:
-        UsageError: `model` is no Keras model, it is not built, its inputs are not known, two inputs
-            or two outputs would have the same name, or at `path` is something that is not a
-            SavedModel; that is left alone.
+        UsageError: `model` is not a Keras model, it is not built, its inputs are unknown, two
+            inputs or two outputs would have the same name, or `path` exists and is not a SavedModel
+            (it is not changed then).
     """
     if not isinstance(model, keras.Model):
         raise UsageError(f"export takes a Keras model; received: {type(model).__name__}.")
@@ -101,11 +101,11 @@ def export(
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Raises before the training what `export` would raise after it about `path`.
+    """Checks before the training whether `export` could write `path` after it.
 
     Raises:
-        UsageError: at `path` is something that is neither a SavedModel nor an empty directory, or
-            no directory can be created there.
+        UsageError: `path` exists and is neither a SavedModel nor an empty directory, or no
+            directory can be created there.
     """
     target = _normalize(path)
     try:
@@ -129,13 +129,13 @@ def check_path(path: str | os.PathLike[str]) -> None:
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
-    """Compare the files of an export with the sums that were taken when it was written.
+    """Compares the files of an export with the checksums of its manifest.
 
     Args:
-        path: a directory that `export` wrote. Files added since then are not looked at.
+        path: a directory that `export` wrote. Files added since then are ignored.
 
     Returns:
-        One sentence for each problem, none if every file is as it was written.
+        One sentence for each problem; none if every file is intact.
     """
     directory = _normalize(path)
     if not tf.io.gfile.isdir(directory):
@@ -195,7 +195,7 @@ def _input_specs(model: keras.Model, input_signature: Any) -> Any:
         tf.TensorSpec(
             tf.TensorShape([None]).concatenate(spec.shape[1:]),
             spec.dtype,
-            # The name of a leaf inside a dict is its key: that is what callers know it by.
+            # The name of a leaf inside a dict is its key, as for callers of the model.
             ("_".join(keys) if keys else None)
             or spec.name
             or (_argument_name(model) if only else f"input_{index}"),
@@ -206,7 +206,7 @@ def _input_specs(model: keras.Model, input_signature: Any) -> Any:
 
 
 def _symbolic_inputs(model: keras.Model) -> Any:
-    """The structure of Keras tensors that a functional or Sequential model starts from, or None."""
+    """The input tensors of a functional or Sequential model, or None."""
     try:
         flat = model.inputs
     except AttributeError:  # subclassed
@@ -217,7 +217,7 @@ def _symbolic_inputs(model: keras.Model) -> Any:
 
 
 def _remembered_inputs(model: keras.Model) -> Any:
-    """The shapes that a subclassed model was built with; its float type is assumed."""
+    """Specs of the shapes that a subclassed model was built with, of its float type."""
     shapes = (model.get_build_config() or {}).get("input_shape")
     if shapes is None:
         raise UsageError(
@@ -253,7 +253,7 @@ def _output_names(model: keras.Model, count: int) -> list[str]:
 
 
 def _leaves(structure: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (the dict keys on the way, the leaf), in the order of `tf.nest.flatten`."""
+    """Yields (keys of the dicts above a leaf, the leaf), in the order of `tf.nest.flatten`."""
     if isinstance(structure, Mapping):
         for key in sorted(structure):
             yield from _leaves(structure[key], (*keys, str(key)))
@@ -312,7 +312,7 @@ def _archive(
             model,
         )
 
-    # A single input is passed as it is, so that `TFSMLayer(...)(images)` works; several by name.
+    # A single input is passed without a name, so that `TFSMLayer(...)(images)` works.
     only = named_specs[names[0]] if len(named_specs) == 1 else None
     archive = keras.export.ExportArchive()
     archive.track(model)
@@ -324,10 +324,10 @@ def _archive(
 
 
 def _forget_cluster(directory: str) -> None:
-    """Remove the description of this process's cluster from a SavedModel.
+    """Removes the description of this process's cluster from a SavedModel.
 
-    TensorFlow writes its session's configuration into every call of a function: which devices of
-    the job to use, who leads its collectives, how its tasks watch each other's health.
+    TensorFlow writes its session's configuration into every call of a function: the devices of
+    the job, the leader of its collectives, the health checks between its tasks.
     """
     path = posixpath.join(directory, "saved_model.pb")
     with tf.io.gfile.GFile(path, "rb") as file:
@@ -353,7 +353,7 @@ def _forget_cluster(directory: str) -> None:
     if cleaned != content:
         with tf.io.gfile.GFile(path, "wb") as file:
             file.write(cleaned)
-        # The fingerprint is of the first version; TensorFlow does not need one.
+        # The fingerprint is that of the unchanged file; TensorFlow does not need one.
         fingerprint = posixpath.join(directory, "fingerprint.pb")
         if tf.io.gfile.exists(fingerprint):
             tf.io.gfile.remove(fingerprint)

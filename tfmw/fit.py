@@ -1,7 +1,7 @@
-"""fit, evaluate and predict: Keras's methods of those names, on every replica of a cluster.
+"""fit, evaluate and predict: as Keras's methods of the same names, on every replica of a cluster.
 
 Read `fit` top to bottom: check the arguments, choose the strategy, shard the data, restore, train,
-export. The epochs themselves are in `training/loop.py`, the steps in `mirrored/` and
+export. The loop over epochs is in `training/loop.py`, steps are in `mirrored/` and
 `parameter_server/`.
 """
 
@@ -63,8 +63,8 @@ def fit(
     """Trains `model` on all replicas of the cluster, with the results of one process.
 
     Args:
-        model: a compiled Keras 3 model, whenever and wherever it was built, or a callable that
-            returns one. It is trained in place.
+        model: a compiled Keras 3 model, built at any time or not yet, or a callable that returns
+            one. It is trained in place.
         x, y, batch_size, epochs, verbose, callbacks, validation_split, validation_data, shuffle,
             class_weight, sample_weight, initial_epoch, steps_per_epoch, validation_steps,
             validation_batch_size, validation_freq: as in `keras.Model.fit`. A `tf.data.Dataset`
@@ -72,22 +72,23 @@ def fit(
             and returns the pipeline of that worker, batched by the batch size of one replica.
         strategy: "auto" (the cluster that `tfmw.init` joined; else the GPUs of this machine; else
             one process), a name from `tfmw.strategies`, or a `tf.distribute.Strategy`.
-        workers: trains on that many new processes of this machine and brings the result back: the
-            way for notebooks, where TensorFlow has run already. What cannot be sent there
-            (a dataset that holds Python functions, say) is refused before anything starts.
-        backup_dir: where the state of the run is saved, and where an interrupted run goes on from:
-            the short form of `tfmw.callbacks.BackupAndRestore(backup_dir)`.
+        workers: number of new processes of this machine on which to train; the result is copied
+            back. For notebooks, where TensorFlow has already run. An argument that cannot be sent
+            to other processes (a dataset that holds Python functions, for example) raises before
+            any process starts.
+        backup_dir: directory in which the state of the run is saved, and from which an interrupted
+            run resumes: the short form of `tfmw.callbacks.BackupAndRestore(backup_dir)`.
         backup_every: a number of steps, "epoch", "3 epochs", or a time such as "10 s".
         export_dir: after training the chief exports a SavedModel there.
         seed: makes runs with the same number of workers equal bit for bit. It sets the seeds of
             Python, NumPy, Keras and TensorFlow (`keras.utils.set_random_seed`) and turns
             TensorFlow's deterministic ops on, for the whole process.
         gradient_compression: "fp16" or "bf16": dense gradients are sent between replicas, and
-            summed, in 16 bits. Half the traffic, and no longer the results of one process.
+            summed, in 16 bits. This halves the traffic; results differ from those of one process.
         precision: "mixed_bfloat16" or "mixed_float16": float32 layers compute in 16 bits while they
             are trained; weights, optimizer and losses stay float32, and the model is a float32
             model again afterwards. "mixed_float16" needs a `keras.optimizers.LossScaleOptimizer`.
-            None or "float32": as the layers say.
+            None or "float32": each layer's own dtype policy.
 
     Returns:
         A `keras.callbacks.History`, the same on every worker.
@@ -96,8 +97,8 @@ def fit(
         UsageError: an uncompiled model, an empty dataset, an infinite one without
             `steps_per_epoch`, arguments or data that differ between workers, a backup of another
             model, a backup directory in use, and other wrong uses.
-        Preempted: SIGTERM or SIGUSR1 came to a task while there is a `backup_dir`: the state is
-            saved and the process should end with the status of this exception (75).
+        Preempted: a task received SIGTERM or SIGUSR1 and there is a `backup_dir`: the state is
+            saved, and the process should end with the status of this exception (75).
     """
     arguments = FitArguments(**locals())
     if workers is not None:
@@ -127,7 +128,7 @@ Training = MirroredTraining | ParameterServerTraining
 
 
 def _sharded(session: Session, arguments: FitArguments, record: dict[str, Any] | None) -> Training:
-    """How this call trains: with the data divided and the model built."""
+    """The driver of this call, with sharded data and a built model."""
     servers = strategies.servers_of(session.strategy)
     if servers is not None:
         return ParameterServerTraining(session, arguments, servers, record)
@@ -135,7 +136,7 @@ def _sharded(session: Session, arguments: FitArguments, record: dict[str, Any] |
 
 
 def _require_same(session: Session, arguments: FitArguments, training: Training) -> None:
-    """Raises UsageError on every task where tasks were called with different arguments."""
+    """Raises UsageError on every task if the tasks' arguments differ."""
     session.group.require_same(
         {
             "epochs": arguments.epochs,
@@ -187,7 +188,7 @@ def _validate_here(
     callbacks: Any = None,
     signals: ValidationSignals | None = None,
 ) -> dict[str, Any]:
-    """Evaluates on the validation data in this process alone; returns the logs."""
+    """Evaluates on the validation data in this process only; returns the logs."""
     source = arguments.validation_source
     assert source is not None
     hooks = []
@@ -211,7 +212,7 @@ def _validate_here(
 
 
 def _evaluate_beside(session: Session, arguments: FitArguments) -> keras.callbacks.History:
-    """What fit does on an evaluator: scores the backups of the training."""
+    """`fit` on an evaluator: evaluates the backups of the training."""
     backup = arguments.backup
     if backup is None or arguments.validation_source is None:
         missing = "backup_dir" if backup is None else "validation_data"
@@ -238,7 +239,7 @@ def _fit_on_new_workers(arguments: FitArguments) -> keras.callbacks.History:
             f"workers={workers} trains with multi-worker mirroring, received "
             f"strategy={strategy!r}: leave one of the two out."
         )
-    apart = ("model", "workers", "x", "validation_data")  # they are not sent as they are
+    apart = ("model", "workers", "x", "validation_data")  # sent separately, in another form
     settings = {
         field.name: getattr(arguments, field.name)
         for field in dataclasses.fields(arguments)
@@ -251,7 +252,7 @@ def _fit_on_new_workers(arguments: FitArguments) -> keras.callbacks.History:
 
 
 def _signature(model: keras.Model, training: Training) -> Any:
-    """What a model that does not know its inputs is exported for: what it was trained on."""
+    """Signature for the export of a model without known inputs: that of its training data."""
     if getattr(model, "inputs", None):
         return None
     x, _, _ = keras.utils.unpack_x_y_sample_weight(training.element_spec)
@@ -271,7 +272,7 @@ def evaluate(
     return_dict: bool = False,
     strategy: Any = "auto",
 ) -> Any:
-    """Loss and metrics over all examples, computed on all replicas.
+    """Computes loss and metrics over all examples, on all replicas.
 
     Args:
         model, x, y, strategy: as in `fit`.
@@ -311,14 +312,14 @@ def predict(
     callbacks: Any = None,
     strategy: Any = "auto",
 ) -> Any:
-    """Predictions for all examples in the dataset's order, computed on all replicas.
+    """Computes predictions for all examples in the dataset's order, on all replicas.
 
     Args:
         model, x, strategy: as in `fit`.
         batch_size, verbose, steps, callbacks: as in `keras.Model.predict`.
 
     Returns:
-        NumPy array(s) [examples, ...] in the structure of the model's outputs, all of them on
+        NumPy array(s) [examples, ...] in the structure of the model's outputs; all examples on
         every worker.
 
     Raises:

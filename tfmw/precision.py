@@ -3,7 +3,7 @@
     with trained_in(model, "mixed_bfloat16"):
         ...  # layers compute in bfloat16; weights, optimizer and losses stay float32
 
-Keras takes a model's precision when its layers are made; this gives it to a model that exists.
+Keras sets a layer's precision when the layer is created; this module changes that of a model.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tfmw.errors import UsageError
 PRECISIONS = ("mixed_bfloat16", "mixed_float16")
 
 COMPRESSIONS = {"fp16": tf.float16, "bf16": tf.bfloat16}
-"""The types that gradients may be sent in: the choices of `fit(gradient_compression=...)`."""
+"""Types in which gradients are sent, by the choice of `fit(gradient_compression=...)`."""
 
 
 def check(precision: str | None, gradient_compression: str | None) -> None:
-    """Raises UsageError for choices that `fit` does not know."""
+    """Raises UsageError for unknown choices."""
     if gradient_compression not in (None, *COMPRESSIONS):
         raise UsageError(
             f"unknown gradient_compression {gradient_compression!r}: expected None, "
@@ -39,7 +39,7 @@ def check(precision: str | None, gradient_compression: str | None) -> None:
 
 @contextlib.contextmanager
 def trained_in(model: keras.Model, precision: str | None) -> Iterator[None]:
-    """Gives layers of policy float32 the policy `precision`, and float32 back afterwards.
+    """Sets layers of policy float32 to the policy `precision`, and back to float32 afterwards.
 
     Layers of any other policy keep theirs.
 

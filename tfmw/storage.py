@@ -1,12 +1,11 @@
-"""Directories that appear whole or not at all, and checksums of files.
+"""Atomic writes of directories, and checksums of files.
 
     with atomic_directory("/models/digits") as temporary:
         ...                                   # write files into `temporary`
 
 The files are written under a temporary name beside the target, flushed to the disk and renamed.
-Local paths go through `os`, which can flush and follows no links on removal; URLs such as
-`gs://bucket/model` go through `tf.io.gfile`, where a rename is as atomic as the file system makes
-it.
+Local paths use `os`, which can flush, and which follows no links on removal. URLs such as
+`gs://bucket/model` use `tf.io.gfile`, whose renames are as atomic as the file system makes them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-# What a crash leaves beside `models/digits`: `models/.digits.writing-1f0c9e4b7a52`.
+# A leftover of a crash beside `models/digits`: `models/.digits.writing-1f0c9e4b7a52`.
 _WRITING, _REPLACED = "writing", "replaced"
 _LEFTOVER = re.compile(rf"\.(.+)\.({_WRITING}|{_REPLACED})-[0-9a-f]{{12}}")
 
@@ -32,8 +31,8 @@ _LEFTOVER = re.compile(rf"\.(.+)\.({_WRITING}|{_REPLACED})-[0-9a-f]{{12}}")
 def atomic_directory(target: str) -> Iterator[str]:
     """Yields the name of a directory to create and fill; at the end it replaces `target`.
 
-    If the block raises, the temporary directory is removed and `target` stays as it is. A crash
-    leaves the old directory, the new one or none, and leftovers for `clean_up`.
+    If the block raises, the temporary directory is removed and `target` is unchanged. A crash
+    leaves the old directory, the new one or none, and leftovers, which `clean_up` removes.
 
     Args:
         target: an absolute local path or a URL, without a slash at the end. Its parent is created.
@@ -47,14 +46,14 @@ def atomic_directory(target: str) -> Iterator[str]:
         flush_tree(temporary)
         replace(target, temporary)
     except BaseException:
-        # There may be nothing to remove, and the cause matters more.
+        # The directory may not exist, and the error of the block matters more.
         with contextlib.suppress(OSError, tf.errors.OpError):
             remove(temporary)
         raise
 
 
 def check_creatable(target: str) -> None:
-    """Tries whether a directory can be created beside `target`, or where its parents begin.
+    """Tests whether a directory can be created beside `target`, or in its first existing parent.
 
     Raises:
         OSError, ValueError or tf.errors.OpError: it cannot; nothing has changed.
@@ -87,10 +86,10 @@ def replace(target: str, temporary: str) -> None:
 
 
 def clean_up(parent: str, names: re.Pattern[str]) -> None:
-    """Removes what interrupted writes have left in `parent`, or restores what they had replaced.
+    """Removes leftovers of interrupted writes in `parent`, or restores what they had replaced.
 
     Args:
-        parent: a directory in which nobody else writes these names now.
+        parent: a directory in which no other process is writing these names.
         names: matches the targets of the writes.
     """
     if not tf.io.gfile.isdir(parent):
@@ -146,7 +145,7 @@ def sha256(path: str) -> str:
 
 
 def is_local(path: str) -> bool:
-    """Whether a path is no URL."""
+    """Whether a path is not a URL."""
     return "://" not in path
 
 

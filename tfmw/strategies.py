@@ -1,7 +1,7 @@
 """From a `Cluster` to a `tf.distribute.Strategy`.
 
 strategy = strategies.multi_worker_mirrored("ring")
-strategies.current_strategy()                    # what fit() trains on
+strategies.current_strategy()                    # the default strategy of fit()
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def multi_worker_mirrored(
     bytes_per_pack: int | None = None,
     timeout_s: float | None = None,
 ) -> tf.distribute.Strategy:
-    """Synchronous training on all workers of the cluster, which this joins if `init` has not.
+    """Synchronous training on all workers of the cluster. Joins it unless `init` has.
 
     Args:
         collectives: "auto", "ring" or "nccl", as in `init`.
@@ -65,8 +65,8 @@ def mirrored(devices: Sequence[str] | None = None) -> tf.distribute.Strategy:
     """Synchronous training on several devices of this machine.
 
     Args:
-        devices: such as ["CPU:0", "CPU:1"] or ["GPU:0", "GPU:1"]; all GPUs unless given, and
-            where there are none, all logical CPU devices.
+        devices: such as ["CPU:0", "CPU:1"] or ["GPU:0", "GPU:1"]; by default all GPUs, or without
+            GPUs all logical CPU devices.
 
     Raises:
         UsageError: a device that this machine does not have.
@@ -92,9 +92,9 @@ def parameter_server(
     sync_replicas: bool = False,
     replicas_to_aggregate: int | None = None,
 ) -> tf.distribute.Strategy:
-    """Training on parameter servers, for the coordinator of `cluster`, which this joins.
+    """Training on parameter servers. Joins the cluster as its coordinator.
 
-    On a ps or worker of the cluster this serves, as `init` does.
+    On a ps or worker of the cluster the call serves, as `init` does.
 
     Args:
         cluster: as in `init`, with `ps` and `workers`; this process is its chief.
@@ -103,8 +103,8 @@ def parameter_server(
         min_shard_bytes: divides each variable of at least twice this many bytes, into as many
             pieces of at least this size as there are servers.
         sync_replicas: updates wait for gradients of the same step from several workers.
-        replicas_to_aggregate: from how many of them; the others are spare, and their late
-            gradients are dropped and counted. All workers by default.
+        replicas_to_aggregate: the number of gradients in an update; by default one of each
+            worker. With fewer, late gradients are dropped and counted.
 
     Returns:
         A `tf.distribute.ParameterServerStrategy`, to pass to `fit`.
@@ -140,14 +140,14 @@ def parameter_server(
 
 
 def choose(strategy: str | tf.distribute.Strategy | None) -> tf.distribute.Strategy:
-    """The strategy that a call of fit, evaluate or predict trains on.
+    """The strategy of a call of fit, evaluate or predict.
 
     Args:
         strategy: "auto" (the joined cluster; else all GPUs of this machine; else none), a name,
-            or a strategy, which is returned as it is.
+            or a strategy, which is returned unchanged.
 
     Raises:
-        UsageError: an unknown name, or one that this process cannot have any more.
+        UsageError: an unknown name, or a strategy that this process can no longer create.
     """
     import tensorflow as tf
 
@@ -178,7 +178,7 @@ def choose(strategy: str | tf.distribute.Strategy | None) -> tf.distribute.Strat
 
 
 def beside_training(strategy: str | tf.distribute.Strategy | None) -> tf.distribute.Strategy:
-    """The strategy for evaluate and predict: parameter servers leave them to the coordinator."""
+    """The strategy for evaluate and predict; with parameter servers, the coordinator alone."""
     import tensorflow as tf
 
     chosen = choose(strategy)
@@ -188,7 +188,7 @@ def beside_training(strategy: str | tf.distribute.Strategy | None) -> tf.distrib
 
 
 def current_strategy() -> tf.distribute.Strategy:
-    """The strategy of the joined cluster; TensorFlow's default one where there is none."""
+    """The strategy of the joined cluster, or TensorFlow's default strategy."""
     import tensorflow as tf
 
     joined = membership.joined()
@@ -196,10 +196,10 @@ def current_strategy() -> tf.distribute.Strategy:
 
 
 def servers_of(strategy: tf.distribute.Strategy) -> JoinedServers | None:
-    """The parameter servers behind `strategy`; None for a strategy of another kind.
+    """The parameter servers of `strategy`; None for a strategy of another kind.
 
     Raises:
-        UsageError: a `ParameterServerStrategy` that tfmw did not make.
+        UsageError: a `ParameterServerStrategy` that tfmw did not create.
     """
     import tensorflow as tf
 

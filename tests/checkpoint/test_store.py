@@ -223,7 +223,7 @@ def test_a_truncated_file_is_found_and_the_backup_before_is_used(store, caplog, 
         (newest / name).write_bytes(content[:length])
         assert fall_back(store, caplog) == 1
         assert "step_000000000002 is damaged" in caplog.text
-        assert "the one before is used" in caplog.text
+        assert "the previous backup is used" in caplog.text
         assert len(verify(store.path)) == 1
         assert len(verify(newest)) == 1
     (newest / name).unlink()
@@ -512,7 +512,7 @@ def test_training_goes_on_when_the_disk_is_full_and_the_old_backup_stays(tmp_pat
     assert seen["left"]["names"] == ["LOCK", "step_000000000010", "step_000000000012"]
     warned = [m for m in messages if m.startswith("no backup could be written to backups (")]
     assert len(warned) == 2
-    assert "training goes on" in warned[0]
+    assert "training continues" in warned[0]
 
 
 # ---------------------------------------------------------------- row 11: whose backup
@@ -781,7 +781,7 @@ def test_row_25_weights_that_are_nan_are_not_backed_up_before_the_loss_shows_it(
         )
     assert BackupStore(tmp_path / "b").steps() == [2, 4]
     assert "no backup at step 6: " in caplog.text
-    assert "is not finite; the backup before is kept" in caplog.text
+    assert "is not finite; the previous backup is kept" in caplog.text
 
 
 def zero_for_nan(x):

@@ -173,7 +173,7 @@ def test_a_task_that_was_not_started_is_named(checks, addresses):
         (line,) = bad(lines)
         assert status == 1
         assert line.startswith(f"worker 2 at {addresses[2]} cannot be reached within 2 s")
-        assert "nobody listens there; start tfmw check for that task too" in line
+        assert "no process listens there; start tfmw check for that task too" in line
         assert f"ok: worker {1 - index} at {addresses[1 - index]} is reached" in lines
 
 
@@ -205,7 +205,7 @@ def test_an_address_of_another_machine(checks, addresses):
     ((status, lines),) = checks.end()
     assert status == 1
     assert (
-        f"'{workers[1]}', the address of this task (worker 1), is not this machine's"
+        f"'{workers[1]}', the address of this task (worker 1), is not an address of this machine"
         in (bad(lines)[0])
     )
 
@@ -259,7 +259,7 @@ def test_two_tasks_of_one_index(checks, addresses):
     for index in (0, 1, 1):
         checks.begin(index, addresses, "--timeout", "3")  # they wait for worker 2
     results = checks.end()
-    assert any("two processes call themselves worker 1" in b for b in bad(results[0][1]))
+    assert any("two processes are worker 1" in b for b in bad(results[0][1]))
 
 
 @pytest.mark.slow
@@ -297,7 +297,7 @@ def test_directories_that_differ(checks, addresses, tmp_path):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--hosts", "h0,h0", "--host-index", "0"], "h0:2222 to both worker 0 and worker 1"),
+        (["--hosts", "h0,h0", "--host-index", "0"], "h0:2222 for both worker 0 and worker 1"),
         (["--host-index", "0"], "--host-index is given and --hosts is not"),
         (["--wrokers", "2"], "--wrokers"),
         (["/tmp", "--backup-dir", "/tmp"], "call it twice"),
@@ -315,7 +315,7 @@ def test_a_wrong_description_is_status_2(checks, addresses):
     checks.begin(5, addresses)
     ((status, lines),) = checks.end()
     assert status == 2
-    assert lines[0].startswith("tfmw: TF_CONFIG says that this process is worker 5")
+    assert lines[0].startswith("tfmw: TF_CONFIG describes this process as worker 5")
 
 
 @pytest.mark.slow

@@ -480,7 +480,7 @@ class TestVertex:
     def test_wrong_pools_and_tasks_are_told(self):
         with pytest.raises(ClusterError, match="worker pool 'workerpool4'"):
             Cluster.resolve(vertex("workerpool0", 0, **self.pools, workerpool4=["x:1"]))
-        with pytest.raises(ClusterError, match="CLUSTER_SPEC says that this process is worker 2"):
+        with pytest.raises(ClusterError, match="CLUSTER_SPEC describes this process as worker 2"):
             Cluster.resolve(vertex("workerpool1", 2, **self.pools))
 
 
@@ -525,7 +525,7 @@ class TestHosts:
         [
             (["127.0.0.1:1", "127.0.0.1:2"], "2 of them are an address of this machine"),
             (["198.51.100.1", "198.51.100.2"], "none of them is an address of this machine"),
-            (["h0", "h0"], "h0:2222 to both worker 0 and worker 1"),
+            (["h0", "h0"], "h0:2222 for both worker 0 and worker 1"),
         ],
     )
     def test_what_cannot_be_told_is_asked(self, hosts, said):

@@ -95,7 +95,7 @@ def test_row_22_an_address_that_differs_is_named(addresses):
 
 def test_two_tasks_of_one_index_are_told(addresses):
     results = meet(*((config(i, addresses), FACTS) for i in (0, 1, 1)))
-    said = [r["error"] for r in results if "two tasks call themselves" in r["error"]]
+    said = [r["error"] for r in results if "two tasks are" in r["error"]]
     assert said
     assert results[0]["error"] in said
 
@@ -117,7 +117,7 @@ def test_row_23_a_task_that_never_comes_is_named_on_all_others(addresses):
     results = meet(*((config(i, addresses), FACTS) for i in (0, 1)), timeout_s=3)
     for result in results:
         assert result["type"] == "TfmwError"
-        assert f"worker 2 ({addresses[2]}) did not come within 3 s" in result["error"]
+        assert f"worker 2 ({addresses[2]}) did not connect within 3 s" in result["error"]
         assert result["seconds"] < 15
 
 

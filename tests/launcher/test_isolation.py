@@ -120,7 +120,7 @@ class TestAuto:
         here = os.readlink("/proc/self/ns/net")
         if network_choice.objection([], {}) is None:
             assert run[0]["namespace"] != here
-            assert run.output.startswith("tfmw: the tasks live in a private network")
+            assert run.output.startswith("tfmw: the tasks run in a private network")
             assert "--isolate off" in run.output
         else:  # a machine that is in no network has nothing to close
             assert run[0]["namespace"] == here
@@ -248,6 +248,6 @@ def test_a_public_address_in_a_description_is_warned_about(task, elsewhere, warn
         text=True,
         timeout=60,
     )
-    assert "did not come within 0.3 s" in done.stderr
+    assert "did not connect within 0.3 s" in done.stderr
     said = f"{elsewhere} is a public address; keep the cluster in a private network"
     assert (said in done.stderr) == warned, done.stderr

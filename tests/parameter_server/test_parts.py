@@ -126,7 +126,7 @@ def test_other_versions_are_refused_on_both_sides(addresses):
 def test_a_server_that_does_not_come_is_named(addresses):
     control = ControlServer(cluster("chief", 0, addresses), FACTS)
     thread = in_thread(lambda: wait_for_end(cluster("ps", 0, addresses), FACTS))
-    with pytest.raises(TfmwError, match=r"worker 0 \(.*\) did not come within 0.5 s"):
+    with pytest.raises(TfmwError, match=r"worker 0 \(.*\) did not connect within 0.5 s"):
         control.wait_for_all(0.5)
     control.finish()
     control.close()

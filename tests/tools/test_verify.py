@@ -65,7 +65,7 @@ def test_every_damaged_file_of_a_backup_is_found(backups: Path) -> None:
 
 def test_other_directories_are_not_called_intact(tmp_path: Path) -> None:
     assert problems_of(str(tmp_path)) == [
-        f"{tmp_path} holds neither an export of tfmw nor a backup."
+        f"{tmp_path} contains neither an export of tfmw nor a backup."
     ]
     assert problems_of(str(tmp_path / "gone")) == [f"{tmp_path / 'gone'} is not a directory."]
 

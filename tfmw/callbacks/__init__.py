@@ -1,4 +1,4 @@
-"""Callbacks on many workers: who runs them, who writes, and what is shown of the progress.
+"""Callbacks on many workers: which tasks run them, which write, and the progress display.
 
 Read `roles.py` first. `progress.py` is the progress bar, and lines for log files.
 

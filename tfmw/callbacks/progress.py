@@ -5,8 +5,8 @@
     train | epoch  1/12 | step  57/938 |   82.4 steps/s |   5,274 examples/s | 0:10 left | loss: ...
     train | epoch  1/12 | step 938/938 |   82.1 steps/s |   5,251 examples/s | took 0:11 | loss: ...
 
-The bar overwrites itself, and a log file would keep every state of it. So log files get one aligned
-line per interval.
+The bar overwrites itself, and a log file would contain every state of it. So in log files there is
+one aligned line per interval.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INTERVAL_S = 10.0
 """Seconds between two lines within an epoch."""
 
 _BAR = keras.utils.Progbar(target=None).width
-_SHORTEST_BAR = 4  # characters, where a terminal is narrow
+_SHORTEST_BAR = 4  # characters, on a narrow terminal
 
 
 class _Point(NamedTuple):
@@ -35,15 +35,15 @@ class _Point(NamedTuple):
 
 
 class Throughput:
-    """Steps and examples a second of the epoch so far.
+    """Steps and examples per second of the epoch so far.
 
-    The first call traces functions, so it is left out as soon as there are others.
+    The first call traces functions, so it is excluded as soon as there are other calls.
 
     Args:
         examples: returns the number of examples so far, over all replicas; None if unknown.
         clock: monotonic seconds.
-        overlapping: whether calls overlap, as on parameter servers: then the first one counts as
-            well, for those that ran beside it are reported right after it.
+        overlapping: whether calls overlap, as on parameter servers. Then the first call counts
+            too, because calls that ran at the same time are reported directly after it.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Throughput:
 
     @property
     def steps(self) -> float:
-        """Steps a second; 0 before the first."""
+        """Steps per second; 0 before the first."""
         return self._rate(self._last.steps - self._since.steps)
 
     @property
     def examples(self) -> float:
-        """Examples of all replicas a second; 0 if unknown."""
+        """Examples of all replicas per second; 0 if unknown."""
         return self._rate(self._last.examples - self._since.examples)
 
     def _rate(self, number: int) -> float:
@@ -88,12 +88,12 @@ class Throughput:
 
 
 class Bar(keras.callbacks.ProgbarLogger):
-    """Keras's bar, with the examples a second behind the time of a step.
+    """Keras's bar, with the examples per second after the time of a step.
 
     Args:
-        examples: as `Throughput` takes it.
+        examples: as in `Throughput`.
         clock: monotonic seconds.
-        overlapping: as `Throughput` takes it.
+        overlapping: as in `Throughput`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Bar(keras.callbacks.ProgbarLogger):
     ):
         super().__init__()
         self._throughput = Throughput(examples, clock, overlapping)
-        self._in_fit = False  # where validation is silent
+        self._in_fit = False  # where validation shows no progress
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._in_fit = True
@@ -145,7 +145,7 @@ class Bar(keras.callbacks.ProgbarLogger):
         """Adds the rate to the bar's next state, and shortens the bar on a narrow terminal.
 
         A line that is longer than the terminal cannot be overwritten: each state of it would
-        stay. Only the final one, which stays anyway, may be longer.
+        remain. Only the final state, which remains anyway, may be longer.
         """
         rate = ""
         if self._throughput.examples:
@@ -157,14 +157,14 @@ class Bar(keras.callbacks.ProgbarLogger):
         self.progbar.width = bar
 
     def _free_columns(self, logs: Mapping[str, Any]) -> int:
-        """The columns of the terminal that Keras's line leaves free, at least."""
+        """The least number of terminal columns that Keras's line leaves free."""
         if not sys.stdout.isatty():
-            return 1000  # a notebook's cell wraps lines, and still writes over them
+            return 1000  # a notebook's cell overwrites wrapped lines, too
         target, rate = self.progbar.target, self._throughput.steps
         if target:
             line = f"{target}/{target} {'━' * _BAR}"
         else:
-            line = f"{0:7d}/Unknown{' ' * (_BAR - _SHORTEST_BAR)}"  # no bar to be shortened
+            line = f"{0:7d}/Unknown{' ' * (_BAR - _SHORTEST_BAR)}"  # there is no bar to shorten
         line += " 1:00:00" if target and rate and target > 60 * rate else " 59s"
         line += " 999ms/step"
         line += "".join(f" - {name}: {_number(value)}" for name, value in logs.items())
@@ -172,14 +172,14 @@ class Bar(keras.callbacks.ProgbarLogger):
 
 
 class Lines(keras.callbacks.ProgbarLogger):
-    """Replaces Keras's bar where output goes to a file.
+    """Prints lines in place of Keras's bar, for output to a file.
 
     Args:
-        examples: as `Throughput` takes it.
-        interval_s: seconds between two lines within an epoch; its end always gets one.
-        out: where they go, `sys.stdout` unless given.
+        examples: as in `Throughput`.
+        interval_s: seconds between two lines within an epoch; the end of an epoch always has one.
+        out: the stream; by default `sys.stdout`.
         clock: monotonic seconds.
-        overlapping: as `Throughput` takes it.
+        overlapping: as in `Throughput`.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Lines(keras.callbacks.ProgbarLogger):
         self._finish(logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        if not self._called_in_fit:  # within fit validation is silent, as in Keras
+        if not self._called_in_fit:  # within fit, validation shows no progress, as in Keras
             self._begin("test")
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -254,7 +254,7 @@ class Lines(keras.callbacks.ProgbarLogger):
 
     def _finish(self, logs: Mapping[str, Any] | None) -> None:
         now = self._clock()
-        self.target = self.target or self._steps  # the first pass has counted them
+        self.target = self.target or self._steps  # the first epoch has counted them
         self._print(f"took {_clock_face(now - self._began)}", logs)
 
     def _print(self, clock: str, logs: Mapping[str, Any] | None) -> None:
@@ -281,10 +281,10 @@ def with_progress(
     """Adds `Bar` or `Lines` where Keras would add its own bar.
 
     Args:
-        callbacks: the user's; with a ProgbarLogger among them nothing is added.
+        callbacks: the user's; if a ProgbarLogger is among them nothing is added.
         shows: whether this task shows progress at all.
-        verbose: as in Keras. 1 is the bar; so is "auto" in a terminal or notebook.
-        examples, overlapping: as `Throughput` takes them.
+        verbose: as in Keras. 1 selects the bar, and so does "auto" in a terminal or notebook.
+        examples, overlapping: as in `Throughput`.
     """
     chosen = any(isinstance(c, keras.callbacks.ProgbarLogger) for c in callbacks)
     if not shows or chosen:

@@ -1,15 +1,15 @@
-"""Callbacks on many workers: who runs them, who writes.
+"""Callbacks on many workers: which tasks run them, and which write.
 
-Every callback runs on every worker, with the same logs, so that it changes the model everywhere
-alike. Callbacks that write files or send reports run on the chief only: Keras's own are known, and
-others declare it:
+Every callback runs on every worker, with the same logs, so it makes the same changes to the model
+everywhere. Callbacks that write files or send reports run on the chief only. tfmw knows Keras's
+own; other callbacks declare it:
 
     class Upload(keras.callbacks.Callback):
         chief_only = True
 
     tfmw.fit(model, data, callbacks=[tfmw.callbacks.ChiefOnly(third_party_callback)])
 
-After each epoch all workers take over the chief's learning rate and its decision to stop.
+After each epoch all workers adopt the chief's learning rate and its decision to stop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfmw import keras_compat
 from tfmw.errors import UsageError
 
-# Keras's callbacks that write files, print or send: one writer is safe.
+# Keras's callbacks that write files, print or send reports: only one task may run them.
 _WRITERS: tuple[type, ...] = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.CSVLogger,
@@ -63,19 +63,19 @@ class ChiefOnly(keras.callbacks.Callback):
 
 
 class BackupAndRestore(keras.callbacks.Callback):
-    """Backs up the run, and resumes an interrupted run where it was.
+    """Backs up the run, and resumes an interrupted run at the exact step.
 
-    Takes the arguments of Keras's callback of that name, and also works on several workers and
-    in the middle of an epoch.
+    Takes the arguments of Keras's callback of the same name, and also works on several workers
+    and in the middle of an epoch.
 
     Args:
         backup_dir: a directory of this run alone; local, or a URL that `tf.io.gfile` opens.
         save_freq: "epoch", a number of steps, or a time such as "10 s" (see `tfmw.fit`).
-        double_checkpoint: accepted as Keras has it; two backups are always kept.
-        delete_checkpoint: whether backups are removed when the process ends well.
+        double_checkpoint: accepted for Keras's sake; two backups are always kept.
+        delete_checkpoint: whether backups are removed when the process ends without an error.
         save_nan: whether weights that are not finite may be saved. Otherwise a loss that is not
-            finite ends the run. So do such weights at the next backup, even where the loss is
-            finite. The previous backup stays.
+            finite ends the run. So do such weights at the next backup, even if the loss is
+            finite. The previous backup is kept.
 
     Example:
         tfmw.fit(model, data, callbacks=[tfmw.callbacks.BackupAndRestore("/shared/run7", 500)])
@@ -99,7 +99,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 def without_backup(callbacks: Any) -> tuple[list[Any], BackupAndRestore | None]:
-    """Separates the backup callback, whose work fit does itself, from the others.
+    """Separates the backup callback, which `fit` implements itself, from the other callbacks.
 
     Raises:
         UsageError: there are two.

@@ -1,8 +1,8 @@
 """State on disk: backups, resume, and the evaluator that watches them.
 
-Read `resume.py` first: when a run is backed up and how it resumes. `schedule.py` parses how often,
-`state.py` collects what is saved, `store.py` writes and checks it, `evaluator.py` scores backups
-beside the training, `file_lock.py` keeps runs apart.
+Read `resume.py` first: when a run is backed up and how it resumes. `schedule.py` parses the backup
+frequency, `state.py` collects the state, `store.py` writes and verifies it, `evaluator.py`
+evaluates backups beside the training, `file_lock.py` admits one run to a directory.
 
 May import: `tfmw.export`, `tfmw.callbacks`, `tfmw.cluster`, `tfmw.storage`, `tfmw.keras_compat`,
 `tfmw.runtime`, `tfmw.errors`.

@@ -1,6 +1,6 @@
 """Evaluation beside the training: a task that evaluates each new backup.
 
-    tfmw run --workers 2 --evaluator train.py        # the same script; its fit() comes here
+    tfmw run --workers 2 --evaluator train.py        # the same script; its fit() calls `watch`
 
 On a task of type `evaluator` the call of `fit` does not train. It waits for backups in
 `backup_dir`, and for each new one

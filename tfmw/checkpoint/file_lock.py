@@ -1,11 +1,12 @@
-"""Advisory locks on local files: which process uses a directory now.
+"""Advisory locks on local files: one process uses a directory at a time.
 
-    with file_lock("/backups/run7/LOCK"):            # BlockingIOError where another process has it
+    with file_lock("/backups/run7/LOCK"):            # BlockingIOError if another process holds it
         ...
     holder_of("/backups/run7/LOCK")                  # "process 7 on host-a"
 
-`flock` ends with the process, however that ends. It works on one machine, and on network file
-systems that pass it to the server (NFS since Linux 2.6.12, unless mounted with `local_lock=flock`).
+The system releases a `flock` when the process ends for any reason. It works on one machine, and on
+network file systems that forward it to the server (NFS since Linux 2.6.12, unless mounted with
+`local_lock=flock`).
 Only the owner may open the file: a user who can open it could hold the lock and block the run.
 """
 
@@ -26,15 +27,15 @@ def file_lock(path: str) -> Iterator[None]:
 
     Raises:
         BlockingIOError: another process holds it.
-        OSError: the file cannot be opened, or it is a link or no plain file.
+        OSError: the file cannot be opened, or it is a link or not a plain file.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     lock = os.open(path, flags, _OWNER_ONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The owner's name is a help for others, so a full disk is no reason to stop.
+        # The owner's name is only for messages, so a full disk is not an error.
         with contextlib.suppress(OSError):
-            os.fchmod(lock, _OWNER_ONLY)  # of a file that was there already
+            os.fchmod(lock, _OWNER_ONLY)  # the file may have existed already
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield
@@ -43,7 +44,7 @@ def file_lock(path: str) -> Iterator[None]:
 
 
 def holder_of(path: str) -> str:
-    """What the process that locked a file has written into it, such as "process 7 on host-a"."""
+    """The process that has locked a file, from the file: "process 7 on host-a"."""
     try:
         with open(path, "rb") as file:
             return file.read(200).decode(errors="replace").strip()

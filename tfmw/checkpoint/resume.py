@@ -1,12 +1,12 @@
-"""When a run is backed up, and how it goes on from a backup.
+"""When a run is backed up, and how it resumes from a backup.
 
     with DirectoryBackups(group, "/shared/backups/run7", every="10 s") as backups:
         if backups.record: ...                   # the newest complete backup, the same on all tasks
         if backups.due(...): backups.save(...)
 
-Only the chief reads and writes; the other tasks get what they need from it. So only the chief, or
-whichever task becomes it, needs access to the directory. SIGTERM or SIGUSR1 to any one task ends
-all of them after the same step, with a backup, and with the exit status that asks to be run again.
+Only the chief reads and writes. It broadcasts the state to the other tasks, so only tasks that may
+become the chief need access to the directory. SIGTERM or SIGUSR1 to any one task ends all of them
+after the same step, with a backup, and with the exit status that requests another run.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ def _run() -> str:
 
 
 PythonState = tuple[tuple[list[dict[str, Any]], dict[str, Any]], dict[str, Any]]
-"""States of callbacks, their arrays by name, and states of random generators."""
+"""(states of callbacks, their arrays by name, states of random generators)."""
 
 
 class Backups:
-    """What a run asks about its backups. This base class saves nothing, see `DirectoryBackups`.
+    """The backups of a run. This base class saves nothing; see `DirectoryBackups`.
 
-    Signals then end the process as usual, and a loss that is not finite is left to callbacks.
+    Without backups signals end the process as usual, and a loss that is not finite does not end
+    the run.
 
     Args:
         group: the tasks that train together.
 
     Attributes:
-        record: the JSON of the newest complete backup, on all tasks; None where there is none.
+        record: the JSON of the newest complete backup, on all tasks; None if there is none.
     """
 
     on = False
@@ -68,7 +69,7 @@ class Backups:
 
     @classmethod
     def of(cls, group: Group, asked: BackupAndRestore | None) -> Backups:
-        """The backups that a callback asks for; without one, backups that save nothing."""
+        """Backups as a callback configures them; without one, backups that save nothing."""
         if asked is None:
             return Backups(group)
         return DirectoryBackups(
@@ -86,40 +87,40 @@ class Backups:
         pass
 
     def is_done(self, epochs: int) -> bool:
-        """Whether the run of the restored backup was over, with nothing left to do."""
+        """Whether the run of the restored backup was complete: nothing is left to train."""
         return False
 
     def restore(self, model: Any, batch_size: int | None) -> None:
-        """Gives the model the saved values, where there are any."""
+        """Restores the saved values into the model, if there are any."""
 
     def note_callbacks(self, callbacks: list[Any]) -> None:
-        """Before and after on_train_begin: notes what callbacks hold, which need not be saved."""
+        """Records the attributes of callbacks before and after on_train_begin; see `state`."""
 
     def restore_callbacks(self, callbacks: list[Any], finished: bool = False) -> None:
-        """Gives callbacks their saved state, where there is a `record`."""
+        """Restores the saved state of callbacks, if there is a `record`."""
 
     def kept_by_replicas(self) -> tuple[np.ndarray, np.ndarray]:
         """The replica-local state of the `record`."""
         raise NotImplementedError("nothing was saved")
 
     def signals(self) -> tuple[float, float]:
-        """What this task tells all others at a step: (asked to leave, a backup is due)."""
+        """This task's values for the reduction of a step: (exit requested, a backup is due)."""
         return 0.0, 0.0
 
     def limit(self, step: int, max_steps: int) -> int:
-        """How many of `max_steps` to make from `step` on, never stepping past a due backup."""
+        """The number of steps, at most `max_steps`, from `step` to the next due backup."""
         return max_steps
 
     def due_after_step(self, step: int, signals: list[float]) -> bool:
-        """Whether to save now, inside an epoch. The same result on every task."""
+        """Whether to save now, inside an epoch; the same on every task."""
         return False
 
     def due_after_epoch(self, epoch: int, step: int, last: bool) -> tuple[bool, bool]:
-        """(whether to save at the end of `epoch`, whether to leave). A call of all tasks."""
+        """(whether to save at the end of `epoch`, whether to exit). All tasks must call it."""
         return False, False
 
     def python_state(self, callbacks: list[Any]) -> PythonState:
-        """The part of a backup that is not in variables: of callbacks and random generators."""
+        """State outside of variables: of callbacks and random generators."""
         return state.callback_states(callbacks), state.random_state()
 
     def save(
@@ -133,20 +134,20 @@ class Backups:
         busy: bool = True,
         python_state: PythonState | None = None,
     ) -> None:
-        """Saves the state, where `due_after_step` or `due_after_epoch` asked for it."""
+        """Saves the state; call it if `due_after_step` or `due_after_epoch` returned True."""
 
     def wait(self) -> None:
         """Waits, on every task, until the last backup is on disk."""
 
     def leave(self, step: int) -> NoReturn:
-        """Ends the process with the status that asks to be run again. Raises Preempted."""
-        raise Preempted(f"told to leave: stopped after step {step}, which is not saved")
+        """Ends the process with the status that requests another run. Raises Preempted."""
+        raise Preempted(f"received a signal to exit: stopped after step {step}, which is not saved")
 
     def refuse_nan(self, logs: Mapping[str, Any], epoch: int, step: int) -> None:
-        """Raises TfmwError where going on after a loss that is not finite would ruin backups."""
+        """Raises TfmwError if the loss is not finite: further backups would be useless."""
 
     def finished(self) -> None:
-        """The run is over."""
+        """Records that the run is complete."""
 
 
 class DirectoryBackups(Backups):
@@ -154,14 +155,14 @@ class DirectoryBackups(Backups):
 
     Args:
         group: the tasks that train together.
-        directory: where backups are; local, or a URL that `tf.io.gfile` opens.
+        directory: directory of the backups; local, or a URL that `tf.io.gfile` opens.
         every: see `Schedule`.
-        delete: whether a run that ends well removes its backups when the process ends.
+        delete: whether a complete run removes its backups when the process ends without an error.
         save_nan: whether a state that is not finite may be saved.
         clock: monotonic seconds.
 
     Attributes:
-        record: the JSON of the newest complete backup; None where there is none. On all tasks.
+        record: the JSON of the newest complete backup, on all tasks; None if there is none.
         tensors: its tensors; on the chief only.
     """
 
@@ -192,7 +193,9 @@ class DirectoryBackups(Backups):
         self._asked_to_leave = threading.Event()
         self._leaving = False
         self._lost: str | None = None  # why the last backup could not be written
-        self._spoiled: tuple[str, int] | None = None  # what was not finite in it, after which step
+        self._spoiled: tuple[str, int] | None = (
+            None  # (name of a variable that was not finite, step)
+        )
 
     # ------------------------------------------------------------ begin and end
 
@@ -214,7 +217,7 @@ class DirectoryBackups(Backups):
         self._stack.enter_context(self._store.locked())
         for backup in self._store.candidates():
             if backup.record["done"] and backup.record["run"] == _run():
-                break  # an earlier fit of this process, which has ended
+                break  # of an earlier fit in this process, which has ended
             try:
                 self.tensors = backup.tensors()
             except Damaged as e:
@@ -237,21 +240,21 @@ class DirectoryBackups(Backups):
             self._stack.callback(self._restore_signal, number, before)
 
     def _restore_signal(self, number: int, before: Any) -> None:
-        # Everything is saved, and this process exits with status 75. The first task to end may make
-        # the scheduler send SIGTERM to the others while they exit.
+        # Everything is saved, and this process exits with status 75. When the first task ends, the
+        # scheduler may send SIGTERM to tasks that are still exiting.
         signal.signal(number, signal.SIG_IGN if self._leaving else before)
 
     # ------------------------------------------------------------ restore
 
     def is_done(self, epochs: int) -> bool:
-        """Whether the run that the backup is of was over, with nothing left to do."""
+        """Whether the run of the backup was complete: nothing is left to train."""
         found = self.record
         return (
             found is not None and found["done"] and (found["stopped"] or found["epoch"] >= epochs)
         )
 
     def restore(self, model: Any, batch_size: int | None) -> None:
-        """Gives the chief's model the saved values; placing it gives them to all replicas.
+        """Restores the saved values into the chief's model; its placement broadcasts them.
 
         Raises:
             UsageError: the backup is of another model, optimizer or batch size.
@@ -274,13 +277,13 @@ class DirectoryBackups(Backups):
         state.note_callbacks(callbacks)
 
     def restore_callbacks(self, callbacks: list[Any], finished: bool = False) -> None:
-        """Gives callbacks and random generators their saved state.
+        """Restores the saved state of callbacks and random generators.
 
-        A call of all tasks.
+        All tasks must call it.
         """
         assert self.record is not None
         arrays = self._group.arrays_from_chief(state.callback_arrays(self.tensors))
-        if finished:  # training is over: only History is of use
+        if finished:  # training is complete: only History is needed
             for callback in callbacks:
                 for saved in self.record["callbacks"]:
                     if type(callback).__name__ == saved["class"] == "History":
@@ -291,7 +294,7 @@ class DirectoryBackups(Backups):
         state.restore_random_state(self.record["random"])
 
     def kept_by_replicas(self) -> tuple[np.ndarray, np.ndarray]:
-        """The saved replica-local state, on every task. A call of all tasks."""
+        """The saved replica-local state, on every task. All tasks must call it."""
         kept = state.of_replicas(self.tensors) if self._group.is_chief else ()
         arrays = self._group.arrays_from_chief({str(i): a for i, a in enumerate(kept)})
         return arrays["0"], arrays["1"]
@@ -324,7 +327,7 @@ class DirectoryBackups(Backups):
         return self.schedule.steps is not None and step % self.schedule.steps == 0
 
     def due_after_epoch(self, epoch: int, step: int, last: bool) -> tuple[bool, bool]:
-        """(whether to save at the end of `epoch`, whether to leave). A call of all tasks."""
+        """(whether to save at the end of `epoch`, whether to exit). All tasks must call it."""
         signals = self._group.from_all(self.signals())
         leave = any(s[0] for s in signals)
         due = leave or any(s[1] for s in signals)
@@ -352,10 +355,10 @@ class DirectoryBackups(Backups):
         Args:
             step: training steps since the run began.
             kept: the replica-local state (`SyncDriver.replica_state`).
-            callbacks: this task's.
-            record: JSON values: where in the data the run is.
+            callbacks: of this task.
+            record: JSON values: the position in the data.
             busy: whether every step assigns to the model's variables.
-            python_state: as `python_state` returned it earlier; by default that of now.
+            python_state: an earlier result of `python_state`; by default the current state.
 
         Raises:
             TfmwError: a weight has not been finite since the last call, and no loss has shown it.
@@ -364,7 +367,7 @@ class DirectoryBackups(Backups):
         if not self._group.is_chief:
             return
         (states, arrays), random = python_state or self.python_state(callbacks)
-        self._writer.wait()  # it still uses the last snapshot
+        self._writer.wait()  # the writer still uses the last snapshot
         taken = self._snapshots.take(model, strategy, busy)
         tensors = state.with_replicas({**taken, **arrays}, *kept)
         if self._spoiled is not None and not _is_finite(tensors[self._spoiled[0]]):
@@ -389,7 +392,7 @@ class DirectoryBackups(Backups):
                 if not _is_finite(tensors[name]):
                     self._spoiled, self._lost = (name, step), f"{name} is not finite"
                     logger.warning(
-                        "no backup at step %d: %s is not finite; the backup before is kept",
+                        "no backup at step %d: %s is not finite; the previous backup is kept",
                         step,
                         name,
                     )
@@ -400,7 +403,8 @@ class DirectoryBackups(Backups):
     def _not_written(self, error: Exception) -> None:
         self._lost = str(error) or type(error).__name__
         logger.warning(
-            "no backup could be written to %s (%s); training goes on, the backup before is kept",
+            "no backup could be written to %s (%s); training continues, and the previous backup is "
+            "kept",
             self.path,
             (str(error) or type(error).__name__).splitlines()[0],
         )
@@ -415,16 +419,20 @@ class DirectoryBackups(Backups):
         self._group.from_chief(written)
 
     def leave(self, step: int) -> NoReturn:
-        """Ends the process with the status that asks to be run again. Raises Preempted."""
+        """Ends the process with the status that requests another run. Raises Preempted."""
         self.wait()
         self._leaving = True
         membership.mark_failed()
         if self._lost is None:
-            raise Preempted(f"told to leave: stopped after step {step}, which is in {self.path}")
-        raise Preempted(f"told to leave: stopped after step {step}, which is lost ({self._lost})")
+            raise Preempted(
+                f"received a signal to exit: stopped after step {step}, which is in {self.path}"
+            )
+        raise Preempted(
+            f"received a signal to exit: stopped after step {step}, which is lost ({self._lost})"
+        )
 
     def refuse_nan(self, logs: Mapping[str, Any], epoch: int, step: int) -> None:
-        """Raises TfmwError where the loss is not finite: going on would ruin the backups."""
+        """Raises TfmwError if the loss is not finite: further backups would be useless."""
         loss = logs.get("loss")
         if loss is None or self._save_nan or math.isfinite(float(np.asarray(loss).mean())):
             return
@@ -434,7 +442,7 @@ class DirectoryBackups(Backups):
         )
 
     def _refuse_spoiled(self) -> NoReturn:
-        """Where an op such as ReLU turns NaN into 0, the loss is finite though weights are not."""
+        """Raises TfmwError for weights that are not finite; ops such as ReLU may hide NaN."""
         assert self._spoiled is not None
         name, step = self._spoiled
         raise TfmwError(
@@ -444,7 +452,7 @@ class DirectoryBackups(Backups):
         )
 
     def finished(self) -> None:
-        """The run is over: its last backup records that, and is removed when the process ends well.
+        """Records in the last backup that the run is complete; a successful exit removes it.
 
         Raises:
             TfmwError: a weight is not finite at the end.
@@ -457,21 +465,21 @@ class DirectoryBackups(Backups):
             membership.on_success(self._remove_own)
 
     def _remove_own(self) -> None:
-        """Removes the backups, unless another run has resumed from them or has written its own."""
+        """Removes the backups, unless another run has resumed from them or written its own."""
         assert self._store is not None
         if self._store.has_evaluator():
-            logger.warning("the backups in %s stay for the evaluator to remove", self.path)
+            logger.warning("the evaluator will remove the backups in %s", self.path)
             return
         with contextlib.suppress(TfmwError), self._store.locked():
             newest = self._store.newest()
-            # A finished run that is started again writes nothing: the restored backup is its own.
+            # A complete run that is started again writes nothing: the restored backup is its own.
             restored = self.record["run"] if self.record is not None else _run()
             if newest is not None and newest.record["run"] in (_run(), restored):
                 self._store.clear()
 
 
 def _is_finite(value: tf.Tensor) -> bool:
-    """Whether there is no NaN and no infinity in it."""
+    """Whether it contains no NaN and no infinity."""
     if not value.dtype.is_floating:
         return True
     return bool(tf.reduce_all(tf.math.is_finite(tf.cast(value, tf.float32))))

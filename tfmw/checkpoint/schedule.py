@@ -1,4 +1,4 @@
-"""How often a run is backed up: after steps, epochs or seconds."""
+"""The backup frequency: in steps, epochs or seconds."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _UNITS = {
 
 
 class Schedule:
-    """How often to back up.
+    """A backup frequency.
 
     Args:
         every: a number of steps (int), "epoch", "3 epochs", or a time: "10 s", "5 min", "1 h", or
             a `datetime.timedelta`.
 
     Attributes:
-        steps, epochs, seconds: the one that was meant; the others are None.
+        steps, epochs, seconds: one of them is the frequency; the other two are None.
 
     Raises:
         UsageError: anything else.

@@ -1,4 +1,4 @@
-"""What of a run is saved: taken out of a model that trains, put back into one that starts.
+"""The state of a run: copied from a model in training, restored into a new one.
 
     shape = signature(model, batch_size)             # refuses another model's backup
     tensors = Snapshots().take(model, strategy)      # every variable, by name
@@ -6,7 +6,8 @@
 
 All replicas have the same weights and optimizer slots: the chief's are saved. Replica-local state
 (metrics so far, batch-norm averages since the last synchronization) is saved for each replica, so
-that the same number of replicas resumes bit for bit; another number gets the sums and means.
+that the same number of replicas resumes bit for bit. Another number resumes from the sums and
+means.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tfmw import keras_compat
 from tfmw.errors import UsageError
 from tfmw.keras_compat import placement
 
-# Keras numbers generated names (dense, dense_1, ...) over the whole process, and builds others
+# Keras numbers generated names (dense, dense_1, ...) in the whole process, and derives other names
 # from them: sequential_1_dense_3_kernel_momentum.
 _NUMBER = re.compile(r"_\d+(?![^\W_])")
 _METRICS = "replicas/metrics"
@@ -45,7 +46,7 @@ _AT_FIRST = "_tfmw_at_first"  # an attribute of callbacks, while they are in a r
 
 
 def signature(model: keras.Model, batch_size: int | None) -> list[str]:
-    """One line for each property that a model must share with the backup that it restores."""
+    """One line for each property in which a model and its backup must agree."""
     lines = [f"model: {type(model).__name__}"]
     for number, layer in enumerate(keras_compat.layers_of(model)):
         if layer is not model:
@@ -64,13 +65,13 @@ def signature(model: keras.Model, batch_size: int | None) -> list[str]:
 
 
 def _described(what: str, part: Any) -> list[str]:
-    """A line for the class of a layer, optimizer or loss, and one for each of its settings."""
+    """One line for the class of a layer, optimizer or loss, and one for each setting."""
     kind = f"{what}: {type(part).__name__}"
     try:
         config = dict(part.get_config())
     except (NotImplementedError, TypeError, ValueError, AttributeError):
         return [kind]
-    # These differ between equal runs, or have their own lines.
+    # These differ between runs of the same model, or have their own lines.
     for name in ("name", "learning_rate", "layers", "build_config", "inner_optimizer"):
         config.pop(name, None)
     settings = {
@@ -96,7 +97,7 @@ def _without_numbers(value: Any) -> Any:
 
 
 def _loss(loss: Any) -> str:
-    """What compile() was given as the loss, by name."""
+    """The loss argument of compile(), by name."""
     if isinstance(loss, Mapping):
         return ", ".join(f"{key}: {_loss(loss[key])}" for key in sorted(loss, key=str))
     if isinstance(loss, list | tuple):
@@ -129,7 +130,7 @@ def refuse_other(saved: list[str], current: list[str], path: str) -> None:
 
 
 def named(model: keras.Model) -> dict[str, Any]:
-    """Every variable whose value all replicas share, by a name that is the same in each run."""
+    """Every variable whose value all replicas share, by a name that is stable over runs."""
     metrics = {id(v) for v in keras_compat.metric_variables(model)}
     shared = [v for v in placement.all_variables(model) if id(v) not in metrics]
     return {f"{i:06d}/{_plain(v.path)}": v for i, v in enumerate(shared)}
@@ -141,23 +142,23 @@ def named(model: keras.Model) -> dict[str, Any]:
 class Snapshots:
     """Copies of a model's variables, in memory that is allocated once.
 
-    TensorFlow shares the memory of a value that was read until the variable is assigned to again.
-    Then the training step has to copy it, into memory that the system must allocate and clear: it
-    takes many times as long as the copy.
+    A value that TensorFlow has read from a variable shares the variable's memory until the next
+    assignment. The training step must then copy it into memory that the system allocates and
+    clears, which takes many times as long as the copy.
     """
 
     def __init__(self) -> None:
-        self._copies: dict[str, tuple[np.ndarray, tf.Tensor]] = {}  # both of the same memory
+        self._copies: dict[str, tuple[np.ndarray, tf.Tensor]] = {}  # views of the same memory
 
     def take(
         self, model: keras.Model, strategy: tf.distribute.Strategy, busy: bool = True
     ) -> dict[str, tf.Tensor]:
-        """The current values of all shared variables, which training does not change.
+        """Copies the current values of all shared variables.
 
         Overwrites the values of the previous call.
 
         Args:
-            busy: whether every step assigns to the variables, so that copies are worth the memory.
+            busy: whether every step assigns to the variables; then copies are worth their memory.
         """
         found = {}
         for name, variable in named(model).items():
@@ -170,9 +171,9 @@ class Snapshots:
     def _copied(self, name: str, value: tf.Tensor) -> tf.Tensor:
         if "CPU" not in value.device:
             return value
-        source = np.asarray(memoryview(value))  # `value.numpy()` would be a copy of its own
+        source = np.asarray(memoryview(value))  # `value.numpy()` would copy
         if name not in self._copies:
-            # TensorFlow takes over only memory that is aligned as its own.
+            # TensorFlow uses memory without a copy only if it is aligned as its own.
             room = np.empty(source.nbytes + _ALIGNED, np.uint8)
             begin = -room.ctypes.data % _ALIGNED
             copy = room[begin : begin + source.nbytes].view(source.dtype).reshape(source.shape)
@@ -182,12 +183,12 @@ class Snapshots:
         return tensor
 
     def forget(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self._copies.clear()
 
 
 def restore(model: keras.Model, tensors: Mapping[str, Any]) -> None:
-    """Gives a model that is not placed the values of a backup that has its signature."""
+    """Restores the values of a backup with the same signature into a model that is not placed."""
     for name, variable in named(model).items():
         native = keras_compat.native(variable)
         native.assign(tf.reshape(tf.cast(tensors[name], native.dtype), native.shape))
@@ -195,7 +196,7 @@ def restore(model: keras.Model, tensors: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def unchanged(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Puts the shared variables of a placed model back to what they are now."""
+    """Restores the shared variables of a placed model to their current values at the end."""
     values = [
         (copy, copy.read_value())
         for variable in named(model).values()
@@ -212,7 +213,7 @@ def with_replicas(tensors: dict[str, Any], metrics: Any, averages: Any) -> dict[
 
 
 def of_replicas(tensors: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """What `with_replicas` added: (metrics, averages)."""
+    """The reverse of `with_replicas`: (metrics, averages)."""
     return np.asarray(tensors[_METRICS]), np.asarray(tensors[_AVERAGES])
 
 
@@ -220,7 +221,7 @@ def of_replicas(tensors: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def note_callbacks(callbacks: Iterable[Any]) -> None:
-    """Notes the attributes of callbacks before and after on_train_begin.
+    """Records the attributes of callbacks before and after on_train_begin.
 
     An attribute that never changes is a setting; a resumed run keeps its own settings.
     """
@@ -230,7 +231,7 @@ def note_callbacks(callbacks: Iterable[Any]) -> None:
 
 
 def forget_callbacks(callbacks: Iterable[Any]) -> None:
-    """The run is over: what these callbacks hold now is the beginning of the next one."""
+    """Discards the records of `note_callbacks`: the next run begins with these attributes."""
     for callback in callbacks:
         vars(callback).pop(_AT_FIRST, None)
 
@@ -260,7 +261,7 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], dic
                 members = value if isinstance(value, list) else [value]
                 kept[name] = len(members) if isinstance(value, list) else None
                 for i, member in enumerate(members):
-                    # A copy: the callback may change it while this is written.
+                    # A copy: the callback may change it during the write.
                     arrays[f"{_CALLBACK}{number}/{name}/{i}"] = np.array(member)
                 continue
             simple = _jsonable(value)
@@ -285,7 +286,7 @@ def restore_callbacks(
     arrays: Mapping[str, Any],
     is_chief: bool,
 ) -> None:
-    """Puts the states back into callbacks of the same classes in the same order.
+    """Restores the states of callbacks of the same classes in the same order.
 
     Raises:
         UsageError: this run has other callbacks.
@@ -305,16 +306,16 @@ def restore_callbacks(
         values = {**_changed_since(callback), **_values_of(state, arrays)}
         for name, value in values.items():
             holder = callback if hasattr(callback, name) or inner is None else inner
-            if _may_be_given(holder, name, value):
+            if _may_restore(holder, name, value):
                 setattr(holder, name, value)
-        if _AT_FIRST in vars(callback):  # what was once saved is no setting
+        if _AT_FIRST in vars(callback):  # an attribute that was saved once is not a setting
             for then in vars(callback)[_AT_FIRST]:
                 for name in state["values"]:
                     then.pop(name, None)
 
 
 def _changed_since(callback: Any) -> dict[str, Any]:
-    """First values of attributes that an interrupted call in this process has changed."""
+    """First values of the attributes that an interrupted call in this process changed."""
     noted: list[dict[str, Any]] = vars(callback).get(_AT_FIRST, [])
     if len(noted) < 4:
         return {}
@@ -328,8 +329,8 @@ def _changed_since(callback: Any) -> dict[str, Any]:
     }
 
 
-def _may_be_given(callback: Any, name: str, value: Any) -> bool:
-    """Whether a backup may set an attribute: neither code nor where files are written."""
+def _may_restore(callback: Any, name: str, value: Any) -> bool:
+    """Whether a backup may set an attribute: not code, and not the path of a file."""
     if name.startswith("__") or callable(getattr(callback, name, None)):
         return False
     if isinstance(getattr(type(callback), name, None), property):
@@ -354,10 +355,10 @@ def callback_arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prepare_for_resume(callbacks: Iterable[Any], epoch: int) -> None:
-    """Before on_train_begin of a resumed run: callbacks append to their files.
+    """Makes callbacks append to their files; call it before on_train_begin of a resumed run.
 
     Args:
-        epoch: the one that training resumes with, from 0.
+        epoch: the first epoch of the resumed run, from 0.
     """
     for callback in callbacks:
         callback = getattr(callback, "callback", callback)
@@ -367,7 +368,7 @@ def prepare_for_resume(callbacks: Iterable[Any], epoch: int) -> None:
 
 
 def _forget_rows(log: keras.callbacks.CSVLogger, epoch: int) -> None:
-    """Removes the epochs that will be trained again from a log."""
+    """Removes from a CSV log the epochs that will be trained again."""
     try:
         with open(log.filename, newline="") as file:
             lines = list(file)
@@ -441,7 +442,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(saved: Mapping[str, Any]) -> None:
-    """Puts back what `random_state` took."""
+    """Restores a result of `random_state`."""
     version, numbers, gauss = saved["python"]
     random.setstate((version, tuple(numbers), gauss))
     numpy_state = dict(saved["numpy"])

@@ -1,4 +1,4 @@
-"""State on disk: what a run needs to continue as if it had never stopped.
+"""Backups on disk: a directory of them, written atomically and verified when read.
 
     store = BackupStore("/shared/backups/run7")
     with store.locked():
@@ -11,14 +11,14 @@ One backup is one directory `step_<n>` with three files:
 * `tensors.index`, `tensors.data-00000-of-00001`: a TensorFlow checkpoint (its tensor bundle
   format: named tensors, a CRC-32C for each);
 * `record.json`: everything else as JSON, with the SHA-256 of itself and the sizes of the other
-  files. It is written last: a directory without a valid one is no backup.
+  files. It is written last: a directory without a valid record is not a backup.
 
-It is written under a temporary name, flushed and renamed (`tfmw.storage`). The two newest are kept.
-Reading is safe: no pickle, no code, no links followed, and no more memory taken than the files have
-bytes. Paths may be local or whatever `tf.io.gfile` opens; object stores have no atomic rename, so
-there the record, written last, shows that a backup is complete.
+A backup is written under a temporary name, flushed and renamed (`tfmw.storage`). The two newest are
+kept. Reading is safe: no pickle, no code, no links followed, and never more memory than the files
+have bytes. Paths are local, or URLs that `tf.io.gfile` opens. Object stores have no atomic rename;
+there the record, written last, marks a backup as complete.
 
-    problems = verify("/shared/backups/run7")         # [] or what is damaged
+    problems = verify("/shared/backups/run7")         # [] or one sentence for each problem
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from tfmw.runtime.progress import blocking_call
 logger = logging.getLogger("tfmw")
 
 EVALUATOR_LOCK = "EVALUATOR"
-"""The file that an evaluator locks while it watches, and removes once it has seen all backups."""
+"""File that an evaluator locks while it watches, and removes after the last backup."""
 
 FORMAT = 1
 KEPT = 2
-_NICE = 10  # of the writing thread: a tenth of the processor time of a training thread
+_NICE = 10  # niceness of the writing thread: a tenth of a training thread's processor time
 _PREFIX = "tensors"
 _RECORD = "record.json"
 _NAME = re.compile(r"step_(\d{12})")
 _FILES = re.compile(re.escape(_PREFIX) + r"\.(index|data-\d{5}-of-\d{5})")
-_LARGEST_RECORD = 256 << 20  # bytes; the histories of a million epochs are less
+_LARGEST_RECORD = 256 << 20  # bytes; enough for the histories of a million epochs
 
 
 class Damaged(TfmwError):
-    """A backup whose checksums do not match, or whose content `BackupStore` never writes."""
+    """A backup whose checksums do not match, or with content that `BackupStore` never writes."""
 
 
 class Incomplete(Damaged):
@@ -68,12 +68,12 @@ class Incomplete(Damaged):
 
 
 class Backup:
-    """One complete backup, checked.
+    """One complete and verified backup.
 
     Attributes:
         path: its directory.
-        step: training steps made when it was taken.
-        record: what `BackupStore.write` was given.
+        step: training steps at the time of the backup.
+        record: the `record` of `BackupStore.write`.
     """
 
     def __init__(self, path: str, step: int, record: dict[str, Any]):
@@ -82,12 +82,13 @@ class Backup:
         self.record = record
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """All tensors by name. Raises Damaged where a checksum does not match."""
+        """All tensors by name. Raises Damaged if a checksum does not match."""
         try:
             reader = tf.train.load_checkpoint(os.path.join(self.path, _PREFIX))
             shapes = reader.get_variable_to_shape_map()
             types = reader.get_variable_to_dtype_map()
-            # Memory is taken for the bytes that the index lists: no more than the files have.
+            # TensorFlow allocates the bytes that the index lists, so they must not exceed the
+            # files.
             listed = sum(math.prod(shapes[name]) * types[name].size for name in shapes)
             if listed > (found := self._bytes_of_tensors()):
                 raise Damaged(
@@ -119,9 +120,9 @@ class BackupStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps other runs off the directory, and removes what killed runs have left half written.
+        """Locks the directory for this run, and removes incomplete writes of killed runs.
 
-        By a lock on the file `LOCK`, see `file_lock`; object stores have none.
+        The lock is on the file `LOCK`, see `file_lock`; object stores have none.
 
         Raises:
             UsageError: another process holds the lock, or it cannot be taken.
@@ -151,11 +152,11 @@ class BackupStore:
             ) from e
 
     def has_evaluator(self) -> bool:
-        """Whether an evaluator has begun to watch this directory and has not seen all backups."""
+        """Whether an evaluator watches this directory and has not evaluated all backups."""
         return bool(tf.io.gfile.exists(os.path.join(self.path, EVALUATOR_LOCK)))
 
     def dismiss_evaluator(self) -> None:
-        """The evaluator has seen the last backup: nobody needs them any more."""
+        """Records that the evaluator has evaluated the last backup."""
         with contextlib.suppress(tf.errors.NotFoundError):
             tf.io.gfile.remove(os.path.join(self.path, EVALUATOR_LOCK))
 
@@ -179,8 +180,8 @@ class BackupStore:
         """Writes one backup and removes all but the newest ones.
 
         Args:
-            step: training steps made; a newer backup has a higher one or replaces its like.
-            tensors: name -> array, of any type that TensorFlow has.
+            step: training steps so far; a backup of the same step is replaced.
+            tensors: name -> array, of any dtype of TensorFlow.
             record: JSON values.
 
         Returns:
@@ -194,7 +195,7 @@ class BackupStore:
             with storage.atomic_directory(final) as temporary:
                 _write_files(temporary, step, tensors, record)
         else:
-            # Without an atomic rename, the record's coming last tells whether a backup is whole.
+            # Without an atomic rename, a record that is written last marks a complete backup.
             with contextlib.suppress(tf.errors.NotFoundError):
                 storage.remove(final)
             _write_files(final, step, tensors, record)
@@ -206,7 +207,7 @@ class BackupStore:
         steps = self.steps()
         intact = [s for s in steps if s <= newest and s not in self._damaged]
         for step in steps:
-            # Higher steps belong to a run that was abandoned: the last write is the valid one.
+            # Higher steps belong to an abandoned run: the last write is valid.
             if step not in intact[-KEPT:]:
                 with contextlib.suppress(OSError, tf.errors.OpError):
                     self._remove(step)
@@ -234,7 +235,7 @@ class BackupStore:
     def candidates(self) -> Iterator[Backup]:
         """Backups that pass the cheap checks, newest first.
 
-        The next older one comes only after `skip_damaged`: the caller may find more damage.
+        Call `skip_damaged` to continue with the next older one after finding damage.
 
         Raises:
             UsageError: there are backups, all damaged, or one of another version of this format.
@@ -258,15 +259,15 @@ class BackupStore:
             )
 
     def skip_damaged(self, step: int, why: Damaged) -> None:
-        """Logs that the backup of `step` is damaged, and remembers it."""
+        """Logs that the backup of `step` is damaged, and skips it from now on."""
         self._damaged.add(step)
-        logger.warning("%s; the one before is used", why)
+        logger.warning("%s; the previous backup is used", why)
 
     def read(self, step: int) -> Backup:
         """The backup of one step.
 
         Raises:
-            Incomplete, Damaged: it has no record, or is altered.
+            Incomplete, Damaged: it has no record, or its content has changed.
             UsageError: it has a format that this version does not read.
         """
         path = self._path_of(step)
@@ -315,13 +316,13 @@ class BackupStore:
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
-    """Compares backups with the checksums that were taken when they were written.
+    """Compares backups with the checksums in their records.
 
     Args:
         path: a directory of backups, or one backup in it (`step_...`).
 
     Returns:
-        One sentence for each problem, none where every backup is as it was written.
+        One sentence for each problem; none if every backup is intact.
     """
     directory = os.fspath(path).rstrip("/")
     if not tf.io.gfile.isdir(directory):
@@ -370,7 +371,7 @@ def _write_files(
 
 
 def _refuse_all_but_files(path: str) -> None:
-    """Raises Damaged unless `path` is a directory with nothing but plain files in it."""
+    """Raises Damaged unless `path` is a directory that contains only plain files."""
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         raise Damaged(f"backup {path} is damaged: it is not a directory")
     for name in os.listdir(path):
@@ -386,8 +387,8 @@ class BackgroundWriter:
     """Writes backups in the background, one at a time; training waits only for the copy.
 
     Args:
-        write: called in the background with what `submit` was given.
-        on_error: called in the background where `write` fails on the disk's side.
+        write: called in the background with the arguments of `submit`.
+        on_error: called in the background if `write` fails with an error of the disk.
         clock: monotonic seconds.
     """
 
@@ -403,14 +404,14 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self.seconds = 0.0
-        """How long the last write took."""
+        """Seconds that the last write took."""
 
     @property
     def busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
     def submit(self, *arguments: Any) -> None:
-        """Starts a write, after waiting for the one before."""
+        """Starts a write, after the previous one has ended."""
         self.wait()
         self._thread = threading.Thread(
             target=self._run, args=arguments, name="tfmw-backup", daemon=True
@@ -421,7 +422,7 @@ class BackgroundWriter:
         """Waits until everything submitted is on disk or has failed.
 
         Raises:
-            Exception: an error of the writer that is not the disk's.
+            Exception: an error of the writer other than one of the disk.
         """
         if self._thread is not None:
             with blocking_call("backup"):
@@ -434,7 +435,7 @@ class BackgroundWriter:
     def _run(self, *arguments: Any) -> None:
         start = self._clock()
         with contextlib.suppress(OSError):
-            # On Linux each thread has its own priority: training goes first.
+            # On Linux each thread has its own priority: training threads run first.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             self._write(*arguments)

@@ -1,10 +1,10 @@
-"""Which cluster is this process part of, as which task, and how its tasks meet and agree.
+"""Which cluster and task this process is, and how tasks meet, compare and exchange values.
 
 Read `cluster.py` first: the value `Cluster`.
 
-* `tf_config`, `schedulers`: where its description comes from; `addresses`: "host:port".
-* `joining`: `tfmw.init`; `membership`: what this process has joined, and how it leaves.
-* `rendezvous`: all workers meet and compare, before TensorFlow starts.
+* `tf_config`, `schedulers`: the sources of its description; `addresses`: "host:port".
+* `joining`: `tfmw.init`; `membership`: the cluster that this process has joined, and leaving it.
+* `rendezvous`: workers meet and compare before TensorFlow starts; `handshake`: the protocol.
 * `control`, `servers`: the same for parameter servers and their coordinator.
 * `group`: small values between workers during training.
 * `check`: `tfmw check`.

@@ -21,8 +21,8 @@ from tfmw.errors import ClusterError
 
 DEFAULT_PORT = 2222
 
-# Ports that all tasks of one job derive from a number of it; below Linux's ephemeral ports, which
-# start at 32768.
+# Ports that all tasks of a job derive from the job's number. They are below Linux's ephemeral
+# ports, which start at 32768.
 _DERIVED_PORTS = range(12000, 32000)
 PORTS_PER_JOB = 16  # jobs with neighbouring numbers on one host get different ports
 
@@ -34,22 +34,22 @@ def validated(job: str, value: Any, source: str) -> tuple[str, ...]:
 
     Args:
         job: task type, for the message.
-        value: what the user wrote; a sequence of "host:port".
-        source: where it comes from, for the message.
+        value: the addresses as described; a sequence of "host:port".
+        source: the source of the description, for the message.
 
     Raises:
-        ClusterError: `value` is no list, or an entry is no "host:port".
+        ClusterError: `value` is not a list, or an entry is not "host:port".
     """
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ClusterError(
-            f'{source} gives {value!r} as the addresses of "{job}"; '
+            f'{source} has {value!r} as the addresses of "{job}"; '
             'write a list such as ["h0:2222", "h1:2222"].'
         )
     for i, address in enumerate(value):
         match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
         if match is None or not 1 <= int(match["port"]) <= 65535:
             raise ClusterError(
-                f'{source} gives {address!r} as address {i} of "{job}"; '
+                f'{source} has {address!r} as address {i} of "{job}"; '
                 'write "host:port" with a port from 1 to 65535, such as "h0:2222" or "[::1]:2222".'
             )
     return tuple(value)
@@ -67,13 +67,13 @@ def with_port(host: str, port: int) -> str:
 
 
 def derived_port(number: int) -> int:
-    """The first of `PORTS_PER_JOB` ports that all tasks of job `number` compute alike."""
+    """The first of the `PORTS_PER_JOB` ports of job `number`."""
     slots = len(_DERIVED_PORTS) // PORTS_PER_JOB
     return _DERIVED_PORTS[number % slots * PORTS_PER_JOB]
 
 
 def is_global(address: str) -> bool:
-    """Whether the host is a literal IP address that the whole internet can reach."""
+    """Whether the host is a literal IP address of the public internet."""
     host = address.rpartition(":")[0].strip("[]").partition("%")[0]
     try:
         return ipaddress.ip_address(host).is_global
@@ -82,7 +82,7 @@ def is_global(address: str) -> bool:
 
 
 def is_local(address: str) -> bool:
-    """Whether the host is an address of this machine: one that it can listen on."""
+    """Whether the host is an address of this machine."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
@@ -99,7 +99,7 @@ def is_local(address: str) -> bool:
 
 
 def local_index(addresses: Sequence[str]) -> int:
-    """The position of the only address that is this machine's.
+    """The index of the only address that is this machine's.
 
     Raises:
         ClusterError: none of them is, or several are.
@@ -109,7 +109,7 @@ def local_index(addresses: Sequence[str]) -> int:
         count = "none of them is" if not local else f"{len(local)} of them are"
         raise ClusterError(
             f"which of the hosts {', '.join(addresses)} this machine is cannot be determined: "
-            f"{count} an address of this machine; give --host-index, from 0."
+            f"{count} an address of this machine; pass --host-index, from 0."
         )
     return local[0]
 
@@ -125,7 +125,8 @@ def listen(address: str) -> socket.socket:
     server = socket.socket(family, socket.SOCK_STREAM)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        # All interfaces, as TensorFlow's server does: `host` may be a name that only others know.
+        # All interfaces, as TensorFlow's server: `host` may be a name that only other hosts
+        # resolve.
         server.bind(("", port))
         server.listen(1024)
     except OSError as e:
@@ -141,6 +142,6 @@ def listen(address: str) -> socket.socket:
 
 
 def check_port_free(address: str) -> None:
-    """Raises ClusterError where this task's own port is taken on this machine."""
+    """Raises ClusterError if this task's own port is taken on this machine."""
     with contextlib.closing(listen(address)):
         pass

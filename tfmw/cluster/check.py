@@ -1,15 +1,16 @@
-"""`tfmw check`: is this cluster going to work, asked before a run.
+"""`tfmw check`: tests before a run whether a cluster will work.
 
     TF_CONFIG=... tfmw check --backup-dir /shared/run7     # on every task, at about the same time
     srun tfmw check --backup-dir /shared/run7
 
-Every task listens on its own port, connects to every other task, and both send what they are and
-have. So each pair is tried in both directions, on the ports that the run will use, and every task
-can print by itself what is wrong. Workers without GPUs also try another port of the next worker, as
-tfmw's ring will. The chief leaves a marker file in each directory, and the others look for it.
+Every task listens on its own port and connects to every other task. The two tasks exchange their
+names, versions and GPUs. So each pair is tested in both directions, on the ports of the run, and
+every task can print all findings. Workers without GPUs also connect to another port of the next
+worker, as the ring all-reduce does. The chief writes a marker file into each directory, and the
+other tasks look for it.
 
-Standard library only, but for TensorFlow in a process of its own, which counts the GPUs, and
-`tf.io.gfile` where a directory is a URL.
+Standard library only, with two exceptions: TensorFlow in a separate process, which counts the GPUs,
+and `tf.io.gfile` for directories that are URLs.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from tfmw.cluster.cluster import Cluster
 from tfmw.cluster.handshake import Hello, differences
 from tfmw.runtime import versions as installed
 
-_SHARED_S = 10.0  # until a new file is seen on another machine: NFS caches listings
-_CLOCKS_APART_S = 60.0  # more than what an unattended clock loses in a month
+_SHARED_S = 10.0  # until a new file is visible on another machine: NFS caches listings
+_CLOCKS_APART_S = 60.0  # more than a clock without NTP loses in a month
 
 
 def report(
@@ -45,9 +46,9 @@ def report(
 
     Args:
         cluster: the cluster, and which of its tasks this process is.
-        directories: option -> directory that all tasks are to share, {"--backup_dir": "/shared"}.
-        timeout_s: seconds in which the other tasks must come.
-        show: gets each line.
+        directories: option -> directory that all tasks must share, {"--backup_dir": "/shared"}.
+        timeout_s: seconds in which the other tasks must connect.
+        show: prints a line.
         find_devices: returns the Keras backend, and the GPUs that TensorFlow sees here.
 
     Returns:
@@ -58,7 +59,7 @@ def report(
     if cluster.is_public():
         findings.note(
             f"{', '.join(cluster.public_addresses())} is public, and the port of a tf.distribute "
-            "server asks for no password: keep it in a private network"
+            "server has no authentication: use addresses of a private network"
         )
     tasks = cluster.tasks()
     several = len(tasks) > 1 and cluster.task_name in tasks
@@ -66,7 +67,7 @@ def report(
     with check_directories.markers(directories if leaves_markers else {}, findings) as markers:
 
         def own_hello(any_port: int | None = None) -> Hello:
-            backend, gpus = find_devices()  # takes seconds; the port is open meanwhile
+            backend, gpus = find_devices()  # takes seconds; the port is already open
             if backend != "tensorflow":
                 findings.failed(
                     f"the Keras backend is {backend!r} ({gpus}): set KERAS_BACKEND=tensorflow"
@@ -90,7 +91,7 @@ def report(
 
 
 def versions() -> dict[str, str]:
-    """What every task must have alike."""
+    """The versions that must be the same on every task, by name."""
     found = {"Python": ".".join(map(str, sys.version_info[:2]))}
     for package in ("tensorflow", "keras", "numpy", "tfmw"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -118,9 +119,8 @@ def _check_cluster(
     resolved = _check_names(others, findings)
     if not addresses.is_local(cluster.address):
         findings.failed(
-            f"{cluster.address!r}, the address of this task ({cluster.task_name}), is not this "
-            "machine's: is this another task, or another machine? Correct the task's index or its "
-            "address"
+            f"{cluster.address!r}, the address of this task ({cluster.task_name}), is not an "
+            "address of this machine: correct the task's index or its address"
         )
     any_port = addresses.listen(f"{addresses.split(cluster.address)[0]}:0")
     with Peers(cluster, findings) as peers, any_port:
@@ -135,12 +135,12 @@ def _check_cluster(
                 findings.failed(_unreached(name, others[name], problem, timeout_s))
         _compare(local, peers, findings, min(_SHARED_S, timeout_s))
         _connect_next_in_ring(cluster, local, peers.hellos, findings)
-        # A task that leaves closes its port, and the others may not have connected yet.
+        # A task that exits closes its port, and other tasks may not have connected yet.
         peers.leave([name for name, problem in problems.items() if problem is None], deadline)
 
 
 def _check_names(others: Mapping[str, str], findings: Findings) -> dict[str, str]:
-    """Task -> address of those whose host names are known here."""
+    """Task -> address, of the tasks whose host names this machine resolves."""
     resolved = {}
     for name, address in others.items():
         host, port = addresses.split(address)
@@ -162,8 +162,8 @@ def _unreached(name: str, address: str, problem: str, timeout_s: float) -> str:
     start = f"{name} at {address} cannot be reached within {timeout_s:g} s ({problem}): "
     if "refused" in problem:
         return start + (
-            "its machine responds and nobody listens there; start tfmw check for that task too, at "
-            "about the same time, and see what it prints"
+            "its machine responds and no process listens there; start tfmw check for that task "
+            "too, at about the same time, and read its output"
         )
     if "no tfmw check" in problem:
         return start + "stop the process that holds that port, or give the task another one"
@@ -173,7 +173,7 @@ def _unreached(name: str, address: str, problem: str, timeout_s: float) -> str:
 
 
 def _compare(local: Hello, peers: Peers, findings: Findings, patience_s: float) -> None:
-    """Compares what the tasks have; each difference is printed by both tasks that have it."""
+    """Compares the tasks; both tasks of a pair print its differences."""
     before = findings.failures
     hellos = dict(peers.hellos)
     for name, remote in hellos.items():
@@ -183,8 +183,8 @@ def _compare(local: Hello, peers: Peers, findings: Findings, patience_s: float) 
         if None not in (gpus, remote_gpus) and gpus != remote_gpus:
             findings.failed(
                 f"GPUs differ: {gpus} on {local.task}, {remote_gpus} on {name}; give all workers "
-                "the same (CUDA_VISIBLE_DEVICES): they make each step together, as fast as the "
-                "slowest, and with NCCL only where all have some"
+                "the same (CUDA_VISIBLE_DEVICES): synchronous workers train as fast as the "
+                "slowest, and with NCCL only if all have GPUs"
             )
         ahead = peers.clocks_ahead[name]
         if abs(ahead) > _CLOCKS_APART_S:
@@ -204,7 +204,7 @@ def _compare(local: Hello, peers: Peers, findings: Findings, patience_s: float) 
 def _connect_next_in_ring(
     cluster: Cluster, local: Hello, hellos: Mapping[str, Hello], findings: Findings
 ) -> None:
-    """Connects to the next worker on a port that its system chose, as gradients will."""
+    """Connects to the next worker on a port that its system chose, as the ring all-reduce does."""
     workers = cluster.tasks("chief", "worker")
     if local.details["gpus"] != "none" or local.task not in workers or cluster.has_ps:
         return

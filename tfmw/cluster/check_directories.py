@@ -1,9 +1,9 @@
-"""Are directories shared and writable: the chief leaves a marker file, the others look for it.
+"""Are directories shared and writable: the chief writes a marker file, other tasks look for it.
 
     with markers({"--backup_dir": "/shared"}, findings) as names: ...    # on the chief
-    find_marker("--backup_dir", "/shared", name, "worker 0", findings)   # on the others
+    find_marker("--backup_dir", "/shared", name, "worker 0", findings)   # on other tasks
 
-A directory that does not exist is made, and removed again. URLs go through `tf.io.gfile`.
+A directory that does not exist is created, and removed afterwards. URLs go through `tf.io.gfile`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _RETRY_S = 0.1
 
 
 def absolute(path: str) -> str:
-    """The path as all tasks must have it alike; URLs as they are."""
+    """The absolute path, which must be the same on all tasks; URLs unchanged."""
     return os.path.abspath(path) if _is_local(path) else path
 
 
 @contextlib.contextmanager
 def markers(directories: Mapping[str, str], findings: Findings) -> Iterator[dict[str, str | None]]:
-    """Leaves a marker file in each directory while the body runs.
+    """Keeps a marker file in each directory while the body runs.
 
     Args:
         directories: option -> directory.
-        findings: gets a failure for each directory that cannot be written.
+        findings: where a directory that cannot be written is reported.
 
     Yields:
         Option -> name of the file; None where it cannot be written.
@@ -54,7 +54,7 @@ def markers(directories: Mapping[str, str], findings: Findings) -> Iterator[dict
 def find_marker(
     option: str, path: str, name: str, chief: str, findings: Findings, patience_s: float
 ) -> None:
-    """Looks for the file that the chief has left, for `patience_s` seconds: NFS caches listings."""
+    """Looks for the chief's marker file, for `patience_s` seconds: NFS caches listings."""
     deadline = time.monotonic() + patience_s
     while _read(os.path.join(path, name)) != name:
         if time.monotonic() > deadline:

@@ -11,7 +11,7 @@ class Findings:
     """Prints findings and counts failures.
 
     Attributes:
-        show: gets each line.
+        show: prints a line.
         failures: number of calls of `failed`.
     """
 

@@ -1,10 +1,10 @@
 """The connections of `tfmw check`: every task connects to every other one, in both directions.
 
 with Peers(cluster, findings) as peers:
-peers.open(hello)                             # from now on, others get a response
-problems = peers.connect_all(others, deadline)
-peers.hellos                                  # what each other task has sent
-peers.leave(reached, deadline)
+    peers.open(hello)                             # responds to other tasks from now on
+    problems = peers.connect_all(others, deadline)
+    peers.hellos                                  # the hello of each other task
+    peers.leave(reached, deadline)
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Peers:
             self._server.close()
 
     def open(self, hello: Hello) -> None:
-        """Responds to the other tasks from now on, also to those that have connected before."""
+        """Responds to other tasks from now on, including those that have already connected."""
         self._hello = hello
         self._ready.set()
 
@@ -76,7 +76,7 @@ class Peers:
             deadline: of `time.monotonic()`.
 
         Returns:
-            Task -> why it was not reached; None for those that were.
+            Task -> why it was not reached; None if it was.
         """
         problems: dict[str, str | None] = {}
 
@@ -95,7 +95,7 @@ class Peers:
         return {name: problems[name] for name in others}
 
     def leave(self, reached: Sequence[str], deadline: float) -> None:
-        """Tells the others that this task is done, and waits until they are, or the deadline."""
+        """Notifies the other tasks that this one is done, and waits for them until the deadline."""
         for name in reached:
             self._connect(name, deadline, leaving=True)
         with self._changed:
@@ -111,11 +111,11 @@ class Peers:
         return dataclasses.replace(self._hello, details={**self._hello.details, **details})
 
     def _connect(self, name: str, deadline: float, *, leaving: bool = False) -> str | None:
-        """Exchanges hellos with a task once; returns what went wrong, or None."""
+        """Exchanges hellos with a task once; returns the problem, or None."""
         try:
             with Channel.connect(self._tasks[name], CONNECT_S) as channel:
                 channel.send(self._own_hello(leaving).message())
-                # A task that has just begun responds once TensorFlow is imported there.
+                # A task that has just started responds once it has imported TensorFlow.
                 timeout_s = max(CONNECT_S, deadline - time.monotonic())
                 remote = Hello.of(channel.receive(timeout_s), PROTOCOL)
             self._record(remote)
@@ -137,7 +137,7 @@ class Peers:
             channel.wait_closed(CONNECT_S)  # the other side closes first: this port is left free
 
     def _record(self, remote: Hello) -> None:
-        """Keeps what another task has sent. Raises NotATask where details are missing."""
+        """Stores another task's hello. Raises NotATask if details are missing."""
         try:
             process, clock = str(remote.details["id"]), float(remote.details["clock"])
             leaving = bool(remote.details["leaving"])
@@ -147,9 +147,7 @@ class Peers:
         with self._changed:
             if self._ids.setdefault(name, process) != process and name not in self._duplicates:
                 self._duplicates.add(name)
-                self._findings.failed(
-                    f"two processes call themselves {name}: give each task an index of its own"
-                )
+                self._findings.failed(f"two processes are {name}: give each task its own index")
             if name != self._task:
                 self.hellos.setdefault(name, remote)
                 self.clocks_ahead.setdefault(name, clock - time.time())

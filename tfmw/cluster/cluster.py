@@ -45,7 +45,7 @@ class Cluster:
         evaluators: addresses of evaluators; an evaluator needs none to take part.
         task: "chief", "worker", "ps" or "evaluator": what this process is.
         index: which task of that type, from 0.
-        source: where the description comes from, for messages.
+        source: the source of the description, for messages.
 
     Raises:
         ClusterError: the description is malformed or contradicts itself.
@@ -100,13 +100,14 @@ class Cluster:
         """The cluster of one task on each host.
 
         Args:
-            hosts: names or addresses, with a port or without (then 2222).
-            index: which of them this process is on; by default the only one of them whose address
-                is one of this machine's.
-            ps: the last so many tasks are parameter servers, and the first one coordinates.
+            hosts: names or addresses, with or without a port (default: 2222).
+            index: the index of this host; by default that of the only host whose address is this
+                machine's.
+            ps: number of parameter servers: the last tasks. The first task is the coordinator.
 
         Raises:
-            ClusterError: malformed or repeated hosts, or none or several are this machine.
+            ClusterError: hosts are malformed or repeated, or none or several of them are this
+                machine.
         """
         members = [addresses.with_port(host, addresses.DEFAULT_PORT) for host in hosts]
         addresses.validated("hosts", members, tf_config.describe("hosts"))
@@ -146,7 +147,7 @@ class Cluster:
 
     @property
     def task_name(self) -> str:
-        """How this task is called in messages: "chief", "worker 1", "ps 0"."""
+        """The name of this task in messages: "chief", "worker 1", "ps 0"."""
         return _task_name(self.task, self.index)
 
     def tasks(self, *types: str) -> dict[str, str]:
@@ -165,14 +166,14 @@ class Cluster:
         return own[self.index] if self.index < len(own) else None
 
     def public_addresses(self) -> tuple[str, ...]:
-        """The addresses that are literal IP addresses reachable from the whole internet.
+        """The addresses that are literal IP addresses of the public internet.
 
-        A tf.distribute server has no authentication: whoever reaches its port can run code.
+        A tf.distribute server has no authentication: anyone who can connect to it can run code.
         """
         return tuple(a for a in self._members + self.evaluators if addresses.is_global(a))
 
     def is_public(self) -> bool:
-        """Whether `public_addresses` finds any."""
+        """Whether any address is public; see `public_addresses`."""
         return bool(self.public_addresses())
 
     def as_tf_config(self) -> dict[str, Any]:
@@ -215,15 +216,15 @@ def _task_name(job: str, index: int) -> str:
 
 
 def _validate(cluster: Cluster, where: str) -> None:
-    """Raises ClusterError for what no single field shows."""
+    """Raises ClusterError for fields that contradict each other."""
     if cluster.task not in TASK_TYPES:
         raise ClusterError(
-            f"{where} gives {cluster.task!r} as this process's task type; "
+            f"{where} has {cluster.task!r} as this process's task type; "
             "use chief, worker, ps or evaluator."
         )
     if isinstance(cluster.index, bool) or not isinstance(cluster.index, int) or cluster.index < 0:
         raise ClusterError(
-            f"{where} gives {cluster.index!r} as this process's task index; "
+            f"{where} has {cluster.index!r} as this process's task index; "
             "use an integer from 0 to the number of its tasks less one."
         )
     _validate_jobs(cluster, where)
@@ -235,7 +236,7 @@ def _validate(cluster: Cluster, where: str) -> None:
         )
     elif cluster.task not in ("worker", "chief") or cluster.index != 0:
         raise ClusterError(
-            f"{where} says that this process is {cluster.task} {cluster.index} of a cluster "
+            f"{where} describes this process as {cluster.task} {cluster.index} of a cluster "
             'without tasks; list the addresses of its tasks under "cluster".'
         )
 
@@ -253,7 +254,7 @@ def _validate_jobs(cluster: Cluster, where: str) -> None:
             owner = owners.setdefault(address.lower(), f"{job} {i}")
             if owner != f"{job} {i}":
                 raise ClusterError(
-                    f"{where} gives {address} to both {owner} and {job} {i}; "
+                    f"{where} lists {address} for both {owner} and {job} {i}; "
                     "give every task an address of its own."
                 )
     if cluster.ps and not (cluster.chief and cluster.workers):
@@ -272,12 +273,12 @@ def _validate_own_task(cluster: Cluster, where: str) -> None:
     if not own:
         listed = ", ".join(f"{len(a)} {job}" for job, a in cluster._jobs.items() if a)
         raise ClusterError(
-            f"{where} says that this process is {cluster.task} {cluster.index}, but lists only "
+            f"{where} describes this process as {cluster.task} {cluster.index}, but lists only "
             f'{listed}; add "{cluster.task}" to the cluster or correct the task.'
         )
     if cluster.index >= len(own):
         raise ClusterError(
-            f"{where} says that this process is {cluster.task} {cluster.index}, but lists "
+            f"{where} describes this process as {cluster.task} {cluster.index}, but lists "
             f'{len(own)} task{"s" if len(own) > 1 else ""} of type "{cluster.task}", numbered '
             "from 0; add its address or correct the index."
         )

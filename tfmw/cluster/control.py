@@ -1,17 +1,17 @@
-"""How the servers of a parameter-server cluster learn that the coordinator is done.
+"""The connection between parameter servers and their coordinator: who is there, when to end.
 
     control = ControlServer(cluster, facts)    # on the coordinator
-    control.wait_for_all(timeout_s=120)        # every ps and worker has said hello, and agrees
-    control.finish()                           # they may leave
+    control.wait_for_all(timeout_s=120)        # every ps and worker has connected, and agrees
+    control.finish()                           # they end with status 0
 
     wait_for_end(cluster, facts, patience_s=120)    # on a ps or worker, while its server serves
 
-TensorFlow's servers serve for ever, and nothing in them tells a coordinator that is done from one
-that died. So each server keeps a plain TCP connection to the chief's address, which TensorFlow
-leaves free (the coordinator's own TensorFlow port is another one). It says hello, and gets one
-response; at the end a message says "done". A connection that closes without one is a coordinator
-that died: the server keeps its variables and waits for the next coordinator, for a limited time.
-Standard library only.
+TensorFlow's servers never end, and cannot distinguish a coordinator that is done from one that
+died. So each server keeps a plain TCP connection to the chief's address, which TensorFlow leaves
+free (the coordinator's own TensorFlow port is another one). It sends its hello and receives one
+response. At the end it receives a message "done". If the connection closes without one, the
+coordinator has died: the server keeps its variables and waits for the next coordinator, for a
+limited time. Standard library only.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ logger = logging.getLogger("tfmw")
 _PROTOCOL = "control"
 _RETRY_S = 0.1
 _CONNECT_S = 5.0
-_RESPONSE_S = 30.0  # for a coordinator that has accepted the connection
-_GOODBYE_S = 30.0  # for a coordinator that is done to end
+_RESPONSE_S = 30.0  # for the response of a coordinator that has accepted the connection
+_GOODBYE_S = 30.0  # for the process of a coordinator that is done to end
 
 
 def _hello(cluster: Cluster, facts: Mapping[str, str]) -> Hello:
@@ -50,7 +50,7 @@ def _hello(cluster: Cluster, facts: Mapping[str, str]) -> Hello:
 
 
 class AlreadyCoordinated(ClusterError):
-    """Another coordinator of this cluster runs at the chief's address."""
+    """Another coordinator of this cluster is running at the chief's address."""
 
 
 class ControlServer:
@@ -83,16 +83,16 @@ class ControlServer:
 
     @property
     def connected(self) -> set[str]:
-        """Names of the servers that are there now."""
+        """Names of the servers that are connected."""
         with self._changed:
             return set(self._servers)
 
     def wait_for_all(self, timeout_s: float) -> None:
-        """Returns once every server is there and describes the same cluster.
+        """Returns once every server is connected and describes the same cluster.
 
         Raises:
             ClusterError: a server describes another cluster, or runs other versions.
-            TfmwError: a server did not come in time; the message names it.
+            TfmwError: a server did not connect in time; the message names it.
         """
         expected = self._cluster.tasks("worker", "ps")
 
@@ -109,21 +109,21 @@ class ControlServer:
             raise ClusterError(problem)
         if absent:
             raise TfmwError(
-                f"{', '.join(absent)} did not come within {timeout_s:g} s: start "
+                f"{', '.join(absent)} did not connect within {timeout_s:g} s: start "
                 f"{'it' if len(absent) == 1 else 'them'}, or check that the chief's address "
                 f"{self._cluster.chief[0]} can be reached from there."
             )
 
     def finish(self) -> None:
-        """Tells every server that the training is done."""
+        """Sends every server the message that the training is done."""
         self._send_all({"done": True})
 
     def fail(self, message: str) -> None:
-        """Tells every server that the coordinator gives up, and why."""
+        """Sends every server the error that ended the coordinator."""
         self._send_all({"failed": message})
 
     def close(self) -> None:
-        """Ends all connections, as the end of this process would."""
+        """Closes all connections, as the end of this process would."""
         self._listener.close()
         with self._changed:
             servers = list(self._servers.values())
@@ -136,7 +136,7 @@ class ControlServer:
             servers = list(self._servers.values())
         for channel in servers:
             with contextlib.suppress(OSError):
-                channel.send(message)  # and stays connected: servers outlive this process
+                channel.send(message)  # the connection stays open: servers outlive this process
         self._listener.close()
 
     def _greet(self, hello: Hello, channel: Channel) -> None:
@@ -147,7 +147,7 @@ class ControlServer:
             return
         with self._changed:
             if problem is None and hello.task in self._servers:
-                # The same task started again: its old connection may not have broken yet.
+                # A restarted task: its old connection may still be open.
                 self._servers.pop(hello.task).close()
             with contextlib.suppress(OSError):
                 channel.send({"problem": problem})  # before what is sent to all
@@ -180,7 +180,7 @@ def _is_coordinated(hello: Hello) -> bool:
 
 
 class _Coordinator:
-    """A server's view of the coordinator: its address, and what was last seen of it."""
+    """The coordinator as a server sees it: its address, and the last problem with it."""
 
     def __init__(self, hello: Hello):
         self._hello = hello
@@ -189,11 +189,11 @@ class _Coordinator:
         self.problem = "no response"
 
     def follow(self, patience_s: float) -> dict[str, Any] | None:
-        """The message with which the coordinator ends; None where it left without one.
+        """The coordinator's last message; None if it ended without one.
 
         Raises:
             ClusterError: it describes another cluster, or runs other versions.
-            TfmwError: none came in `patience_s` seconds.
+            TfmwError: no coordinator responded for `patience_s` seconds.
         """
         with contextlib.closing(self._connect(patience_s)) as channel:
             self.was_there = True
@@ -201,13 +201,11 @@ class _Coordinator:
             try:
                 message = channel.receive(None)
             except OSError:
-                self.problem = "it left without a message"
-                logger.warning(
-                    "the coordinator at %s has left; waiting for it to come back", self._address
-                )
+                self.problem = "it ended without a message"
+                logger.warning("lost the coordinator at %s; waiting for its restart", self._address)
                 return None
             if message.get("done"):
-                # TensorFlow tidies up on the servers while the coordinator's process ends.
+                # TensorFlow frees resources on the servers while the coordinator's process ends.
                 channel.wait_closed(_GOODBYE_S)
             return message
 
@@ -253,16 +251,16 @@ def wait_for_end(
     """Returns once the coordinator is done.
 
     Args:
-        cluster: this process is one of its ps or workers, and serves already.
+        cluster: this process is one of its ps or workers, and already serves.
         facts: what must be the same on every task.
-        patience_s: seconds to wait for a coordinator that has not come, or has not come back.
+        patience_s: seconds to wait for the first coordinator, and for a restarted one.
         serve_again: whether to wait for the next coordinator after each one, without limit; then
             this never returns.
 
     Raises:
         ClusterError: the coordinator describes another cluster, or runs other versions.
-        TaskFailed: the coordinator has given up; the message is its own.
-        TfmwError: no coordinator came in time.
+        TaskFailed: the coordinator failed; the message is its error.
+        TfmwError: no coordinator responded in time.
     """
     coordinator = _Coordinator(_hello(cluster, facts))
     while True:
@@ -272,5 +270,5 @@ def wait_for_end(
         if message.get("done"):
             return
         if "failed" in message:
-            # TensorFlow's own form, by which a launcher recognises a secondary error.
+            # In TensorFlow's form, by which a launcher recognises a secondary error.
             raise TaskFailed(f"{ECHO}chief/task:0: {message['failed']}")

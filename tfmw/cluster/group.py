@@ -1,12 +1,12 @@
-"""Small values that the workers of a cluster exchange outside of the training step.
+"""Small values that workers exchange outside of the training step: broadcast, all-gather.
 
     group = Group.of(strategy)
-    seed = group.from_chief(lambda: draw_seed())     # the chief decides, every task gets the result
-    group.require_same({"epochs": 3})                # or every task raises the same sentence
+    seed = group.from_chief(lambda: draw_seed())     # the chief's result, on every task
+    group.require_same({"epochs": 3})                # or every task raises the same error
 
-Values are JSON. They travel through TensorFlow's coordination service, not through collectives, so
-they cost a millisecond and cannot be mixed up with the reductions of a step. All tasks make the
-same calls in the same order.
+Values are JSON. They are sent through TensorFlow's coordination service, not through collectives. A
+call takes about a millisecond, and cannot interfere with the reductions of a step. All tasks must
+make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from tfmw.runtime.recorded_errors import ECHO
 # A message of the coordination service may have 4 MB; base64 adds a third.
 _PIECE = 2 << 20
 
-# So many calls share a directory of keys. At the first call of the next one all tasks meet, which
-# shows that all have read the keys of the last one: the chief deletes it.
+# Number of calls that share a directory of keys. The first call of the next directory is a barrier:
+# after it all tasks have read the keys of the last directory, and the chief deletes it.
 _CALLS_PER_DIRECTORY = 64
 
-_ROOT_CAUSE_S = 2.0  # a task that fails reports its error before it leaves
+_ROOT_CAUSE_S = 2.0  # a task that fails reports its error before it exits
 _RESPONSE_S = 5.0
-_UNUSED_GROUP = 2**31 - 2  # strategies count theirs from 1
+_UNUSED_GROUP = 2**31 - 2  # strategies number their groups from 1
 
-_WAIT_S = 3600.0  # a chief may be busy; a dead one is reported by the coordination service
+_WAIT_S = 3600.0  # a chief may be busy; the coordination service reports a dead one
 
 _calls = itertools.count()  # of this process; equal on all tasks, as they make the same calls
 
 
 def packed_pieces(arrays: Mapping[str, np.ndarray], name: str) -> tuple[str, list[int], int]:
-    """(type, shape, number of pieces) of an array that travels in pieces."""
+    """(dtype, shape, number of pieces) of an array that is sent in pieces."""
     array = arrays[name]
     return array.dtype.name, list(array.shape), max(1, -(-array.nbytes // _PIECE))
 
@@ -58,7 +58,7 @@ class Group:
     """The processes that train together.
 
     Attributes:
-        rank: this process, 0 being the chief.
+        rank: of this process; 0 is the chief.
         size: number of processes.
     """
 
@@ -84,7 +84,7 @@ class Group:
         )
 
     def _get(self, key: str, rank: int) -> Any:
-        """The value of a key that task `rank` sets, once it has."""
+        """Waits for a key that task `rank` sets, and returns its value."""
         task = self._tasks[rank] if rank != self.rank else None
         try:
             return json.loads(keras_compat.coordination_get(key, _WAIT_S, task))
@@ -106,14 +106,14 @@ class Group:
         return f"tfmw/{directory}/{call}"
 
     def require_peer(self, rank: int) -> None:
-        """Raises tf.errors.OpError where task `rank` does not respond, or was started again."""
+        """Raises tf.errors.OpError if task `rank` does not respond, or was restarted."""
         keras_compat.require_task(self._tasks[rank], _RESPONSE_S)
 
     def root_cause(self, found: Exception) -> tf.errors.OpError:
-        """The error to raise where this task found that another has gone: the other one's own.
+        """The error to raise after the loss of another task: the error which that task reported.
 
-        The coordination service keeps the report of a task that fails to itself, but ends
-        collectives with it: also one in which no other task takes part.
+        The coordination service does not publish the error that a failed task reports, but it
+        ends collectives with that error, including one that only this task has joined.
         """
         try:
             tf.raw_ops.CollectiveReduceV2(
@@ -140,7 +140,7 @@ class Group:
     def from_chief(self, decide: Callable[[], Any]) -> Any:
         """Calls `decide` on the chief only and returns its result on every task.
 
-        A UsageError of the chief's is raised on every task.
+        If it raises a UsageError, every task raises it.
         """
         if self.size == 1:
             return decide()
@@ -163,10 +163,10 @@ class Group:
         return [value] if self.size == 1 else self._exchange(self._next_key(), value)
 
     def arrays_from_chief(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The chief's arrays on every task, through the coordination service: for small ones.
+        """The chief's arrays on every task; for small arrays: see the module's docstring.
 
         Args:
-            arrays: by name; only the chief's matter.
+            arrays: by name; only the chief's values are used.
         """
         if self.size == 1:
             return arrays
@@ -184,7 +184,7 @@ class Group:
         return out
 
     def require_same(self, facts: dict[str, Any]) -> None:
-        """Raises UsageError on every task where tasks differ in one of `facts`.
+        """Raises UsageError on every task if tasks differ in one of `facts`.
 
         Args:
             facts: name -> JSON value, such as {"epochs": 3}.

@@ -1,4 +1,4 @@
-"""How tasks of a cluster meet and compare: a hello each way, as one line of JSON over TCP.
+"""How tasks of a cluster meet and compare: each sends a hello, one line of JSON over TCP.
 
     local = Hello("rendezvous", "worker 1", {"worker 0": "h0:2222", ...}, {"keras": "3.15.1"})
 
@@ -11,8 +11,8 @@
 
     difference(local, remote)          # one sentence; None where the tasks agree
 
-`rendezvous`, `control` and `check` are three uses of it. Connections of anything else (port
-scanners, web browsers, another service on a port typed wrong) are closed and change nothing.
+`rendezvous`, `control` and `check` use it. Connections from other programs (port scanners, web
+browsers, another service because of a wrong port) are closed and have no effect.
 Standard library only.
 """
 
@@ -31,13 +31,13 @@ from tfmw.cluster import addresses
 
 logger = logging.getLogger("tfmw")
 
-_MAX_LINE = 1 << 20  # bytes; a cluster of ten thousand tasks is a quarter of this
+_MAX_LINE = 1 << 20  # bytes; a hello of ten thousand tasks is a quarter of this
 _HELLO_S = 30.0  # for the hello of a peer that has connected
-_NOTICE_S = 3.0  # a task that waits longer logs for whom
+_NOTICE_S = 3.0  # a task that waits longer logs what it waits for
 
 
 class NotATask(OSError):
-    """What responds at an address is not a task of tfmw."""
+    """The process at an address is not a task of tfmw."""
 
     def __init__(self) -> None:
         super().__init__("what responds there is not a task of tfmw")
@@ -45,14 +45,14 @@ class NotATask(OSError):
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """How a task introduces itself.
+    """A task's description of itself and of the cluster.
 
     Attributes:
-        protocol: what it wants; tasks of another protocol are strangers.
+        protocol: purpose of the connection; hellos of another protocol are rejected.
         task: its name, such as "worker 1".
-        tasks: name -> address of every task that takes part, as this task knows them.
-        facts: name -> what must be the same on every task (versions, options).
-        details: name -> what need not be.
+        tasks: name -> address of every task that takes part, in this task's description.
+        facts: name -> value that must be the same on every task (versions, options).
+        details: name -> value that may differ.
     """
 
     protocol: str
@@ -62,7 +62,7 @@ class Hello:
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def message(self) -> dict[str, Any]:
-        """Its form on the wire."""
+        """The hello as a JSON object."""
         fields = dataclasses.asdict(self)
         return {"tfmw": fields.pop("protocol"), **fields}
 
@@ -71,7 +71,7 @@ class Hello:
         """The hello in a message.
 
         Raises:
-            NotATask: it is none of this protocol.
+            NotATask: it is not a hello of this protocol.
         """
         types = {"task": str, "tasks": dict, "facts": dict, "details": dict}
         fields = {name: message.get(name) for name in types}
@@ -79,7 +79,7 @@ class Hello:
         if message.get("tfmw") != protocol or not valid:
             raise NotATask
         hello = cls(protocol, **fields)  # type: ignore[arg-type]
-        if hello.task not in hello.tasks:  # no `Cluster` is like that
+        if hello.task not in hello.tasks:  # not a valid `Cluster`
             raise NotATask
         return hello
 
@@ -127,10 +127,10 @@ def _plural(job: str, count: int) -> str:
 
 @contextlib.contextmanager
 def notice_of_waiting(describe: Callable[[], str]) -> Iterator[None]:
-    """Logs one line where the body takes longer than a few seconds.
+    """Logs one line if the body takes longer than a few seconds.
 
     Args:
-        describe: who waits for whom, and where.
+        describe: returns the line: which task waits for what.
     """
     timer = threading.Timer(_NOTICE_S, lambda: logger.warning("%s", describe()))
     timer.daemon = True
@@ -150,7 +150,7 @@ class Channel:
 
     @classmethod
     def connect(cls, address: str, timeout_s: float) -> Channel:
-        """Raises OSError where nothing listens at "host:port"."""
+        """Raises OSError if no process listens at "host:port"."""
         return cls(socket.create_connection(addresses.split(address), timeout=timeout_s))
 
     def __enter__(self) -> Channel:
@@ -160,7 +160,7 @@ class Channel:
         self.close()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Raises OSError where the peer has gone."""
+        """Raises OSError if the peer has closed the connection."""
         self._peer.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_s: float | None) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Channel:
 
         Raises:
             NotATask: the peer sent something else.
-            OSError: the peer has gone, or sends nothing for `timeout_s` seconds.
+            OSError: the peer closed the connection, or sent nothing for `timeout_s` seconds.
         """
         self._peer.settimeout(timeout_s)
         try:
@@ -206,14 +206,14 @@ class Channel:
             return True
 
     def keep_alive(self) -> None:
-        """Has the system notice within half a minute that the peer's machine is gone."""
+        """Enables TCP keep-alive: the loss of the peer's machine is detected in half a minute."""
         self._peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
             if hasattr(socket, option):
                 self._peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     def close(self) -> None:
-        """Ends the connection, also for a thread that waits in `receive`."""
+        """Closes the connection; a thread that waits in `receive` gets an error."""
         with contextlib.suppress(OSError):
             self._peer.shutdown(socket.SHUT_RDWR)
         self._lines.close()
@@ -221,13 +221,13 @@ class Channel:
 
 
 class HelloServer:
-    """Listens on this task's address, and hands on each peer that says hello.
+    """Listens on this task's address and calls a function for each peer that sends a hello.
 
     Args:
         address: of this task.
-        protocol: of the hellos that are handed on; other connections are closed.
-        greet: gets a peer's hello and the channel to it, which is `greet`'s to close; runs in a
-            thread of the connection.
+        protocol: of the hellos; other connections are closed.
+        greet: (a peer's hello, the channel to it); closes the channel. Runs in one thread for
+            each connection.
 
     Raises:
         ClusterError: the port is taken.
@@ -246,7 +246,7 @@ class HelloServer:
         self.close()
 
     def close(self) -> None:
-        """Frees the port; connections stay."""
+        """Frees the port; connections stay open."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()

@@ -1,6 +1,6 @@
 """Joining the cluster, once per process and before TensorFlow's first op: `tfmw.init`.
 
-cluster = tfmw.init()            # which task is this; join (no-op on a single machine)
+cluster = tfmw.init()        # joins the cluster; no-op on a single machine
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def init(
     start_timeout_s: float = 120.0,
     existing_servers: bool | None = None,
 ) -> Cluster:
-    """Finds out which task of which cluster this process is, and joins.
+    """Joins this process to its cluster.
 
-    On every machine it makes TensorFlow keep the memory of freed tensors for reuse, unless
+    It also makes TensorFlow keep the memory of freed tensors for reuse, unless
     TF_CPU_ALLOCATOR_USE_BFC is set. On a single machine it does nothing else. A second call returns
     the same cluster; it may still choose `collectives`, `bytes_per_pack` and `timeout_s` (`tfmw
     run` makes the first call for a script).
 
     Args:
-        cluster: an explicit description (`Cluster`, or a dict in the form of TF_CONFIG); else it
-            comes from the environment: TF_CONFIG, Slurm, Kubernetes, Open MPI and others.
+        cluster: an explicit description (`Cluster`, or a dict in the form of TF_CONFIG); by default
+            it is read from the environment: TF_CONFIG, Slurm, Kubernetes, Open MPI and others.
         strategy: "auto" (synchronous training; parameter servers where the cluster has some),
             "multi_worker_mirrored", "mirrored", "parameter_server" or "default" (none).
         collectives: how synchronous workers reduce gradients: "nccl" between GPUs; "ring" over
@@ -63,22 +63,22 @@ def init(
             port, or have several virtual devices.
         bytes_per_pack: gradients are reduced in packs of about this many bytes.
         timeout_s: seconds after which a collective fails; None waits as long as peers are alive.
-        start_timeout_s: seconds to wait for all tasks to come; and for a coordinator of parameter
-            servers to come back.
-        existing_servers: on ps and workers beside them, whether to serve one training after
-            another, without end; by default where TFMW_EXISTING_SERVERS is 1.
+        start_timeout_s: seconds to wait for all tasks to connect; on parameter servers also for
+            their coordinator to restart.
+        existing_servers: on ps and workers beside them, whether to serve any number of trainings,
+            one after another; by default if TFMW_EXISTING_SERVERS is 1.
 
     Returns:
-        The cluster, with this process's task in it. Not on a ps, nor on a worker of a cluster with
-        parameter servers: these serve, and when the coordinator is done the process ends with
-        status 0 (SystemExit).
+        The cluster, with this process's task in it. The call does not return on a ps, nor on a
+        worker of a cluster with parameter servers: these serve until the coordinator is done, and
+        then end with status 0 (SystemExit).
 
     Raises:
         ClusterError: a malformed or contradictory description, a port in use, tasks that disagree.
         UsageError: an unknown strategy or collectives, another cluster than in the first call,
-            parameter servers that the strategy excludes or lacks, or TensorFlow has run an op
-            already.
-        TfmwError: some task did not come in time.
+            parameter servers that the strategy excludes or lacks, or TensorFlow has already run
+            an op.
+        TfmwError: a task did not connect in time.
     """
     require_choice("strategy", strategy, STRATEGIES)
     require_choice("collectives", collectives, COLLECTIVES)
@@ -92,7 +92,7 @@ def init(
                 f"{resolved!r}: a process joins once; start a new one for another cluster."
             )
         if collectives != "auto" or bytes_per_pack is not None or timeout_s is not None:
-            # Joining is done; how gradients are reduced may still be chosen.
+            # Already joined; how gradients are reduced may still be chosen.
             if collectives != "auto":
                 joined.collectives = collectives
             joined.options = communication_options(joined.collectives, bytes_per_pack, timeout_s)
@@ -115,10 +115,10 @@ def init(
 
 
 def _reuse_freed_memory() -> None:
-    """Has TensorFlow keep the memory of tensors that it frees, as it does on GPUs.
+    """Makes TensorFlow keep the memory of freed tensors, as it does on GPUs.
 
-    malloc hands large blocks back to the system, which clears every page of them for the next
-    tensor: for large variables most of an optimizer's time. Of effect until the first op.
+    malloc returns large blocks to the system, which clears every page of them for the next tensor.
+    With large variables that is most of an optimizer's time. Has no effect after the first op.
     """
     if "TF_CPU_ALLOCATOR_USE_BFC" in os.environ:
         return
@@ -214,7 +214,7 @@ def _join_parameter_servers(
 
 
 def _guard_models(cluster: Cluster) -> None:
-    """Refuses Keras's own `model.fit` from now on: it would train in this process only."""
+    """Makes Keras's own `model.fit` raise from now on: it would train in this process only."""
     from tfmw.keras_compat.guards import guard_models
 
     def refuse() -> None:
@@ -228,7 +228,7 @@ def _guard_models(cluster: Cluster) -> None:
 
 
 def _version(package: str) -> str:
-    """The installed version, from the package's metadata where there is some: no import."""
+    """The installed version, from the package's metadata, or by an import if it has none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # installed under another name, as tensorflow-cpu is
@@ -236,7 +236,7 @@ def _version(package: str) -> str:
 
 
 def _bound_threads() -> None:
-    """Shares this machine's cores between the tasks that a launcher started on it."""
+    """Limits TensorFlow's threads to this task's part of the cores, beside other local tasks."""
     import tensorflow as tf
 
     tasks = int(os.environ.get("TFMW_LOCAL_TASKS", "1"))
@@ -246,7 +246,7 @@ def _bound_threads() -> None:
 
 
 def _add_a_thread() -> None:
-    """Gives TensorFlow a thread more for ops, as a sum over tfmw's ring blocks one.
+    """Adds one thread to TensorFlow's pool for ops, because a sum over tfmw's ring blocks one.
 
     The other threads also serve peers that are still in an earlier collective.
     """
@@ -261,7 +261,7 @@ def _add_a_thread() -> None:
 
 
 def _end_at_sigterm() -> None:
-    """SIGTERM ends the process again: the strategy has put a handler there that survives it."""
+    """Restores that SIGTERM ends the process; the strategy's handler ignores the signal."""
     if threading.current_thread() is threading.main_thread():
         if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -270,7 +270,7 @@ def _end_at_sigterm() -> None:
 def communication_options(
     collectives: str, bytes_per_pack: int | None, timeout_s: float | None
 ) -> tf.distribute.experimental.CommunicationOptions:
-    """TensorFlow's form of the arguments of `init` that say how gradients are reduced.
+    """`tf.distribute`'s options for the arguments of `init` that concern reductions.
 
     Raises:
         UsageError: NCCL on a machine without GPUs.
@@ -296,7 +296,7 @@ def communication_options(
 
 
 def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raises UsageError for a value that is none of the choices."""
+    """Raises UsageError for a value that is not one of the choices."""
     if value not in choices:
         raise UsageError(
             f"unknown {name} {value!r}: expected one of {', '.join(map(repr, choices))}."

@@ -1,10 +1,10 @@
-"""What this process has joined, and how it leaves: the one place with state of the process.
+"""The cluster that this process has joined, and how it leaves it: the only global state.
 
     joined = membership.joined()         # None in a process without a cluster
     report_failure(error)                # all tasks end with this task's error, at once
 
-TensorFlow can join a cluster only before its first op, and only once; so what `init` joined is kept
-here.
+TensorFlow can join a cluster only once, and only before its first op. So the result of `init` is
+stored here.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ LEAVE_TIMEOUT_S = 60.0
 
 @dataclasses.dataclass
 class Joined:
-    """What this process has joined.
+    """A cluster that this process has joined.
 
     Attributes:
         cluster: with this process's task in it.
         strategy: the one strategy of the process.
         options: how it reduces gradients.
         servers: parameter servers, on their coordinator.
-        collectives: "auto", "ring" or "nccl": what was asked for.
-        at_failure: called once this task fails, after its error was reported to the others.
+        collectives: the argument of `init`: "auto", "ring" or "nccl".
+        at_failure: called when this task fails, after it has reported its error to other tasks.
     """
 
     cluster: Cluster
@@ -55,24 +55,24 @@ _evaluating = False
 
 
 def joined() -> Joined | None:
-    """What `init` joined; None in a process without a cluster."""
+    """The cluster that `init` joined; None in a process without a cluster."""
     return _joined
 
 
 def set_joined(value: Joined) -> None:
-    """Keeps what this process has joined."""
+    """Sets the cluster that this process has joined."""
     global _joined
     _joined = value
 
 
 def set_evaluating() -> None:
-    """Keeps that this process is an evaluator."""
+    """Marks this process as an evaluator."""
     global _evaluating
     _evaluating = True
 
 
 def current_cluster() -> Cluster:
-    """The cluster that `init()` joined; a single process where it joined none."""
+    """The cluster that `init()` joined; a single-process cluster if it joined none."""
     return Cluster() if _joined is None else _joined.cluster
 
 
@@ -84,12 +84,12 @@ def chosen_collectives() -> str:
 def reduction_options(
     strategy: tf.distribute.Strategy,
 ) -> tf.distribute.experimental.CommunicationOptions | None:
-    """How `strategy` reduces gradients by the arguments of `init`; None for its default."""
+    """Options of the reductions of `strategy`, as chosen in `init`; None for its default."""
     return _joined.options if _joined is not None and strategy is _joined.strategy else None
 
 
 def is_evaluator() -> bool:
-    """Whether this process evaluates what others train."""
+    """Whether this process is an evaluator: it evaluates backups and does not train."""
     return _evaluating or (_joined is None and Cluster.resolve(os.environ).task == "evaluator")
 
 
@@ -100,7 +100,7 @@ _failed = False
 
 
 def mark_failed() -> None:
-    """This process has failed, however it ends."""
+    """Marks this process as failed, whatever its exit status."""
     global _failed
     _failed = True
 
@@ -131,7 +131,7 @@ def watch_errors() -> None:
 
 
 def end_together() -> None:
-    """No task leaves while another computes: TensorFlow takes a peer's exit for its death."""
+    """At exit, waits for the other tasks: TensorFlow treats a peer's exit as a failure."""
     from tfmw import keras_compat
 
     watch_errors()
@@ -144,7 +144,7 @@ def end_together() -> None:
         try:
             keras_compat.coordination_barrier("tfmw/leave", LEAVE_TIMEOUT_S)
         except tf.errors.OpError as e:
-            logger.warning("left before the other tasks had finished: %s", e.message)
+            logger.warning("exits before the other tasks have finished: %s", e.message)
             return
         _succeed()
 
@@ -152,7 +152,7 @@ def end_together() -> None:
 
 
 def report_failure(error: BaseException) -> None:
-    """Reports to every task of the cluster that this one fails with `error`, once per process."""
+    """Reports to every task of the cluster that this one fails with `error`; once per process."""
     already = _failed
     mark_failed()
     if _joined is None or already:
@@ -161,7 +161,7 @@ def report_failure(error: BaseException) -> None:
         _report(_joined, error)
     finally:
         for close in _joined.at_failure:
-            close()  # tasks that wait for this one get its error now
+            close()  # ends tasks that wait for this one, with its error
 
 
 def _report(joined: Joined, error: BaseException) -> None:
@@ -182,7 +182,7 @@ def _report(joined: Joined, error: BaseException) -> None:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether `error` only shows that another task has gone."""
+    """Whether `error` only reports the loss of another task."""
     import tensorflow as tf
 
     return isinstance(
@@ -195,7 +195,7 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def leave_servers_at_exit(servers: JoinedServers) -> None:
-    """On a coordinator: servers end when this process ends well."""
+    """On a coordinator: ends the servers when this process ends without an error."""
     watch_errors()
 
     def leave() -> None:

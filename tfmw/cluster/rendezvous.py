@@ -2,11 +2,11 @@
 
     rendezvous.meet(cluster, facts={"tensorflow": "2.21.0"}, timeout_s=120)
 
-TensorFlow's own start waits up to an hour for a task that never comes, and trains with half of the
-workers where two tasks describe the cluster differently. So the tasks that train meet first, over
-plain TCP on the chief's address, which TensorFlow takes over a moment later. Each sends its hello,
-the chief compares, and all get the same response: to go on, or one sentence on what is wrong.
-Standard library only.
+TensorFlow waits up to an hour for a task that never starts, and trains with half of the workers if
+two tasks describe the cluster differently. So the tasks that train meet first, over plain TCP on
+the chief's address, which TensorFlow uses afterwards. Each sends its hello, the chief compares
+them, and all receive the same response: to continue, or the problem as one sentence. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tfmw.errors import ClusterError, TfmwError
 
 _PROTOCOL = "rendezvous"
 _RETRY_S = 0.05
-_STRAGGLER_S = 10.0  # tasks that are started together come within this time of each other
+_STRAGGLER_S = 10.0  # tasks that are started together connect within this time of each other
 _RESPONSE_S = 5.0  # the chief may have been started later than this task
-_POLL_S = 0.5  # a task that comes wakes the chief at once; one that leaves does not
-_CLOSE_S = 5.0  # for a task that has its response to hang up
+_POLL_S = 0.5  # a new connection wakes the chief at once; a closed one does not
+_CLOSE_S = 5.0  # for a task that has received the response to close its connection
 
 
 def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0) -> None:
-    """Returns once every training task of `cluster` is here and agrees.
+    """Returns once every training task of `cluster` has connected and agrees.
 
     Args:
         cluster: a cluster of several training tasks, of which this process is one.
@@ -47,7 +47,7 @@ def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0
 
     Raises:
         ClusterError: the port of this task is taken, or tasks disagree.
-        TfmwError: a task did not come in time; the message names it.
+        TfmwError: a task did not connect in time; the message names it.
     """
     hello = Hello(_PROTOCOL, cluster.task_name, cluster.tasks("chief", "worker"), facts)
     if cluster.rank == 0:
@@ -55,12 +55,12 @@ def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0
     else:
         assert cluster.address is not None
         addresses.check_port_free(cluster.address)
-        _attend(hello, timeout_s)
+        _ask_chief(hello, timeout_s)
 
 
 @dataclasses.dataclass
-class _Guest:
-    """A task that has said hello, and waits for the response."""
+class _Peer:
+    """A task that has sent its hello and waits for the response."""
 
     hello: Hello
     channel: Channel
@@ -76,7 +76,7 @@ class _Meeting:
         self._expected = {name for name in hello.tasks if name != hello.task}
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._guests: list[_Guest] = []
+        self._peers: list[_Peer] = []
 
     def hold(self) -> None:
         notice = notice_of_waiting(lambda: f"{self._hello.task} waits for {self._missing()}")
@@ -85,47 +85,49 @@ class _Meeting:
         response = {"problem": None if problem is None else str(problem)}
         response["kind"] = type(problem).__name__
         with self._changed:
-            guests = list(self._guests)
-        for guest in guests:
+            peers = list(self._peers)
+        for peer in peers:
             with contextlib.suppress(OSError):
-                guest.channel.send(response)
-        # The others close first, so that the port is left without a connection in TIME_WAIT.
-        for guest in guests:
-            guest.channel.wait_closed(_CLOSE_S)
-            guest.channel.close()
+                peer.channel.send(response)
+        # The peers close first, so that no connection in TIME_WAIT keeps the port in use.
+        for peer in peers:
+            peer.channel.wait_closed(_CLOSE_S)
+            peer.channel.close()
         if problem is not None:
             raise problem
 
     def _greet(self, hello: Hello, channel: Channel) -> None:
         with self._changed:
-            self._guests = [g for g in self._guests if not g.channel.closed_by_peer()]
+            self._peers = [g for g in self._peers if not g.channel.closed_by_peer()]
             problem = difference(self._hello, hello)
             if hello.task == self._hello.task or hello.task in self._names():
                 problem = problem or (
-                    f"two tasks call themselves {hello.task}: give each task its own index "
+                    f"two tasks are {hello.task}: give each task its own index "
                     '("task" in TF_CONFIG, --task_index).'
                 )
-            self._guests.append(_Guest(hello, channel, problem))
+            self._peers.append(_Peer(hello, channel, problem))
             self._changed.notify_all()
 
     def _names(self) -> set[str]:
-        return {guest.hello.task for guest in self._guests}
+        return {peer.hello.task for peer in self._peers}
 
     def _wait(self) -> TfmwError | None:
-        """What keeps the tasks from starting; None once all are here and agree."""
+        """The problem that keeps the tasks from starting; None once all agree."""
         deadline = time.monotonic() + self._timeout_s
-        last_call: float | None = None  # once something is wrong: until when others may come
+        last_call: float | None = (
+            None  # after a problem: until when more tasks may connect and receive it
+        )
         with self._changed:
             while True:
-                self._guests = [g for g in self._guests if not g.channel.closed_by_peer()]
-                problem = next((g.problem for g in self._guests if g.problem), None)
+                self._peers = [g for g in self._peers if not g.channel.closed_by_peer()]
+                problem = next((g.problem for g in self._peers if g.problem), None)
                 if problem is None and self._expected <= self._names():
                     return None
                 now = time.monotonic()
                 last_call = None if problem is None else last_call or now + _STRAGGLER_S
                 left_s = min(deadline, last_call or deadline) - now
-                everyone = len(self._guests) >= len(self._expected)
-                if problem is not None and (everyone or left_s <= 0):
+                all_connected = len(self._peers) >= len(self._expected)
+                if problem is not None and (all_connected or left_s <= 0):
                     return ClusterError(problem)
                 if left_s <= 0:
                     return self._absent()
@@ -138,14 +140,14 @@ class _Meeting:
     def _absent(self) -> TfmwError:
         one = len(self._expected - self._names()) == 1
         return TfmwError(
-            f"{self._missing()} did not come within {self._timeout_s:g} s: start "
+            f"{self._missing()} did not connect within {self._timeout_s:g} s: start "
             f"{'it' if one else 'them'}, or check that the chief's address {self._address} can be "
             "reached from there."
         )
 
 
-def _attend(hello: Hello, timeout_s: float) -> None:
-    """The others' side: sends the hello to the chief, and waits for its response."""
+def _ask_chief(hello: Hello, timeout_s: float) -> None:
+    """On tasks other than the chief: sends the hello, and waits for the chief's response."""
     chief = next(iter(hello.tasks.values()))
     deadline = time.monotonic() + timeout_s
     problem = "no response"
@@ -158,20 +160,20 @@ def _attend(hello: Hello, timeout_s: float) -> None:
                 if "problem" not in response:
                     raise NotATask
             except OSError as error:
-                # Also a chief that left without a response: another task did not come, or it is
-                # the chief of an earlier attempt.
+                # Or the chief closed without a response: another task is missing, or it is the
+                # chief of an earlier attempt.
                 problem = error.strerror or str(error)
                 time.sleep(_RETRY_S)
             else:
-                return _heed(response)
+                return _raise_problem(response)
     raise TfmwError(
         f"{hello.task} could not reach the chief at {chief} within {timeout_s:g} s ({problem}): is "
         "that task started, is its address right, and is its port open to this machine?"
     )
 
 
-def _heed(response: Mapping[str, Any]) -> None:
-    """Raises the problem that the chief has found."""
+def _raise_problem(response: Mapping[str, Any]) -> None:
+    """Raises the problem in the chief's response, if any."""
     if response["problem"]:
         kind = TfmwError if response.get("kind") == "TfmwError" else ClusterError
         raise kind(response["problem"])

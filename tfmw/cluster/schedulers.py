@@ -1,15 +1,16 @@
-"""What schedulers tell their tasks: one reader of the environment for each.
+"""Environment variables of schedulers: one reader for each scheduler.
 
-    fields = from_slurm(os.environ)          # None: this process is no task of a Slurm step
+    fields = from_slurm(os.environ)          # None: this process is not a task of a Slurm step
     Cluster(**fields)
 
-A reader returns None where its scheduler did not start this process, or started it alone. What it
-finds and cannot use raises `ClusterError`. To add a scheduler: its variables above, a reader here,
-its place in `READERS`, its name in `tf_config.describe`, its rows in tests/cluster/test_cluster.py.
+A reader returns None if its scheduler did not start this process, or started it alone. It raises
+`ClusterError` for variables that it finds and cannot use. To add a scheduler: its variables above,
+a reader here, its place in `READERS`, its name in `tf_config.describe`, its rows in
+tests/cluster/test_cluster.py.
 
-The schedulers give each task a number r from 0. All tasks are workers, worker 0 being the chief;
-with `TFMW_NUM_PS=k` task 0 is the coordinator ("chief"), the last k tasks are parameter servers,
-and those between are workers. Standard library only.
+Schedulers number the tasks from 0. All tasks are workers, and worker 0 is the chief. With
+`TFMW_NUM_PS=k` task 0 is the coordinator ("chief"), the last k tasks are parameter servers, and the
+tasks between are workers. Standard library only.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ SLURM_DISTRIBUTION = "SLURM_DISTRIBUTION"  # block, cyclic, cyclic:block, plane=
 SLURM_NODEID = "SLURM_NODEID"  # 1: position of this task's node in the node list
 SLURM_LOCALID = "SLURM_LOCALID"  # 2: position of this task on its node
 
-# kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode: an indexed Job gives each
-# pod its index, and the host name <job>-<index>, found in DNS as <job>-<index>.<headless service>.
+# kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode: each pod of an indexed Job
+# has an index, and the host name <job>-<index>, found in DNS as <job>-<index>.<headless service>.
 JOB_COMPLETION_INDEX = "JOB_COMPLETION_INDEX"  # 1
 HOSTNAME = "HOSTNAME"  # train-1
 
@@ -65,7 +66,7 @@ WORKER_POOLS = {
 SM_HOSTS = "SM_HOSTS"  # ["algo-1","algo-2"]
 SM_CURRENT_HOST = "SM_CURRENT_HOST"  # algo-1
 
-# What the schedulers above do not tell.
+# What the schedulers' own variables lack.
 TFMW_PORT = "TFMW_PORT"  # 2222: first port on each host; tasks of one host take consecutive ports
 TFMW_NUM_PS = "TFMW_NUM_PS"  # 2: the last 2 tasks are parameter servers
 TFMW_NUM_WORKERS = "TFMW_NUM_WORKERS"  # 4 (Kubernetes: the Job has this many pods, +1 +ps with ps)
@@ -92,7 +93,7 @@ def from_slurm(environ: Mapping[str, str]) -> Fields | None:
     nodes = list(_expand_nodes(nodelist))
     if not nodes:  # n[3-1]
         raise ClusterError(
-            f"the Slurm environment gives the node list {nodelist!r}, which names no node; "
+            f"the Slurm environment has the node list {nodelist!r}, which names no node; "
             "start the tasks with srun."
         )
     per_node_text = _first(environ, SLURM_TASKS_PER_NODE)
@@ -125,7 +126,7 @@ def from_slurm(environ: Mapping[str, str]) -> Fields | None:
 def _layout(per_node: list[int], distribution: str) -> list[tuple[int, int]]:
     """(node, position on the node) of each task, in the order of the tasks' numbers.
 
-    srun(1), --distribution: block fills one node after the other, cyclic deals the tasks out.
+    srun(1), --distribution: block fills one node after the other, cyclic assigns tasks in turn.
     """
     slots = [(node, local) for node, count in enumerate(per_node) for local in range(count)]
     if distribution.startswith("cyclic"):
@@ -134,7 +135,7 @@ def _layout(per_node: list[int], distribution: str) -> list[tuple[int, int]]:
 
 
 def _check_slot(environ: Mapping[str, str], rank: int, slots: list[tuple[int, int]]) -> None:
-    """Each task compares its own place with the layout, so a wrong layout is seen by some task."""
+    """Compares this task's node and slot with the layout; some task detects a wrong layout."""
     if rank >= len(slots) or SLURM_NODEID not in environ or SLURM_LOCALID not in environ:
         return
     own = (_count(environ, (SLURM_NODEID,)), _count(environ, (SLURM_LOCALID,)))
@@ -153,7 +154,7 @@ def _expand_nodes(text: str) -> Iterator[str]:
     """
     if not _NODELIST.fullmatch(text):
         raise ClusterError(
-            f"the Slurm environment gives the node list {text!r}; expected a form such as "
+            f"the Slurm environment has the node list {text!r}; expected a form such as "
             "n[01-03,7],m2."
         )
     for name in re.split(r",(?![^\[]*\])", text):
@@ -177,7 +178,7 @@ def _expand_tasks_per_node(text: str) -> list[int]:
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip())
         if match is None:
             raise ClusterError(
-                f"the Slurm environment gives {text!r} as the tasks per node; "
+                f"the Slurm environment has {text!r} as the tasks per node; "
                 "expected a form such as 3(x2),1."
             )
         counts += [int(match[1])] * int(match[2] or 1)
@@ -188,7 +189,7 @@ def _expand_tasks_per_node(text: str) -> list[int]:
 
 
 def from_kubernetes(environ: Mapping[str, str]) -> Fields | None:
-    """The pods of an indexed Job, under the names that its headless Service gives them."""
+    """The pods of an indexed Job, under their names in the DNS of its headless Service."""
     if JOB_COMPLETION_INDEX not in environ:
         return None
     index = _count(environ, (JOB_COMPLETION_INDEX,))
@@ -264,11 +265,11 @@ def from_open_mpi(environ: Mapping[str, str]) -> Fields | None:
 
 
 def from_vertex(environ: Mapping[str, str]) -> Fields | None:
-    """The replicas of a Vertex AI custom job, whose form is that of TF_CONFIG."""
+    """The replicas of a Vertex AI custom job, described in the form of TF_CONFIG."""
     try:
         config = json.loads(environ.get(CLUSTER_SPEC, "{}"))
     except ValueError:
-        return None  # the name is not Vertex's alone
+        return None  # other software may use this name too
     pools = config.get("cluster") if isinstance(config, Mapping) else None
     if not isinstance(pools, Mapping) or "workerpool0" not in pools:
         return None
@@ -394,4 +395,4 @@ READERS: tuple[Callable[[Mapping[str, str]], Fields | None], ...] = (
     from_vertex,
     from_sagemaker,
 )
-"""In the order in which `Cluster.resolve` asks them."""
+"""The readers in the order in which `Cluster.resolve` calls them."""

@@ -1,11 +1,11 @@
-"""Joining a cluster with parameter servers, as one that serves or as the coordinator.
+"""Joining a cluster with parameter servers, as a server or as the coordinator.
 
     serve(cluster, facts, ...)                  # on a ps or worker: until the coordinator is done
     joined = coordinate(cluster, facts, ...)    # on the chief: its strategy, connected to all
 
 The addresses of ps and workers are those of TensorFlow's servers. The chief's address is that of
-its `ControlServer`; TensorFlow, which needs a port on the coordinator only for itself, gets a free
-one there.
+its `ControlServer`. No other task needs the coordinator's TensorFlow port, so tfmw picks a free
+one.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from tfmw.errors import UsageError
 
 logger = logging.getLogger("tfmw")
 
-# A worker's function that waits for a server holds a thread; with too few they wait for each other.
+# A function on a worker blocks a thread while it waits for a server; too few threads deadlock.
 _INTER_OP_THREADS = 16
 
-_serving: list[tf.distribute.Server] = []  # never destroyed: TensorFlow's servers cannot stop
+_serving: list[tf.distribute.Server] = []  # kept for ever: TensorFlow's servers cannot stop
 
 
 @dataclasses.dataclass
 class Settings:
-    """How a parameter-server cluster trains.
+    """Options of parameter-server training.
 
     Attributes:
         partition: (shape, dtype) -> into how many pieces, along the first axis, to divide a
             variable.
         sync_replicas: whether updates wait for the gradients of several workers.
-        replicas_to_aggregate: for how many; None for all workers.
+        replicas_to_aggregate: the number of gradients of an update; None for one of each worker.
     """
 
     partition: Callable[[Sequence[int], tf.DType], int] = lambda shape, dtype: 1
@@ -49,13 +49,13 @@ class Settings:
 
 @dataclasses.dataclass
 class Joined:
-    """What the coordinator has.
+    """A cluster that this process coordinates.
 
     Attributes:
-        strategy: TensorFlow's, connected to all servers.
-        control: its connections to all servers.
-        cluster: whose chief this process is.
-        settings: how to train.
+        strategy: a ParameterServerStrategy, connected to all servers.
+        control: the control connections to all servers.
+        cluster: this process is its chief.
+        settings: options of the training.
     """
 
     strategy: tf.distribute.ParameterServerStrategy
@@ -84,14 +84,14 @@ def serve(
 
     Args:
         facts: what must be the same on every task.
-        patience_s: seconds to wait for a coordinator that has not come, or not come back.
-        serve_again: whether to serve one training after another, without end.
+        patience_s: seconds to wait for the first coordinator, and for a restarted one.
+        serve_again: whether to serve any number of trainings, one after another.
         threads: for the ops of this server; 0 lets TensorFlow choose.
 
     Raises:
         ClusterError: a port in use, or tasks that disagree.
-        TaskFailed: the coordinator gave up.
-        TfmwError: no coordinator came.
+        TaskFailed: the coordinator failed.
+        TfmwError: no coordinator connected.
     """
     assert cluster.address is not None
     addresses.check_port_free(cluster.address)
@@ -116,7 +116,7 @@ def coordinate(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float) 
 
     Raises:
         ClusterError: the chief's port is in use, or tasks disagree.
-        TfmwError: a server did not come; the message names it.
+        TfmwError: a server did not connect; the message names it.
     """
     control = ControlServer(cluster, facts)
     control.wait_for_all(timeout_s)
@@ -139,7 +139,7 @@ def coordinate(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float) 
 def partition_of(
     partitioner: Any, min_shard_bytes: int | None, servers: int
 ) -> Callable[[Sequence[int], tf.DType], int]:
-    """How variables are divided; see `tfmw.strategies.parameter_server`."""
+    """The partition of variables; see `tfmw.strategies.parameter_server`."""
     if partitioner is not None and min_shard_bytes is not None:
         raise UsageError(
             "received both partitioner and min_shard_bytes: expected one of them; min_shard_bytes "
@@ -172,7 +172,7 @@ def partition_of(
 
 
 def threads_of_a_task(environ: Mapping[str, str] = os.environ) -> int:
-    """This task's part of the machine's cores, where a launcher started several on it."""
+    """This task's part of the machine's cores, if a launcher started several tasks on it."""
     tasks = int(environ.get("TFMW_LOCAL_TASKS", "1"))
     if tasks <= 1 or "TF_NUM_INTRAOP_THREADS" in environ:
         return 0

@@ -1,8 +1,8 @@
-"""The form of TF_CONFIG: all tasks of a cluster by type, and which one this process is.
+"""The format of TF_CONFIG: all tasks of a cluster by type, and which one this process is.
 
     {"cluster": {"worker": ["h0:2222", "h1:2222"]}, "task": {"type": "worker", "index": 0}}
 
-It is TensorFlow's own (tensorflow.org/guide/distributed_training#TF_CONFIG). Standard library only.
+TensorFlow defines it (tensorflow.org/guide/distributed_training#TF_CONFIG). Standard library only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SOURCES = {
 
 
 class Fields(TypedDict, total=False):
-    """The fields of a `Cluster`, as a reader finds them."""
+    """The fields of a `Cluster` that a reader has found."""
 
     workers: tuple[str, ...]
     ps: tuple[str, ...]
@@ -44,7 +44,7 @@ class Fields(TypedDict, total=False):
 
 
 def describe(source: str) -> str:
-    """The name of a source of descriptions in messages."""
+    """The name of a source in messages."""
     return _SOURCES.get(source, "the cluster")
 
 
@@ -55,7 +55,7 @@ def shortened(value: Any) -> str:
 
 
 def from_environ(environ: Mapping[str, str]) -> Fields | None:
-    """What TF_CONFIG describes; None where it is not set."""
+    """The cluster in TF_CONFIG; None if it is not set."""
     text = environ.get(TF_CONFIG, "").strip()
     if not text:
         return None
@@ -69,14 +69,14 @@ def from_environ(environ: Mapping[str, str]) -> Fields | None:
 
 
 def from_config(config: Any, source: str) -> Fields:
-    """What an object in the form of TF_CONFIG describes; a single process for an empty one.
+    """The cluster in an object of this format; a single process for an empty object.
 
     Args:
         config: {"cluster": {task type: [address]}, "task": {"type": ..., "index": ...}}.
-        source: where it comes from.
+        source: the source of the description, for messages.
 
     Raises:
-        ClusterError: it has another form.
+        ClusterError: it has another format.
     """
     where = describe(source)
     jobs = config.get("cluster") if isinstance(config, Mapping) else None
@@ -113,7 +113,7 @@ def _members(jobs: Mapping[str, Any], where: str) -> dict[str, tuple[str, ...]]:
         raise ClusterError(
             f"{where} lists tasks of type {unknown[0]!r}; use chief, worker, ps or evaluator."
         )
-    # "master" is the name that the chief had before TensorFlow 1.5; Google's schedulers kept it.
+    # The chief was called "master" before TensorFlow 1.5; Google's schedulers still use that name.
     if "master" in jobs and "chief" in jobs:
         raise ClusterError(
             f'{where} lists the chief twice, as "chief" and as "master"; keep "chief".'
@@ -134,14 +134,14 @@ def _own_task(task: Any, members: dict[str, tuple[str, ...]], where: str) -> tup
         )
     if not isinstance(task, Mapping) or not isinstance(task.get("type"), str):
         raise ClusterError(
-            f'{where} gives {shortened(task)} as "task"; write {{"type": "worker", "index": 0}}.'
+            f'{where} has {shortened(task)} as "task"; write {{"type": "worker", "index": 0}}.'
         )
     kind = "chief" if task["type"] == "master" else task["type"]
     index = task.get("index")
     if index is None:
         if len(members.get(kind, ())) > 1:
             raise ClusterError(
-                f'{where} gives no "index" in "task" and lists {len(members[kind])} tasks of '
+                f'{where} has no "index" in "task" and lists {len(members[kind])} tasks of '
                 f'type "{kind}"; add the index of this process, from 0.'
             )
         index = 0

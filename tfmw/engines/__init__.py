@@ -1,4 +1,4 @@
-"""Where jobs run: what carries a model, its data and a function to other processes and back.
+"""Where a call's workers run: sends a model and its data to new processes, and results back.
 
 Read `local.py` first: `tfmw.fit(..., workers=2)`. `serialization.py` packs models.
 

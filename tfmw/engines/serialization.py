@@ -1,12 +1,12 @@
-"""Keras models as bytes, for child processes of this one.
+"""Pickles Keras models for child processes of this one.
 
-    parcel = pack((model, settings))                 # bytes
-    model, settings = unpack(parcel)                 # in a child process
+    packed = pack((model, settings))                 # bytes
+    model, settings = unpack(packed)                 # in a child process
 
-Keras's own archive needs a `get_config` and registered classes; a notebook's models have neither.
-Here layers, losses, metrics and optimizers are pickled attribute by attribute, with their classes
-and functions where no module has them (cloudpickle), and variables as arrays. The bytes go through
-memory to children of this process: nothing is ever read from a disk or a network.
+Keras's own archive needs a `get_config` and registered classes, which models of a notebook often
+lack. Here layers, losses, metrics and optimizers are pickled attribute by attribute, and variables
+as arrays. Classes and functions that no module contains are pickled too (cloudpickle). The bytes
+are passed in memory to children of this process: nothing is read from a disk or a network.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tfmw.errors import UsageError
 _REFUSALS = (TypeError, ValueError, AttributeError, NotImplementedError, tf.errors.OpError)
 
 
-def pack(parcel: Any) -> bytes:
-    """The parcel as bytes.
+def pack(value: Any) -> bytes:
+    """Pickles a structure of models, data and settings.
 
     Raises:
-        UsageError: something in it cannot be sent, or cloudpickle is not installed.
+        UsageError: an object in it cannot be pickled, or cloudpickle is not installed.
     """
     try:
         cloudpickle = importlib.import_module("cloudpickle")
@@ -49,7 +49,7 @@ def pack(parcel: Any) -> bytes:
 
     buffer = io.BytesIO()
     try:
-        Pickler(buffer).dump(parcel)
+        Pickler(buffer).dump(value)
     except (*_REFUSALS, pickle.PicklingError) as e:
         reason = (str(e) or type(e).__name__).splitlines()[0]
         raise UsageError(
@@ -59,20 +59,20 @@ def pack(parcel: Any) -> bytes:
     return buffer.getvalue()
 
 
-def unpack(parcel: bytes) -> Any:
-    """What `pack` packed, in a child of the process that did."""
-    return pickle.loads(parcel)
+def unpack(packed: bytes) -> Any:
+    """The reverse of `pack`, in a child of the process that packed."""
+    return pickle.loads(packed)
 
 
 def settled(model: keras.Model) -> keras.Model:
-    """A model that has arrived, with its optimizers knowing their variables again."""
+    """An unpacked model, after rebuilding its optimizers' maps of variables."""
     for optimizer in keras_compat.optimizers_of(model):
-        keras_compat.index_variables_anew(optimizer)
+        keras_compat.rebuild_variable_maps(optimizer)
     return model
 
 
 def _reduced(part: Any) -> Any:
-    """How to rebuild a part that pickle cannot handle by itself; None for others."""
+    """How to rebuild an object that pickle does not support; None for other objects."""
     if isinstance(part, keras.Variable):
         return _variable, (type(part), *keras_compat.variable_state(part))
     if keras_compat.is_saveable(part):
@@ -99,17 +99,17 @@ def _blank(cls: type) -> Any:
 
 
 def _blank_functional(cls: type) -> Any:
-    """Of a class that calls `super().__init__(inputs, outputs)`.
+    """A blank model of a class that calls `super().__init__(inputs, outputs)`.
 
-    Keras makes such a class a functional one when the first model of it is created, which has not
-    happened in the process that imports the class now.
+    Keras changes the bases of such a class when its first model is created. In a process that has
+    only imported the class, that has not happened.
     """
     keras_compat.make_functional(cls)
     return _blank(cls)
 
 
 def _fill(part: Any, state: dict[str, Any]) -> None:
-    # Past __setattr__, which would track what is tracked already.
+    # Not by __setattr__, which would track objects twice.
     vars(part).update(state)
 
 

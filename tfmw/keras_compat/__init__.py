@@ -1,18 +1,18 @@
-"""Every private name of Keras and TensorFlow that tfmw touches, by subject.
+"""Every private name of Keras and TensorFlow that tfmw uses, by subject.
 
-Checked on TensorFlow 2.18 to 2.21 with Keras 3.8 to 3.15. `missing_names()` looks every name up and
-returns those that have moved; a test calls it, so that a new Keras release fails loudly and here.
+Checked on TensorFlow 2.18 to 2.21 with Keras 3.8 to 3.15. `missing_names()` returns the names that
+the installed versions lack. A test calls it, so an incompatible release fails there first.
 
-* `losses`: each replica's weight in the global batch. Read it first: it is why N workers give one
-  process's results.
+* `losses`: each replica's weight in the global batch. Read it first: it is why N workers have the
+  results of one process.
 * `batch_reduction`, `coupling`: which losses are sums or means, and which compare examples.
-* `optimizers`: one optimizer per replica, as if it were alone.
+* `optimizers`: updates on each replica, after one reduction of the gradients.
 * `fused_update`: an optimizer's update as one compiled function.
-* `models`, `metrics`, `objects`: what a model holds, and how it is built.
+* `models`, `metrics`, `objects`: the parts and variables of a model, and how it is built.
 * `placement`: a model's variables on the devices of a strategy, and back.
 * `guards`: `model.fit` refused, and one writer, in a process that has joined a cluster.
 * `datasets`: the inputs, functions and seeds of `tf.data` pipelines.
-* `serialization`: a model on its way to another process.
+* `serialization`: the state of a model, for another process.
 * `runtime`: TensorFlow's runtime and its coordination service.
 * `parameter_servers`: remote rows, iterators on workers, an optimizer's slots.
 
@@ -135,12 +135,12 @@ from tfmw.keras_compat.runtime import (
 )
 from tfmw.keras_compat.serialization import (
     backend_switch,
-    index_variables_anew,
     is_functional,
     is_saveable,
     is_tracked_collection,
     make_functional,
     new_native,
+    rebuild_variable_maps,
     saveable_state,
     variable_state,
 )
@@ -183,7 +183,6 @@ __all__ = [
     "flatten_metrics",
     "fused_update",
     "global_seed",
-    "index_variables_anew",
     "inner_optimizer",
     "is_dataset",
     "is_functional",
@@ -218,6 +217,7 @@ __all__ = [
     "overrides_step",
     "profiles_batches",
     "random_state",
+    "rebuild_variable_maps",
     "rebuilt",
     "recorded_assignments",
     "replica_local_updates",
@@ -249,7 +249,7 @@ __all__ = [
 
 
 def missing_names() -> list[str]:
-    """Private names that tfmw relies on and the installed versions lack; [] when all exist."""
+    """Private names that tfmw uses and the installed versions lack; [] if all exist."""
     modules = (losses, optimizers, models, metrics, datasets, runtime, parameter_servers)
     return [
         f"{getattr(owner, '__name__', owner)}.{name}"

@@ -1,4 +1,4 @@
-"""Whether one number is a sum or a mean over the examples of a batch, by the graph behind it."""
+"""Whether a scalar is a sum or a mean over the examples of a batch, according to its graph."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _QUOTIENTS = ("RealDiv", "DivNoNan", "Div")
 
 
 def batch_reduction(value: Any) -> str | None:
-    """How a number was made from the examples of a batch of unknown size.
+    """How a scalar was computed from the examples of a batch of unknown size.
 
     Args:
-        value: a tensor [] of a graph; of any other nothing is known.
+        value: a symbolic tensor []; for any other value the result is None.
 
     Returns:
-        "sum", also of a multiple of a sum by something that is no batch's; "mean"; None where the
-        expression is neither, as of a penalty of weights, or the batch's size is known.
+        "sum", also for a sum multiplied by a value that does not depend on the batch; "mean"; None
+        if the expression is neither, such as a weight penalty, or the batch size is known.
     """
     if not isinstance(value, tf.Tensor) or not hasattr(value, "graph") or value.shape.rank != 0:
         return None
@@ -49,7 +49,7 @@ def batch_reduction(value: Any) -> str | None:
 
 
 def _depends_on_values(tensor: Any) -> bool:
-    """Whether a tensor comes from a batch's values, not from constants, variables or shapes."""
+    """Whether a tensor depends on a batch's values, not only on constants, variables, shapes."""
     if tensor.op.type in ("Shape", "Size", "Const", "ReadVariableOp"):
         return False
     return not tensor.op.inputs or any(_depends_on_values(t) for t in tensor.op.inputs)

@@ -1,9 +1,9 @@
 """Losses whose value for one example depends on the other examples of its batch.
 
-Contrastive losses and in-batch negatives compare the examples of a batch with each other; so does
-Keras's `Circle`. A replica has its part of the batch only, so such a loss differs from one
-process's. `couples_examples` finds them: it evaluates a loss on a small random batch and on the two
-halves of it.
+Contrastive losses, in-batch negatives and Keras's `Circle` compare the examples of a batch with
+each other. A replica has only its part of the batch, so such a loss differs from that of one
+process. `couples_examples` detects it: it evaluates a loss on a small random batch and on its two
+halves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 EXAMPLES = 4
-UNKNOWN_SIZE = 3  # of dimensions that the batch leaves open
+UNKNOWN_SIZE = 3  # for dimensions of unknown size
 
 
 def couples_examples(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> bool:
@@ -23,15 +23,15 @@ def couples_examples(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> bool:
 
     Args:
         loss: any loss.
-        y_true, y_pred: structures of tensors, for their shapes and types only.
+        y_true, y_pred: structures of tensors, of which only shapes and dtypes are used.
 
     Returns:
-        False also where the loss returns one number, or cannot be evaluated on random values.
+        False also if the loss returns a scalar, or cannot be evaluated on random values.
     """
     try:
         with tf.init_scope():
             return any(_depends(loss, y_true, y_pred, seed) for seed in (1, 2))
-    except Exception:  # a user's function, on values that it was not made for
+    except Exception:  # a user's function may not accept random values
         return False
 
 
@@ -42,7 +42,7 @@ def _depends(loss: keras.losses.Loss, y_true: Any, y_pred: Any, seed: int) -> bo
     labels = tf.nest.map_structure(lambda t: _random(t, random, classes), y_true)
 
     def values(part: slice) -> np.ndarray:
-        # Keras casts to the type of the loss before it calls it.
+        # Keras casts to the dtype of the loss before it calls the loss.
         own = tf.nest.map_structure(
             lambda t: tf.constant(t[part], loss.dtype), (labels, predictions)
         )
@@ -60,10 +60,10 @@ def _depends(loss: keras.losses.Loss, y_true: Any, y_pred: Any, seed: int) -> bo
 
 
 def _random(like: Any, random: np.random.Generator, classes: int | None) -> np.ndarray:
-    """Values of the shape and type of a batch.
+    """Random values of the shape and dtype of a batch.
 
     Args:
-        classes: labels of whole numbers are below it; None for predictions.
+        classes: upper bound of integer labels; None for predictions.
     """
     shape = [EXAMPLES, *[UNKNOWN_SIZE if d is None else d for d in like.shape[1:]]]
     dtype = tf.as_dtype(keras.backend.standardize_dtype(like.dtype)).as_numpy_dtype

@@ -1,4 +1,4 @@
-"""Datasets: their inputs, functions and seeds, which tf.data keeps in private attributes."""
+"""The inputs, functions and seeds of datasets, which are private attributes of tf.data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ make_class_weight_map = _tf_dataset_adapter.make_class_weight_map_fn
 
 
 def data_adapter(x: Any, y: Any, sample_weight: Any, **options: Any) -> Any:
-    """Keras's own reading of arrays, PyDataset and generators: `.get_tf_dataset()` and hooks."""
+    """Keras's adapter for arrays, PyDataset and generators: `.get_tf_dataset()` and hooks."""
     return get_data_adapter(x, y, sample_weight, **options)
 
 
@@ -68,12 +68,12 @@ def dataset_input(node: tf.data.Dataset) -> tf.data.Dataset | None:
 
 
 def zipped_inputs(node: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """The datasets that `zip` has put together."""
+    """The datasets that `zip` combines."""
     return list(node._inputs())
 
 
 def batch_arguments(node: tf.data.Dataset) -> tuple[int, bool] | None:
-    """(batch size, drop_remainder) of a batch node; None where they are not constants."""
+    """(batch size, drop_remainder) of a batch node; None if they are not constants."""
     size = tf.get_static_value(node._batch_size)
     drop = tf.get_static_value(node._drop_remainder)
     return None if size is None or drop is None else (int(size), bool(drop))
@@ -94,24 +94,24 @@ def map_graph_nodes(node: tf.data.Dataset) -> list[Any]:
 
 
 def shuffle_seeds(node: tf.data.Dataset) -> list[int] | None:
-    """The two seeds of a shuffle, 0 and 0 where it has none; None where they are not constants."""
+    """The two seeds of a shuffle, 0 and 0 if it has none; None if they are not constants."""
     seeds = [tf.get_static_value(node._seed), tf.get_static_value(node._seed2)]
     return None if any(s is None for s in seeds) else [int(s) for s in seeds]
 
 
 def is_unordered(node: tf.data.Dataset) -> bool:
-    """Whether a parallel map or batch was allowed to change the order."""
+    """Whether a parallel map or batch may change the order."""
     return getattr(node, "_deterministic", None) == "false"
 
 
 def rebuilt(
     node: tf.data.Dataset, source: tf.data.Dataset, seeds: list[int] | None = None
 ) -> tf.data.Dataset:
-    """The transformation of `node` again, over another `source`, in a deterministic order.
+    """Applies the transformation of `node` to another `source`, in a deterministic order.
 
     Args:
         node: a Batch, Map, Shuffle, Repeat, Take, Skip, Prefetch or options node.
-        seeds: for a shuffle, the pair to use; its own unless given.
+        seeds: for a shuffle, its pair of seeds; by default those of `node`.
     """
     calls = getattr(node, "_num_parallel_calls", None)
     parallel: dict[str, Any] = {}
@@ -123,7 +123,7 @@ def rebuilt(
     if isinstance(node, Batch):
         return source.batch(node._batch_size, node._drop_remainder, **parallel)
     if isinstance(node, Shuffle):
-        # The exact pair of seeds, for which Dataset.shuffle() has no argument.
+        # Dataset.shuffle() has no argument for a pair of seeds.
         pair = (node._seed, node._seed2)
         if seeds is not None:
             pair = tuple(tf.constant(s, tf.int64) for s in seeds)
@@ -150,7 +150,7 @@ def rebuilt(
 
 REBUILDABLE = (*Batch, *Map, *Shuffle, *Repeat, *Take, *Skip, *Prefetch, *OptionsNode)
 
-# Sources and transformations that hold no dataset inside of a function and draw no random numbers.
+# Sources and transformations without a dataset inside a function, and without random numbers.
 _PLAIN = {
     "_TensorSliceDataset",
     "_TensorDataset",
@@ -170,7 +170,7 @@ _PLAIN = {
 
 
 def may_shuffle_inside(dataset: tf.data.Dataset) -> bool:
-    """Whether some part of a pipeline might shuffle or reorder, so that its graph must be read."""
+    """Whether a part of a pipeline might shuffle or reorder, so that its graph must be read."""
     todo = [dataset]
     while todo:
         node = todo.pop()
@@ -183,7 +183,7 @@ def may_shuffle_inside(dataset: tf.data.Dataset) -> bool:
 
 
 def shuffles_in(dataset: tf.data.Dataset) -> int:
-    """How many shuffles a pipeline has; what only its graph tells about counts as two."""
+    """The number of shuffles of a pipeline; a part that only its graph shows counts as two."""
     shuffles, todo = 0, [dataset]
     while todo:
         node = todo.pop()
@@ -198,8 +198,7 @@ def shuffles_in(dataset: tf.data.Dataset) -> int:
 def dataset_constants(dataset: tf.data.Dataset) -> Iterator[tuple[str, str, Any]]:
     """Yields (transformation, argument, eager tensor) for the constants of a pipeline's nodes.
 
-    Without seeds and buffers, which do not decide which elements there are, and without the files
-    of caches.
+    Excludes seeds and buffer sizes, which do not determine the elements, and the files of caches.
     """
     todo = [dataset]
     while todo:
@@ -244,7 +243,7 @@ _NOT_DATA = {
 
 
 def dataset_graph(dataset: tf.data.Dataset, for_other_process: bool = False) -> Any:
-    """The GraphDef of a dataset, with the functions it uses in its library.
+    """The GraphDef of a dataset, with the functions that it uses in its library.
 
     Raises:
         tf.errors.OpError: `for_other_process`, and it uses state of this one, such as a variable.
@@ -259,23 +258,23 @@ def dataset_graph(dataset: tf.data.Dataset, for_other_process: bool = False) -> 
 def dataset_from_graph(graph_def: Any, element_spec: Any) -> tf.data.Dataset:
     """The dataset of an edited GraphDef.
 
-    In the process that made it, Python functions, variables and tables that it uses stay valid.
+    In the process that created it, Python functions, variables and tables that it uses stay valid.
     """
     variant = gen_experimental_dataset_ops.dataset_from_graph(graph_def.SerializeToString())
     return tf.data.experimental.from_variant(variant, element_spec)
 
 
 def global_seed() -> int | None:
-    """What `tf.random.set_seed` was last given."""
+    """The seed of the last `tf.random.set_seed`."""
     return _context.global_seed()
 
 
 @contextlib.contextmanager
 def substituted_global_seed(seed: int | None) -> Iterator[None]:
-    """Within this context `seed` is the global seed; the sequence of seeds goes on afterwards.
+    """Sets the global seed within this context; afterwards the sequence of seeds continues.
 
-    `tf.random.set_seed` would begin it again, and what was traced before would count as traced
-    with other seeds (`source_of_seeds`).
+    `tf.random.set_seed` would restart the sequence, and functions traced before it would count as
+    traced with other seeds (`source_of_seeds`).
     """
     context = _context.context()
     before, sequence = context._seed, source_of_seeds()
@@ -287,8 +286,8 @@ def substituted_global_seed(seed: int | None) -> Iterator[None]:
 
 
 def source_of_seeds() -> Any:
-    """Another object after every `tf.random.set_seed`; of it ops that are traced draw a seed."""
-    return getattr(_context.context(), "_rng", None)  # there from the first seed on
+    """The generator from which traced ops draw seeds; replaced by each `tf.random.set_seed`."""
+    return getattr(_context.context(), "_rng", None)  # exists after the first set_seed
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [

@@ -1,12 +1,12 @@
-"""One optimizer update as one compiled function, in place of a dozen passes over every weight.
+"""An optimizer's update as one compiled function, in place of a dozen passes over every weight.
 
 Keras's optimizers compute an update op by op, and each op reads and writes memory as large as the
-weights: for a 25M-parameter model with Adam more time than forward and backward together. XLA fuses
-them into one pass per variable. The arithmetic is Keras's own, so the result differs by rounding
-only. (TensorFlow's `ResourceApplyAdam` is as fast, and rounds 1 - beta_2 to float32 first, which
-moves an update by 2e-5 of its size.)
+weights. For a 25M-parameter model with Adam this takes more time than forward and backward pass
+together. XLA fuses the ops into one pass per variable. The arithmetic is Keras's own, so the
+results differ by rounding only. (TensorFlow's `ResourceApplyAdam` is as fast, but rounds 1 - beta_2
+to float32 first, which changes an update by 2e-5 of its size.)
 
-Compiling takes about half a second and 80 MB, so small models are left as they are.
+Compiling takes about half a second and 80 MB, so updates of small models are not compiled.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ FUSED_UPDATE = "TFMW_FUSED_UPDATE"
 """Environment variable: "auto" (default), "on" for models of any size, or "off"."""
 
 MIN_BYTES = 4 << 20
-"""Trainable weights below which an update op by op takes less than what compiling costs."""
+"""Bytes of trainable weights below which compiling costs more than it saves."""
 
 
 @contextlib.contextmanager
 def fused_update(optimizer: Any, variables: list[Any]) -> Iterator[None]:
-    """Compiles `optimizer.apply` where that pays; see `fuses`.
+    """Compiles `optimizer.apply` if `fuses` returns True.
 
     Args:
         optimizer: a Keras optimizer, built.
@@ -45,7 +45,7 @@ def fused_update(optimizer: Any, variables: list[Any]) -> Iterator[None]:
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
         grads = list(grads)
-        # Rows of sparse gradients vary in number, and XLA compiles anew for each.
+        # The number of rows of sparse gradients varies, and XLA would compile for each.
         if tf.executing_eagerly() or any(isinstance(g, tf.IndexedSlices) for g in grads):
             keras_apply(grads, trainable_variables)
             return
@@ -64,8 +64,8 @@ def fused_update(optimizer: Any, variables: list[Any]) -> Iterator[None]:
 def fuses(optimizer: Any, variables: list[Any], choice: str = "auto") -> bool:
     """Whether updates by `optimizer` are compiled.
 
-    Only Keras's own optimizers are: what a user's class does may not compile. Only on the CPU, and
-    with one replica in the process: XLA takes all virtual devices of a process for one.
+    Only those of Keras's own optimizers: a user's class may not compile. Only on the CPU, and with
+    one replica in the process: XLA treats all virtual devices of a process as one.
 
     Args:
         optimizer: a Keras optimizer.
@@ -73,7 +73,7 @@ def fuses(optimizer: Any, variables: list[Any], choice: str = "auto") -> bool:
         choice: "auto", "on" or "off".
 
     Raises:
-        UsageError: another choice.
+        UsageError: `choice` is unknown.
     """
     if choice not in ("auto", "on", "off"):
         raise UsageError(f"{FUSED_UPDATE} is {choice!r}: expected auto, on or off.")

@@ -1,10 +1,10 @@
-"""In a process that has joined a cluster: `model.fit` is refused, and one worker saves.
+"""Guards in a process that has joined a cluster: `model.fit` is refused, and one worker saves.
 
     undo = guard_models(refuse_fit, is_chief=False)
     with saves_by_callbacks(on_all_workers=False): ...     # model.save(...) writes nothing here
 
-Keras's own methods know of no other worker: `fit` trains this process's copy alone, on all of the
-data, and `save` writes the file that every other worker writes. Both end well and are wrong.
+Keras's own methods ignore the other workers: `fit` trains this process's copy only, on all of the
+data, and `save` writes the same file as every other worker. Both would be wrong without any error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import keras
 
-_on_all_workers: bool | None = None  # None: not by callbacks
+_on_all_workers: bool | None = None  # None: no callback is running
 
 
 def guard_models(refuse_fit: Callable[[], None], is_chief: bool) -> Callable[[], None]:
@@ -28,7 +28,7 @@ def guard_models(refuse_fit: Callable[[], None], is_chief: bool) -> Callable[[],
         is_chief: whether this process is the one that saves.
 
     Returns:
-        Takes the guards away again.
+        A function that removes the guards.
     """
     methods: dict[str, Any] = {"fit": _refusing(keras.Model.fit, refuse_fit)}
     if not is_chief:
@@ -40,7 +40,7 @@ def guard_models(refuse_fit: Callable[[], None], is_chief: bool) -> Callable[[],
 
     def undo() -> None:
         for name, method in own.items():
-            if method is None:  # it was inherited
+            if method is None:  # the method was inherited
                 delattr(keras.Model, name)
             else:
                 setattr(keras.Model, name, method)
@@ -50,10 +50,10 @@ def guard_models(refuse_fit: Callable[[], None], is_chief: bool) -> Callable[[],
 
 @contextlib.contextmanager
 def saves_by_callbacks(on_all_workers: bool) -> Iterator[None]:
-    """While callbacks run on a guarded worker, which run on all the others as well.
+    """The context in which a guarded worker runs a callback that runs on all workers.
 
     Args:
-        on_all_workers: whether a model is meant to be saved here too; else the chief saves it.
+        on_all_workers: whether every worker saves its model; else only the chief does.
     """
     global _on_all_workers
     before, _on_all_workers = _on_all_workers, on_all_workers

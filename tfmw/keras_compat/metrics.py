@@ -1,4 +1,4 @@
-"""Metrics: the variables of a model's metrics, and how values of several replicas combine."""
+"""The variables of a model's metrics, and how values of several replicas are combined."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tfmw.keras_compat.models import native
 
 
 def metrics_or_logs(model: keras.Model, logs: dict[str, Any]) -> dict[str, Any]:
-    """Results of the model's metrics where `logs` are those, else `logs` as they are."""
+    """The results of the model's metrics if `logs` are those, else `logs`."""
     return dict(model._get_metrics_result_or_logs(logs))
 
 
 def leaf_metrics(model: keras.Model) -> list[Any]:
-    """All metrics, those inside the compiled container too."""
+    """All metrics, including those inside the compiled container."""
     found: list[Any] = []
     todo = list(model.metrics)
     while todo:
@@ -41,18 +41,18 @@ def metric_variables(model: keras.Model) -> list[Any]:
 
 
 def combination(variable: Any, value: Any) -> str | None:
-    """How values of several replicas combine into one, from how a step updates the variable.
+    """How values of several replicas are combined, according to a step's update of the variable.
 
     Args:
         variable: a Keras variable.
-        value: the tensor that it is assigned.
+        value: the tensor that a step assigns to it.
 
     Returns:
-        "sum" for an update variable + x, "max" for max(variable, x), "min"; None for any other,
-        such as a moving average or the last value.
+        "sum" for variable + x, "max" for max(variable, x), "min" for min(variable, x); None for any
+        other update, such as a moving average or the last value.
     """
     if not isinstance(value, tf.Tensor) or not hasattr(value, "graph"):
-        return "sum"  # eager: there is no expression to look at
+        return "sum"  # eager: there is no graph to inspect
     replica = tf.distribute.get_replica_context()
     here = replica.strategy.experimental_local_results(native(variable))
     handles = {id(value.graph.capture(copy.handle)) for copy in here}
@@ -102,8 +102,8 @@ def recorded_assignments(
     """Collects the Keras variables that are assigned to while a step is traced.
 
     Args:
-        seen: gets each variable once.
-        note: called with each variable and the value that it gets.
+        seen: list to which each variable is added once.
+        note: called with (variable, value) at each assignment.
     """
     cls = keras.Variable
     keras_direct_assign = cls._direct_assign

@@ -1,4 +1,4 @@
-"""Models, layers and variables: what they hold, how they are built, what a user overrides."""
+"""Models, layers and variables: their parts, how they are built, what a user's class overrides."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Variable = keras.Variable
 
 
 def assert_compiled(model: keras.Model, method: str) -> None:
-    """Raises Keras's own error where `model` is not compiled."""
+    """Raises Keras's own error if `model` is not compiled."""
     model._assert_compile_called(method)
 
 
 NOTES_OF_CALLS = ("_called",)
 
-"""Attributes in which layers note that they were called, and that no step reads."""
+"""Attributes in which layers record their calls, and which no step reads."""
 
 
 def layers_of(model: keras.Model) -> list[Any]:
-    """The model and all layers within it, each once."""
+    """The model and all layers in it, each once."""
     return list(model._flatten_layers())
 
 
@@ -43,7 +43,7 @@ def seed_generators_of(model: keras.Model) -> list[Any]:
 
 
 def state_variables_of(model: keras.Model) -> list[Any]:
-    """Variables that layers update by themselves, such as moving averages; not frozen weights."""
+    """Variables that layers update themselves, such as moving averages; not frozen weights."""
     found: dict[int, Any] = {}
     for layer in layers_of(model):
         for variable in getattr(layer, "_non_trainable_variables", []):
@@ -71,7 +71,7 @@ def symbolic_build(model: keras.Model, batch: Any) -> None:
 
 
 def scope_of(model: keras.Model) -> Any:
-    """The strategy scope that the model was made in, if it was: its variables belong there."""
+    """The strategy in whose scope the model was created, or None."""
     strategy = getattr(model, "_distribute_strategy", None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()
 
@@ -89,23 +89,23 @@ def build_all(model: keras.Model, spec: Any) -> None:
         NotImplementedError,
     )
     if overrides_step(model, "train_step"):
-        # Only the step knows what of a batch the model is called on: of (anchor, positive,
-        # negative), say, on all three, which Keras takes for x, y and sample weights.
+        # Only the step knows the inputs of the model: a batch (anchor, positive, negative), for
+        # example, has three inputs, which Keras takes for x, y and sample weights.
         errors = (*errors, ValueError)
     try:
         symbolic_build(model, spec)
     except errors:
-        # Steps that only TensorFlow's own tracing understands: trace one, run nothing.
+        # Steps that only TensorFlow can trace: trace one without running it.
         tf.function(model.train_step, autograph=False).get_concrete_function(spec)
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     if any(not optimizer.built for optimizer in optimizers_of(model)):
-        # Optimizers of a custom step, such as a GAN's: only the step knows their variables.
+        # The variables of optimizers in a custom step, such as a GAN's, appear only in the step.
         tf.function(model.train_step, autograph=False).get_concrete_function(spec)
 
 
 def build_for_inputs(model: keras.Model, spec: Any) -> None:
-    """Creates the variables of the model alone, from the specs of its inputs."""
+    """Creates the variables of the model only, from the specs of its inputs."""
     keras_inputs = tf.nest.map_structure(
         lambda s: keras.KerasTensor(s.shape, keras.backend.standardize_dtype(s.dtype.name)), spec
     )
@@ -113,16 +113,16 @@ def build_for_inputs(model: keras.Model, spec: Any) -> None:
 
 
 def settable_learning_rate(optimizer: Any) -> float | None:
-    """The learning rate where callbacks may set it; None under a schedule, and of several."""
+    """The learning rate variable if callbacks may set it; None with a schedule or several rates."""
     if getattr(optimizer, "_inner_optimizers", None):
-        return None  # of a MultiOptimizer, whose own rate updates nothing
+        return None  # a MultiOptimizer's own rate has no effect
     inner = inner_optimizer(optimizer) or optimizer
     rate = getattr(inner, "_learning_rate", None)
     return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
 
 
 def needs_build(model: keras.Model) -> bool:
-    """Whether anything of the model would be created by the first batch."""
+    """Whether the first batch would create variables of the model."""
     parts = [model._compile_loss, model._compile_metrics, *optimizers_of(model)]
     return not all(layer.built for layer in layers_of(model)) or not all(
         part is None or part.built for part in parts
@@ -130,7 +130,7 @@ def needs_build(model: keras.Model) -> bool:
 
 
 def overrides_step(model: keras.Model, name: str) -> bool:
-    """Whether the user's class has a `train_step` or `test_step` of its own."""
+    """Whether the user's class overrides `train_step` or `test_step`."""
     return getattr(type(model), name) is not getattr(tf_trainer.TensorFlowTrainer, name)
 
 
@@ -140,12 +140,12 @@ def should_validate(model: keras.Model, epoch: int, validation_freq: Any) -> boo
 
 
 def profiles_batches(tensorboard: keras.callbacks.TensorBoard) -> bool:
-    """Whether the callback was given a `profile_batch`, which it keeps under other names."""
+    """Whether the callback has a `profile_batch`, which it stores under other names."""
     return bool(tensorboard._should_trace)
 
 
 def requested_initial_epoch(model: keras.Model) -> int | None:
-    """The epoch that Keras's BackupAndRestore asks to go on with; None without one."""
+    """The epoch from which Keras's BackupAndRestore resumes; None without one."""
     return model._initial_epoch
 
 

@@ -1,4 +1,4 @@
-"""Python objects of Keras's that track their attributes: what they hold, how to shadow it."""
+"""Keras objects that track their attributes: listing members, and overriding attributes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def overridden(overrides: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Shadows methods of single objects, past their attribute tracking, and takes it back."""
+    """Overrides attributes of single objects, without attribute tracking, within this context."""
     before = [(obj, name, obj.__dict__.get(name)) for obj, name, _ in overrides]
     for obj, name, value in overrides:
         obj.__dict__[name] = value
@@ -24,7 +24,7 @@ def overridden(overrides: list[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def items_in(value: Any) -> Iterator[Any]:
-    """What an attribute holds: itself, or the members of (nested) lists, tuples and dicts."""
+    """The value of an attribute, or the members of (nested) lists, tuples and dicts."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):

@@ -1,6 +1,6 @@
 """TensorFlow's runtime and its coordination service.
 
-The coordination service (`coordination_*`) is how tasks exchange values without a collective.
+Tasks exchange values through the coordination service (`coordination_*`), without a collective.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from tensorflow.python.util import _pywrap_util_port
 
 
 def computes_with_onednn() -> bool:
-    """Whether TensorFlow took oneDNN's kernels when it was imported."""
+    """Whether TensorFlow uses oneDNN's kernels, which is decided at its import."""
     on: bool = _pywrap_util_port.IsMklEnabled()
     return on
 
 
 def runtime_started() -> bool:
-    """Whether TensorFlow has initialized its devices, after which no cluster can be joined."""
+    """Whether TensorFlow has initialized its devices; then it cannot join a cluster."""
     return _context.context()._context_handle is not None
 
 
 def configure_coordination(jobs: dict[str, int], leader: str, heartbeat_s: int) -> None:
-    """Sets the coordination service up before the strategy does, with our time-outs.
+    """Configures the coordination service before the strategy does, with shorter time-outs.
 
-    Source: tensorflow/python/eager/context.py; the strategy's own call has no time-outs
-    (heartbeat 10 s, waiting for the cluster to assemble 1 h).
+    Source: tensorflow/python/eager/context.py. The strategy's own call sets no time-outs (then
+    heartbeat 10 s, waiting for all tasks 1 h).
     """
     from tensorflow.python.distribute.collective_all_reduce_strategy import (
         coordination_config_pb2,
@@ -50,9 +50,9 @@ def configure_coordination(jobs: dict[str, int], leader: str, heartbeat_s: int) 
     )
 
 
-_ASK_AGAIN_S = 5.0
+_PROBE_S = 5.0
 
-_ANSWER_S = 10.0
+_RESPONSE_S = 10.0
 
 
 def coordination_set(key: str, value: str) -> None:
@@ -63,32 +63,32 @@ def coordination_set(key: str, value: str) -> None:
 def coordination_get(key: str, timeout_s: float, task: str | None = None) -> str:
     """Waits for a key.
 
-    Where the network is cut, the call under way does not end, nor do later ones find out: so the
-    task that is to set the key is asked every few seconds whether it is there.
+    After a network failure neither a pending nor a later call ends. So this probes the task that
+    sets the key every few seconds.
 
     Args:
         task: such as "/job:worker/replica:0/task:1".
 
     Raises:
         tf.errors.DeadlineExceededError: after `timeout_s` seconds.
-        tf.errors.OpError: `task` cannot be reached, or was started again.
+        tf.errors.OpError: `task` cannot be reached, or was restarted.
     """
     deadline = time.monotonic() + timeout_s
     while True:
         left = deadline - time.monotonic()
         try:
             return _context.context().get_config_key_value(
-                key, max(1, int(min(left, _ASK_AGAIN_S) * 1000))
+                key, max(1, int(min(left, _PROBE_S) * 1000))
             )
         except tf.errors.DeadlineExceededError:
-            if left <= _ASK_AGAIN_S:
+            if left <= _PROBE_S:
                 raise
         if task is not None:
-            require_task(task, _ANSWER_S)
+            require_task(task, _RESPONSE_S)
 
 
 def require_task(task: str, timeout_s: float) -> None:
-    """Raises tf.errors.OpError where `task` gives no answer in time, or was started again.
+    """Raises tf.errors.OpError if `task` does not respond in time, or was restarted.
 
     Args:
         task: such as "/job:worker/replica:0/task:1".
@@ -102,12 +102,12 @@ def coordination_delete(key: str) -> None:
 
 
 def coordination_barrier(name: str, timeout_s: float) -> None:
-    """Waits until all tasks are here. Raises tf.errors.OpError where they are not in time."""
+    """Waits until all tasks have called it. Raises tf.errors.OpError after the time-out."""
     _context.context().wait_at_barrier(name, int(timeout_s * 1000))
 
 
 def coordination_report_error(message: str) -> None:
-    """Makes `message` the error of every task of the cluster, in a fraction of a second."""
+    """Fails every task of the cluster with `message`, in a fraction of a second."""
     _context.context().report_error_to_cluster(tf.errors.INTERNAL, message)
 
 

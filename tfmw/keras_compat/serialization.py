@@ -1,4 +1,4 @@
-"""Models on their way to another process: state that Keras saves, variables made anew."""
+"""Models for another process: the state of Keras objects, and new variables for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfmw.keras_compat.optimizers import with_inner_optimizers
 
 
 def is_saveable(part: Any) -> bool:
-    """Layers, models, losses, metrics, optimizers, seed generators and the like."""
+    """Whether `part` is a layer, model, loss, metric, optimizer, seed generator or similar."""
     return isinstance(part, keras_saveable.KerasSaveable)
 
 
@@ -29,15 +29,15 @@ def make_functional(cls: type) -> None:
 
 
 def backend_switch(part: Any) -> str | None:
-    """The backend that a preprocessing layer's switch is set to; None for anything else.
+    """The backend of a preprocessing layer's backend wrapper; None for other objects.
 
-    Its `__getattr__` reads an attribute that a blank one lacks, without end.
+    On a blank wrapper `__getattr__` would recurse endlessly.
     """
     return vars(part)["_backend"] if isinstance(part, backend_utils.DynamicBackend) else None
 
 
 def saveable_state(part: Any) -> dict[str, Any]:
-    """Attributes of a saveable, less compiled functions and TensorFlow's own notes (`_self_`)."""
+    """Attributes of a saveable, without compiled functions and TensorFlow's own (`_self_`)."""
     state = {k: v for k, v in vars(part).items() if not k.startswith("_self_")}
     for name in ("train_function", "test_function", "predict_function", "history"):
         if name in state:
@@ -46,7 +46,7 @@ def saveable_state(part: Any) -> dict[str, Any]:
 
 
 def variable_state(variable: Any) -> tuple[dict[str, Any], Any]:
-    """(attributes, value) of a Keras variable, which holds a tf.Variable that cannot be sent."""
+    """(attributes, value) of a Keras variable, whose tf.Variable cannot be pickled."""
     dropped = ("_value", "_initializer")
     state = {
         k: v for k, v in vars(variable).items() if k not in dropped and not k.startswith("_self_")
@@ -66,8 +66,8 @@ def is_tracked_collection(part: Any) -> bool:
     return isinstance(part, (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet))
 
 
-def index_variables_anew(optimizer: Any) -> None:
-    """After variables became other objects: rebuilds the maps that go by their identities."""
+def rebuild_variable_maps(optimizer: Any) -> None:
+    """Rebuilds the maps that an optimizer keeps by the ids of variables."""
     for each in with_inner_optimizers(optimizer):
         old = dict(getattr(each, "_trainable_variables_indices", {}))
         keys = [each._var_key(v) for v in getattr(each, "_trainable_variables", [])]

@@ -2,12 +2,12 @@
 
     attempt = Attempt(context, tasks, number=0, policy=policy)
     attempt.start()      # processes, each in a session of its own
-    attempt.watch()      # until all are done, one has failed or hangs, or a signal came
-    attempt.end()        # TERM, grace, KILL; no process is left
+    attempt.watch()      # until all are done, one has failed or hangs, or a signal arrived
+    attempt.end()        # SIGTERM, grace period, SIGKILL; no process remains
     attempt.failures()   # the root cause first
 
-Each attempt has its own ports and folder. Within an attempt only those tasks are restarted that
-the others can do without meanwhile (`restart.restarts_alone`).
+Each attempt has its own ports and folder. Within an attempt a task is restarted only if the other
+tasks can continue without it (`restart.restarts_alone`).
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ GRACE_S = 1.0
 """Seconds between SIGTERM and SIGKILL. TensorFlow's strategy replaces SIGTERM's handler."""
 
 SETTLE_S = 0.5
-"""Seconds to wait for the cause where the first failure only reports a lost peer."""
+"""Seconds to wait for the root cause if the first failure only reports a lost peer."""
 
 FAREWELL_S = 10.0
-"""Seconds in which serving tasks (ps, and workers beside them) leave once the chief is done."""
+"""Seconds in which serving tasks (ps, and workers beside them) exit once the chief is done."""
 
 POLL_S = 0.01
 """Seconds between two polls while tasks are being ended."""
@@ -63,20 +63,20 @@ DUMP_S = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class AttemptContext:
-    """What all attempts of a run have in common.
+    """The settings and resources that all attempts of a run share.
 
     Args:
         command: the arguments of `task.py`: "script", its path, its flags.
-        directory: of the run; each attempt makes its folder in it.
-        env: environment of the tasks, without what is particular to each.
+        directory: of the run; each attempt creates its folder in it.
+        env: environment variables that all tasks share.
         spawner: starts the processes.
-        display: prints what the tasks write.
-        live: name of the task that gets a terminal.
-        payload: standard input of each task; with it each task also gets a file for its result.
-        stop: the signals that the launcher got.
+        display: prints the tasks' output.
+        live: name of the task whose output is a terminal.
+        payload: standard input of each task; with it each task also has a file for its result.
+        stop: the signals that the launcher has received.
         options: of the run.
         grace_s: seconds between SIGTERM and SIGKILL.
-        farewell_s: seconds in which serving tasks leave once the chief is done.
+        farewell_s: seconds in which serving tasks exit once the chief is done.
     """
 
     command: Sequence[str]
@@ -93,13 +93,13 @@ class AttemptContext:
 
 
 class Attempt:
-    """One start of all tasks, watched until its outcome is known, and ended.
+    """One start of all tasks: watched until the outcome is known, then ended.
 
     Args:
         context: of the run.
         layout: (kind, index) of each task.
         number: which attempt of the run, from 0.
-        policy: decides on restarts of single tasks, and counts all restarts.
+        policy: decides whether single tasks restart, and counts all restarts.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Attempt:
         }
         self.tasks = [Task(kind, index, self._directory, self._env) for kind, index in layout]
         self._has_ps = any(task.kind == "ps" for task in self.tasks)
-        self._replaced: list[Task] = []  # ended, and restarted alone
+        self._replaced: list[Task] = []  # ended tasks that were restarted alone
         self._due: dict[str, float] = {}  # task -> when to restart it alone
         self._results: dict[str, IO[bytes]] = {}
         self._output = OutputPump(context.display)
@@ -140,7 +140,7 @@ class Attempt:
     # ---- start ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts all tasks. The ports are held until the moment before."""
+        """Starts all tasks. Their ports stay reserved until just before."""
         self._began_at = time.monotonic()
         with contextlib.ExitStack() as inputs:
             prepared = [self._prepare(task, inputs) for task in self.tasks]
@@ -170,7 +170,7 @@ class Attempt:
         return stdin, [result.fileno()]
 
     def _describe(self, ports: Sequence[int]) -> None:
-        """Gives each task its TF_CONFIG and its rank on this machine."""
+        """Sets each task's TF_CONFIG and its rank on this machine."""
         cluster: dict[str, list[str]] = {}
         members = [task for task in self.tasks if task.kind != "evaluator"]
         for task, port in zip(members, ports, strict=True):
@@ -186,7 +186,7 @@ class Attempt:
     # ---- watch ---------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Returns when all tasks are done, one has failed or hangs, or the run is to stop."""
+        """Returns when all tasks are done, one has failed or hangs, or the run must stop."""
         while not self._context.display.broken:
             if self._stop.received and not self._preemption.waits(self.tasks):
                 return
@@ -205,27 +205,27 @@ class Attempt:
                 return
 
     def _served_out(self) -> bool:
-        """Whether only serving tasks are left, and have had the time to leave."""
+        """Whether only serving tasks remain, and their time to exit is over."""
         if not self._has_ps:
             return False
-        others = [task for task in self.tasks if task.kind not in ("ps", "worker")]
-        if not all(task.has_ended() and task.name not in self._due for task in others):
+        not_serving = [task for task in self.tasks if task.kind not in ("ps", "worker")]
+        if not all(task.has_ended() and task.name not in self._due for task in not_serving):
             return False
-        done_at = max((task.ended for task in others), default=self._began_at)
+        done_at = max((task.ended for task in not_serving), default=self._began_at)
         return time.monotonic() >= done_at + self._context.farewell_s
 
     def _failed(self, task: Task) -> bool:
         return self._diagnosis.failed(task)
 
     def _only_lost_preempted_peers(self) -> bool:
-        """Whether those that failed have only lost a peer that saved its state and exited."""
+        """Whether the failed tasks have only lost a peer that saved its state and exited."""
         failed = [task for task in self.tasks if self._failed(task)]
         return self.preempted() and all(is_secondary(task.error()) for task in failed)
 
     def _settle(self) -> None:
-        """Waits a moment for those that failed to exit, and for the root cause to appear.
+        """Waits a moment for failed tasks to exit, and for the root cause to appear.
 
-        The first task to die may have failed only because it lost the one that is the cause.
+        The first task to die may have failed only because it lost the task that is the cause.
         """
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline and not self._stop.received and not self._all_ended():
@@ -260,11 +260,11 @@ class Attempt:
         return False
 
     def _dump_stacks(self) -> None:
-        """Has every task write the stacks of its threads into its log (see `task`)."""
+        """Makes every task write the stacks of its threads into its log (see `task`)."""
         for task in self.tasks:
             if task.catches(signal.SIGUSR2):
                 task.signal_alone(signal.SIGUSR2)
-                task.signal_alone(signal.SIGCONT)  # a stopped task handles it then
+                task.signal_alone(signal.SIGCONT)  # a stopped task then handles it
         deadline = time.monotonic() + DUMP_S
         while time.monotonic() < deadline and self._output.pump(DUMP_S / 3):
             pass
@@ -294,8 +294,8 @@ class Attempt:
         return True
 
     def _replace(self, task: Task) -> None:
-        """Puts a task that is not started yet in the place of one that ended."""
-        task.signal(signal.SIGKILL)  # what it has started itself
+        """Replaces an ended task by a new one, which is not started yet."""
+        task.signal(signal.SIGKILL)  # processes that it has started
         self._output.finish(task)
         task.close()
         new = Task(task.kind, task.index, self._directory, self._env, task.restart + 1)
@@ -315,10 +315,10 @@ class Attempt:
     # ---- end -----------------------------------------------------------------------------------
 
     def end(self, grace_s: float | None = None) -> None:
-        """Ends every task and every process they left: TERM, grace, KILL. Safe to call twice.
+        """Ends every task and every process they started. Safe to call twice.
 
         Args:
-            grace_s: seconds between SIGTERM and SIGKILL, by default those of the run; 0: no TERM.
+            grace_s: seconds between SIGTERM and SIGKILL; 0: SIGKILL at once; None: as the run.
         """
         if self._output.closed:
             return
@@ -328,7 +328,7 @@ class Attempt:
         if grace_s > 0:
             for task in [task for task in self.tasks if not task.has_ended()]:
                 task.signal(signal.SIGTERM)
-                task.signal(signal.SIGCONT)  # a stopped task handles the SIGTERM then
+                task.signal(signal.SIGCONT)  # a stopped task then handles the SIGTERM
             deadline = time.monotonic() + grace_s
             while time.monotonic() < deadline and not self._stop.hurry and not self._all_ended():
                 self._output.pump(POLL_S)
@@ -342,7 +342,9 @@ class Attempt:
         self._output.close()
 
     def _all_ended(self) -> bool:
-        ended = [task.has_ended() for task in self.tasks]  # polls each: it notes the time
+        ended = [
+            task.has_ended() for task in self.tasks
+        ]  # each is polled, which records when it ended
         return all(ended)
 
     # ---- outcome -------------------------------------------------------------------------------
@@ -354,23 +356,23 @@ class Attempt:
         return self._diagnosis.failures(self.tasks, self._hung)
 
     def restarted_failures(self) -> tuple[Failure, ...]:
-        """The failures of tasks that were restarted alone, in order."""
+        """The failures of the tasks that were restarted alone, in order."""
         return tuple(self._diagnosis.failure(task, task.error()) for task in self._replaced)
 
     def preempted(self) -> bool:
-        """Whether tasks exited with the status that asks to be run again."""
+        """Whether tasks exited with the status that requests another run."""
         return preemption.was_preempted(self.tasks)
 
     def step(self) -> int:
-        """The largest training step that a task has reported; negative: none."""
+        """The largest training step that a task has reported; negative if none has."""
         return max((task.progress().step for task in self.tasks), default=-1)
 
     def seconds(self) -> float:
-        """How long the attempt took."""
+        """Duration of the attempt."""
         return min(self._diagnosis.ended_at, time.monotonic()) - self._began_at
 
     def outcomes(self) -> dict[str, call.Outcome | None]:
-        """What the function that was the payload returned in each task. Once, after `end`."""
+        """The result of the payload's function in each task. Call once, after `end`."""
         found = {}
         for name, file in self._results.items():
             with file:

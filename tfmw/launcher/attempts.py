@@ -35,24 +35,24 @@ from tfmw.runtime.signals import Signals
 _ORDER = ("chief", "worker", "ps", "evaluator")
 
 _printed_notes: set[str] = set()
-"""Notes that launches of this process have printed."""
+"""Notes that runs of this process have already printed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to run, and how.
+    """A command to run, its tasks, and the options of the run.
 
     Args:
         command: the arguments of `task.py`: "script", its path, its flags.
         tasks: (kind, index) of each task.
         options: restarts, time limits, standby, the private network.
-        log_dir: the run's folder is made in it; None: a temporary one.
-        env: added to the environment of the tasks.
-        stdout: where their output goes.
-        live: whether the chief's output passes through unlabelled; None: where `stdout` is a
+        log_dir: the run's folder is created in it; None: in a temporary directory.
+        env: environment variables added for the tasks.
+        stdout: the stream for their output.
+        live: whether the chief's output is printed without labels; None: if `stdout` is a
             terminal or a notebook.
         grace_s: seconds between SIGTERM and SIGKILL.
-        farewell_s: seconds in which serving tasks leave once the chief is done.
+        farewell_s: seconds in which serving tasks exit once the chief is done.
         payload: standard input of each task: the function to call.
     """
 
@@ -74,10 +74,10 @@ class Job:
 
 
 def run_job(job: Job, stop: Signals) -> tuple[Result, dict[str, call.Outcome | None]]:
-    """Runs attempts until one is the last.
+    """Runs attempts until the restart policy ends the run.
 
     Returns:
-        How the run ended, and what the function returned in each task, by the task's name.
+        How the run ended, and the function's outcome in each task, by the task's name.
 
     Raises:
         UsageError: invalid options, TF_CONFIG is set, a folder that can't be written.
@@ -116,7 +116,7 @@ def run_job(job: Job, stop: Signals) -> tuple[Result, dict[str, call.Outcome | N
 def _context(
     job: Job, environ: Mapping[str, str], stop: Signals, stack: contextlib.ExitStack
 ) -> tuple[AttemptContext, bool]:
-    """What all attempts have in common, and whether the tasks have a private network."""
+    """The context of all attempts, and whether the tasks have a private network."""
     terminal = is_watched(job.stdout)
     live = task_name(*job.tasks[0]) if (terminal if job.live is None else job.live) else None
     display = Display(job.stdout, live)
@@ -129,7 +129,7 @@ def _context(
     if _uses_standby(job, env):
         spawner.fork_from_now_on(job.command, env, keep=job.payload is not None)
     if note and (job.payload is None or note not in _printed_notes):
-        _printed_notes.add(note)  # a notebook launches from cell after cell
+        _printed_notes.add(note)  # a notebook may launch from each cell
         print(f"tfmw: {note}", file=sys.stderr, flush=True)
     context = AttemptContext(
         command=job.command,
@@ -150,7 +150,7 @@ def _context(
 def _uses_standby(job: Job, env: Mapping[str, str]) -> bool:
     """Whether one process imports TensorFlow for all tasks.
 
-    Scripts that tfmw doesn't initialize may set what TensorFlow reads when it is imported.
+    A script that tfmw does not initialize may set variables that TensorFlow reads at its import.
     """
     options = job.options
     if options.standby == "auto":
@@ -162,11 +162,11 @@ def _uses_standby(job: Job, env: Mapping[str, str]) -> bool:
 def _run_attempts(
     context: AttemptContext, policy: RestartPolicy, tasks: Sequence[tuple[str, int]]
 ) -> tuple[Attempt, tuple[Failure, ...]]:
-    """Makes attempts until the policy ends the run.
+    """Runs attempts until the policy ends the run.
 
     Returns:
-        The last attempt, and the failures of all attempts, the root cause first; none where the
-        last attempt ended well.
+        The last attempt, and the failures of all attempts, the root cause first; no failures if
+        the last attempt succeeded.
     """
     failures: tuple[Failure, ...] = ()
     stop = context.stop
@@ -177,8 +177,8 @@ def _run_attempts(
             attempt.start()
             attempt.watch()
             restarting = not stop.received and policy.restarts < context.options.max_restarts
-            # Tasks that have lost a peer can't leave in order, and what is on disk is complete at
-            # any moment: no grace.
+            # No grace period: tasks that have lost a peer cannot shut down in order, and files on
+            # disk are complete at any moment.
             attempt.end(0.0 if restarting and attempt.failures() else None)
         finally:
             attempt.end()
@@ -209,7 +209,7 @@ def _run_attempts(
 def wait(
     seconds: float, stop: Signals, sleep: Callable[[float], None] = time.sleep, step_s: float = 0.05
 ) -> None:
-    """Waits before the next attempt; returns early once a signal came."""
+    """Waits before the next attempt; returns early when a signal arrives."""
     while seconds > 0 and not stop.received:
         sleep(min(step_s, seconds))
         seconds -= step_s

@@ -1,7 +1,7 @@
 """Sends a function to a child process and its result back, for `tfmw.launch`.
 
-Both are pickles in unnamed temporary files that only the launcher and its own child have open:
-nothing that another process could have written is ever unpickled.
+Both are pickles in unnamed temporary files that only the launcher and its own child have open. No
+data from any other process is ever unpickled.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tfmw.errors import TaskFailed, UsageError
 RESULT_FD = "TFMW_RESULT_FD"
 
 Outcome = tuple[Any, BaseException | None, str]
-"""What a child left: (result, exception or None, its traceback as text)."""
+"""The outcome in a child: (result, exception or None, its traceback as text)."""
 
 
 def _pickler() -> Any:
-    """Returns cloudpickle where it is installed: it carries what a notebook defines."""
+    """Returns cloudpickle if it is installed: it pickles functions that a notebook defines."""
     try:
         return importlib.import_module("cloudpickle")
     except ImportError:
@@ -33,7 +33,7 @@ def _pickler() -> Any:
 
 
 def pack(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """The call as bytes.
+    """Pickles the call.
 
     Raises:
         UsageError: the function can't be found by name in another process, and cloudpickle isn't
@@ -57,13 +57,13 @@ def pack(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The call as it arrived in the child: still bytes, because its modules may need tfmw.init."""
+    """A received call, still pickled: its modules may need tfmw.init before their import."""
 
     blob: bytes
     result: IO[bytes]
 
     def run(self) -> None:
-        """Calls the function and sends the result, or the exception, which is raised too."""
+        """Calls the function and sends the result; sends and raises an exception."""
         try:
             fn, args = pickle.loads(self.blob)
             value = fn(*args)
@@ -78,7 +78,7 @@ class Call:
 
 
 def receive() -> Call:
-    """In the child: takes the call from standard input."""
+    """In the child: reads the call from standard input."""
     path, blob = pickle.load(sys.stdin.buffer)
     sys.path[:] = path
     result = open(int(os.environ.pop(RESULT_FD)), "wb")  # noqa: SIM115  (the call closes it)
@@ -97,7 +97,7 @@ def _dump_error(error: BaseException) -> bytes:
 
 
 def outcome(file: IO[bytes]) -> Outcome | None:
-    """In the launcher: what the child left; None where it left nothing."""
+    """In the launcher: the outcome in the child; None if it sent none."""
     file.seek(0)
     data = file.read()
     if not data:

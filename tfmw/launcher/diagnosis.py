@@ -1,8 +1,8 @@
 """Which tasks of an attempt failed on their own, and which of them is the root cause.
 
-A task that loses a peer fails too, often before the peer has finished dying. Tasks record their
-own errors with times (`record_error`), and errors that only report the loss of a peer are marked
-as secondary. The root cause is the earliest failure that is not secondary.
+A task that loses a peer fails too, often before the peer has exited. Tasks record their own errors
+with times (`record_error`). Errors that only report the loss of a peer are marked as secondary. The
+root cause is the earliest failure that is not secondary.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from tfmw.launcher.watchdog import HungTask
 
 @dataclasses.dataclass
 class Diagnosis:
-    """Reads how the tasks of one attempt ended.
+    """Determines how the tasks of one attempt ended.
 
     Args:
         attempt: its number, from 0.
-        kernel_kills_before: processes that the kernel had ended for lack of memory when it began.
+        kernel_kills_before: number of processes that the kernel had killed for lack of memory
+            when the attempt started.
 
     Attributes:
-        ended_at: monotonic seconds when the launcher began to end the tasks; what fails later
-            fails because of that.
+        ended_at: monotonic seconds when the launcher began to end the tasks; later failures are
+            a consequence of that.
     """
 
     attempt: int
@@ -44,7 +45,7 @@ class Diagnosis:
         """Whether the task failed on its own, not because the launcher ended it."""
         if task.status is not None and task.ended <= self.ended_at:
             return task.status not in (0, PREEMPTED)
-        # It recorded a fatal error, and may hang in threads or atexit handlers as it exits.
+        # It recorded a fatal error, and may hang at exit in threads or atexit handlers.
         record = task.error()
         return record is not None and record["fatal"] and record["monotonic"] <= self.ended_at
 
@@ -73,8 +74,8 @@ class Diagnosis:
         return tuple(found)
 
     def failure(self, task: Task, record: Mapping[str, Any] | None) -> Failure:
-        """How one task failed, from its exit status and what it recorded."""
-        # The exit status of a task that recorded an error and then had to be ended isn't its own.
+        """How one task failed, from its exit status and its recorded error."""
+        # A task that recorded an error and was then killed by the launcher has no own status.
         own = task.status is not None and task.ended <= self.ended_at
         kills = kernel_kills() - self.kernel_kills_before
         how = describe_status(task.status, kills) if own else ""

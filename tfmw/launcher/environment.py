@@ -1,4 +1,4 @@
-"""The folder of a run, and the environment variables that all of its tasks get."""
+"""The folder of a run, and the environment variables of all of its tasks."""
 
 from __future__ import annotations
 
@@ -39,9 +39,11 @@ def make_run_directory(log_dir: str | os.PathLike[str] | None) -> Path:
 
 
 def task_environment(environ: Mapping[str, str], terminal: bool) -> dict[str, str]:
-    """What all tasks get; `Attempt` adds what differs."""
+    """Variables that all tasks share; `Attempt` adds those that differ."""
     env = dict(environ)
-    env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's greetings, once per task
+    env.setdefault(
+        "TF_CPP_MIN_LOG_LEVEL", "2"
+    )  # hides the notices that TensorFlow prints in each task
     compute_with_onednn(env)
     env.setdefault("TFMW_TOKEN", _token())
     env["PYTHONUNBUFFERED"] = "1"
@@ -54,18 +56,18 @@ def task_environment(environ: Mapping[str, str], terminal: bool) -> dict[str, st
 
 @functools.cache
 def _token() -> str:
-    """A secret of this launcher's tasks, by which they know each other (`Listener`).
+    """A secret with which this launcher's tasks authenticate each other (`Listener`).
 
-    One for all runs of a process: processes that wait to become tasks have it already.
+    The same for all runs of a process, because its fork server is kept between runs.
     """
     return secrets.token_hex(32)
 
 
 def compute_with_onednn(env: MutableMapping[str, str]) -> None:
-    """Has TensorFlow use oneDNN's kernels, as it does by itself on newer x86 processors only.
+    """Enables oneDNN's kernels, which TensorFlow enables by default on newer x86 processors only.
 
-    TensorFlow decides when it is imported, so a script could not. On processors with AVX2 alone
-    its own kernels make a step of ResNet50 2.4 times as long (bench/steps.py).
+    TensorFlow reads the variable when it is imported, before a script could set it. On processors
+    with AVX2 alone, its other kernels make a step of ResNet50 2.4 times as long (bench/steps.py).
     """
     if platform.machine() in ("x86_64", "AMD64"):
         env.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")

@@ -1,4 +1,4 @@
-"""Why a task failed, as text: from its exit status, what it recorded, and its log."""
+"""Why a task failed, as text: from its exit status, its recorded error, and its log."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SIGNAL_HINTS = {
     signal.SIGABRT: "native code gave up",
 }
 
-# What TensorFlow raises where a script builds its own cluster after `tfmw run` has joined it.
+# TensorFlow's errors if a script builds its own cluster after `tfmw run` has joined one.
 _BUILT_TWICE = ("Could not start gRPC server", "Collective ops must be configured at program start")
 _BUILT_TWICE_HINT = (
     " (tfmw run joins the cluster before the script: train with tfmw.fit on tfmw's strategy, or "
     "set TFMW_NO_INIT=1 for a script that builds its own strategy or server)"
 )
 
-# Signals that a process gets for its own errors; all others are sent by somebody.
+# Signals that a process causes itself by an error; all others come from outside.
 _OWN_SIGNALS = {
     signal.SIGABRT,
     signal.SIGBUS,
@@ -42,16 +42,16 @@ class Failure:
 
     Args:
         task: its name, "worker 1".
-        error: its own error in one line, "ValueError: bad batch"; "" where it left none.
+        error: its own error in one line, "ValueError: bad batch"; "" if it recorded none.
         status: its exit status, -9 for SIGKILL.
-        how: the status as text: "exit status 1", "SIGKILL (...)"; "" where the launcher ended it.
+        how: the status as text: "exit status 1", "SIGKILL (...)"; "" if the launcher ended it.
         detail: the last lines of its traceback, or of its log.
-        log: where its output is.
+        log: path of its output.
         seconds: from the start of the task to its failure.
         usage: whether it reported wrong usage or a wrong cluster description.
         attempt: the attempt that it ended.
         step: training steps that the task had reported; negative before the first.
-        external: whether the task was ended or lost a peer through no fault of the program.
+        external: whether the cause lies outside of the program: a signal, or a lost peer.
     """
 
     task: str
@@ -75,12 +75,12 @@ class Failure:
 def describe(
     record: Mapping[str, Any] | None, how: str, log: Path
 ) -> tuple[str, str, tuple[str, ...]]:
-    """(error, how, detail) of a Failure, from what the task recorded about itself.
+    """(error, how, detail) of a Failure.
 
     Args:
-        record: what `record_error` left; None where the task left nothing.
+        record: of `record_error`; None if the task recorded no error.
         how: its exit status as text.
-        log: its output, whose end is shown where it recorded no traceback.
+        log: path of its output, whose end is shown if it recorded no traceback.
     """
     if record is None:
         return "", how, tail(log)
@@ -101,7 +101,7 @@ def describe(
 
 
 def tail(log: Path, lines: int = 12) -> tuple[str, ...]:
-    """The last informative lines of a log; none where it can't be read."""
+    """The last informative lines of a log; none if it cannot be read."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - 8192))
@@ -117,7 +117,8 @@ def describe_status(status: int | None, kernel_kills: int = 0) -> str:
 
     Args:
         status: as in subprocess, -9 for SIGKILL.
-        kernel_kills: processes that the kernel ended for lack of memory meanwhile.
+        kernel_kills: number of processes that the kernel has killed for lack of memory since the
+            start of the attempt.
     """
     if status is None:
         return "still running"
@@ -134,13 +135,11 @@ def describe_status(status: int | None, kernel_kills: int = 0) -> str:
 
 
 def is_external(status: int | None, record: Mapping[str, Any] | None) -> bool:
-    """Whether a task ended through no fault of the program.
-
-    That is: it only lost a peer, or somebody sent it a signal, such as SIGKILL.
+    """Whether a task ended because of a lost peer or of a signal from outside, such as SIGKILL.
 
     Args:
-        status: its own exit status, as in subprocess; None where the launcher ended it.
-        record: what the task recorded about itself.
+        status: its own exit status, as in subprocess; None if the launcher ended it.
+        record: of `record_error`, in the task.
     """
     if record is not None and record["fatal"]:
         return bool(record["secondary"])
@@ -150,7 +149,7 @@ def is_external(status: int | None, record: Mapping[str, Any] | None) -> bool:
 
 
 def kernel_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """Processes that the kernel has killed on this machine for lack of memory; 0 if unknown.
+    """Number of processes that the kernel has killed for lack of memory; 0 if unknown.
 
     proc_vmstat(5): "oom_kill 3", since Linux 4.13.
     """

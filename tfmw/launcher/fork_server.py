@@ -4,14 +4,14 @@
     server.wait(stop, timeout_s=120)                            # until it has imported
     pid = server.fork(["script", "train.py"], env, {0: stdin, 1: stdout, 2: stdout})
 
-Importing TensorFlow and Keras takes seconds of a core and 200 MB, and a cluster must be joined
-before the first TensorFlow operation. So one process imports, runs none, and is forked whenever a
-task starts: at first, and again after a failure. Only its main thread runs then (NumPy's OpenBLAS
-ends its threads before a fork), and it has touched no GPU.
+Importing TensorFlow and Keras takes seconds of processor time and 200 MB. A task must join its
+cluster before the first TensorFlow operation. So one process imports both, runs no operation, and
+is forked whenever a task starts: at first, and again after a failure. At a fork it has only its
+main thread (NumPy's OpenBLAS ends its threads before a fork), and it has used no GPU.
 
-A forked task is the launcher's own child: the fork server forks twice and the process in the middle
-exits. Linux gives the orphan to the nearest ancestor that asked for orphans (prctl(2),
-PR_SET_CHILD_SUBREAPER). On other systems each task imports for itself.
+A forked task is a child of the launcher: the fork server forks twice and the intermediate process
+exits. Linux makes the orphan a child of the nearest ancestor that is a subreaper (prctl(2),
+PR_SET_CHILD_SUBREAPER). On other systems each task imports TensorFlow itself.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from tfmw.launcher.isolation import system_call
 
 FORK_TIMEOUT_S = 10.0
-"""Seconds that a fork may take; usual are 20 ms."""
+"""Seconds that a fork may take; usually 20 ms."""
 
 _MAX_DESCRIPTORS = 64
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _PR_GET_CHILD_SUBREAPER = 37
 
-# Signals that end all processes of a job: the launcher ends this one.
+# Sent to all processes of a job; the launcher ends this process itself.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -50,11 +50,11 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class ForkServer:
-    """The launcher's side of it.
+    """The launcher's side of the fork server.
 
     Args:
-        start: the command that runs `serve`, without the descriptor at its end.
-        shown: what follows in its command line and that of its tasks, for `ps` to show.
+        start: the command that runs `serve`, without its last argument, a descriptor.
+        shown: further arguments of its command line, which `ps` shows for it and its tasks.
         env: environment; variables that change imports must be the same for all tasks.
     """
 
@@ -64,7 +64,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [*start, str(remote.fileno()), *shown],
                 stdin=subprocess.DEVNULL,
-                # A task meets the same error when it imports, and reports it.
+                # A task that imports TensorFlow itself meets and reports the same error.
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=env,
@@ -81,13 +81,13 @@ class ForkServer:
 
     @property
     def usable(self) -> bool:
-        """Whether tasks can be forked from it, now or once it has imported."""
+        """Whether tasks can be forked from it, now or after its imports."""
         return not self._lost and self._process.poll() is None
 
     def wait(self, stop: Sequence[int], timeout_s: float) -> None:
-        """Waits until it has imported or died, or a signal to stop has come.
+        """Waits until its imports are complete, it has died, or a signal to stop has arrived.
 
-        After the timeout it is killed: each task imports for itself then.
+        After the timeout it is killed, and each task imports TensorFlow itself.
         """
         give_up = time.monotonic() + timeout_s
         while not (self._imported or self._lost or stop):
@@ -105,11 +105,11 @@ class ForkServer:
 
         Args:
             command: arguments of `task.py`.
-            env: all of its environment.
-            descriptors: number of each descriptor in the task -> number here.
+            env: its whole environment.
+            descriptors: number of each descriptor in the task -> number in this process.
 
         Returns:
-            The process id of a new child of the launcher; None where the fork server is lost.
+            The process id of a new child of the launcher; None if the fork server is lost.
         """
         if self._lost or not self._imported:
             return None
@@ -119,7 +119,7 @@ class ForkServer:
             "cwd": os.getcwd(),
             "descriptors": list(descriptors),
         }
-        with tempfile.TemporaryFile() as file:  # longer than a message may be
+        with tempfile.TemporaryFile() as file:  # longer than the largest message
             file.write(json.dumps(request).encode())
             file.seek(0)
             try:
@@ -128,16 +128,18 @@ class ForkServer:
                     socket.send_fds(self._control, [b"f"], sent)
                     self._control.settimeout(FORK_TIMEOUT_S)
                     pid = int(self._control.recv(32))
-                    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # our child?
+                    os.waitid(
+                        os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
+                    )  # is it a child of this process?
             except (OSError, ValueError):
-                file.truncate(0)  # a fork that comes late finds no request, and exits
+                file.truncate(0)  # a late fork finds no request, and exits
                 self._lost = True
                 self._process.kill()
                 return None
         return pid
 
     def close(self) -> None:
-        """Ends it; the tasks forked from it stay."""
+        """Ends it; tasks forked from it keep running."""
         self._control.close()
         self._process.kill()
         self._process.wait()
@@ -149,7 +151,7 @@ _kept: tuple[dict[str, str], ForkServer] | None = None
 def kept(start: Sequence[str], shown: Sequence[str], env: Mapping[str, str]) -> ForkServer:
     """The fork server of all runs of this process, until the environment changes.
 
-    Cells of a notebook start workers again and again.
+    For notebooks, where each cell may start workers.
     """
     global _kept
     if _kept is not None and (_kept[0] != env or not _kept[1].usable):
@@ -190,7 +192,7 @@ def _adopting() -> Iterator[None]:
 
 
 def serve(control: int) -> list[str]:
-    """Imports, and forks tasks until the launcher has gone.
+    """Imports TensorFlow, and forks tasks until the launcher has exited.
 
     Returns:
         In each forked task: its arguments. The fork server itself never returns.
@@ -198,7 +200,7 @@ def serve(control: int) -> list[str]:
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
     _import_everything()
     gc.collect()
-    gc.freeze()  # so that the collectors of tasks don't write to shared pages
+    gc.freeze()  # so that garbage collection in tasks does not write to shared pages
     with socket.socket(fileno=control) as launcher:
         with contextlib.suppress(OSError):
             launcher.sendall(b"r")
@@ -219,8 +221,8 @@ def _fork_task(launcher: socket.socket) -> bool:
     """Forks a child of the launcher; returns whether this is still the fork server."""
     gate_read, gate_write = os.pipe()
     pid_read, pid_write = os.pipe()
-    middle = os.fork()
-    if not middle:
+    intermediate = os.fork()
+    if not intermediate:
         os.close(gate_write)
         os.close(pid_read)
         try:
@@ -231,12 +233,12 @@ def _fork_task(launcher: socket.socket) -> bool:
             os.write(pid_write, str(pid).encode())
             os._exit(0)
         os.close(pid_write)
-        os.read(gate_read, 1)  # its end: the middle process has exited
+        os.read(gate_read, 1)  # end of file: the intermediate process has exited
         os.close(gate_read)
         return False
     os.close(gate_read)
     os.close(pid_write)
-    os.waitpid(middle, 0)
+    os.waitpid(intermediate, 0)
     launcher.sendall(os.read(pid_read, 32) or b"none")
     os.close(pid_read)
     os.close(gate_write)
@@ -244,12 +246,12 @@ def _fork_task(launcher: socket.socket) -> bool:
 
 
 def _become(received: Sequence[int]) -> list[str]:
-    """In a forked task: takes its descriptors, environment and folder; returns its arguments."""
+    """In a forked task: sets its descriptors, environment and folder; returns its arguments."""
     os.setsid()
     with open(received[0], "rb") as file:
         request = json.loads(file.read() or sys.exit("no request"))
     numbers: list[int] = request["descriptors"]
-    # First all to unused numbers, as the number of one may be the target of another.
+    # First to unused numbers: the number of one descriptor may be the target of another.
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(numbers) + 1) for fd in received[1:]]
     for descriptor in received[1:]:
         os.close(descriptor)
@@ -265,18 +267,18 @@ def _become(received: Sequence[int]) -> list[str]:
 
 
 def _reseed() -> None:
-    """Seeds generators that were seeded at import; else all tasks would draw the same numbers.
+    """Seeds generators that were seeded at import, or all tasks would draw the same numbers.
 
-    NumPy 1 seeds its generator at import, NumPy 2 at first use; TensorFlow's comes with the first
-    operation; Python's own is seeded again after a fork.
+    NumPy 1 seeds its generator at import, NumPy 2 at first use. TensorFlow seeds its generator at
+    the first operation. Python seeds its own generator again after a fork.
     """
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
 
 
 def _import_everything() -> None:
-    """Imports everything public of tfmw, and with it TensorFlow and Keras."""
-    with contextlib.suppress(Exception):  # the task meets the error again, and reports it
+    """Imports all public modules of tfmw, and with them TensorFlow and Keras."""
+    with contextlib.suppress(Exception):  # a task meets and reports the same error
         import tfmw
         from tfmw.runtime.imports import collector_paused
 

@@ -1,16 +1,16 @@
-"""A private network for the tasks of a local cluster: loopback, and nothing else.
+"""A private network for the tasks of a local cluster: a loopback interface only.
 
     network = create()                       # Network, or Impossible("why")
     with Spawner(network.namespaces) as spawner: ...
 
-tf.distribute's gRPC server has no authentication and listens on all addresses: whoever reaches the
-port can run code. In a network namespace of their own the tasks reach each other and nobody else,
-and nobody else reaches them. That is also the price: no downloads, no gs:// or s3://.
+tf.distribute's gRPC server has no authentication and listens on all addresses: anyone who can
+connect to the port can run code. In a network namespace of their own the tasks connect to each
+other only, and no other process can connect to them. The drawback: no downloads, no gs:// or s3://.
 
-A helper process creates the namespaces and sends their descriptors (the launcher may have threads,
-and a process with threads cannot enter a user namespace). Each task enters them before it does
-anything else. They vanish with the last task. Files keep their owner: the user namespace maps the
-user to itself. `network` decides whether a run gets one.
+A helper process creates the namespaces and sends their descriptors: the launcher may have threads,
+and a process with threads cannot enter a user namespace. Each task enters the namespaces first.
+They end with the last task. Files keep their owner, because the user namespace maps the user to
+itself. `network` decides whether a run has a private network.
 
 The helper runs this file by its path, without the package (`python -I -S`): import only the
 standard library here.
@@ -38,7 +38,7 @@ _TIMEOUT_S = 10.0
 
 
 class Impossible(Exception):
-    """This system allows no private network; the message is a clause that says why."""
+    """This system allows no private network; the message is the reason, as a clause."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Network:
     namespaces: tuple[int, ...]
 
     def close(self) -> None:
-        """Closes the descriptors; the network lives as long as a process is in it."""
+        """Closes the descriptors; the network exists until its last process ends."""
         for descriptor in self.namespaces:
             os.close(descriptor)
 
 
 def create() -> Network:
-    """A new private network with its loopback up.
+    """Creates a private network with its loopback interface up.
 
     Raises:
         Impossible: the system doesn't allow it.
@@ -94,12 +94,12 @@ def create() -> Network:
 
 
 def enter(namespaces: Sequence[int]) -> None:
-    """Puts the calling process, which has one thread, into the namespaces. Raises OSError."""
+    """Moves this process, which must have one thread, into the namespaces. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     for descriptor in namespaces:
         system_call(libc, "setns", descriptor, 0)
         os.close(descriptor)
-    # A change of user namespace makes a process untouchable for debuggers, as if it were setuid.
+    # After a change of user namespace a process cannot be debugged, as if it were setuid.
     system_call(libc, "prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
@@ -111,7 +111,7 @@ def system_call(libc: ctypes.CDLL, name: str, *args: Any) -> None:
 
 
 def _unshare() -> list[int]:
-    """New namespaces for the calling process; descriptors of them, in the order of entering."""
+    """Moves this process into new namespaces; returns their descriptors, in order of entry."""
     libc = ctypes.CDLL(None, use_errno=True)
     uid, gid = os.getuid(), os.getgid()
     names = ["net"]

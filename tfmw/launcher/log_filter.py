@@ -6,10 +6,10 @@ r"""Uninformative TensorFlow log lines: notices as it starts, follow-up errors o
     Additional GRPC error information from remote target /job:worker/replica:0/task:1 while ...
     :UNKNOWN:Error received from peer  {grpc_status:14, ...}
 
-Each process writes a handful, which no setting silences, so that those of ten tasks hide the tasks'
-own output. The launcher doesn't print them; the log files keep them. Only lines that are known
-literally are hidden: another message of the same source files, such as a driver of the wrong
-version, is printed. Notices checked with TensorFlow 2.18.1 to 2.21.0, follow-up errors with 2.21.0.
+Each process writes several, and no setting disables them. With ten tasks they hide the tasks' own
+output. The launcher does not print them; the log files keep them. Only these exact messages are
+hidden: another message of the same source files, such as a driver of the wrong version, is printed.
+Notices checked with TensorFlow 2.18.1 to 2.21.0, follow-up errors with 2.21.0.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _NOTICE = re.compile(
     )
 )
 
-# A peer is gone. The task that lost it names it in an error of its own. Errors with another status
-# than this one may be the only report.
+# A peer is lost. The task that lost it names it in its own error. Errors with another status may be
+# the only report.
 _FOLLOW_UP = re.compile(
     rf"{_HEAD}(?:ring_alg\.cc:\d+\] Aborting Ring\w+ with|"
     r"base_collective_executor\.cc:\d+\] BaseCollectiveExecutor::StartAbort) UNAVAILABLE: "
@@ -71,7 +71,7 @@ def is_notice(line: str) -> bool:
 
 
 class Filter:
-    """Which lines of one task are not printed; `hides` takes each of them, in order."""
+    """Selects the lines of one task that are not printed; call `hides` for each, in order."""
 
     def __init__(self) -> None:
         self._in_follow_up = False
@@ -84,7 +84,7 @@ class Filter:
         return self._in_follow_up or is_notice(line)
 
     def may_hide(self, begin: str) -> bool:
-        """Whether the unfinished line `begin` may become a hidden line: then wait for its end."""
+        """Whether the unfinished line `begin` may become a hidden line."""
         return any(
             all(c == p or (p == "0" and c.isdigit()) for c, p in zip(begin, pattern, strict=False))
             for pattern in (*_BEGINS, *(_FOLLOW_UP_CONTINUES if self._in_follow_up else ()))

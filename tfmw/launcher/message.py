@@ -1,4 +1,4 @@
-"""An error's message in one line: what TensorFlow and Keras write around it is left out.
+"""An error's message in one line, without the text that TensorFlow and Keras add around it.
 
     Graph execution error:
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 
 MAX_LENGTH = 1000
-"""Characters of a message that are shown; its task's log has all of it."""
+"""Length to which a message is cut; the task's log has all of it."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _GENERIC = re.compile(

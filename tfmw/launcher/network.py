@@ -1,4 +1,4 @@
-"""Whether the tasks of a run get a private network, and what the user should know about it."""
+"""Whether the tasks of a run get a private network, and the note for the user about it."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def choose_network(
     tasks: Sequence[tuple[str, int]],
     environ: Mapping[str, str],
 ) -> tuple[isolation.Network | None, str]:
-    """The tasks' private network, or None; and a note for the user, "" for none."""
+    """The tasks' private network, or None; and a note for the user, or ""."""
     opens_ports = sum(kind != "evaluator" for kind, _ in tasks) > 1
     if choice == "off" or (choice == "auto" and not opens_ports):
         return None, ""
     if choice == "auto" and (found := objection(command[1:], environ)):
         why, reachable = found
         return None, (
-            f"the tasks keep this machine's network, because {why}; their ports, which ask for no "
-            "password, are open to it: --isolate on closes them"
+            f"the tasks run in this machine's network, because {why}; their ports have no "
+            "authentication: --isolate on closes them"
         ) * reachable
     try:
         network = isolation.create()
@@ -52,13 +52,13 @@ def choose_network(
                 "user namespaces."
             ) from error
         return None, (
-            f"this system allows no private network for the tasks ({error}); their ports, which "
-            "ask for no password, are open to whoever reaches this machine"
+            f"this system allows no private network for the tasks ({error}); their ports are open "
+            "to this machine's network, without authentication"
         )
     if choice == "on":
         return network, ""
     return network, (
-        "the tasks live in a private network: nobody reaches them, and they reach nobody; for "
+        "the tasks run in a private network, which connects them to each other only; for "
         "downloads, gs:// and the like use --isolate off"
     )
 
@@ -70,7 +70,7 @@ def objection(
     routes: Path = Path("/proc/net/route"),
     addresses: Path = Path("/proc/net/if_inet6"),
 ) -> tuple[str, bool] | None:
-    """Why `--isolate auto` leaves the tasks in this machine's network.
+    """Why `--isolate auto` keeps the tasks in this machine's network.
 
     Args:
         argv: the program and its flags.
@@ -95,7 +95,7 @@ def objection(
 
 
 def _reachable(routes: Path, addresses: Path) -> bool:
-    """Whether this machine has another interface than loopback; True where that is unknown."""
+    """Whether this machine has another interface than loopback; True if unknown."""
     try:
         # proc_net(5): a line of titles, then "eth0 000011AC 00000000 ..."
         if any(line.split()[0] != "lo" for line in routes.read_text().splitlines()[1:]):
@@ -117,7 +117,7 @@ _NO_NETWORK = re.compile(
 
 
 def network_hint(failures: Sequence[Failure]) -> str:
-    """A line for the user where a program may have failed for lack of a network; else ""."""
+    """A line for the user if a program may have failed for lack of a network; else ""."""
     text = "\n".join(line for f in failures[:1] for line in (f.error, *f.detail))
     if not _NO_NETWORK.search(text):
         return ""

@@ -1,4 +1,4 @@
-"""What the user asks of a run: restarts, time limits, standby, the private network."""
+"""The user's options of a run: restarts, time limits, standby, the private network."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class RunOptions:
 
     Args:
         max_restarts: how often failed tasks are started again; 0: never.
-        min_workers: how few workers may continue where one can't be restarted; None: all of them.
+        min_workers: the least number of workers that may continue if one keeps failing; None: all.
         monitor_interval_s: seconds between two polls of the tasks.
         hang_timeout_s: seconds without progress, after a task's first step, that end an attempt;
-            0: never. Validation, prediction, exports and backups report progress too; what a
-            script does between or after its steps does not, unless it calls `report_progress`.
-        start_timeout_s: seconds until all tasks must be up and have met; 0: no limit.
+            0: never. Validation, prediction, exports and backups report progress too. Other code
+            of a script, between or after its steps, must call `report_progress`.
+        start_timeout_s: seconds in which all tasks must start and meet; 0: no limit.
         preempt_grace_s: seconds in which tasks save their state after SIGTERM or SIGUSR1; None:
-            30, where tasks are known to save it.
+            30, if tasks are known to save it.
         standby: "on": a process imports TensorFlow ahead of time, and tasks are forked from it;
             "auto": with several tasks, or restarts, unless TFMW_NO_INIT is 1.
-        isolate: "on": the tasks have no network but their own; "auto": unless the program needs
-            the network; see `network`.
+        isolate: "on": the tasks run in a private network; "auto": unless the program needs this
+            machine's network; see `network`.
     """
 
     max_restarts: int = 0

@@ -4,8 +4,8 @@ r"""The output of several tasks on one terminal: labelled lines, and one live pr
     display.feed("worker 1", b"hello\n")          # prints "[worker 1] hello"
     display.feed("worker 0", b"\r 1/9 [=.....]")   # passes through untouched
 
-Every line is labelled with its task, except those of the one live task, whose bytes go to the
-terminal as they are, so that its progress bar moves. A labelled line that arrives while the live
+Every line is labelled with its task. The bytes of the one live task are the exception: they go to
+the terminal unchanged, so that its progress bar moves. A labelled line that arrives while the live
 task is in the middle of its line is printed above that line.
 """
 
@@ -30,18 +30,18 @@ _MAX_PENDING = 1 << 16  # characters of one unfinished line that are kept
 
 
 def collapse(line: str) -> str:
-    r"""What a terminal shows in the end of a line: "\r 1/9\r 9/9" is " 9/9".
+    r"""The text that a terminal shows in the end for a line: "\r 1/9\r 9/9" is " 9/9".
 
-    Keras writes its progress bar over itself, with backspaces and carriage returns, also where
-    its output is not a terminal.
+    Keras overwrites its progress bar with backspaces and carriage returns, even if its output is
+    not a terminal.
     """
     pieces = [piece.replace("\b", "") for piece in line.split("\r")]
     return next((piece for piece in reversed(pieces) if piece), "")
 
 
 def is_watched(out: TextIO) -> bool:
-    """Whether `out` shows at once what is written to it: a terminal, or a notebook's cell."""
-    # A program that has only imported ipykernel is not a notebook: that runs as the kernel's app.
+    """Whether a user sees `out` at once: a terminal, or the output of a notebook's cell."""
+    # A program may import ipykernel without being a notebook: only a kernel has an app instance.
     kernel = sys.modules.get("ipykernel.kernelapp")
     in_notebook = kernel is not None and kernel.IPKernelApp.initialized()
     return out.isatty() or (in_notebook and out is sys.stdout)
@@ -52,21 +52,21 @@ class Display:
 
     Args:
         out: the stream; `broken` becomes True once its reader has closed it.
-        live: name of the task whose output passes through unlabelled; None labels every line.
+        live: name of the task whose output is printed without labels; None labels every line.
     """
 
     def __init__(self, out: TextIO, live: str | None = None) -> None:
         self.broken = False
         self._out = out
         self._live = live
-        self._shown = ""  # the live task's unfinished line, as the terminal shows it
-        self._held = ""  # the start of a line of the live task that may have to be hidden
+        self._shown = ""  # the live task's unfinished line on the terminal
+        self._held = ""  # the start of a line of the live task that may be a notice
         self._filters: dict[str, Filter] = collections.defaultdict(Filter)
         self._pending: dict[str, str] = {}
         self._decoders: dict[str, codecs.IncrementalDecoder] = {}
 
     def feed(self, task: str, data: bytes, final: bool = False) -> None:
-        """Takes the next bytes of a task's output; `final` also prints an unfinished line."""
+        """Prints the next bytes of a task's output; `final` also prints an unfinished line."""
         if task not in self._decoders:
             self._decoders[task] = codecs.getincrementaldecoder("utf-8")(errors="replace")
         text = self._decoders[task].decode(data, final)
@@ -91,7 +91,7 @@ class Display:
         text = self._without_notices(text, final)
         _, newline, rest = text.rpartition("\n")
         line = rest if newline else self._shown + rest
-        # A line that ends in "\r" still shows what it showed.
+        # After "\r" the terminal still shows the line.
         self._shown = collapse(line) + ("\r" if line.endswith("\r") else "")
         if final and self._shown:
             text, self._shown = text + "\n", ""
@@ -132,10 +132,10 @@ class Display:
 
 
 class OutputPump:
-    """Passes the output of several tasks to a display, and to their logs.
+    """Copies the output of several tasks to a display, and to their logs.
 
     Args:
-        display: prints it.
+        display: prints the output.
     """
 
     def __init__(self, display: Display) -> None:
@@ -148,12 +148,12 @@ class OutputPump:
         return self._selector.get_map() is None
 
     def add(self, task: Task) -> None:
-        """Begins to read the output of a task that has started."""
+        """Starts reading the output of a task that has started."""
         assert task.stream is not None
         self._selector.register(task.stream, selectors.EVENT_READ, task)
 
     def pump(self, timeout_s: float) -> bool:
-        """Passes on what the tasks wrote; returns whether there was anything."""
+        """Copies the tasks' new output; returns whether there was any."""
         if not self._selector.get_map():
             time.sleep(timeout_s)
             return False
@@ -167,7 +167,7 @@ class OutputPump:
         return bool(ready)
 
     def finish(self, task: Task) -> None:
-        """Passes on the rest of what one ended task wrote, and stops reading it."""
+        """Copies the remaining output of one ended task, and stops reading it."""
         if task.stream is None or task.stream not in self._selector.get_map():
             return
         while select.select([task.stream], [], [], 0)[0] and (data := task.read()):
@@ -176,9 +176,9 @@ class OutputPump:
         self._display.feed(task.name, b"", final=True)
 
     def drain(self) -> None:
-        """Passes on what ended tasks wrote, without waiting.
+        """Copies the remaining output of ended tasks, without waiting for the end of file.
 
-        A process outside their groups may still hold a stream open.
+        A process outside their process groups may still hold a stream open.
         """
         while self._selector.get_map() and self.pump(0):
             pass
@@ -186,5 +186,5 @@ class OutputPump:
             self._display.feed(key.data.name, b"", final=True)
 
     def close(self) -> None:
-        """Stops reading; the streams belong to the tasks."""
+        """Stops reading; the tasks close their own streams."""
         self._selector.close()

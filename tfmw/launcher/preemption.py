@@ -1,7 +1,7 @@
-"""Asks tasks to save their state and exit, and bounds how long they may take.
+"""Asks tasks to save their state and exit, and limits the time for it.
 
-SIGTERM or SIGUSR1 to the launcher is passed to one task. Tasks that train together agree on the
-step after which all of them exit with status 75.
+The launcher forwards SIGTERM or SIGUSR1 to one task. Tasks that train together agree on the step
+after which all of them exit with status 75.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tfmw.launcher.process import Task
 from tfmw.runtime.signals import Signals
 
 GRACE_S = 30.0
-"""Seconds in which tasks save their state and exit, unless `--preempt-grace` gives others."""
+"""Seconds in which tasks save their state and exit: the default of `--preempt-grace`."""
 
 
 class Preemption:
@@ -24,7 +24,7 @@ class Preemption:
 
     Args:
         options: of the run.
-        stop: the signals that the launcher got.
+        stop: the signals that the launcher has received.
     """
 
     def __init__(self, options: RunOptions, stop: Signals) -> None:
@@ -39,17 +39,17 @@ class Preemption:
 
     @property
     def overdue(self) -> bool:
-        """Whether the tasks have had their time."""
+        """Whether the tasks' time is over."""
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     def begin(self) -> None:
-        """Starts the clock, once."""
+        """Starts the tasks' time, once."""
         if self._deadline is None:
             grace_s = self._options.preempt_grace_s
             self._deadline = time.monotonic() + (GRACE_S if grace_s is None else grace_s)
 
     def waits(self, tasks: Sequence[Task]) -> bool:
-        """Whether to wait for tasks that save their state; asks one of them the first time."""
+        """Whether to wait for tasks that save their state; the first call signals one of them."""
         if not self._stop.asks_to_leave:
             return False
         if not self.begun:
@@ -63,13 +63,13 @@ class Preemption:
     def _saves_state(self, running: Sequence[Task]) -> bool:
         """Whether tasks are expected to save their state on SIGTERM.
 
-        TensorFlow installs a handler of SIGTERM in every task that saves nothing, so a handler of
-        SIGUSR1 is the evidence.
+        TensorFlow installs a handler of SIGTERM, which saves nothing, in every task. So only a
+        handler of SIGUSR1 shows it.
         """
         asked = self._options.max_restarts > 0 or self._options.preempt_grace_s is not None
         return asked or any(task.catches(signal.SIGUSR1) for task in running)
 
 
 def was_preempted(tasks: Sequence[Task]) -> bool:
-    """Whether a task exited with the status that asks to be run again."""
+    """Whether a task exited with the status that requests another run."""
     return any(task.status == PREEMPTED for task in tasks)

@@ -26,9 +26,9 @@ class Task:
     Args:
         kind: "worker", "chief", "ps" or "evaluator".
         index: its index among those of its kind.
-        directory: of the attempt; the task's own folder is made in it.
-        env: its environment, without what is particular to it.
-        restart: how often this task has been restarted alone in this attempt.
+        directory: of the attempt; the task's own folder is created in it.
+        env: environment variables that all tasks share.
+        restart: number of times that this task was restarted alone in this attempt.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Task:
         self.status: int | None = None  # as in subprocess: -9 is SIGKILL
         self.started = 0.0
         self.ended = 0.0  # monotonic seconds, as seen by the launcher
-        self.stream: int | None = None  # our end of its standard output and error
+        self.stream: int | None = None  # the launcher's end of its standard output and error
         self._progress: ProgressFile | None = None
         self._process: Child | None = None
         self._log: IO[bytes] | None = None
@@ -70,7 +70,7 @@ class Task:
             command: the arguments of `task.py`.
             stdin: its standard input.
             terminal: whether it writes to a terminal rather than a pipe.
-            fds: descriptors of ours that it inherits.
+            fds: descriptors that it inherits.
         """
         self.directory.mkdir(parents=True)
         self._log = open(self.log, "wb", buffering=0)  # noqa: SIM115  (closed in close)
@@ -86,7 +86,7 @@ class Task:
         return self._process.pid if self._process is not None else 0
 
     def progress(self) -> Progress:
-        """What it has reported last."""
+        """Its last report of progress."""
         return self._progress.read() if self._progress is not None else Progress()
 
     def read(self) -> bytes:
@@ -102,7 +102,7 @@ class Task:
         return data
 
     def has_ended(self) -> bool:
-        """Whether the task has ended. A zombie until `close`: its group keeps its id."""
+        """Whether the task has ended. It is a zombie until `close`, so its group keeps its id."""
         if self._process is None or self.status is not None:
             return True
         found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -113,7 +113,7 @@ class Task:
         return self.status is not None
 
     def stopped(self) -> bool:
-        """Whether a signal has stopped the process (SIGSTOP), not a debugger."""
+        """Whether a signal such as SIGSTOP, and not a debugger, has stopped the process."""
         # proc_pid_stat(5): "42 (name with ) and spaces) T 1 ..."
         return self._read_proc("stat", lambda text: text.rpartition(") ")[2][:1] == "T")
 
@@ -134,7 +134,7 @@ class Task:
             return False
 
     def error(self) -> dict[str, Any] | None:
-        """What the task recorded with `record_error`."""
+        """The error that the task recorded with `record_error`."""
         try:
             record: dict[str, Any] = json.loads(Path(self.env[ERROR_FILE]).read_text())
         except (OSError, ValueError):
@@ -154,7 +154,7 @@ class Task:
                 os.kill(self.pid, number)
 
     def close(self) -> None:
-        """Frees what belongs to the ended process."""
+        """Frees the resources of the ended process."""
         if self._process is not None:
             self._process.wait()
             self._spawner.forget(self._process.pid)

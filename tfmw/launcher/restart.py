@@ -1,34 +1,34 @@
-"""What happens after a task has failed: which tasks restart, when, and when the run gives up.
+"""The restart policy: which tasks restart after a failure, when, and when the run ends.
 
     policy = RestartPolicy(RunOptions(max_restarts=3), workers=2)
     decision = policy.decide(AttemptOutcome(failures=(failure,), step=120, seconds=12.3))
     if decision.restart: ...      # after decision.delay_s, with decision.workers workers
 
-No process and no clock in here: an attempt's outcome comes in, a decision goes out.
+The policy starts no process and reads no clock: it maps an attempt's outcome to a decision.
 
 ========================  =========================  ===========================================
 cluster                   who died                   who restarts
 ========================  =========================  ===========================================
 workers only              worker                     all: collectives can't be rebuilt
-with parameter servers    worker                     that worker, at its old address; the chief
-                                                     gives its work to others meanwhile
+with parameter servers    worker                     that worker, at its old address; meanwhile
+                                                     the chief assigns its work to other workers
 with parameter servers    ps or chief                all: variables are lost, or their names
 any                       evaluator                  the evaluator, alone
 ========================  =========================  ===========================================
 
 =======================================================  ======================================
-what ended the attempt                                   what it uses up
+what ended the attempt                                   what it counts against
 =======================================================  ======================================
-from outside: SIGKILL or another signal that somebody    one of `--max-restarts`, nothing else
-sends, a lost peer or host, SIGSTOP
+from outside: SIGKILL or another signal that another     one of `--max-restarts`, nothing else
+process sends, a lost peer or host, SIGSTOP
 preemption: the tasks saved their state and exited       nothing
 an error of the program, a crash in native code, a hang  one of `--max-restarts`; a crash loop ends
                                                          the run
 wrong usage or a wrong cluster description               ends the run
 =======================================================  ======================================
 
-A crash loop is the same error at the same step twice, or three attempts in a row that errors of the
-program end without progress. Progress is a larger step than any before.
+A crash loop is the same error at the same step twice, or three attempts in a row that end without
+progress because of errors of the program. Progress is a larger step than in any attempt before.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from tfmw.runtime.signals import LEAVE
 LONGEST_DELAY_S = 30.0
 
 UPTIME_AS_PROGRESS_S = 60.0
-"""A program that reports no steps is taken to have made progress after this many seconds."""
+"""Running time that counts as progress for a program that reports no steps."""
 
 ERRORS_WITHOUT_PROGRESS = 3
-"""So many attempts in a row that the program's errors end without progress are a crash loop."""
+"""Attempts in a row without progress, ended by the program's errors, that are a crash loop."""
 
 EARLY_DEATHS = 2
-"""A worker that dies so often in a row before its first step is left out, with `--min-workers`."""
+"""Deaths in a row before the first step after which `--min-workers` drops a worker."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +57,11 @@ class AttemptOutcome:
     """How an attempt ended.
 
     Args:
-        failures: tasks that failed on their own, the root cause first; none where all ended well.
-        step: the largest training step that a task has reported; negative: none.
-        seconds: how long it took.
-        preempted: whether tasks exited with the status that asks to be run again.
-        signals: what the launcher itself got.
+        failures: tasks that failed on their own, the root cause first; empty if none did.
+        step: the largest training step that a task has reported; negative if none has.
+        seconds: its duration.
+        preempted: whether tasks exited with the status that requests another run.
+        signals: the signals that the launcher has received.
     """
 
     failures: tuple[Failure, ...] = ()
@@ -73,13 +73,13 @@ class AttemptOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What to do after an attempt.
+    """The action after an attempt.
 
     Args:
-        restart: whether to make another one.
+        restart: whether to start another attempt.
         message: for the user; "" for none.
-        delay_s: seconds to wait before it.
-        workers: how many workers it has.
+        delay_s: seconds to wait before the next attempt.
+        workers: number of workers of the next attempt.
     """
 
     restart: bool
@@ -89,7 +89,7 @@ class Decision:
 
 
 def restarts_alone(kind: str, has_ps: bool) -> bool:
-    """Whether a task that died is restarted without the others: the table above."""
+    """Whether a task that died is restarted alone; see the table above."""
     return kind == "evaluator" or (kind == "worker" and has_ps)
 
 
@@ -103,7 +103,7 @@ class RestartPolicy:
 
     Args:
         options: what the user allows.
-        workers: how many workers the run begins with.
+        workers: number of workers of the first attempt.
     """
 
     def __init__(self, options: RunOptions, workers: int) -> None:
@@ -119,7 +119,7 @@ class RestartPolicy:
         self._early_deaths: list[str] = []  # tasks that failed before any step, in a row
 
     def decide(self, outcome: AttemptOutcome) -> Decision:
-        """What to do next. Called once for each attempt, in order."""
+        """Decides after an attempt. Call once for each attempt, in order."""
         self._attempt += 1
         asked_to_leave = bool(outcome.signals) and outcome.signals[0] in LEAVE
         if outcome.signals and not (outcome.preempted and not outcome.failures and asked_to_leave):
@@ -136,7 +136,7 @@ class RestartPolicy:
         return self._after_failure(outcome)
 
     def allows_restart_alone(self, failure: Failure) -> bool:
-        """Whether a task may be restarted alone within the budget; counts it."""
+        """Whether `max_restarts` allows one task to restart alone; counts the restart."""
         if failure.usage or self.restarts >= self._options.max_restarts:
             return False
         self.restarts += 1
@@ -183,8 +183,8 @@ class RestartPolicy:
         return Decision(True, message, delay, self._workers)
 
     def _crash_loop(self, outcome: AttemptOutcome) -> str:
-        """Why the program would fail again, as a clause; "" where it may not."""
-        # Where one task was killed from outside, the errors of the others may follow from that.
+        """Why the program is in a crash loop, as a clause; "" if it is not."""
+        # If one task was killed from outside, errors of other tasks may be a consequence.
         if any(failure.external for failure in outcome.failures):
             return ""
         if self._stalled:
@@ -206,12 +206,12 @@ class RestartPolicy:
 
 
 def _lived(outcome: AttemptOutcome) -> bool:
-    """Whether an attempt without a reported step ran so long that this is progress."""
+    """Whether an attempt without a reported step ran long enough to count as progress."""
     return outcome.step < 0 and outcome.seconds >= UPTIME_AS_PROGRESS_S
 
 
 def _signature(failure: Failure) -> str:
-    """What identifies an error: its text, without numbers and addresses that vary."""
+    """Identifies an error by its text, without numbers and addresses, which vary."""
     return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", failure.error or failure.how)
 
 

@@ -1,4 +1,4 @@
-"""How a run ended: its exit status, and the lines that tell the user why."""
+"""How a run ended: its exit status, and the final lines for the user."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Result:
 
     Args:
         status: 0 all done; 1 a task failed; 2 a task reported wrong usage or a wrong cluster
-            description; 75 the tasks saved their state and left, and are to be run again; 128 + n
-            the launcher got signal n.
+            description; 75 the tasks saved their state and exited, and must be run again; 128 + n
+            the launcher received signal n.
         tasks: exit status by task name, -9 for SIGKILL, of the last attempt; also of tasks that
             the launcher ended.
-        failures: the tasks that failed on their own, where the run failed: the root cause first,
-            then what failed in the same attempt, then the causes of later attempts.
+        failures: the tasks that failed on their own, if the run failed: the root cause first,
+            then other failures of the same attempt, then the causes of later attempts.
         directory: the run's folder; None if it was temporary and is removed.
-        attempts: how often all tasks were started.
-        restarts: restarts that count against the budget, of all tasks or of one.
+        attempts: number of times that all tasks were started.
+        restarts: restarts, of all tasks or of one, that count against `max_restarts`.
         hint: one more line for the user; "" for none.
     """
 
@@ -79,12 +79,12 @@ def exit_status(
 
     Args:
         failures: of its last attempt and those before.
-        preempted: whether tasks of the last attempt saved their state and left.
-        stop: the signals that the launcher got.
-        output_broken: whether the reader of the launcher's output has gone.
+        preempted: whether tasks of the last attempt saved their state and exited.
+        stop: the signals that the launcher has received.
+        output_broken: whether the reader of the launcher's output has closed it.
     """
     passed_on = {*stop.received, signal.SIGTERM}
-    # A scheduler sends its signal to all processes: then the tasks die of it too.
+    # A scheduler sends its signal to all processes, so the tasks may die of it too.
     if stop.received and all(-failure.status in passed_on for failure in failures):
         return PREEMPTED if preempted and stop.received[0] in LEAVE else 128 + stop.received[0]
     if failures:

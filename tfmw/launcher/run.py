@@ -4,17 +4,17 @@
     result = launch_tasks(["train.py", "--epochs", "3"], workers=2, log_dir="logs")
     sys.exit(result.status)
 
-Files of a run: `<log_dir>/<run>/attempt_<n>/<task>/output.log`, what the task wrote, byte for byte;
+Files of a run: `<log_dir>/<run>/attempt_<n>/<task>/output.log`, the task's output, byte for byte;
 beside it `error.json`, written by `record_error` in the task, and `progress`, written by
 `report_progress`. A task that was restarted alone has its files in `<task>.<n>`.
 
 Environment of each task, beside TF_CONFIG: `TFMW_ERROR_FILE` and `TFMW_PROGRESS_FILE`; `TFMW_TASK`
 ("worker 0"); `TFMW_ATTEMPT`, 0 at first, and `TFMW_MAX_RESTARTS`; `TFMW_LOCAL_TASKS` and
-`TFMW_LOCAL_RANK`, the number of tasks on this machine and this one's place; `TFMW_TTY=1` where the
+`TFMW_LOCAL_RANK`, the number of tasks on this machine and the rank of this one; `TFMW_TTY=1` if the
 launcher writes to a terminal.
 
-A task that gets SIGTERM may save its state and exit with status 75 (`errors.PREEMPTED`). The
-launcher then runs it again; where the launcher itself got the signal, it exits with 75 too.
+A task that receives SIGTERM may save its state and exit with status 75 (`errors.PREEMPTED`). The
+launcher then runs it again. If the launcher itself received the signal, it exits with 75 too.
 
 This module uses the standard library only.
 """
@@ -78,21 +78,22 @@ def launch_tasks(
         workers: number of tasks that train; worker 0 is the chief.
         ps: number of parameter servers. With any, one more task, the chief, coordinates.
         evaluator: whether to start an evaluator beside them.
-        log_dir: the run's folder is made in it; otherwise a temporary one, kept after a failure.
-        env: added to the environment of the tasks.
-        stdout: where their output goes, `sys.stdout` unless given.
-        live: whether the chief's output passes through unlabelled, for its progress bar; by
-            default where `stdout` is a terminal or a notebook.
+        log_dir: the run's folder is created in it; by default in a temporary directory, which is
+            kept after a failure.
+        env: environment variables added for the tasks.
+        stdout: the stream for their output; by default `sys.stdout`.
+        live: whether the chief's output is printed without labels, for its progress bar; by
+            default if `stdout` is a terminal or a notebook.
         grace_s: seconds between SIGTERM and SIGKILL for tasks that are ended.
-        farewell_s: seconds in which ps, and workers beside them, leave once the chief is done.
+        farewell_s: seconds in which ps, and workers beside them, exit once the chief is done.
         options: restarts, time limits, standby, the private network.
 
     Returns:
-        How it ended. Nothing of `Result.summary` is printed yet.
+        How it ended. The caller prints `Result.summary`.
 
     Raises:
-        UsageError: no such script, a wrong number of tasks, TF_CONFIG is set, a folder that can't
-            be written.
+        UsageError: the script does not exist, a wrong number of tasks, TF_CONFIG is set, or the
+            folder cannot be written.
     """
     _check_program(argv, module)
     job = Job(
@@ -112,14 +113,14 @@ def launch_tasks(
 
 
 def run_here(argv: Sequence[str], *, module: bool = False) -> NoReturn:
-    """Becomes the one task that the environment describes: TF_CONFIG, a scheduler, or alone.
+    """Runs a script in this process, as the task that the environment describes.
 
     Args:
         argv: the script's path, or the module's name, and its flags.
         module: whether argv[0] is a module, as with `python -m`.
 
     Raises:
-        UsageError: no such script, or a wrong cluster description.
+        UsageError: the script does not exist, or a wrong cluster description.
     """
     _check_program(argv, module)
     Cluster.resolve(os.environ)
@@ -145,27 +146,28 @@ def launch(
     """Runs `fn(*args)` in each worker of a fresh local cluster.
 
     Args:
-        fn: a function that the workers can import, or, with cloudpickle installed, any function:
-            one that is defined in a notebook or a script, a lambda.
+        fn: a function that the workers can import. With cloudpickle installed, any function: one
+            that is defined in a notebook or a script, or a lambda.
         args: its arguments; they are pickled.
         workers: number of processes; each has joined the cluster when the function starts.
-        log_dir: the run's folder is made in it; otherwise a temporary one, kept after a failure.
-        env: added to the environment of the workers.
-        stdout: where their output goes, `sys.stdout` unless given.
-        live: whether the chief's output passes through unlabelled, as in `launch_tasks`.
+        log_dir: the run's folder is created in it; by default in a temporary directory, which is
+            kept after a failure.
+        env: environment variables added for the workers.
+        stdout: the stream for their output; by default `sys.stdout`.
+        live: whether the chief's output is printed without labels, as in `launch_tasks`.
         grace_s: seconds between SIGTERM and SIGKILL for workers that are ended.
-        max_restarts: how often all workers are started again after one has failed; the function
-            continues from its own backup.
-        isolate: whether the workers have no network but their own: "auto", "on" or "off".
+        max_restarts: number of times that all workers are restarted after a failure; the function
+            resumes from its own backup.
+        isolate: whether the workers run in a private network: "auto", "on" or "off".
 
     Returns:
-        What the function returned in each worker, in order.
+        The result of the function in each worker, in order.
 
     Raises:
-        UsageError: a wrong number of workers, TF_CONFIG is set, a function that can't be sent.
+        UsageError: a wrong number of workers, TF_CONFIG is set, or the function cannot be pickled.
         TaskFailed: a worker died without an exception.
-        Exception: otherwise, what the function raised in the first worker that failed, with a
-            `TaskFailed` as its cause that carries the worker's traceback.
+        Exception: the exception of the function in the first worker that failed. Its cause is a
+            `TaskFailed` with the worker's traceback.
     """
     job = Job(
         command=["call"],
@@ -184,13 +186,13 @@ def launch(
 
 
 def _return_values(result: Result, outcomes: Mapping[str, call.Outcome | None]) -> list[Any]:
-    """What the function returned in each worker; raises what ended the run otherwise."""
+    """The function's result in each worker; raises the error that ended the run, if any."""
     if result.status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if result.status == PREEMPTED:
         raise TaskFailed("\n".join(result.summary()))
     if result.status > 128:
-        signal.raise_signal(result.status - 128)  # the handler of before is back
+        signal.raise_signal(result.status - 128)  # the previous handler is restored
     if result.failures:
         _raise_failure(result, outcomes)
     values = []
@@ -227,18 +229,18 @@ def task_layout(workers: int, ps: int, evaluator: bool) -> list[tuple[str, int]]
 
 
 def _check_program(argv: Sequence[str], module: bool) -> None:
-    """Raises UsageError where the script or the module doesn't exist, before anything starts."""
+    """Raises UsageError if the script or the module does not exist, before any task starts."""
     if not argv:
-        raise UsageError("no script is given; write its path, or -m and a module.")
+        raise UsageError("received no script: pass its path, or -m and a module.")
     program = argv[0]
     if not module:
         if not os.path.isfile(program) and not os.path.isfile(os.path.join(program, "__main__.py")):
             raise UsageError(
-                f"there is no script {program!r} in {os.getcwd()}; give the path of a Python file."
+                f"there is no script {program!r} in {os.getcwd()}; pass the path of a Python file."
             )
         return
     # Only the first name: finding a submodule imports its package, perhaps with TensorFlow.
     top = program.partition(".")[0]
     search = [os.getcwd(), *sys.path]
     if importlib.machinery.PathFinder.find_spec(top, search) is None:
-        raise UsageError(f"there is no module {program!r}; install it, or start where it lies.")
+        raise UsageError(f"there is no module {program!r}; install it, or start in its folder.")

@@ -1,12 +1,12 @@
-"""Starts the processes of a run, and makes sure that none outlives the launcher.
+"""Starts the processes of a run, and ensures that none outlives the launcher.
 
     with Spawner(namespaces) as spawner:
         child = spawner.spawn(["script", "train.py"], subprocess.DEVNULL, False, [], env)
 
-A task asks Linux to be killed when the launcher dies (see `task`), but processes that the task has
-started would stay. So the reaper, a process of its own, reads a pipe from the launcher. When the
-pipe closes without a "bye", the launcher was killed, and the reaper kills every process group that
-the launcher had registered.
+Linux kills a task when the launcher dies (see `task`), but not the processes that the task has
+started. For these there is the reaper, a separate process, which reads a pipe from the launcher. If
+the pipe closes without a "bye", the launcher was killed, and the reaper kills every process group
+that the launcher had registered.
 
 The reaper runs this file by its path, without the package (`python -I -S`): import only the
 standard library at the top.
@@ -35,7 +35,7 @@ TASK_COMMAND = (sys.executable, str(Path(__file__).with_name("task.py")))
 """Starts a task; see `task`."""
 
 NAMESPACES = "TFMW_NAMESPACES"
-"""Names the descriptors of the namespaces that a task enters first: "5,6"."""
+"""Variable with the descriptors of the namespaces that a task enters: "5,6"."""
 
 
 class Child:
@@ -52,7 +52,7 @@ class Child:
         self._process = process
 
     def wait(self) -> None:
-        """Waits until it has ended; its process id may be used again then."""
+        """Waits until it has ended; the system may then reuse its process id."""
         if self._process is not None:
             self._process.wait()
         else:
@@ -63,7 +63,7 @@ class Spawner:
     """Starts the processes of a run.
 
     Args:
-        namespaces: descriptors of the namespaces that they enter, in this order.
+        namespaces: descriptors of the namespaces that the processes enter, in this order.
     """
 
     def __init__(self, namespaces: Sequence[int] = ()) -> None:
@@ -92,14 +92,14 @@ class Spawner:
     def fork_from_now_on(
         self, command: Sequence[str], env: Mapping[str, str], keep: bool = False
     ) -> None:
-        """Has one process import TensorFlow, and forks from it what is spawned after that.
+        """Starts a fork server, from which later processes are forked.
 
         Args:
-            command: the arguments of `task.py` that most of them will have.
-            env: variables that all of them have.
-            keep: whether the fork server stays for the next run of this process.
+            command: the arguments of `task.py` that most of these processes will have.
+            env: environment variables that they share.
+            keep: whether the fork server is kept for the next run of this process.
         """
-        from tfmw.launcher import fork_server  # not at the top: the reaper has no package
+        from tfmw.launcher import fork_server  # not at the top: the reaper runs without the package
 
         env = {**env, "TFMW_LAUNCHER_PID": str(os.getpid())}
         make = fork_server.kept if keep else fork_server.ForkServer
@@ -109,7 +109,7 @@ class Spawner:
             self._send_reaper(f"+{self._fork_server.pid}")
 
     def wait(self, stop: Sequence[int], timeout_s: float) -> None:
-        """Waits until the fork server is ready, a signal to stop has come, or the time is over."""
+        """Waits until the fork server is ready, a signal arrives, or the time is over."""
         if self._fork_server is not None:
             self._fork_server.wait(stop, timeout_s)
 
@@ -121,7 +121,7 @@ class Spawner:
         fds: Sequence[int],
         env: Mapping[str, str],
     ) -> Child:
-        """Starts a process in a session of its own."""
+        """Starts a process in a new session."""
         env = {**env, "TFMW_LAUNCHER_PID": str(os.getpid())}
         if self._namespaces:
             env[NAMESPACES] = ",".join(map(str, self._namespaces))
@@ -156,7 +156,7 @@ class Spawner:
         fds: Sequence[int],
         env: Mapping[str, str],
     ) -> int | None:
-        """The process id of a fork of the fork server; None where there is no fork server."""
+        """Forks from the fork server; returns the process id, None without a fork server."""
         if self._fork_server is None:
             return None
         with open(os.devnull, "rb") as nothing:
@@ -165,25 +165,25 @@ class Spawner:
             return self._fork_server.fork(command, env, {**streams, **{fd: fd for fd in fds}})
 
     def forget(self, pid: int) -> None:
-        """Unregisters a process that has ended with its group: the id may be used again."""
+        """Unregisters an ended process and its group, whose ids the system may reuse."""
         self._send_reaper(f"-{pid}")
 
     def _send_reaper(self, line: str) -> None:
         assert self._reaper.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # somebody killed the reaper
+        with contextlib.suppress(OSError, ValueError):  # the reaper was killed
             self._reaper.stdin.write(f"{line}\n".encode())
 
 
 def terminal_size() -> os.terminal_size:
-    """Of this process's terminal; else that of a notebook's cell, about as wide as a page."""
+    """The size of this process's terminal, or that of a notebook's cell."""
     return shutil.get_terminal_size((120, 24))
 
 
 def _pseudo_terminal() -> tuple[int, int]:
-    """(local, remote): a terminal as wide as ours, so that progress bars know their width."""
+    """(local, remote) ends of a terminal as wide as this one, so progress bars fit."""
     local, remote = pty.openpty()
     attributes = termios.tcgetattr(remote)
-    attributes[1] &= ~termios.OPOST  # "\n" stays "\n"
+    attributes[1] &= ~termios.OPOST  # keeps "\n" unchanged
     termios.tcsetattr(remote, termios.TCSANOW, attributes)
     size = terminal_size()
     fcntl.ioctl(remote, termios.TIOCSWINSZ, struct.pack("HHHH", size.lines, size.columns, 0, 0))
@@ -191,9 +191,9 @@ def _pseudo_terminal() -> tuple[int, int]:
 
 
 def _reap() -> None:
-    """The reaper: reads "+<group>", "-<group>" and "bye" until the launcher is gone."""
+    """The reaper: reads "+<group>", "-<group>" and "bye" until the launcher has exited."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # it outlives whatever ends the launcher
+        signal.signal(number, signal.SIG_IGN)  # it must outlive the launcher
     groups: set[int] = set()
     for line in sys.stdin:
         sign, group = line[:1], line[1:].strip()

@@ -1,12 +1,12 @@
-"""What a child of the launcher runs: join the cluster, then the user's program.
+"""The main program of a task: joins the cluster, then runs the user's program.
 
     python .../tfmw/launcher/task.py script train.py --epochs 3
     python .../tfmw/launcher/task.py module package.train --epochs 3
     python .../tfmw/launcher/task.py call                   # a function: see `tfmw.launch`
     python .../tfmw/launcher/task.py fork-server 7 script ...  # see `fork_server`
 
-The launcher starts this file by its path, so that the first thing to happen is that the child
-asks to be killed with the launcher, and so that tfmw is found without touching PYTHONPATH.
+The launcher starts this file by its path. So the process can first of all request to be killed with
+the launcher, and tfmw is found without a change of PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from types import TracebackType
 def _die_with_the_launcher() -> None:
     """Asks Linux to send SIGKILL to this process when the launcher's thread ends.
 
-    prctl(2), PR_SET_PDEATHSIG. The launcher may have died before the call took effect: then this
-    process has another parent by now.
+    prctl(2), PR_SET_PDEATHSIG. If the launcher died before the call took effect, this process
+    already has another parent.
     """
     launcher = os.environ.pop("TFMW_LAUNCHER_PID", None)
     if launcher is None or not sys.platform.startswith("linux"):
@@ -44,7 +44,7 @@ def _enter_namespaces() -> None:
 
 
 def _find_tfmw() -> None:
-    """Replaces this file's folder in the search path by the one that holds the package."""
+    """Replaces this file's folder in the search path by the package's parent folder."""
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [p for p in sys.path if os.path.abspath(p or os.curdir) != here]
     parent = os.path.dirname(os.path.dirname(here))
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
     from tfmw.runtime.recorded_errors import record_error
 
     faulthandler.enable()
-    # The launcher asks for the stacks of tasks that hang.
+    # With this signal the launcher requests the stacks of tasks that hang.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     progress.report_progress(progress.UP)
     mode, *rest = argv
@@ -123,7 +123,7 @@ def main(argv: list[str]) -> int:
 
 
 def _from_the_users_code(frame: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames that led to the user's first line."""
+    """The traceback without the frames before the user's first line."""
     first = frame
     while frame is not None and frame.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         frame = frame.tb_next
@@ -137,6 +137,6 @@ if __name__ == "__main__":
 
         _die_with_the_launcher()
         sys.argv[1:] = fork_server.serve(int(sys.argv[2]))  # returns in forked tasks only
-    _enter_namespaces()  # resets what the next line asks for
+    _enter_namespaces()  # resets the setting of the next line
     _die_with_the_launcher()
     sys.exit(main(sys.argv[1:]))

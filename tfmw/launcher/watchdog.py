@@ -3,8 +3,7 @@
     watchdog = Watchdog(hang_timeout_s=60, start_timeout_s=120, stopped_timeout_s=5)
     hung = watchdog.check([TaskStatus("worker 0", step=7, reports=8), ...])     # None: no task
 
-It reads what tasks report (`report_progress`) and the state of their processes. No process and no
-clock in here: both are arguments.
+Its input is the tasks' progress (`report_progress`), the state of their processes, and a clock.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ from collections.abc import Callable, Sequence
 from tfmw.runtime.progress import JOINED, NOT_UP, UP
 
 STOPPED_TIMEOUT_S = 5.0
-"""Seconds in which a stopped task may be continued. TensorFlow's other tasks give up after 10."""
+"""Seconds in which a stopped task may continue. TensorFlow's other tasks fail after 10."""
 
 BLOCKING_FACTOR = 10
-"""A task in a blocking call (`blocking_call`) may be silent for so many hang time-outs."""
+"""Hang time-outs for which a task in a blocking call (`blocking_call`) may be silent."""
 
 LAG_S = 10.0
-"""Seconds of silence, while another task goes on, after which a task is named in the log."""
+"""Seconds without progress, while another task progresses, after which the log names a task."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskStatus:
-    """What one running task has reported.
+    """The state of one running task.
 
     Args:
         task: its name.
         step: its last report, see `tfmw.runtime.progress`.
-        reports: how many reports it has made.
+        reports: number of its reports.
         blocked_in: name of the blocking call that it is in; "" for none.
         stopped: whether a signal has stopped it.
-        must_join: whether it has to join the others before its first step.
+        must_join: whether it must join other tasks before its first step.
     """
 
     task: str
@@ -53,7 +52,7 @@ class HungTask:
     Args:
         task: its name.
         reason: one clause: "no progress for 60 s after step 7".
-        external: whether somebody stopped it.
+        external: whether a signal stopped it.
     """
 
     task: str
@@ -66,9 +65,9 @@ class Watchdog:
 
     Args:
         hang_timeout_s: seconds without progress, after the first step; 0: no limit.
-        start_timeout_s: seconds until every task is up and has joined; 0: no limit.
-        stopped_timeout_s: seconds in which a stopped task may be continued; 0: no limit.
-        lag_s: seconds of silence, while others progress, after which a task is a straggler.
+        start_timeout_s: seconds in which every task must start and join; 0: no limit.
+        stopped_timeout_s: seconds in which a stopped task may continue; 0: no limit.
+        lag_s: seconds without progress, while others progress, after which a task is a straggler.
         clock: monotonic seconds.
     """
 
@@ -103,7 +102,7 @@ class Watchdog:
         )
 
     def forget(self, task: str) -> None:
-        """Forgets a task that is restarted alone."""
+        """Discards the state of a task that is restarted alone."""
         self._last.pop(task, None)
         self._stopped_since.pop(task, None)
         self._reported_lag.pop(task, None)
@@ -126,7 +125,7 @@ class Watchdog:
         missing = [s for s in statuses if s.step < (JOINED if s.must_join else UP)]
         if not missing:
             return None
-        # Tasks that are up may only wait for the one that is not.
+        # Started tasks may only be waiting for the one that has not started.
         last = min(missing, key=lambda s: (s.step, self._last[s.task][1]))
         what = "did not start" if last.step == NOT_UP else "did not join the others"
         return HungTask(last.task, f"{what} within {self._start_s:g} s")
@@ -139,7 +138,7 @@ class Watchdog:
         blocked = [s for s in training if s.blocked_in]
         overdue = [s for s in blocked if silence[s.task] >= BLOCKING_FACTOR * self._hang_s]
         if blocked and not overdue:
-            # The others may only wait for it: their silence counts from its end.
+            # Other tasks may wait for it: their silence counts from its end.
             self._excused_until = now
             return None
         silent = overdue or [
@@ -147,7 +146,7 @@ class Watchdog:
         ]
         if not silent:
             return None
-        # When one hangs, those that wait for it fall silent too, but later or at a later step.
+        # Tasks that wait for a hanging one fall silent too, but later or at a later step.
         first = min(silent, key=lambda s: (s.step, self._last[s.task][1]))
         where = f" in {first.blocked_in}" if first.blocked_in else ""
         return HungTask(
@@ -156,9 +155,9 @@ class Watchdog:
         )
 
     def stragglers(self, statuses: Sequence[TaskStatus]) -> list[str]:
-        """Lines that name tasks which lag behind another one; call it after `check`.
+        """Log lines that name stragglers; call it after `check`.
 
-        A task is named again when its lag has doubled.
+        A straggler is named again when its lag has doubled.
         """
         training = [s for s in statuses if s.step >= 0 and s.task in self._last]
         if len(training) < 2 or any(s.blocked_in for s in training):

@@ -2,17 +2,17 @@
 
     steps = SynchronousSteps(model, server_variables, name, workers=3, aggregate=2)
     coordinator.schedule(steps.function, args=(iterator, worker, limit, seeds))   # one per worker
-    steps.advance(10)                          # on the coordinator: waits for, and makes, 10 steps
+    steps.advance(10)                          # on the coordinator: applies 10 steps
 
-Each server has an accumulator for each bucket of its gradients. A worker takes the servers' values
-at step s, gives its gradients, marked with s, to the accumulators, and waits for step s + 1.
-Once `aggregate` gradients of step s have come the server applies their mean and the step is over: a
-gradient that comes later finds the accumulator at s + 1 and is dropped. This is what TensorFlow 1
-called SyncReplicasOptimizer, from the same ops.
+Each server has an accumulator for each bucket of its gradients. A worker reads the servers' values
+of step s, sends its gradients to the accumulators, marked with s, and waits for step s + 1. Once
+`aggregate` gradients of step s have arrived, the server applies their mean and the step ends. The
+accumulator is then at s + 1 and drops later gradients of step s. TensorFlow 1's
+SyncReplicasOptimizer used the same ops.
 
-What is counted is exact: each gradient brings a 1, which is summed up with it, so a server knows
-how many it averaged; and each worker counts what it sent. The metrics of an epoch are those of all
-batches that were computed, the dropped ones too.
+Counts are exact: a 1 is appended to each gradient and summed with it, so a server knows how many
+gradients it averaged, and each worker counts the gradients that it sent. The metrics of an epoch
+include batches whose gradients were dropped.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tfmw.parameter_server.variables import Bucket, ServerVariables, server
 
 
 class SynchronousSteps(WorkerSteps):
-    """Steps that several workers make together.
+    """Steps to which several workers contribute.
 
     Args:
         model, server_variables, name: as in `WorkerSteps`.
         workers: number of workers.
-        aggregate: gradients that make a step.
+        aggregate: number of gradients in a step.
 
     Attributes:
         function: (iterator, worker int64 [], limit int64 [], seeds) -> as in `WorkerSteps`; runs
-            until step `limit` is over.
+            until step `limit` has ended.
         has_spare_workers: whether a step does not wait for all workers.
     """
 
@@ -95,19 +95,19 @@ class SynchronousSteps(WorkerSteps):
 
     @property
     def dropped(self) -> int:
-        """Gradients that came late, since the beginning."""
+        """Number of gradients that arrived late, since the beginning."""
         return int(self._sent.numpy()) - int(self._used.numpy())
 
     def advance(self, steps: int) -> tuple[Callable[[], Any], Callable[[], None]]:
-        """Makes steps, as the workers' gradients come.
+        """Applies steps as the workers' gradients arrive.
 
         Returns:
-            (waits for the end of all steps, ends the waiting).
+            (waits for the end of all steps, cancels that call).
         """
         return keras_compat.cancelable(self._advance, tf.constant(steps, tf.int64))
 
-    def give_up(self) -> None:
-        """Whoever waits for the end of a step, or comes to wait for one, gets an error instead."""
+    def cancel(self) -> None:
+        """Ends with an error every call, pending or later, that waits for the end of a step."""
         for queue in self._over:
             queue.close(cancel_pending_enqueues=True)
 
@@ -116,15 +116,15 @@ class SynchronousSteps(WorkerSteps):
     def _many(self, iterator: Any, worker: tf.Tensor, limit: tf.Tensor, seeds: list[Any]) -> Any:
         server_variables = self.server_variables
         first = tf.identity(server_variables.applied.read_value())
-        locals_ = self._begin()
-        # Workers make the same steps: the seeds must tell them apart.
+        locals_ = self._initial_locals()
+        # Workers contribute to the same steps, but need different seeds.
         ticket = first * len(self._over) + worker
-        begun = [self._begin_seed(locals_[id(s)], v, ticket) for s, v in self._seeds(seeds)]
+        begun = [self._initial_seed(locals_[id(s)], v, ticket) for s, v in self._seeds(seeds)]
 
         def step(now: tf.Tensor, done: tf.Tensor, seen: tf.Tensor) -> Any:
             self._now = now
             sent: list[tf.Tensor] = []
-            self._given = sent
+            self._sent_ops = sent
             examples = self._step(iterator, locals_)
             with tf.control_dependencies(sent), tf.device(server(server_variables.home)):
                 over = self._one_op("wait", self._wait)(worker, now)
@@ -139,10 +139,10 @@ class SynchronousSteps(WorkerSteps):
         return self._results(done, seen, locals_, begun, seeds)
 
     def _wait(self, worker: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
-        """The number of the step that goes on, once `now` is over.
+        """Waits until step `now` has ended; returns the number of the next step.
 
-        A straggler hears of several steps at once: it joins the newest, for its gradients of the
-        others would come late as well.
+        A straggler finds several ended steps in its queue. It joins the newest, because its
+        gradients of the steps between would arrive late too.
         """
 
         def own_queue(of: Callable[[Any], Any]) -> Any:
@@ -160,7 +160,7 @@ class SynchronousSteps(WorkerSteps):
     def _update(
         self, optimizer: Any, grads: list[tuple[Any, Any]], applied: list[tf.Tensor]
     ) -> None:
-        """Gives this worker's gradients to the accumulators, marked with the step they are of."""
+        """Sends this worker's gradients to the accumulators, marked with their step."""
         by_variable = {id(v): g for g, v in grads}
         missing = [v.path for p in self._gradients for v in p.variables if id(v) not in by_variable]
         if missing:
@@ -171,13 +171,15 @@ class SynchronousSteps(WorkerSteps):
         for number, bucket in enumerate(self._gradients):
             flat = bucket.pack(by_variable[id(v)] for v in bucket.variables)
             with tf.device(server(bucket.server)):
-                op = self._one_op(("give", number), functools.partial(self._give, number))
+                op = self._one_op(
+                    ("accumulate", number), functools.partial(self._accumulate, number)
+                )
                 done_here = op(tf.concat([flat, tf.ones([1], bucket.dtype)], axis=0), self._now)
             applied.append(done_here)
-        self._given.extend(applied)
+        self._sent_ops.extend(applied)
 
-    def _give(self, number: int, flat: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
-        """On a server: takes one worker's gradients of step `now`, or drops them as too late."""
+    def _accumulate(self, number: int, flat: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
+        """On a server: adds one worker's gradients of step `now`, or drops them as too late."""
         if number == 0:
             self._sent.assign_add(1)
         tf.raw_ops.ResourceAccumulatorApplyGradient(
@@ -192,11 +194,11 @@ class SynchronousSteps(WorkerSteps):
             done_here = []
             for where in range(self.server_variables.servers):
                 with tf.device(server(where)):
-                    done_here.append(keras_compat.one_op(lambda where=where: self._take(where))())
-            # By way of the coordinator: servers don't see each other.
+                    done_here.append(keras_compat.one_op(lambda where=where: self._apply(where))())
+            # Through the coordinator: servers are not connected to each other.
             all_done = tf.add_n([tf.identity(t) for t in done_here])
             with tf.device(server(self.server_variables.home)):
-                over = keras_compat.one_op(self._announce)(all_done)
+                over = keras_compat.one_op(self._end_step)(all_done)
             return made + 1 + tf.identity(over) * 0
 
         with tf.device("/job:chief/replica:0/task:0/device:CPU:0"):
@@ -205,7 +207,7 @@ class SynchronousSteps(WorkerSteps):
             )
         return made
 
-    def _take(self, where: int) -> tf.Tensor:
+    def _apply(self, where: int) -> tf.Tensor:
         """Waits for enough gradients on one server, and updates its variables with their mean."""
         (optimizer,) = self.server_variables.optimizers
         updates: list[Update] = []
@@ -230,8 +232,8 @@ class SynchronousSteps(WorkerSteps):
             self.updates.run(where, optimizer, updates)
         return used
 
-    def _announce(self, used: tf.Tensor) -> tf.Tensor:
-        """The step is over: counts it, and tells every worker."""
+    def _end_step(self, used: tf.Tensor) -> tf.Tensor:
+        """Counts the step and notifies every worker of its end."""
         self._used.assign_add(used)
         over = self.server_variables.applied.assign_add(1, read_value=True)
         for queue in self._over:

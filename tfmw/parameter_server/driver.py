@@ -1,16 +1,16 @@
-"""The coordinator of a parameter-server cluster: schedules steps, adds up what they report.
+"""The coordinator of a parameter-server cluster: schedules steps and adds up their metrics.
 
     driver = PsDriver(model, servers, source)
     applied = driver.train(100, after)
 
     until all steps are scheduled:
-        coordinator.schedule(many steps)       # whichever worker is free takes it
-        add up the metrics of those that are done
-    top up what a lost worker did not do       # exactly so many updates
+        coordinator.schedule(many steps)       # on the next free worker
+        add up the metrics of finished functions
+    schedule again the steps that a lost worker did not do
 
-Asynchronous training has no order of batches that one process would have, so its numbers are not
-those of one process. What is promised: each epoch applies exactly `steps_per_epoch` updates, the
-metrics are those of the batches that were trained on, and a worker may die at any moment.
+Asynchronous training has no fixed order of batches, so its results are not those of one process. It
+guarantees that each epoch applies exactly `steps_per_epoch` updates, that the metrics are those of
+the batches that were trained on, and that a worker may die at any moment.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from tfmw.parameter_server.variables import ServerVariables
 from tfmw.runtime.progress import blocking_call, report_alive
 from tfmw.training.pace import FunctionPace
 
-_ASK_AGAIN_S = 0.05
-_AHEAD = 2  # functions scheduled for each worker, so that none waits for the coordinator
+_RETRY_S = 0.05
+_AHEAD = 2  # functions scheduled for each worker, so that no worker waits for the coordinator
 _REPORT_S = 1.0
-_SECONDS_TOGETHER = 5.0  # of synchronous steps, after which all workers wait for the slowest
+_SECONDS_TOGETHER = 5.0  # of synchronous steps between two waits of all workers for the slowest
 _WAITING = "waiting for workers"
 
 
@@ -50,11 +50,11 @@ class PsDriver:
     Args:
         model: compiled and built, with its optimizer built.
         servers: the cluster.
-        source: what workers read.
+        source: the data of the workers.
 
     Attributes:
-        applied: updates since this driver began.
-        examples: that workers computed since then, those of dropped gradients too.
+        applied: number of updates since this driver began.
+        examples: number of examples since then, including those of dropped gradients.
     """
 
     def __init__(self, model: keras.Model, servers: ps_cluster.Joined, source: data.Source):
@@ -82,14 +82,14 @@ class PsDriver:
         return SynchronousSteps(self.model, self.server_variables, name, self._workers, aggregate)
 
     def train(self, steps: int, after: Callable[[int], bool]) -> int:
-        """Applies exactly `steps` updates, fewer only where `after` ends it.
+        """Applies exactly `steps` updates, fewer only if `after` returns False.
 
         Args:
-            after: called on this thread when more steps are done, with how many since this call
-                began; returns whether to go on.
+            after: called on this thread when more steps are done, with the number of steps since
+                this call began; returns whether to continue.
 
         Returns:
-            Updates applied.
+            Number of updates applied.
         """
         if isinstance(self._steps, SynchronousSteps):
             return self._train_together(self._steps, steps, after)
@@ -97,7 +97,7 @@ class PsDriver:
         done = 0
         going = True
         while going and self.applied < target:
-            # Tickets that a lost worker took are given out again: only applied ones count.
+            # Tickets of a lost worker are issued again: only applied ones count.
             self.server_variables.tickets.assign(self.applied)
             limit = tf.constant(target, tf.int64)
             left = target - self.applied
@@ -122,10 +122,10 @@ class PsDriver:
     def _train_together(
         self, together: SynchronousSteps, steps: int, after: Callable[[int], bool]
     ) -> int:
-        """The same with updates that wait for several workers, some seconds of them at a time.
+        """As `train`, for synchronous updates, in portions of some seconds.
 
-        Each call of `after` waits for the slowest worker. Where updates do not wait for all
-        workers, there is only one call, at the end.
+        All workers wait for the slowest at each call of `after`. With spare workers there is only
+        one call, at the end.
         """
         begun, going = self.applied, True
         while going and self.applied < begun + steps:
@@ -140,7 +140,7 @@ class PsDriver:
         return self.applied - begun
 
     def _advance(self, together: SynchronousSteps, steps: int) -> None:
-        """Applies exactly `steps` updates that wait for several workers."""
+        """Applies exactly `steps` synchronous updates."""
         self.server_variables.push_scalars()
         limit = tf.constant(self.applied + steps, tf.int64)
         seeds = [tf.cast(s.numpy(), tf.uint32) for s in self.server_variables.seeds]
@@ -161,9 +161,9 @@ class PsDriver:
         try:
             self._report_until_done([advancing, *fetching])
             if any(_failed(call) for call in (advancing, *fetching)):
-                # The others wait for that worker's gradient. TensorFlow cancels them in `join`, and
-                # waits for their end; but one that was about to begin would not hear of it.
-                _in_background(together.give_up)
+                # Other workers wait for that worker's gradient. `join` cancels their functions and
+                # waits for their end, but does not cancel a function that is about to begin.
+                _in_background(together.cancel)
             if _failed(advancing) and not any(map(_failed, fetching)):
                 advancing.result()
             self._coordinator.join()  # raises the first error of a worker
@@ -171,14 +171,14 @@ class PsDriver:
             advancing.result()
         except BaseException:
             over.set()
-            cancel()  # where a server is gone this does not reach it: nobody waits for the thread
+            cancel()  # has no effect on a lost server: its thread is abandoned
             raise
         for result in fetched:
             self._add_up(result)
         self.applied = int(self.server_variables.applied.numpy())
 
     def _report_until_done(self, calls: list[futures.Future[Any]]) -> None:
-        """Waits for all calls, or the first that fails; reports while updates are applied."""
+        """Waits for all calls, or the first that fails; reports progress meanwhile."""
         applied = self.applied
         with blocking_call(_WAITING):
             while futures.wait(calls, _REPORT_S, futures.FIRST_EXCEPTION).not_done:
@@ -190,7 +190,7 @@ class PsDriver:
 
     @property
     def dropped(self) -> int | None:
-        """Gradients that came too late for their step, so far; None without `sync_replicas`."""
+        """Number of gradients that arrived late for their step; None without `sync_replicas`."""
         return self._steps.dropped if isinstance(self._steps, SynchronousSteps) else None
 
     def _schedule(self, max_steps: int, limit: tf.Tensor) -> Any:
@@ -202,11 +202,11 @@ class PsDriver:
         )
 
     def _is_over(self) -> bool:
-        self._coordinator.done()  # raises where something else went wrong
+        self._coordinator.done()  # raises any other error
         return False
 
     def _add_up(self, result: dict[str, Any]) -> int:
-        """Takes what a function counted into the model's own metrics, here and nowhere else."""
+        """Adds the metrics that a function returned to the model's own metrics."""
         for variable, gained in zip(self._steps.metrics, result["metrics"], strict=True):
             keras_compat.native(variable).assign_add(gained)
         for variable, drawn in zip(self.server_variables.seeds, result["draws"], strict=True):
@@ -231,13 +231,13 @@ def _in_background(call: Callable[[], Any]) -> futures.Future[Any]:
 
 
 def _fetched(result: Any, over: Callable[[], bool]) -> dict[str, Any]:
-    """What a function returned. A worker may die with a result that nobody has taken yet.
+    """The result of a function.
 
-    Its function then runs again elsewhere, and TensorFlow puts the new result in its place;
-    meanwhile only asking again tells.
+    If a worker dies before its result was fetched, TensorFlow runs the function again and replaces
+    the result, without any notification. So this fetches repeatedly.
 
     Args:
-        over: called in between: whether nobody waits for the result any more.
+        over: called between two attempts; returns whether the result is no longer needed.
     """
     while True:
         try:
@@ -246,7 +246,7 @@ def _fetched(result: Any, over: Callable[[], bool]) -> dict[str, Any]:
         except tf.errors.OpError as e:
             if not keras_compat.is_worker_failure(e) or over():
                 raise
-            time.sleep(_ASK_AGAIN_S)
+            time.sleep(_RETRY_S)
 
 
 def _failed(call: futures.Future[Any]) -> bool:

@@ -1,13 +1,13 @@
 """Variables whose rows are spread over parameter servers.
 
-    rows = look_up(shards, ids)                       # on a worker: only the rows asked for move
+    rows = look_up(shards, ids)                       # on a worker: only these rows are sent
     for shard, grads, ids in split_by_shard(shards, gradient): ...   # each server gets its own rows
-    Rows(server_variable, ids)                        # on a server: an optimizer updates just those
+    Rows(server_variable, ids)                        # on a server: the rows that an update changes
 
-A variable is divided along its first axis into contiguous ranges, one `VariableShard` each, so
-concatenating the shards gives the whole back, and a backup or an export never knows how many there
-were. Rows that a batch names twice travel once, and their gradients are added before they
-leave the worker, so each server sees each row at most once in a step.
+A variable is divided along its first axis into contiguous ranges, one `VariableShard` each. The
+shards concatenated are the whole variable, so backups and exports do not depend on their number. A
+row that occurs several times in a batch is sent once, and its gradients are added on the worker. So
+each server receives each row at most once in a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def look_up(shards: Sequence[VariableShard], ids: tf.Tensor) -> tf.Tensor:
     """Rows of a divided variable.
 
     Args:
-        shards: where it is, in the order of its rows.
+        shards: of the variable, in the order of its rows.
         ids: int64 [n], rows of the whole, in any order, repeated or not.
 
     Returns:
@@ -47,7 +47,7 @@ def look_up(shards: Sequence[VariableShard], ids: tf.Tensor) -> tf.Tensor:
 
 
 def read_whole(shards: Sequence[VariableShard]) -> tf.Tensor:
-    """All rows of a variable, on the worker: for kernels, which a step needs whole."""
+    """All rows of a variable, on the worker: for kernels, of which a step needs all rows."""
     values = []
     for shard in shards:
         with tf.device(server(shard.server)):
@@ -63,8 +63,8 @@ def split_by_shard(shards: Sequence[VariableShard], gradient: Any) -> list[tuple
         gradient: dense, or `tf.IndexedSlices` with rows of the whole, repeated or not.
 
     Returns:
-        For each shard (shard, gradients [n, ...], rows int64 [n] counted from its start), still on
-        the worker; (shard, gradients) where they are of all its rows.
+        For each shard (shard, gradients [n, ...], rows int64 [n] counted from its start), on the
+        worker; (shard, gradients) for gradients of all its rows.
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return [(p, gradient[p.start : p.stop] if p.stop else gradient) for p in shards]
@@ -86,10 +86,9 @@ def _owners(shards: Sequence[VariableShard], ids: tf.Tensor) -> tf.Tensor:
 
 
 class Rows:
-    """Some rows of a server's variable, as an optimizer's update sees them: a small variable.
+    """Some rows of a server's variable, in place of the variable during an optimizer's update.
 
-    What is added is added to the rows in place, and what is assigned replaces them; the others are
-    neither read nor written.
+    Assignments change these rows in place; other rows are neither read nor written.
 
     Args:
         server_variable: the variable, on the server that runs this.

@@ -1,27 +1,26 @@
-"""What a worker of a parameter-server cluster does: many training steps in one scheduled function.
+"""The training steps of a worker of a parameter-server cluster: many in one scheduled function.
 
     steps = WorkerSteps(model, server_variables)
     remote = coordinator.schedule(steps.function, args=(iterator, max_steps, limit, seeds))
 
-    claim `max_steps` tickets of the epoch                (one message; never more than there are)
-    metrics = 0                                           (this worker's own, for this function)
+    claim up to `max_steps` tickets of the epoch          (one message)
+    metrics = 0                                           (local to this function)
     for each ticket:
         local copies = server variables                   (one message per server)
-        logs = model.train_step(next(iterator))           (the user's own, if they have one)
+        logs = model.train_step(next(iterator))           (of the user's class, if it has one)
             optimizer.apply(gradients):                   (one message per server)
                 on each server: update its variables, and count
-        state = servers' state + what this step changed   (batch-norm averages)
+        state = servers' state + the changes of this step (batch-norm averages)
     return metrics                                        (the coordinator adds them up)
 
-Nothing that two workers write is read, changed and written back by a worker: servers update their
-own variables, metrics never leave the worker before they are complete, and the counts are added
-to on the server.
+No worker reads, changes and writes back a value that other workers write. Servers update their own
+variables and add to the counts. A worker returns metrics only when a function is complete.
 
-What a step leaves in variables that layers keep by themselves: BatchNormalization's moving averages
-become what this worker's step made of them (each value that was ever stored is an average over
-batches; of two steps at the same moment one may be lost), all other state gets what the step added
-to it. Seed generators are the worker's own: their seeds are folded with the number of the ticket,
-so no two steps draw the same mask, and the coordinator's counts go on as if it had drawn them all.
+Variables that layers update themselves: the server takes a step's value of BatchNormalization's
+moving averages (of two concurrent steps one may be lost; each stored value is an average over
+batches). To all other state the server adds the change of the step. Seed generators are local to
+the worker: their seeds are combined with the number of the ticket, so no two steps draw the same
+mask. The coordinator's seed generators advance by the draws of all workers.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from tfmw.parameter_server.variables import (
 )
 
 UNROLLED = 10
-"""Steps in one turn of the traced loop: each turn costs messages of its own between processes."""
+"""Steps in one iteration of the traced loop: each iteration costs messages between processes."""
 
 _SEED_STEP = 0x9E3779B1  # 2**32 / golden ratio: neighbouring tickets give distant seeds
 
@@ -63,14 +62,14 @@ class WorkerSteps:
     Args:
         model: compiled and built, with its optimizer built.
         server_variables: its variables on the servers.
-        name: of the worker-side variables; differs between trainings that share servers.
-        remote_lookups: whether large tables stay on their servers, and rows are fetched.
+        name: of the worker-side variables; different for trainings that share servers.
+        remote_lookups: whether rows of large tables are fetched from servers, not whole tables.
 
     Attributes:
         function: (iterator, max_steps int64 [], limit int64 [], seeds [uint32 [2], ...]) -> a dict:
-            "steps" int64 [], "examples" int64 [] of them, "seconds" float64 [] that they took,
-            "metrics" (what each metric variable gained) and "draws" (by how much each seed
-            generator advanced).
+            "steps" int64 [], "examples" int64 [] in these steps, "seconds" float64 [] of these
+            steps, "metrics" (the increase of each metric variable) and "draws" (the increase of
+            each seed generator's counter).
     """
 
     def __init__(
@@ -109,8 +108,8 @@ class WorkerSteps:
         end = server_variables.tickets.assign_add(max_steps, read_value=True)
         first = tf.identity(end) - max_steps
         count = tf.clip_by_value(limit - first, 0, max_steps)
-        locals_ = self._begin()
-        begun = [self._begin_seed(locals_[id(s)], v, first) for s, v in self._seeds(seeds)]
+        locals_ = self._initial_locals()
+        begun = [self._initial_seed(locals_[id(s)], v, first) for s, v in self._seeds(seeds)]
         step = functools.partial(self._step, iterator, locals_)
         since = tf.timestamp()
         with tf.control_dependencies([since]):
@@ -136,8 +135,8 @@ class WorkerSteps:
             seconds = tf.timestamp() - since
         return {**self._results(done, seen, locals_, begun, seeds), "seconds": seconds}
 
-    def _begin(self) -> dict[int, Any]:
-        """Local copies that hold what a function begins with."""
+    def _initial_locals(self) -> dict[int, Any]:
+        """Local copies with the values at the beginning of a function."""
         locals_ = self._locals()
         for variable in self.metrics:
             locals_[id(variable)].assign(tf.zeros(variable.shape, _dtype(variable)))
@@ -167,7 +166,7 @@ class WorkerSteps:
             }
 
     def _locals(self) -> dict[int, Any]:
-        """Local copies of this worker by id of the Keras variable."""
+        """This worker's local copies, by id of the Keras variable."""
         server_variables = self.server_variables
         ordinary = [
             *server_variables.trainable,
@@ -197,7 +196,7 @@ class WorkerSteps:
     def _seeds(self, seeds: list[Any]) -> list[tuple[Any, Any]]:
         return list(zip(self.server_variables.seeds, seeds, strict=True))
 
-    def _begin_seed(self, local: Any, value: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
+    def _initial_seed(self, local: Any, value: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
         fold = tf.cast(first * _SEED_STEP % (1 << 31), tf.uint32)
         begun = tf.bitwise.bitwise_xor(
             tf.cast(value, tf.uint32), tf.stack([fold, tf.constant(0, tf.uint32)])
@@ -209,7 +208,7 @@ class WorkerSteps:
     # ------------------------------------------------------------ one step
 
     def _step(self, iterator: Any, locals_: dict[int, Any]) -> tf.Tensor:
-        """Returns int64 [], the examples of the step."""
+        """Runs one step; returns int64 [], its number of examples."""
         server_variables, model = self.server_variables, self.model
         before = self._pull(locals_)
         own = [
@@ -250,7 +249,7 @@ class WorkerSteps:
         return data.examples_of(batch)
 
     def _pull(self, locals_: dict[int, Any]) -> dict[int, tf.Tensor]:
-        """Takes the servers' values; returns those of the state."""
+        """Reads the servers' values into the local copies; returns the values of the state."""
         values: dict[int, tf.Tensor] = {}
         for number, bucket in enumerate(self._buckets):
             with tf.device(server(bucket.server)):
@@ -279,11 +278,11 @@ class WorkerSteps:
                 after = locals_[id(variable)].read_value()
                 sent.append(after if contains(variable, averages) else after - before[id(variable)])
             with tf.device(server(bucket.server)):
-                take = functools.partial(self._take_state, bucket, averages)
+                take = functools.partial(self._store_state, bucket, averages)
                 self._one_op(("state", number), take)(bucket.pack(sent))
 
-    def _take_state(self, bucket: Bucket, averages: list[Any], flat: tf.Tensor) -> tf.Tensor:
-        """On a server: what a step left in its state."""
+    def _store_state(self, bucket: Bucket, averages: list[Any], flat: tf.Tensor) -> tf.Tensor:
+        """On a server: stores the state after a step."""
         parts = bucket.unpack(flat)
         for variable in bucket.variables:
             server_variable = self.server_variables.shard(variable).variable
@@ -297,7 +296,7 @@ class WorkerSteps:
 
     @contextlib.contextmanager
     def _updating_servers(self, optimizer: Any, applied: list[tf.Tensor]) -> Iterator[None]:
-        """Makes `optimizer.apply` update the server variables, where they are."""
+        """Makes `optimizer.apply` update the server variables, on their servers."""
         keras_apply = optimizer.apply
 
         def apply(grads: Any, trainable_variables: Any = None) -> None:
@@ -356,9 +355,9 @@ class WorkerSteps:
                 todo[shard.server].append((sent, update_rows))
         for where, updates in todo.items():
             is_home = where == server_variables.home
-            # Servers that hold nothing of these gradients count all the same.
+            # Servers without any of these variables count the step as well.
             updates = updates or [([_signal(grads)], _nothing)]
-            # One count for the step, however many optimizers it has.
+            # Each step is counted once, with any number of optimizers.
             updated = self._on_server(where, optimizer, updates, is_home and not applied)
             if is_home:
                 applied.append(updated)
@@ -372,14 +371,14 @@ class WorkerSteps:
     ) -> tf.Tensor:
         """Runs updates on a server, as one op of the worker's graph.
 
-        Separate ops would each send the worker a message of their own at the end of a turn; and a
-        worker that dies between an update and its count would leave an update that is made again.
+        Separate ops would each send the worker a message. Also, if a worker died between an update
+        and its count, the update would be made again.
 
         Args:
             counts: whether this op counts the step as applied.
 
         Returns:
-            int64 [], on the server, once the updates are made.
+            int64 [], on the server, available after the updates.
         """
 
         def run(sent: list[list[tf.Tensor]]) -> tf.Tensor:
@@ -394,12 +393,12 @@ class WorkerSteps:
             return op([list(tensors) for tensors, _ in updates])
 
     def _one_op(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` as one op; traced for the first of the steps in a turn, used by all."""
+        """`function` as one op; traced for the first step in the loop's body, used by all."""
         return self._ops.setdefault(key, keras_compat.one_op(function))
 
 
 def _densified(grad: Any, variable: Any) -> Any:
-    """Small sparse gradients travel dense, as they are added up anyway."""
+    """Makes sparse gradients of small variables dense."""
     if isinstance(grad, tf.IndexedSlices) and not isinstance(
         keras_compat.native(variable), keras_compat.RemoteRows
     ):
@@ -408,18 +407,18 @@ def _densified(grad: Any, variable: Any) -> Any:
 
 
 def _nothing(*_: Any) -> None:
-    """No variable of this server is updated."""
+    """Updates no variable."""
 
 
 def _signal(grads: list[tuple[Any, Any]]) -> tf.Tensor:
-    """int64 [], 0, known once the first gradient is."""
+    """int64 [], 0, available once the first gradient is."""
     grad = grads[0][0]
     values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
     return tf.cast(tf.size(values), tf.int64) * 0
 
 
 def _on_worker(tensor: tf.Tensor) -> tf.Tensor:
-    """The same tensor on the worker, once: each use there would otherwise fetch it."""
+    """Copies a tensor to the worker once; otherwise each use there would fetch it."""
     return tf.identity(tensor)
 
 

@@ -1,4 +1,4 @@
-"""Parameter servers as the training loop sees them: steps on workers, weights fetched when read."""
+"""The training loop's driver for parameter servers: steps on workers, weights fetched on demand."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from tfmw.training.session import Session
 class ParameterServerTraining:
     """Training steps on the workers of a cluster; a `tfmw.training.loop.Driver`.
 
-    The user's model stays on the coordinator. It gets the servers' values when somebody reads it:
-    after an epoch, for a backup, at the end.
+    The user's model stays on the coordinator. The servers' values are copied into it when they are
+    needed: after an epoch, for a backup, at the end.
 
     Args:
         session: of the call, on the coordinator.
         arguments: of the call; `steps_per_epoch` counts updates, over all workers.
         servers: the cluster.
-        record: of the backup that the run goes on from.
+        record: of the backup from which the run resumes, or None.
 
     Raises:
-        UsageError: no `steps_per_epoch`, or an optimizer or layer that cannot be trained so.
+        UsageError: no `steps_per_epoch`, or an optimizer or layer that parameter servers do not
+            support.
     """
 
     trains_in_place = False
@@ -103,19 +104,19 @@ class ParameterServerTraining:
         return self._restored_steps > 0
 
     def start(self, every_batch: bool, model_is_read: bool) -> None:
-        del every_batch  # workers make many steps between two looks of the coordinator
+        del every_batch  # workers run many steps between two calls of the coordinator
         self._model_is_read = model_is_read
         self._driver = PsDriver(self.model, self._servers, self._source)
 
     def restore_position(self) -> None:
-        """Workers go at their own pace: only the number of updates is restored."""
+        """Restores the number of updates only: workers read at their own pace."""
         self.steps_done = self._restored_steps
 
     def reset_metrics(self) -> None:
         self.model.reset_metrics()
 
     def restore_replica_state(self, metrics: np.ndarray, averages: np.ndarray) -> None:
-        del averages  # the servers have the only ones
+        del averages  # moving averages exist on the servers only
         start, values = 0, metrics.sum(axis=0)
         for variable in keras_compat.metric_variables(self.model):
             own = keras_compat.native(variable)
@@ -147,7 +148,7 @@ class ParameterServerTraining:
         self.steps_done = begun + self.driver.train(limit, after)
 
     def end_epoch(self) -> None:
-        """Nothing to do: workers go on reading."""
+        """Does nothing: workers continue to read."""
 
     def metrics(self, signals: tuple[float, ...] = ()) -> dict[str, Any]:
         self.signals = list(signals)
@@ -175,7 +176,7 @@ class ParameterServerTraining:
         self._finished = True
 
     def _fetch(self, slots: bool) -> None:
-        """Fetches weights that steps have changed: callbacks may have set them since."""
+        """Fetches weights, unless no step has changed them since the last fetch."""
         if not self._finished:
             self.driver.server_variables.fetch(weights=not self._is_current, slots=slots)
         self._is_current = True

@@ -1,21 +1,21 @@
-"""Where a model's variables live while parameter servers hold them.
+"""The variables of a model on parameter servers.
 
-    server_variables = ServerVariables(model, servers=2)      # on the servers: the truth
-    server_variables.fetch()                  # their values, back into the user's own model
+    server_variables = ServerVariables(model, servers=2)
+    server_variables.fetch()                  # copies their values into the user's model
     with substituted(pairs): ...              # while a worker's function is traced, see `steps`
 
 Three copies of a variable exist during training, and each has one purpose:
 
-* the user's own `tf.Variable` on the coordinator: what callbacks, validation, backups and exports
-  see. It gets the servers' values at the end of each epoch (`fetch`);
-* the server variable: every update goes to it, and is computed there;
-* a local copy on each worker, which a step reads and differentiates. It takes the server
-  variable's value at the beginning of each step.
+* the user's own `tf.Variable` on the coordinator: callbacks, validation, backups and exports read
+  it. It gets the server variable's value at the end of each epoch (`fetch`);
+* the server variable, which receives every update, and on whose server updates are computed;
+* a local copy on each worker, which a step reads and differentiates. It gets the server variable's
+  value at the beginning of each step.
 
-A server's small variables travel in one tensor (a `Bucket`): what costs time between processes is
-the number of messages, not their bytes. A variable and its optimizer slots share a server, so an
-update needs nothing but the gradient. What every update needs (the step number, the learning rate)
-every server has for itself.
+A server's small variables are sent in one tensor (a `Bucket`), because the time depends on the
+number of messages more than on their bytes. A variable and its optimizer slots share a server, so
+an update needs the gradient only. Every server has its own copy of the optimizer's scalars (the
+step number, the learning rate).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from tfmw.errors import UsageError
 from tfmw.keras_compat import placement
 
 BLOCK_BYTES = 64 << 20
-"""Values travel to and from the coordinator in pieces of at most this size."""
+"""Values are sent to and from the coordinator in blocks of at most this many bytes."""
 
 _COORDINATOR = "/job:chief/replica:0/task:0/device:CPU:0"
 
 BUCKET_BYTES = 1 << 20
-"""Variables up to this size travel with others; larger ones gain nothing from it."""
+"""Variables of up to this many bytes are sent together; larger ones gain nothing from it."""
 
 
 def server(index: int) -> str:
-    """The device of a parameter server, on which its variables live and are updated."""
+    """The device of a parameter server, which stores and updates its variables."""
     return f"/job:ps/replica:0/task:{index}/device:CPU:0"
 
 
@@ -55,7 +55,7 @@ class VariableShard:
     Attributes:
         variable: the `tf.Variable` on the server.
         server: its number.
-        start, stop: rows of the whole variable; 0 and 0 where it is not divided.
+        start, stop: rows of the whole variable; 0 and 0 if it is not divided.
         slots: the optimizer's slots for these rows, on the server, by id of the Keras variable.
     """
 
@@ -68,7 +68,7 @@ class VariableShard:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Variables of one server and type that travel in one tensor."""
+    """Variables of one server and dtype that are sent in one tensor."""
 
     server: int
     dtype: tf.DType
@@ -95,10 +95,10 @@ class ServerVariables:
     Args:
         model: compiled and built, with its optimizers built.
         servers: number of parameter servers.
-        partition: (shape, dtype) -> into how many shards, along the first axis, to divide it.
+        partition: (shape, dtype) -> number of shards, along the first axis.
 
     Raises:
-        UsageError: an optimizer that cannot work this way; see `refuse_unsupported`.
+        UsageError: an optimizer that is not supported; see `refuse_unsupported`.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ServerVariables:
         self._slots = {id(o): keras_compat.optimizer_slots(o) for o in self.optimizers}
         self._load = [0] * servers
         self._shards: dict[int, list[VariableShard]] = {}
-        # The large ones first: what comes later evens the load out.
+        # Large variables first, so that small ones even out the load.
         by_size = sorted(weights, key=lambda v: -_bytes(v))
         for variable in by_size:
             self._shards[id(variable)] = self._place(variable, counts.get(id(variable), 1))
@@ -142,7 +142,7 @@ class ServerVariables:
                 if id(variable) not in slots:
                     copies = [self._create(variable, s) for s in range(servers)]
                     self.scalars.append((variable, copies))
-        # One server counts; one that is sent gradients, so that a count follows its update.
+        # One server counts: one that receives gradients, so that a count follows its update.
         self.home = self.shards(by_size[0])[0].server
         with tf.device(server(self.home)):
             self.tickets = tf.Variable(0, dtype=tf.int64, trainable=False, name="tickets")
@@ -174,7 +174,7 @@ class ServerVariables:
     def _create(
         self, variable: Any, where: int, rows: tuple[int, int] | None = None
     ) -> tf.Variable:
-        """A variable on a server with the value that the coordinator has, sent in blocks."""
+        """Creates a variable on a server with the coordinator's value, sent in blocks."""
         own = keras_compat.native(variable)
         shape = own.shape.as_list()
         start, stop = rows or (0, shape[0] if shape else 0)
@@ -198,7 +198,7 @@ class ServerVariables:
         return server_variable
 
     def slots_of(self, variable: Any) -> list[Any]:
-        """The optimizer's Keras variables that belong to one trainable variable."""
+        """The optimizer's slots (Keras variables) of one trainable variable."""
         for optimizer in self.optimizers:
             known = keras_compat.optimized_variables(optimizer)
             for index, other in enumerate(known):
@@ -207,16 +207,16 @@ class ServerVariables:
         return []
 
     def shards(self, variable: Any) -> list[VariableShard]:
-        """Where a variable is, in the order of its rows."""
+        """The shards of a variable, in the order of its rows."""
         return self._shards[id(variable)]
 
     def shard(self, variable: Any) -> VariableShard:
-        """Where a variable is that is not divided."""
+        """The only shard of a variable that is not divided."""
         (shard,) = self._shards[id(variable)]
         return shard
 
     def buckets(self, variables: Iterable[Any]) -> tuple[list[Bucket], list[Any]]:
-        """(small variables in buckets, the others), of variables that are not divided."""
+        """(buckets of the small variables, large variables); none of them may be divided."""
         groups: dict[tuple[int, str], list[Any]] = {}
         alone = []
         for variable in variables:
@@ -241,11 +241,11 @@ class ServerVariables:
     # ------------------------------------------------------------ the coordinator's copies
 
     def fetch(self, weights: bool = True, slots: bool = False) -> None:
-        """Gives the user's model the values that the servers have.
+        """Copies the servers' values into the user's model.
 
         Args:
-            weights: whether the model's own variables.
-            slots: whether the optimizer's slots, which are as large as the model or larger.
+            weights: whether to copy the model's own variables.
+            slots: whether to copy the optimizer's slots, which are as large as the model or larger.
         """
         for variable in _unique(self.trainable + self.state):
             for shard in self.shards(variable):
@@ -262,15 +262,15 @@ class ServerVariables:
             self._remember()
 
     def _remember(self) -> None:
-        """What the coordinator and the servers have alike. Costs nothing until it is changed."""
+        """Records the values that coordinator and servers share; no copy until one changes."""
         for variable in self._weights:
             if len(self.shards(variable)) == 1 and _bytes(variable) <= BLOCK_BYTES:
                 self._known[id(variable)] = keras_compat.native(variable).read_value()
 
     def push(self) -> None:
-        """Sends what callbacks have changed on the coordinator: weights, the learning rate.
+        """Sends values that callbacks have changed on the coordinator: weights, the learning rate.
 
-        Not weights of more than 64 MB, for which looking would cost too much.
+        Not weights of more than 64 MB, for which the comparison would cost too much.
         """
         self.push_scalars()
         for variable in self._weights:
@@ -283,7 +283,7 @@ class ServerVariables:
                 self._known[id(variable)] = own
 
     def push_scalars(self) -> None:
-        """Sends what callbacks have changed on the coordinator, such as the learning rate."""
+        """Sends scalars that callbacks have changed on the coordinator: the learning rate."""
         for variable, copies in self.scalars:
             value = variable.numpy()
             if np.array_equal(value, self._sent[id(variable)]):
@@ -294,7 +294,7 @@ class ServerVariables:
 
 
 def refuse_unsupported(optimizers: list[Any], divided: bool) -> None:
-    """Raises UsageError for what cannot be computed update by update on the servers."""
+    """Raises UsageError for optimizers whose updates servers cannot compute separately."""
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if len(list(keras_compat.with_inner_optimizers(optimizer))) > 1:
@@ -371,10 +371,10 @@ def _unique(variables: Iterable[Any], without: Iterable[Any] = ()) -> list[Any]:
 
 @contextlib.contextmanager
 def substituted(pairs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """While this is open each Keras variable holds something else than its own `tf.Variable`.
+    """Within this context each Keras variable holds another object than its own `tf.Variable`.
 
     Args:
-        pairs: (Keras variable, what it holds).
+        pairs: (Keras variable, the object that it holds).
     """
     before = [(v, keras_compat.native(v)) for v, _ in pairs]
     try:

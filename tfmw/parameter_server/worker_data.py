@@ -1,15 +1,15 @@
-"""What each worker of a parameter-server cluster reads.
+"""The dataset of each worker of a parameter-server cluster.
 
     makers, spec = for_workers(source, workers=2)   # each maker runs with its worker as the device
 
-Workers go at their own pace and may come and go, so nobody could promise that each example is
-read once: each worker reads the whole dataset, again and again, in an order of its own, as in
-tf.distribute. A shuffle gets other seeds on each worker; a dataset without any is begun at another
-place, so that workers don't march through the same batches side by side. A callable gets an
-`InputContext` with this worker's number and may shard by it.
+Workers read at their own pace and may be lost at any time, so no order would read each example
+exactly once. Each worker repeats the whole dataset, in its own order, as in tf.distribute. A
+shuffle has different seeds on each worker. A dataset without a shuffle begins at a different batch
+on each worker, so that workers do not read the same batches at the same time. A callable gets an
+`InputContext` with the worker's number and may shard by it.
 
 The pipeline is sent as a graph. Python code in it (`from_generator`, `py_function`, a PyDataset)
-stays behind in the coordinator's process, so such datasets are refused.
+cannot be sent, so such datasets are refused.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tfmw import data, keras_compat
 from tfmw.errors import UsageError
 
 _PYTHON_OPS = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
-_SEED_APART = 1_000_003  # between the seeds of neighbouring workers
-_UNSEEDED = -1  # marks shuffles without a seed: every worker draws its own
+_SEED_APART = 1_000_003  # difference between the seeds of neighbouring workers
+_UNSEEDED = -1  # marks shuffles without a seed, for which each worker draws one
 
 
 def for_workers(
     source: data.Source, workers: int
 ) -> tuple[list[Callable[[], tf.data.Dataset]], Any]:
-    """Each worker's own endless pipeline of batches.
+    """Each worker's infinite pipeline of batches.
 
     Args:
-        source: what the user passed to fit.
+        source: the data that the user passed to fit.
         workers: number of workers.
 
     Returns:
-        (for each worker a function that makes its dataset, the spec of their elements).
+        (for each worker a function that creates its dataset, the spec of their elements).
 
     Raises:
         UsageError: an empty dataset, or one that runs Python code.
@@ -60,10 +60,10 @@ def for_workers(
 
 
 def _of_worker(source: data.Source, worker: int, workers: int) -> tuple[tf.data.Dataset, int]:
-    """(one pass as this worker reads it, how many batches further on it begins)."""
+    """(one epoch of this worker's dataset, number of batches that it skips at first)."""
 
     def vary(seeds: Any) -> Any:
-        """What `data.Order.agree` is given, for this worker: the seeds of shuffles."""
+        """The seeds of shuffles for this worker; an `agree` function of `data.Order`."""
         if isinstance(seeds, list):
             return [
                 pair
@@ -91,14 +91,14 @@ def _of_worker(source: data.Source, worker: int, workers: int) -> tuple[tf.data.
             source = dataclasses.replace(source, x=data.ordered(source.x, order))
         else:
             begin = max(0, int(source.x.cardinality())) * worker // workers
-    share = source.shard(data.Sharding(), order)
-    dataset = share.dataset.map(lambda parts, total: parts[0])
+    shard = source.shard(data.Sharding(), order)
+    dataset = shard.dataset.map(lambda parts, total: parts[0])
     _refuse_empty(dataset)
     return dataset, begin
 
 
 def _common_spec(specs: list[Any]) -> Any:
-    """What the batches of all workers have in common: the same function reads them all."""
+    """The common spec of all workers' batches, which one traced function reads."""
     first = specs[0]
     for worker, other in enumerate(specs[1:], start=1):
         try:

@@ -1,7 +1,7 @@
-"""What every process of a run may use, tasks and launcher alike; no TensorFlow.
+"""For every process of a run, task or launcher: progress, errors, signals. No TensorFlow.
 
-`progress.py` and `recorded_errors.py` are how a task reports to its launcher; `signals.py`,
-`ports.py`, `secrets.py` and `imports.py` are small services to both.
+`progress.py` and `recorded_errors.py` are the reports of a task to its launcher. Both processes use
+`signals.py`, `ports.py`, `secrets.py`, `versions.py` and `imports.py`. Read `progress.py` first.
 
 May import: `tfmw.errors`.
 """

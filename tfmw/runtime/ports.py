@@ -1,4 +1,4 @@
-"""Free TCP ports of this machine, all different, held while they are handed out."""
+"""Free TCP ports of this machine, all different, reserved until the tasks start."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tfmw.errors import UsageError
 
 @contextlib.contextmanager
 def reserved_ports(count: int) -> Iterator[list[int]]:
-    """Finds `count` free TCP ports of this machine; nobody else gets them inside the `with`.
+    """Finds `count` free TCP ports; no other process can bind them inside the `with`.
 
-    They are taken from below the ephemeral ports where there is room: an outgoing connection can't
-    take one between the end of the `with` and the moment a task listens on it.
+    They lie below the ephemeral ports if possible. So no outgoing connection can use one between
+    the end of the `with` and the moment at which a task listens on it.
     """
     with contextlib.ExitStack() as held:
         ports = []
@@ -41,11 +41,11 @@ def _candidate_ports() -> Iterator[int]:
     chance = random.Random()  # not the user's seeded global generator
     if top > 11000:
         yield from chance.sample(range(10000, top), 1000)
-    yield from itertools.repeat(0)  # any port the system likes
+    yield from itertools.repeat(0)  # any port that the system chooses
 
 
 def _bind(port: int) -> socket.socket | None:
-    """A socket bound to the port on all addresses, as TensorFlow's server will be; None: taken."""
+    """A socket bound to the port on all addresses, as TensorFlow's server; None if it is taken."""
     for family, anywhere in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
         try:
             listener = socket.socket(family, socket.SOCK_STREAM)

@@ -1,12 +1,12 @@
-"""How far a task is, in a small file that the launcher reads.
+"""The progress of a task, in a small file that the launcher reads.
 
     report_progress(1200)                # in the task: 1200 training steps are done
-    report_alive()                       # a step of validation, which is no training step
+    report_alive()                       # a step of validation, which is not a training step
     with blocking_call("export"): ...    # one long call that cannot report in between
 
-Each task of a launcher has a file of its own, named by TFMW_PROGRESS_FILE, that the launcher has
-filled. A report overwrites it: one `pwrite`, about four microseconds, no waiting for a disk. The
-launcher sees that a task moves, and from which step a restart goes on; it never waits either.
+Each task of a launcher has its own file, named by TFMW_PROGRESS_FILE. The launcher creates it at
+its full size. A report overwrites it: one `pwrite`, about four microseconds, without waiting for
+the disk. From it the launcher detects progress, and the step that an attempt has reached.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROGRESS_FILE = "TFMW_PROGRESS_FILE"
-"""Names the file in the environment of a task: <attempt>/<task>/progress."""
+"""Variable with the path of a task's file: <attempt>/<task>/progress."""
 
-# Before its first step a task reports how far its start has come.
+# Values of `step` before the first step.
 NOT_UP, UP, JOINED = -3, -2, -1
 
 _LAYOUT = struct.Struct("=qq32s")  # step, number of reports, name of a blocking call
 
 
 class Progress(NamedTuple):
-    """What a task has reported last.
+    """The last report of a task.
 
     Args:
-        step: training steps done; negative: how far its start has come.
+        step: training steps done; negative values: the stages of its start.
         reports: number of reports so far.
         blocked_in: the blocking call that it is in; "" for none.
     """
@@ -41,12 +41,12 @@ class Progress(NamedTuple):
     blocked_in: str = ""
 
     def packed(self) -> bytes:
-        """As the file has it."""
+        """The content of the file."""
         return _LAYOUT.pack(self.step, self.reports, self.blocked_in.encode())
 
     @classmethod
     def unpacked(cls, data: bytes) -> Progress:
-        """The inverse of `packed`. Raises struct.error where there are too few bytes."""
+        """The inverse of `packed`. Raises struct.error if there are too few bytes."""
         step, reports, blocked_in = _LAYOUT.unpack(data)
         return cls(step, reports, blocked_in.rstrip(b"\0").decode("utf-8", "replace"))
 
@@ -87,10 +87,10 @@ _reporter = _Reporter()
 
 
 def report_progress(step: int) -> None:
-    """Reports to the launcher how far this task is; call it after each training step.
+    """Reports this task's progress to the launcher; call it after each training step.
 
-    Does nothing in a process that no launcher started. A task that has reported a step and is then
-    silent for `--hang-timeout` seconds is taken to hang.
+    Does nothing in a process that no launcher started. A task that has reported a step, and then
+    reports nothing for `--hang-timeout` seconds, is treated as hanging.
 
     Args:
         step: training steps done so far, from the start of the training, at least 0.
@@ -99,7 +99,7 @@ def report_progress(step: int) -> None:
 
 
 def report_alive() -> None:
-    """Reports that this task moves, at the same training step: in validation, say."""
+    """Reports progress within the same training step, for example in validation."""
     _reporter.report()
 
 
@@ -107,7 +107,7 @@ def report_alive() -> None:
 def blocking_call(name: str) -> Iterator[None]:
     """Marks one long call that cannot report progress: an export, a backup, tracing.
 
-    Inside it a task may be silent for longer, and tasks that wait for it too (see
+    In the meantime this task, and tasks that wait for it, may be without progress for longer (see
     `tfmw.launcher.watchdog`).
 
     Args:
@@ -126,7 +126,7 @@ class ProgressFile:
     """The launcher's side of one task's file.
 
     Args:
-        path: made new, and filled, so that a report never needs space.
+        path: created here at its full size, so that a report never needs disk space.
     """
 
     def __init__(self, path: Path) -> None:
@@ -135,7 +135,7 @@ class ProgressFile:
         self._last = Progress()
 
     def read(self) -> Progress:
-        """The last report. After `close`: the one before it."""
+        """The last report; after `close`, the last one before it."""
         if self._file >= 0:
             with contextlib.suppress(OSError, struct.error):
                 self._last = Progress.unpacked(os.pread(self._file, _LAYOUT.size, 0))

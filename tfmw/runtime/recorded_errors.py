@@ -1,4 +1,4 @@
-"""A task's own error, noted in a file for the launcher.
+"""A task's own error, recorded in a file for the launcher.
 
     try:
         train()
@@ -6,9 +6,9 @@
         record_error(error)
         raise
 
-A task that loses its peer dies of TensorFlow's `UnavailableError`, often before the task that is
-to blame has finished dying. So each task notes what it raised, and when; the launcher then names
-the earliest error that isn't an echo.
+A task that loses its peer fails with TensorFlow's `UnavailableError`, often before the task that
+caused it has exited. So each task records its error and the time. The launcher then reports the
+earliest error that is not secondary.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from collections.abc import Iterator
 from tfmw.errors import UsageError
 
 ERROR_FILE = "TFMW_ERROR_FILE"
-"""Names the file in the environment of a task: <attempt>/<task>/error.json."""
+"""Variable with the path of a task's file: <attempt>/<task>/error.json."""
 
-# What TensorFlow raises in the tasks that survive when another one goes: never the cause.
+# TensorFlow's errors in the tasks that survive the loss of another one: never the root cause.
 SECONDARY = {"UnavailableError", "AbortedError", "DeadlineExceededError", "CancelledError"}
-# How it passes on what another task reported, under any type: "Error reported from /job:worker/
+# Prefix of an error that another task reported, of any type: "Error reported from /job:worker/
 # task:1: ..." (coordination_service.cc).
 ECHO = "Error reported from /job:"
 
 
 def record_error(error: BaseException, *, fatal: bool = False) -> None:
-    """Notes this task's error for the launcher, which reports the earliest one as the cause.
+    """Records this task's error for the launcher, which reports the earliest one as the cause.
 
-    Does nothing in a process that no launcher started. An error that was recorded before, and one
-    raised from it, keep the first time.
+    Does nothing in a process that no launcher started. An error that was already recorded keeps
+    its first time, and so does an error raised from it.
 
     Args:
-        error: what was raised.
+        error: the exception.
         fatal: whether the task ends with it.
     """
     path = os.environ.get(ERROR_FILE)
@@ -67,12 +67,12 @@ def record_error(error: BaseException, *, fatal: bool = False) -> None:
             json.dump(record, file)
         os.replace(temporary, path)
     except OSError as problem:
-        # The task's own error matters more than the note about it.
+        # A failure to record the error must not hide the error itself.
         print(f"tfmw: could not write {path}: {problem}", file=sys.stderr)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from, and so on to the first."""
+    """The error, its cause, the cause of that, and so on."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

@@ -1,4 +1,4 @@
-"""What must not be printed: values of variables that name secrets, and secrets inside of others.
+"""Hides secrets in output: values of variables with telling names, and passwords inside values.
 
 shown("WANDB_API_KEY", "1a2b")                     # "(hidden)"
 shown("TFMW_DATA", "s3://user:1a2b@host/data")     # "s3://(hidden)@host/data"
@@ -13,7 +13,7 @@ HIDDEN = "(hidden)"
 _NAME = re.compile("KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|JWT|AUTH|COOKIE|SIGNATURE", re.IGNORECASE)
 # postgres://user:password@host, https://token@host
 _IN_URL = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
-# --api_key=1a2b, "password": "1a2b", ?sig=1a2b, in command lines and JSON that variables carry
+# --api_key=1a2b, "password": "1a2b", ?sig=1a2b, in command lines and JSON inside variables
 _IN_TEXT = re.compile(
     r"((?:key|token|secret|password|passwd|pwd|credentials?|jwt|sig(?:nature)?)\\*[\"']?\s*[=:]"
     r"\s*\\*[\"']?)[^\s\"'&,;\\}]+",
@@ -22,10 +22,10 @@ _IN_TEXT = re.compile(
 
 
 def shown(name: str, value: str) -> str:
-    """The value of an environment variable, as far as it may be printed."""
+    """The value of an environment variable, without secrets."""
     return HIDDEN if _NAME.search(name) else without_secrets(value)
 
 
 def without_secrets(text: str) -> str:
-    """The text without passwords of URLs, and without values that are named as secrets."""
+    """The text without passwords in URLs, and without values whose names denote secrets."""
     return _IN_TEXT.sub(rf"\1{HIDDEN}", _IN_URL.sub(HIDDEN, text))

@@ -1,4 +1,4 @@
-"""Signals to the launcher, recorded and acted on between two looks at the tasks."""
+"""Signals to the launcher: recorded when they arrive, handled between two polls of the tasks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from types import FrameType
 from typing import Any
 
 LEAVE = (signal.SIGTERM, signal.SIGUSR1)
-"""How schedulers say that the machine will be taken away: save your state, and leave."""
+"""Signals of preemption: schedulers send them before they take the machine away."""
 
 
 class Signals:
-    """Notes SIGINT, SIGTERM, SIGHUP and SIGUSR1 instead of dying of them, inside a `with`.
+    """Records SIGINT, SIGTERM, SIGHUP and SIGUSR1 inside a `with`; they do not end the process.
 
-    Only the main thread can set handlers; elsewhere this notes nothing, and a KeyboardInterrupt
-    goes its usual way. A signal that is ignored (nohup) stays ignored.
+    Only the main thread can set handlers. In other threads nothing is recorded, and signals have
+    their usual effect. An ignored signal (nohup) stays ignored.
     """
 
     def __init__(self) -> None:
@@ -24,12 +24,12 @@ class Signals:
 
     @property
     def asks_to_leave(self) -> bool:
-        """Whether one signal has come, and it asks to save and leave."""
+        """Whether one signal has arrived, and it is one of preemption."""
         return len(self.received) == 1 and self.received[0] in LEAVE
 
     @property
     def hurry(self) -> bool:
-        """Whether a second signal has come."""
+        """Whether a second signal has arrived."""
         return len(self.received) > 1
 
     def __enter__(self) -> Signals:

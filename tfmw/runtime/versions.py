@@ -9,7 +9,7 @@ import sys
 
 _TIMEOUT_S = 120
 
-# Another process, because importing TensorFlow may crash, and because it greets on stderr.
+# In another process: importing TensorFlow may crash, and it prints notices to stderr.
 _ASK_TENSORFLOW = """
 import json, keras, tensorflow as tf
 details = tf.config.experimental.get_device_details

@@ -1,7 +1,7 @@
-"""Where the time of a step goes, for the user's own model and dataset: `tfmw bench`.
+"""`tfmw bench`: the parts of a training step's time, for the user's own model and dataset.
 
-Each part is what a step loses when that part is left out: `tfmw.fit` runs with everything, without
-reducing gradients, and with one batch that stays in memory besides.
+The time of a part is the time that a step saves without it: `tfmw.fit` runs complete, then without
+reducing gradients, then also with one batch that stays in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from tfmw.errors import UsageError
 from tfmw.tools.cost import Cost, report
 
-WARM_UP, ROUNDS = 2, 5  # epochs: one that traces and one that warms up; those that are timed
+WARM_UP, ROUNDS = 2, 5  # epochs: the first traces, the second warms up; then those that are timed
 MESSAGES = 50
 
 
@@ -30,13 +30,13 @@ def main(target: str, workers: int, steps: int) -> int:
     Args:
         target: "file.py:function" or "module:function"; the function returns (model, dataset) or
             (model, dataset, arguments of fit). The dataset is batched by the global batch size.
-        workers: processes to start.
-        steps: of an epoch that is timed.
+        workers: number of processes to start.
+        steps: number of steps of a timed epoch.
 
     Raises:
         UsageError: the target can't be read.
     """
-    _split(target)  # a wrong name is refused before anything starts
+    _split(target)  # a wrong name is refused before any process starts
     from tfmw.launcher.run import launch
 
     measured = launch(_measure, (target, steps), workers)
@@ -49,7 +49,7 @@ def _split(target: str) -> tuple[str, str]:
     """(file or module, function).
 
     Raises:
-        UsageError: it isn't written so, or there is no such file or module.
+        UsageError: it has another form, or there is no such file or module.
     """
     where, _, name = target.rpartition(":")
     if not where or not name.isidentifier():
@@ -66,7 +66,7 @@ def _split(target: str) -> tuple[str, str]:
 
 
 def _load(target: str) -> Callable[[], Any]:
-    """The function, from a module that is run for it."""
+    """Imports the module and returns its function."""
     where, name = _split(target)
     if where.endswith(".py"):
         path = Path(where).resolve()
@@ -94,7 +94,7 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
     os.environ[listener.SHARED_MEMORY] = "0"  # the prediction is for workers on several machines
     tfmw.init()
     make = _load(target)
-    keras.utils.set_random_seed(0)  # workers train on one dataset, also where it is made of noise
+    keras.utils.set_random_seed(0)  # the same dataset on all workers, even if it is drawn at random
     model, dataset, options = _parts(make(), target)
     size = _batch_size(dataset)
     strategy = strategies.current_strategy()
@@ -122,7 +122,7 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
 
 
 def _reductions(ring: Any) -> int:
-    """Reductions of gradients so far, dense and sparse; 0 where TensorFlow makes them."""
+    """Number of reductions of gradients so far, dense and sparse; 0 if TensorFlow reduces them."""
     return 0 if ring is None else ring.counts["gradients"] + ring.counts["gather"]
 
 
@@ -144,7 +144,7 @@ def _batch_size(dataset: Any) -> int | None:
 
 
 def _seconds(model: Any, dataset: Any, options: dict[str, Any], steps: int) -> float:
-    """Median time of a step, over epochs."""
+    """Median over epochs of the seconds of a step."""
     import keras
 
     import tfmw
@@ -169,7 +169,7 @@ def _seconds(model: Any, dataset: Any, options: dict[str, Any], steps: int) -> f
 
 
 def _latency(strategy: Any) -> float:
-    """Seconds of one message of a ring: an all-reduce of one number is 2 (N - 1) of them."""
+    """Seconds of one message of a ring: an all-reduce of one value takes 2 (N - 1) of them."""
     import tensorflow as tf
 
     from tfmw.mirrored.collectives.reduction import Reduction

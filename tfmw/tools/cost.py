@@ -1,17 +1,16 @@
-"""What a step costs on N workers: a model in one formula, for `tfmw bench`. Standard library only.
+"""A model of the time of a step on N workers, for `tfmw bench`. Standard library only.
 
     t(N) = compute + input + communication(N)
     communication(N) = 2 (N - 1) / N * bytes / bandwidth  +  sums * 2 (N - 1) * latency
 
 The second line is a ring all-reduce (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms
 for Clusters of Workstations, 2009): 2 (N - 1) messages of bytes / N each, and as many again for
-each pack of gradients (`sums`). `bandwidth` and `latency` are those that this model, on these
-machines, was seen to get.
+each pack of gradients (`sums`). `bandwidth` and `latency` are measured with the user's model on the
+user's machines.
 
 Assumptions: each worker keeps its batch (the global batch grows with N); workers are alike; each
-has its own link, and links do not share a switch that is too narrow; nothing overlaps; as many
-packs as measured (they grow with N, so rather fewer); the slowest of N workers is as fast as the
-mean.
+has its own link, and switches have enough bandwidth for all links; nothing overlaps; the number of
+packs is as measured; the slowest of N workers is as fast as the mean.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Where the time of one step goes, in seconds, on `workers` workers.
+    """The parts of one step's time, in seconds, on `workers` workers.
 
     Attributes:
         workers: number of workers that it was measured on.
         compute: forward and backward pass, and update of the weights.
-        communication: all-reduce of the gradients, as far as it is not hidden.
+        communication: all-reduce of the gradients, as far as it does not overlap.
         input: waiting for the next batch.
-        gradient_bytes: what one worker's gradients take on the wire.
-        latency: of one message between two workers.
-        sums: all-reduces of one step, one after the other.
+        gradient_bytes: bytes of one worker's gradients on the network.
+        latency: seconds of one message between two workers.
+        sums: number of all-reduces of one step, one after the other.
     """
 
     workers: int
@@ -48,7 +47,7 @@ class Cost:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that the ring gets; infinite where nothing was sent."""
+        """Bytes per second of the ring; infinite if nothing was sent."""
         n = self.workers
         busy = self.communication - self.sums * 2 * (n - 1) * self.latency
         if n == 1 or busy <= 0:
@@ -61,8 +60,8 @@ class Cost:
         """The same on another number of workers, or another network.
 
         Args:
-            bandwidth: bytes per second, at most what was measured.
-            latency: seconds of one message, in place of what was measured.
+            bandwidth: bytes per second; the measured bandwidth is the upper limit.
+            latency: seconds of one message, in place of the measured latency.
         """
         rate = self.bandwidth if bandwidth is None else min(bandwidth, self.bandwidth)
         delay = self.latency if latency is None else latency
@@ -76,7 +75,7 @@ class Cost:
 
     @property
     def bound_by(self) -> str:
-        """The part that takes most of a step."""
+        """The largest part of a step."""
         parts = {n: getattr(self, n) for n in ("compute", "communication", "input")}
         return max(parts, key=parts.__getitem__)
 
@@ -87,7 +86,7 @@ ADVICE = {
     "communication": "larger batches per worker need fewer reductions per example; "
     "gradient_compression='bf16' halves the bytes that are sent; more workers make it no better.",
     "input": "end the dataset in .batch(...).prefetch(tf.data.AUTOTUNE), map with "
-    "num_parallel_calls=tf.data.AUTOTUNE, cache what is decoded; or hand a callable to fit, so "
+    "num_parallel_calls=tf.data.AUTOTUNE, cache decoded examples; or pass a callable to fit, so "
     "that each worker reads its own files.",
 }
 
@@ -107,7 +106,7 @@ def report(cost: Cost, global_batch: int | None, parameters: int) -> str:
     if cost.workers == 1:
         return "\n".join(lines)
     lines += [
-        f"the ring gets {cost.bandwidth / 1e9:.2f} GB/s, one message takes "
+        f"the ring reaches {cost.bandwidth / 1e9:.2f} GB/s, one message takes "
         f"{1e6 * cost.latency:.0f} us, a step sums {cost.sums:g} times",
         "expected on N such workers, each with its batch: t(N) = compute + input + "
         "2 (N-1)/N bytes/bandwidth + sums 2 (N-1) latency",

@@ -1,4 +1,4 @@
-"""`tfmw check PATH ...`: are backups and exports what they were when they were written."""
+"""`tfmw check PATH ...`: verifies the checksums of backups and exports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def problems_of(path: str) -> list[str]:
     """One sentence for each problem of a backup directory, one backup, or an export.
 
     Args:
-        path: what `backup_dir=` or `export_dir=` named; local, or a URL that `tf.io.gfile` opens.
+        path: a value of `backup_dir=` or `export_dir=`; local, or a URL that `tf.io.gfile` opens.
     """
     import tensorflow as tf
 
@@ -23,11 +23,11 @@ def problems_of(path: str) -> list[str]:
         return verify(path)
     if any(name.startswith("step_") for name in [*names, os.path.basename(path.rstrip("/"))]):
         return store.verify(path)
-    return [f"{path} holds neither an export of tfmw nor a backup."]
+    return [f"{path} contains neither an export of tfmw nor a backup."]
 
 
 def report(paths: list[str]) -> int:
-    """Prints what is wrong with each path, or that nothing is. Returns the exit status, 0 or 1."""
+    """Prints the problems of each path, or that it has none. Returns the exit status, 0 or 1."""
     status = 0
     for path in paths:
         problems = problems_of(path)
