@@ -41,7 +41,7 @@ def test_version():
     assert (answer.returncode, answer.stdout) == (0, f"tfmw {tfmw_package.__version__}\n")
 
 
-def test_a_loop_of_the_users_own_reports_its_progress(tmp_path):
+def test_report_progress_in_a_custom_loop(tmp_path):
     """Without TensorFlow."""
     from tfmw.runtime.progress import PROGRESS_FILE, ProgressFile
 
@@ -86,7 +86,7 @@ def test_wrong_usage_is_one_sentence_and_status_2(args, words, capsys, monkeypat
     assert [word for word in words if word not in captured.err] == []
 
 
-def test_a_cluster_that_is_described_already(capsys, monkeypatch):
+def test_workers_with_tf_config_set_is_refused(capsys, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", json.dumps(TWO))
     assert cli.main(["run", "--workers", "2", PROGRAM]) == 2
     assert capsys.readouterr().err == (
@@ -94,7 +94,7 @@ def test_a_cluster_that_is_described_already(capsys, monkeypatch):
     )
 
 
-def test_a_wrong_cluster_description_is_told_before_anything_starts():
+def test_wrong_cluster_description_raises_before_any_task_starts():
     answer = tfmw("run", PROGRAM, env={"TF_CONFIG": json.dumps(TWO)})
     assert answer.returncode == 2
     assert answer.stderr.startswith("tfmw: TF_CONFIG lists 2 tasks")
@@ -118,13 +118,13 @@ class TestSplit:
             ("--workers", "--workers", ""),
         ],
     )
-    def test_the_program_ends_our_options(self, given, own, program):
+    def test_options_after_the_program_belong_to_it(self, given, own, program):
         commands = cli._Parser().add_subparsers()
         found = cli._split(given.split(), cli._run_parser(commands))
         assert found == (own.split(), program.split())
 
 
-def test_run_as_the_one_task_of_a_cluster_that_others_started(tmp_path):
+def test_run_as_one_task_of_an_existing_cluster(tmp_path):
     config = {**TWO, "task": {"type": "worker", "index": 1}}
     env = {"TF_CONFIG": json.dumps(config), "TFMW_TASK": "worker 1", "TFMW_RESULT": str(tmp_path)}
     answer = tfmw("run", PROGRAM, "--epochs", "3", env=env)
@@ -144,7 +144,7 @@ def test_a_module(tmp_path):
     assert (result["name"], result["path"]) == ("__main__", str(ROOT))
 
 
-def test_a_script_does_not_see_the_modules_of_tfmw_under_short_names(tmp_path):
+def test_modules_of_tfmw_are_not_importable_by_short_names(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import importlib.util, sys, tfmw\nimport cluster\n"
@@ -155,7 +155,7 @@ def test_a_script_does_not_see_the_modules_of_tfmw_under_short_names(tmp_path):
     assert answer.stdout == f"[worker 0] mine {tmp_path} None\n"
 
 
-def test_children_find_tfmw_where_the_launcher_found_it(tmp_path, monkeypatch):
+def test_tasks_import_the_launchers_tfmw(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     (tmp_path / "script.py").write_text("import tfmw\nprint(tfmw.__file__)\n")
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tfmw import cli; cli.main()"
@@ -171,7 +171,7 @@ def test_a_run_that_fails_ends_with_its_error_on_stderr():
     assert "worker 1 failed after" in answer.stderr.splitlines()[-1]
 
 
-def test_init_comes_before_the_script(tmp_path):
+def test_init_runs_before_the_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("print('the script')\n")
     # Python imports sitecustomize when it starts: here it stands in for TensorFlow's init.

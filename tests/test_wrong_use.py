@@ -125,7 +125,7 @@ def test_one_sentence(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_init_after_the_first_op_says_what_to_do() -> None:
+def test_init_after_the_first_op_raises() -> None:
     script = """
 import tensorflow as tf
 tf.constant(1)
@@ -170,7 +170,7 @@ def test_model_fit_in_a_cluster_is_refused(run_cluster, tmp_path, workers, ps) -
 
 
 @pytest.mark.multiprocess
-def test_a_model_that_every_worker_saves_is_warned_of_or_left_to_the_chief(run_cluster, tmp_path):
+def test_save_on_every_worker_warns_and_in_callbacks_only_the_chief_saves(run_cluster, tmp_path):
     chief, other = run_cluster("model_fit.py", "save", str(tmp_path))
     assert [chief[k] for k in ("in fit", "own", "after", "alone")] == [[]] * 4
     assert [len(other[k]) for k in ("in fit", "own", "after", "alone")] == [2, 0, 1, 0]
@@ -180,7 +180,7 @@ def test_a_model_that_every_worker_saves_is_warned_of_or_left_to_the_chief(run_c
     assert "epoch.weights.h5" in other["files"]
 
 
-def test_guards_of_models_are_taken_away_again() -> None:
+def test_guards_of_models_are_removed() -> None:
     def refuse() -> None:
         raise UsageError("refused")
 

@@ -75,18 +75,18 @@ Additional GRPC error information from remote target /job:worker/replica:0/task:
 
 
 @pytest.mark.parametrize("line", NOTICES)
-def test_a_notice_is_known(line):
+def test_notices_are_recognised(line):
     assert is_notice(line)
 
 
 @pytest.mark.parametrize("line", NO_NOTICES)
-def test_other_messages_are_not_taken_for_notices(line):
+def test_other_messages_are_no_notices(line):
     assert not is_notice(line)
 
 
 @pytest.mark.parametrize("size", [1, 7, 4096])
 @pytest.mark.parametrize("live", ["a", None])
-def test_notices_are_not_shown_however_they_arrive(live, size):
+def test_notices_are_hidden_however_they_arrive(live, size):
     out = io.StringIO()
     display = Display(out, live)
     lines = [line for pair in zip(NOTICES, NO_NOTICES * 2, strict=False) for line in pair]
@@ -102,7 +102,7 @@ def test_notices_are_not_shown_however_they_arrive(live, size):
 
 @pytest.mark.parametrize("size", [1, 7, 4096])
 @pytest.mark.parametrize("live", ["a", None])
-def test_echoes_of_another_task_s_end_are_not_shown(live, size):
+def test_follow_up_errors_are_hidden(live, size):
     """Their second and third lines may be part of anything else."""
     out = io.StringIO()
     display = Display(out, live)
@@ -114,7 +114,7 @@ def test_echoes_of_another_task_s_end_are_not_shown(live, size):
     assert out.getvalue() == "".join(f"{label}{line}\n" for line in own) * 3
 
 
-def test_an_echo_in_the_middle_of_a_bar_ends_the_bar_s_line():
+def test_follow_up_error_inside_a_bar_ends_its_line():
     out = io.StringIO()
     display = Display(out, "a")
     echo = "".join(f"{line}\n" for line in ECHO).encode()
@@ -179,7 +179,7 @@ def test_one_aligned_line_per_interval():
     ]
 
 
-def test_a_length_that_is_not_known_is_known_after_the_first_pass():
+def test_unknown_length_is_known_after_the_first_epoch():
     first, _, end, again, *_ = played(50, None)
     assert " | step 16 |    2.0 steps/s |   1,280 examples/s | loss" in first
     assert " | step 50/50 | " in end
@@ -220,7 +220,7 @@ def drawn(monkeypatch, columns, target=938, steps=938, seconds_per_step=0.01, me
     return [state.rstrip() for state in re.split(r"[\r\n]+", plain) if state]
 
 
-def test_the_bar_is_keras_s_with_examples_a_second(monkeypatch):
+def test_bar_is_that_of_keras_with_examples_per_second(monkeypatch):
     states = drawn(monkeypatch, columns=200)
     assert len(states) == 939
     for state in states:
@@ -241,7 +241,7 @@ def test_no_state_of_the_bar_is_wider_than_its_terminal(monkeypatch, columns, ta
     assert " - 6,400 examples/s - metric_0: 0.5000" in last
 
 
-def test_lines_are_for_where_nobody_watches(monkeypatch):
+def test_lines_are_for_output_to_files(monkeypatch):
     importlib.import_module("ipykernel.kernelapp")  # imported is not running
     monkeypatch.setattr("sys.stdout", io.StringIO())
 
@@ -341,7 +341,7 @@ def test_on_a_terminal_they_draw_bars_and_return_what_keras_returns(monkeypatch)
 
 
 @pytest.mark.multiprocess
-def test_a_run_shows_what_the_tasks_say_and_logs_everything(tmp_path):
+def test_run_prints_task_output_and_logs_everything(tmp_path):
     """The real TensorFlow on two workers: its notices are in the logs and nowhere else."""
     arguments = ["--workers", "2", "--log-dir", str(tmp_path)]
     recipe = [str(ROOT / "recipes/digits.py"), "--epochs=2"]
@@ -358,7 +358,7 @@ def test_a_run_shows_what_the_tasks_say_and_logs_everything(tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_a_run_on_a_terminal_has_one_bar_with_examples_a_second(tmp_path):
+def test_run_on_a_terminal_has_one_bar_with_examples_per_second(tmp_path):
     """Two workers on 80 columns, where the whole bar has no place beside the rate."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))

@@ -36,7 +36,7 @@ def writers(tmp_path_factory: pytest.TempPathFactory) -> ClusterRun:
         "plain",
     ],
 )
-def test_tasks_end_alike(decisions: ClusterRun, name: str) -> None:
+def test_all_tasks_end_with_the_same_weights(decisions: ClusterRun, name: str) -> None:
     chief, other = ({k: v for k, v in r[name].items() if k != "warnings"} for r in decisions)
     assert chief == other
 
@@ -58,7 +58,7 @@ def test_the_chief_stops_all(decisions: ClusterRun) -> None:
     assert decisions[1]["stop 0 epoch"]["epochs"] == [0, 1]
 
 
-def test_another_task_stops_nobody(decisions: ClusterRun) -> None:
+def test_stop_on_another_task_is_ignored(decisions: ClusterRun) -> None:
     for hook in ("batch", "epoch"):
         assert decisions[1][f"stop 1 {hook}"]["epochs"] == [0, 1, 2, 3]
         assert decisions[1][f"stop 1 {hook}"]["sha"] == decisions[1]["plain"]["sha"]
@@ -97,7 +97,7 @@ def test_every_task_runs_callbacks_that_do_not_write(writers: ClusterRun) -> Non
     assert writers[1]["calls"] == [[0, 1], [], 0, 0]
 
 
-def test_a_checkpoint_holds_the_weights_of_all(writers: ClusterRun) -> None:
+def test_checkpoint_has_the_weights_of_all_workers(writers: ClusterRun) -> None:
     assert writers[0]["loaded"] == writers[0]["fit"]["sha"] == writers[1]["fit"]["sha"]
 
 

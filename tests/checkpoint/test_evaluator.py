@@ -60,7 +60,7 @@ def run(request, tmp_path_factory):
     return found, folder / "backups"
 
 
-def test_every_backup_is_scored_with_the_weights_that_it_has(run):
+def test_every_backup_is_evaluated_with_its_weights(run):
     result, folder = run
     done = json.loads((folder / "evaluation" / "done.json").read_text())
     assert set(done) == {str(STEPS * (e + 1)) for e in range(EPOCHS)}
@@ -70,7 +70,7 @@ def test_every_backup_is_scored_with_the_weights_that_it_has(run):
     assert result.by_task["evaluator"]["val_loss"] == pytest.approx(by_chief, rel=1e-5)
 
 
-def test_tensorboard_has_the_scores(run):
+def test_evaluation_is_logged_for_tensorboard(run):
     result, folder = run
     found = scalars(folder / "evaluation")["evaluation_loss_vs_iterations"]
     expected = {STEPS * (e + 1): loss for e, loss in enumerate(result.chief["val_loss"])}
@@ -140,7 +140,7 @@ def test_the_profile_is_the_chiefs(run):
     assert b"PyFunc" in trace.read_bytes()  # the exchanges with the other worker, over the ring
 
 
-def test_the_best_is_exported_and_the_backups_are_gone(run):
+def test_best_backup_is_exported_and_backups_are_removed(run):
     result, folder = run
     assert verify(folder / "best") == []
     best = min(result.chief["val_loss"])
@@ -148,7 +148,7 @@ def test_the_best_is_exported_and_the_backups_are_gone(run):
     assert not list(folder.glob("step_*"))
 
 
-def test_a_killed_evaluator_goes_on_where_it_was(tmp_path):
+def test_killed_evaluator_resumes(tmp_path):
     """It alone is killed, and alone started again."""
     arguments = [tmp_path, "--wait"]
     with ByHand("evaluated.py", workers=1, ps=1, arguments=arguments) as cluster:
@@ -165,7 +165,7 @@ def test_a_killed_evaluator_goes_on_where_it_was(tmp_path):
     assert {"20", str(STEPS * EPOCHS)} <= set(done)
 
 
-def test_two_evaluators_are_one_too_many(tmp_path):
+def test_second_evaluator_is_refused(tmp_path):
     with evaluator._watching(str(tmp_path)):
         second = evaluator._watching(str(tmp_path))
         with pytest.raises(UsageError, match="another evaluator"), second:
@@ -186,7 +186,7 @@ def trained(folder: Path) -> None:
     tfmw.fit(small_model(3.0), x, x, epochs=1, verbose=0, callbacks=[callback])
 
 
-def test_an_evaluator_that_dies_before_the_best_is_exported_exports_it_after(tmp_path, monkeypatch):
+def test_evaluator_killed_before_an_export_exports_after_its_restart(tmp_path, monkeypatch):
     trained(tmp_path)
     module: Any = evaluator
     export = module.export
@@ -202,7 +202,7 @@ def test_an_evaluator_that_dies_before_the_best_is_exported_exports_it_after(tmp
     assert verify(tmp_path / "best") == []
 
 
-def test_the_backups_stay_for_an_evaluator_that_comes_back(tmp_path, monkeypatch):
+def test_backups_are_kept_for_a_restarted_evaluator(tmp_path, monkeypatch):
     at_end: list[Callable[[], Any]] = []
     monkeypatch.setattr(membership, "on_success", at_end.append)
 

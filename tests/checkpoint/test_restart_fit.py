@@ -94,7 +94,7 @@ def assert_same(done: Trained, undisturbed: Trained) -> None:
         assert worker["history"] == undisturbed.workers[0]["history"]
 
 
-def test_the_undisturbed_run_sees_each_example_once_per_epoch(undisturbed):
+def test_uninterrupted_run_has_each_example_once_per_epoch(undisturbed):
     assert_same(undisturbed, undisturbed)
     assert undisturbed.restarts == 0
 
@@ -115,7 +115,7 @@ def test_rows_01_and_02_a_worker_then_the_chief_killed_in_a_step(undisturbed, tm
     assert [worker["attempt"] for worker in done.workers] == [2, 2]
 
 
-def test_what_tensorflow_says_of_a_worker_that_is_gone_is_only_in_the_log(tmp_path):
+def test_follow_up_errors_of_a_lost_worker_are_only_in_the_log(tmp_path):
     # Without a restart that waits for it, the survivor has the time to speak before it leaves. It
     # waits in a collective then: what is between this step and the next needs nobody else.
     options = ["--log-dir", str(tmp_path / "logs")]
@@ -131,7 +131,7 @@ def assert_only_in_logs(said: str, done: Trained, logs: Path) -> None:
     assert not re.search(said, done.output)
 
 
-def test_row_13_one_task_told_to_leave_then_the_launcher(undisturbed, tmp_path):
+def test_row_13_one_task_is_preempted_then_the_launcher(undisturbed, tmp_path):
     told: list[int] = []
 
     def disturb(worker: int, step: int, attempt: int, pid: int) -> None:
@@ -150,7 +150,7 @@ def test_row_13_one_task_told_to_leave_then_the_launcher(undisturbed, tmp_path):
     assert_same(train(tmp_path, lambda *_: None), undisturbed)
 
 
-def test_row_13_told_to_leave_in_a_validation(undisturbed, tmp_path):
+def test_row_13_preempted_in_a_validation(undisturbed, tmp_path):
     # In the first epoch, then in the last: each validation begins again, no step is made again.
     arguments = ["--die", "1:validation:1:term,0:validation:2,0:validation:7:term"]
     done = train(tmp_path, lambda *_: None, "--max-restarts", "1", arguments=arguments)
@@ -162,7 +162,7 @@ def test_row_13_told_to_leave_in_a_validation(undisturbed, tmp_path):
     assert done.output.count("[worker 0] validation begins") == EPOCHS + 3
 
 
-def test_told_to_leave_at_the_end_of_the_last_epoch_the_run_is_done(undisturbed, tmp_path):
+def test_run_preempted_after_the_last_epoch_is_complete(undisturbed, tmp_path):
     done = train(tmp_path, lambda *_: None, arguments=[f"--die=1:epoch:{EPOCHS}:term"])
     assert "dies in epoch" in done.output
     assert_same(done, undisturbed)

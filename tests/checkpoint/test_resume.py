@@ -69,12 +69,12 @@ def assert_equal_to_the_undisturbed_run(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_one_process_goes_on_bit_for_bit(alone, name):
+def test_one_process_resumes_bit_for_bit(alone, name):
     assert_equal_to_the_undisturbed_run(alone[0][name])
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_two_processes_go_on_bit_for_bit(together, name):
+def test_two_processes_resume_bit_for_bit(together, name):
     for worker in together:
         assert_equal_to_the_undisturbed_run(worker[name])
     first, second = (worker[name]["resumed"] for worker in together)
@@ -176,7 +176,9 @@ def assert_each_once_per_epoch(run: dict[str, Any], was: int, now: int, steps: i
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_two_workers_leave_and_another_number_goes_on(folder, undisturbed, left_by_two, workers):
+def test_two_workers_are_preempted_and_another_number_resumes(
+    folder, undisturbed, left_by_two, workers
+):
     mine = folder / f"two_to_{workers}"
     shutil.copytree(left_by_two, mine)
     runs, _ = faults(mine, workers=workers)
@@ -191,7 +193,7 @@ def test_two_workers_leave_and_another_number_goes_on(folder, undisturbed, left_
             np.testing.assert_allclose(run["history"][name], values, rtol=1e-4)
 
 
-def test_one_worker_leaves_and_two_go_on(folder, undisturbed):
+def test_one_worker_is_preempted_and_two_resume(folder, undisturbed):
     faults(folder / "one", "leave 5@0:0", workers=1, status=PREEMPTED)
     steps = steps_of(folder / "one")
     runs, _ = faults(folder / "one", workers=2)
@@ -202,7 +204,7 @@ def test_one_worker_leaves_and_two_go_on(folder, undisturbed):
             np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_a_run_that_is_over_is_gone_through_at_once(folder, undisturbed):
+def test_complete_run_trains_nothing_again(folder, undisturbed):
     runs, _ = faults(folder / "undisturbed", workers=2)
     for run in runs:
         assert run["made"] == 0

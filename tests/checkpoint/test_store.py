@@ -64,7 +64,7 @@ def value_of(backup: Any) -> int:
 
 
 @pytest.mark.parametrize("location", ["{}/backups", "file://{}/backups"])
-def test_what_is_written_is_read(tmp_path, location):
+def test_read_returns_what_was_written(tmp_path, location):
     store = BackupStore(location.format(tmp_path))
     arrays = {
         "float32/[2, 3]": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -89,7 +89,7 @@ def test_what_is_written_is_read(tmp_path, location):
     assert verify(store.path) == verify(path) == []
 
 
-def test_nothing_is_found_where_nothing_was_written(store):
+def test_empty_directory_has_no_backup(store):
     assert store.newest() is None
     assert verify(store.path) == [f"{store.path} is not a directory."]
     with store.locked():
@@ -97,7 +97,7 @@ def test_nothing_is_found_where_nothing_was_written(store):
         assert verify(store.path) == [f"{store.path} holds no backup."]
 
 
-def test_two_are_kept_and_the_highest_step_is_the_newest_whatever_the_clocks_say(store):
+def test_two_backups_are_kept_and_steps_order_them_not_clocks(store):
     """Row 29: file times run backwards, as on a machine whose clock was set back."""
     paths = written(store, 1, 10, 5_000_000_000)[1:]
     for age, path in enumerate(paths):
@@ -108,7 +108,7 @@ def test_two_are_kept_and_the_highest_step_is_the_newest_whatever_the_clocks_say
     assert value_of(store.newest()) == 5_000_000_000
 
 
-def test_steps_of_a_run_that_was_given_up_go_with_the_next_write(store):
+def test_backups_of_an_abandoned_run_are_removed_by_the_next_write(store):
     written(store, 10, 20)
     written(store, 15)
     assert store.steps() == [10, 15]
@@ -121,7 +121,7 @@ def test_the_same_step_is_replaced(store):
     assert value_of(store.newest()) == 7
 
 
-def test_every_file_is_on_the_disk_before_it_has_its_name(store, monkeypatch):
+def test_files_are_flushed_before_the_rename(store, monkeypatch):
     synced: list[str] = []
     rename = os.rename
 
@@ -144,7 +144,7 @@ def test_every_file_is_on_the_disk_before_it_has_its_name(store, monkeypatch):
     "error",
     [OSError(28, "No space left on device"), tf.errors.ResourceExhaustedError(None, None, "full")],
 )
-def test_a_write_that_fails_anywhere_leaves_the_one_before(store, step, error):
+def test_failed_write_leaves_the_previous_backup(store, step, error):
     points = 0
     failed = True
     while failed:
@@ -167,7 +167,7 @@ def test_a_write_that_fails_anywhere_leaves_the_one_before(store, step, error):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["same", "other"])
-def test_a_kill_anywhere_in_a_write_leaves_a_whole_backup(tmp_path, step):
+def test_kill_during_a_write_leaves_a_complete_backup(tmp_path, step):
     """Row 3, with a real end of the process before each change of the disk."""
     run = subprocess.run(
         [sys.executable, PROGRAMS / "backup_crash.py", tmp_path, step],
@@ -215,7 +215,7 @@ FILES = ("record.json", "tensors.index", "tensors.data-00000-of-00001")
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_truncated_file_is_found_and_the_backup_before_is_used(store, caplog, name):
+def test_truncated_file_is_detected_and_the_previous_backup_is_used(store, caplog, name):
     """Row 9."""
     _, newest = written(store, 1, 2)
     content = (newest / name).read_bytes()
@@ -234,7 +234,7 @@ def test_a_truncated_file_is_found_and_the_backup_before_is_used(store, caplog, 
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_found_wherever_it_is(store, caplog, name):
+def test_flipped_bit_in_any_file_is_detected(store, caplog, name):
     """Row 10."""
     _, newest = written(store, 1, 2)
     content = (newest / name).read_bytes()
@@ -248,7 +248,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(store, caplog, name):
     assert len(verify(store.path)) == 1
 
 
-def test_a_damaged_backup_counts_for_none_of_the_two_that_are_kept(store, caplog):
+def test_damaged_backup_is_not_one_of_the_two_that_are_kept(store, caplog):
     _, newest = written(store, 1, 2)
     (newest / "record.json").write_text("{}")
     assert fall_back(store, caplog) == 1
@@ -256,7 +256,7 @@ def test_a_damaged_backup_counts_for_none_of_the_two_that_are_kept(store, caplog
     assert store.steps() == [1, 3]
 
 
-def test_where_no_backup_is_intact_nothing_is_begun_anew_nor_deleted(store, caplog):
+def test_without_an_intact_backup_nothing_starts_over_or_is_deleted(store, caplog):
     for path in written(store, 1, 2):
         (path / "tensors.index").write_bytes(b"")
     with pytest.raises(UsageError, match=r"no backup in .* is intact \(.*step_0+2.*step_0+1"):
@@ -264,7 +264,7 @@ def test_where_no_backup_is_intact_nothing_is_begun_anew_nor_deleted(store, capl
     assert store.steps() == [1, 2]
 
 
-def test_a_backup_of_another_format_is_refused_and_left_alone(store, caplog):
+def test_backup_of_another_format_is_refused_and_not_changed(store, caplog):
     _, newest = written(store, 1, 2)
     reseal(newest, format=2)
     with pytest.raises(UsageError, match="has format 2, this version reads 1"):
@@ -340,7 +340,7 @@ def test_a_link_in_place_of_a_backup_is_never_followed_nor_emptied(store, tmp_pa
         {"index_sha256": None},
     ],
 )
-def test_a_record_that_says_what_no_backup_says_is_damaged(store, tmp_path, caplog, changes):
+def test_record_with_invalid_content_is_damaged(store, tmp_path, caplog, changes):
     (tmp_path / "backups" / "secret").parent.mkdir()
     (tmp_path / "backups" / "secret").write_bytes(b"secret")
     _, newest = written(store, 1, 2)
@@ -349,7 +349,7 @@ def test_a_record_that_says_what_no_backup_says_is_damaged(store, tmp_path, capl
     assert "is damaged" in caplog.text
 
 
-def test_a_record_without_bounds_takes_no_memory(store, caplog):
+def test_huge_record_is_not_read(store, caplog):
     _, newest = written(store, 1, 2)
     (newest / "record.json").write_text("[" * 200_000)
     assert fall_back(store, caplog) == 1
@@ -359,7 +359,7 @@ def test_a_record_without_bounds_takes_no_memory(store, caplog):
     assert "too large" in caplog.text
 
 
-def test_an_index_that_tells_of_more_than_there_is_takes_no_memory(store, caplog):
+def test_index_larger_than_the_files_allocates_no_memory(store, caplog):
     written(store, 1)
     newest = Path(store.write(2, {"w": np.zeros(1 << 20, np.float32)}, {"value": 2}))
     data = newest / "tensors.data-00000-of-00001"
@@ -369,7 +369,7 @@ def test_an_index_that_tells_of_more_than_there_is_takes_no_memory(store, caplog
     assert "its index lists 4194304 bytes, its files have 4" in caplog.text
 
 
-def test_what_lies_beside_is_neither_read_nor_executed(store, tmp_path, caplog):
+def test_other_files_are_neither_read_nor_executed(store, tmp_path, caplog):
     trap = pickle.dumps(Trap())
     (newest,) = written(store, 1)
     for name in ("record.pkl", "checkpoint", "model.weights.h5", "tensors.pickle", "conftest.py"):
@@ -381,7 +381,7 @@ def test_what_lies_beside_is_neither_read_nor_executed(store, tmp_path, caplog):
         fall_back(store, caplog)
 
 
-def test_a_pipe_in_a_backup_is_no_place_to_wait(store, caplog):
+def test_named_pipe_in_a_backup_does_not_block(store, caplog):
     _, newest = written(store, 1, 2)
     (newest / "record.json").unlink()
     os.mkfifo(newest / "record.json")
@@ -389,14 +389,14 @@ def test_a_pipe_in_a_backup_is_no_place_to_wait(store, caplog):
 
 
 @pytest.mark.parametrize("make", [os.mkdir, lambda path: os.symlink("/etc/hostname", path)])
-def test_a_lock_that_is_no_file_is_refused(store, make):
+def test_lock_that_is_not_a_file_is_refused(store, make):
     os.makedirs(store.path)
     make(os.path.join(store.path, "LOCK"))
     with pytest.raises(UsageError, match="cannot be locked"), store.locked():
         raise AssertionError("locked")
 
 
-def test_a_backup_gives_callbacks_numbers_but_neither_paths_nor_methods():
+def test_backup_restores_numbers_of_callbacks_not_paths_or_methods():
     log = keras.callbacks.CSVLogger("mine.csv")
     stop = keras.callbacks.EarlyStopping(patience=3)
     states, arrays = state.callback_states([log, stop])
@@ -408,7 +408,7 @@ def test_a_backup_gives_callbacks_numbers_but_neither_paths_nor_methods():
     assert stop.wait == 2
 
 
-def test_a_run_that_goes_on_keeps_its_own_settings():
+def test_resumed_run_keeps_its_own_settings():
     class Counter(keras.callbacks.Callback):
         def __init__(self, every):
             super().__init__()
@@ -442,7 +442,7 @@ def test_a_run_that_goes_on_keeps_its_own_settings():
 
 
 @pytest.mark.slow
-def test_a_second_run_is_refused_until_the_first_is_gone(store):
+def test_second_run_is_refused_until_the_first_has_ended(store):
     with subprocess.Popen(
         [sys.executable, PROGRAMS / "backup_lock.py", store.path],
         env=ENVIRON,
@@ -481,7 +481,7 @@ def test_no_other_user_can_open_the_lock_and_hold_it(store):
 
 
 @pytest.mark.slow
-def test_training_goes_on_when_the_disk_is_full_and_the_old_backup_stays(tmp_path):
+def test_training_continues_on_a_full_disk_and_the_old_backup_is_kept(tmp_path):
     mount = f'mount -t tmpfs -o size=1m tmpfs {tmp_path} && cd {tmp_path} && exec "$@"'
     namespaces = "-m" if os.geteuid() == 0 else "-Urm"
     run = subprocess.run(
@@ -556,7 +556,7 @@ class Subclassed(keras.Model):
         return self.dense(x)
 
 
-def test_the_same_model_has_the_same_signature_however_often_it_is_made():
+def test_signature_is_stable_over_instances_of_a_model():
     first = state.signature(dense_model(), 32)
     keras.layers.Dense(1)  # counts on in the names that Keras makes up
     assert state.signature(dense_model(), 32) == first
@@ -621,7 +621,7 @@ def test_a_backup_of_another_batch_size_or_class_is_refused():
         (datetime.timedelta(minutes=2), None, None, 120.0),
     ],
 )
-def test_how_often(every, steps, epochs, seconds):
+def test_schedule(every, steps, epochs, seconds):
     schedule = Schedule(every)
     assert (schedule.steps, schedule.epochs, schedule.seconds) == (steps, epochs, seconds)
 
@@ -648,7 +648,7 @@ def test_how_often(every, steps, epochs, seconds):
         datetime.timedelta(0),
     ],
 )
-def test_how_often_is_refused(every):
+def test_invalid_schedule_is_refused(every):
     with pytest.raises(UsageError, match="unknown backup frequency"):
         Schedule(every)
 
@@ -656,7 +656,7 @@ def test_how_often_is_refused(every):
 # ---------------------------------------------------------------- beside training
 
 
-def test_a_write_runs_beside_training_and_the_next_one_after_it():
+def test_writes_run_in_the_background_one_at_a_time():
     began, may_end, now = threading.Event(), threading.Event(), [0.0]
     order: list[Any] = []
 
@@ -682,7 +682,7 @@ def test_a_write_runs_beside_training_and_the_next_one_after_it():
 
 
 @pytest.mark.parametrize("error", [OSError(28, "full"), tf.errors.UnknownError(None, None, "x")])
-def test_an_error_of_the_disk_is_told_and_training_goes_on(error):
+def test_disk_error_is_reported_and_training_continues(error):
     told: list[Exception] = []
 
     def write() -> None:
@@ -694,7 +694,7 @@ def test_an_error_of_the_disk_is_told_and_training_goes_on(error):
     assert told == [error]
 
 
-def test_an_error_of_another_kind_is_raised_where_the_training_is():
+def test_other_errors_are_raised_in_the_training_thread():
     told: list[Exception] = []
 
     def write() -> None:
@@ -745,7 +745,7 @@ def train(folder: Path, spoil_before: int, **options: Any) -> keras.Model:
     return model
 
 
-def test_row_25_a_loss_that_is_nan_ends_the_run_and_the_backup_before_stays(tmp_path):
+def test_row_25_nan_loss_ends_the_run_and_keeps_the_previous_backup(tmp_path):
     with pytest.raises(TfmwError, match=r"the loss is nan in epoch 3 at step 2: training ends"):
         train(tmp_path / "b", spoil_before=7)
     store = BackupStore(tmp_path / "b")
@@ -759,7 +759,7 @@ def test_row_25_a_loss_that_is_nan_ends_the_run_and_the_backup_before_stays(tmp_
     assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
-def test_row_25_weights_that_are_nan_are_not_backed_up_before_the_loss_shows_it(tmp_path, caplog):
+def test_row_25_nan_weights_are_not_backed_up_while_the_loss_is_finite(tmp_path, caplog):
     class SpoilAfter(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if int(self.model.optimizer.iterations) == 6:
@@ -789,16 +789,14 @@ def zero_for_nan(x):
 
 
 @pytest.mark.parametrize(("before", "since", "newest"), [(6, 8, 6), (11, 12, 10)])
-def test_row_25_weights_that_are_nan_end_the_run_where_the_loss_hides_it(
-    tmp_path, before, since, newest
-):
+def test_row_25_nan_weights_end_the_run_even_if_the_loss_is_finite(tmp_path, before, since, newest):
     expected = f"dense/kernel has not been finite since step {since} or before, though the loss is"
     with pytest.raises(TfmwError, match=expected):
         train(tmp_path / "b", spoil_before=before, activation=zero_for_nan)
     assert BackupStore(tmp_path / "b").steps()[-1] == newest
 
 
-def test_row_25_unless_asked(tmp_path):
+def test_row_25_save_nan_continues(tmp_path):
     model = train(tmp_path / "b", spoil_before=7, save_nan=True)
     assert int(model.optimizer.iterations) == 12
     newest = BackupStore(tmp_path / "b").newest()
@@ -807,7 +805,7 @@ def test_row_25_unless_asked(tmp_path):
     assert not all(np.isfinite(v).all() for v in newest.tensors().values() if v.dtype.kind == "f")
 
 
-def test_backups_go_when_the_process_ends_well_and_not_those_of_others(tmp_path, monkeypatch):
+def test_backups_are_removed_at_exit_except_those_of_other_runs(tmp_path, monkeypatch):
     """A process that has finished must not remove what another run has written there since."""
     at_end: list[Any] = []
     monkeypatch.setattr(membership, "on_success", at_end.append)

@@ -177,7 +177,7 @@ def test_a_task_that_was_not_started_is_named(checks, addresses):
         assert f"ok: worker {1 - index} at {addresses[1 - index]} is reached" in lines
 
 
-def test_a_firewall_that_lets_the_ports_of_the_cluster_through_only(checks, addresses):
+def test_firewall_that_opens_only_the_ports_of_the_cluster(checks, addresses):
     for index in range(2):
         checks.begin(index, addresses[:2], env={"PRETEND_FIREWALL": " ".join(addresses)})
     for index, (status, lines) in enumerate(checks.end()):
@@ -188,7 +188,7 @@ def test_a_firewall_that_lets_the_ports_of_the_cluster_through_only(checks, addr
         assert "will take TensorFlow's gRPC" in note
 
 
-def test_a_name_that_is_not_known(checks, addresses):
+def test_unknown_host_name(checks, addresses):
     for index in range(2):
         checks.begin(index, [*addresses[:2], "no-such-host.invalid:1"], "--timeout", "5")
     for status, lines in checks.end():
@@ -319,7 +319,7 @@ def test_a_wrong_description_is_status_2(checks, addresses):
 
 
 @pytest.mark.slow
-def test_a_stranger_on_the_port_is_passed_over(checks, addresses):
+def test_other_connections_to_the_port_are_ignored(checks, addresses):
     """What is not one of our lines is hung up on, and neither answered nor executed."""
     checks.begin(0, addresses[:2], "--timeout", "2")
     host, port = addresses[0].split(":")

@@ -190,7 +190,7 @@ def test_tf_config_of_one_task_is_a_single_process():
 
 
 @pytest.mark.parametrize("task", [("chief", 0), ("worker", 1), ("ps", 0), ("evaluator", 0)])
-def test_the_form_of_tf_config_goes_both_ways(task):
+def test_tf_config_round_trip(task):
     kind, index = task
     config = {"cluster": WITH_PS, "task": {"type": kind, "index": index}}
     cluster = Cluster.resolve({}, cluster=config)
@@ -294,7 +294,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_description_is_told_in_one_sentence(what):
+def test_wrong_description_raises_one_sentence(what):
     environ, parts = WRONG[what]
     with pytest.raises(ClusterError) as caught:
         Cluster.resolve(environ)
@@ -335,7 +335,7 @@ def test_slurm_tasks_per_node():
 
 class TestSlurm:
     # job 100: 12000 + 16 * 100 = 13600
-    def test_each_task_has_a_place_and_a_port_of_its_own(self):
+    def test_each_task_has_its_own_rank_and_port(self):
         found = [Cluster.resolve(slurm(i, 3, "n[1-2]", "2,1")) for i in range(3)]
         assert found[0].workers == ("n1:13600", "n1:13601", "n2:13600")
         assert {cluster.workers for cluster in found} == {found[0].workers}
@@ -390,18 +390,18 @@ class TestSlurm:
             slurm(0, 4, "n1", "1", SLURM_STEP_NUM_TASKS="1"),
         ],
     )
-    def test_what_is_no_task_of_a_step_is_a_single_process(self, environ):
+    def test_process_outside_of_a_step_is_a_single_process(self, environ):
         assert repr(Cluster.resolve(environ)) == "Cluster(single process)"
 
 
 class TestKubernetes:
-    def test_pods_are_found_under_the_service(self):
+    def test_pods_have_names_of_the_service(self):
         environ = kubernetes(1, TFMW_NUM_WORKERS="2", TFMW_SERVICE="svc.ns.svc")
         cluster = Cluster.resolve(environ)
         assert cluster.workers == ("train-0.svc.ns.svc:2222", "train-1.svc.ns.svc:2222")
         assert (cluster.index, cluster.source) == (1, "kubernetes")
 
-    def test_parameter_servers_and_the_chief_come_on_top(self):
+    def test_parameter_servers_and_the_chief_add_to_the_workers(self):
         more = {"TFMW_NUM_WORKERS": "2", "TFMW_NUM_PS": "1", "TFMW_SERVICE": "s", "TFMW_PORT": "9"}
         found = [Cluster.resolve(kubernetes(i, **more)) for i in range(4)]
         assert [c.task for c in found] == ["chief", "worker", "worker", "ps"]
@@ -473,11 +473,11 @@ class TestVertex:
     def test_a_job_of_one_replica_is_a_single_process(self):
         assert Cluster.resolve(vertex("workerpool0", 0, workerpool0=["a:2222"])).is_single
 
-    def test_a_cluster_spec_of_somebody_else_is_none_of_ours(self):
+    def test_other_use_of_cluster_spec_is_ignored(self):
         for text in ("3 nodes", "[]", json.dumps({"cluster": {"worker": ["a:1"]}})):
             assert Cluster.resolve({"CLUSTER_SPEC": text}).source == "none"
 
-    def test_wrong_pools_and_tasks_are_told(self):
+    def test_wrong_pools_and_tasks_raise(self):
         with pytest.raises(ClusterError, match="worker pool 'workerpool4'"):
             Cluster.resolve(vertex("workerpool0", 0, **self.pools, workerpool4=["x:1"]))
         with pytest.raises(ClusterError, match="CLUSTER_SPEC describes this process as worker 2"):
@@ -495,7 +495,7 @@ class TestSageMaker:
         assert cluster.workers == ("algo-1:2222", "algo-2:2222", "algo-3:2222")
         assert (cluster.index, cluster.source) == (1, "sagemaker")
 
-    def test_parameter_servers_and_ports_as_everywhere(self):
+    def test_parameter_servers_and_ports(self):
         cluster = Cluster.resolve({**self.hosts, "TFMW_NUM_PS": "1", "TFMW_PORT": "9"})
         assert (cluster.task, cluster.address, cluster.ps) == ("worker", "algo-2:9", ("algo-3:9",))
 
@@ -507,7 +507,7 @@ class TestSageMaker:
         ("wrong", "said"),
         [({"SM_CURRENT_HOST": "algo-4"}, "not in SM_HOSTS"), ({"SM_HOSTS": "algo-1"}, "a list")],
     )
-    def test_what_is_wrong_is_told(self, wrong, said):
+    def test_wrong_environment_raises(self, wrong, said):
         with pytest.raises(ClusterError, match=said):
             Cluster.resolve({**self.hosts, **wrong})
 
@@ -528,11 +528,11 @@ class TestHosts:
             (["h0", "h0"], "h0:2222 for both worker 0 and worker 1"),
         ],
     )
-    def test_what_cannot_be_told_is_asked(self, hosts, said):
+    def test_ambiguous_host_needs_host_index(self, hosts, said):
         with pytest.raises(ClusterError, match=said):
             Cluster.of_hosts(hosts, 0 if hosts == ["h0", "h0"] else None)
 
-    def test_the_last_are_parameter_servers(self):
+    def test_the_last_hosts_are_parameter_servers(self):
         found = [Cluster.of_hosts(["h0", "h1", "h2"], i, ps=1) for i in range(3)]
         assert [c.task for c in found] == ["chief", "worker", "ps"]
 
@@ -556,7 +556,7 @@ class TestOrder:
         own = Cluster(("x:1", "y:1"))
         assert Cluster.resolve(self.environ, cluster=own) is own
 
-    def test_what_is_found_and_wrong_does_not_fall_through(self):
+    def test_wrong_description_does_not_fall_through(self):
         with pytest.raises(ClusterError, match="TF_CONFIG"):
             Cluster.resolve(self.environ | {"TF_CONFIG": "nonsense"})
 
@@ -565,7 +565,7 @@ class TestOrder:
         assert Cluster.resolve().workers == ("a:1", "b:2")
 
 
-def test_the_answer_comes_without_tensorflow():
+def test_resolve_imports_no_tensorflow():
     code = (
         "import sys, tfmw; tfmw.Cluster.resolve({}); import tfmw.launcher.run, tfmw.cli;"
         "print([m for m in ('tensorflow', 'keras', 'numpy') if m in sys.modules])"

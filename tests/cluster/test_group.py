@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.mark.multiprocess
-def test_the_keys_of_calls_that_are_over_are_deleted(run_cluster):
+def test_keys_of_earlier_calls_are_deleted(run_cluster):
     """However many calls a training makes, a few dozen keys are kept on the chief."""
     results = run_cluster("group_keys.py", workers=2)
     assert [r["right"] for r in results] == [True, True]

@@ -37,7 +37,7 @@ def test_each_host_is_one_task() -> None:
     }
 
 
-def test_the_index_may_be_said_and_the_last_hosts_may_serve() -> None:
+def test_host_index_and_parameter_servers() -> None:
     options = ["--hosts=h0,h1,h2", "--host_index=2", "--ps=1"]
     answer = tfmw("run", *options, str(PROGRAMS / "say_cluster.py"))
     assert json.loads(answer.stdout) == {
@@ -49,7 +49,7 @@ def test_the_index_may_be_said_and_the_last_hosts_may_serve() -> None:
 @pytest.mark.parametrize(
     ("args", "environ", "said"),
     [
-        (["--hosts", "h0,h1"], {}, "give --host-index"),
+        (["--hosts", "h0,h1"], {}, "pass --host-index"),
         (["--hosts", "h0,h1", "--host-index", "2"], {}, "numbers this process 2 of 2"),
         (["--hosts", HOSTS, "--workers", "2"], {}, "leave one of the two out"),
         (["--hosts", HOSTS, "--max-restarts", "2"], {}, "need --workers"),

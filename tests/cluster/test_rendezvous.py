@@ -62,14 +62,14 @@ def addresses():
     return [f"127.0.0.1:{port}" for port in ports(3)]
 
 
-def test_tasks_that_agree_go_on(addresses):
+def test_tasks_that_agree_continue(addresses):
     results = meet(*((config(i, addresses), FACTS) for i in range(3)))
     assert [r["error"] for r in results] == ["", "", ""]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", [0, 2])
-def test_row_22_tasks_that_disagree_about_the_cluster_are_all_told(addresses, odd):
+def test_row_22_all_tasks_raise_if_they_disagree_about_the_cluster(addresses, odd):
     lists = [addresses, addresses, addresses]
     lists[odd] = [*addresses, "127.0.0.1:1"]
     results = meet(*((config(i, lists[i]), FACTS) for i in range(3)))
@@ -93,7 +93,7 @@ def test_row_22_an_address_that_differs_is_named(addresses):
         )
 
 
-def test_two_tasks_of_one_index_are_told(addresses):
+def test_two_tasks_with_one_index_raise(addresses):
     results = meet(*((config(i, addresses), FACTS) for i in (0, 1, 1)))
     said = [r["error"] for r in results if "two tasks are" in r["error"]]
     assert said
@@ -113,7 +113,7 @@ def test_row_30_versions_that_differ_are_refused_on_all_tasks(addresses):
 
 
 @pytest.mark.slow
-def test_row_23_a_task_that_never_comes_is_named_on_all_others(addresses):
+def test_row_23_a_missing_task_is_named_on_all_others(addresses):
     results = meet(*((config(i, addresses), FACTS) for i in (0, 1)), timeout_s=3)
     for result in results:
         assert result["type"] == "TfmwError"
@@ -122,7 +122,7 @@ def test_row_23_a_task_that_never_comes_is_named_on_all_others(addresses):
 
 
 @pytest.mark.slow
-def test_row_23_a_chief_that_never_comes_is_named(addresses):
+def test_row_23_a_missing_chief_is_named(addresses):
     results = meet(*((config(i, addresses), FACTS) for i in (1, 2)), timeout_s=2)
     for i, result in enumerate(results, start=1):
         assert (
@@ -132,7 +132,7 @@ def test_row_23_a_chief_that_never_comes_is_named(addresses):
 
 
 @pytest.mark.slow
-def test_row_20_a_port_that_is_taken_is_told(addresses):
+def test_row_20_a_port_in_use_raises(addresses):
     port = int(addresses[1].rpartition(":")[2])
     with socket.create_server(("", port)):
         results = meet(*((config(i, addresses[:2]), FACTS) for i in (0, 1)), timeout_s=3)
@@ -176,7 +176,7 @@ def hello(task: str, addresses: list[str], **changed: Any) -> bytes:
     return json.dumps({**message, **changed}).encode() + b"\n"
 
 
-def test_strangers_on_the_chiefs_port_change_nothing(addresses):
+def test_other_connections_to_the_chiefs_port_are_ignored(addresses):
     """What is no hello of a task of a cluster is hung up on, and the start goes on."""
     two = addresses[:2]
     lines = [
@@ -234,7 +234,7 @@ FOREIGN = [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\x00\x12\x04\n", b"{}\n", 
 
 
 @pytest.mark.parametrize("response", FOREIGN, ids=["http", "binary", "object", "list"])
-def test_a_worker_that_meets_a_foreign_server_waits_for_its_chief(addresses, response):
+def test_worker_ignores_another_server_at_the_chiefs_address(addresses, response):
     two = addresses[:2]
     with task(1, two) as worker:
         with Foreign(two[0], response) as foreign:
@@ -244,7 +244,7 @@ def test_a_worker_that_meets_a_foreign_server_waits_for_its_chief(addresses, res
 
 
 @pytest.mark.slow
-def test_a_foreign_server_in_place_of_the_chief_is_named(addresses):
+def test_another_server_at_the_chiefs_address_is_reported(addresses):
     with Foreign(addresses[0], FOREIGN[0]):
         (worker,) = meet((config(1, addresses[:2]), FACTS), timeout_s=1)
     assert worker["type"] == "TfmwError"
@@ -254,7 +254,7 @@ def test_a_foreign_server_in_place_of_the_chief_is_named(addresses):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_task_that_waits_prints_for_whom_and_where(addresses, index):
+def test_waiting_task_logs_what_it_waits_for(addresses, index):
     with task(index, addresses[:2]) as waiting:
         assert waiting.stderr is not None
         line = waiting.stderr.readline()

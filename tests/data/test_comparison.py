@@ -141,7 +141,7 @@ SAME: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_what_may_differ_is_accepted(name: str) -> None:
+def test_allowed_differences_are_accepted(name: str) -> None:
     assert refused(SAME[name]) is None
 
 

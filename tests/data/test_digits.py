@@ -122,7 +122,7 @@ def test_processes_that_start_together_prepare_it_once_and_read_the_same(tmp_pat
     assert list(temporary.iterdir()) == []
 
 
-def test_the_lock_is_free_again_after_its_holder(tmp_path):
+def test_lock_is_released_with_its_process(tmp_path):
     held = tmp_path / "1.0.0"
     with datasets.one_process_at_a_time(held):
         assert _try_lock(held) == "held"
@@ -169,7 +169,7 @@ def test_a_temporary_directory_that_others_may_write_is_not_used(tmp_path):
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_the_attribution_and_the_licence_travel_with_the_data():
+def test_attribution_and_licence_ship_with_the_data():
     text = FILE.with_name("ATTRIBUTION.md").read_text()
     for needed in ("Alpaydin", "Kaynak", "10.24432/C50P49", "CC BY 4.0"):
         assert needed in text

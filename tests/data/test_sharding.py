@@ -33,7 +33,7 @@ def _shards(dataset: tf.data.Dataset, workers: int, local: int) -> list[list[lis
 @pytest.mark.parametrize(("workers", "local"), SHARDINGS)
 @pytest.mark.parametrize(("examples", "batch"), [(1, 4), (7, 4), (21, 8), (5, 1)])
 @pytest.mark.parametrize("kind", ["mapped", "plain", "filtered"])
-def test_shards_of_a_step_are_its_global_batch(
+def test_shards_of_a_step_form_its_global_batch(
     workers: int, local: int, examples: int, batch: int, kind: str
 ) -> None:
     dataset = tf.data.Dataset.range(examples)
@@ -85,7 +85,7 @@ def _zipped(first: int, second: int, examples: int = 8) -> tf.data.Dataset:
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_batches_of_two_lengths_are_divided_each(sharding: tuple[int, int]) -> None:
+def test_batches_of_two_lengths_are_divided_separately(sharding: tuple[int, int]) -> None:
     workers, local = sharding
     replicas = workers * local
     dataset = _zipped(replicas, 2 * replicas, 2 * replicas)
@@ -137,7 +137,7 @@ class _Batches(keras.utils.PyDataset):
         self.epochs += 1
 
 
-def test_an_epoch_that_is_left_out_reads_nothing() -> None:
+def test_skipped_epoch_reads_nothing() -> None:
     batches = _Batches()
     source = data.Source(batches)
     shard = source.shard(data.Sharding(1, 0, 1), data.Order(seed=3))

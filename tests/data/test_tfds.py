@@ -74,7 +74,7 @@ def test_each_worker_opens_its_own_files_only(run: ClusterRun, folder: Path) -> 
 
 
 @pytest.mark.multiprocess
-def test_each_epoch_has_an_order_of_its_own(run: ClusterRun) -> None:
+def test_each_epoch_has_its_own_order(run: ClusterRun) -> None:
     for worker in run:
         assert worker["own files"][0] != worker["own files"][1]
         assert worker["in order"][0] == worker["in order"][1] != worker["own files"][0]
@@ -122,7 +122,7 @@ def test_files_are_shuffled_too(folder: Path) -> None:
     assert _pass(where, 1, 0, shuffle=1) != _pass(where, 1, 0, shuffle=0)
 
 
-def test_wrong_use_is_told(folder: Path) -> None:
+def test_wrong_use_raises(folder: Path) -> None:
     with pytest.raises(UsageError, match="batch_size is 0: expected"):
         data.tfds("numbers", "train", 0)
     with pytest.raises(UsageError, match="shuffle is True: expected"):

@@ -42,7 +42,7 @@ def quoted() -> list[str]:
     return re.findall(r"^### `(.*)`$", ours, re.MULTILINE)
 
 
-def test_the_quotes_are_found():
+def test_quotes_are_collected():
     assert len(quoted()) > 20
 
 
@@ -140,7 +140,7 @@ def anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path):
+def test_links_resolve(path):
     text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)#\s]*(?:#[^)\s]*)?)\)", text):
         file, _, anchor = target.partition("#")
@@ -195,7 +195,7 @@ def build(source: Path, settings: Path, out: Path) -> subprocess.CompletedProces
 
 
 @pytest.mark.slow
-def test_the_site_is_built_of_the_pages_and_docstrings(tmp_path):
+def test_site_is_built(tmp_path):
     done = build(ROOT, ROOT / "docs", tmp_path)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "docs/reference/training.html").read_text()
@@ -221,7 +221,7 @@ def test_the_site_is_built_of_the_pages_and_docstrings(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_site_is_not_built_of_wrong_pages(tmp_path):
+def test_site_build_fails_on_wrong_pages(tmp_path):
     (tmp_path / "README.md").write_text(
         "# Wrong\n\n[a page](nowhere.md) [a heading](#nowhere)\n\n"
         "```mermaid\nflowchart LR\n  accTitle: One training step\n  accDescr: Another.\n```\n\n"

@@ -94,7 +94,7 @@ def test_migration(tmp_path):
 ON_SERVERS = [block for block in blocks("docs/migration.md") if block.startswith("# on servers")]
 
 
-def test_both_ways_to_parameter_servers_are_found():
+def test_blocks_for_parameter_servers_are_collected():
     assert len(ON_SERVERS) == 2
 
 

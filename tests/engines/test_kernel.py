@@ -167,7 +167,7 @@ def test_fit_in_a_cell(kernel: Kernel, fitted: Cell) -> None:
     assert told.value == "([0, 1, 2], 3, 48, True, True, True, 1)", told.error or told.value
 
 
-def test_one_bar_that_moves(fitted: Cell) -> None:
+def test_one_live_progress_bar(fitted: Cell) -> None:
     lines = [re.sub(r"\x1b\[[\d;]*m", "", collapse(x)) for x in fitted.stdout.split("\n") if x]
     assert [line.split(" ")[0] for line in lines] == ["Epoch", "16/16"] * 3, lines
     bar = r"16/16 ━{20} \d+s \d+m?s/step - [\d,]+ examples/s - accuracy: "
@@ -185,7 +185,7 @@ def test_one_bar_that_moves(fitted: Cell) -> None:
     assert "cuda" not in fitted.stream("stderr") + fitted.stdout
 
 
-def test_launch_gives_results_in_order(kernel: Kernel) -> None:
+def test_launch_returns_results_in_order(kernel: Kernel) -> None:
     cell = kernel.run(
         "import os\n"
         "def rank_and(value):\n"
@@ -195,7 +195,7 @@ def test_launch_gives_results_in_order(kernel: Kernel) -> None:
     assert cell.value == "[(0, 'Network', 42), (1, 'Network', 42)]", cell.error
 
 
-def test_an_error_in_a_worker_is_raised_here_with_its_traceback(kernel: Kernel) -> None:
+def test_worker_error_is_raised_with_its_traceback(kernel: Kernel) -> None:
     cell = kernel.run(
         "def fails_on_1():\n"
         "    if os.environ['TFMW_TASK'] == 'worker 1':\n"
@@ -210,7 +210,7 @@ def test_an_error_in_a_worker_is_raised_here_with_its_traceback(kernel: Kernel) 
     assert re.search(r", line 3, in fails_on_1\b", traceback), "the worker's own line"
 
 
-def test_a_dataset_of_python_functions_is_refused_before_anything_starts(kernel: Kernel) -> None:
+def test_dataset_of_python_functions_is_refused_before_any_process_starts(kernel: Kernel) -> None:
     cell = kernel.run(
         "import subprocess\n"
         "popen, subprocess.Popen = subprocess.Popen, None  # whatever starts a process, breaks\n"
@@ -226,7 +226,7 @@ def test_a_dataset_of_python_functions_is_refused_before_anything_starts(kernel:
     assert "pass a callable that builds it in each process" in cell.error["evalue"]
 
 
-def test_an_interrupted_cell_ends_the_workers_and_keeps_what_was_reached(kernel: Kernel) -> None:
+def test_interrupted_cell_ends_the_workers_and_keeps_their_weights(kernel: Kernel) -> None:
     code = """
 model = make_model()
 fresh = [w.copy() for w in (model(x[:1]), model.get_weights())[1]]

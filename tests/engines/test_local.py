@@ -88,7 +88,7 @@ def functional():
         lambda: keras.Sequential([keras.layers.Rescaling(0.5), keras.layers.Dense(2)]),
     ],
 )
-def test_a_model_arrives_as_it_left(make):
+def test_unpacked_model_equals_the_packed_one(make):
     model = compiled(make())
     model.fit(X, Y, verbose=0, batch_size=32)
     arrived = serialization.settled(serialization.unpack(serialization.pack(model)))
@@ -101,7 +101,7 @@ def test_a_model_arrives_as_it_left(make):
 
 
 @pytest.mark.slow
-def test_a_functional_subclass_arrives_where_none_has_been_made(tmp_path):
+def test_functional_subclass_unpacks_in_a_new_process(tmp_path):
     model = compiled(Classifier(2))
     model.fit(X, Y, verbose=0)  # builds the optimizer, as tfmw.fit does first
     (tmp_path / "parcel").write_bytes(serialization.pack(model))
@@ -126,13 +126,13 @@ tfmw.fit(model, test_local.X, test_local.Y, verbose=0)
     np.testing.assert_array_equal(predicted, model.predict(X, verbose=0))
 
 
-def test_a_function_that_uses_tfmw_travels():
+def test_function_that_uses_tfmw_can_be_pickled():
     scope = {"__name__": "__main__", "tfmw": tfmw}
     exec("def of_a_notebook():\n    return tfmw", scope)
     assert pickle.loads(cloudpickle.dumps(scope["of_a_notebook"]))() is tfmw
 
 
-def test_what_cannot_travel_is_refused_with_the_way_out():
+def test_unpicklable_arguments_are_refused_with_an_alternative():
     model = compiled(keras.Sequential([keras.Input([12]), keras.layers.Dense(2)]))
     dataset = tf.data.Dataset.from_tensor_slices((X, Y))
     python = dataset.map(lambda x, y: (tf.py_function(lambda v: v, [x], tf.float32), y)).batch(32)
@@ -153,7 +153,7 @@ def test_what_cannot_travel_is_refused_with_the_way_out():
 
 
 @pytest.mark.multiprocess
-def test_training_comes_back_into_the_callers_model(monkeypatch):
+def test_result_is_copied_into_the_callers_model(monkeypatch):
     for name, value in ONE_THREAD.items():
         monkeypatch.setenv(name, value)
     keras.utils.set_random_seed(1)
@@ -207,7 +207,7 @@ def test_workers_go_on_from_the_random_state_of_the_caller(monkeypatch):
 
 
 @pytest.mark.multiprocess
-def test_an_interrupt_ends_the_workers_and_keeps_what_was_reached():
+def test_interrupt_ends_the_workers_and_keeps_their_weights():
     process = subprocess.Popen(
         [sys.executable, PROGRAMS / "interrupted_fit.py"],
         stdout=subprocess.PIPE,

@@ -178,7 +178,7 @@ def test_serve_keeps_the_structures_of_the_model(elsewhere, name, way):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["signature", "layer:serving_default"])
-def test_a_key_comes_back_beside_each_prediction(elsewhere, way):
+def test_pass_through_returns_a_key_with_each_prediction(elsewhere, way):
     _, results = elsewhere
     assert sorted(results["keyed", way]) == ["key", "logits"]
     assert results["keyed", way]["key"] == ["x", "y"]
@@ -195,7 +195,7 @@ def test_any_batch_size_and_the_types_of_the_input_signature(tmp_path):
 
 
 @pytest.mark.parametrize("location", ["file://{}/deep/er/m", "{}/deep/er/m"])
-def test_an_export_replaces_the_one_before(tmp_path, location):
+def test_export_replaces_the_previous_one(tmp_path, location):
     path = location.format(tmp_path)
     for scale in (1.0, 2.0):
         model = sequential()
@@ -217,7 +217,7 @@ def test_only_the_chief_writes(tmp_path):
     assert os.listdir(tmp_path) == ["m"]
 
 
-def test_every_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_files_are_flushed_before_the_rename(tmp_path, monkeypatch):
     synced: list[str] = []
     rename = os.rename
 
@@ -249,7 +249,7 @@ def y_of(path):
     ("when", "left"),
     [("before_the_manifest", 1.0), ("between_the_renames", None), ("after_them", 2.0)],
 )
-def test_a_crash_leaves_the_old_the_new_or_nothing(tmp_path, when, left):
+def test_crash_leaves_the_old_export_the_new_one_or_none(tmp_path, when, left):
     path = tmp_path / "m"
     old = keras.Sequential([keras.Input((2,), name="x"), keras.layers.Dense(1, name="y")])
     old.set_weights([np.array([[1.0], [0.0]]), np.array([0.0])])
@@ -288,7 +288,7 @@ def test_an_export_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     assert verify(path) == []
 
 
-def test_what_is_no_export_is_not_deleted(tmp_path):
+def test_other_directories_are_not_deleted(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.jpg").write_bytes(b"irreplaceable")
     (tmp_path / "file").write_bytes(b"irreplaceable")
@@ -318,7 +318,7 @@ def test_an_impossible_path_is_refused_before_the_training(tmp_path, path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_an_empty_directory_may_be_there(tmp_path):
+def test_empty_directory_is_accepted(tmp_path):
     (tmp_path / "m").mkdir()
     export(sequential(), tmp_path / "m")
     assert verify(tmp_path / "m") == []
@@ -359,7 +359,7 @@ def test_verify_finds_damage(tmp_path, damage, said):
     assert re.search(said, problems[0]), problems
 
 
-def test_verify_of_nothing(tmp_path):
+def test_verify_of_a_missing_export(tmp_path):
     assert verify(tmp_path / "m") == [f"{tmp_path / 'm'} is not a directory."]
 
 
@@ -386,14 +386,14 @@ def several_arguments():
         (lambda: "model", "export takes a Keras model; received: str"),
     ],
 )
-def test_what_cannot_be_exported_is_said(tmp_path, make, said):
+def test_unsupported_models_are_refused(tmp_path, make, said):
     with pytest.raises(UsageError, match=said):
         export(make(), tmp_path / "m")
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(("name", "what"), [("a", "inputs"), ("logits", "outputs")])
-def test_a_passed_name_that_is_taken_is_said(tmp_path, name, what):
+def test_pass_through_name_in_use_is_refused(tmp_path, name, what):
     with pytest.raises(UsageError, match=f"two {what} of .* have the same name, '{name}'"):
         export(sequential(), tmp_path / "m", pass_through={name: tf.TensorSpec([None], tf.string)})
     assert os.listdir(tmp_path) == []
@@ -406,7 +406,7 @@ def on_two_workers(tmp_path_factory):
 
 
 @pytest.mark.multiprocess
-def test_of_two_workers_one_writes(on_two_workers):
+def test_only_one_of_two_workers_writes(on_two_workers):
     directory, run = on_two_workers
     assert [worker["wrote"] for worker in run] == [[True, True], [False, False]]
     assert [worker["returned"] for worker in run] == [str(directory / "export_0"), None]
@@ -415,7 +415,7 @@ def test_of_two_workers_one_writes(on_two_workers):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["export_0", "fit_0"])
-def test_what_a_cluster_exports_knows_nothing_of_the_cluster(on_two_workers, name):
+def test_export_of_a_cluster_does_not_name_it(on_two_workers, name):
     directory, run = on_two_workers
     path = directory / name
     assert verify(path) == []

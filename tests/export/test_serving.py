@@ -66,7 +66,7 @@ FILES = ("inputs.json", "result.json")
 
 
 @pytest.mark.slow
-def test_tf_lite_answers_by_the_same_names(
+def test_tf_lite_has_the_same_names(
     exported: tuple[Path, dict[str, Any], dict[str, Any]],
 ) -> None:
     folder, inputs, expected = exported
@@ -75,7 +75,7 @@ def test_tf_lite_answers_by_the_same_names(
 
 
 @pytest.mark.slow
-def test_onnx_answers_by_the_same_names(
+def test_onnx_has_the_same_names(
     exported: tuple[Path, dict[str, Any], dict[str, Any]],
 ) -> None:
     folder, inputs, expected = exported

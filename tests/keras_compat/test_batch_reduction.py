@@ -34,7 +34,7 @@ WEIGHTS = tf.Variable(tf.ones([5]))
         (lambda x: ops.sum(ops.sum(x, axis=0)), None),
     ],
 )
-def test_how_a_number_comes_from_a_batch(number: Any, expected: str | None) -> None:
+def test_batch_reduction_of_a_scalar(number: Any, expected: str | None) -> None:
     found: list[str | None] = []
 
     @tf.function(autograph=False)
@@ -46,5 +46,5 @@ def test_how_a_number_comes_from_a_batch(number: Any, expected: str | None) -> N
     assert found == [expected]
 
 
-def test_nothing_is_known_of_an_eager_number() -> None:
+def test_batch_reduction_of_an_eager_scalar_is_none() -> None:
     assert batch_reduction(tf.reduce_sum(tf.ones([4]))) is None

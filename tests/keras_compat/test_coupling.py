@@ -77,11 +77,11 @@ def _wrapped(function: Any) -> keras.losses.Loss:
         (same_class, np.zeros(8, "int32")),
     ],
 )
-def test_a_loss_that_compares_examples_is_found(function: Any, labels: Any) -> None:
+def test_coupled_loss_function_is_detected(function: Any, labels: Any) -> None:
     assert couples_examples(_wrapped(function), labels, PREDICTIONS)
 
 
-def test_a_loss_class_is_found() -> None:
+def test_coupled_loss_class_is_detected() -> None:
     assert couples_examples(Contrastive(), PREDICTIONS, PREDICTIONS)
 
 
@@ -96,5 +96,5 @@ def test_a_loss_class_is_found() -> None:
         (not_callable_so, PREDICTIONS),
     ],
 )
-def test_other_losses_are_not(function: Any, labels: Any) -> None:
+def test_other_losses_are_not_coupled(function: Any, labels: Any) -> None:
     assert not couples_examples(_wrapped(function), labels, PREDICTIONS)

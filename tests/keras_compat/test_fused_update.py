@@ -76,7 +76,7 @@ def updated(make: Callable[[], Any], monkeypatch: Any, choice: str) -> tuple[lis
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_updates_as_keras_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_update_equals_keras(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, plain_graphs = updated(OPTIMIZERS[name], monkeypatch, "off")
     fused, fused_graphs = updated(OPTIMIZERS[name], monkeypatch, "on")
     assert plain_graphs == {"plain"}
@@ -106,7 +106,7 @@ class Own(keras.optimizers.SGD):
     """A user's class."""
 
 
-def test_what_is_compiled() -> None:
+def test_which_updates_are_compiled() -> None:
     small = [keras.Variable(np.zeros(3, "float32"))]
     large = [keras.Variable(np.zeros(MIN_BYTES // 4, "float32"))]
     adam, own = keras.optimizers.Adam(), Own()

@@ -26,12 +26,12 @@ def test_every_private_name_exists() -> None:
     assert keras_compat.missing_names() == []
 
 
-def test_a_name_that_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_private_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("keras.src.losses.loss.apply_mask")
     assert keras_compat.missing_names() == ["keras.src.losses.loss.apply_mask"]
 
 
-def test_a_seed_that_is_set_again_shows() -> None:
+def test_setting_the_seed_again_is_detected() -> None:
     tf.random.set_seed(1)
     before = keras_compat.source_of_seeds()
     tf.random.set_seed(1)
@@ -39,7 +39,7 @@ def test_a_seed_that_is_set_again_shows() -> None:
     assert keras_compat.source_of_seeds() is not before
 
 
-def test_private_names_stand_in_one_module() -> None:
+def test_private_names_are_only_in_keras_compat() -> None:
     found = [
         f"{path.name}:{number}: {line.strip()}"
         for path in sorted((ROOT / "tfmw").rglob("*.py"))
@@ -83,7 +83,7 @@ def test_the_search_finds_private_names() -> None:
         (lambda v, x: tf.maximum(v + x, x), None),
     ],
 )
-def test_how_a_metric_combines_over_replicas(update, expected) -> None:
+def test_combination_of_metric_variables(update, expected) -> None:
     variable = keras.Variable(np.float32(1))
     seen: list[str | None] = []
 

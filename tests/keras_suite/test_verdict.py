@@ -19,7 +19,7 @@ def _verdict(
     return Verdict.of(tfmw, keras, known, everything)
 
 
-def test_all_that_passes_holds() -> None:
+def test_passing_tests_hold() -> None:
     assert _verdict(_outcomes(a="passed", b="skipped"), {}).holds
 
 
@@ -29,7 +29,7 @@ def test_a_failure_with_tfmw_only_is_new() -> None:
     assert not verdict.holds
 
 
-def test_a_failure_with_plain_keras_too_is_not_ours() -> None:
+def test_failure_with_plain_keras_too_is_ignored() -> None:
     verdict = _verdict(_outcomes(a="failed"), _outcomes(a="failed"))
     assert verdict.holds
     assert verdict.shared == ["a"]
@@ -56,7 +56,7 @@ def test_a_list_that_is_stale_does_not_hold(tfmw: Outcomes, keras: Outcomes) -> 
     assert not verdict.holds
 
 
-def test_a_sample_says_nothing_of_what_it_leaves_out() -> None:
+def test_sample_ignores_tests_outside_of_it() -> None:
     assert _verdict(_outcomes(b="passed"), {}, known=("a",), everything=False).holds
 
 

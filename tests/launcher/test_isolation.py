@@ -52,7 +52,7 @@ def isolated(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class TestRow34:
-    def test_the_tasks_share_a_network_that_is_not_ours(self, isolated):
+    def test_tasks_share_a_network_namespace(self, isolated):
         status, output, tasks, _ = isolated
         assert status == 0, output
         assert tasks[0]["namespace"] == tasks[1]["namespace"]
@@ -73,15 +73,15 @@ class TestRow34:
             status = (folder / f"file_{index}").stat()
             assert (status.st_uid, status.st_gid) == (os.getuid(), os.getgid())
 
-    def test_nothing_of_it_is_left_in_the_tasks(self, isolated):
+    def test_descriptors_are_closed_in_the_tasks(self, isolated):
         for task in isolated[2]:
             assert task["descriptors"] == []
             assert task["left"] == []
 
-    def test_asked_for_it_needs_no_note(self, isolated):
+    def test_isolate_on_prints_no_note(self, isolated):
         assert isolated[1] == ""
 
-    def test_an_ordinary_user_can_have_it_too(self, tmp_path):
+    def test_unprivileged_user_gets_a_private_network(self, tmp_path):
         """By a user namespace; whoever is root here gives up the right to do without first."""
         code = (
             "import os, socket\n"
@@ -107,7 +107,7 @@ class TestRow34:
 
 
 class TestAuto:
-    def test_it_is_the_default_and_is_said(self, run_cluster, monkeypatch):
+    def test_auto_isolates_and_prints_a_note(self, run_cluster, monkeypatch):
         for name in (
             "http_proxy",
             "https_proxy",
@@ -137,7 +137,7 @@ class TestAuto:
             (["train.py"], {"TFDS_DATA_DIR": "gs://tfds"}, "TFDS_DATA_DIR is set"),
         ],
     )
-    def test_what_speaks_against_it(self, network, argv, environ, why):
+    def test_auto_does_not_isolate(self, network, argv, environ, why):
         clause, reachable = network_choice.objection(argv, environ, **network(ROUTES)) or (
             "",
             False,
@@ -152,10 +152,10 @@ class TestAuto:
             (["train.py"], {"TFDS_DATA_DIR": "/data", "HTTPS_PROXY": "", "LANG": "C"}),
         ],
     )
-    def test_what_does_not(self, network, argv, environ):
+    def test_auto_isolates(self, network, argv, environ):
         assert network_choice.objection(argv, environ, **network(ROUTES)) is None
 
-    def test_a_machine_in_no_network_has_nothing_to_close(self, network):
+    def test_auto_on_a_machine_without_a_network(self, network):
         lo = "00000000000000000000000000000001 01 80 10 80       lo\n"
         assert network_choice.objection([], {}, **network(addresses=lo)) == (
             "this machine is in no network",
@@ -170,7 +170,7 @@ class TestAuto:
         launch_tasks(program, workers=1, env=env, stdout=io.StringIO())
         assert capfd.readouterr().err == ""
 
-    def test_who_misses_the_network_is_told_why(self, run_cluster):
+    def test_failure_without_a_network_prints_a_hint(self, run_cluster):
         run: ClusterRun = run_cluster(
             "isolate_tasks.py", "download", env={**NO_INIT, "no_proxy": "*"}, status=1
         )
@@ -201,16 +201,16 @@ class TestImpossible:
             self.launch(tmp_path, "on")
         assert e.value.status == 2
 
-    def test_auto_says_so_and_goes_on(self, tmp_path, capfd):
+    def test_auto_prints_a_note_and_continues(self, tmp_path, capfd):
         assert self.launch(tmp_path, "auto") == 0
         assert "allows no private network for the tasks (Operation" in capfd.readouterr().err
 
-    def test_off_says_nothing(self, tmp_path, capfd):
+    def test_off_prints_nothing(self, tmp_path, capfd):
         assert self.launch(tmp_path, "off") == 0
         assert capfd.readouterr().err == ""
 
 
-def test_a_system_that_forbids_it_is_found_out(tmp_path):
+def test_system_without_namespaces_is_detected(tmp_path):
     """In a user namespace that allows no further network namespace."""
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"

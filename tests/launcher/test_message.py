@@ -58,6 +58,6 @@ def test_the_informative_part(message, shown):
     assert informative_part(message) == shown
 
 
-def test_whole_up_to_a_bound():
+def test_message_is_cut_at_its_maximum_length():
     assert informative_part("x" * MAX_LENGTH) == "x" * MAX_LENGTH
     assert informative_part("x" * 5000) == "x" * (MAX_LENGTH - 3) + "..."

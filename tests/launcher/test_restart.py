@@ -142,7 +142,7 @@ class TestPolicy:
         assert [backoff_s(n) for n in range(8)] == [0, 1, 2, 4, 8, 16, 30, 30]
         assert backoff_s(10_000) == 30
 
-    def test_the_budget_ends_it(self):
+    def test_run_ends_after_max_restarts(self):
         policy = RestartPolicy(RunOptions(max_restarts=3), workers=2)
         decisions = [policy.decide(end(step)) for step in (10, 20, 30, 40)]
         assert [d.restart for d in decisions] == [True, True, True, False]
@@ -177,7 +177,7 @@ class TestPolicy:
         ]
         assert [d.restart for d in decisions] == [True, True, False]
 
-    def test_row_28_three_errors_without_progress_are_one_too_with_kills_in_between(self):
+    def test_row_28_three_errors_without_progress_are_a_crash_loop_despite_kills_in_between(self):
         policy = RestartPolicy(RunOptions(max_restarts=100), workers=2)
         ends = [end(10, error="a"), end(9, error="b"), killed(9), end(8, error="c"), killed(10)]
         assert all(policy.decide(outcome).restart for outcome in ends)
@@ -190,20 +190,20 @@ class TestPolicy:
         ends = [end(n, error="abcdefghi"[i]) for i, n in enumerate((9, 8, 7, 10, 9, 8))]
         assert all(policy.decide(outcome).restart for outcome in ends)
 
-    def test_kills_use_up_the_budget_and_nothing_else(self):
+    def test_kills_count_against_max_restarts_only(self):
         policy = RestartPolicy(RunOptions(max_restarts=6), workers=2)
         decisions = [policy.decide(killed(step)) for step in (-3, -3, 5, 5, 5, 5, 5)]
         assert [d.restart for d in decisions] == [True] * 6 + [False]
         assert policy.restarts == 6
         assert "no restart is left of 6" in decisions[6].message
 
-    def test_an_error_beside_a_kill_may_follow_from_it(self):
+    def test_error_beside_a_kill_is_no_crash_loop(self):
         policy = RestartPolicy(RunOptions(max_restarts=9), workers=2)
         both = (failure(step=5), failure("worker 0", step=5, external=True))
         outcome = AttemptOutcome(failures=both, step=5)
         assert all(policy.decide(outcome).restart for _ in range(5))
 
-    def test_a_worker_whose_host_is_lost_is_left_out(self):
+    def test_worker_of_a_lost_host_is_dropped(self):
         policy = RestartPolicy(RunOptions(max_restarts=9, min_workers=1), workers=2)
         decisions = [policy.decide(killed(step)) for step in (10, -3, -3)]
         assert [d.workers for d in decisions] == [2, 2, 1]
@@ -224,20 +224,20 @@ class TestPolicy:
             (None, None, False),
         ],
     )
-    def test_whose_fault_it_was(self, status, record, external):
+    def test_external_causes(self, status, record, external):
         assert is_external(status, record) is external
 
-    def test_a_program_that_reports_nothing_makes_progress_by_living(self):
+    def test_running_time_counts_as_progress_without_reports(self):
         policy = RestartPolicy(RunOptions(max_restarts=100), workers=2)
         assert all(policy.decide(end(-1, seconds=61)).restart for _ in range(5))
         assert policy.decide(end(-1, seconds=1)).restart
         assert not policy.decide(end(-1, seconds=1)).restart
 
-    def test_wrong_usage_is_not_tried_again(self):
+    def test_wrong_usage_is_not_retried(self):
         policy = RestartPolicy(RunOptions(max_restarts=3), workers=2)
         assert not policy.decide(AttemptOutcome(failures=(failure(usage=True),), step=5)).restart
 
-    def test_a_worker_that_cannot_come_back_is_left_out(self):
+    def test_worker_that_keeps_failing_is_dropped(self):
         policy = RestartPolicy(RunOptions(max_restarts=9, min_workers=2), workers=3)
         ends = [end(10), end(-2), end(-2), end(12), end(-3), end(-1)]
         decisions = [policy.decide(e) for e in ends]
@@ -245,12 +245,12 @@ class TestPolicy:
         assert "2 go on" in decisions[2].message
         assert not decisions[5].restart  # two are needed
 
-    def test_only_the_same_worker_counts_as_lost(self):
+    def test_only_repeated_failures_of_the_same_worker_drop_it(self):
         policy = RestartPolicy(RunOptions(max_restarts=9, min_workers=1), workers=3)
         policy.decide(end(-1))
         assert not policy.decide(end(-1, task="worker 2")).restart  # a crash loop, then
 
-    def test_row_13_leaving_does_not_count(self):
+    def test_row_13_preemption_is_not_counted(self):
         policy = RestartPolicy(RunOptions(max_restarts=1), workers=2)
         decisions = [
             policy.decide(AttemptOutcome(preempted=True, step=step)) for step in (5, 9, 9, 9, 9)
@@ -262,7 +262,7 @@ class TestPolicy:
             AttemptOutcome(preempted=True, step=20, signals=(signal.SIGTERM,))
         ).restart
 
-    def test_leaving_is_announced_with_the_number_of_the_next_attempt(self):
+    def test_preemption_message_has_the_next_attempts_number(self):
         policy = RestartPolicy(RunOptions(max_restarts=1), workers=2)
         policy.decide(AttemptOutcome(preempted=True, step=5))
         decision = policy.decide(AttemptOutcome(preempted=True, step=9, seconds=2.0))
@@ -271,7 +271,7 @@ class TestPolicy:
             "2.0 s at step 9 (not counted as a restart)"
         )
 
-    def test_a_failure_beside_a_task_that_left_counts(self):
+    def test_failure_beside_a_preempted_task_counts(self):
         both = AttemptOutcome(failures=(failure(step=5),), preempted=True, step=5)
         policy = RestartPolicy(RunOptions(max_restarts=1), workers=2)
         assert policy.decide(both).restart
@@ -292,25 +292,25 @@ class TestPolicy:
         assert not policy.allows_restart_alone(failure())
         assert policy.restarts == 2
 
-    def test_a_worker_that_has_made_its_first_report_is_not_left_out(self):
+    def test_worker_that_has_reported_a_step_is_not_dropped(self):
         policy = RestartPolicy(RunOptions(max_restarts=9, min_workers=1), workers=2)
         assert [policy.decide(killed(0)).workers for _ in range(4)] == [2, 2, 2, 2]
 
-    def test_a_minute_counts_as_progress_only_where_no_step_is_reported(self):
+    def test_running_time_is_ignored_if_steps_are_reported(self):
         policy = RestartPolicy(RunOptions(max_restarts=9), workers=2)
         assert [policy.decide(end(-1, seconds=60)).delay_s for _ in range(3)] == [0, 0, 0]
         policy = RestartPolicy(RunOptions(max_restarts=9), workers=2)
         assert policy.decide(end(0, seconds=60)).restart
         assert not policy.decide(end(0, seconds=60)).restart
 
-    def test_without_restarts_leaving_is_the_end(self):
+    def test_preemption_without_restarts_ends_the_run(self):
         assert (
             not RestartPolicy(RunOptions(), workers=2)
             .decide(AttemptOutcome(preempted=True, step=5))
             .restart
         )
 
-    def test_who_is_started_again_alone(self):
+    def test_which_tasks_restart_alone(self):
         kinds = ("chief", "worker", "ps", "evaluator")
         assert [kind for kind in kinds if restarts_alone(kind, has_ps=True)] == [
             "worker",
@@ -337,7 +337,7 @@ class TestPolicy:
         with pytest.raises(UsageError, match=re.escape(words)):
             RunOptions(**options).check(workers=2)
 
-    def test_waiting_ends_with_a_signal(self):
+    def test_wait_ends_at_a_signal(self):
         stop, slept = Signals(), []
 
         def sleep(seconds: float) -> None:
@@ -355,7 +355,7 @@ class TestWatchdog:
         self.now = 0.0
         return Watchdog(30, 120, 5, lag_s=10, clock=lambda: self.now)
 
-    def test_row_17_a_silent_task_is_found(self, watchdog):
+    def test_row_17_silent_task_is_detected(self, watchdog):
         sights = [TaskStatus("worker 0", 7, 8), TaskStatus("worker 1", 7, 9)]
         assert watchdog.check(sights) is None
         self.now = 10  # worker 0 reports once more, then waits for the other
@@ -371,9 +371,7 @@ class TestWatchdog:
             self.now += 20
             assert watchdog.check([TaskStatus("worker 0", 7, reports)]) is None
 
-    def test_a_blocking_call_may_be_silent_for_longer_and_tasks_that_wait_for_it_too(
-        self, watchdog
-    ):
+    def test_blocking_call_extends_the_timeout_of_all_tasks(self, watchdog):
         exporting = TaskStatus("worker 0", 7, 9, "export")
         waiting = TaskStatus("worker 1", 7, 8)
         for self.now in (0, 31, 299):
@@ -384,7 +382,7 @@ class TestWatchdog:
             "worker 0", "no progress for 300 s in export after step 7"
         )
 
-    def test_after_a_blocking_call_the_time_of_those_that_waited_begins_anew(self, watchdog):
+    def test_timeout_of_waiting_tasks_restarts_after_a_blocking_call(self, watchdog):
         waiting = TaskStatus("worker 1", 7, 8)
         for self.now in (0, 100):
             assert watchdog.check([TaskStatus("worker 0", 7, 9, "export"), waiting]) is None
@@ -411,11 +409,11 @@ class TestWatchdog:
             "worker 0", "did not join the others within 120 s"
         )
 
-    def test_a_server_only_has_to_be_up(self, watchdog):
+    def test_server_only_has_to_start(self, watchdog):
         self.now = 500
         assert watchdog.check([TaskStatus("ps 0", -2, 1, must_join=False)]) is None
 
-    def test_row_16_a_stopped_task_is_found_unless_it_is_continued(self, watchdog):
+    def test_row_16_stopped_task_is_detected_unless_it_continues(self, watchdog):
         sight = TaskStatus("worker 1", 7, 8, stopped=True)
         for self.now, seen in (
             (0, sight),
@@ -442,7 +440,7 @@ class TestWatchdog:
 # ---- real processes -----------------------------------------------------------------------------
 
 
-def test_row_01_a_worker_that_is_killed_all_start_again_as_a_new_attempt(run):
+def test_row_01_all_tasks_restart_after_a_killed_worker(run):
     done = run(
         "worker 0@0=stubborn:up", "worker 1@0=gate:up step:3 kill", max_restarts=3, grace_s=20
     )
@@ -464,17 +462,17 @@ def test_row_01_a_worker_that_is_killed_all_start_again_as_a_new_attempt(run):
     )
 
 
-def test_row_02_the_chief_too(run):
+def test_row_02_all_tasks_restart_after_a_killed_chief(run):
     done = run("worker 0@0=gate:up step:3 kill", "worker 1@0=stubborn:up", max_restarts=1)
     assert (done.result.status, done.result.attempts) == (0, 2)
 
 
-def test_without_restarts_nothing_is_started_again(run):
+def test_without_max_restarts_nothing_restarts(run):
     done = run("worker 0@0=wait", "worker 1@0=step:3 kill")
     assert (done.result.status, done.attempts) == (1, [0])
 
 
-def test_row_26_the_first_error_is_what_everybody_shows(run):
+def test_row_26_every_task_reports_the_first_error(run):
     done = run(
         "worker 0@0=wait",
         "worker 1@0=step:1 fail",
@@ -495,7 +493,7 @@ def test_row_26_the_first_error_is_what_everybody_shows(run):
     assert "no restart is left of 2" in done.lines[-1]
 
 
-def test_row_27_out_of_memory_is_restarted_and_said(run, tmp_path):
+def test_row_27_out_of_memory_is_restarted_and_reported(run, tmp_path):
     done = run("worker 0@0=wait", "worker 1@0=step:1 kill", max_restarts=1)
     assert done.result.status == 0
     assert "memory ran out" in done.lines[0]
@@ -517,7 +515,7 @@ def test_row_28_a_crash_loop_ends(run):
     assert done.result.summary()[-1].endswith("bad batch in attempt 0 (exit status 1)")
 
 
-def test_several_quick_kills_in_a_row_are_no_crash_loop(run, monkeypatch):
+def test_several_quick_kills_are_no_crash_loop(run, monkeypatch):
     monkeypatch.setattr(restart, "LONGEST_DELAY_S", 0.1)
     kills = [
         "worker 1@0=step:3 kill",
@@ -531,7 +529,7 @@ def test_several_quick_kills_in_a_row_are_no_crash_loop(run, monkeypatch):
     assert all("SIGKILL" in line for line in done.lines)
 
 
-def test_the_same_error_at_the_same_step_ends_a_run_also_with_a_kill_in_between(run):
+def test_the_same_error_at_the_same_step_ends_a_run_despite_a_kill_in_between(run):
     flags = ["worker 1@0=step:3 fail", "worker 1@1=step:1 kill", "worker 1@2=step:3 fail"]
     done = run(*flags, *(f"worker 0@{n}=wait" for n in range(3)), max_restarts=9)
     assert (done.result.status, done.attempts) == (1, [0, 1, 2])
@@ -539,7 +537,7 @@ def test_the_same_error_at_the_same_step_ends_a_run_also_with_a_kill_in_between(
 
 
 @pytest.mark.slow
-def test_fewer_workers_go_on(run):
+def test_fewer_workers_continue(run):
     done = run("worker 2@0=fail", "worker 2@1=fail", "worker 0@0=wait", "worker 0@1=wait",
                workers=3, max_restarts=5, min_workers=2)  # fmt: skip
     assert done.result.status == 0
@@ -567,7 +565,7 @@ def test_row_17_a_task_that_hangs(run):
     assert "in stuck_in_a_function_of_its_own" in done.log("worker 1", 0)
 
 
-def test_a_hang_without_restarts_is_a_failure(run):
+def test_hang_without_restarts_fails_the_run(run):
     done = run("worker 1@0=step:2 stuck_in_a_function_of_its_own", hang_timeout_s=1)
     assert done.result.status == 1
     assert "worker 1 failed after" in done.result.summary()[-1]
@@ -587,7 +585,7 @@ def test_a_blocking_call_that_never_ends_is_a_hang(run):
     assert re.search(r"worker 0 .*no progress for \d+ s in export after step 2", done.summary)
 
 
-def test_row_19_a_straggler_is_named_and_left_alone(run, monkeypatch):
+def test_row_19_a_straggler_is_named_and_not_restarted(run, monkeypatch):
     monkeypatch.setattr(attempt_module, "LAG_S", 0.3)
     done = run("worker 0@0=steps_until_lag", "worker 1@0=step:1 gate:lag")
     assert done.result.status == 0
@@ -606,7 +604,7 @@ def test_row_23_a_task_that_never_starts(run, tmp_path, monkeypatch):
     assert done.result.summary()[-1].endswith("did not start within 1.5 s")
 
 
-def test_row_13_a_task_that_is_told_to_leave(run):
+def test_row_13_a_preempted_task(run):
     done = run(
         "worker 0@0=step:4 serve:up",
         "worker 1@0=step:4 gate:up tell:worker_0 serve",
@@ -617,7 +615,7 @@ def test_row_13_a_task_that_is_told_to_leave(run):
     assert "at step 4 (not counted as a restart)" in done.lines[0]
 
 
-def test_leaving_without_restarts_is_passed_on(run):
+def test_preemption_without_restarts_ends_with_75(run):
     done = run("worker 0@0=leave", "worker 1@0=leave")
     assert (done.result.status, done.result.attempts) == (PREEMPTED, 1)
     assert "same command goes on" in done.result.summary()[-1]
@@ -627,7 +625,7 @@ def test_leaving_without_restarts_is_passed_on(run):
 
 
 @pytest.mark.slow
-def test_row_05_a_worker_of_parameter_servers_comes_back_alone(run):
+def test_row_05_a_worker_of_parameter_servers_restarts_alone(run):
     done = run(
         "chief@0=gate:back",
         "worker 1@0=kill",
@@ -645,7 +643,7 @@ def test_row_05_a_worker_of_parameter_servers_comes_back_alone(run):
     assert done.result.tasks["worker 1"] == 0
 
 
-def test_row_31_an_evaluator_comes_back_alone(run):
+def test_row_31_an_evaluator_restarts_alone(run):
     done = run(
         "worker 0@0=gate:back",
         "evaluator@0=fail",
@@ -658,13 +656,13 @@ def test_row_31_an_evaluator_comes_back_alone(run):
 
 
 @pytest.mark.parametrize("dead", ["ps 0", "chief"])
-def test_rows_04_and_06_a_server_or_the_coordinator_takes_all_along(run, dead):
+def test_rows_04_and_06_all_restart_after_a_server_or_the_coordinator(run, dead):
     waits = [f"{task}@0=wait" for task in ("chief", "worker 0", "ps 0") if task != dead]
     done = run(*waits, f"{dead}@0=step:1 kill", workers=1, ps=1, max_restarts=1)
     assert (done.result.status, done.attempts) == (0, [0, 1])
 
 
-def test_a_worker_that_keeps_dying_alone_ends_the_run(run):
+def test_worker_that_keeps_dying_ends_the_run(run):
     done = run(
         "chief@0=wait", "worker 0@0=fail", "worker 0@again=fail", "ps 0@0=wait",
         workers=1, ps=1, max_restarts=2,
@@ -701,7 +699,7 @@ def serving(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("options", [(), ("--max-restarts", "3")])
-def test_row_14_a_launcher_that_is_told_to_leave_lets_the_tasks_save(serving, number, options):
+def test_row_14_a_preempted_launcher_lets_the_tasks_save(serving, number, options):
     launcher, pids = serving("*@0=serve", options=options)
     launcher.send_signal(number)
     output, _ = launcher.communicate(timeout=10)
@@ -710,7 +708,7 @@ def test_row_14_a_launcher_that_is_told_to_leave_lets_the_tasks_save(serving, nu
     assert wait_gone(pids, 0) == []
 
 
-def test_row_14_tasks_that_do_not_save_die_of_it(serving):
+def test_row_14_tasks_that_do_not_save_end_by_the_signal(serving):
     launcher, pids = serving("*@0=wait", options=("--max-restarts", "3"))
     launcher.terminate()
     launcher.communicate(timeout=10)
@@ -743,7 +741,7 @@ def test_row_14_a_second_signal_ends_everything_at_once(serving):
 
 
 @pytest.mark.multiprocess
-def test_tasks_are_copies_of_one_process_at_first_and_again_and_none_is_left(serving, tmp_path):
+def test_tasks_are_forked_at_first_and_after_a_failure(serving, tmp_path):
     options = ("--max-restarts", "2", "--standby", "on")
     flags = ("*@0=step:1 wait", "*@1=step:2 wait")
     launcher, pids = serving(*flags, options=options)
@@ -769,7 +767,7 @@ def test_tasks_are_copies_of_one_process_at_first_and_again_and_none_is_left(ser
 
 
 @pytest.mark.multiprocess
-def test_tasks_start_without_the_process_they_would_be_copies_of(serving, tmp_path):
+def test_tasks_start_without_the_fork_server(serving, tmp_path):
     options = ("--max-restarts", "2", "--standby", "on")
     launcher, pids = serving("*@0=step:1 wait", "*@1=step:2", options=options)
     os.kill(template_of(launcher.pid, PROGRAM), signal.SIGKILL)
@@ -781,7 +779,7 @@ def test_tasks_start_without_the_process_they_would_be_copies_of(serving, tmp_pa
 
 
 @pytest.mark.multiprocess
-def test_tasks_do_not_wait_forever_for_the_process_they_would_be_copies_of(tmp_path):
+def test_wait_for_the_fork_server_has_a_timeout(tmp_path):
     (tmp_path / "tensorflow.py").write_text("import time\ntime.sleep(1e6)\n")
     options = ["--workers", "2", "--standby", "on", "--start-timeout", "2"]
     env = {**NO_INIT, "TFMW_RESULT": str(tmp_path), "PYTHONPATH": f"{tmp_path}:{PYTHONPATH}"}

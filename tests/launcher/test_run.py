@@ -75,11 +75,11 @@ def without_note(run: ClusterRun) -> str:
 
 
 class TestSuccess:
-    def test_status_and_no_summary(self, two):
+    def test_success_has_no_summary(self, two):
         assert two.status == 0
         assert "tfmw:" not in without_note(two)
 
-    def test_every_line_carries_its_task(self, two):
+    def test_every_line_is_labelled(self, two):
         assert sorted(without_note(two).splitlines()) == [
             "[worker 0] to stderr",
             "[worker 0] to stdout",
@@ -91,7 +91,7 @@ class TestSuccess:
         for task in ("worker 0", "worker 1"):
             assert sorted(two.log(task).splitlines()) == ["to stderr", "to stdout"]
 
-    def test_the_script_sees_what_python_would_show_it(self, two):
+    def test_script_sees_the_same_argv_and_path_as_under_python(self, two):
         for result in two:
             assert result["argv"] == [PROGRAM, "--epochs", "3"]
             assert result["name"] == "__main__"
@@ -119,7 +119,7 @@ class TestSuccess:
             assert not result["terminal"]
             assert result["session"]
 
-    def test_parameter_servers_come_with_a_chief(self, run):
+    def test_parameter_servers_add_a_chief(self, run):
         result = run(workers=2, ps=1, evaluator=True)
         assert result.status == 0
         assert sorted(result.by_task) == ["chief", "evaluator", "ps 0", "worker 0", "worker 1"]
@@ -128,13 +128,13 @@ class TestSuccess:
         assert result.by_task["evaluator"]["config"]["task"] == {"type": "evaluator", "index": 0}
         assert result.by_task["ps 0"]["env"]["TFMW_LOCAL_TASKS"] == "5"
 
-    def test_processes_that_a_task_leaves_behind_are_ended(self, run):
+    def test_child_processes_of_a_task_are_ended(self, run):
         assert run("worker 1=leave_a_child").status == 0  # run_cluster looks for survivors
 
-    def test_an_unfinished_line_and_bytes_that_are_no_text_are_shown(self, run):
+    def test_unfinished_lines_and_invalid_bytes_are_printed(self, run):
         assert "[worker 1] no newline \ufffd\ufffd\n" in run("worker 1=unfinished_line").output
 
-    def test_without_a_log_dir_nothing_stays(self, tmp_path):
+    def test_without_a_log_dir_no_files_remain(self, tmp_path):
         with tfmw_command(
             "run",
             "--workers",
@@ -187,7 +187,7 @@ class TestFailure:
         )
 
     @pytest.mark.parametrize("peer", ["wait", "stubborn"])
-    def test_the_others_are_ended_within_2_s(self, run, peer):
+    def test_other_tasks_are_ended_within_2_s(self, run, peer):
         result = run(f"worker 0={peer}", "worker 1=fail", f"worker 2={peer}", workers=3)
         ended = time.monotonic()
         record = json.loads((result.log_dir / "worker_1" / "error.json").read_text())
@@ -202,7 +202,7 @@ class TestFailure:
             ("echo_last", "fail"),
         ],
     )
-    def test_the_cause_is_named_not_its_echo(self, run, first, second):
+    def test_root_cause_is_named_not_a_secondary_error(self, run, first, second):
         result = run(f"worker 0={first}", f"worker 1={second}")
         assert result.status == 1
         assert re.match("tfmw: worker 1 failed (first, )?", last_line(result))
@@ -211,12 +211,12 @@ class TestFailure:
         if second != "fail":  # then the echo may come too late to be heard
             assert "tfmw: worker 0 failed too: RuntimeError: training failed" in result.output
 
-    def test_an_echo_alone_is_named(self, run):
+    def test_secondary_error_is_named_if_there_is_no_other(self, run):
         result = run("worker 0=wait", "worker 1=echo")
         assert "worker 1 failed after" in last_line(result)
         assert "RuntimeError: training failed" in last_line(result)
 
-    def test_a_dead_task_is_the_cause_of_an_echo(self, run):
+    def test_dead_task_is_the_root_cause_of_a_secondary_error(self, run):
         result = run("worker 0=echo", "worker 1=kill_last")
         assert "worker 1 failed first" in last_line(result)
 
@@ -230,7 +230,7 @@ class TestFailure:
     @pytest.mark.parametrize(
         ("action", "words"), [("leave_3", "exit status 3"), ("leave_words", "no data here")]
     )
-    def test_a_task_that_leaves(self, run, action, words):
+    def test_task_that_exits_with_a_status(self, run, action, words):
         result = run("worker 0=wait", f"worker 1={action}")
         assert result.status == 1
         assert "worker 1 failed" in last_line(result)
@@ -249,7 +249,7 @@ class TestFailure:
         assert result.status == 1
         assert "ps 0 failed" in last_line(result)
 
-    def test_serving_tasks_that_stay_are_ended_without_blame(self, tmp_path):
+    def test_serving_tasks_that_stay_are_no_failures(self, tmp_path):
         result = launch_tasks(
             [PROGRAM, "worker 0=wait", "ps 0=stubborn"],
             workers=1,
@@ -316,7 +316,7 @@ class TestEnd:
         launcher.wait()
         assert wait_gone(pids, 5) == []
 
-    def test_a_reader_that_goes_ends_the_run(self, tmp_path):
+    def test_closed_output_ends_the_run(self, tmp_path):
         command = ["run", "--workers", "2", "--log-dir", str(tmp_path), PROGRAM, "worker 1=babble"]
         env = {**NO_INIT, "TFMW_RESULT": str(tmp_path)}
         with tfmw_command(*command, env=env) as launcher:
@@ -336,7 +336,7 @@ class TestEnd:
 
 
 class TestOutput:
-    def test_a_progress_bar_lives_on_a_terminal(self, tmp_path):
+    def test_live_progress_bar_on_a_terminal(self, tmp_path):
         ours, theirs = pty.openpty()
         flags = ["worker 0=progress", "worker 1=interrupt"]
         command = ["run", "--workers", "2", "--isolate", "off", PROGRAM, *flags]
@@ -380,7 +380,7 @@ class TestOutput:
             ("", ""),
         ],
     )
-    def test_what_a_line_shows_in_the_end(self, line, shown):
+    def test_collapse_of_overwritten_lines(self, line, shown):
         assert collapse(line) == shown
 
     def test_lines_wait_until_they_are_complete(self):
@@ -398,14 +398,14 @@ class TestOutput:
         display.feed("b", b"", final=True)
         assert out.getvalue() == "[a] 1\n[b] x\n[a] 22\n[a] 3\n[b] é\n"
 
-    def test_a_line_without_an_end_is_not_kept_for_ever(self):
+    def test_endless_line_is_printed_in_parts(self):
         out = io.StringIO()
         display = Display(out)
         for _ in range(100):
             display.feed("a", b"x" * 1000)
         assert out.getvalue().startswith("[a] xxx")
 
-    def test_a_stream_that_cannot_show_a_character(self):
+    def test_stream_that_cannot_encode_a_character(self):
         raw = io.BytesIO()
         display = Display(io.TextIOWrapper(raw, encoding="ascii"))
         display.feed("a", "━ 1/2\n".encode())
@@ -429,7 +429,7 @@ def test_ports_are_held_until_the_end_of_the_reservation():
     ("status", "words"),
     [(3, "exit status 3"), (-15, "SIGTERM"), (-11, "SIGSEGV (a crash"), (-99, "signal 99")],
 )
-def test_statuses_in_words(status, words):
+def test_describe_status(status, words):
     assert describe_status(status).startswith(words)
 
 
@@ -458,7 +458,7 @@ class TestRecords:
         record_error(KeyError("unrelated"))
         assert json.loads(path.read_text())["monotonic"] > before["monotonic"]
 
-    def test_what_tensorflow_passes_on_from_a_peer_is_an_echo(self, path):
+    def test_error_reported_by_a_peer_is_secondary(self, path):
         for message, secondary in (
             ("Error reported from /job:worker/task:1: ValueError: bad batch", True),
             ("Graph execution error", False),
@@ -466,7 +466,7 @@ class TestRecords:
             record_error(RuntimeError(message))
             assert json.loads(path.read_text())["secondary"] is secondary
 
-    def test_a_folder_that_is_gone_is_told_and_no_error(self, path, monkeypatch, capsys):
+    def test_missing_folder_is_reported_without_an_error(self, path, monkeypatch, capsys):
         monkeypatch.setenv("TFMW_ERROR_FILE", str(path.parent / "gone" / "error.json"))
         record_error(ValueError("x"))
         assert "could not write" in capsys.readouterr().err
@@ -480,7 +480,7 @@ def launch(fn: Any, *args: Any, workers: int = 2) -> list[Any]:
 
 
 class TestFunctions:
-    def test_results_come_in_order(self):
+    def test_results_are_in_order(self):
         value = {"large": b"x" * 300_000}  # more than a pipe holds
         assert launch(launch_functions.rank_and, value, workers=3) == [
             (0, value),
@@ -488,7 +488,7 @@ class TestFunctions:
             (2, value),
         ]
 
-    def test_an_exception_is_raised_here_with_its_traceback(self):
+    def test_exception_is_raised_with_the_workers_traceback(self):
         with pytest.raises(KeyError, match="lost") as caught:
             launch(launch_functions.fail_on_1, KeyError("lost"))
         cause = caught.value.__cause__
@@ -496,7 +496,7 @@ class TestFunctions:
         assert "worker 1 failed" in str(cause)
         assert "in fail_on_1\n    raise error\nKeyError: 'lost'" in str(cause)
 
-    def test_an_exception_that_cannot_travel(self):
+    def test_exception_that_cannot_be_pickled(self):
         error = pickle.dumps(launch_functions.Awkward(1, 2))
         with pytest.raises(TypeError):
             pickle.loads(error)
@@ -507,7 +507,7 @@ class TestFunctions:
         with pytest.raises(TaskFailed, match=r"worker 1 failed after .*SIGKILL"):
             launch(launch_functions.die_on_1)
 
-    def test_a_worker_that_leaves_without_a_result(self):
+    def test_worker_that_exits_without_a_result(self):
         with pytest.raises(TaskFailed, match="before the function returned"):
             launch(launch_functions.leave)
 
@@ -516,15 +516,15 @@ class TestFunctions:
         with pytest.raises(UsageError, match="install cloudpickle"):
             launch(lambda: 1)
 
-    def test_a_local_function_travels_by_cloudpickle(self):
+    def test_local_function_is_pickled_by_cloudpickle(self):
         offset = 40
         assert launch(lambda x: x + offset, 2) == [42, 42]
 
-    def test_arguments_that_cannot_travel(self):
+    def test_arguments_that_cannot_be_pickled(self):
         with pytest.raises(UsageError, match="can't send"):
             launch(launch_functions.rank_and, threading.Lock())
 
-    def test_inside_a_cluster(self, monkeypatch):
+    def test_launch_inside_a_cluster_is_refused(self, monkeypatch):
         monkeypatch.setenv("TF_CONFIG", '{"cluster": {}}')
         with pytest.raises(UsageError, match=r"TF_CONFIG is already set to \{\"cluster\": \{\}\}"):
             launch(launch_functions.rank_and, 1)
@@ -534,20 +534,20 @@ class TestFunctions:
         with pytest.raises(UsageError, match="at least 1"):
             launch(launch_functions.rank_and, 1, workers=workers)
 
-    def test_what_is_noted_of_each_launch_is_said_once(self, monkeypatch, capfd):
+    def test_notes_are_printed_once_per_process(self, monkeypatch, capfd):
         monkeypatch.setattr("tfmw.launcher.attempts.choose_network", lambda *_: (None, "a note"))
         for _ in range(2):
             launch(launch_functions.rank_and, 1, workers=1)
         assert capfd.readouterr().err.count("tfmw: a note") == 1
 
-    def test_handlers_are_put_back(self):
+    def test_signal_handlers_are_restored(self):
         before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
         launch(launch_functions.rank_and, 1, workers=1)
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 @pytest.mark.multiprocess
-def test_workers_are_copies_of_a_process_that_stays_for_the_next_run():
+def test_fork_server_is_kept_for_the_next_run():
     def kept(**env: str) -> list[int]:
         tfmw.launch(launch_functions.rank_and, [1], 2, env=ONE_THREAD | env, stdout=io.StringIO())
         return template_and_copies(children(os.getpid()))[0]
@@ -565,7 +565,7 @@ def test_workers_are_copies_of_a_process_that_stays_for_the_next_run():
     assert len(kept(TF_ENABLE_ONEDNN_OPTS="0")) == 1
 
 
-def test_a_copy_draws_numbers_of_its_own():
+def test_forked_tasks_draw_different_random_numbers():
     drawn = []
     for _ in range(2):
         np.random.seed(1)
@@ -595,7 +595,7 @@ if os.environ["LOOK"]:
         (["--workers=1"], {"LOOK": "", "TF_ENABLE_ONEDNN_OPTS": "0"}, ["asked: 0"]),
     ],
 )
-def test_tasks_compute_with_onednn_unless_told_otherwise(
+def test_tasks_compute_with_onednn_unless_disabled(
     tmp_path: Path, options: list[str], chosen: dict[str, str], expected: list[str]
 ):
     (tmp_path / "which.py").write_text(WHICH_KERNELS)

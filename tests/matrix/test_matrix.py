@@ -194,7 +194,7 @@ def test_the_reference_learns(name: str, folder: Path, core: dict[str, Any]) -> 
     assert any(len(set(values.ravel().tolist())) > 1 for values in losses)
 
 
-def test_a_wrong_weight_is_seen() -> None:
+def test_wrong_weight_is_detected() -> None:
     right = np.array([1.0, -2.0])
     seen = functools.partial(difference, expected=right)
     assert seen(right) == 0

@@ -62,20 +62,20 @@ def traces(model: keras.Model, call: Callable[[keras.Model], Any]) -> int:
 
 
 @pytest.mark.parametrize("call", [fit, evaluate, predict])
-def test_what_was_traced_is_used_again(call):
+def test_traces_are_reused(call):
     model = made()
     assert traces(model, call) > 0
     assert traces(model, call) == 0
 
 
-def test_also_where_something_else_was_called_in_between():
+def test_traces_are_reused_after_other_calls():
     model = made()
     for call in (fit, evaluate, predict):
         call(model)
     assert [traces(model, call) for call in (evaluate, fit, predict, evaluate)] == [0, 0, 0, 0]
 
 
-def test_the_numbers_are_those_of_keras():
+def test_results_equal_those_of_keras():
     ours, keras_own = made(), made()
     for _ in range(3):
         expected = keras_own.fit(X, Y, batch_size=8, verbose=0, shuffle=False).history
@@ -103,7 +103,7 @@ CHANGES: dict[str, Callable[[keras.Model], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_traced_anew(change):
+def test_changes_are_retraced(change):
     kept, fresh = made(), made()
     fit(kept)
     fit(fresh)
@@ -116,7 +116,7 @@ def test_a_change_is_traced_anew(change):
     assert traces(kept, fit) == 0
 
 
-def test_a_seed_is_for_what_is_traced_afterwards():
+def test_new_seed_is_retraced():
     """Ops draw theirs when they are traced, and Keras's keep the generator of that moment."""
     model = made()
     fit(model)
@@ -136,7 +136,7 @@ class Frozen(keras.callbacks.Callback):
         self.model.layers[3].trainable = True
 
 
-def test_a_change_for_one_call_is_for_that_call():
+def test_change_within_one_call_does_not_persist():
     model = made()
     for frozen in (True, False, True, False):
         before = model.layers[3].get_weights()[0]
@@ -144,7 +144,7 @@ def test_a_change_for_one_call_is_for_that_call():
         assert np.array_equal(model.layers[3].get_weights()[0], before) == frozen
 
 
-def test_memory_of_what_cannot_serve_again_is_free_before_the_next_call():
+def test_memory_of_invalid_traces_is_freed_before_the_next_call():
     model = made()
     fit(model)
     gone = weakref.ref(model.optimizer)
@@ -159,7 +159,7 @@ def test_memory_of_what_cannot_serve_again_is_free_before_the_next_call():
     assert held == [False]
 
 
-def test_an_error_leaves_nothing():
+def test_error_discards_the_cached_driver():
     model = made()
     evaluate(model)
     with pytest.raises(ZeroDivisionError):
@@ -167,7 +167,7 @@ def test_an_error_leaves_nothing():
     assert traces(model, evaluate) > 0
 
 
-def test_a_call_within_a_call_has_a_driver_of_its_own():
+def test_nested_call_has_its_own_driver():
     model = made()
     within: list[dict[str, float]] = []
     note = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: within.append(evaluate(model)))
@@ -176,14 +176,14 @@ def test_a_call_within_a_call_has_a_driver_of_its_own():
     assert traces(model, fit) == 0
 
 
-def test_precisions_are_told_apart():
+def test_precisions_have_separate_traces():
     model = made()
     lower = functools.partial(fit, precision="mixed_bfloat16")
     assert all(traces(model, call) > 0 for call in (fit, lower, evaluate))
     assert all(traces(model, call) == 0 for call in (lower, evaluate, lower, fit))
 
 
-def test_a_model_that_nobody_holds_goes():
+def test_unreferenced_model_is_freed():
     model = made()
     fit(model)
     evaluate(model)
@@ -193,7 +193,7 @@ def test_a_model_that_nobody_holds_goes():
     assert gone() is None
 
 
-def test_what_is_kept_does_not_travel():
+def test_cached_driver_is_not_pickled():
     model = made()
     fit(model)
     assert cached_driver._KEPT in vars(model)

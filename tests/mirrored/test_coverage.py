@@ -58,7 +58,7 @@ def test_the_tasks_global_seeds_differ(run: ClusterRun) -> None:
 
 
 @pytest.mark.parametrize("name", ["shuffled", "shuffled batches", "arrays shuffled", "PyDataset"])
-def test_epochs_are_shuffled_anew(run: ClusterRun, name: str) -> None:
+def test_each_epoch_is_shuffled_differently(run: ClusterRun, name: str) -> None:
     first, second = run[0][name]
     assert first != second
     assert first != sorted(first)
@@ -71,13 +71,13 @@ def test_skip_and_take_choose_the_same_on_all_tasks(run: ClusterRun) -> None:
         assert set(trained.values()) == {1}
 
 
-def test_an_endless_shuffle_loses_nothing_within_a_pass(run: ClusterRun) -> None:
+def test_repeated_shuffle_has_each_example_once_per_pass(run: ClusterRun) -> None:
     trained = Counter(e for task in run for epoch in task["steps"] for e in epoch)
     assert sum(trained.values()) == 80
     assert set(trained.values()) == {1}
 
 
-def test_each_task_maps_only_its_share(run: ClusterRun) -> None:
+def test_each_task_maps_only_its_shard(run: ClusterRun) -> None:
     trained = [task["counted map"][0] for task in run]
     calls = [task["map calls"] for task in run]
     assert Counter(trained[0] + trained[1]) == Counter(ALL)

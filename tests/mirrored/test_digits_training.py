@@ -49,15 +49,15 @@ def assert_equal_to_one_process(result, reference):
         np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
 
 
-def test_two_workers_give_the_numbers_of_one_process(two_workers, reference):
+def test_two_workers_have_the_results_of_one_process(two_workers, reference):
     assert_equal_to_one_process(two_workers[0], reference)
 
 
-def test_two_devices_give_the_numbers_of_one_process(two_devices, reference):
+def test_two_devices_have_the_results_of_one_process(two_devices, reference):
     assert_equal_to_one_process(two_devices[0], reference)
 
 
-def test_workers_end_with_the_same_bits_and_logs(two_workers):
+def test_workers_end_with_bitwise_equal_weights_and_logs(two_workers):
     assert two_workers[0]["sha"] == two_workers[1]["sha"]
     assert two_workers[0]["history"] == two_workers[1]["history"]
 

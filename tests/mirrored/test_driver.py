@@ -14,7 +14,7 @@ from tfmw.mirrored.replicas import new_function
 @pytest.mark.parametrize(
     ("make", "warns"), [(new_function, False), (tf.function, True)], ids=["ours", "plain"]
 )
-def test_one_fit_after_the_other_is_not_taken_for_retracing(
+def test_consecutive_fits_do_not_warn_of_retracing(
     make: Callable[..., Any], warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     tf.get_logger().addHandler(caplog.handler)

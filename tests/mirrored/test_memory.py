@@ -39,9 +39,9 @@ def said(**chosen: str) -> str:
     return done.stdout.strip()
 
 
-def test_tensors_come_from_memory_that_is_kept():
+def test_freed_memory_is_reused():
     assert int(said()) >= 256 * 1024 * 4
 
 
-def test_a_choice_of_the_users_own_stays():
+def test_users_allocator_setting_is_kept():
     assert said(TF_CPU_ALLOCATOR_USE_BFC="0") == "malloc keeps no account"

@@ -43,7 +43,7 @@ def numbers(*shape: int) -> tf.Tensor:
 
 
 @pytest.mark.parametrize(("name", "wire"), COMPRESSIONS.items())
-def test_compressed_gradients_travel_in_16_bits(sent, name, wire):
+def test_compressed_gradients_are_sent_in_16_bits(sent, name, wire):
     rows = tf.IndexedSlices(tf.ones([2, 4]), tf.constant([0, 3]), tf.constant([5, 4]))
     double = tf.ones([3], tf.float64)
     total = reduced([numbers(4, 8), None, rows, double], name)
@@ -55,7 +55,7 @@ def test_compressed_gradients_travel_in_16_bits(sent, name, wire):
 
 
 @pytest.mark.parametrize("shape", [(4096, 1025), (4097, 1025)])
-def test_large_gradients_travel_in_pieces_and_small_ones_whole(sent, shape):
+def test_large_gradients_are_split_and_small_ones_are_not(sent, shape):
     large, small = numbers(*shape), numbers(7, 3)
     total = reduced([small, large])
     sizes = [int(tf.size(value)) * 4 for value in sent]
@@ -67,7 +67,7 @@ def test_large_gradients_travel_in_pieces_and_small_ones_whole(sent, shape):
     np.testing.assert_array_equal(total[1], 2 * large)
 
 
-def test_a_pack_size_of_0_leaves_all_whole(sent, monkeypatch):
+def test_pack_size_0_splits_nothing(sent, monkeypatch):
     whole = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=0)
     monkeypatch.setattr(membership, "reduction_options", lambda strategy: whole)
     reduced([numbers(4096, 1025)])
@@ -96,7 +96,7 @@ class TestOverRing:
         monkeypatch.setattr(membership, "reduction_options", lambda strategy: options)
         return seen
 
-    def test_small_gradients_travel_together_and_the_last_ones_first(self, exchanged):
+    def test_small_gradients_are_packed_the_last_ones_first(self, exchanged):
         grads = [numbers(3), None, numbers(2, 10), numbers(30), numbers(4), numbers(0)]
         total = reduced(grads)
         assert [len(array) for array in exchanged] == [4, 30, 23]
@@ -107,7 +107,7 @@ class TestOverRing:
                 np.testing.assert_array_equal(summed, 2 * grad)
                 assert summed.shape == grad.shape
 
-    def test_types_and_sparse_gradients_travel_alone(self, exchanged):
+    def test_dtypes_and_sparse_gradients_have_their_own_packs(self, exchanged):
         rows = tf.IndexedSlices(numbers(2, 4), tf.constant([0, 3], tf.int64), tf.constant([5, 4]))
         total = reduced([numbers(0), rows, numbers(0), tf.ones([2], tf.float64), numbers(5)])
         kinds = ["rows" if isinstance(sent, list) else sent.dtype.name for sent in exchanged]

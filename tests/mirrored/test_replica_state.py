@@ -38,7 +38,7 @@ def test_another_number_of_replicas_gets_the_mean_of_averages_and_the_sum_of_met
     assert mean.any()
 
 
-def test_the_same_number_of_replicas_gets_what_each_one_had(driver):
+def test_same_number_of_replicas_restores_each_replica(driver):
     metrics, averages = (np.asarray(rows) for rows in driver.replica_state())
     with driver:
         driver.restore_replica_state(2 * metrics, 3 * averages)

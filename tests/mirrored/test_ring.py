@@ -116,7 +116,7 @@ def test_sums_of_any_length_and_type(joined, size):
                 np.testing.assert_array_equal(array, before)
 
 
-def test_sums_are_the_same_to_the_last_bit_on_all_workers(joined):
+def test_sums_are_bitwise_equal_on_all_workers(joined):
     rings = joined(3)
     arrays = [np.random.default_rng(r).normal(size=100_003).astype("f") for r in range(3)]
     sums = in_threads(3, sums_of(rings, arrays))
@@ -126,7 +126,7 @@ def test_sums_are_the_same_to_the_last_bit_on_all_workers(joined):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("length", [0, 1, 1_000_003])
-def test_the_first_workers_array_is_on_all(joined, size, length):
+def test_broadcast_of_the_first_workers_array(joined, size, length):
     rings = joined(size)
     arrays = [np.random.default_rng(r).integers(0, 256, length, np.uint8) for r in range(size)]
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_the_first_workers_array_is_on_all(joined, size, length):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_rows_of_all_are_gathered_by_rank(joined, size):
+def test_gather_is_ordered_by_rank(joined, size):
     rings = joined(size)
     for lengths in ([3, 0, 5, 1], [0, 0, 0, 0], [70_000, 1, 2, 3]):
         values: list[Array] = [np.full((lengths[r], 2), r, "f") for r in range(size)]
@@ -151,7 +151,7 @@ def test_rows_of_all_are_gathered_by_rank(joined, size):
             assert everyones_indices.dtype == np.int64
 
 
-def test_memory_that_was_let_go_of_is_used_again_and_other_memory_is_not(joined):
+def test_only_released_memory_is_reused(joined):
     rings = joined(2)
     ones: Array = np.ones(1000, "f")
 
@@ -170,7 +170,7 @@ def test_memory_that_was_let_go_of_is_used_again_and_other_memory_is_not(joined)
 
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])
-def test_a_worker_that_leaves_ends_the_sums_of_all(joined, leaver):
+def test_lost_worker_ends_the_sums_of_all(joined, leaver):
     rings = joined(3)
     large: Array = np.ones(4_000_000, "f")
 
@@ -188,7 +188,7 @@ def test_a_worker_that_leaves_ends_the_sums_of_all(joined, leaver):
         rings[leaver - 1].sum(large)
 
 
-def test_what_a_worker_sent_before_it_left_still_counts(joined):
+def test_data_sent_before_the_end_of_a_worker_counts(joined):
     rings = joined(2)
     ones: Array = np.ones(1000, "f")
     has_left = threading.Event()
@@ -216,7 +216,7 @@ def test_what_a_worker_sent_before_it_left_still_counts(joined):
     assert len(takes) == 3
 
 
-def test_each_sum_is_of_the_arrays_of_its_own_round(joined):
+def test_each_sum_is_of_its_own_round(joined):
     """None is late by a round or two, whether results are kept or let go of."""
     rings = joined(2)
 
@@ -236,7 +236,7 @@ def test_each_sum_is_of_the_arrays_of_its_own_round(joined):
 
 
 @pytest.mark.parametrize("exchange", ["sum", "gather", "broadcast"])
-def test_workers_at_different_exchanges_fail_instead_of_mixing_them(joined, exchange):
+def test_workers_in_different_exchanges_fail(joined, exchange):
     """Of the same length, so that nothing but the number of the exchange differs."""
     rings = joined(2)
     rings[1].exchanges += 1  # as of a worker that has made one exchange more
@@ -252,7 +252,7 @@ def test_workers_at_different_exchanges_fail_instead_of_mixing_them(joined, exch
         assert all(isinstance(r, RuntimeError | RingBroken) for r in results)
 
 
-def test_workers_that_sum_different_things_of_one_length_fail(joined):
+def test_workers_that_sum_different_arrays_of_one_length_fail(joined):
     rings = joined(2)
     values: Array = np.ones(10, "f")
     whats = ["gradients", "metrics"]
@@ -262,14 +262,14 @@ def test_workers_that_sum_different_things_of_one_length_fail(joined):
     assert all(isinstance(r, RuntimeError | RingBroken) for r in results)
 
 
-def test_workers_that_sum_different_things_fail(joined):
+def test_workers_that_sum_arrays_of_different_lengths_fail(joined):
     rings = joined(2)
     results = in_threads(2, lambda rank: rings[rank].sum(np.ones(10 + rank, "f")))
     assert any("worker 0 40 bytes, worker 1 44 bytes" in str(r) for r in results), results
     assert all(isinstance(r, RuntimeError | RingBroken) for r in results)
 
 
-def test_a_quiet_neighbour_is_asked_after_and_waited_for_no_longer_than_told(joined, monkeypatch):
+def test_silent_neighbour_is_probed_until_the_timeout(joined, monkeypatch):
     monkeypatch.setattr(ring, "QUIET_S", 0.05)
     asked: list[int] = []
     rings = joined(2, probe_peer=asked.append, timeout_s=0.3)
@@ -289,7 +289,7 @@ def test_a_quiet_neighbour_is_asked_after_and_waited_for_no_longer_than_told(joi
     assert asked == [1, 1]
 
 
-def test_a_neighbour_that_misses_a_question_is_not_lost(joined, monkeypatch):
+def test_neighbour_that_misses_one_probe_is_not_lost(joined, monkeypatch):
     monkeypatch.setattr(ring, "QUIET_S", 0.05)
     answers = ["busy", "there", "busy", "there"]
     all_given = threading.Event()
@@ -320,7 +320,7 @@ def to(address: Any, over: str) -> socket.socket:
     return peer
 
 
-def test_strangers_are_turned_away(joined, over):
+def test_connections_without_the_key_are_rejected(joined, over):
     """Whoever connects first, without the key, is not taken for a worker."""
     strangers = []
 
@@ -349,7 +349,7 @@ def opened(over: str) -> Iterator[listener.Listener]:
         yield opened
 
 
-def test_silent_strangers_are_not_waited_for_one_by_one(opened, over, monkeypatch):
+def test_silent_connections_do_not_add_up_their_timeouts(opened, over, monkeypatch):
     monkeypatch.setattr(listener, "CONNECT_S", 0.5)
     with contextlib.ExitStack() as stack:
         for _ in range(20):
@@ -360,7 +360,7 @@ def test_silent_strangers_are_not_waited_for_one_by_one(opened, over, monkeypatc
         assert time.monotonic() - begin < 5
 
 
-def test_strangers_who_send_a_byte_at_a_time_delay_nobody(opened, over):
+def test_slow_connections_do_not_delay_workers(opened, over):
     """More of them than are read side by side, and all were there first."""
     ended = threading.Event()
     with contextlib.ExitStack() as stack:
@@ -394,7 +394,7 @@ def test_strangers_who_send_a_byte_at_a_time_delay_nobody(opened, over):
     results[1].peer.close()
 
 
-def test_a_hello_that_is_not_whole_in_time_is_closed(opened, over, monkeypatch):
+def test_incomplete_hello_is_closed_after_the_timeout(opened, over, monkeypatch):
     monkeypatch.setattr(listener, "CONNECT_S", 30.0)
     monkeypatch.setattr(listener, "HELLO_S", 0.1)
 
@@ -413,7 +413,7 @@ def test_a_hello_that_is_not_whole_in_time_is_closed(opened, over, monkeypatch):
         link.peer.close()
 
 
-def test_the_key_does_not_travel_and_a_proof_is_for_one_listener_only(monkeypatch):
+def test_key_is_never_sent_and_a_proof_is_for_one_listener(monkeypatch):
     monkeypatch.setenv(listener.SHARED_MEMORY, "0")
     monkeypatch.setattr(listener, "CONNECT_S", 0.5)
     with listener.Listener("127.0.0.1") as one, listener.Listener("127.0.0.1") as other:
@@ -455,14 +455,14 @@ def test_workers_of_one_machine_share_memory_and_others_use_tcp(joined, over):
         np.testing.assert_array_equal(rows, np.repeat([1.0, 2.0], [200_000, 400_000]))
 
 
-def test_infinities_are_summed_without_a_word(joined):
+def test_infinities_are_summed_without_a_warning(joined):
     rings = joined(2)
     sums = in_threads(2, lambda rank: rings[rank].sum(np.full(3, [-np.inf, np.inf][rank], "f")))
     assert np.isnan(sums).all()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_a_worker_is_found_by_address_and_by_name(host):
+def test_worker_is_reached_by_address_and_by_name(host):
     with listener._listen(host) as server:
         with socket.create_connection((host, server.getsockname()[1]), timeout=5):
             server.accept()[0].close()
@@ -470,7 +470,7 @@ def test_a_worker_is_found_by_address_and_by_name(host):
     assert only_there == (host != "localhost")
 
 
-def test_neighbours_that_cannot_connect_are_named_on_all(joined, monkeypatch):
+def test_unreachable_neighbours_are_named_on_all_workers(joined, monkeypatch):
     monkeypatch.setattr(listener, "CONNECT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = closed.getsockname()[1]
@@ -505,7 +505,7 @@ def tasks() -> list[dict[str, Any]]:
 
 @pytest.mark.multiprocess
 class TestTraining:
-    def test_gradients_travel_through_the_ring_unless_told_otherwise(self, tasks):
+    def test_gradients_use_the_ring_by_default(self, tasks):
         for task in tasks:
             # 5 batches of 2 epochs: one pack of dense gradients, and the embedding's rows.
             for over, link in (("over TCP", "Sender"), ("over", "SharedSender")):
@@ -513,7 +513,7 @@ class TestTraining:
                 assert task[over]["links"] == link
             assert task["chosen"]["exchanges"] == 0
 
-    def test_the_numbers_are_those_of_tensorflows_collectives(self, tasks):
+    def test_results_equal_those_of_tensorflows_collectives(self, tasks):
         for task in tasks:
             ways = ("over", "over TCP", "chosen", "without")
             assert len({task[way]["weights"] for way in ways}) == 1
@@ -525,7 +525,7 @@ class TestTraining:
                 for got, expected in zip(task[way]["values"], task["alone"]["values"], strict=True):
                     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
 
-    def test_workers_that_begin_apart_take_the_chiefs_weights(self, tasks):
+    def test_workers_with_different_weights_take_the_chiefs(self, tasks):
         for task in tasks:
             for way in ("begun apart", "begun apart, chosen"):
                 assert task[way]["weights"] == task["over"]["weights"]
@@ -533,21 +533,21 @@ class TestTraining:
             assert task["begun apart"]["exchanges"] == task["over"]["exchanges"] + 2
 
     @pytest.mark.parametrize("way", ["agreed", "agreed, chosen"])
-    def test_values_of_any_type_become_the_chiefs_and_only_where_they_differ(self, tasks, way):
+    def test_only_values_that_differ_are_replaced_by_the_chiefs(self, tasks, way):
         types = ["float32", "float64", "bfloat16", "int64", "bool", "uint8"]
         assert [task[way]["different"] for task in tasks] == [types, types]
         assert tasks[0][way]["values"] == tasks[1][way]["values"]
         assert tasks[0][way] == tasks[0]["agreed"]
 
     @pytest.mark.parametrize("seeded", [False, True])
-    def test_what_was_traced_is_used_again_by_all_or_by_none(self, tasks, seeded):
+    def test_traces_are_reused_by_all_workers_or_by_none(self, tasks, seeded):
         for task in tasks:
             first, second, third = task["called again"][seeded]
             assert first[0] == second[0] == third[0]
             assert second[1] == 0
             assert third[1] > 0, "one worker has traced anew, and the others with it"
 
-    def test_training_goes_on_in_steps_that_were_traced_before(self, tasks):
+    def test_training_continues_in_cached_traces(self, tasks):
         """After an evaluation or not, over either ring, and with evaluations in between."""
         runs = [run["weights"] for task in tasks for run in task["trained again"]]
         for weights in runs:
@@ -565,13 +565,13 @@ class TestTraining:
         assert tasks[0]["16 bits"] == tasks[1]["16 bits"]
         assert tasks[0]["16 bits"]["weights"] != tasks[0]["over"]["weights"]
 
-    def test_a_worker_without_the_secret_of_the_run_is_not_let_in(self, tasks):
+    def test_worker_without_the_token_is_rejected(self, tasks):
         assert [task["another token"]["exchanges"] for task in tasks] == [0, 0]
         assert "without this training's TFMW_TOKEN" in tasks[0]["warned of the token"][0]
         for task in tasks:
             assert task["another token"]["weights"] == task["over"]["weights"]
 
-    def test_where_workers_cannot_connect_tensorflow_reduces_and_warns(self, tasks):
+    def test_unconnected_workers_use_tensorflows_collectives_and_warn(self, tasks):
         assert [task["without"]["exchanges"] for task in tasks] == [0, 0]
         (warning,) = tasks[0]["warned"]
         assert "gradients travel over TensorFlow's gRPC" in warning
@@ -591,7 +591,7 @@ class TestTraining:
         ("break", "Error reported from .*ValueError: told to break", ()),
     ],
 )
-def test_without_a_launcher_the_others_find_out_by_themselves(tmp_path, end, error, how):
+def test_lost_worker_is_detected_without_a_launcher(tmp_path, end, error, how):
     (tmp_path / "cut").touch()
     arguments = [tmp_path / "backups", tmp_path / "cut", *how]
     with ByHand("train_long.py", workers=1, ps=0, arguments=arguments) as cluster:

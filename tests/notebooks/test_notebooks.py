@@ -136,13 +136,13 @@ def test_every_notebook_is_run() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_committed_outputs_show_the_same(name: str) -> None:
+def test_committed_outputs_match(name: str) -> None:
     SHOWS[name](text_of(committed(name)))
     assert plots_of(committed(name)) == PLOTS.get(name, 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_committed_outputs_are_of_one_whole_run(name: str) -> None:
+def test_committed_outputs_are_of_one_complete_run(name: str) -> None:
     cells = [cell for cell in committed(name).cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert not any(o.output_type == "error" for cell in cells for o in cell.outputs)
@@ -157,7 +157,7 @@ def test_committed_outputs_name_no_machine(name: str) -> None:
     assert not re.search("[\r\b\x1b]", text), "overwritten, or coloured"
 
 
-def test_outputs_are_made_readable() -> None:
+def test_outputs_are_cleaned() -> None:
     bar = "\r\x1b[1m1/2\x1b[0m - loss: 3\b\b\b\r\x1b[1m2/2\x1b[0m - loss: 1\n"
     notice = "WARNING: All log messages before absl::InitializeLog() is called are written to X\n"
     outputs = [

@@ -21,7 +21,7 @@ def run_until_the_end(cluster, result):
     return json.loads(result.read_text())
 
 
-def test_a_killed_worker_is_done_without_and_used_again(tmp_path):
+def test_killed_worker_is_replaced_while_others_continue(tmp_path):
     result = tmp_path / "result.json"
     # How soon both workers take part is the machine's affair: epochs go on until they do.
     arguments = ["--epochs=100000", f"--steps={STEPS}", "--phases=both,any,one,both"]
@@ -48,7 +48,7 @@ def test_a_killed_worker_is_done_without_and_used_again(tmp_path):
 
 
 @pytest.mark.parametrize("dies", ["ps 0", "chief"])
-def test_a_killed_server_or_coordinator_goes_on_from_the_backup(tmp_path, dies):
+def test_killed_server_or_coordinator_resumes_from_the_backup(tmp_path, dies):
     result = tmp_path / "result.json"
     arguments = [
         *("--epochs=5", f"--steps={STEPS}", "--pause=2"),

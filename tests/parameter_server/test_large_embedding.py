@@ -37,17 +37,17 @@ class TestLargeEmbedding:
         assert found["table"] == 256 * MB
         return (found["peak"][task] - found["before"][task]) / found["table"]
 
-    def test_no_worker_holds_the_table(self, found):
+    def test_no_worker_has_the_whole_table(self, found):
         # Tracing and running a function takes about 50 MB, whatever the size of the table.
         assert max(self.gained(found, f"worker {i}") for i in range(2)) < 0.5
 
-    def test_each_server_holds_its_half_of_it_and_of_the_slots(self, found):
+    def test_each_server_has_half_of_the_table_and_its_slots(self, found):
         # Two halves are 1, all of it would be 2. Blocks of 64 MB on their way, and what any process
         # takes, add 0.7; 1.2 on a machine so busy that more blocks wait.
         for index in range(2):
             assert 0.9 < self.gained(found, f"ps {index}") < 2.5
 
-    def test_a_step_moves_rows_not_the_table(self, found):
+    def test_step_sends_rows_not_the_table(self, found):
         assert 0 < found["moved per step"] < 10 * found["rows per step"] < found["table"] / 100
 
     def test_it_learns(self, found):

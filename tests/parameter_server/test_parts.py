@@ -70,7 +70,7 @@ def joined(threads):
     return [raised for _, raised in threads]
 
 
-def test_servers_leave_when_the_coordinator_is_done(addresses):
+def test_servers_end_with_the_coordinator(addresses):
     threads = servers(addresses)
     control = ControlServer(cluster("chief", 0, addresses), FACTS)
     control.wait_for_all(10)
@@ -80,7 +80,7 @@ def test_servers_leave_when_the_coordinator_is_done(addresses):
     assert joined(threads) == [[], []]
 
 
-def test_servers_outlive_a_coordinator_that_dies_and_serve_the_next(addresses):
+def test_servers_outlive_a_dead_coordinator_and_serve_the_next(addresses):
     threads = servers(addresses)
     first = ControlServer(cluster("chief", 0, addresses), FACTS)
     first.wait_for_all(10)
@@ -102,7 +102,7 @@ def test_existing_servers_serve_one_training_after_another(addresses):
     assert all(thread.is_alive() for thread, _ in threads)
 
 
-def test_a_coordinator_that_gives_up_says_why(addresses):
+def test_failed_coordinator_sends_its_error(addresses):
     threads = servers(addresses)
     control = ControlServer(cluster("chief", 0, addresses), FACTS)
     control.wait_for_all(10)
@@ -123,7 +123,7 @@ def test_other_versions_are_refused_on_both_sides(addresses):
     control.close()
 
 
-def test_a_server_that_does_not_come_is_named(addresses):
+def test_missing_server_is_named(addresses):
     control = ControlServer(cluster("chief", 0, addresses), FACTS)
     thread = in_thread(lambda: wait_for_end(cluster("ps", 0, addresses), FACTS))
     with pytest.raises(TfmwError, match=r"worker 0 \(.*\) did not connect within 0.5 s"):
@@ -133,7 +133,7 @@ def test_a_server_that_does_not_come_is_named(addresses):
     assert joined([thread]) == [[]]
 
 
-def test_a_coordinator_that_does_not_come_is_not_waited_for_without_end(addresses):
+def test_wait_for_the_coordinator_has_a_timeout(addresses):
     with pytest.raises(TfmwError, match=r"ps 0 could not reach the coordinator.*waited 0.3 s"):
         wait_for_end(cluster("ps", 0, addresses), FACTS, patience_s=0.3)
 
@@ -166,7 +166,7 @@ def test_steps_per_epoch_is_required():
         (keras.optimizers.Adam(weight_decay=0.1), True, "weight_decay"),
     ],
 )
-def test_optimizers_that_would_be_wrong_are_refused(optimizer, divided, said):
+def test_unsupported_optimizers_are_refused(optimizer, divided, said):
     with pytest.raises(UsageError, match=said):
         refuse_unsupported([optimizer], divided)
 
@@ -196,13 +196,13 @@ def test_an_empty_dataset_is_refused():
         ((lambda shape, dtype: [3, 1], None), [1000, 8], 3),
     ],
 )
-def test_how_a_variable_is_divided(arguments, shape, pieces):
+def test_partition_of_a_variable(arguments, shape, pieces):
     partitioner, min_shard_bytes = arguments
     divided = ps_cluster.partition_of(partitioner, min_shard_bytes, 4)
     assert divided(shape, tf.float32) == pieces
 
 
-def test_a_partitioner_divides_the_first_axis_alone():
+def test_partitioner_divides_the_first_axis_only():
     partition = ps_cluster.partition_of(lambda shape, dtype: [1, 2], None, 4)
     with pytest.raises(UsageError, match="first axis"):
         partition([4, 4], tf.float32)
@@ -226,7 +226,7 @@ def test_functions_are_as_long_as_half_a_second_of_steps():
     assert pace.next_steps(100_000, 2) == 128
 
 
-def test_steps_per_execution_is_taken_at_its_word():
+def test_steps_per_execution_is_used_unchanged():
     pace = FunctionPace(7)
     pace.took(100.0, 7)
     assert [pace.next_steps(left, 2) for left in (100, 3)] == [7, 3]
@@ -240,7 +240,7 @@ def first_batches(source, workers, count=6):
     return [[b.numpy().tolist() for b in make().take(count)] for make in makers]
 
 
-def test_each_worker_reads_everything_from_a_place_of_its_own():
+def test_each_worker_reads_all_data_from_its_own_offset():
     dataset = tf.data.Dataset.range(12).batch(2)
     first, second = first_batches(data.Source(dataset), 2)
     assert first == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
@@ -248,7 +248,7 @@ def test_each_worker_reads_everything_from_a_place_of_its_own():
 
 
 @pytest.mark.parametrize("seed", [None, 5])
-def test_each_worker_shuffles_in_an_order_of_its_own(seed):
+def test_each_worker_shuffles_in_its_own_order(seed):
     dataset = tf.data.Dataset.range(100).shuffle(100, seed=seed).batch(10)
     first, second = first_batches(data.Source(dataset), 2, 10)
     assert first != second
@@ -271,7 +271,7 @@ def test_a_function_gets_the_number_of_its_worker():
     assert first_batches(data.Source(read), 2, 2) == [[[0, 2, 4]] * 2, [[1, 3, 5]] * 2]
 
 
-def test_arrays_are_shuffled_apart():
+def test_arrays_are_shuffled_differently_on_each_worker():
     source = data.Source(np.arange(40), batch_size=10, shuffle=True)
     keras.utils.set_random_seed(3)
     makers, _ = for_workers(source, 2)
@@ -293,7 +293,7 @@ def test_arrays_are_shuffled_apart():
         ("loss", [float("nan"), 0.3, float("nan")]),
     ],
 )
-def test_the_evaluator_keeps_the_best_not_the_last(tmp_path, monitor, scores):
+def test_evaluator_exports_the_best_backup_not_the_last(tmp_path, monitor, scores):
     model = small_model()
     store = BackupStore(tmp_path)
     to_come = list(enumerate(scores))
@@ -321,7 +321,7 @@ def test_the_evaluator_keeps_the_best_not_the_last(tmp_path, monitor, scores):
 # ---- what is saved while training goes on -------------------------------------------------------
 
 
-def test_a_snapshot_stays_as_it_is_and_memory_for_it_is_taken_once():
+def test_snapshot_is_unchanged_by_training_and_allocates_once():
     model = keras.Sequential([keras.Input((600,)), keras.layers.Dense(600), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     snapshots, strategy = state.Snapshots(), tf.distribute.get_strategy()

@@ -68,7 +68,7 @@ def test_four_terminals(terminals):
     assert not any("accuracy" in task.output for task in others)
 
 
-def test_a_chief_in_a_fifth_terminal_coordinates_by_itself(terminals):
+def test_chief_in_a_fifth_terminal_coordinates(terminals):
     addresses = free_addresses(4)
     lines = old_lines(addresses)
     flags = [*lines["ps 0"], "--job_name=chief", "--task_index=0"]

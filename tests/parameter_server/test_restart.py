@@ -15,7 +15,7 @@ EPOCHS, STEPS = 5, 60
 
 
 @pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
-def test_progress_is_counted_over_restarts_and_leaving_is_soon(tmp_path, mode):
+def test_progress_over_restarts_and_prompt_preemption(tmp_path, mode):
     program = [str(PROGRAMS / "ps_restart.py"), f"--backup={tmp_path / 'backup'}"]
     program += ["--sync"] * (mode == "synchronous")
     options = ["--workers", "2", "--ps", "1", "--max-restarts", "2", "--isolate", "off"]

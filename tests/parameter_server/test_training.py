@@ -33,11 +33,11 @@ class TestFiveProcesses:
         assert loss[-1] < 0.7 * loss[0]
         assert five.chief["history"]["val_accuracy"][-1] > 0.9
 
-    def test_exactly_so_many_updates_were_applied(self, five):
+    def test_exact_number_of_updates(self, five):
         assert five.chief["iterations"] == STEPS * EPOCHS
         assert five.chief["recorded_steps"] == STEPS * EPOCHS
 
-    def test_metrics_are_those_of_the_batches_that_were_trained_on(self, five):
+    def test_metrics_are_of_the_trained_batches(self, five):
         result = five.chief
         assert result["batch_sizes"] == [48], "so that the mean of epochs is that of examples"
         for name in ("accuracy", "loss"):
@@ -58,13 +58,13 @@ class TestFiveProcesses:
     def test_seed_generators_advance_by_one_draw_a_step(self, five):
         assert five.chief["draws"] == [0, STEPS * EPOCHS]
 
-    def test_the_model_is_an_ordinary_one_again(self, five):
+    def test_model_is_restored_after_training(self, five):
         assert all("/job:ps" not in device for device in five.chief["devices"])
 
-    def test_progress_tells_the_examples_of_all_workers(self, five):
+    def test_progress_shows_the_examples_of_all_workers(self, five):
         assert examples_per_step(five.output) == pytest.approx(48, rel=0.05)
 
-    def test_the_rate_is_that_of_the_time_the_epoch_took(self, five):
+    def test_rate_is_steps_over_the_epochs_time(self, five):
         line = r"step +60/60 \| +([\d.]+) steps/s .* took (?:(\d+):)?([\d.]+)"
         rate, minutes, seconds = re.findall(line, five.output)[0]  # the epoch in which steps trace
         took = 60 * int(minutes or 0) + float(seconds)  # validation is in it as well
@@ -87,25 +87,25 @@ class TestDividedVariables:
         assert shards["pieces"] == [[0, 0, 10000], [1, 10000, 20000]]
 
     @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "Adam"])
-    def test_updates_touch_the_rows_of_the_batch_alone(self, shards, optimizer):
+    def test_updates_change_only_rows_of_the_batch(self, shards, optimizer):
         found = shards[optimizer]
         assert found["only_used"]
         assert found["changed"] == found["used"]
 
     @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "Adam"])
-    def test_and_are_those_of_one_process(self, shards, optimizer):
+    def test_updates_equal_those_of_one_process(self, shards, optimizer):
         found = shards[optimizer]
         assert found["moved"] > 1e-3
         assert found["off_by"] < 1e-6
         assert found["slots_off_by"] < 1e-6
 
-    def test_moments_of_earlier_batches_move_no_row(self, shards):
+    def test_moments_of_earlier_batches_change_no_row(self, shards):
         assert shards["lazy"]
 
-    def test_no_function_makes_an_update_beyond_the_limit(self, shards):
+    def test_no_update_beyond_the_limit(self, shards):
         assert shards["limited"] == [[2, 1, 0], 3]
 
-    def test_what_callbacks_set_on_the_coordinator_reaches_the_servers(self, shards):
+    def test_values_set_by_callbacks_are_sent_to_the_servers(self, shards):
         bias_at_rate_0, bias_then = shards["callbacks"]
         assert bias_at_rate_0 == 7.0
         assert bias_then < 7.0
@@ -124,7 +124,7 @@ def test_a_backup_of_two_servers_is_restored_on_one(run_cluster, tmp_path):
 
 @pytest.mark.multiprocess
 class TestSynchronousUpdates:
-    def test_all_workers_together_make_the_steps_of_one_process(self, run_cluster):
+    def test_synchronous_steps_equal_those_of_one_process(self, run_cluster):
         run = run_cluster("ps_sync.py", workers=2, ps=2, timeout_s=150)
         found = run.chief
         assert examples_per_step(run.output) == pytest.approx(64, rel=0.05), "of both workers"
@@ -133,7 +133,7 @@ class TestSynchronousUpdates:
         assert found["moved"] > 0.1
         assert found["off_by"] < 1e-5, "from one process on the batches of both"
 
-    def test_a_straggler_is_not_waited_for_and_its_gradient_is_dropped(self, run_cluster, tmp_path):
+    def test_stragglers_gradient_is_dropped(self, run_cluster, tmp_path):
         late = f"--late_from={tmp_path / 'late'}"
         run = run_cluster("ps_sync.py", "--aggregate=2", late, workers=3, ps=1, timeout_s=150)
         found = run.chief
@@ -143,14 +143,14 @@ class TestSynchronousUpdates:
         assert 2 <= found["dropped"] <= 40
         assert found["loss"][1] < found["loss"][0]
 
-    def test_an_error_on_one_worker_ends_them_all(self, run_cluster):
+    def test_error_on_one_worker_ends_all(self, run_cluster):
         run = run_cluster("ps_bad_batch.py", workers=2, ps=1, timeout_s=100, status=1)
         assert "bad batch" in run.output
         assert re.search(r"^tfmw: chief failed", run.output.splitlines()[-1]), "others echo it"
 
 
 @pytest.mark.multiprocess
-def test_a_run_that_goes_on_inside_an_epoch_has_the_metrics_of_all_of_it(run_cluster, tmp_path):
+def test_run_resumed_inside_an_epoch_has_metrics_of_the_whole_epoch(run_cluster, tmp_path):
     backup = f"--backup={tmp_path / 'backups'}"
     run_cluster("ps_resume.py", backup, "--leave", workers=1, ps=1, status=75)
     found = run_cluster("ps_resume.py", backup, workers=1, ps=1).chief

@@ -64,7 +64,7 @@ def digits(text, what):
 
 
 @pytest.mark.slow
-def test_alone_without_any_flag_it_learns_and_its_export_predicts(environ, tmp_path):
+def test_recipe_without_flags_learns_and_exports(environ, tmp_path):
     command = [DIGITS, f"--export_dir={tmp_path / 'model'}"]
     ((status, out, err),) = finish([start(command, environ, cwd=tmp_path)])
     assert status == 0, err

@@ -20,7 +20,7 @@ def test_before_the_first_report(file):
     assert file.read() == (progress.NOT_UP, 0, "")
 
 
-def test_each_report_is_seen_also_those_of_the_same_step(file):
+def test_each_report_is_read_even_of_the_same_step(file):
     progress.report_progress(7)
     first = file.read()
     progress.report_alive()
@@ -28,7 +28,7 @@ def test_each_report_is_seen_also_those_of_the_same_step(file):
     assert file.read() == (7, first.reports + 1, "")
 
 
-def test_a_blocking_call_is_named_inside_another_too(file):
+def test_nested_blocking_calls_are_named(file):
     progress.report_progress(7)
     with progress.blocking_call("export"):
         with progress.blocking_call("backup"):

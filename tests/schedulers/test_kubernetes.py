@@ -53,7 +53,7 @@ def test_the_manifests_are_valid(kind: str) -> None:
         (("spec", "template", "spec", "containers"), None),
     ],
 )
-def test_what_is_wrong_is_found(path: tuple[Any, ...], value: Any) -> None:
+def test_wrong_manifest_is_detected(path: tuple[Any, ...], value: Any) -> None:
     """The schema is strict, or the test above would say nothing."""
     job = manifests("kubernetes.yaml")["Job"]
     place = job
@@ -80,7 +80,7 @@ def environments(job: dict[str, Any]) -> Iterator[dict[str, str]]:
         }
 
 
-def test_the_pods_of_the_job_find_each_other() -> None:
+def test_pods_of_the_job_resolve_each_other() -> None:
     found = manifests("kubernetes.yaml")
     job, service = found["Job"], found["Service"]
     pod = job["spec"]["template"]["spec"]
@@ -116,7 +116,7 @@ def test_the_job_with_parameter_servers() -> None:
     assert [c.task for c in clusters] == ["chief"] + ["worker"] * 4 + ["ps"] * 2
 
 
-def test_failures_are_told_apart() -> None:
+def test_pod_failure_policy_distinguishes_failures() -> None:
     rules = manifests("kubernetes.yaml")["Job"]["spec"]["podFailurePolicy"]["rules"]
     by_status = {r["onExitCodes"]["values"][0]: r["action"] for r in rules if "onExitCodes" in r}
     assert by_status == {2: "FailJob", 75: "Ignore"}
@@ -194,7 +194,7 @@ def tf_config(job: dict[str, Any], kind: str, index: int) -> dict[str, str]:
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task, "environment": "cloud"})}
 
 
-def test_the_pods_of_the_tfjob_find_each_other() -> None:
+def test_pods_of_the_tfjob_resolve_each_other() -> None:
     job = manifests("tfjob.yaml")["TFJob"]
     for replica in job["spec"]["tfReplicaSpecs"].values():
         assert [c["name"] for c in replica["template"]["spec"]["containers"]] == ["tensorflow"]

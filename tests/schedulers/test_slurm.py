@@ -28,7 +28,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneMachine]:
         yield one
 
 
-def test_each_task_of_a_step_knows_its_place(slurm: OneMachine) -> None:
+def test_each_task_of_a_step_finds_its_rank(slurm: OneMachine) -> None:
     """Three tasks on two nodes: `srun` and tfmw count them alike."""
     program = str(PROGRAMS / "say_cluster.py")
     answer = slurm.run("srun", "--nodes=2", "--ntasks=3", "--label", sys.executable, program)
@@ -62,9 +62,7 @@ def test_a_check_that_fails_ends_the_job(slurm: OneMachine, tmp_path: Path) -> N
     assert "accuracy" not in text
 
 
-def test_a_job_that_is_told_to_leave_goes_back_into_the_queue(
-    slurm: OneMachine, tmp_path: Path
-) -> None:
+def test_preempted_job_is_requeued(slurm: OneMachine, tmp_path: Path) -> None:
     """The script checks the cluster and trains; the signal that Slurm sends before the time limit
     has both tasks back up, and the job is queued again and goes on."""
     log = tmp_path / "log"

@@ -15,16 +15,16 @@ MEASURED = Cost(
 )
 
 
-def test_the_bandwidth_is_what_remains_when_latency_is_taken_off():
+def test_bandwidth_excludes_latency():
     # 2 (2-1)/2 * 10 MB in 12 ms - 2 * 1 ms
     assert MEASURED.bandwidth == pytest.approx(10**7 / 0.010)
 
 
-def test_what_was_measured_is_what_is_expected_there():
+def test_prediction_for_the_measured_cluster_is_the_measurement():
     assert MEASURED.on(2).step == pytest.approx(MEASURED.step)
 
 
-def test_a_ring_of_four():
+def test_prediction_for_four_workers():
     # 2 * 3/4 * 10 MB at 1 GB/s + 6 messages
     assert MEASURED.on(4).communication == pytest.approx(0.015 + 0.006)
     assert MEASURED.on(4).efficiency() == pytest.approx(0.030 / 0.051)
@@ -37,18 +37,18 @@ def test_each_pack_of_gradients_waits_for_its_own_messages():
     assert packs.on(4, latency=0.01).communication == pytest.approx(1.5 * 0.006 + 3 * 6 * 0.01)
 
 
-def test_a_slower_network():
+def test_prediction_for_a_slower_network():
     there = MEASURED.on(2, bandwidth=12.5e6, latency=0.010)  # 100 Mbit/s, 10 ms
     assert there.communication == pytest.approx(0.8 + 0.02)
     assert there.bound_by == "communication"
 
 
-def test_one_worker_alone_is_efficient():
+def test_efficiency_of_one_worker_is_1():
     assert MEASURED.on(1).step == pytest.approx(0.030)
     assert MEASURED.on(1).efficiency() == 1.0
 
 
-def test_the_report_says_what_bounds_a_step_and_what_to_change():
+def test_report_names_the_bound_and_the_remedy():
     text = report(MEASURED, 128, 2_500_000)
     assert "global batch 128: 3,048 examples/s" in text
     assert "bound by compute: more workers share the work" in text
@@ -89,7 +89,7 @@ def test_the_command_on_two_workers(tmp_path):
     [("make", "expected FILE.py:FUNCTION"), ("/nowhere/a.py:make", "there is no file"),
      ("nowhere_at_all:make", "there is no module")],
 )  # fmt: skip
-def test_a_wrong_target_is_told_in_one_sentence(target, said):
+def test_wrong_target_raises_one_sentence(target, said):
     with tfmw_command("bench", target) as process:
         output = process.communicate(timeout=60)[0]
     assert process.returncode == 2

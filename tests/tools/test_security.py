@@ -42,7 +42,7 @@ SECRETS = {
         ("TF_JSON", '{"password": "1a", "n": 3}', '{"password": "(hidden)", "n": 3}'),
     ],
 )
-def test_what_is_hidden(name: str, value: str, shown: str) -> None:
+def test_secrets_are_hidden(name: str, value: str, shown: str) -> None:
     assert secrets.shown(name, value) == shown
 
 
@@ -85,7 +85,7 @@ def calls() -> Iterator[tuple[str, str]]:
                 yield path.name, ast.unparse(node)
 
 
-def test_only_the_own_child_is_unpickled() -> None:
+def test_only_data_of_the_own_child_is_unpickled() -> None:
     """`call` reads what the launcher and its own child wrote to unnamed files, and `serialization`
     is given what came that way. Everything on disk and in the network is JSON or plain arrays."""
     readers = ("pickle.load", "cloudpickle.load", "marshal.load", "shelve.open", "joblib.load")

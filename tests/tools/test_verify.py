@@ -38,7 +38,7 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(data)
 
 
-def test_what_is_intact_is_said_to_be(exported: Path, backups: Path) -> None:
+def test_intact_directories_are_reported(exported: Path, backups: Path) -> None:
     assert problems_of(str(exported)) == []
     assert problems_of(str(backups)) == []
     assert problems_of(str(backups / "step_000000000002")) == []

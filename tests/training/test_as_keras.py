@@ -69,7 +69,7 @@ class Interrupts(keras.callbacks.Callback):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of Keras's own saving
-def test_keras_own_backup_says_with_which_epoch_to_go_on(tmp_path: Path) -> None:
+def test_keras_backup_and_restore_sets_the_initial_epoch(tmp_path: Path) -> None:
     model, steps = network(), Steps()
     backup = keras.callbacks.BackupAndRestore(tmp_path)
     options: dict[str, Any] = {"batch_size": 4, "epochs": 5, "verbose": 0}
