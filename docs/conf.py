@@ -1,4 +1,4 @@
-"""Sphinx's settings: `make docs` builds the site from the pages as they lie in the repository.
+"""Sphinx's settings: `make docs` builds the site from the pages where they are in the repository.
 
 The source folder is the repository's root, so that a link between README.md, docs/, notebooks/ and
 recipes/ is the same on GitHub and on the site.
@@ -20,7 +20,7 @@ extensions = [
     "myst_nb",  # Markdown pages, and notebooks as they were committed
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",  # docstrings in Google's style
-    "tfmw_pages",  # this project's own: diagrams, help of commands, what must be documented
+    "tfmw_pages",  # this project's own: diagrams, help of commands, checks of the documentation
 ]
 
 root_doc = "README"
@@ -33,7 +33,7 @@ include_patterns = [
 ]
 exclude_patterns = [".*", "build", "tests", "bench", "recipes", "**/__pycache__"]
 
-# The groups of the navigation. README.md is the first page and, on GitHub, knows of no navigation.
+# The groups of the navigation. README.md, the first page, has none because GitHub shows it too.
 navigation = {
     "Guides": [
         "docs/training",
@@ -78,10 +78,10 @@ navigation = {
 }
 
 nb_execution_mode = "off"  # `make notebooks` runs them, and tests/ asserts what they show
-myst_heading_anchors = 4  # the anchors that GitHub makes
+myst_heading_anchors = 4  # anchors as on GitHub
 myst_fence_as_directive = ["mermaid"]
 
-default_role = "code"  # docstrings write `name` as Markdown does
+default_role = "code"  # in docstrings `name` is code, as in Markdown
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 80

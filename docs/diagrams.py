@@ -1,8 +1,8 @@
 """Draws the mermaid diagrams of the pages as SVGs, in docs/diagrams: `make diagrams`.
 
-GitHub draws a mermaid block by itself. The site shows these files: building it needs neither npm
-nor a browser, and reading it no script from another server. Whoever changes a diagram needs npm,
-for mermaid, and chromium, which lays it out.
+GitHub draws mermaid blocks itself. The site shows these files, so building it needs neither npm nor
+a browser, and reading it needs no script from another server. To change a diagram you need npm, for
+mermaid, and chromium, which computes the layout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 CONFIG = {
     "startOnLoad": False,
     "theme": "neutral",
-    "htmlLabels": False,  # text of SVG, which an <img> shows everywhere
+    "htmlLabels": False,  # labels as SVG text, which every browser shows in an <img>
     "fontFamily": "DejaVu Sans, Verdana, sans-serif",
     "themeVariables": {
         "noteBkgColor": "#fff8dc",

@@ -1,12 +1,12 @@
-"""Runs notebooks with a real kernel, and keeps in them what they showed.
+"""Runs notebooks in a real kernel, and stores their outputs in them.
 
     make notebooks                                             # all of them
     python notebooks/execute.py notebooks/first_fit.ipynb      # one
 
 A picture that README.md shows is written to docs/images, as SVG.
 
-What is kept is what a reader sees in the end: the last state of a progress bar, no TensorFlow
-notices about machines without a GPU, no paths of this machine, no times of execution.
+The stored outputs have the last state of a progress bar, no TensorFlow notices about machines
+without a GPU, no paths of this machine, and no times of execution.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOTEBOOKS = sorted(Path(__file__).parent.glob("*.ipynb"))
 PICTURES = {"many_workers": ROOT / "docs" / "images" / "many_workers.svg"}
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_MACHINE = [  # (path of this machine, what stands for it)
+_MACHINE = [  # (path of this machine, its replacement)
     (str(ROOT), "."),
     (os.path.expanduser("~"), "~"),
     (sys.prefix, "python"),
@@ -41,12 +41,12 @@ def execute(path: Path, timeout_s: float = 240, formats: tuple[str, ...] = ("png
     """Runs a notebook in its own folder.
 
     Args:
-        path: the notebook; the file is left as it is.
+        path: the notebook; the file is not changed.
         timeout_s: seconds for one cell.
-        formats: of figures in the outputs, of those that matplotlib draws.
+        formats: matplotlib's formats for figures in the outputs.
 
     Returns:
-        The notebook with its outputs, as `readable` makes them.
+        The notebook with its outputs, cleaned by `readable`.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised.
@@ -64,7 +64,7 @@ def execute(path: Path, timeout_s: float = 240, formats: tuple[str, ...] = ("png
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = readable(cell.outputs)
-    # The kernel wrote its own version there.
+    # The kernel stores its own version there.
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python", "pygments_lexer": "ipython3"},
@@ -73,7 +73,7 @@ def execute(path: Path, timeout_s: float = 240, formats: tuple[str, ...] = ("png
 
 
 def readable(outputs: list[Any]) -> list[Any]:
-    """Outputs of a cell as they look in the end, without what is particular to this machine."""
+    """The final outputs of a cell, without values that depend on this machine."""
     found: list[Any] = []
     for output in outputs:
         stream = output.output_type == "stream"
@@ -88,9 +88,9 @@ def readable(outputs: list[Any]) -> list[Any]:
 
 
 def take_svgs(cell: Any) -> list[str]:
-    """Takes the SVGs out of a cell's outputs, which keep their PNGs: notebooks stay small."""
+    """Removes the SVGs from a cell's outputs, which keep their PNGs, to keep notebooks small."""
     found = [o.get("data", {}).pop("image/svg+xml", None) for o in cell.get("outputs", [])]
-    # The date and matplotlib's version say nothing about what is drawn.
+    # The date and matplotlib's version change without any change of the picture.
     return [re.sub(r"\n *<metadata>.*?</metadata>", "", s, flags=re.DOTALL) for s in found if s]
 
 

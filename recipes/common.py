@@ -1,11 +1,11 @@
-"""What the recipes share: their flags, joining the cluster, and training by the flags.
+"""Shared by the recipes: flags, joining the cluster, and training.
 
-A recipe is one script for every task of the cluster. It learns which task it is from its flags,
+A recipe is one script for every task of the cluster. Its flags describe the task,
 
     python recipes/digits.py --worker_hosts=localhost:2222,localhost:2223 --task_index=0
     python recipes/digits.py --worker_hosts=localhost:2222,localhost:2223 --task_index=1
 
-or, without them, from `tfmw run`, TF_CONFIG or the scheduler; else it is a single process.
+or, without them, `tfmw run`, TF_CONFIG or the scheduler. Otherwise it is a single process.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from tfmw.errors import TfmwError, UsageError
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_string("strategy", "auto", "How to train: auto, or a name that tfmw.init() takes.")
-flags.DEFINE_string("collectives", "auto", "How workers sum gradients: auto, ring or nccl.")
-flags.DEFINE_integer("epochs", 12, "Passes over the training data.", lower_bound=1)
+flags.DEFINE_string(
+    "strategy", "auto", "Strategy: auto, or another value of tfmw.init(strategy=...)."
+)
+flags.DEFINE_string("collectives", "auto", "All-reduce of gradients: auto, ring or nccl.")
+flags.DEFINE_integer("epochs", 12, "Epochs over the training data.", lower_bound=1)
 flags.DEFINE_integer("max_steps", None, "Stop after this many global batches.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 64, "Examples in a global batch, over all workers.", 1)
-flags.DEFINE_string("backup_dir", None, "Where to keep the state to resume from.")
-flags.DEFINE_string("export_dir", None, "Where the chief writes the trained model.")
+flags.DEFINE_string("backup_dir", None, "Directory for backups, from which a run resumes.")
+flags.DEFINE_string("export_dir", None, "Directory for the exported model.")
 flags.DEFINE_enum(
-    "job_name", "worker", ["chief", "worker", "ps", "evaluator"], "What this process is."
+    "job_name", "worker", ["chief", "worker", "ps", "evaluator"], "Task type of this process."
 )
-flags.DEFINE_integer("task_index", None, "Which of the tasks of that job, from 0.", lower_bound=0)
+flags.DEFINE_integer("task_index", None, "Index of this task in its job, from 0.", lower_bound=0)
 flags.DEFINE_list("worker_hosts", [], "host:port of every worker, in order.")
 flags.DEFINE_list("ps_hosts", [], "host:port of every parameter server, in order.")
 flags.DEFINE_string(
@@ -54,7 +56,7 @@ flags.DEFINE_integer("num_gpus", None, "GPUs of this machine to use; all by defa
 
 
 def run(main: Callable[[], None]) -> None:
-    """Parse the flags and run `main`; an error of tfmw's is one sentence and an exit status."""
+    """Parses the flags and runs `main`; an error of tfmw is one sentence and an exit status."""
 
     def checked(argv: Sequence[str]) -> None:
         if not FLAGS["verbosity"].present:
@@ -65,7 +67,7 @@ def run(main: Callable[[], None]) -> None:
                 raise UsageError(f"unexpected argument {argv[1]!r}: every setting is a --flag.")
             main()
         except TfmwError as error:
-            membership.report_failure(error)  # the other tasks need not wait for this one
+            membership.report_failure(error)  # ends the other tasks, which wait for this one
             print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
             raise SystemExit(error.status) from error
 
@@ -73,9 +75,9 @@ def run(main: Callable[[], None]) -> None:
 
 
 def init() -> Cluster:
-    """Join the cluster that the flags or the environment describe. Before any TensorFlow op.
+    """Joins the cluster that the flags or the environment describe. Call it before any op.
 
-    Parameter servers, and the workers beside them, serve here and don't return.
+    On parameter servers, and on the workers beside them, it serves and does not return.
 
     Raises:
         UsageError: flags that contradict each other.
@@ -97,14 +99,14 @@ def init() -> Cluster:
         )
     elif not joined.has_ps and (FLAGS.sync_replicas or FLAGS.replicas_to_aggregate):
         raise UsageError(
-            "--sync_replicas is for parameter servers, and this cluster has none: give --ps_hosts, "
+            "--sync_replicas is for parameter servers, and this cluster has none: pass --ps_hosts, "
             "or leave it out; without servers, workers are always in step."
         )
     return joined
 
 
 def cluster_from_flags() -> Cluster | None:
-    """The cluster as --worker_hosts, --job_name and --task_index describe it, None without them.
+    """The cluster of --worker_hosts, --job_name and --task_index; None without them.
 
     Raises:
         UsageError: --worker_hosts is missing, or it names several and --task_index is missing.
@@ -149,7 +151,7 @@ def _cluster_with_ps() -> Cluster:
 
 
 def _coordinator_of(cluster: Cluster | None) -> AbstractContextManager[None]:
-    """Worker 0 starts the coordinator where the flags name none and servers serve one training."""
+    """On worker 0: starts the coordinator, if no flag names one and servers serve one training."""
     existing = FLAGS.existing_servers or os.environ.get("TFMW_EXISTING_SERVERS") == "1"
     if cluster is None or not cluster.has_ps or FLAGS.chief_host or existing:
         return coordinator.unless_coordinated()
@@ -176,21 +178,21 @@ def _limit_gpus() -> None:
 def train(
     model: keras.Model, train_data: tf.data.Dataset, test_data: tf.data.Dataset, cluster: Cluster
 ) -> None:
-    """Train a compiled model as the flags say, and print the accuracy on the chief.
+    """Trains a compiled model by the flags, and prints the accuracy on the chief.
 
     Args:
         model: compiled with the metric "accuracy".
         train_data: (features, labels), batched by the global batch size.
-        test_data: the same, to validate on.
-        cluster: what `init` returned.
+        test_data: the same, for validation.
+        cluster: the result of `init`.
     """
     epochs, steps = FLAGS.epochs, None
     if cluster.has_ps:
-        # Workers read the data again and again: only a number of updates ends an epoch.
+        # Workers repeat the data: only a number of updates ends an epoch.
         steps = FLAGS.max_steps or int(train_data.cardinality())
         epochs = 1 if FLAGS.max_steps else epochs
     elif FLAGS.max_steps is not None:
-        # One epoch of exactly so many batches, however many passes that takes.
+        # One epoch of exactly max_steps batches; the data is repeated as often as needed.
         train_data, epochs = train_data.repeat(epochs).take(FLAGS.max_steps), 1
     history = tfmw.fit(
         model,

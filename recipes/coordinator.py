@@ -5,8 +5,8 @@ Scripts for TensorFlow 1 name parameter servers and workers in their flags, and 
     python recipes/digits.py --ps_hosts=h0:2221 --worker_hosts=h1:2222 --job_name=ps
     python recipes/digits.py --ps_hosts=h0:2221 --worker_hosts=h1:2222 --job_name=worker
 
-So worker 0 runs its own command line once more, as the coordinator, which prints to the same
-terminal. All tasks derive its address alike. It ends with worker 0, and worker 0 with it.
+So worker 0 starts its own command line again, as the coordinator, which prints to the same
+terminal. All tasks derive the same address for it. Worker 0 and the coordinator end together.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tfmw.errors import TaskFailed
 from tfmw.launcher.spawn import TASK_COMMAND
 
 _STARTED_BY_WORKER = "TFMW_STARTED_BY_WORKER_0"
-_END_S = 30.0  # for the coordinator to end once it is done
-_ERROR_S = 5.0  # for the coordinator's error, which it sends, to end this process
+_END_S = 30.0  # for the end of a coordinator that is done
+_ERROR_S = 5.0  # for this process to end with the error that the coordinator sends
 
 
 def address(workers: Sequence[str], servers: Sequence[str]) -> str:
-    """The coordinator's "host:port": on worker 0's host, a port that no task has.
+    """The coordinator's "host:port": on worker 0's host, with a port that no task uses.
 
-    It depends on the port of worker 0, so that clusters on one host get different ones.
+    It is derived from the port of worker 0, so that clusters on one host have different ones.
     """
     host, _, port = workers[0].rpartition(":")
     taken = {addresses.split(task)[1] for task in (*workers, *servers)}
@@ -43,7 +43,7 @@ def address(workers: Sequence[str], servers: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def beside(cluster: Cluster) -> Iterator[None]:
-    """On worker 0: the coordinator runs beside the body, which serves until it is done."""
+    """On worker 0: runs the coordinator beside the body, which serves until it is done."""
     process = subprocess.Popen(
         [
             *(*TASK_COMMAND, "script", *sys.argv, "--job_name=chief", "--task_index=0"),
@@ -52,7 +52,7 @@ def beside(cluster: Cluster) -> Iterator[None]:
         stdin=subprocess.DEVNULL,
         env={
             **os.environ,
-            "TFMW_LAUNCHER_PID": str(os.getpid()),  # it is killed where this process is
+            "TFMW_LAUNCHER_PID": str(os.getpid()),  # it is killed with this process
             "TFMW_NO_INIT": "1",
             _STARTED_BY_WORKER: "1",
         },
@@ -62,13 +62,13 @@ def beside(cluster: Cluster) -> Iterator[None]:
         yield
     except SystemExit as served:
         raise SystemExit(served.code or process.wait(_END_S)) from None
-    except TaskFailed:  # the coordinator's own error, which it is about to print
+    except TaskFailed:  # lets the coordinator print its own error
         process.wait(_END_S)
         raise
 
 
 def _end_with(process: subprocess.Popen[bytes]) -> None:
-    """Ends this process where the coordinator failed: it would wait for the next one."""
+    """Ends this process if the coordinator failed; otherwise it would wait for the next one."""
     status = process.wait()
     if status == 0:
         return
@@ -80,7 +80,7 @@ def _end_with(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def unless_coordinated() -> Iterator[None]:
-    """On the coordinator: where another one coordinates, one that worker 0 started ends well."""
+    """On the coordinator that worker 0 started: ends with 0 if another one coordinates."""
     try:
         yield
     except AlreadyCoordinated as error:

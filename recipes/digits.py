@@ -1,10 +1,10 @@
-"""Train a convolutional network on handwritten digits, on one process or many.
+"""Trains a convolutional network on handwritten digits, on one process or many.
 
     python recipes/digits.py                                            # one process
     tfmw run --workers 2 recipes/digits.py --export_dir=build/digits    # two
     python recipes/digits.py --worker_hosts=localhost:2222,localhost:2223 --task_index=0  # by hand
 
-The 1,797 images ship with tfmw (`tfmw.datasets.digits`); recipes/predict.py reads what is exported.
+The 1,797 images ship with tfmw (`tfmw.datasets.digits`); recipes/predict.py loads the export.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tfmw import datasets
 
 
 def main() -> None:
-    """Train, report and export as the flags say."""
+    """Trains, reports and exports by the flags."""
     cluster = common.init()  # before any TensorFlow op, reading data included
     common.train(make_model(), *make_data(common.FLAGS.batch_size), cluster)
 
@@ -30,7 +30,7 @@ def make_data(batch_size: int) -> tuple[tf.data.Dataset, tf.data.Dataset]:
 
 
 def make_model() -> keras.Model:
-    """Two convolutions and a classifier: 29,066 weights. It takes the pixels as they are read."""
+    """Two convolutions and a classifier: 29,066 weights. Its input is the raw pixels."""
     model = keras.Sequential(
         [
             keras.Input((8, 8, 1), dtype="uint8", name="image"),

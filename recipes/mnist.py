@@ -15,7 +15,7 @@ from tfmw import datasets
 
 
 def main() -> None:
-    """Train, report and export as the flags say."""
+    """Trains, reports and exports by the flags."""
     cluster = common.init()  # before any TensorFlow op, reading data included
     common.train(make_model(), *make_data(common.FLAGS.batch_size), cluster)
 

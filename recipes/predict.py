@@ -1,4 +1,4 @@
-"""Load the model that recipes/digits.py exported, in one process without any cluster or Keras.
+"""Loads the model that recipes/digits.py exported, in one process without a cluster or Keras.
 
 python recipes/predict.py --export_dir=build/digits
 """
@@ -14,14 +14,14 @@ from absl import app, flags, logging
 from tfmw import datasets
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("export_dir", None, "What `recipes/digits.py --export_dir` wrote.")
+flags.DEFINE_string("export_dir", None, "The export_dir of recipes/digits.py.")
 flags.mark_flag_as_required("export_dir")
 
 _INK = " .:-=+*#%@"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print six test images as characters, and under each its label and the prediction."""
+    """Prints six test images as characters, and below each its label and the prediction."""
     del argv
     logging.set_verbosity(logging.WARNING)
     model = tf.saved_model.load(FLAGS.export_dir).signatures["serving_default"]
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def draw(images: np.ndarray) -> str:
-    """Draw images side by side, two characters a pixel.
+    """Draws images side by side, two characters a pixel.
 
     Args:
         images: uint8 [count, 8, 8], ink from 0 to 16.

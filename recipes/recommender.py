@@ -1,17 +1,17 @@
-"""Train a recommender with a large hashed embedding on parameter servers, or on one process.
+"""Trains a recommender with a large hashed embedding on parameter servers, or on one process.
 
     tfmw run --workers 2 --ps 2 recipes/recommender.py --strategy=parameter_server
     python recipes/recommender.py --max_steps=300
 
-Two towers, one for users and one for items, look their ids up in hashed tables; the score is the
-product of what they make of them, beside a wide part that knows users and items one by one. The
-data is made by a rule, so the best possible accuracy is known:
+Two towers, one for users and one for items, look up their ids in hashed tables. The score is the
+product of the two towers' outputs, plus a wide part with one weight for each user and each item.
+The data follows a rule, so the best possible accuracy is known:
 
-    each user and each item has one of 8 tastes, drawn by hashing its id;
-    a user likes an item with probability 0.95 where the tastes are the same, else 0.05.
+    each user and each item has one of 8 tastes, a hash of its id;
+    a user likes an item with probability 0.95 if the tastes are the same, else 0.05.
 
-No model can do better than 0.95, and this one comes to about 0.94. Large tables are divided over
-the servers with --min_shard_bytes.
+No model can exceed 0.95, and this one reaches about 0.94. Large tables are divided over the servers
+with --min_shard_bytes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import tensorflow as tf
 from absl import flags
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("ids", 500, "How many users there are, and how many items.", 2)
+flags.DEFINE_integer("ids", 500, "Number of users, and of items.", 2)
 flags.DEFINE_integer("buckets", 1 << 14, "Rows of each hashed table.", 2)
 flags.DEFINE_integer("width", 16, "Columns of each table.", 1)
-# So much data that nearly the best accuracy is reached.
+# Enough data to reach nearly the best accuracy.
 FLAGS.set_default("batch_size", 512)
 FLAGS.set_default("epochs", 4)
 
@@ -35,7 +35,7 @@ STEPS_PER_EPOCH = 200
 
 
 def main() -> None:
-    """Train, report and export as the flags say."""
+    """Trains, reports and exports by the flags."""
     cluster = common.init()  # before any TensorFlow op
     size = FLAGS.batch_size
     train = make_data(1, size).take(STEPS_PER_EPOCH)
@@ -44,12 +44,12 @@ def main() -> None:
 
 
 def make_data(seed: int, size: int) -> tf.data.Dataset:
-    """Batches without end: ({"user": string [size], "item": string [size]}, liked int64 [size])."""
+    """Infinite batches: ({"user": string [size], "item": string [size]}, liked int64 [size])."""
 
     def batch(seeds: tf.Tensor) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
         ids = tf.random.stateless_uniform([size], seeds, 0, FLAGS.ids, tf.int64)
         user = tf.strings.join(["u", tf.strings.as_string(ids)])
-        # Half of the items are of the user's own taste: the two labels are about as frequent.
+        # Half of the items have the user's taste, so that the two labels are equally frequent.
         same = tf.random.stateless_uniform([size, 1], seeds + 1) < 0.5
         tries = tf.random.stateless_uniform([size, 32], seeds + 2, 0, FLAGS.ids, tf.int64)
         items = tf.strings.join(["i", tf.strings.as_string(tries)])
@@ -64,12 +64,12 @@ def make_data(seed: int, size: int) -> tf.data.Dataset:
 
 
 def taste(ids: tf.Tensor) -> tf.Tensor:
-    """The rule: int64, in the shape of the ids."""
+    """The taste of each id: int64, of the shape of `ids`."""
     return tf.strings.to_hash_bucket_strong(ids, TASTES, [7, 11])
 
 
 def make_model(buckets: int, width: int) -> keras.Model:
-    """Two towers and a wide part. It takes the ids as strings, and hashes them itself."""
+    """Two towers and a wide part. Its inputs are ids as strings, which it hashes."""
     inputs, towers, wide = {}, [], []
     for name in ("user", "item"):
         inputs[name] = keras.Input((), dtype="string", name=name)

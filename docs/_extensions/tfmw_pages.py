@@ -1,7 +1,7 @@
-"""What the site needs beside Sphinx: diagrams, the help of commands, a map of the modules, checks.
+"""Additions to Sphinx: diagrams, the help of commands, a map of the modules, checks.
 
     ```mermaid           a diagram: GitHub draws it; the site shows the SVG of `make diagrams`
-    ```{program-help} run        what `tfmw run --help` prints
+    ```{program-help} run        the output of `tfmw run --help`
     ```{module-map}              the first sentence of each module of tfmw
 
 Warnings end the build (`sphinx-build -W`). These are added to Sphinx's own: a diagram that is newer
@@ -35,7 +35,7 @@ DIAGRAMS = ROOT / "docs" / "diagrams"
 
 
 def diagram_of(source: str) -> tuple[Path, str, str]:
-    """(its SVG, the digest of the source, what it shows in words) of a mermaid diagram.
+    """(path of the SVG, digest of the source, alternative text) of a mermaid diagram.
 
     Raises:
         ValueError: the diagram has no `accTitle:` or no `accDescr:`.
@@ -49,7 +49,7 @@ def diagram_of(source: str) -> tuple[Path, str, str]:
 
 
 class Mermaid(SphinxDirective):
-    """A diagram, as the SVG that `make diagrams` drew of this very source."""
+    """A diagram, as the SVG that `make diagrams` drew from the same source."""
 
     has_content = True
 
@@ -70,7 +70,7 @@ class Mermaid(SphinxDirective):
 
 
 class ProgramHelp(SphinxDirective):
-    """What a command prints of itself."""
+    """The help of a command."""
 
     required_arguments = 1
 
@@ -95,7 +95,7 @@ def modules() -> dict[str, list[tuple[str, str]]]:
 
 
 class ModuleMap(SphinxDirective):
-    """All modules by package, each with what it says of itself."""
+    """All modules by package, each with the first sentence of its docstring."""
 
     def run(self) -> list[nodes.Node]:
         lines = []
@@ -115,7 +115,7 @@ class ModuleMap(SphinxDirective):
 def note_missing_docstring(
     app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]
 ) -> None:
-    """Warns of a documented name without words; methods may speak for themselves."""
+    """Warns of a documented name without a docstring; methods may lack one."""
     if what in {"module", "class", "function", "exception"} and not any(lines):
         logger.warning("%s has no docstring", name)
 
@@ -134,7 +134,7 @@ def join_names(
 def keep_sentence(
     app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]
 ) -> None:
-    """Undoes what napoleon makes of a property's docstring: it takes a first colon for a type's."""
+    """Keeps the first sentence of a property's docstring; napoleon takes a colon for a type."""
     if what == "property":
         lines[:] = inspect.cleandoc(value.__doc__ or "").splitlines()
 
@@ -142,7 +142,7 @@ def keep_sentence(
 def indent_code(
     app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]
 ) -> None:
-    """Has indented blocks of a docstring taken for code, as Markdown takes them."""
+    """Makes indented blocks of a docstring code blocks, as in Markdown."""
     for i in range(len(lines) - 1, 1, -1):
         before, blank, here = lines[i - 2 : i + 1]
         starts = here.startswith("    ") and not blank.strip() and before.strip()
@@ -151,17 +151,17 @@ def indent_code(
 
 
 def note_undocumented(app: Sphinx, env: Any) -> None:
-    """Warns of names in `tfmw.__all__` that no page of the reference has."""
+    """Warns of names in `tfmw.__all__` that are missing in the reference."""
     import tfmw
 
     documented = set(env.domains["py"].objects)
     for name in tfmw.__all__:
         if f"tfmw.{name}" not in documented:
-            logger.warning("tfmw.%s is public, and no page in docs/reference has it", name)
+            logger.warning("tfmw.%s is public, but no page in docs/reference documents it", name)
 
 
 def add_navigation(app: Sphinx, docname: str, source: list[str]) -> None:
-    """The navigation of the site, at the end of its first page."""
+    """Adds the navigation of the site at the end of its first page."""
     if docname != app.config.root_doc:
         return
     for caption, pages in app.config.navigation.items():
@@ -170,7 +170,7 @@ def add_navigation(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def write_index(app: Sphinx, error: Exception | None) -> None:
-    """The first page, under the name that browsers and servers look for, too."""
+    """Writes the first page as index.html too."""
     if error is None and app.builder.name == "html":
         page = Path(app.outdir, f"{app.config.root_doc}.html")
         Path(app.outdir, "index.html").write_bytes(page.read_bytes())

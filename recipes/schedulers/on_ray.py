@@ -1,10 +1,9 @@
-"""Train on a Ray cluster: one actor for each worker, and `tfmw.fit` inside of it.
+"""Trains on a Ray cluster: one actor for each worker, and `tfmw.fit` in each actor.
 
     python recipes/schedulers/on_ray.py --workers=4 --gpus_per_worker=1 --export_dir=/shared/digits
 
-Without RAY_ADDRESS Ray is started on this machine, for as long as the script runs. Ray places the
-workers; tfmw needs to know their addresses, and that each has a process of its own in which
-TensorFlow has not run yet.
+Without RAY_ADDRESS the script starts Ray on this machine and stops it at the end. Ray places the
+workers. tfmw needs their addresses, and a process for each in which TensorFlow has not run yet.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Worker:
     """One worker of the cluster."""
 
     def address(self) -> str:
-        """Where this worker will listen: an address that the others reach, and a free port."""
+        """The "host:port" of this worker: an address in Ray's network, and a free port."""
         host = ray.util.get_node_ip_address()
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
             free.bind(("", 0))
@@ -36,11 +35,11 @@ class Worker:
         import tfmw
         from tfmw.launcher.run import compute_with_onednn
 
-        compute_with_onednn(os.environ)  # as `tfmw run` does; TensorFlow asks when it is imported
+        compute_with_onednn(os.environ)  # as `tfmw run` does, before TensorFlow is imported
         task = {"type": "worker", "index": index}
         tfmw.init({"cluster": {"worker": workers}, "task": task})
 
-        import digits  # the recipe beside this folder: your model and your data
+        import digits  # in the parent folder; replace it by your model and data
 
         train_data, test_data = digits.make_data(batch_size=64)
         history = tfmw.fit(
@@ -57,7 +56,7 @@ class Worker:
 def train(
     workers: int, gpus_per_worker: float, epochs: int, export_dir: str | None
 ) -> list[dict[str, list[float]]]:
-    """What `History` holds on each worker, in order."""
+    """Returns `History.history` of each worker, in order."""
     options: dict[str, Any] = {
         "num_gpus": gpus_per_worker,
         "scheduling_strategy": "SPREAD",
@@ -75,7 +74,7 @@ def train(
 
 
 def main() -> None:
-    """Train as the flags say."""
+    """Trains by the flags."""
     parser = argparse.ArgumentParser(description="Train on a Ray cluster.")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--gpus_per_worker", type=float, default=0)

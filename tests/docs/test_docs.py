@@ -241,6 +241,6 @@ def test_site_build_fails_on_wrong_pages(tmp_path):
         "'nowhere'",
         "one-training-step.svg is not of this diagram: make diagrams",
         "undocumented.function has no docstring",
-        "tfmw.fit is public, and no page in docs/reference has it",
+        "tfmw.fit is public, but no page in docs/reference documents it",
     ):
         assert wrong in done.stderr, done.stderr
