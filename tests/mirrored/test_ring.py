@@ -273,7 +273,7 @@ def test_silent_neighbour_is_probed_until_the_timeout(joined, monkeypatch):
     monkeypatch.setattr(ring, "QUIET_S", 0.05)
     asked: list[int] = []
     rings = joined(2, probe_peer=asked.append, timeout_s=0.3)
-    with pytest.raises(RingBroken, match="no value came or went"):
+    with pytest.raises(RingBroken, match="no value was sent or received"):
         rings[0].sum(np.ones(10, "f"))
     assert asked.count(1) >= 3
 
@@ -488,7 +488,7 @@ def test_unreachable_neighbours_are_named_on_all_workers(joined, monkeypatch):
         assert isinstance(result, RingBroken)
         assert f"worker 0 could not connect to worker 1 at 127.0.0.1:{nobody} (" in str(result)
         assert "refused" in str(result)
-        assert "worker 0 did not come to worker 1 (timed out)" in str(result)
+        assert "worker 0 did not connect to worker 1 (timed out)" in str(result)
 
 
 @pytest.mark.multiprocess

@@ -1,11 +1,11 @@
-"""Variables that all workers have alike: the chief's values.
+"""Equal variables on all workers: the chief's values.
 
     changed = agree(group, strategy, variables)
 
-Unseeded initializers draw other values in each process, and a callback may change the weights of
-one task only. Nothing else would show it: gradients of different weights add up as well as any. So
-workers exchange a checksum of every variable, one pass over the values and one message; and what
-differs is broadcast, over tfmw's ring where there is one.
+Unseeded initializers draw different values in each process, and a callback may change the weights
+of one task only. Training would continue without an error, because gradients of different weights
+can be summed too. So workers exchange a checksum of every variable: one pass over the values, and
+one message. Variables that differ are broadcast, over tfmw's ring if there is one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tfmw.mirrored.tensors import in_packs
 
 
 def agree(group: Group, strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> list[Any]:
-    """Gives all workers the chief's values of Keras variables. All workers enter it.
+    """Sets Keras variables to the chief's values on all workers. All workers must call it.
 
     Args:
         group: the tasks of `strategy`.
-        variables: the same on all workers, in the same order. Strings are left as they are.
+        variables: the same on all workers, in the same order. Strings are not changed.
 
     Returns:
         The variables that differed, in order.
@@ -55,14 +55,14 @@ def agree(group: Group, strategy: tf.distribute.Strategy, variables: Sequence[An
 
 
 def _checksum(copies: list[tf.Variable]) -> int:
-    """Changes, almost surely, whenever a value does; the same on every machine."""
+    """A checksum of the values; the same on every machine."""
     if copies[0].dtype == tf.string:
         return 0
     return functools.reduce(lambda sum, copy: zlib.crc32(_bytes(copy).data, sum), copies, 0)
 
 
 def _bytes(variable: tf.Variable) -> np.ndarray:
-    """uint8 [n]: of its value."""
+    """uint8 [n], the bytes of the variable's value."""
     return np.ascontiguousarray(variable.numpy()).reshape(-1).view(np.uint8)
 
 

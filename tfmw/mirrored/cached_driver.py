@@ -1,16 +1,16 @@
-"""The driver of a call: that of the call before, with the steps it has traced, where that holds.
+"""The driver of a call: the previous call's, with its traced steps, while they are valid.
 
     with cached_driver(model, strategy) as driver:
         driver.test(...)
 
-To trace a step takes seconds for a large model, and a loop that evaluates after every epoch would
-take them each time. So a model keeps the driver of its last call, as Keras keeps its functions.
+Tracing a step takes seconds for a large model, and a loop that evaluates after every epoch would
+trace each time. So a model keeps the driver of its last call, as Keras keeps its functions.
 
-What a step finds in attributes, such as a rate of dropout or which layers are trainable, is in its
-trace for good: Keras takes no notice of a change before `compile`. Here a driver is used again only
-while every attribute of the model, its layers, metrics, optimizers and variables is what it was,
-and was so whenever anything was traced: a callback may change one for the length of a call. What is
-changed inside of other objects, or is global, counts from the next `compile` on, as in Keras.
+A trace contains the attributes that the step has read, such as a dropout rate or which layers are
+trainable. In Keras a change has no effect before the next `compile`. Here a driver is reused only
+while every attribute of the model, its layers, metrics, optimizers and variables is unchanged. It
+must also have been unchanged at each trace, because a callback may change one during a call.
+Changes inside other objects, or of global state, take effect after the next `compile`, as in Keras.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from tfmw.mirrored.collectives import reduction
 from tfmw.mirrored.collectives.connection import ring_of
 from tfmw.mirrored.driver import SyncDriver
 
-# TensorFlow's own notes are called so, which neither Keras nor `travel` takes for the model's.
+# Prefix of TensorFlow's own attributes, which neither Keras nor `serialization` saves.
 _KEPT = "_self_tfmw_kept"
-_MOST_KEPT = 2  # training and evaluation, where they differ: in precision, or compression
-_SET_BY_CALLS = ("history", "stop_training")  # on the model, and read by no step
+_MOST_KEPT = 2  # one for training and one for evaluation, if precision or compression differ
+_SET_BY_CALLS = ("history", "stop_training")  # attribute of the model that no step reads
 _COMPARED_BY_VALUE = (bool, int, float, str, bytes, keras.DTypePolicy)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Facts:
-    """What traces depend on. They hold all of it, so that no id is used twice.
+class _Dependencies:
+    """The objects and settings that traces depend on. References keep ids unique.
 
-    To collect them takes 5 ms for the 34,000 attributes of MobileNetV2, and to trace its steps
-    takes seconds; Keras's `compile` alone does not show a changed rate of dropout.
+    Collecting them takes 5 ms for the 34,000 attributes of MobileNetV2; tracing its steps takes
+    seconds. Comparing them is necessary, because a changed dropout rate needs no `compile`.
 
     Attributes:
-        parts: what has to be the same object; where it is not, it will not be again.
-        settings: names and values of attributes, and what else a call may choose.
+        parts: objects that must be the same; a driver with other parts is never valid again.
+        settings: names and values of attributes, and the choices of a call.
     """
 
     parts: list[Any]
@@ -56,7 +56,7 @@ class _Facts:
     @classmethod
     def of(
         cls, model: keras.Model, strategy: tf.distribute.Strategy, compression: str | None
-    ) -> _Facts:
+    ) -> _Dependencies:
         optimizers = keras_compat.optimizers_of(model)
         variables = placement.all_variables(model)
         parts = [
@@ -86,11 +86,11 @@ class _Facts:
             settings,
         )
 
-    def same_parts(self, other: _Facts) -> bool:
+    def same_parts(self, other: _Dependencies) -> bool:
         ours, others = self.parts, other.parts
         return len(ours) == len(others) and all(map(_is, ours, others))
 
-    def same(self, other: _Facts) -> bool:
+    def same(self, other: _Dependencies) -> bool:
         ours, others = self.settings, other.settings
         return self.same_parts(other) and len(ours) == len(others) and all(map(_is, ours, others))
 
@@ -100,8 +100,8 @@ def _is(a: Any, b: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kept:
-    facts: _Facts
+class _CachedDriver:
+    facts: _Dependencies
     driver: SyncDriver
 
 
@@ -110,25 +110,29 @@ def cached_driver(
     model: keras.Model, strategy: tf.distribute.Strategy, compression: str | None = None
 ) -> Iterator[SyncDriver]:
     """A driver in which the model is placed; the arguments are those of `SyncDriver`."""
-    at_begin = _Facts.of(model, strategy, compression)
-    # What cannot serve again goes now, before the call needs memory.
+    at_begin = _Dependencies.of(model, strategy, compression)
+    # An invalid driver is freed before the call needs memory.
     others = [k for k in vars(model).pop(_KEPT, []) if k.facts.same_parts(at_begin)]
     number = next((i for i, k in enumerate(others) if k.facts.same(at_begin)), None)
-    # All take the same one, or none: TensorFlow numbers its collectives as they are traced.
+    # All workers reuse it, or none does: TensorFlow numbers collectives in the order of tracing.
     numbers = set(Group.of(strategy).from_all(number))
     if number is not None and len(numbers) == 1:
         driver = others.pop(number).driver
         driver.reset()
     else:
         driver = SyncDriver(model, strategy, compression)
-    held: list[bool] = []  # whenever anything was traced
+    held: list[bool] = []  # at each trace
     try:
         with driver:
-            entered = _Facts.of(model, strategy, compression)  # with what the driver itself sets
-            driver.traces_valid = lambda: _Facts.of(model, strategy, compression).same(entered)
+            entered = _Dependencies.of(
+                model, strategy, compression
+            )  # including the attributes that the driver sets
+            driver.traces_valid = lambda: _Dependencies.of(model, strategy, compression).same(
+                entered
+            )
             driver.on_trace(lambda: held.append(driver.traces_valid()))
             yield driver
     finally:
-        vars(model).pop(_KEPT, None)  # of calls within this one
+        vars(model).pop(_KEPT, None)  # of nested calls
     if driver.outlives_placement and all(held):
-        vars(model)[_KEPT] = [_Kept(at_begin, driver), *others][:_MOST_KEPT]
+        vars(model)[_KEPT] = [_CachedDriver(at_begin, driver), *others][:_MOST_KEPT]

@@ -1,7 +1,7 @@
-"""Logs of the steps of all replicas: metrics, and what a model's own step returns besides.
+"""Logs over all replicas: metrics, and other values that a custom step returns.
 
 Each replica updates its own copies of the metrics' variables. `ReplicaMetrics.result` combines
-them: sums are added up, maxima and minima taken, and Keras computes results from those.
+them by sum, maximum or minimum, and Keras computes the results from the combined values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ReplicaMetrics:
     """The logs of a model's steps, over all replicas.
 
     Attributes:
-        signals: of all tasks: the sums of what each one gave to the last `result`.
+        signals: the sums over tasks of the signals in the last `result`.
     """
 
     def __init__(self, model: keras.Model, replicas: Replicas, traces: Traces):
@@ -33,18 +33,20 @@ class ReplicaMetrics:
         self._replicas = replicas
         self._traces = traces
         self._logs: dict[str, StepLogs] = {}
-        self._combined: dict[int, str] = {}  # id of a metric's variable -> how replicas combine
+        self._combined: dict[
+            int, str
+        ] = {}  # id of a metric's variable -> how values of replicas are combined
         self._initial: dict[int, np.ndarray] | None = None
 
     def logs(self, kind: str) -> StepLogs:
-        """What "train" or "test" steps return."""
+        """The logs of "train" or "test" steps."""
         return self._logs.setdefault(kind, StepLogs())
 
     def note_update(self, variable: Any, value: Any) -> None:
-        """Notes how a metric's variable is updated, and so how replicas' values combine.
+        """Records how replicas' values of a metric's variable are combined, from its update.
 
         Raises:
-            UsageError: it is not a sum over examples, nor a maximum or minimum.
+            UsageError: the update is neither a sum over examples nor a maximum or minimum.
         """
         if self._replicas.count == 1 or all(
             variable is not v for v in keras_compat.metric_variables(self._model)
@@ -54,8 +56,8 @@ class ReplicaMetrics:
         if how is None:
             raise UsageError(
                 f"a metric updates its variable {variable.path!r} otherwise than by adding to it "
-                "(or taking a maximum or minimum), so the values of several replicas cannot be put "
-                "together: keep sums and counts in variables, and divide in result()."
+                "(or taking a maximum or minimum), so the values of several replicas cannot be "
+                "combined: keep sums and counts in variables, and divide in result()."
             )
         if how != "unchanged":
             self._combined[id(variable)] = how
@@ -73,18 +75,17 @@ class ReplicaMetrics:
     def result(self, kind: str, signals: tuple[float, ...] = ()) -> dict[str, Any]:
         """Logs of the steps since the last reset, over all replicas.
 
-        A collective: all workers enter it.
+        A collective: all workers must call it.
 
         Args:
             kind: "train" or "test".
-            signals: of this task, for all others: `self.signals` is their sum over tasks
-                afterwards.
+            signals: of this task; afterwards `self.signals` is their sum over tasks.
 
         Returns:
-            Name -> value, as the model's own step names them.
+            Name -> value, with the names of the model's step.
         """
         logs = self.logs(kind)
-        if not logs.names:  # resumed after the last step of an epoch: no step has run here yet
+        if not logs.names:  # resumed after the last step of an epoch: this process has run no step
             logs.names = list(self._model.get_metrics_result())
 
         def compute(local_signals: tf.Tensor) -> Any:
@@ -109,7 +110,7 @@ class ReplicaMetrics:
             local = self._replicas.local_index()
             values = [tf.identity(v.value) for v in variables]
             values += [tf.identity(logs.raw[name][local]) for name in raw]
-            # A task has one voice, however many replicas it has.
+            # The signals of a task count once, with any number of replicas.
             signals = tf.identity(local_signals)
             values.append(signals if local == 0 else tf.zeros_like(signals))
             return values if self._replicas.count == 1 else self._combine(variables, values)
@@ -124,7 +125,7 @@ class ReplicaMetrics:
         return {name: results[name] for name in logs.names}, signals
 
     def _combine(self, variables: list[Any], values: list[Any]) -> list[Any]:
-        """Values of metric variables over all replicas, then the sums of all further values.
+        """Values of metric variables over all replicas, and the sums of all other values.
 
         In a replica context.
         """
@@ -134,7 +135,7 @@ class ReplicaMetrics:
         extremes = [i for i, h in enumerate(how) if h != "sum"]
         spread = list(values)
         for i in extremes:
-            # A sum of one row per replica is the list of all replicas' values.
+            # The sum of arrays that have one row per replica gathers all replicas' values.
             row = tf.one_hot(replica.replica_id_in_sync_group, count, dtype=tf.float32)
             row = tf.cast(tf.reshape(row, [-1] + [1] * values[i].shape.rank), values[i].dtype)
             spread[i] = row * values[i][None]
@@ -143,7 +144,7 @@ class ReplicaMetrics:
             reduce = tf.reduce_max if how[i] == "max" else tf.reduce_min
             out[i] = reduce(out[i], axis=0)
         for i, variable in enumerate(variables):
-            # A sum that does not begin at zero began so on every replica, and counts once.
+            # An initial value other than zero is the same on every replica, and counts once.
             initial = (self._initial or {}).get(id(variable))
             if initial is not None and i not in extremes:
                 out[i] -= tf.cast((count - 1) * initial, out[i].dtype)
@@ -151,12 +152,12 @@ class ReplicaMetrics:
 
 
 class StepLogs:
-    """What a step returns.
+    """The logs that a step returns.
 
     Attributes:
         names: of all logs, in the step's order.
-        metrics: by name, the metric whose result a log is.
-        raw: by name, the last value on each local replica of a log that is no metric's result.
+        metrics: name -> the metric whose result the log is.
+        raw: name -> the last value on each local replica, of a log that is not a metric's result.
     """
 
     def __init__(self) -> None:
@@ -171,14 +172,14 @@ class StepLogs:
         local: int,
         weight: keras_compat.ReplicaWeight | None,
     ) -> None:
-        """Keeps what a step returned.
+        """Records the logs that a step returned.
 
         Args:
             returned: by the step, on one replica.
             noted: results of metrics within the step; None for Keras's own steps, which return
                 metrics only.
-            local: which of this process's replicas it is.
-            weight: its part of the global batch; None where there is one replica.
+            local: the index of this process's replica.
+            weight: of the replica in the global batch; None with a single replica.
         """
         if not isinstance(returned, dict):
             raise UsageError(
@@ -198,7 +199,7 @@ class StepLogs:
                     f"the model's step returned a dict as log {name!r} that is not a metric's "
                     "result: expected one number, a tensor or a metric's result()."
                 )
-            # The value of the whole batch, for what is a mean over examples.
+            # The value of the global batch, if it is a mean over examples.
             value = tf.reduce_mean(tf.cast(value, tf.float32))
             if weight is not None:
                 value = tf.math.multiply_no_nan(value, tf.cast(weight.fraction, tf.float32))
@@ -219,12 +220,12 @@ _noting = threading.local()
 
 
 class NotedResults(list[tuple[Any, Any]]):
-    """(tensor, metric) of what metrics returned while this thread traced a step."""
+    """(tensor, metric) pairs: results of metrics while this thread traced a step."""
 
     @classmethod
     @contextlib.contextmanager
     def on_this_thread(cls) -> Iterator[NotedResults]:
-        """Notes results within this context, of metrics that `noting_results` watches."""
+        """Records results of metrics within this context and within `noting_results`."""
         _noting.now = cls()
         try:
             yield _noting.now
@@ -238,7 +239,7 @@ class NotedResults(list[tuple[Any, Any]]):
 
 @contextlib.contextmanager
 def noting_results(model: keras.Model) -> Iterator[None]:
-    """Within this context a custom step's logs can be traced back to metrics, by their tensors."""
+    """Records the metric of each result tensor, to find the metrics of a custom step's logs."""
 
     def noted(metric: Any) -> Callable[[], Any]:
         result = metric.result
@@ -258,7 +259,7 @@ def noting_results(model: keras.Model) -> Iterator[None]:
 
 
 def _python_logs(logs: dict[str, Any]) -> dict[str, Any]:
-    """Logs as Keras gives them: flat, and Python floats where they are single numbers."""
+    """Logs in Keras's form: flat, with Python floats for scalars."""
     flat: dict[str, Any] = {}
     for name, value in logs.items():
         if isinstance(value, dict):

@@ -19,7 +19,7 @@ Rows = list[list[int]]  # examples of each step and local replica
 
 
 def prediction_step(model: keras.Model, replicas: Replicas) -> Callable[[Any], Any]:
-    """A function from the batches of this process's replicas to (outputs, rows) on each."""
+    """A function: batches of this process's replicas -> (outputs, rows) on each replica."""
 
     def on_replica(parts: Any) -> Any:
         batch = parts[replicas.local_index()]
@@ -80,8 +80,8 @@ def _assembled(replicas: Replicas, outputs: list[list[Any]], rows: Rows, structu
         if any(isinstance(t, (tf.RaggedTensor, tf.SparseTensor)) for t in local):
             if replicas.count > 1:
                 raise UsageError(
-                    "predictions that are ragged or sparse cannot be put together over "
-                    "several replicas: make the model's output dense."
+                    "predictions that are ragged or sparse cannot be combined over several "
+                    "replicas: make the model's output dense."
                 )
             leaves.append(tf.concat(local, axis=0))
             continue
@@ -95,7 +95,7 @@ def _assembled(replicas: Replicas, outputs: list[list[Any]], rows: Rows, structu
 def _in_order(workers: list[np.ndarray], all_rows: list[Rows], local: int) -> np.ndarray:
     """The examples of all workers in the order of the dataset.
 
-    Example j of a batch is replica (j mod R)'s.
+    Example j of a batch belongs to replica j mod R.
 
     Args:
         workers: each worker's examples, in its own order.
@@ -115,7 +115,7 @@ def _in_order(workers: list[np.ndarray], all_rows: list[Rows], local: int) -> np
         if _interleaved([len(p) for p in parts]):
             for replica, part in enumerate(parts):
                 batch[replica :: len(parts)] = part
-        else:  # pipelines of dataset functions: each replica's examples one after the other
+        else:  # with dataset functions: the examples of one replica after those of another
             batch = np.concatenate(parts)
         batches.append(batch)
     return np.concatenate(batches)
@@ -132,7 +132,7 @@ def _gathered(replicas: Replicas, local: np.ndarray, all_rows: list[Rows]) -> li
     if group.size == 1:
         return [local]
     sizes = [sum(map(sum, rows)) for rows in all_rows]
-    # A worker without examples takes the shape and type from the others.
+    # A worker without examples takes shape and dtype from another worker.
     shapes = group.from_all([list(local.shape[1:]), local.dtype.name])
     shape, name = shapes[int(np.argmax(sizes))]
     dtype = tf.as_dtype(name)

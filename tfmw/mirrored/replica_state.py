@@ -1,4 +1,4 @@
-"""What each replica keeps for itself between steps: moving averages, and metrics so far."""
+"""Replica-local state between steps: moving averages, and metrics so far."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tfmw.mirrored.replicas import Replicas, Traces
 
 
 class ReplicaState:
-    """The float variables that layers update in a step, each replica its own (batch norm).
+    """The float variables that layers update in a step, separately on each replica (batch norm).
 
     Attributes:
-        assigned: the variables that training steps assign; None until one has been traced.
+        assigned: the variables that training steps assign; None until a step has been traced.
     """
 
     def __init__(self, model: keras.Model, replicas: Replicas, traces: Traces):
@@ -27,7 +27,7 @@ class ReplicaState:
         self._traces = traces
 
     def all_variables(self) -> list[Any]:
-        """Those that a step may update."""
+        """The variables that a step may update."""
         return [
             v
             for v in keras_compat.state_variables_of(self._model)
@@ -35,17 +35,17 @@ class ReplicaState:
         ]
 
     def variables(self) -> list[Any]:
-        """Those that a step updates; those that it may update until one has been traced."""
+        """The variables that a step updates; before the first trace, those that it may update."""
         state = self.all_variables()
         if self.assigned is None:
             return state
         return [v for v in state if any(v is a for a in self.assigned)]
 
     def average(self) -> None:
-        """Sets them to the mean over replicas, on every replica.
+        """Sets the variables to their mean over replicas, on every replica.
 
-        A mean commutes with a moving average, so it may be taken at any time between steps; it is
-        taken before anybody reads. A collective: all workers enter it.
+        The mean commutes with a moving average, so this may run at any time between steps. It runs
+        before the variables are read. A collective: all workers must call it.
         """
         if self._replicas.count == 1 or not self.variables():
             return
@@ -70,7 +70,7 @@ class ReplicaState:
     def rows(self) -> tuple[tf.Tensor, tf.Tensor]:
         """One row per replica: float64 [replicas, values] of metrics, and of moving averages.
 
-        A collective: all workers enter it.
+        A collective: all workers must call it.
         """
         count = self._replicas.count
 
@@ -90,13 +90,13 @@ class ReplicaState:
         return metrics, averages
 
     def restore(self, metrics: np.ndarray, averages: np.ndarray) -> None:
-        """Gives replicas back what `rows` returned.
+        """Restores a result of `rows`.
 
-        Another number of replicas gets the sum of the metrics (on the first) and the mean of the
-        averages.
+        With another number of replicas, the first one gets the sum of the metrics, and all get the
+        mean of the averages.
 
         Args:
-            metrics, averages: [replicas then, values].
+            metrics, averages: [replicas of the interrupted run, values].
         """
         count, sharding = self._replicas.count, self._replicas.sharding
         if len(metrics) != count:

@@ -1,4 +1,4 @@
-"""The replicas of a strategy as this process sees them, and the functions traced for them."""
+"""The replicas of a strategy, those of this process, and the functions traced for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfmw.runtime.progress import blocking_call
 
 
 class Replicas:
-    """All replicas of a synchronous strategy, and which of them this process has.
+    """All replicas of a synchronous strategy, and the local ones of this process.
 
     Attributes:
         strategy: mirrored, multi-worker mirrored, or TensorFlow's default.
@@ -48,7 +48,7 @@ class Replicas:
         return self.sharding.local_replicas
 
     def local_index(self) -> int:
-        """Which of this process's replicas runs. In a replica context."""
+        """The index of the running replica among this process's. In a replica context."""
         if self.local == 1:
             return 0
         replica = tf.distribute.get_replica_context()
@@ -57,16 +57,16 @@ class Replicas:
         )
 
     def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums over all replicas, one reduction per carrier type. In a replica context."""
+        """Sums over all replicas, one reduction per carrier dtype. In a replica context."""
         return in_packs(values, self._all_reduce)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of this process's replicas, of something that `strategy.run` returned."""
+        """The values on this process's replicas, of a result of `strategy.run`."""
         results: tuple[Any, ...] = self.strategy.experimental_local_results(value)
         return results
 
     def first_result(self, value: Any) -> Any:
-        """The value of this process's first replica: for what is the same on all."""
+        """The value on this process's first replica: for values that are the same on all."""
         return self.local_results(value)[0]
 
 
@@ -74,7 +74,7 @@ class Traces:
     """The functions that a driver has traced, each under a key.
 
     Attributes:
-        on_trace: called while anything is traced.
+        on_trace: called during each trace.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Traces:
         self._functions: dict[Hashable, Callable[..., Any]] = {}
 
     def get(self, key: Hashable, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-        """The function under `key`; made by `make` where there is none yet."""
+        """The function under `key`; `make` creates it at the first call."""
         if key not in self._functions:
             self._functions[key] = make()
         return self._functions[key]
@@ -98,14 +98,14 @@ class Traces:
         return new_function(noted, **options)
 
     def clear(self) -> None:
-        """Forgets all functions."""
+        """Discards all functions."""
         self._functions.clear()
 
 
 def new_function(function: Callable[..., Any], **options: Any) -> Any:
     """A `tf.function` of one driver.
 
-    TensorFlow counts how often the same code is traced, and warns about it, but each driver traces
-    its own copy. It counts every partial separately.
+    TensorFlow warns if the same code is traced often, but each driver must trace its own copy. A
+    partial of each driver's own is counted separately.
     """
     return tf.function(functools.partial(function), autograph=False, **options)

@@ -43,7 +43,7 @@ def or_zeros(grad: Any, present: tf.Tensor) -> Any:
 
 
 def carrier_of(dtype: tf.DType) -> tf.DType:
-    """The type in which values of `dtype` travel unchanged: collectives support only a few."""
+    """The dtype in which values of `dtype` are sent unchanged: collectives support only a few."""
     if dtype.is_floating:
         return tf.float64 if dtype == tf.float64 else tf.float32
     return tf.int64
@@ -52,14 +52,14 @@ def carrier_of(dtype: tf.DType) -> tf.DType:
 def in_packs(
     values: Sequence[tf.Tensor], exchange: Callable[[tf.Tensor], tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Calls a collective on one flat tensor per carrier type, instead of on each value.
+    """Calls a collective on one flat tensor per carrier dtype, instead of on each value.
 
     Args:
-        values: of static shapes; the same shapes and types on all replicas.
+        values: of static shapes; the same shapes and dtypes on all replicas.
         exchange: a collective, [n] -> [n], such as a sum over replicas.
 
     Returns:
-        The results in the shapes and types of `values`.
+        The results in the shapes and dtypes of `values`.
     """
     out: list[Any] = [None] * len(values)
     by_carrier: dict[tf.DType, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The synchronous driver as the training loop sees it, and evaluation on it."""
+"""The training loop's driver for synchronous training, and evaluation and prediction with it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tfmw.training.session import Session
 class MirroredTraining:
     """Training steps on all replicas of a strategy; a `tfmw.training.loop.Driver`.
 
-    Entering it places the model's variables on the replicas, leaving it brings them back.
+    A context manager: places the model's variables on the replicas, and restores them at the end.
 
     Args:
         session: of the call.
         arguments: of the call.
-        record: of the backup that the run goes on from.
+        record: of the backup from which the run resumes, or None.
 
     Attributes:
         element_spec: structure of tf.TensorSpec, of one batch.
@@ -72,11 +72,11 @@ class MirroredTraining:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)  # an error's driver is not kept
+        self._stack.__exit__(*error)  # the driver is not cached after an error
 
     @property
     def driver(self) -> SyncDriver:
-        """The driver of the steps, while this is entered."""
+        """The driver of the steps, within the context."""
         assert self._driver is not None
         return self._driver
 
@@ -84,7 +84,7 @@ class MirroredTraining:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """None while nobody knows."""
+        """None while unknown."""
         return self._data.steps_per_epoch
 
     @property
@@ -109,7 +109,7 @@ class MirroredTraining:
         return self._data.resumes_inside_epoch
 
     def start(self, every_batch: bool, model_is_read: bool) -> None:
-        del model_is_read  # placed variables are the model's own
+        del model_is_read  # placed variables are those of the model
         self._every_batch = every_batch
         self._pace = CallPace(self.group, self.model.steps_per_execution, every_batch)
 
@@ -187,7 +187,7 @@ def run_evaluation(
     """One pass over the data with the steps of `evaluate`; returns the logs.
 
     Args:
-        signals: to respond to between two calls of the driver.
+        signals: exchanged between two calls of the driver.
     """
 
     def metrics() -> dict[str, Any]:

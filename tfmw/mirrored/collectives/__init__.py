@@ -1,8 +1,8 @@
-"""Sums over replicas: what travels, and how.
+"""Sums over replicas: TensorFlow's collectives, and tfmw's ring all-reduce.
 
 Read `reduction.py` first: gradients in packs. `ring.py` is the ring all-reduce of CPU workers,
-`connection.py` the ring of this process, `listener.py` how neighbours connect, `links.py` what
-values travel through: TCP or shared memory.
+`connection.py` the ring of this process. `listener.py` connects and authenticates neighbours,
+`links.py` sends values to them: over TCP or through shared memory.
 
 May import: `tfmw.strategies`, `tfmw.cluster`, `tfmw.keras_compat`, `tfmw.runtime`, `tfmw.errors`.
 """

@@ -1,4 +1,4 @@
-"""The ring that a strategy's workers share, connected when it is first asked for."""
+"""The ring of a strategy's workers, connected at first use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfmw.mirrored.collectives.ring import Ring, RingBroken, connect
 logger = logging.getLogger("tfmw")
 
 TOKEN = "TFMW_TOKEN"
-"""In the environment of all tasks, a secret of the training: what it is for is in listener.py."""
+"""Variable with a secret of the training, the same for all tasks; see listener.py."""
 
 # A process joins once, and has one ring.
 _ring: Ring | None = None
@@ -24,10 +24,10 @@ _connected_once = False
 
 
 def ring_of(strategy: tf.distribute.Strategy) -> Ring | None:
-    """The ring of tfmw's own that `strategy` sums gradients over; None where TensorFlow does.
+    """The ring over which `strategy` sums gradients; None if TensorFlow sums them.
 
-    It is for workers of one CPU replica each, unless `init` got a choice of collectives. All tasks
-    call this: the first call connects them.
+    For workers of one CPU replica each, unless `init` was called with other collectives. All tasks
+    must call this; the first call connects them.
     """
     global _ring, _connected_once
     joined = membership.joined()

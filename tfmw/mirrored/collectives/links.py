@@ -1,4 +1,4 @@
-"""How values travel from one worker of a ring to the next: a stream, or memory that both share.
+"""Links from one worker of a ring to the next: a TCP stream, or shared memory.
 
     to_next.add(array, may_go=True)        # a Sender
     while to_next.left:
@@ -6,12 +6,12 @@
     values = from_previous.take(into)      # a Receiver
     from_previous.done()
 
-Workers of one machine share a piece of memory and copy values through it, in a few slots that stay
-in the caches; the socket between them carries which slots are full and which are free again. That
-takes a third of the time of TCP, which copies each byte into the kernel and out of it, packet by
-packet. A socket, unlike counters in the memory, lets a worker sleep until there is something to do,
-notice that its peer has gone, and see the values that were written before (the kernel orders memory
-on every kind of processor). How two workers come to have a link is in listener.py.
+Workers of one machine copy values through shared memory, in a few slots that stay in the caches. A
+socket between them reports which slots are full and which are free. That takes a third of the time
+of TCP, which copies each byte into the kernel and out of it, packet by packet. Unlike counters in
+the memory, a socket lets a worker sleep until there is something to do, detects the loss of the
+peer, and orders memory: values written before a message are visible after it, on every processor.
+listener.py connects two workers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import socket
 import numpy as np
 import numpy.typing as npt
 
-PIECE_BYTES = 1 << 19  # what is added and sent on at once; it stays in the caches meanwhile
-_SLOTS = 4  # pieces that wait in shared memory
+PIECE_BYTES = 1 << 19  # bytes that are added and sent at once; they stay in the caches
+_SLOTS = 4  # number of pieces in shared memory
 MEMORY_BYTES = _SLOTS * PIECE_BYTES
-_DONE = b"\0"  # reports one slot more as full, or free
+_DONE = b"\0"  # message: one more slot is full, or free
 
 
 class Sender:
-    """Sends to the next worker: the bytes of queued arrays, each once it is released.
+    """Sends the bytes of queued arrays to the next worker, once they are released.
 
     Args:
         peer: a connected stream socket.
@@ -42,34 +42,34 @@ class Sender:
         peer.setblocking(False)
         self.peer = peer
         self._parts: collections.deque[memoryview] = collections.deque()
-        self._released = 0  # bytes, from the first part on
+        self._released = 0  # bytes that may be sent
 
     def add(self, *arrays: np.ndarray, may_go: bool = False) -> None:
-        """Queues arrays; they may go once `release` covers them, or at once with `may_go`."""
+        """Queues arrays. They are sent after `release`, or without it if `may_go` is True."""
         for array in arrays:
             if array.size:
                 self._put(_bytes_of(array))
                 self._released += array.nbytes if may_go else 0
 
     def release(self, nbytes: int) -> None:
-        """The next `nbytes` bytes may go; of an array, all or a whole piece (PIECE_BYTES)."""
+        """Releases the next `nbytes` bytes: whole arrays, or whole pieces (PIECE_BYTES) of one."""
         self._released += nbytes
 
     @property
     def left(self) -> bool:
-        """Whether something has not gone yet."""
+        """Whether queued bytes remain to be sent."""
         return bool(self._parts)
 
     @property
     def may_go(self) -> bool:
-        """Whether something of it may."""
+        """Whether released bytes remain to be sent."""
         return self.left and self._released > 0
 
     def push(self) -> bool:
-        """Sends what may go, as far as there is room; returns whether there was any.
+        """Sends released bytes as long as there is room; returns whether it sent any.
 
         Raises:
-            OSError: the next worker has gone.
+            OSError: the next worker is lost.
         """
         moved = False
         while self.may_go:
@@ -86,7 +86,7 @@ class Sender:
         return moved
 
     def watch(self, poll: select.poll) -> None:
-        """Lets `poll` return when there is room again."""
+        """Makes `poll` return when there is room again."""
         poll.register(self.peer, select.POLLOUT)
 
     def _put(self, part: memoryview) -> None:
@@ -94,7 +94,7 @@ class Sender:
 
 
 class Receiver:
-    """Receives from the worker before.
+    """Receives from the previous worker.
 
     Args:
         peer: a connected stream socket.
@@ -103,17 +103,17 @@ class Receiver:
     def __init__(self, peer: socket.socket):
         peer.setblocking(False)
         self.peer = peer
-        self._filled = 0  # bytes of the array that is being taken
+        self._filled = 0  # received bytes of the current array
 
     def take(self, into: np.ndarray) -> np.ndarray | None:
-        """The next values: in `into`, or elsewhere until `done`; None while they have not come.
+        """The next values: in `into`, or in memory that is valid until `done`; None if incomplete.
 
         Args:
-            into: of the shape and type that are expected, of at most PIECE_BYTES; the same again
-                after a None.
+            into: an array of the expected shape and dtype, of at most PIECE_BYTES. After a None,
+                pass the same array again.
 
         Raises:
-            OSError: the worker before has gone.
+            OSError: the previous worker is lost.
         """
         view = _bytes_of(into)
         while self._filled < len(view):
@@ -128,11 +128,11 @@ class Receiver:
         return into
 
     def done(self) -> None:
-        """Releases what was taken last."""
+        """Releases the memory of the last `take`."""
 
 
 class SharedSender(Sender):
-    """Sends through memory that the next worker sees too.
+    """Sends through memory that it shares with the next worker.
 
     Args:
         memory: [_SLOTS, PIECE_BYTES] bytes.
@@ -152,7 +152,7 @@ class SharedSender(Sender):
         while self.may_go and self._has_room():
             part = self._parts.popleft()
             self._memory[self._slot, : len(part)] = part
-            self.peer.send(_DONE)  # there is room: at most _SLOTS of them wait
+            self.peer.send(_DONE)  # there is room for messages about at most _SLOTS slots
             self._slot = (self._slot + 1) % _SLOTS
             self._free -= 1
             self._released -= len(part)
@@ -173,7 +173,7 @@ class SharedSender(Sender):
 
 
 class SharedReceiver(Receiver):
-    """Receives through memory that the worker before fills.
+    """Receives through memory that it shares with the previous worker.
 
     Args:
         memory: [_SLOTS, PIECE_BYTES] bytes.
@@ -196,12 +196,14 @@ class SharedReceiver(Receiver):
     def done(self) -> None:
         self._full -= 1
         self._slot = (self._slot + 1) % _SLOTS
-        with contextlib.suppress(OSError):  # it has gone; what it sent before still counts
+        with contextlib.suppress(
+            OSError
+        ):  # the peer is lost; values that it has sent are still valid
             self.peer.send(_DONE)
 
 
 def _count(peer: socket.socket) -> int:
-    """How many slots the peer has reported as done."""
+    """The number of slots that the peer has reported."""
     reports = peer.recv(_SLOTS)
     if not reports:
         raise ConnectionError("it closed the connection")

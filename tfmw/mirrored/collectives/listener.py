@@ -1,23 +1,22 @@
-"""How two neighbours of a ring connect, and prove to belong to one training.
+"""Connects and authenticates two neighbours of a ring.
 
-    with Listener(host) as listener:                             # each worker opens one,
-        addresses = from_all(listener.address)                   # and publishes where it is
+    with Listener(host) as listener:                             # each worker opens one
+        addresses = from_all(listener.address)                   # and publishes its address
         to_next = connect(host_of_next, addresses[next], listener.address, key)
         from_previous = listener.accept(addresses[previous], key)
 
-A listener publishes a random challenge beside its port, and takes the first connection that sends
-the challenge's HMAC under the key: the key itself never travels. What that stops depends on the
-key:
+A listener publishes a random challenge beside its port. It accepts the first connection that sends
+the challenge's HMAC under the key. The key itself is never sent. The protection depends on the key:
 
-- `TFMW_TOKEN` in the environment of all tasks (`tfmw run` sets one for the tasks it starts; over
-  several hosts, set the same for all): whoever does not know it can't take a worker's place, even
-  if they read all that the tasks exchange.
-- Without it, the key comes from the chief through TensorFlow's coordination service, which has no
-  authentication. It keeps out connections that come by mistake or at random, such as port scans,
-  and not somebody who can reach that service.
+- `TFMW_TOKEN` in the environment of all tasks (`tfmw run` sets one for the tasks that it starts;
+  over several hosts, set the same for all). Without the token nobody can take a worker's place,
+  even after reading all messages between the tasks.
+- Without a token, the chief draws a key and sends it through TensorFlow's coordination service,
+  which has no authentication. It rejects accidental and random connections, such as port scans, but
+  not a peer that can connect to that service.
 
-Neither encrypts or signs the gradients that follow: who can change packets between hosts can change
-those. Keep the network of a training private.
+The gradients are neither encrypted nor signed: an attacker who can change packets between hosts can
+change gradients. Keep the network of a training private.
 """
 
 from __future__ import annotations
@@ -43,26 +42,26 @@ from tfmw.mirrored.collectives.links import (
 )
 
 CONNECT_S = 5.0
-HELLO_S = 2.0  # for a connection to prove itself; a worker sends its proof as it connects
+HELLO_S = 2.0  # until a connection must have sent its proof; a worker sends it at once
 SHARED_MEMORY = "TFMW_SHARED_MEMORY"
-"""Set to 0 in the environment, workers of one machine use TCP as those of several do."""
+"""Variable: with 0, workers of one machine use TCP, as workers of several machines do."""
 
-_MAX_HELLOS = 64  # connections without a proof at a time; beyond that, the oldest goes
+_MAX_HELLOS = 64  # maximum of connections without a proof; then the oldest is closed
 _PROOF_BYTES = 32
 
-# A machine that disappears: the kernel finds out by itself; tcp(7), in seconds. Not by
-# TCP_USER_TIMEOUT, which takes a worker that is late, and so reads nothing, for a lost one.
+# Keep-alive, by which the kernel detects a lost machine; tcp(7), in seconds. TCP_USER_TIMEOUT would
+# treat a slow worker, which reads nothing for a while, as lost.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 class Address(TypedDict):
-    """Where a worker is reached: by those of its machine, and by all others.
+    """The address of a worker, for workers of its machine and of other machines.
 
     Attributes:
         port: for TCP.
-        machine: equal for workers that reach each other's `name`; None where that can't be.
+        machine: equal for workers that can connect to each other's `name`; None if not supported.
         name: of a Unix socket.
-        challenge: hexadecimal; whoever connects has to send its HMAC.
+        challenge: hexadecimal; a connection must send its HMAC.
     """
 
     port: int
@@ -77,7 +76,7 @@ def _proof(key: bytes, listener: Address) -> bytes:
 
 @dataclasses.dataclass(eq=False)
 class _Hello:
-    """A connection that has not proved itself yet."""
+    """A connection that has not been authenticated yet."""
 
     peer: socket.socket
     deadline: float
@@ -85,7 +84,7 @@ class _Hello:
     files: list[int] = dataclasses.field(default_factory=list)
 
     def read(self) -> bool:
-        """Reads what has come; returns whether the connection goes on."""
+        """Reads the bytes that have arrived; returns whether to keep the connection."""
         try:
             part, files, _flags, _address = socket.recv_fds(
                 self.peer, _PROOF_BYTES - len(self.received), 1
@@ -113,10 +112,10 @@ class _Hello:
 
 
 class Listener:
-    """Where the worker before this one connects.
+    """Accepts the connection of the previous worker.
 
     Args:
-        host: this worker's name or IP address, as the others know it.
+        host: this worker's name or IP address, as other workers know it.
     """
 
     def __init__(self, host: str):
@@ -124,7 +123,7 @@ class Listener:
         self._unix = socket.socket(socket.AF_UNIX)
         machine, name = _machine(), ""
         if machine is not None:
-            self._unix.bind("")  # Linux chooses a name of no file: unix(7), "Autobind feature"
+            self._unix.bind("")  # Linux chooses an abstract name: unix(7), "Autobind feature"
             self._unix.listen()
             name = self._unix.getsockname().decode().removeprefix("\0")
         port: int = self._tcp.getsockname()[1]
@@ -142,19 +141,19 @@ class Listener:
         self.close()
 
     def close(self) -> None:
-        """Accepts no connection any more."""
+        """Stops listening."""
         self._tcp.close()
         self._unix.close()
 
     def accept(self, before: Address, key: bytes) -> Receiver:
-        """The first connection that knows the key, of those that come within CONNECT_S.
+        """The first connection within CONNECT_S that proves to know the key.
 
         Args:
-            before: where the worker before is reached: which way it comes.
-            key: what the workers of this training know.
+            before: the address of the previous worker, which determines the kind of connection.
+            key: the key of this training.
 
         Raises:
-            OSError: there is none.
+            OSError: there is no such connection.
         """
         shared = _same_machine(before, self.address)
         expected = _proof(key, self.address)
@@ -173,9 +172,9 @@ class Listener:
 
 
 class _Hellos:
-    """Connections that have not proved themselves yet.
+    """Connections that have not been authenticated yet.
 
-    They are read side by side, so that a stranger, silent or slow, delays nobody.
+    They are read concurrently, so that a slow or silent connection does not delay another.
 
     Args:
         server: a listening socket.
@@ -197,7 +196,7 @@ class _Hellos:
         self._selector.close()
 
     def whole(self, timeout_s: float) -> list[_Hello]:
-        """Waits until something comes; returns the connections whose hello is there."""
+        """Waits for bytes; returns the connections whose hello is complete."""
         ends = [time.monotonic() + timeout_s, *(hello.deadline for hello in self._open)]
         ready = self._selector.select(max(0.0, min(ends) - time.monotonic()))
         for key, _events in ready:
@@ -220,7 +219,7 @@ class _Hellos:
             self._selector.register(peer, selectors.EVENT_READ, hello)
 
     def take(self, hello: _Hello) -> _Hello:
-        """Hands a connection over to the caller."""
+        """Passes a connection to the caller."""
         self._selector.unregister(hello.peer)
         self._open.remove(hello)
         return hello
@@ -244,11 +243,11 @@ def connect(host: str, after: Address, local: Address, key: bytes) -> Sender:
 
     Args:
         host: its name or IP address.
-        after, local: where it, and this worker, are reached.
-        key: what the workers of this training know.
+        after, local: the addresses of the next worker and of this one.
+        key: the key of this training.
 
     Raises:
-        OSError: it can't be reached.
+        OSError: the connection failed.
     """
     proof = _proof(key, after)
     if not _same_machine(after, local):
@@ -268,7 +267,7 @@ def connect(host: str, after: Address, local: Address, key: bytes) -> Sender:
 
 
 def _machine() -> list[Any] | None:
-    """What processes have in common that see each other's nameless Unix sockets; Linux only."""
+    """An id of the machine and network namespace, which share abstract Unix sockets; Linux only."""
     if os.environ.get(SHARED_MEMORY) == "0" or not hasattr(os, "memfd_create"):
         return None
     try:
@@ -285,7 +284,7 @@ def _same_machine(one: Address, other: Address) -> bool:
 def _listen(host: str) -> socket.socket:
     """A listening socket on a free port: of this IP address, or of all behind a name.
 
-    This machine may know its own name as another address than others do (127.0.1.1 on Debian).
+    A machine may resolve its own name to another address than other machines (127.0.1.1 on Debian).
     """
     with contextlib.suppress(ValueError, OSError):
         version = ipaddress.ip_address(host).version

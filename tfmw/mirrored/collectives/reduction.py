@@ -1,17 +1,18 @@
-"""Sums of gradients over replicas: what travels, in which type and in pieces of which size.
+"""Sums of gradients over replicas: over which transport, in which dtype and pack size.
 
     total = Reduction(strategy, compression="bf16")
     summed = total(grads)                  # on each replica; the same on all
 
-Gradients of workers without GPUs travel through tfmw's own ring (`ring.py`), small ones joined to
-packs, in the order in which the backward pass makes them: the last layer's go first, while those of
-the layers before are still being computed.
+Gradients of workers without GPUs are summed by tfmw's own ring (`ring.py`). Small ones are joined
+into packs, in the order in which the backward pass computes them: the last layer's gradients are
+    sent
+first, while those of earlier layers are still being computed.
 
-Elsewhere TensorFlow reduces: it joins small gradients to packs of `bytes_per_pack`, and sends
-them at the same time. It leaves large ones whole, and its ring moves a whole one slowly: each of
-its messages is allocated, zeroed and copied several times, and beyond the allocator's and the
-caches' sizes each of these costs a multiple. So large gradients are cut here. The numbers stay the
-same: each element is summed over replicas in the same order.
+Otherwise TensorFlow sums them. It joins small gradients into packs of `bytes_per_pack` and sends
+the packs concurrently, but does not split large gradients. Its ring is slow for these: each message
+is allocated, zeroed and copied several times, which costs a multiple beyond the sizes of allocator
+and caches. So large gradients are split here. The results are the same: each element is summed over
+replicas in the same order.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from tfmw.precision import COMPRESSIONS
 
 SUM = tf.distribute.ReduceOp.SUM
 
-# A gradient is cut where it is larger than this many packs; into pieces of so many packs.
+# A gradient of more than this many packs is split, into pieces of this many packs.
 WHOLE_PACKS, PIECE_PACKS = 6, 2
-# Bytes, through tfmw's own ring, where the strategy has no packs: at least, and for each worker, as
-# the messages of a pack wait for one another, and their number grows with the workers.
+# Bytes of a pack for tfmw's own ring, if the strategy has no pack size: the minimum, and per
+# worker. The messages of a pack wait for one another, and their number grows with the workers.
 RING_PACK, RING_PACK_OF_WORKER = 4 << 20, 1 << 20
-_ALIGNED = 32  # elements: TensorFlow cuts rows of a multiple of 64 bytes without copying them
-_nothing: tf.Variable | None = None  # while reduction is left out: a 0 that TensorFlow can't fold
+_ALIGNED = 32  # elements: TensorFlow splits rows of a multiple of 64 bytes without a copy
+_nothing: tf.Variable | None = None  # without reduction: a 0 that TensorFlow cannot fold
 
 
 @contextlib.contextmanager
 def left_out() -> Iterator[None]:
-    """Gradients are computed and count for nothing: for measuring what reducing them costs.
+    """Multiplies gradients by 0 instead of reducing them, to measure the cost of the reduction.
 
-    Replicas that went on by their own gradients would drift apart.
+    With their local gradients, replicas would diverge.
     """
     global _nothing
     _nothing = tf.Variable(0.0, trainable=False)
@@ -54,7 +55,7 @@ def left_out() -> Iterator[None]:
 
 
 def nothing() -> tf.Variable | None:
-    """What steps that are traced now have in place of reduction, if it is left out."""
+    """The factor 0 within `left_out`; None outside of it."""
     return _nothing
 
 
@@ -62,9 +63,9 @@ class Reduction:
     """Sums lists of gradients over the replicas of a strategy.
 
     Args:
-        strategy: whose replicas.
-        compression: "fp16" or "bf16": the type that dense float32 gradients are sent and summed
-            in; None for their own.
+        strategy: the strategy of the replicas.
+        compression: "fp16" or "bf16": the type in which dense float32 gradients are sent and
+            summed; None for their own.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, compression: str | None = None):
@@ -79,23 +80,23 @@ class Reduction:
 
     @property
     def broken(self) -> Exception | None:
-        """Why no gradient can be summed any more; None while they can."""
+        """The error after which no gradient can be summed; None before it."""
         return None if self._ring is None else self._ring.ring.broken
 
     @property
     def shapes_may_change(self) -> bool:
-        """Whether rows of sparse gradients may differ in number between steps of one call.
+        """Whether sparse gradients may have different numbers of rows in the steps of one call.
 
-        TensorFlow remembers the shape of each gather for the length of a call: "Shape mismatch in
-        the collective instance".
+        TensorFlow requires the same shape of each gather during a call: "Shape mismatch in the
+        collective instance".
         """
         return self._ring is not None
 
     def __call__(self, grads: list[Any]) -> list[Any]:
-        """Gradients of this replica -> their sums over all. In a replica context.
+        """Gradients of this replica -> their sums over all replicas. In a replica context.
 
         Args:
-            grads: dense tensors, `tf.IndexedSlices`, or None for what has no gradient.
+            grads: dense tensors, `tf.IndexedSlices`, or None.
         """
         if _nothing is not None:
             return [scaled(g, _nothing) for g in grads]
@@ -105,10 +106,10 @@ class Reduction:
         return [None if grad is None else _as_type(next(totals), grad.dtype) for grad in grads]
 
     def sum(self, flat: tf.Tensor) -> tf.Tensor:
-        """The sum over all replicas of what is no gradient, such as metrics: [n] -> [n].
+        """The sum over all replicas of other values, such as metrics: [n] -> [n].
 
-        In a replica context. Over the ring, it is numbered with the gradients: where the data of
-        one worker ends before the others', they fail there instead of waiting for each other.
+        In a replica context. The ring numbers these sums with those of gradients. So if the data of
+        one worker ends early, the workers fail instead of waiting for each other.
         """
         if self._ring is not None:
             return self._ring.summed(flat, "metrics")
@@ -133,7 +134,7 @@ class Reduction:
         return tf.cast(grad, self._wire)
 
     def _pieces(self, grad: Any) -> list[Any]:
-        """The gradient, or what it is cut into, along the first axis of a flat form."""
+        """The flat gradient, or its pieces."""
         if isinstance(grad, tf.IndexedSlices) or not grad.shape.is_fully_defined():
             return [grad]
         elements = grad.shape.num_elements()
@@ -149,20 +150,21 @@ class Reduction:
 class _OverRing:
     """Sums gradients over a ring, from within a traced step.
 
-    Every exchange is an op that blocks until the neighbours have come to the same one. So no two of
-    a process run at once, and all processes run them in one order: each reads a variable and writes
-    it afterwards, and TensorFlow keeps such ops in the order of the program, over functions too.
+    Every exchange is an op that blocks until the neighbours run the same exchange. So exchanges of
+    a process must run one at a time, and in the same order in all processes. Each of them reads and
+    then writes one variable, because TensorFlow runs such ops in the order of the program, across
+    functions too.
     """
 
     def __init__(self, ring: Ring, pack_bytes: int):
         self.ring = ring
         self._pack = pack_bytes
-        ring.free_memory()  # of the model before
+        ring.free_memory()  # of the previous model
         with tf.init_scope(), tf.device("cpu:0"):
             self._turn = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def __call__(self, grads: list[Any]) -> list[Any]:
-        """Gradients of this replica -> their sums over all."""
+        """Gradients of this replica -> their sums over all replicas."""
         out: list[Any] = [None] * len(grads)
         for pack in self._packs(grads):
             first = grads[pack[0]]
@@ -178,7 +180,7 @@ class _OverRing:
         return out
 
     def _packs(self, grads: list[Any]) -> Iterator[list[int]]:
-        """Positions of gradients that travel together: neighbours of one type, last ones first."""
+        """Positions of the gradients of each pack: neighbours of one dtype, last ones first."""
         pack: list[int] = []
         room = 0
         for i in reversed(range(len(grads))):
@@ -213,7 +215,7 @@ class _OverRing:
     def _in_turn(
         self, exchange: Callable[..., Sequence[np.ndarray]], local: list[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Runs an exchange after those before it; its results have the types of `local`."""
+        """Runs an exchange after the earlier ones; its results have the dtypes of `local`."""
 
         def run(turn: np.int64, *arrays: np.ndarray) -> list[Any]:
             return [turn + 1, *exchange(*arrays)]
@@ -226,7 +228,7 @@ class _OverRing:
 
 
 def _add_16_bits(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """NumPy adds 16-bit floats one after the other; TensorFlow does as the processor can."""
+    """Adds 16-bit floats by TensorFlow, which vectorizes this; NumPy does not."""
     np.copyto(out, (tf.constant(a) + tf.constant(b)).numpy())
 
 
@@ -235,7 +237,7 @@ def _as_type(grad: Any, dtype: tf.DType) -> Any:
 
 
 def scaled(grad: Any, factor: Any) -> Any:
-    """A gradient, dense or `tf.IndexedSlices`, times a number; None stays None."""
+    """A gradient, dense or `tf.IndexedSlices`, times a scalar; None stays None."""
     if grad is None:
         return None
     if isinstance(grad, tf.IndexedSlices):

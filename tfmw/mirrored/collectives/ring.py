@@ -7,13 +7,13 @@
 
 Each worker sends to the next one and receives from the one before it: 2 (N - 1) messages of a
 1/N-th of the array each (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters
-of Workstations, 2009). What comes in is added and sent on in small pieces, so that a sum is on its
-way to the next worker before the whole of it is there. It gets there over TCP, or through memory
-that two workers of one machine share (links.py).
+of Workstations, 2009). Received values are added and sent in small pieces, so a worker starts to
+send a sum before it has received all of it. The links use TCP, or memory that two workers of one
+machine share (links.py).
 
 TensorFlow's own ring does the same over gRPC, where each message is allocated, zeroed and copied
-several times: a multiple of the time of this one (bench/ring.py measures both). Only
-arrays travel here, between workers that have proved to belong to this training (listener.py).
+several times. It takes a multiple of the time (bench/ring.py measures both). Only arrays are sent
+here, between authenticated workers (listener.py).
 """
 
 from __future__ import annotations
@@ -37,38 +37,40 @@ from tfmw.mirrored.collectives.links import PIECE_BYTES, Receiver, Sender
 
 Add = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]  # (a, b, out)
 
-QUIET_S = 5.0  # without a byte, after which neighbours are probed
+QUIET_S = 5.0  # seconds without a byte after which neighbours are probed
 _MISSES = 2  # probes in a row without a response: a busy worker may miss one
 
-_ALIGNED = 64  # bytes: TensorFlow takes over arrays aligned so without copying them
-_HEADER = struct.Struct("!QQ16s")  # number of the exchange, bytes that follow, of what
+_ALIGNED = 64  # bytes: TensorFlow uses arrays of this alignment without a copy
+_HEADER = struct.Struct(
+    "!QQ16s"
+)  # number of the exchange, number of bytes that follow, kind of exchange
 
 
 class RingBroken(ConnectionError):
-    """A neighbour in the ring has gone, or is stuck."""
+    """A neighbour in the ring is lost, or hangs."""
 
 
 def _add(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    with np.errstate(all="ignore"):  # infinities are for the optimizer to see
+    with np.errstate(all="ignore"):  # the optimizer handles infinities
         np.add(a, b, out=out)
 
 
 class Ring:
-    """This worker's place in a ring.
+    """The ring all-reduce, as one of its workers.
 
     Args:
-        rank: this worker, of `size`.
+        rank: of this worker.
+        size: number of workers.
         to_next, from_previous: the links to both neighbours.
-        probe_peer: called with the rank of each neighbour whenever nothing came or went for
-            QUIET_S seconds; raises where that worker does not respond. The second time in a row
-            it counts as lost.
+        probe_peer: called with the rank of each neighbour after QUIET_S seconds without a byte;
+            raises if that worker does not respond. After two failures in a row it is lost.
         timeout_s: seconds without a byte after which a sum fails; None waits as long as both
-            neighbours are there.
+            neighbours respond.
 
     Attributes:
-        broken: why no sum can be made any more; None while they can.
-        exchanges: sums, gathers and broadcasts made so far.
-        counts: of exchanges begun, by what was exchanged: "gradients", "metrics", "gather", ...
+        broken: the error after which no exchange is possible; None before it.
+        exchanges: number of sums, gathers and broadcasts so far.
+        counts: number of exchanges by kind: "gradients", "metrics", "gather", ...
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Ring:
         self._probe_peer = probe_peer
         self.timeout_s = timeout_s
         self._memory = _Memory()
-        self._what = b""  # of the exchange under way, padded to 16 bytes
+        self._what = b""  # kind of the current exchange, padded to 16 bytes
         self.exchanges = 0
         self.counts: collections.Counter[str] = collections.Counter()
         self._one_at_a_time = threading.Lock()
@@ -95,22 +97,23 @@ class Ring:
         """The sum of all workers' arrays. All workers make all calls, in the same order.
 
         Args:
-            local: [n], of the same n and type on all; it is not changed.
-            add: puts the sum of two arrays into a third.
-            what: is summed, in 16 bytes: the same on all, or workers are at different places.
+            local: [n], of the same n and dtype on all workers; it is not changed.
+            add: (a, b, out): writes the sum of two arrays to a third.
+            what: kind of the exchange, at most 16 bytes; must be the same on all workers.
 
         Raises:
-            RingBroken: a worker has gone. The ring is closed then.
-            RuntimeError: workers sum different things; the same.
+            RingBroken: a worker is lost. The ring is closed then.
+            RuntimeError: workers are in different exchanges. The ring is closed then.
         """
         with self._exchange(what):
             return self._sum(np.ascontiguousarray(local), add)
 
     def gather(self, local: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """All workers' arrays, joined along the first axis by rank. All workers call it.
+        """All workers' arrays, joined along the first axis by rank. All workers must call it.
 
         Args:
-            local: arrays [rows, ...] of one number of rows, which may differ between workers.
+            local: arrays [rows, ...] with the same number of rows, which may differ between
+                workers.
 
         Raises:
             RingBroken, RuntimeError: as in `sum`.
@@ -119,10 +122,10 @@ class Ring:
             return self._gather([np.ascontiguousarray(array) for array in local])
 
     def broadcast(self, local: np.ndarray) -> np.ndarray:
-        """The first worker's array. All workers call it.
+        """The first worker's array. All workers must call it.
 
         Args:
-            local: [n], of the same n and type on all.
+            local: [n], of the same n and dtype on all workers.
 
         Raises:
             RingBroken, RuntimeError: as in `sum`.
@@ -131,7 +134,7 @@ class Ring:
             return self._broadcast(np.ascontiguousarray(local))
 
     def free_memory(self) -> None:
-        """Lets go of the memory that sums are made in, until the next."""
+        """Frees the memory that is kept for the results of sums."""
         self._memory = _Memory()
 
     @contextlib.contextmanager
@@ -149,11 +152,11 @@ class Ring:
                 raise
 
     def close(self) -> None:
-        """Ends the ring for this worker, and so for its neighbours, whatever they wait for."""
-        self.broken = self.broken or RingBroken("this worker has left the ring")
+        """Closes the links; exchanges of the neighbours fail."""
+        self.broken = self.broken or RingBroken("this worker has closed the ring")
         for link in (self._next, self._previous):
             with contextlib.suppress(OSError):
-                link.peer.shutdown(socket.SHUT_RDWR)  # a sum under way fails, and shuts the rest
+                link.peer.shutdown(socket.SHUT_RDWR)  # a running sum fails, and closes the links
         if self._one_at_a_time.acquire(blocking=False):
             self._shut()
             self._one_at_a_time.release()
@@ -171,7 +174,7 @@ class Ring:
             number %= self.size
             return array[cuts[number] : cuts[number + 1]]
 
-        # Sent k-th is what came (k - 1)-th, with this worker's own values added in a first round.
+        # Message k is the received message k - 1; in the first round with local values added.
         self._next.add(self._header(local.nbytes), part(local, self.rank), may_go=True)
         self._next.add(*(part(total, self.rank - k) for k in range(1, 2 * last)))
         remote = self._incoming_bytes()
@@ -234,7 +237,7 @@ class Ring:
         return np.frombuffer(_HEADER.pack(self.exchanges, nbytes, self._what), np.uint8)
 
     def _incoming_bytes(self) -> int:
-        """How many bytes come next, from a worker that is at the same exchange as this one."""
+        """The number of bytes that follow, after checking that both are in the same exchange."""
         header: np.ndarray = np.empty(_HEADER.size, np.uint8)
         self._receive(header)
         number, nbytes, what = _HEADER.unpack(header.tobytes())
@@ -246,14 +249,14 @@ class Ring:
         return int(nbytes)
 
     def _finish(self) -> None:
-        """Until all has gone."""
+        """Sends all queued bytes."""
         while self._next.left:
             if not self._push():
                 self._wait(reading=False)
         self.exchanges += 1
 
     def _receive(self, into: np.ndarray) -> None:
-        """Fills an array from the worker before."""
+        """Fills an array with values of the previous worker."""
         for piece in _pieces(into):
             here = into[piece]
             with self._received(here) as came:
@@ -262,7 +265,7 @@ class Ring:
 
     @contextlib.contextmanager
     def _received(self, into: np.ndarray) -> Iterator[np.ndarray]:
-        """The next values of the worker before, in `into` or elsewhere; sends what may go."""
+        """The next values of the previous worker, see `take`; sends released bytes meanwhile."""
         while True:
             moved = self._push()
             try:
@@ -277,14 +280,14 @@ class Ring:
         self._previous.done()
 
     def _push(self) -> bool:
-        """Sends what may go and the next worker has room for; returns whether there was any."""
+        """Sends released bytes that the next worker has room for; returns whether it sent any."""
         try:
             return self._next.push()
         except OSError as e:
             raise self._lost(self.rank + 1, str(e)) from None
 
     def _wait(self, reading: bool) -> None:
-        """Until something has come, or there is room again for something that may go."""
+        """Waits until bytes have arrived, or there is room for released bytes."""
         poll = select.poll()
         if reading:
             poll.register(self._previous.peer, select.POLLIN)
@@ -301,7 +304,7 @@ class Ring:
                 if misses == _MISSES:
                     raise
             if self.timeout_s is not None and time.monotonic() - begin > self.timeout_s:
-                raise RingBroken(f"no value came or went for {self.timeout_s:g} s")
+                raise RingBroken(f"no value was sent or received for {self.timeout_s:g} s")
 
     def _differ(self, remote: str, local: str) -> RuntimeError:
         (one, at_one), (other, at_other) = sorted(
@@ -316,18 +319,18 @@ class Ring:
 
 
 class _Memory:
-    """Arrays that nobody holds any more are used again.
+    """Reuses arrays that are no longer referenced.
 
-    Fresh memory costs more than the sum itself, as the system clears each page of it: 14 ms for an
-    addition into 100 MB, and 6 ms into memory that was used before. References are counted because
-    TensorFlow keeps results, without copying them, for as long as it likes.
+    New memory costs more than the sum itself, because the system clears each page: an addition into
+    100 MB takes 14 ms, and 6 ms into reused memory. TensorFlow uses results without a copy, and
+    keeps them for an unknown time, so reference counts decide when an array is free.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[int, list[np.ndarray]] = {}
 
     def like(self, array: np.ndarray) -> np.ndarray:
-        """An array of the same length and type, of any values."""
+        """An uninitialized array of the same length and dtype."""
         blocks = self._blocks.setdefault(array.nbytes, [])
         for block in blocks:
             if sys.getrefcount(block) == _UNUSED:
@@ -339,8 +342,8 @@ class _Memory:
         return block[start : start + array.nbytes].view(array.dtype)
 
 
-# References to a block that nobody else holds, counted as `like` does: those of the list, of the
-# loop over it, and of getrefcount's argument, which some versions of Python leave out.
+# References to a free block, counted as in `like`: by the list, the loop over it, and getrefcount's
+# argument, which some versions of Python do not count.
 _UNUSED = next(sys.getrefcount(block) for block in [np.empty(1)])
 
 
@@ -358,17 +361,17 @@ def connect(
     probe_peer: Callable[[int], object] = lambda rank: None,
     timeout_s: float | None = None,
 ) -> Ring:
-    """Joins the ring. All workers call it.
+    """Joins the ring. All workers must call it.
 
     Args:
-        rank: this worker.
+        rank: of this worker.
         hosts: names or IP addresses of all workers, by rank.
-        key: what the workers of this training know; see listener.py.
-        from_all: gives every worker's value, by rank.
+        key: the key of this training; see listener.py.
+        from_all: an all-gather: returns every worker's value, by rank.
         probe_peer, timeout_s: as in `Ring`.
 
     Raises:
-        RingBroken: on all workers, where two neighbours could not connect; it names them.
+        RingBroken: on all workers, if two neighbours could not connect; it names them.
     """
     size = len(hosts)
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -386,7 +389,7 @@ def connect(
             from_previous = own.accept(addresses[before], key)
             undo.callback(from_previous.peer.close)
         except OSError as e:
-            problem = problem or f"worker {before} did not come to worker {rank} ({e})"
+            problem = problem or f"worker {before} did not connect to worker {rank} ({e})"
         problems = [p for p in from_all(problem) if p is not None]
         if problems:
             raise RingBroken("; ".join(problems))
