@@ -2,11 +2,13 @@
 
     tfmw run --workers 2 train.py --epochs 3      # a cluster on this machine
     tfmw run --hosts h0,h1 train.py --epochs 3    # on h0 and on h1: one task on each
+    tfmw run --hosts h0,h1 --max-restarts 9 train.py --backup_dir=/shared/run7   # hosts may die
     srun tfmw run train.py --epochs 3             # one task of a cluster that srun starts
     tfmw env                                      # a report to paste in an issue
     tfmw check --hosts h0,h1 --backup-dir /shared # on h0 and on h1: tests the cluster
     tfmw check /shared/run7 build/model           # verifies backups and exports
     tfmw bench --workers 2 train.py:make          # measures the parts of a step's time
+    tfmw token                                    # a secret for the supervisors of several hosts
 
 Options accept hyphens and underscores. Exit status: 0 all done, 1 a task or a check failed, 2 wrong
 usage or wrong cluster description, 75 the tasks saved their state and must be run again, 128 + n
@@ -18,14 +20,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tfmw import __version__
 from tfmw.cluster import Cluster
 from tfmw.errors import UsageError
+
+if TYPE_CHECKING:
+    from tfmw.launcher.run import RunOptions
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,6 +59,9 @@ def _main(argv: list[str]) -> int:
     commands.add_parser(
         "env", help="versions, devices, cluster and environment, to paste in an issue"
     )
+    commands.add_parser(
+        "token", help="make a secret for --hosts with --max-restarts (TFMW_TOKEN, --token-file)"
+    )
     _check_parser(commands)
     _bench_parser(commands)
     program: list[str] = []
@@ -66,6 +75,9 @@ def _main(argv: list[str]) -> int:
         from tfmw.tools import env
 
         print(env.report(os.environ))
+        return 0
+    if options.command == "token":
+        print(secrets.token_hex(32))
         return 0
     if options.command == "check":
         return _check(options)
@@ -179,8 +191,9 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
         help="run a script on several processes of this machine",
         usage="tfmw run [--workers N] [options] (SCRIPT | -m MODULE) [its flags]",
         description="Runs SCRIPT, or MODULE, in every task of a fresh cluster on this machine. "
-        "With --hosts, on each of them: as the one task of that host. Without either: as the one "
-        "task that TF_CONFIG or a scheduler describes.",
+        "With --hosts, on each of them: as the one task of that host, or, with --max-restarts, as "
+        "the supervisor of that host's tasks. Without either: as the one task that TF_CONFIG or a "
+        "scheduler describes.",
         epilog="Exit status: 0 all done, 1 a task failed (the last line names the first one), "
         "2 wrong usage or cluster description, 75 preempted (SIGTERM, SIGUSR1): the tasks have "
         "saved their state, run the same command again.",
@@ -195,10 +208,42 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
         "--log-dir", type=Path, metavar="DIR", help="keep each task's output in a folder in DIR"
     )
     _add_hosts(run)
+    _add_supervised_hosts(run)
     _add_run_options(run)
     # `_split` finds the program; this argument is only for the help.
     run.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
     return run
+
+
+def _add_supervised_hosts(run: argparse.ArgumentParser) -> None:
+    """The options that are fields of `HostOptions`; for --hosts with --max-restarts."""
+    run.add_argument(
+        "--workers-per-host", type=int, metavar="K", help="tasks that train, on each host (1)"
+    )
+    run.add_argument(
+        "--min-hosts",
+        type=int,
+        metavar="M",
+        help="where hosts do not come back, go on without them, with M at least (all)",
+    )
+    run.add_argument(
+        "--rejoin-timeout",
+        type=float,
+        metavar="S",
+        help="seconds to wait for hosts that are not there (30)",
+    )
+    run.add_argument(
+        "--rendezvous",
+        metavar="PLACE",
+        help="the lock by which hosts agree on who leads: dir:/a/directory/that/all/share, or "
+        "etcd://host:2379/name (in the script's --backup_dir)",
+    )
+    run.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="holds the secret of all hosts, which tfmw token makes (the variable TFMW_TOKEN)",
+    )
 
 
 def _add_run_options(run: argparse.ArgumentParser) -> None:
@@ -298,6 +343,59 @@ def _with_hyphens(token: str) -> str:
     return (name.replace("_", "-") if name.startswith("--") else name) + equals + value
 
 
+def _is_supervised(options: argparse.Namespace) -> bool:
+    """Whether hosts supervise each other: --hosts and --max-restarts."""
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in (
+            "workers_per_host",
+            "min_hosts",
+            "rejoin_timeout",
+            "rendezvous",
+            "token_file",
+        )
+        if getattr(options, name) is not None
+    ]
+    supervised = options.hosts is not None and options.max_restarts > 0
+    if given and not supervised:
+        raise UsageError(
+            f"{given[0]} is about hosts that restart what died; give --hosts and --max-restarts "
+            "with it."
+        )
+    return supervised
+
+
+def _run_on_hosts(options: argparse.Namespace, run_options: RunOptions, program: list[str]) -> int:
+    """Supervises this host's tasks."""
+    from tfmw.launcher.hosts.launch import HostOptions, launch_on_hosts
+
+    if os.environ.get("TF_CONFIG", "").strip():
+        raise UsageError(
+            f"TF_CONFIG is already set to {os.environ['TF_CONFIG']}; unset it or drop --hosts."
+        )
+    if options.ps or options.evaluator:
+        raise UsageError(
+            f"{'--ps' if options.ps else '--evaluator'} is not supported on hosts that restart "
+            "what died; drop it, or --max-restarts."
+        )
+    host_options = HostOptions(
+        hosts=[host.strip() for host in options.hosts.split(",")],
+        host=options.host_index,
+        workers_per_host=1 if options.workers_per_host is None else options.workers_per_host,
+        min_hosts=options.min_hosts,
+        rejoin_timeout_s=30.0 if options.rejoin_timeout is None else options.rejoin_timeout,
+        rendezvous=options.rendezvous,
+        token_file=options.token_file,
+    )
+    return launch_on_hosts(
+        program,
+        host_options,
+        run_options,
+        module=options.module is not None,
+        log_dir=options.log_dir,
+    )
+
+
 def _run(options: argparse.Namespace, program: list[str]) -> int:
     from tfmw.launcher.run import RunOptions, launch_tasks, run_here
 
@@ -311,13 +409,15 @@ def _run(options: argparse.Namespace, program: list[str]) -> int:
         standby=options.standby,
         isolate=options.isolate,
     )
+    if options.hosts is not None and options.workers is not None:
+        raise UsageError(
+            "--hosts starts one task on each host, with all of its GPUs, and --workers several "
+            "on this machine; leave one of the two out. Several on each host: --workers-per-host."
+        )
+    if _is_supervised(options):
+        return _run_on_hosts(options, run_options, program)
     cluster = _cluster_of_hosts(options)
     if cluster is not None:
-        if options.workers is not None:
-            raise UsageError(
-                "--hosts starts one task on each host, with all of its GPUs, and --workers several "
-                "on this machine; leave one of the two out."
-            )
         if not cluster.is_single:
             os.environ["TF_CONFIG"] = json.dumps(cluster.as_tf_config())
     if options.workers is None:

@@ -22,6 +22,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from tfmw.runtime import fence
+
 # A leftover of a crash beside `models/digits`: `models/.digits.writing-1f0c9e4b7a52`.
 _WRITING, _REPLACED = "writing", "replaced"
 _LEFTOVER = re.compile(rf"\.(.+)\.({_WRITING}|{_REPLACED})-[0-9a-f]{{12}}")
@@ -31,8 +33,9 @@ _LEFTOVER = re.compile(rf"\.(.+)\.({_WRITING}|{_REPLACED})-[0-9a-f]{{12}}")
 def atomic_directory(target: str) -> Iterator[str]:
     """Yields the name of a directory to create and fill; at the end it replaces `target`.
 
-    If the block raises, the temporary directory is removed and `target` is unchanged. A crash
-    leaves the old directory, the new one or none, and leftovers, which `clean_up` removes.
+    If the block raises, the temporary directory is removed and `target` is unchanged. The same holds
+    where a later attempt of the run has begun (`tfmw.runtime.fence`). A crash leaves the old
+    directory, the new one or none, and leftovers, which `clean_up` removes.
 
     Args:
         target: an absolute local path or a URL, without a slash at the end. Its parent is created.
@@ -44,6 +47,7 @@ def atomic_directory(target: str) -> Iterator[str]:
     try:
         yield temporary
         flush_tree(temporary)
+        fence.check()
         replace(target, temporary)
     except BaseException:
         # The directory may not exist, and the error of the block matters more.

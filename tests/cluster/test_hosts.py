@@ -52,7 +52,7 @@ def test_host_index_and_parameter_servers() -> None:
         (["--hosts", "h0,h1"], {}, "pass --host-index"),
         (["--hosts", "h0,h1", "--host-index", "2"], {}, "numbers this process 2 of 2"),
         (["--hosts", HOSTS, "--workers", "2"], {}, "leave one of the two out"),
-        (["--hosts", HOSTS, "--max-restarts", "2"], {}, "need --workers"),
+        (["--hosts", HOSTS, "--max-restarts", "2"], {}, "add --rendezvous dir:"),
         (["--hosts", HOSTS], {"TF_CONFIG": "{}"}, "unset it or drop --hosts"),
         (["--hosts", "127.0.0.1,"], {}, "address 1 of"),
     ],

@@ -30,10 +30,11 @@ import keras
 import tensorflow as tf
 
 from tfmw import keras_compat, storage
-from tfmw.checkpoint import file_lock, state
+from tfmw.checkpoint import state
 from tfmw.checkpoint.store import EVALUATOR_LOCK, Backup, BackupStore, Damaged
 from tfmw.errors import UsageError
 from tfmw.export import export
+from tfmw.runtime import file_lock
 
 logger = logging.getLogger("tfmw")
 

@@ -32,6 +32,7 @@ from tfmw.checkpoint.store import BackgroundWriter, BackupStore, Damaged
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
 from tfmw.errors import Preempted, TfmwError
+from tfmw.runtime import fence
 from tfmw.runtime.signals import LEAVE
 
 logger = logging.getLogger("tfmw")
@@ -377,6 +378,7 @@ class DirectoryBackups(Backups):
         full = {
             **record,
             "run": _run(),
+            "attempt": fence.attempt(),
             "signature": self._signature,
             "callbacks": states,
             "random": random,

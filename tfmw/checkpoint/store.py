@@ -40,8 +40,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw import storage
-from tfmw.checkpoint import file_lock
 from tfmw.errors import TfmwError, UsageError
+from tfmw.runtime import fence, file_lock
 from tfmw.runtime.progress import blocking_call
 
 logger = logging.getLogger("tfmw")
@@ -51,6 +51,7 @@ EVALUATOR_LOCK = "EVALUATOR"
 
 FORMAT = 1
 KEPT = 2
+_PATIENCE_S = 60.0  # for the lock of an earlier attempt, on another host
 _NICE = 10  # niceness of the writing thread: a tenth of a training thread's processor time
 _PREFIX = "tensors"
 _RECORD = "record.json"
@@ -136,8 +137,10 @@ class BackupStore:
 
     def _lock(self, stack: contextlib.ExitStack) -> None:
         path = os.path.join(self.path, "LOCK")
+        # A host that was cut off ends its tasks by itself, a few seconds after the others notice.
+        patience_s = _PATIENCE_S if fence.is_fenced() else 0.0
         try:
-            stack.enter_context(file_lock.file_lock(path))
+            stack.enter_context(file_lock.file_lock(path, patience_s))
         except BlockingIOError:
             raise UsageError(
                 f"backup directory {self.path!r} is in use by another run "
@@ -365,6 +368,7 @@ def _write_files(
             "record": dict(record),
         }
     )
+    fence.check()  # where a rename is not atomic, the record makes the backup complete
     sealed = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text})
     with tf.io.gfile.GFile(os.path.join(directory, _RECORD), "w") as file:
         file.write(sealed)

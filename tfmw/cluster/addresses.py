@@ -61,6 +61,11 @@ def split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def joined(host: str, port: int) -> str:
+    """The address of a port of a host; the inverse of `split`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def with_port(host: str, port: int) -> str:
     """The host with `port`, unless it has one."""
     return host if _ADDRESS.fullmatch(host) else f"{host}:{port}"

@@ -100,6 +100,9 @@ class Attempt:
         layout: (kind, index) of each task.
         number: which attempt of the run, from 0.
         policy: decides whether single tasks restart, and counts all restarts.
+        cluster: addresses of all tasks by kind, where some are on other hosts; None: they are
+            these, on ports of loopback.
+        settle_s: seconds to wait for the cause where the first failure only reports a lost peer.
     """
 
     def __init__(
@@ -108,8 +111,13 @@ class Attempt:
         layout: Sequence[tuple[str, int]],
         number: int,
         policy: RestartPolicy,
+        *,
+        cluster: Mapping[str, Sequence[str]] | None = None,
+        settle_s: float = SETTLE_S,
     ) -> None:
         self.number = number
+        self._cluster = cluster
+        self._settle_s = settle_s
         self._context = context
         self._stop = context.stop
         self._policy = policy
@@ -144,8 +152,11 @@ class Attempt:
         self._began_at = time.monotonic()
         with contextlib.ExitStack() as inputs:
             prepared = [self._prepare(task, inputs) for task in self.tasks]
-            with reserved_ports(sum(task.kind != "evaluator" for task in self.tasks)) as ports:
-                self._describe(ports)
+            if self._cluster is None:
+                with reserved_ports(sum(task.kind != "evaluator" for task in self.tasks)) as ports:
+                    self._describe(self._on_loopback(ports))
+            else:
+                self._describe(self._cluster)
             for task, (stdin, fds) in zip(self.tasks, prepared, strict=True):
                 self._start(task, stdin, fds)
 
@@ -169,12 +180,15 @@ class Attempt:
         task.env[call.RESULT_FD] = str(result.fileno())
         return stdin, [result.fileno()]
 
-    def _describe(self, ports: Sequence[int]) -> None:
-        """Sets each task's TF_CONFIG and its rank on this machine."""
+    def _on_loopback(self, ports: Sequence[int]) -> dict[str, list[str]]:
         cluster: dict[str, list[str]] = {}
         members = [task for task in self.tasks if task.kind != "evaluator"]
         for task, port in zip(members, ports, strict=True):
             cluster.setdefault(task.kind, []).append(f"127.0.0.1:{port}")
+        return cluster
+
+    def _describe(self, cluster: Mapping[str, Sequence[str]]) -> None:
+        """Gives each task its TF_CONFIG and its rank on this machine."""
         for rank, task in enumerate(self.tasks):
             own = {"type": task.kind, "index": task.index}
             task.env |= {
@@ -186,23 +200,36 @@ class Attempt:
     # ---- watch ---------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Returns when all tasks are done, one has failed or hangs, or the run must stop."""
-        while not self._context.display.broken:
-            if self._stop.received and not self._preemption.waits(self.tasks):
-                return
-            self._output.pump(self._context.options.monitor_interval_s)
-            ended = [task.has_ended() for task in self.tasks]
-            if any(self._failed(task) for task in self.tasks):
-                self._settle()
-                if not self._restart_alone() and not self._only_lost_preempted_peers():
-                    return
-            self._start_due()
-            if all(ended) and not self._due:
-                return
-            if self.preempted():
-                self._preemption.begin()
-            if self._preemption.overdue or self._served_out() or self._hangs():
-                return
+        """Returns when all tasks are done, one has failed or hangs, or the run is to stop."""
+        while not self.is_over(self._context.options.monitor_interval_s):
+            pass
+
+    def is_over(self, wait_s: float) -> bool:
+        """Looks at the tasks once: whether all are done, one has failed, or the run is to stop.
+
+        Args:
+            wait_s: seconds to wait for output of the tasks before.
+        """
+        if self._context.display.broken:
+            return True
+        if self._stop.received and not self._preemption.waits(self.tasks):
+            return True
+        self._output.pump(wait_s)
+        ended = [task.has_ended() for task in self.tasks]
+        if any(self._failed(task) for task in self.tasks):
+            self._settle()
+            if not self._restart_alone() and not self._only_lost_preempted_peers():
+                return True
+        self._start_due()
+        if all(ended) and not self._due:
+            return True
+        if self.preempted():
+            self._preemption.begin()
+        return self._preemption.overdue or self._served_out() or self._hangs()
+
+    def ask_to_leave(self) -> bool:
+        """Has the tasks save their state and leave, once they train; whether they are asked."""
+        return self._preemption.ask(self.tasks)
 
     def _served_out(self) -> bool:
         """Whether only serving tasks remain, and their time to exit is over."""
@@ -227,7 +254,7 @@ class Attempt:
 
         The first task to die may have failed only because it lost the task that is the cause.
         """
-        deadline = time.monotonic() + SETTLE_S
+        deadline = time.monotonic() + self._settle_s
         while time.monotonic() < deadline and not self._stop.received and not self._all_ended():
             failed = [task for task in self.tasks if self._failed(task)]
             known = not all(is_secondary(task.error()) for task in failed)

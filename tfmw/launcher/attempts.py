@@ -89,7 +89,7 @@ def run_job(job: Job, stop: Signals) -> tuple[Result, dict[str, call.Outcome | N
             f"TF_CONFIG is already set to {environ['TF_CONFIG']}; unset it or drop --workers."
         )
     with contextlib.ExitStack() as stack:
-        context, isolated = _context(job, environ, stop, stack)
+        context, isolated = make_context(job, environ, stop, stack)
         policy = RestartPolicy(job.options, job.workers)
         attempt, failures = _run_attempts(context, policy, job.tasks)
     status = exit_status(
@@ -113,7 +113,7 @@ def run_job(job: Job, stop: Signals) -> tuple[Result, dict[str, call.Outcome | N
     return result, attempt.outcomes()
 
 
-def _context(
+def make_context(
     job: Job, environ: Mapping[str, str], stop: Signals, stack: contextlib.ExitStack
 ) -> tuple[AttemptContext, bool]:
     """The context of all attempts, and whether the tasks have a private network."""

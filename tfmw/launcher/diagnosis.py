@@ -92,6 +92,7 @@ class Diagnosis:
             attempt=self.attempt,
             step=task.progress().step,
             external=is_external(task.status if own else None, record),
+            secondary=is_secondary(record),
         )
 
     def _hang(self, tasks: Sequence[Task], hung: HungTask) -> Failure:

@@ -52,6 +52,7 @@ class Failure:
         attempt: the attempt that it ended.
         step: training steps that the task had reported; negative before the first.
         external: whether the cause lies outside of the program: a signal, or a lost peer.
+        secondary: whether the task only reports that it lost a peer.
     """
 
     task: str
@@ -65,6 +66,7 @@ class Failure:
     attempt: int = 0
     step: int = -1
     external: bool = False
+    secondary: bool = False
 
     @property
     def description(self) -> str:

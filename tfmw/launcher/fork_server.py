@@ -90,13 +90,17 @@ class ForkServer:
         After the timeout it is killed, and each task imports TensorFlow itself.
         """
         give_up = time.monotonic() + timeout_s
-        while not (self._imported or self._lost or stop):
-            if select.select([self._control], [], [], 0.05)[0]:
-                self._imported = self._control.recv(1) == b"r"
-                self._lost = not self._imported
-            elif time.monotonic() > give_up:
+        while not (stop or self.is_settled(0.05)):
+            if time.monotonic() > give_up:
                 self._lost = True
                 self._process.kill()
+
+    def is_settled(self, wait_s: float) -> bool:
+        """Whether it has imported or died, after waiting a moment for that."""
+        if not (self._imported or self._lost) and select.select([self._control], [], [], wait_s)[0]:
+            self._imported = self._control.recv(1) == b"r"
+            self._lost = not self._imported
+        return self._imported or self._lost
 
     def fork(
         self, command: Sequence[str], env: Mapping[str, str], descriptors: Mapping[int, int]

@@ -60,6 +60,15 @@ class Preemption:
             running[0].signal_alone(signal.SIGTERM)
         return not self.overdue
 
+    def ask(self, tasks: Sequence[Task]) -> bool:
+        """Asks one task to leave, once that has a handler; whether one has been asked."""
+        if not self.begun:
+            ready = [task for task in tasks if not task.has_ended() and _has_handler(task)]
+            if ready:
+                self.begin()
+                ready[0].signal_alone(signal.SIGTERM)
+        return self.begun
+
     def _saves_state(self, running: Sequence[Task]) -> bool:
         """Whether tasks are expected to save their state on SIGTERM.
 
@@ -67,7 +76,11 @@ class Preemption:
         handler of SIGUSR1 shows it.
         """
         asked = self._options.max_restarts > 0 or self._options.preempt_grace_s is not None
-        return asked or any(task.catches(signal.SIGUSR1) for task in running)
+        return asked or any(map(_has_handler, running))
+
+
+def _has_handler(task: Task) -> bool:
+    return task.catches(signal.SIGUSR1)
 
 
 def was_preempted(tasks: Sequence[Task]) -> bool:

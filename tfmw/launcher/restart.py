@@ -35,6 +35,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
@@ -62,6 +64,7 @@ class AttemptOutcome:
         seconds: its duration.
         preempted: whether tasks exited with the status that requests another run.
         signals: the signals that the launcher has received.
+        attempt: its number; None: the number after the last one.
     """
 
     failures: tuple[Failure, ...] = ()
@@ -69,6 +72,7 @@ class AttemptOutcome:
     seconds: float = 0.0
     preempted: bool = False
     signals: tuple[int, ...] = ()
+    attempt: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +124,7 @@ class RestartPolicy:
 
     def decide(self, outcome: AttemptOutcome) -> Decision:
         """Decides after an attempt. Call once for each attempt, in order."""
-        self._attempt += 1
+        self._attempt = (self._attempt if outcome.attempt is None else outcome.attempt) + 1
         asked_to_leave = bool(outcome.signals) and outcome.signals[0] in LEAVE
         if outcome.signals and not (outcome.preempted and not outcome.failures and asked_to_leave):
             return Decision(False)
@@ -134,6 +138,24 @@ class RestartPolicy:
         if outcome.preempted and not outcome.failures:
             return self._after_preemption(outcome)
         return self._after_failure(outcome)
+
+    def saved(self) -> dict[str, Any]:
+        """What it has counted, as JSON: another host may have to go on with it."""
+        return {
+            "restarts": self.restarts,
+            "step": self._step,
+            "stalled": self._stalled,
+            "own_errors": self._own_errors,
+            "errors": sorted(map(list, self._errors)),
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Goes on from what `saved` returned on another host."""
+        self.restarts = int(saved["restarts"])
+        self._step = int(saved["step"])
+        self._stalled = int(saved["stalled"])
+        self._own_errors = int(saved["own_errors"])
+        self._errors = {(str(error), int(step)) for error, step in saved["errors"]}
 
     def allows_restart_alone(self, failure: Failure) -> bool:
         """Whether `max_restarts` allows one task to restart alone; counts the restart."""

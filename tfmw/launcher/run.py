@@ -95,7 +95,7 @@ def launch_tasks(
         UsageError: the script does not exist, a wrong number of tasks, TF_CONFIG is set, or the
             folder cannot be written.
     """
-    _check_program(argv, module)
+    check_program(argv, module)
     job = Job(
         command=["module" if module else "script", *argv],
         tasks=task_layout(workers, ps, evaluator),
@@ -122,7 +122,7 @@ def run_here(argv: Sequence[str], *, module: bool = False) -> NoReturn:
     Raises:
         UsageError: the script does not exist, or a wrong cluster description.
     """
-    _check_program(argv, module)
+    check_program(argv, module)
     Cluster.resolve(os.environ)
     compute_with_onednn(os.environ)
     sys.stdout.flush()
@@ -228,7 +228,7 @@ def task_layout(workers: int, ps: int, evaluator: bool) -> list[tuple[str, int]]
     return tasks
 
 
-def _check_program(argv: Sequence[str], module: bool) -> None:
+def check_program(argv: Sequence[str], module: bool) -> None:
     """Raises UsageError if the script or the module does not exist, before any task starts."""
     if not argv:
         raise UsageError("received no script: pass its path, or -m and a module.")

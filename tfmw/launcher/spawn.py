@@ -113,6 +113,10 @@ class Spawner:
         if self._fork_server is not None:
             self._fork_server.wait(stop, timeout_s)
 
+    def is_ready(self, wait_s: float) -> bool:
+        """Whether tasks can start without waiting for the fork server; waits a moment for it."""
+        return self._fork_server is None or self._fork_server.is_settled(wait_s)
+
     def spawn(
         self,
         command: Sequence[str],

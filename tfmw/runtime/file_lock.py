@@ -13,17 +13,24 @@ Only the owner may open the file: a user who can open it could hold the lock and
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 
 _OWNER_ONLY = 0o600
+_POLL_S = 0.1
 
 
 @contextlib.contextmanager
-def file_lock(path: str) -> Iterator[None]:
+def file_lock(path: str, patience_s: float = 0.0) -> Iterator[None]:
     """Holds the exclusive lock of a file, which it creates.
+
+    Args:
+        path: of the file.
+        patience_s: seconds to wait for another process to release it.
 
     Raises:
         BlockingIOError: another process holds it.
@@ -32,7 +39,11 @@ def file_lock(path: str) -> Iterator[None]:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     lock = os.open(path, flags, _OWNER_ONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        deadline = time.monotonic() + patience_s
+        while not _is_locked(lock):
+            if time.monotonic() >= deadline:
+                raise BlockingIOError(errno.EWOULDBLOCK, "another process holds the lock", path)
+            time.sleep(_POLL_S)
         # The owner's name is only for messages, so a full disk is not an error.
         with contextlib.suppress(OSError):
             os.fchmod(lock, _OWNER_ONLY)  # the file may have existed already
@@ -41,6 +52,13 @@ def file_lock(path: str) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def _is_locked(lock: int) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def holder_of(path: str) -> str:

@@ -1,0 +1,261 @@
+"""Several supervisors on this machine: `tfmw run --hosts ... --max-restarts N`, one process each.
+
+    with Hosts(tmp_path, 2, "--max-restarts", "5", program="restart_fit.py", flags=[...]) as hosts:
+        hosts.wait_for(1, r"made step 7 (\\d+)")
+        hosts.kill(1)                              # the supervisor, and its tasks with it
+        hosts.start(1)
+        assert hosts.end() == [0, 0]
+
+Hosts are addresses of loopback, which need no rights, or network namespaces (`Namespaces`), whose
+cables can be cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.cluster import MARK, ONE_THREAD, PROGRAMS, PYTHONPATH, marked
+from tfmw.runtime.ports import reserved_ports
+
+BRIDGE, NETWORK = "tfmwbr", "10.88.7"
+
+
+class Namespaces:
+    """Network namespaces on a bridge, as hosts; as root.
+
+    Args:
+        count: how many; their addresses are 10.88.7.1, 10.88.7.2, ...
+
+    Raises:
+        PermissionError: this machine does not allow it; the message names the right.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.addresses = [f"{NETWORK}.{i + 1}" for i in range(count)]
+
+    def __enter__(self) -> Namespaces:
+        self._remove()
+        try:
+            _ip("link", "add", BRIDGE, "type", "bridge")
+            _ip("addr", "add", f"{NETWORK}.254/24", "dev", BRIDGE)
+            _ip("link", "set", BRIDGE, "up")
+            for i, address in enumerate(self.addresses):
+                _ip("netns", "add", f"tfmwh{i}")
+                _ip(
+                    "link", "add", f"tfmwv{i}", "type", "veth", "peer", "eth0", "netns", f"tfmwh{i}"
+                )
+                _ip("link", "set", f"tfmwv{i}", "master", BRIDGE, "up")
+                _ip("-n", f"tfmwh{i}", "addr", "add", f"{address}/24", "dev", "eth0")
+                _ip("-n", f"tfmwh{i}", "link", "set", "eth0", "up")
+                _ip("-n", f"tfmwh{i}", "link", "set", "lo", "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            self._remove()
+            detail = getattr(error, "stderr", None) or error
+            raise PermissionError(
+                f"no network namespaces: CAP_SYS_ADMIN and CAP_NET_ADMIN are needed ({detail})"
+            ) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        for i in range(self._count):
+            for command in (["netns", "del", f"tfmwh{i}"], ["link", "del", f"tfmwv{i}"]):
+                subprocess.run(["ip", *command], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True, check=False)
+
+    def command(self, host: int) -> list[str]:
+        """What runs a command on a host; not `ip netns exec`, which hides /sys/fs/cgroup."""
+        return ["nsenter", f"--net=/var/run/netns/tfmwh{host}"]
+
+    def cut(self, host: int) -> None:
+        """Takes a host's cable out: not a word comes through any more."""
+        _ip("link", "set", f"tfmwv{host}", "down")
+
+    def mend(self, host: int) -> None:
+        """Puts it back."""
+        _ip("link", "set", f"tfmwv{host}", "up")
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+class Hosts:
+    """Supervisors, and what they print.
+
+    Args:
+        folder: for backups, results and logs.
+        count: how many hosts.
+        *options: of `tfmw run`.
+        program: in tests/programs, or any other path.
+        flags: of the program.
+        namespaces: where hosts are network namespaces.
+        env: added to the environment.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        count: int,
+        *options: str,
+        program: str = "restart_fit.py",
+        flags: Sequence[str] = (),
+        namespaces: Namespaces | None = None,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.namespaces = namespaces
+        with reserved_ports(1) as (port,):
+            hosts = (
+                namespaces.addresses if namespaces else [f"127.0.0.{i + 1}" for i in range(count)]
+            )
+            self.addresses = [f"{host}:{port}" for host in hosts]
+        path = PROGRAMS / program
+        self._command = ["--hosts", ",".join(self.addresses), *options]
+        self._program = [str(path if path.exists() else program), *flags]
+        (folder / "results").mkdir(exist_ok=True)
+        self._mark = uuid.uuid4().hex
+        environ = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "TFMW_TTY")}
+        self._env = {
+            **environ,
+            **ONE_THREAD,
+            "PYTHONPATH": PYTHONPATH,
+            "TFMW_RESULT": str(folder / "results"),
+            **(env or {}),
+            MARK: self._mark,
+        }
+        self.processes: list[subprocess.Popen[str] | None] = [None] * count
+        self.lines: list[list[str]] = [[] for _ in range(count)]
+        self.times: list[list[float]] = [[] for _ in range(count)]
+        self._news = threading.Condition()
+        self._readers: list[threading.Thread] = []
+
+    def __enter__(self) -> Hosts:
+        for host in range(len(self.processes)):
+            self.start(host)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process is not None:
+                process.kill()
+        for pid in marked(self._mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for reader in self._readers:
+            reader.join()
+
+    def start(self, host: int, **env: str) -> None:
+        """Starts a host's supervisor."""
+        inside = self.namespaces.command(host) if self.namespaces else []
+        process = subprocess.Popen(
+            [
+                *inside,
+                *(sys.executable, "-m", "tfmw", "run", "--host-index", str(host)),
+                *self._command,
+                *self._program,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**self._env, **env},
+        )
+        self.processes[host] = process
+        reader = threading.Thread(target=self._read, args=(host, process))
+        reader.start()
+        self._readers.append(reader)
+
+    def _read(self, host: int, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                with self._news:
+                    self.lines[host].append(line.rstrip("\n"))
+                    self.times[host].append(time.monotonic())
+                    self._news.notify_all()
+        with self._news:
+            self.lines[host].append("")
+            self.times[host].append(time.monotonic())
+            self._news.notify_all()
+
+    def wait_for(
+        self, host: int, pattern: str, timeout_s: float = 60.0, since: int = 0
+    ) -> re.Match[str]:
+        """Waits until a host prints a line that matches, from the since-th line on."""
+        deadline = time.monotonic() + timeout_s
+        at = since
+        with self._news:
+            while True:
+                for line in self.lines[host][at:]:
+                    at += 1
+                    if found := re.search(pattern, line):
+                        return found
+                if not self._news.wait(deadline - time.monotonic()):
+                    raise AssertionError(f"host {host} prints no {pattern!r}:\n{self.output()}")
+
+    def now(self, host: int) -> int:
+        """How many lines a host has printed, for `since`."""
+        with self._news:
+            return len(self.lines[host])
+
+    def kill(self, host: int, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to a host's supervisor; its tasks end with it."""
+        process = self.processes[host]
+        assert process is not None
+        process.send_signal(number)
+
+    def leader(self) -> int:
+        """Which host leads, by the record beside the lock."""
+        return int(self.record()["leader"])
+
+    def record(self) -> dict[str, Any]:
+        """What the leader has written last."""
+        found: dict[str, Any] = json.loads(
+            (self.folder / "backup/supervisors/record.json").read_text()
+        )
+        return found
+
+    def end(self, timeout_s: float = 120.0) -> list[int]:
+        """Waits for all supervisors; returns their exit statuses. No process is left."""
+        deadline = time.monotonic() + timeout_s
+        statuses = []
+        for process in self.processes:
+            assert process is not None
+            try:
+                statuses.append(process.wait(max(0.1, deadline - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"no end:\n{self.output()}") from None
+        for reader in self._readers:
+            reader.join(timeout=30)
+        assert not (left := marked(self._mark)), f"processes survive the run: {left}"
+        return statuses
+
+    def results(self) -> list[dict[str, Any]]:
+        """What the workers of the last attempt wrote, in order."""
+        files = sorted((self.folder / "results").glob("worker_*.json"))
+        return [json.loads(file.read_text()) for file in files]
+
+    def said(self, host: int) -> list[str]:
+        """What a host's supervisor itself printed."""
+        return [line for line in self.lines[host] if line.startswith("tfmw: ")]
+
+    def output(self) -> str:
+        """Everything, for messages."""
+        return "\n".join(
+            f"---- host {host}\n" + "\n".join(lines[-60:]) for host, lines in enumerate(self.lines)
+        )

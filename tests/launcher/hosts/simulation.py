@@ -1,0 +1,443 @@
+"""Several supervisors in simulated time: their network, their lock, their tasks, and what breaks.
+
+    world = World(hosts=3, min_hosts=2, expires=False)
+    world.cut(0, 1)
+    world.run(12.0)                # seconds; asserts what must never happen, all the way
+    world.trains()                 # hosts of the attempt that trains now
+
+Nothing here sleeps, and everything that may vary is drawn from one seeded generator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import deque
+from typing import Any
+
+from tfmw.launcher.hosts.actions import (
+    SILENCE_S,
+    AskToLeave,
+    Campaign,
+    Dial,
+    Drop,
+    EndTasks,
+    Exit,
+    Prepare,
+    Publish,
+    Record,
+    Resign,
+    Settings,
+    StartTasks,
+    ToLeader,
+    ToMember,
+)
+from tfmw.launcher.hosts.messages import HostFailure, Report, Start, decode, encode
+from tfmw.launcher.hosts.supervisor import Supervisor
+from tfmw.launcher.options import RunOptions
+
+STEP_S = 0.1
+TTL_S, MARGIN_S = 10.0, 2.0
+TRAINING_S = 40.0  # of all attempts together, until the run is done
+LOST_PEER_S = 8.0  # until tasks notice by themselves that another one is gone
+
+
+def failure(host: int, secondary: bool) -> HostFailure:
+    return HostFailure(
+        host=host,
+        task=f"task of {host}",
+        error="lost a peer" if secondary else "",
+        status=0 if secondary else -9,
+        how="",
+        detail=(),
+        log="",
+        seconds=1.0,
+        usage=False,
+        step=1,
+        external=True,
+        secondary=secondary,
+    )
+
+
+@dataclasses.dataclass
+class Tasks:
+    """The tasks of one host in one attempt."""
+
+    start: Start
+    since: float
+    leave_at: float | None = None
+    end_at: float | None = None  # ended by the supervisor
+    report: Report | None = None
+
+
+@dataclasses.dataclass
+class Link:
+    """A connection that one host has made to another."""
+
+    target: int
+    up: bool = False
+    retry_at: float = 0.0
+    alive: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])  # either end
+    open: list[bool] = dataclasses.field(default_factory=lambda: [False, False])
+    to_leader: deque[tuple[float, Any]] = dataclasses.field(default_factory=deque)
+    to_member: deque[tuple[float, Any]] = dataclasses.field(default_factory=deque)
+
+
+class Host:
+    """One supervisor, and what its process holds."""
+
+    def __init__(self, settings: Settings, index: int, now: float) -> None:
+        self.machine = Supervisor(settings, index, now)
+        self.link: Link | None = None
+        self.tasks: Tasks | None = None
+        self.prepare_at: float | None = None
+        self.campaigning = False
+        self.poll_at = now
+        self.leads = False
+        self.held_until = 0.0
+        self.exit: Exit | None = None
+
+
+class World:
+    """All of it.
+
+    Args:
+        hosts: how many.
+        min_hosts: how few may train.
+        expires: whether the lock ends some seconds after its holder cannot reach it (etcd), or with
+            its holder's process only (a shared directory).
+        seed: of everything that varies.
+    """
+
+    def __init__(self, hosts: int, min_hosts: int, expires: bool, seed: int = 0) -> None:
+        self.settings = Settings(
+            hosts=tuple(f"h{i}:1" for i in range(hosts)),
+            workers_per_host=1,
+            min_hosts=min_hosts,
+            rejoin_timeout_s=3.0,
+            options=RunOptions(max_restarts=10**6, start_timeout_s=0.0),
+        )
+        self.now = 0.0
+        self.random = random.Random(seed)
+        self.hosts: list[Host | None] = [None] * hosts
+        self.cuts: set[frozenset[int]] = set()
+        self.no_lock: set[int] = set()  # hosts that cannot reach the lock
+        self.expires = expires
+        self.holder: Host | None = None
+        self.expiry = 0.0
+        self.record: Record | None = None
+        self.starts: dict[int, Start] = {}  # of each attempt, as first seen
+        self.started: set[tuple[int, int]] = set()
+        self.writes: list[tuple[int, int]] = []  # (attempt, host) of each backup
+        self.trained = 0.0
+        self.vanished: list[tuple[int, Link]] = []  # connections that dead hosts had made
+        self.statuses: list[tuple[int, int]] = []  # (host, exit status) of all supervisors
+        for index in range(hosts):
+            self.start(index)
+
+    # ---- what breaks ---------------------------------------------------------------------------
+
+    def start(self, index: int) -> None:
+        if self.hosts[index] is None:
+            self.hosts[index] = Host(self.settings, index, self.now)
+
+    def kill(self, index: int) -> None:
+        host = self.hosts[index]
+        if host is not None:
+            if self.holder is host and not self.expires:
+                self.holder = None
+            self._vanish(index, host)
+
+    def _vanish(self, index: int, host: Host) -> None:
+        """A process is gone: its connections close, where the other end can be reached."""
+        self.hosts[index] = None
+        link = host.link
+        if link is not None and link.up and link.open[1]:
+            self.vanished.append((index, link))
+
+    def kill_task(self, index: int) -> None:
+        host = self.hosts[index]
+        if host is not None and host.tasks is not None and host.tasks.report is None:
+            host.tasks.report = Report(failures=(failure(index, False),), step=self.step())
+
+    def cut(self, one: int, other: int) -> None:
+        self.cuts.add(frozenset({one, other}))
+
+    def mend(self, one: int, other: int) -> None:
+        self.cuts.discard(frozenset({one, other}))
+
+    def reaches(self, one: int, other: int) -> bool:
+        return frozenset({one, other}) not in self.cuts
+
+    # ---- time ----------------------------------------------------------------------------------
+
+    def run(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += STEP_S
+            self._expire_lock()
+            self._ends_of_vanished()
+            for index, host in enumerate(self.hosts):
+                if host is not None:
+                    self._links(index, host)
+            for index, host in enumerate(self.hosts):
+                if host is not None:
+                    self._lock(index, host)
+                    self._work(index, host)
+                    host.machine.tick(self.now)
+                    self._act(index, host)
+            self._train()
+
+    def step(self) -> int:
+        return int(self.trained)
+
+    def trains(self) -> tuple[int, ...]:
+        """The hosts of the attempt that trains, if all of its hosts do."""
+        for host in self.hosts:
+            if host is not None and host.tasks is not None:
+                start = host.tasks.start
+                if all(self._trains(index, start.attempt) for index in start.hosts):
+                    return start.hosts
+        return ()
+
+    def _trains(self, index: int, attempt: int) -> bool:
+        host = self.hosts[index]
+        return (
+            host is not None
+            and host.tasks is not None
+            and host.tasks.start.attempt == attempt
+            and host.tasks.report is None
+            and host.tasks.end_at is None
+        )
+
+    # ---- the lock ------------------------------------------------------------------------------
+
+    def _expire_lock(self) -> None:
+        if self.expires and self.holder is not None and self.now >= self.expiry:
+            self.holder = None
+
+    def _lock(self, index: int, host: Host) -> None:
+        if host.leads and self.expires and self.now >= host.held_until:
+            host.leads = False
+            host.machine.lease_lost("not renewed", self.now)
+        if self.now < host.poll_at or index in self.no_lock:
+            return
+        host.poll_at = self.now + self.random.uniform(0.2, 0.6)
+        if host.leads and self.holder is host:
+            self._renew(host)
+        elif host.leads:
+            host.leads = False
+            host.machine.lease_lost("another has it", self.now)
+        elif host.campaigning and self.holder is None:
+            self.holder, host.leads = host, True
+            self._renew(host)
+            host.machine.lease_gained(self.record, self.now)
+        else:
+            host.machine.record_seen(self.record, self.now)
+
+    def _renew(self, host: Host) -> None:
+        self.expiry = self.now + TTL_S
+        host.held_until = self.now + TTL_S - MARGIN_S
+
+    def _publish(self, index: int, host: Host, record: Record) -> bool:
+        if self.holder is not host or index in self.no_lock:
+            return False
+        assert self.record is None or record.attempt >= self.record.attempt
+        self.record = record
+        return True
+
+    # ---- the network ---------------------------------------------------------------------------
+
+    def _links(self, index: int, host: Host) -> None:
+        link = host.link
+        if link is None:
+            return
+        peer = self.hosts[link.target]
+        reaches = self.reaches(index, link.target)
+        if link.up:
+            self._keep_up(index, host, link, peer, reaches)
+        elif reaches and peer is not None and peer.exit is None and self.now >= link.retry_at:
+            link.up, link.open = True, [True, True]
+            link.alive = [self.now, self.now]
+            link.to_leader.clear()
+            link.to_member.clear()
+            peer.machine.member_connected(index, self.now)
+            host.machine.leader_connected(link.target, self.now)
+
+    def _keep_up(
+        self, index: int, host: Host, link: Link, peer: Host | None, reaches: bool
+    ) -> None:
+        if reaches and peer is not None:
+            link.alive = [self.now, self.now]
+            self._deliver(link.to_leader, lambda m: peer.machine.from_member(index, m, self.now))
+            self._act(link.target, peer)
+            self._deliver(link.to_member, lambda m: host.machine.from_leader(m, self.now))
+            self._act(index, host)
+        gone = reaches and (peer is None or not all(link.open))
+        for end in (0, 1):
+            silent = self.now - link.alive[end] >= SILENCE_S + self.random.uniform(0.0, 1.0)
+            if link.open[end] and (gone or silent):
+                link.open[end] = False
+                if end == 0:
+                    host.machine.leader_lost(link.target, "silent", self.now)
+                elif peer is not None:
+                    peer.machine.member_lost(index, "silent", self.now)
+        if not any(link.open):
+            link.up, link.retry_at = False, self.now + self.random.uniform(0.1, 0.5)
+
+    def _ends_of_vanished(self) -> None:
+        for index, link in list(self.vanished):
+            peer = self.hosts[link.target]
+            if self.reaches(index, link.target) or self.now - link.alive[1] >= SILENCE_S:
+                self.vanished.remove((index, link))
+                if peer is not None and link.open[1] and index not in self._links_to(link.target):
+                    peer.machine.member_lost(index, "gone", self.now)
+                    self._act(link.target, peer)
+
+    def _deliver(self, queue: deque[tuple[float, Any]], give: Any) -> None:
+        while queue and queue[0][0] <= self.now:
+            give(decode(queue.popleft()[1]))
+
+    def _send(self, queue: deque[tuple[float, Any]], message: Any) -> None:
+        at = self.now + self.random.uniform(0.0, 0.4)
+        queue.append((max(at, queue[-1][0]) if queue else at, encode(message)))
+
+    def _links_to(self, target: int) -> dict[int, Link]:
+        return {
+            index: host.link
+            for index, host in enumerate(self.hosts)
+            if host is not None and host.link is not None and host.link.target == target
+        }
+
+    # ---- tasks ---------------------------------------------------------------------------------
+
+    def _work(self, index: int, host: Host) -> None:
+        if host.prepare_at is not None and self.now >= host.prepare_at:
+            host.prepare_at = None
+            host.machine.prepared((1000 + index,), self.now)
+        tasks = host.tasks
+        if tasks is None:
+            return
+        if tasks.end_at is not None and self.now >= tasks.end_at:
+            host.tasks = None
+            report = tasks.report or Report(step=self.step())
+            host.machine.ended(tasks.start.attempt, report, self.now)
+            return
+        if tasks.report is not None and tasks.end_at is None:
+            host.tasks = None
+            host.machine.ended(tasks.start.attempt, tasks.report, self.now)
+            return
+        if tasks.report is not None:
+            return
+        peers = [self._trains(i, tasks.start.attempt) for i in tasks.start.hosts]
+        if tasks.leave_at is not None and self.now >= tasks.leave_at and all(peers):
+            for peer in tasks.start.hosts:  # at the same step
+                other = self.hosts[peer]
+                assert other is not None
+                assert other.tasks is not None
+                other.tasks.report = Report(preempted=True, step=self.step())
+        elif all(peers):
+            tasks.since = self.now
+        elif self.now - tasks.since >= LOST_PEER_S:
+            tasks.report = Report(failures=(failure(index, True),), step=self.step())
+
+    def _train(self) -> None:
+        """The attempt that trains makes steps, and its chief writes a backup of each."""
+        hosts = self.trains()
+        if not hosts:
+            return
+        self.trained += STEP_S
+        chief = self.hosts[hosts[0]]
+        assert chief is not None
+        assert chief.tasks is not None
+        attempt = chief.tasks.start.attempt
+        assert self.record is not None
+        if attempt == self.record.attempt:  # what `tfmw.runtime.fence` checks
+            self.writes.append((attempt, hosts[0]))
+        if self.trained >= TRAINING_S:
+            for index in hosts:
+                host = self.hosts[index]
+                assert host is not None
+                assert host.tasks is not None
+                host.tasks.report = Report(done=True, step=self.step())
+
+    # ---- what supervisors ask for ----------------------------------------------------------------
+
+    def _act(self, index: int, host: Host) -> None:
+        if host.exit is not None or self.hosts[index] is not host:
+            return
+        while actions := host.machine.take():
+            for at, action in enumerate(actions):
+                if isinstance(action, Publish) and not self._publish(index, host, action.record):
+                    self._release(host)
+                    host.machine.not_published(actions[at + 1 :], "not written", self.now)
+                    break
+                self._do(index, host, action)
+                if host.exit is not None:
+                    return
+
+    def _release(self, host: Host) -> None:
+        host.leads = False
+        if self.holder is host:
+            self.holder = None
+
+    def _do(self, index: int, host: Host, action: Any) -> None:
+        match action:
+            case Campaign(on):
+                host.campaigning = on
+            case Resign():
+                self._release(host)
+            case Dial(target):
+                self._hang_up(index, host)
+                host.link = None if target is None else Link(target)
+            case ToLeader(message):
+                if host.link is not None and host.link.open[0]:
+                    self._send(host.link.to_leader, message)
+            case ToMember(member, message):
+                link = self._links_to(index).get(member)
+                if link is not None and link.open[1]:
+                    self._send(link.to_member, message)
+            case Drop(member):
+                for other, link in self._links_to(index).items():
+                    if member in (None, other):
+                        link.open[1] = False
+            case Prepare():
+                host.prepare_at = self.now + self.random.uniform(0.0, 1.0)
+            case StartTasks(start):
+                self._start_tasks(index, host, start)
+            case EndTasks():
+                if host.tasks is not None and host.tasks.end_at is None:
+                    host.tasks.end_at = self.now + self.random.uniform(0.0, 0.5)
+            case AskToLeave():
+                if host.tasks is not None:
+                    host.tasks.leave_at = self.now + self.random.uniform(0.0, 2.0)
+            case Exit(status):
+                host.exit = action
+                self.statuses.append((index, status))
+                self._release(host)
+                self._flush(index)
+                self._vanish(index, host)
+
+    def _hang_up(self, index: int, host: Host) -> None:
+        link = host.link
+        if link is not None and link.up and link.open[1]:
+            peer = self.hosts[link.target]
+            if peer is not None and self.reaches(index, link.target):
+                peer.machine.member_lost(index, "closed", self.now)
+
+    def _flush(self, index: int) -> None:
+        """What a supervisor has sent still goes out when it exits."""
+        for member, link in self._links_to(index).items():
+            other = self.hosts[member]
+            if link.up and self.reaches(index, member) and other is not None:
+                while link.to_member:
+                    other.machine.from_leader(decode(link.to_member.popleft()[1]), self.now)
+
+    def _start_tasks(self, index: int, host: Host, start: Start) -> None:
+        assert host.tasks is None, "two attempts on one host"
+        assert (start.attempt, index) not in self.started, "an attempt that starts twice"
+        self.started.add((start.attempt, index))
+        first = self.starts.setdefault(start.attempt, start)
+        assert (first.hosts, first.cluster) == (start.hosts, start.cluster), "two of one number"
+        assert index in start.hosts
+        host.tasks = Tasks(start, self.now)

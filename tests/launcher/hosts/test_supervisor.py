@@ -1,0 +1,112 @@
+"""Supervisors in simulated time: whatever dies or is cut, when, and in which order.
+
+`make test-hosts` runs many more schedules than `make test`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from tests.launcher.hosts.simulation import World
+
+HOSTS = 3
+PATIENCE_S = 90.0  # simulated
+INDEX = st.integers(0, HOSTS - 1)
+
+
+class Schedules(RuleBasedStateMachine):
+    """Any schedule of crashes, delays and cuts. `World` asserts that each attempt starts once."""
+
+    world: World
+
+    @initialize(min_hosts=st.integers(1, HOSTS), expires=st.booleans(), seed=st.integers(0, 2**16))
+    def begin(self, min_hosts: int, expires: bool, seed: int) -> None:
+        self.world = World(HOSTS, min_hosts, expires, seed)
+
+    @rule(seconds=st.sampled_from([0.3, 1.0, 4.0, 9.0, 15.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.run(seconds)
+
+    @rule(host=INDEX)
+    def kill_supervisor(self, host: int) -> None:
+        self.world.kill(host)
+
+    @rule(host=INDEX)
+    def come_back(self, host: int) -> None:
+        self.world.start(host)
+
+    @rule(host=INDEX)
+    def kill_task(self, host: int) -> None:
+        self.world.kill_task(host)
+
+    @rule(one=INDEX, other=INDEX)
+    def cut(self, one: int, other: int) -> None:
+        if one != other:
+            self.world.cut(one, other)
+
+    @rule(host=INDEX)
+    def cut_off(self, host: int) -> None:
+        for other in set(range(HOSTS)) - {host}:
+            self.world.cut(host, other)
+
+    @rule()
+    def mend_all(self) -> None:
+        self.world.cuts.clear()
+
+    @rule(host=INDEX)
+    def cut_lock(self, host: int) -> None:
+        if self.world.expires:  # a hung directory keeps `flock`, and nobody else can get it
+            self.world.no_lock.add(host)
+
+    @rule()
+    def mend_lock(self) -> None:
+        self.world.no_lock.clear()
+
+    @precondition(lambda self: hasattr(self, "world"))
+    @rule(group=st.sets(INDEX, min_size=1), gone=st.booleans())
+    def settle(self, group: set[int], gone: bool) -> None:
+        """Where enough hosts see each other and the lock, they train, or the run is done.
+
+        The others are gone, or alive and cut off.
+        """
+        world = self.world
+        if len(group) < world.settings.min_hosts:
+            return
+        world.cuts.clear()
+        world.no_lock.clear()
+        for host in range(HOSTS):
+            if host in group:
+                world.start(host)
+                continue
+            if gone:
+                world.kill(host)
+            for other in set(range(HOSTS)) - {host}:
+                world.cut(host, other)
+        enough = world.trained + 3.0
+        deadline = world.now + PATIENCE_S
+        while world.trained < enough and all(status for _, status in world.statuses):
+            world.run(1.0)
+            holder = world.holder
+            assert world.now < deadline, (
+                f"nothing trains: {group} of {world.settings.min_hosts}, lock at "
+                f"{world.hosts.index(holder) if holder in world.hosts else None}, {world.record}"
+            )
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            assert all(status == 0 for _, status in self.world.statuses), self.world.statuses
+
+
+Schedules.TestCase.settings = hypothesis.settings(
+    max_examples=int(os.environ.get("TFMW_TEST_SCHEDULES", "300")),
+    stateful_step_count=25,
+    deadline=None,
+    print_blob=True,
+    phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+TestSchedules = Schedules.TestCase

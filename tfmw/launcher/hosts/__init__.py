@@ -1,0 +1,18 @@
+"""Several hosts: `tfmw run --hosts h0,h1,h2 --max-restarts N`, the same command on each of them.
+
+The process of each host is a supervisor: it starts, watches and ends the tasks of its host, as the
+launcher does on one machine (`tfmw.launcher.attempt`). One supervisor leads. It decides who takes
+part in an attempt, starts it, and decides what follows when it ends.
+
+Read `supervisor.py` and `leader.py` first: what a supervisor does, and what the one that leads
+does. Both are pure: events and the time come in, actions go out, so tests run them in simulated
+time. `messages.py` is what supervisors send each other.
+
+`lease.py` decides who leads: a lock in a shared directory, or etcd; no algorithm of ours. The
+holder also keeps the `Record` there, with the number of the last attempt. `launch.py` checks what
+the user asks for. `run.py` is the process around all that: `links.py` and `channel.py` are
+authenticated connections, `host.py` the tasks of this host.
+
+May import: what `tfmw.launcher` may, and `tfmw.launcher` itself; nothing in `tfmw.launcher` outside
+this package imports it.
+"""

@@ -1,0 +1,178 @@
+"""What the supervisors' state machines know, and what they ask of the process around them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from tfmw.cluster import addresses
+from tfmw.launcher.hosts.messages import Message, Start
+from tfmw.launcher.options import RunOptions
+
+HEARTBEAT_S = 1.0
+"""Seconds between two signs of life on a connection."""
+
+SILENCE_S = 5.0
+"""Seconds of silence after which a connection is taken for lost."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is the same on all hosts of a run.
+
+    Args:
+        hosts: addresses of all supervisors, "host:port".
+        workers_per_host: tasks that train, on each host.
+        min_hosts: how few hosts may train.
+        rejoin_timeout_s: seconds to wait for hosts that are not there.
+        options: restarts and time limits.
+        facts: what must be the same on all hosts, by name.
+    """
+
+    hosts: tuple[str, ...]
+    workers_per_host: int
+    min_hosts: int
+    rejoin_timeout_s: float
+    options: RunOptions
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def give_up_s(self) -> float:
+        """Seconds without enough hosts after which a run ends."""
+        return max(self.rejoin_timeout_s, self.options.start_timeout_s or float("inf"))
+
+    def name(self, host: int) -> str:
+        """How a host is called in messages."""
+        return addresses.split(self.hosts[host])[0]
+
+    def names(self, hosts: Any) -> str:
+        """The names of several hosts, in order."""
+        return ", ".join(self.name(host) for host in sorted(hosts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What the leader keeps beside the lock.
+
+    Attributes:
+        run: identifies the run.
+        attempt: number of the last attempt; it only grows, from one run to the next too.
+        leader: index of the host that leads.
+        hosts: indexes of the hosts of the last attempt.
+        running: whether that attempt has not ended, as far as its leader knew.
+        policy: what `RestartPolicy` has counted.
+        status: how the run ended; None: it has not.
+        lines: about that, for the user.
+    """
+
+    run: str
+    attempt: int = -1
+    leader: int = 0
+    hosts: tuple[int, ...] = ()
+    running: bool = False
+    policy: dict[str, Any] = dataclasses.field(default_factory=dict)
+    status: int | None = None
+    lines: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ToMember:
+    """Send a message to a host that is connected to this one, which leads."""
+
+    host: int
+    message: Message
+
+
+@dataclasses.dataclass(frozen=True)
+class ToLeader:
+    """Send a message to the host that leads."""
+
+    message: Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Drop:
+    """Close the connection of one member, or of all."""
+
+    host: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Dial:
+    """Be connected to this host, which leads; None: to none."""
+
+    host: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Campaign:
+    """Whether to try to get the lock."""
+
+    on: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Resign:
+    """Give the lock back."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Publish:
+    """Write the record durably, as the holder of the lock. What follows depends on it."""
+
+    record: Record
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepare:
+    """Get this host ready for the next attempt; `prepared` has its ports."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StartTasks:
+    """Start this host's tasks of an attempt."""
+
+    start: Start
+
+
+@dataclasses.dataclass(frozen=True)
+class EndTasks:
+    """End this host's tasks now; `ended` reports how."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AskToLeave:
+    """Have this host's tasks save their state and leave."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Say:
+    """Print a line for the user."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Exit:
+    """End this supervisor, after what was sent has gone out."""
+
+    status: int
+    lines: tuple[str, ...] = ()
+
+
+Action = (
+    ToMember
+    | ToLeader
+    | Drop
+    | Dial
+    | Campaign
+    | Resign
+    | Publish
+    | Prepare
+    | StartTasks
+    | EndTasks
+    | AskToLeave
+    | Say
+    | Exit
+)

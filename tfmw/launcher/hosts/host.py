@@ -1,0 +1,121 @@
+"""The tasks of this host: made ready, started, watched and ended, one attempt after the other.
+
+tasks = HostTasks(context, host=1, start_timeout_s=120)
+tasks.prepare(count=2)
+tasks.look(0.05)              # ("prepared", (12001, 12002)) once tasks can start at once
+tasks.start(message)
+tasks.look(0.05)              # ("ended", attempt, report) once none of them runs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+from tfmw.launcher.attempt import Attempt, AttemptContext
+from tfmw.launcher.hosts.messages import HostFailure, Report, Start
+from tfmw.launcher.restart import RestartPolicy
+from tfmw.runtime.ports import reserved_ports
+
+
+class HostTasks:
+    """What `tfmw.launcher.attempt` does on one machine, driven by the supervisor.
+
+    Args:
+        context: of all attempts.
+        host: index of this host.
+    """
+
+    def __init__(self, context: AttemptContext, host: int) -> None:
+        self._context = context
+        self._host = host
+        self._attempt: Attempt | None = None
+        self._ports = contextlib.ExitStack()
+        self._wanted = 0  # ports, until they are prepared
+        self._ready_by = 0.0
+        self._asks_to_leave = False
+
+    def prepare(self, count: int) -> None:
+        """Begins to get ready for `count` tasks."""
+        self._wanted = count
+        timeout_s = self._context.options.start_timeout_s or float("inf")
+        self._ready_by = time.monotonic() + timeout_s
+
+    def start(self, start: Start) -> None:
+        """Starts the tasks. Their ports were held until now."""
+        policy = RestartPolicy(self._context.options, len(start.tasks))
+        self._attempt = Attempt(
+            self._context,
+            start.tasks,
+            start.attempt,
+            policy,
+            cluster=start.cluster,
+            settle_s=0.0,  # the cause may be on another host
+        )
+        self._asks_to_leave = False
+        self._ports.close()
+        self._attempt.start()
+
+    def ask_to_leave(self) -> None:
+        """Has the tasks save their state and leave, as soon as they can."""
+        self._asks_to_leave = True
+
+    def end(self) -> tuple[Any, ...] | None:
+        """Ends the tasks at once; returns the event, if any ran."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return None
+        attempt.is_over(0.0)  # what has failed until now has failed by itself
+        attempt.end(0.0)
+        return "ended", attempt.number, self._report(attempt)
+
+    def look(self, wait_s: float) -> tuple[Any, ...] | None:
+        """Looks at the tasks once; returns an event, if there is one.
+
+        Args:
+            wait_s: seconds to wait for output of the tasks.
+        """
+        attempt = self._attempt
+        if attempt is not None:
+            if self._asks_to_leave and attempt.ask_to_leave():
+                self._asks_to_leave = False
+            return self.end() if attempt.is_over(wait_s) else None
+        spawner = self._context.spawner
+        if not self._wanted or not (spawner.is_ready(wait_s) or time.monotonic() > self._ready_by):
+            return None
+        spawner.wait([], 0.0)  # a fork server that is too late is left out
+        count, self._wanted = self._wanted, 0
+        self._ports.close()
+        return "prepared", tuple(self._ports.enter_context(reserved_ports(count)))
+
+    def close(self) -> None:
+        """Ends everything."""
+        self.end()
+        self._ports.close()
+
+    def _report(self, attempt: Attempt) -> Report:
+        failures = tuple(
+            HostFailure(
+                host=self._host,
+                task=failure.task,
+                error=failure.error[:2000],
+                status=failure.status,
+                how=failure.how,
+                detail=tuple(line[:500] for line in failure.detail),
+                log=str(failure.log),
+                seconds=failure.seconds,
+                usage=failure.usage,
+                step=failure.step,
+                external=failure.external,
+                secondary=failure.secondary,
+            )
+            for failure in attempt.failures()
+        )
+        return Report(
+            done=all(task.status == 0 for task in attempt.tasks),
+            step=attempt.step(),
+            seconds=attempt.seconds(),
+            preempted=attempt.preempted(),
+            failures=failures,
+        )

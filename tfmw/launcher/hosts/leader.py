@@ -1,0 +1,377 @@
+"""The supervisor that leads: who takes part in an attempt, and what follows when it ends.
+
+    leader = Leader(settings, host=1, record=record, now=0.0, out=actions)
+    leader.receive(0, Join(...), now); leader.receive(0, Ready(...), now)
+    leader.tick(now)                    # every host is ready: out has Publish and ToMember(Start)
+
+It gathers hosts, runs an attempt on them, collects how it ended on each, and asks
+`tfmw.launcher.restart` what follows. Before an attempt starts, its number is in the record.
+
+============================  ====================================================================
+a task fails, or a host or    the tasks of all hosts end at once, and the hosts gather again
+its connection is lost
+a host joins                  the tasks save their state and leave; the next attempt has all hosts
+a host is told to leave       the same, and the next attempt goes on without it
+fewer than `min_hosts`        wait; give up the lock now and then, as another host may see more
+============================  ====================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from tfmw.cluster import addresses
+from tfmw.errors import PREEMPTED
+from tfmw.launcher.hosts.actions import (
+    Action,
+    Drop,
+    Publish,
+    Record,
+    Resign,
+    Say,
+    Settings,
+    ToMember,
+)
+from tfmw.launcher.hosts.messages import (
+    End,
+    Ended,
+    HostFailure,
+    Join,
+    Leave,
+    Message,
+    Over,
+    Ready,
+    Refused,
+    Report,
+    Start,
+)
+from tfmw.launcher.hosts.outcome import merged, outcome_of, summary
+from tfmw.launcher.preemption import GRACE_S
+from tfmw.launcher.restart import RestartPolicy
+
+RESIGN_S = 6.0
+"""Seconds with too few hosts after which another host may try to lead."""
+
+END_S = 20.0
+"""Seconds in which a connected host must have ended its tasks; else it is taken for lost."""
+
+
+@dataclasses.dataclass
+class Member:
+    """A host that has joined.
+
+    Attributes:
+        ports: for its tasks, once it is ready.
+        attempt: in which its tasks run.
+        last: the last attempt that it took part in, and its largest step.
+        leaving: whether it was told to leave.
+    """
+
+    ports: tuple[int, ...] | None = None
+    attempt: int | None = None
+    last: tuple[int, int] = (-1, -1)
+    leaving: bool = False
+
+
+class Leader:
+    """Leads from the moment that its host has the lock.
+
+    Args:
+        settings: of the run.
+        host: index of this host.
+        record: what the leader before has left; None: nobody has led here.
+        now: monotonic seconds.
+        out: where actions go.
+    """
+
+    def __init__(
+        self, settings: Settings, host: int, record: Record | None, now: float, out: list[Action]
+    ) -> None:
+        self._settings = settings
+        self._out = out
+        self._members: dict[int, Member] = {}
+        self._left: set[int] = set()  # hosts that were told to leave, and are not waited for
+        self._policy = RestartPolicy(settings.options, settings.workers_per_host)
+        if record is None or record.status is not None:
+            attempt = -1 if record is None else record.attempt
+            record = Record(run=secrets.token_hex(8), attempt=attempt)
+        if record.policy:
+            self._policy.restore(record.policy)
+        self.record = record
+        self._inherited = record.running  # an attempt whose end no leader has judged
+        self._former = record.leader
+        self._hosts: set[int] = set()  # of the attempt that runs
+        self._reports: dict[int, Report] = {}
+        self._failures: list[HostFailure] = []
+        self._ending_since: float | None = None
+        self._leave_by: float | None = None
+        self._short_since: float | None = None  # since when there are too few hosts
+        self._gathering_since = now
+        self._not_before = now
+        self.over = False
+        self._publish(leader=host, status=None, lines=())
+
+    # ---- what members send ---------------------------------------------------------------------
+
+    def receive(self, host: int, message: Message, now: float) -> None:
+        """A message of a member."""
+        if isinstance(message, Join):
+            self.lost(host, "its supervisor has started again", now)
+            self._join(host, message)
+        member = self._members.get(host)
+        if member is None or self.over:
+            return
+        if isinstance(message, Ready) and len(message.ports) == self._settings.workers_per_host:
+            member.ports = message.ports
+            if self._hosts and not member.leaving and host not in self._hosts:
+                self._say(f"{self._settings.name(host)} joins after the next backup")
+                self._ask_to_leave()
+        elif isinstance(message, Ended) and message.attempt == member.attempt:
+            member.attempt = None
+            self._reports[host] = message.report
+            self._failures += message.report.failures
+            self._ended(host, message.report, now)
+        elif not isinstance(message, Join | Ready | Ended):  # Leaving
+            member.leaving = True
+            self._left.add(host)
+            if member.attempt is None:
+                self._dismiss()
+            else:
+                self._ask_to_leave()
+
+    def _join(self, host: int, join: Join) -> None:
+        mine = self._settings.facts
+        for name in sorted({*mine, *join.facts}):
+            here, there = mine.get(name, "nothing"), join.facts.get(name, "nothing")
+            if here != there:
+                problem = (
+                    f"hosts disagree about {name}: the one that leads has {here}, "
+                    f"{self._settings.name(host)} has {there}. Use the same on every host."
+                )
+                self._send(host, Refused(problem))
+                return
+        self._members[host] = Member(last=(join.attempt, join.step))
+        self._left.discard(host)
+
+    def lost(self, host: int, why: str, now: float) -> None:
+        """The connection to a member is gone."""
+        member = self._members.pop(host, None)
+        if member is None or member.attempt is None or self.over:
+            return
+        self._failures.append(self._lost_host(host, why))
+        self._say(f"{self._settings.name(host)} is lost: {why}")
+        self._end_all(now)
+
+    def _lost_host(self, host: int, why: str) -> HostFailure:
+        step = max((report.step for report in self._reports.values()), default=-1)
+        return HostFailure(
+            host=host,
+            task=f"host {self._settings.name(host)}",
+            error="",
+            status=0,
+            how=why,
+            detail=(),
+            log="on that host",
+            seconds=0.0,
+            usage=False,
+            step=step,
+            external=True,
+            secondary=False,
+        )
+
+    # ---- the attempt that runs -------------------------------------------------------------------
+
+    def _ended(self, host: int, report: Report, now: float) -> None:
+        if report.failures:
+            self._end_all(now)
+        elif report.preempted and self._leave_by is None:
+            self._leave_by = now + self._grace_s()  # the others leave at the same step
+        elif not report.done and not report.preempted and self._ending_since is None:
+            how = "was ended before it had saved its state"
+            self._failures.append(
+                dataclasses.replace(self._lost_host(host, how), task=self._settings.name(host))
+            )
+            self._end_all(now)
+        self._conclude(now)
+
+    def _grace_s(self) -> float:
+        grace_s = self._settings.options.preempt_grace_s
+        return GRACE_S if grace_s is None else grace_s
+
+    def _end_all(self, now: float) -> None:
+        if self._ending_since is None:
+            self._ending_since = now
+            for host in self._running():
+                self._send(host, End(self.record.attempt))
+        self._conclude(now)
+
+    def _ask_to_leave(self) -> None:
+        # No deadline here: tasks are asked once they can save their state, which may take a while.
+        for host in self._running():
+            self._send(host, Leave(self.record.attempt))
+
+    def _running(self) -> list[int]:
+        return [h for h, member in sorted(self._members.items()) if member.attempt is not None]
+
+    def _conclude(self, now: float) -> None:
+        """Judges the attempt, once it runs nowhere."""
+        if not self._hosts or self._running():
+            return
+        failures = merged(self._failures)
+        reports = self._reports.values()
+        outcome = outcome_of(self.record.attempt, reports, failures)
+        self._hosts, self._reports, self._failures = set(), {}, []
+        self._ending_since = self._leave_by = None
+        self._gathering_since = now
+        if not failures and not outcome.preempted:
+            self._finish(0, ())
+            return
+        decision = self._policy.decide(outcome)
+        self._say(decision.message)
+        if not decision.restart:
+            status = 2 if failures and failures[0].usage else 1 if failures else PREEMPTED
+            self._finish(status, summary(failures, self._settings))
+            return
+        self._not_before = now + decision.delay_s
+        self._publish(running=False, policy=self._policy.saved())
+        self._dismiss()
+
+    def _dismiss(self) -> None:
+        """Lets hosts go that were told to leave."""
+        leaving = [h for h, m in self._members.items() if m.leaving and m.attempt is None]
+        if leaving and len(leaving) == len(self._members):
+            self._finish(PREEMPTED, ())
+            return
+        for host in leaving:
+            del self._members[host]
+            self._send(host, Over(PREEMPTED, ()))
+
+    # ---- gathering -----------------------------------------------------------------------------
+
+    def tick(self, now: float, alone_since: float) -> None:
+        """Whatever time brings.
+
+        Args:
+            now: monotonic seconds.
+            alone_since: since when this host has taken part in no attempt, and knows of none.
+        """
+        if self.over:
+            return
+        if self._hosts:
+            self._hurry(now)
+        else:
+            self._gather(now, alone_since)
+
+    def _hurry(self, now: float) -> None:
+        if self._ending_since is not None and now - self._ending_since >= END_S:
+            for host in self._running():
+                self._out.append(Drop(host))
+                self.lost(host, f"its tasks did not end within {END_S:g} s", now)
+        elif self._ending_since is None and self._leave_by is not None and now >= self._leave_by:
+            self._end_all(now)
+
+    def _gather(self, now: float, alone_since: float) -> None:
+        settings = self._settings
+        present = set(self._members)
+        missing = set(range(len(settings.hosts))) - present - self._left
+        if len(present) < settings.min_hosts:
+            self._lack(now, alone_since)
+            return
+        self._short_since = None
+        if any(member.ports is None or member.attempt for member in self._members.values()):
+            return
+        if missing and now - self._gathering_since < settings.rejoin_timeout_s:
+            return
+        if self._inherited and not self._judge_inherited(now):
+            return
+        if now >= self._not_before:
+            self._start(sorted(present), now)
+
+    def _lack(self, now: float, alone_since: float) -> None:
+        """There are fewer hosts than the run needs."""
+        if self._short_since is None:
+            self._short_since = now
+        if now - alone_since >= self._settings.give_up_s:
+            missing = set(range(len(self._settings.hosts))) - set(self._members)
+            waited = self._settings.give_up_s
+            self._finish(
+                1,
+                (
+                    f"tfmw: {self._settings.names(missing)} cannot be reached since {waited:g} s, "
+                    f"and this run needs {self._settings.min_hosts} of "
+                    f"{len(self._settings.hosts)} hosts (--min-hosts); start the same command "
+                    "there, or allow fewer",
+                ),
+            )
+        elif now - self._short_since >= RESIGN_S:
+            self._out.append(Resign())
+
+    def _judge_inherited(self, now: float) -> bool:
+        """Counts the attempt in which the leader before was lost; whether there is another one."""
+        self._inherited = False
+        attempt = self.record.attempt
+        members = self._members.values()
+        step = max((m.last[1] for m in members if m.last[0] == attempt), default=-1)
+        lost = dataclasses.replace(
+            self._lost_host(self._former, "it led, and its supervisor or connection was lost"),
+            step=step,
+        )
+        report = Report(step=step)
+        decision = self._policy.decide(outcome_of(attempt, [report], merged([lost])))
+        self._say(decision.message)
+        if not decision.restart:
+            self._finish(1, summary(merged([lost]), self._settings))
+            return False
+        self._not_before = now + decision.delay_s
+        self._publish(running=False, policy=self._policy.saved())
+        return True
+
+    def _start(self, hosts: Sequence[int], now: float) -> None:
+        attempt = self.record.attempt + 1
+        self._publish(
+            attempt=attempt, running=True, hosts=tuple(hosts), policy=self._policy.saved()
+        )
+        workers: list[str] = []
+        tasks: dict[int, list[tuple[str, int]]] = {}
+        for host in hosts:
+            name = addresses.split(self._settings.hosts[host])[0]
+            for port in self._members[host].ports or ():
+                tasks.setdefault(host, []).append(("worker", len(workers)))
+                workers.append(addresses.joined(name, port))
+        for host in hosts:
+            member = self._members[host]
+            member.attempt, member.ports = attempt, None
+            start = Start(
+                run=self.record.run,
+                attempt=attempt,
+                hosts=tuple(hosts),
+                cluster={"worker": tuple(workers)},
+                tasks=tuple(tasks[host]),
+            )
+            self._send(host, start)
+        self._hosts = set(hosts)
+        missing = set(range(len(self._settings.hosts))) - self._hosts
+        without = f", without {self._settings.names(missing)}" if missing else ""
+        self._say(f"attempt {attempt} on {self._settings.names(hosts)}{without}")
+
+    # ---- common --------------------------------------------------------------------------------
+
+    def _finish(self, status: int, lines: tuple[str, ...]) -> None:
+        self._publish(running=False, status=status, lines=lines)
+        self.over = True
+        for host in sorted(self._members):
+            self._send(host, Over(status, lines))
+
+    def _publish(self, **changes: Any) -> None:
+        self.record = dataclasses.replace(self.record, **changes)
+        self._out.append(Publish(self.record))
+
+    def _send(self, host: int, message: Message) -> None:
+        self._out.append(ToMember(host, message))
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._out.append(Say(text))

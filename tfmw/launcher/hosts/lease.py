@@ -1,0 +1,298 @@
+"""Who leads: the holder of a lock that exists already and is trusted.
+
+    lease = lease_of("dir:/shared/run7/supervisors", host=1)
+    lease.acquire()                  # whether this process holds the lock now
+    lease.record()                   # what the last holder has published
+    lease.publish(record)            # raises Lost unless this process holds the lock
+    lease.held_until                 # monotonic seconds; `renew` moves it
+
+Two kinds. They differ in what happens to a leader that is cut off.
+
+- `DirectoryLease`: `flock` on a file of a directory that all hosts share. The lock ends with its
+  holder's process. A holder that is cut off from the other hosts, and not from the directory, keeps
+  it; it gives it up by itself where it has too few hosts (`leader.RESIGN_S`). Where the holder's
+  machine is gone, a network file system frees the lock after its own lease (NFS 4: 90 s usually).
+- `EtcdLease`: a key with a lease of TTL_S seconds. A holder that cannot reach etcd loses it, and
+  stops before that: `held_until` is earlier than the end of the lease.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from tfmw.errors import TfmwError, UsageError
+from tfmw.launcher.hosts.actions import Record
+from tfmw.runtime import etcd
+from tfmw.runtime.file_lock import file_lock
+
+TTL_S = 10
+"""Seconds without a renewal after which a holder has lost the lock."""
+
+_MARGIN_S = 2.0
+"""By so much earlier a holder stops: for the time that its last messages take."""
+
+DIRECTORY = "dir:"
+Clock = Callable[[], float]
+
+
+class Lost(TfmwError):
+    """This process does not hold the lock, or cannot know whether it does."""
+
+
+class Lease(Protocol):
+    """A lock, and the record beside it. Each call may wait for a network."""
+
+    held_until: float
+    """Until when the lock is held for certain, in monotonic seconds; 0: it is not."""
+
+    def acquire(self) -> bool:
+        """Tries to get the lock; whether this process holds it. Raises OSError."""
+        ...
+
+    def renew(self) -> None:
+        """Moves `held_until`. Raises Lost, or OSError where that cannot be known now."""
+        ...
+
+    def record(self) -> Record | None:
+        """What was published last; None: nothing. Raises OSError."""
+        ...
+
+    def publish(self, record: Record) -> None:
+        """Writes the record durably. Raises Lost or OSError; then it is not the record."""
+        ...
+
+    def release(self) -> None:
+        """Gives the lock back, where it is held."""
+        ...
+
+    def secret(self) -> bytes:
+        """A secret that all hosts share who reach the lock, drawn at the first call of any."""
+        ...
+
+    @property
+    def fence(self) -> str:
+        """How tasks find the record; see `tfmw.runtime.fence`."""
+        ...
+
+
+def lease_of(place: str, host: int) -> Lease:
+    """The lease at "dir:/shared/path" or "etcd://host:2379/key".
+
+    Args:
+        place: as the user wrote it.
+        host: index of this host.
+
+    Raises:
+        UsageError: neither of them, or a directory that cannot be written to.
+    """
+    if place.startswith(etcd.SCHEME):
+        return EtcdLease(place, host)
+    if place.startswith(DIRECTORY) and len(place) > len(DIRECTORY):
+        return DirectoryLease(Path(place.removeprefix(DIRECTORY)))
+    raise UsageError(
+        f"--rendezvous is {place!r}; expected dir:/path of a directory that all hosts share, or "
+        "etcd://host:2379."
+    )
+
+
+def _text_of(record: Record) -> str:
+    return json.dumps(dataclasses.asdict(record))
+
+
+def _record_of(text: str) -> Record:
+    try:
+        fields: dict[str, Any] = json.loads(text)
+        fields |= {name: tuple(fields[name]) for name in ("hosts", "lines")}
+        return Record(**fields)
+    except (ValueError, TypeError, KeyError) as error:
+        raise OSError(f"the record of the run is damaged ({error})") from error
+
+
+class DirectoryLease:
+    """A lock in a directory that all hosts share.
+
+    Args:
+        directory: made where it does not exist.
+        clock: monotonic seconds.
+
+    Raises:
+        UsageError: it cannot be written to.
+    """
+
+    def __init__(self, directory: Path, clock: Clock = time.monotonic) -> None:
+        self._lock = directory / "LEADER"
+        self._record = directory / "record.json"
+        self._key = directory / "key"
+        self._clock = clock
+        self._held = contextlib.ExitStack()
+        self._own: Record | None = None  # what this process has published last
+        self.held_until = 0.0
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if not os.access(directory, os.W_OK | os.X_OK):
+                raise PermissionError(f"{directory} is not writable")
+        except OSError as error:
+            raise UsageError(
+                f"hosts cannot agree on a leader in {str(directory)!r} ({error}): name a directory "
+                "that all of them share and may write to, with --rendezvous dir:/path."
+            ) from error
+
+    @property
+    def fence(self) -> str:
+        return str(self._record.absolute())
+
+    def acquire(self) -> bool:
+        if self.held_until:
+            return True
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(file_lock(str(self._lock)))
+            except BlockingIOError:
+                return False
+            self._held = stack.pop_all()
+        self._own = None
+        self.held_until = self._clock() + TTL_S
+        return True
+
+    def renew(self) -> None:
+        asked = self._clock()
+        # A network file system may have given the lock away while its server was unreachable.
+        if self._own is not None and self.record() != self._own:
+            self.release()
+            raise Lost("another host has written the record of the run")
+        self.held_until = asked + TTL_S
+
+    def record(self) -> Record | None:
+        try:
+            return _record_of(self._record.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+
+    def publish(self, record: Record) -> None:
+        if self._clock() >= self.held_until:
+            raise Lost("the lock was not renewed in time")
+        self.renew()
+        temporary = self._record.with_name(f".record.{os.getpid()}")
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(_text_of(record))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self._record)
+        _flush(self._record.parent)
+        self._own = record
+
+    def release(self) -> None:
+        self.held_until = 0.0
+        self._held.close()
+
+    def secret(self) -> bytes:
+        temporary = self._key.with_name(f".key.{secrets.token_hex(6)}")
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secrets.token_hex(32).encode())
+        try:
+            os.link(temporary, self._key)  # fails where another host was first
+        except FileExistsError:
+            pass
+        finally:
+            os.unlink(temporary)
+        return self._key.read_bytes()
+
+
+def _flush(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class EtcdLease:
+    """A lock in etcd.
+
+    Args:
+        url: "etcd://host:2379,host:2379/key".
+        host: index of this host.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, url: str, host: int, clock: Clock = time.monotonic) -> None:
+        self._client = etcd.Client.of(url)
+        self._url = url.removesuffix("/")
+        self._prefix = etcd.key_of(url)
+        self._name = f"host {host} {secrets.token_hex(8)}"
+        self._clock = clock
+        self._lease = 0
+        self._revision = 0
+        self.held_until = 0.0
+
+    @property
+    def fence(self) -> str:
+        hosts = self._url.removeprefix(etcd.SCHEME).partition("/")[0]
+        return f"{etcd.SCHEME}{hosts}/{self._prefix}/record"
+
+    def acquire(self) -> bool:
+        if self.held_until:
+            return True
+        if self._client.get(f"{self._prefix}/leader") is not None and not self._lease:
+            return False
+        asked = self._clock()
+        self._lease = self._lease or self._client.grant(TTL_S)
+        if not self._client.keep_alive(self._lease):
+            self._lease = 0
+            return False
+        revision = self._client.create(f"{self._prefix}/leader", self._name, self._lease)
+        if revision is None:
+            # Perhaps by this process, in a request whose response was lost.
+            found = self._client.look(f"{self._prefix}/leader")
+            if found is None or found[0] != self._name:
+                return False
+            revision = found[1]
+        self._revision = revision
+        self.held_until = asked + TTL_S - _MARGIN_S
+        return True
+
+    def renew(self) -> None:
+        asked = self._clock()
+        if not self._client.keep_alive(self._lease):
+            self._forget()
+            raise Lost("the lease in etcd has ended")
+        self.held_until = asked + TTL_S - _MARGIN_S
+
+    def record(self) -> Record | None:
+        text = self._client.get(f"{self._prefix}/record")
+        return None if text is None else _record_of(text)
+
+    def publish(self, record: Record) -> None:
+        if self._clock() >= self.held_until:
+            raise Lost("the lease in etcd was not renewed in time")
+        if not self._client.put_if(
+            f"{self._prefix}/record",
+            _text_of(record),
+            f"{self._prefix}/leader",
+            self._revision,
+        ):
+            self._forget()
+            raise Lost("another host has the lock in etcd")
+
+    def release(self) -> None:
+        lease = self._lease
+        self._forget()
+        if lease:
+            with contextlib.suppress(OSError):  # it ends by itself
+                self._client.revoke(lease)
+
+    def _forget(self) -> None:
+        self.held_until, self._lease = 0.0, 0
+
+    def secret(self) -> bytes:
+        drawn = secrets.token_hex(32)
+        self._client.create(f"{self._prefix}/key", drawn)
+        return (self._client.get(f"{self._prefix}/key") or "").encode()

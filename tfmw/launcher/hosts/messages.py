@@ -1,0 +1,214 @@
+"""What supervisors send each other: JSON of known shapes, checked field by field.
+
+    data = encode(Ended(attempt=3, report=report))      # bytes of JSON
+    decode(data)                                        # the same value, or raises Malformed
+
+A member sends `Join`, `Ready`, `Ended` and `Leaving` to the leader; the leader sends `Start`,
+`End`, `Leave`, `Over` and `Refused` to members.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+
+class Malformed(ValueError):
+    """Bytes that are none of the messages."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostFailure:
+    """A task that failed on its own, as its host reports it; see `tfmw.launcher.failure.Failure`.
+
+    Attributes:
+        host: index of its host.
+        secondary: whether the task only lost another one.
+    """
+
+    host: int
+    task: str
+    error: str
+    status: int
+    how: str
+    detail: tuple[str, ...]
+    log: str
+    seconds: float
+    usage: bool
+    step: int
+    external: bool
+    secondary: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """How an attempt ended on one host.
+
+    Attributes:
+        done: whether all of its tasks ended with status 0.
+        step: the largest training step that a task has reported; negative: none.
+        seconds: how long it took.
+        preempted: whether tasks saved their state and left.
+        failures: of tasks that failed on their own, the root cause first.
+    """
+
+    done: bool = False
+    step: int = -1
+    seconds: float = 0.0
+    preempted: bool = False
+    failures: tuple[HostFailure, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Join:
+    """A host takes part from now on.
+
+    Attributes:
+        facts: what must be the same on every host, by name.
+        attempt: the last attempt that it took part in; -1: none.
+        step: the largest step in that attempt.
+    """
+
+    facts: dict[str, str]
+    attempt: int
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A host can start its tasks.
+
+    Attributes:
+        ports: one for each of its tasks.
+    """
+
+    ports: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """No task of the attempt runs on this host any more."""
+
+    attempt: int
+    report: Report
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaving:
+    """This host's supervisor got a signal: save the state, and go on without it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Start this host's tasks.
+
+    Attributes:
+        run: identifies the run.
+        attempt: its number.
+        hosts: indexes of the hosts that take part.
+        cluster: addresses of all tasks by kind, as in TF_CONFIG.
+        tasks: (kind, index) of the receiving host's tasks.
+    """
+
+    run: str
+    attempt: int
+    hosts: tuple[int, ...]
+    cluster: dict[str, tuple[str, ...]]
+    tasks: tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """End the tasks of the attempt at once."""
+
+    attempt: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Leave:
+    """Have the tasks of the attempt save their state and leave: preemption."""
+
+    attempt: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Over:
+    """The run has ended.
+
+    Attributes:
+        status: exit status.
+        lines: for the user.
+    """
+
+    status: int
+    lines: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """This host cannot take part."""
+
+    problem: str
+
+
+Message = Join | Ready | Ended | Leaving | Start | End | Leave | Over | Refused
+
+_BY_NAME: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}
+
+
+def encode(message: Message) -> bytes:
+    """Its form on the wire."""
+    fields = dataclasses.asdict(message)
+    return json.dumps({"is": type(message).__name__, **fields}).encode()
+
+
+def decode(data: bytes) -> Message:
+    """The message in the bytes.
+
+    Raises:
+        Malformed: there is none of these in them.
+    """
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Malformed("no JSON") from error
+    if not isinstance(content, dict):
+        raise Malformed("no JSON object")
+    kind = _BY_NAME.get(str(content.pop("is", "")))
+    if kind is None:
+        raise Malformed("no message of this name")
+    message: Message = _built(kind, content)
+    return message
+
+
+def _built(kind: type[Any], content: Any) -> Any:
+    """A dataclass from a JSON object with exactly its fields."""
+    hints = typing.get_type_hints(kind)
+    if not isinstance(content, Mapping) or set(content) != set(hints):
+        raise Malformed(f"{kind.__name__} does not have these fields")
+    return kind(**{name: _checked(hints[name], value) for name, value in content.items()})
+
+
+def _checked(expected: Any, value: Any) -> Any:
+    """A JSON value as the type that a field has; tuples are lists there."""
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if dataclasses.is_dataclass(expected):
+        return _built(typing.cast(type[Any], expected), value)
+    if origin is types.UnionType:  # "int | None"
+        return None if value is None else _checked(arguments[0], value)
+    if origin is tuple and isinstance(value, list):
+        if arguments[-1] is Ellipsis:
+            return tuple(_checked(arguments[0], item) for item in value)
+        if len(arguments) == len(value):
+            return tuple(_checked(a, item) for a, item in zip(arguments, value, strict=True))
+    if origin is dict and isinstance(value, dict):  # JSON has no other keys than strings
+        return {key: _checked(arguments[1], item) for key, item in value.items()}
+    if expected is float and type(value) is int:
+        return float(value)
+    if type(value) is expected:
+        return value
+    raise Malformed(f"{value!r:.40} is no {expected}")

@@ -1,0 +1,263 @@
+"""The supervisor's process: the state machine of `supervisor.py` on real tasks, sockets and locks.
+
+    with Signals() as stop:
+        status = run_on_hosts(job, settings, host, lease, token, stop)
+
+One loop in the main thread: it looks at the tasks, hands events over, and does what the state
+machine asks for. The lock has a thread, as a file system or etcd may not respond; connections have
+one, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from tfmw.launcher.attempts import Job, make_context
+from tfmw.launcher.hosts.actions import (
+    Action,
+    AskToLeave,
+    Campaign,
+    Dial,
+    Drop,
+    EndTasks,
+    Exit,
+    Prepare,
+    Publish,
+    Resign,
+    Say,
+    Settings,
+    StartTasks,
+    ToLeader,
+    ToMember,
+)
+from tfmw.launcher.hosts.host import HostTasks
+from tfmw.launcher.hosts.lease import Lease, Lost
+from tfmw.launcher.hosts.links import Links
+from tfmw.launcher.hosts.supervisor import Supervisor
+from tfmw.launcher.output import Display
+from tfmw.runtime.fence import FENCE
+from tfmw.runtime.signals import Signals
+
+POLL_S = 0.25
+"""Seconds between two attempts to get the lock, or to renew it."""
+
+IDLE_S = 0.02
+"""Seconds between two looks while no tasks run."""
+
+
+def run_on_hosts(
+    job: Job, settings: Settings, host: int, lease: Lease, token: bytes, stop: Signals
+) -> int:
+    """Supervises this host's tasks until the run is over.
+
+    Args:
+        job: what to run; its tasks are those of one host.
+        settings: of the run.
+        host: index of this host.
+        lease: decides who leads.
+        token: what all supervisors know.
+        stop: the signals that this process got.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ClusterError: this host's port is taken.
+    """
+    secret = hmac.digest(token, b"tfmw tasks", "sha256").hex()
+    job = dataclasses.replace(job, env={**job.env, FENCE: lease.fence, "TFMW_TOKEN": secret})
+    events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+    with contextlib.ExitStack() as stack:
+        links = stack.enter_context(Links(settings.hosts, host, token, events.put))
+        # The supervisor gets the signals, not the attempt.
+        context, _ = make_context(job, {**os.environ, **job.env}, Signals(), stack)
+        keeper = stack.enter_context(_Keeper(lease, events))
+        tasks = stack.enter_context(contextlib.closing(HostTasks(context, host)))
+        loop = _Loop(settings, host, links, keeper, tasks, context.display)
+        way = loop.run(events, stop)
+    for line in way.lines:
+        print(line, file=sys.stderr)
+    return way.status
+
+
+class _Keeper:
+    """Gets and renews the lock, in a thread.
+
+    Args:
+        lease: the lock.
+        events: get what happens.
+    """
+
+    def __init__(self, lease: Lease, events: queue.SimpleQueue[tuple[Any, ...]]) -> None:
+        self.lease = lease
+        self.campaigning = False
+        self._events = events
+        self._mutex = threading.Lock()
+        self._leads = False  # as far as the supervisor knows
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="tfmw-lock", daemon=True)
+
+    def __enter__(self) -> _Keeper:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        # A lock that does not respond ends with this process.
+        if self._mutex.acquire(timeout=2.0):
+            self.lease.release()
+            self._mutex.release()
+
+    def _keep(self) -> None:
+        problem = ""
+        while not self._closed.wait(POLL_S):
+            try:
+                with self._mutex:
+                    if not self._closed.is_set():
+                        self._look()
+                problem = ""
+            except Lost as error:
+                self._leads = False
+                self._events.put(("lease_lost", str(error)))
+            except OSError as error:
+                if str(error) != problem:
+                    self._events.put(("say", f"the lock cannot be asked for: {error}"))
+                problem = str(error)
+
+    def _look(self) -> None:
+        if self._leads:
+            self.lease.renew()
+        elif self.campaigning and self.lease.acquire():
+            self._leads = True
+            self._events.put(("lease_gained", self.lease.record()))
+        else:
+            self._events.put(("record_seen", self.lease.record()))
+
+    def resign(self) -> None:
+        """Gives the lock back."""
+        with self._mutex:
+            self._leads = False
+            self.lease.release()
+
+    def publish(self, action: Publish) -> None:
+        """Writes the record. Raises Lost or OSError."""
+        with self._mutex:
+            self.lease.publish(action.record)
+
+    def is_expired(self) -> bool:
+        """Whether the lock was held and could not be renewed in time."""
+        if self._leads and time.monotonic() >= self.lease.held_until:
+            self._leads = False
+            return True
+        return False
+
+
+class _Loop:
+    """The main thread's loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        host: int,
+        links: Links,
+        keeper: _Keeper,
+        tasks: HostTasks,
+        display: Display,
+    ) -> None:
+        self._settings = settings
+        self._links = links
+        self._keeper = keeper
+        self._tasks = tasks
+        self._display = display
+        self._supervisor = Supervisor(settings, host, time.monotonic())
+        self._signals = 0  # received, and handed over
+
+    def run(self, events: queue.SimpleQueue[tuple[Any, ...]], stop: Signals) -> Exit:
+        """Returns how this supervisor ends."""
+        interval_s = self._settings.options.monitor_interval_s
+        while True:
+            event = self._tasks.look(min(interval_s, IDLE_S))
+            if event is not None:
+                self._hand_over(event)
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._hand_over(events.get(block=False))
+                    if (way := self._act()) is not None:
+                        return way
+            if self._keeper.is_expired():
+                self._hand_over(("lease_lost", "the lock could not be renewed in time"))
+            for number in stop.received[self._signals :]:
+                self._signals += 1
+                self._hand_over(("signalled", number))
+            if self._display.broken:
+                self._hand_over(("signalled", signal.SIGPIPE))
+            self._supervisor.tick(time.monotonic())
+            if (way := self._act()) is not None:
+                return way
+
+    def _hand_over(self, event: tuple[Any, ...]) -> None:
+        name, *arguments = event
+        if name == "say":
+            self._say(*arguments)
+        elif name == "not_connected":
+            host, why = arguments
+            self._say(f"{self._settings.name(host)} cannot be reached: {why}")
+        else:
+            getattr(self._supervisor, name)(*arguments, time.monotonic())
+
+    def _act(self) -> Exit | None:
+        """Does what the supervisor asks for; returns how it ends, if it does."""
+        while actions := self._supervisor.take():
+            for at, action in enumerate(actions):
+                if isinstance(action, Exit):
+                    return action
+                try:
+                    self._do(action)
+                except (Lost, OSError) as error:
+                    if not isinstance(action, Publish):
+                        raise
+                    self._keeper.resign()
+                    self._hand_over(("not_published", actions[at + 1 :], str(error)))
+                    break
+        return None
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case ToMember(host, message):
+                self._links.to_member(host, message)
+            case ToLeader(message):
+                self._links.to_leader(message)
+            case Drop(host):
+                self._links.drop(host)
+            case Dial(host):
+                self._links.dial(host)
+            case Campaign(on):
+                self._keeper.campaigning = on
+            case Resign():
+                self._keeper.resign()
+            case Publish():
+                self._keeper.publish(action)
+            case Prepare():
+                self._tasks.prepare(self._settings.workers_per_host)
+            case StartTasks(start):
+                self._tasks.start(start)
+            case AskToLeave():
+                self._tasks.ask_to_leave()
+            case EndTasks():
+                event = self._tasks.end()
+                if event is not None:
+                    self._hand_over(event)
+            case Say(text):
+                self._say(text)
+
+    def _say(self, text: str) -> None:
+        self._display.line(f"tfmw: {text}")

@@ -1,0 +1,312 @@
+"""What the supervisor of one host does: takes part, and leads while its host has the lock.
+
+    supervisor = Supervisor(settings, host=1, now=0.0)
+    supervisor.lease_gained(None, now=0.3)
+    supervisor.prepared((12001,), now=0.4)
+    for action in supervisor.take(): ...
+
+A pure state machine: no socket, thread, file or clock in here. Each method is an event; `take`
+returns what to do about it, in order. `run.py` is the process around it, and tests put a simulated
+network, lock and clock there.
+
+Who has the lock leads (`leader.py`). All others are connected to it. A supervisor whose connection
+to the leader is gone ends its tasks at once, and one that has lost the lock does too.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+
+from tfmw.errors import PREEMPTED
+from tfmw.launcher.hosts.actions import (
+    Action,
+    AskToLeave,
+    Campaign,
+    Dial,
+    Drop,
+    EndTasks,
+    Exit,
+    Prepare,
+    Publish,
+    Record,
+    Resign,
+    Say,
+    Settings,
+    StartTasks,
+    ToLeader,
+    ToMember,
+)
+from tfmw.launcher.hosts.leader import Leader
+from tfmw.launcher.hosts.messages import (
+    End,
+    Ended,
+    Join,
+    Leave,
+    Leaving,
+    Message,
+    Over,
+    Ready,
+    Refused,
+    Report,
+    Start,
+)
+from tfmw.launcher.preemption import GRACE_S
+from tfmw.runtime.signals import LEAVE
+
+PAUSE_S = 3.0
+"""Seconds in which a supervisor that gave the lock up does not try to get it again."""
+
+NOTICE_S = 30.0
+"""Seconds between two notices of a host that cannot reach the leader."""
+
+
+class Supervisor:
+    """One host.
+
+    Args:
+        settings: of the run.
+        host: index of this host.
+        now: monotonic seconds.
+    """
+
+    def __init__(self, settings: Settings, host: int, now: float) -> None:
+        self._settings = settings
+        self._host = host
+        self._out: list[Action] = [Prepare(), Campaign(True)]
+        self.leader: Leader | None = None
+        """What this host does as the one that leads; None while another does."""
+        self._dialed: int | None = None  # the host that leads, as far as this one knows
+        self._linked = False  # whether it is connected to that host
+        self._campaign_at: float | None = None
+        self._notice_at = now + NOTICE_S / 3
+        self._run = ""
+        self._ports: tuple[int, ...] | None = None
+        self._attempt: int | None = None  # whose tasks run here
+        self._last = (-1, -1)  # the last attempt that ran here, and its largest step
+        self._alone_since = now
+        self._leave_by: float | None = None  # when a signal to leave is obeyed at the latest
+        self._exit: Exit | None = None
+
+    def take(self) -> list[Action]:
+        """What to do now, in order."""
+        actions, self._out[:] = list(self._out), []
+        return actions
+
+    # ---- the lock ------------------------------------------------------------------------------
+
+    def lease_gained(self, record: Record | None, now: float) -> None:
+        """This host has the lock; `record` is what the holder before wrote last."""
+        if self._exit is not None or self._campaign_at is not None:
+            self._out.append(Resign())
+            return
+        if record is not None and record.status is not None and record.run == self._run:
+            self._leave(Exit(record.status, record.lines))  # it ended while this host was cut off
+            return
+        self._unlink(now)
+        self._out.append(Dial(None))
+        self._dialed = None
+        self.leader = Leader(self._settings, self._host, record, now, self._out)
+        self._run = self._run or self.leader.record.run
+        self._join(now)
+        self._deliver(now)
+
+    def lease_lost(self, why: str, now: float) -> None:
+        """This host has no lock any more, or cannot know."""
+        if self.leader is None:
+            return
+        self._say(f"this host does not lead any more: {why}")
+        self._step_down(now)
+
+    def not_published(self, undone: Sequence[Action], why: str, now: float) -> None:
+        """A `Publish` has failed; `undone` are the actions that followed it."""
+        dependent = (Publish, ToMember, StartTasks, Exit)
+        self._out += [action for action in undone if not isinstance(action, dependent)]
+        if any(isinstance(action, StartTasks) for action in undone):
+            self._attempt = None
+            self._out.append(Prepare())
+        if any(isinstance(action, Exit) for action in undone):  # nobody knows of it
+            self._exit = None
+            self._out.append(Prepare())
+        self.lease_lost(why, now)
+
+    def _step_down(self, now: float) -> None:
+        self.leader = None
+        self._out.append(Drop())
+        self._end_tasks()
+        self._campaign_at = now + PAUSE_S
+        self._out.append(Campaign(False))
+
+    def record_seen(self, record: Record | None, now: float) -> None:
+        """Another host has the lock, and this is its record."""
+        if self.leader is not None or record is None or self._exit is not None:
+            return
+        if record.status is not None:
+            if record.run == self._run and not self._linked:
+                self._leave(Exit(record.status, record.lines))
+            return
+        if record.running and self._host not in record.hosts:
+            self._alone_since = now
+        if record.leader != self._dialed and record.leader != self._host:
+            self._unlink(now)
+            self._dialed = record.leader
+            self._out.append(Dial(record.leader))
+        if not self._linked and now >= self._notice_at:
+            self._notice_at = now + NOTICE_S
+            goes_on = f"; attempt {record.attempt} runs on {self._settings.names(record.hosts)}"
+            self._say(
+                f"{self._settings.name(record.leader)} has the lock and cannot be reached from "
+                f"this host{goes_on if record.running else ''}; trying again"
+            )
+
+    # ---- connections ---------------------------------------------------------------------------
+
+    def member_connected(self, host: int, now: float) -> None:
+        """Another host has connected to this one."""
+        if self.leader is None:
+            self._out.append(Drop(host))
+
+    def member_lost(self, host: int, why: str, now: float) -> None:
+        """The connection that another host has made is gone."""
+        if self.leader is not None:
+            self.leader.lost(host, why, now)
+            self._deliver(now)
+
+    def from_member(self, host: int, message: Message, now: float) -> None:
+        """A message over such a connection."""
+        if self.leader is not None and isinstance(message, Join | Ready | Ended | Leaving):
+            self.leader.receive(host, message, now)
+            self._deliver(now)
+
+    def leader_connected(self, host: int, now: float) -> None:
+        """This host is connected to the one that leads."""
+        if host == self._dialed and self.leader is None:
+            self._linked = True
+            self._notice_at = now + NOTICE_S / 3
+            self._join(now)
+
+    def leader_lost(self, host: int, why: str, now: float) -> None:
+        """The connection to the host that leads is gone."""
+        if host == self._dialed and self.leader is None and self._linked:
+            if self._attempt is not None and self._exit is None:
+                self._say(f"{self._settings.name(host)}, which leads, is lost: {why}")
+            self._unlink(now)
+
+    def from_leader(self, message: Message, now: float) -> None:
+        """A message of the host that leads."""
+        if self.leader is None and self._linked:
+            self._obey(message, now)
+
+    def _unlink(self, now: float) -> None:
+        if self._linked:
+            self._linked = False
+            self._end_tasks()
+
+    # ---- this host's tasks ---------------------------------------------------------------------
+
+    def prepared(self, ports: tuple[int, ...], now: float) -> None:
+        """This host can start tasks, which get these ports."""
+        self._ports = ports
+        self._tell(Ready(ports), now)
+
+    def ended(self, attempt: int, report: Report, now: float) -> None:
+        """No task of the attempt runs here any more."""
+        self._attempt = None
+        self._last = attempt, report.step
+        self._alone_since = now
+        self._tell(Ended(attempt, report), now)
+        if self._exit is not None:
+            self._out.append(self._exit)
+        else:
+            self._out.append(Prepare())
+
+    def _join(self, now: float) -> None:
+        self._tell(Join(dict(self._settings.facts), *self._last), now)
+        if self._ports is not None:
+            self._tell(Ready(self._ports), now)
+        if self._leave_by is not None:
+            self._tell(Leaving(), now)
+
+    def _tell(self, message: Join | Ready | Ended | Leaving, now: float) -> None:
+        """Sends a message to whoever leads."""
+        if self.leader is not None:
+            self.leader.receive(self._host, message, now)
+            self._deliver(now)
+        elif self._linked:
+            self._out.append(ToLeader(message))
+
+    def _deliver(self, now: float) -> None:
+        """Obeys what this host, which leads, has sent to itself."""
+        while own := next(
+            (a for a in self._out if isinstance(a, ToMember) and a.host == self._host), None
+        ):
+            self._out.remove(own)
+            self._obey(own.message, now)
+
+    def _obey(self, message: Message, now: float) -> None:
+        """What the leader wants of this host."""
+        match message:
+            case Start() if (
+                self._attempt is None and self._ports and message.attempt > self._last[0]
+            ):
+                self._run, self._attempt, self._ports = message.run, message.attempt, None
+                self._alone_since = now
+                self._out.append(StartTasks(message))
+            case Start():
+                self._tell(Ended(message.attempt, Report()), now)
+            case End(attempt=attempt) if attempt == self._attempt:
+                self._end_tasks()
+            case Leave(attempt=attempt) if attempt == self._attempt:
+                self._out.append(AskToLeave())
+            case Over(status=status, lines=lines):
+                self._leave(Exit(status, lines))
+            case Refused(problem=problem):
+                self._leave(Exit(2, (f"tfmw: {problem}",)))
+
+    def _end_tasks(self) -> None:
+        if self._attempt is not None:
+            self._out.append(EndTasks())
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def signalled(self, number: int, now: float) -> None:
+        """This process got a signal."""
+        if number in LEAVE and self._leave_by is None:
+            grace_s = self._settings.options.preempt_grace_s
+            self._leave_by = now + (GRACE_S if grace_s is None else grace_s)
+            if self.leader is not None or self._linked:
+                self._tell(Leaving(), now)
+            elif self._attempt is None:
+                self._leave(Exit(PREEMPTED))
+        else:
+            self._leave(Exit(128 + number))
+
+    def _leave(self, way: Exit) -> None:
+        """Ends this supervisor, once no task runs here."""
+        if self._exit is not None:
+            return
+        self._exit = way
+        self._out.append(Campaign(False))
+        if self._attempt is None:
+            self._out.append(way)
+        else:
+            self._out.append(EndTasks())
+
+    def tick(self, now: float) -> None:
+        """Whatever time brings; called several times a second."""
+        if self._exit is not None:
+            return
+        if self._leave_by is not None and now >= self._leave_by:
+            self._leave(Exit(128 + signal.SIGTERM))
+            return
+        if self._campaign_at is not None and now >= self._campaign_at:
+            self._campaign_at = None
+            self._out.append(Campaign(True))
+        if self.leader is not None:
+            self.leader.tick(now, self._alone_since)
+            if any(isinstance(action, Resign) for action in self._out):
+                self._step_down(now)
+            self._deliver(now)
+
+    def _say(self, text: str) -> None:
+        self._out.append(Say(text))
