@@ -33,8 +33,8 @@ _LEFTOVER = re.compile(rf"\.(.+)\.({_WRITING}|{_REPLACED})-[0-9a-f]{{12}}")
 def atomic_directory(target: str) -> Iterator[str]:
     """Yields the name of a directory to create and fill; at the end it replaces `target`.
 
-    If the block raises, the temporary directory is removed and `target` is unchanged. The same holds
-    where a later attempt of the run has begun (`tfmw.runtime.fence`). A crash leaves the old
+    If the block raises, the temporary directory is removed and `target` is unchanged. The same
+    holds where a later attempt of the run has begun (`tfmw.runtime.fence`). A crash leaves the old
     directory, the new one or none, and leftovers, which `clean_up` removes.
 
     Args:
