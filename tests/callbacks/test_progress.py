@@ -380,7 +380,7 @@ def test_run_on_a_terminal_has_one_bar_with_examples_per_second(tmp_path):
     assert len(states) > 4, "the bars move"
     numbers = r"accuracy: \d\.\d{4} - loss: \d\.\d{4}"
     for state in states:
-        pattern = rf"[ \d]\d/23 ━+ \d+s \d+m?s/step - [\d,]+ examples/s - {numbers}"
+        pattern = rf"[ \d]\d/23 ━+ [\d:]+s? \d+m?s/step - [\d,]+ examples/s - {numbers}"
         assert re.match(pattern, state), state
         assert len(state) < 80 or state in done
     assert "━" * 20 in done[0], "Keras's own"

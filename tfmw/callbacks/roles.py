@@ -32,6 +32,11 @@ _WRITERS: tuple[type, ...] = (
     keras.callbacks.ProgbarLogger,
 )
 
+# The same of other packages, by name: they need not be installed.
+_THIRD_PARTY_WRITERS = {
+    "keras_tuner.src.engine.tuner_utils.SaveBestEpoch",
+}
+
 _BATCH_HOOKS = (
     "on_batch_begin",
     "on_batch_end",
@@ -128,7 +133,10 @@ for _hook in [name for name in dir(keras.callbacks.Callback) if name.startswith(
 def writes(callback: Any) -> bool:
     """Whether a callback runs on the chief only."""
     chosen = getattr(callback, "chief_only", None)
-    return isinstance(callback, _WRITERS) if chosen is None else bool(chosen)
+    if chosen is not None:
+        return bool(chosen)
+    names = {f"{c.__module__}.{c.__qualname__}" for c in type(callback).__mro__}
+    return isinstance(callback, _WRITERS) or not names.isdisjoint(_THIRD_PARTY_WRITERS)
 
 
 def for_task(callbacks: Any, is_chief: bool, workers: int) -> list[Any]:

@@ -14,6 +14,7 @@ from keras import layers
 
 from tests.keras_compat.survey.contexts import CLASSES, FEATURES, Context
 from tests.keras_compat.survey.layer_recipes import (
+    BINNING,
     DRAWING,
     NOT_LAYERS_OF_A_STEP,
     RECIPES,
@@ -388,11 +389,18 @@ def _layers() -> list[Item]:
 
             branch = ("layers", (recipe[0], dtype), make)
             draws = name.startswith("Random") or name in DRAWING
-            alone = name == "BatchNormalization" or variant
+            alone = name == "BatchNormalization" or name in BINNING or variant
             together = None if alone else (draws, *branch[:2])
             item_name = f"{name} {variant}".strip()
             found.append(
-                Item("layers", item_name, combined([branch]), together=together, branch=branch)
+                Item(
+                    "layers",
+                    item_name,
+                    combined([branch]),
+                    tol=1e-2 if name in BINNING else 1e-4,
+                    together=together,
+                    branch=branch,
+                )
             )
     return found
 

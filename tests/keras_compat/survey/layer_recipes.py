@@ -36,6 +36,9 @@ DRAWING = {
     *("RandAugment", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D"),
 }
 
+# Layers that put values into bins: where rounding moves one over an edge, it is far off.
+BINNING = {"ContrastLimitedAdaptiveHistogramEqualization", "Discretization"}
+
 Recipe = tuple[Any, ...]  # shape, arguments (or what makes the layer), type of the input
 
 _IMAGE = (8, 8, 3)
