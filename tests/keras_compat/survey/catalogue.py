@@ -261,7 +261,7 @@ class TracksValues(keras.Model):
 def _metric_labels(name: str) -> tuple[str, str]:
     if name.startswith("Sparse"):
         return "index", "softmax"
-    if name.startswith(("IoU", "MeanIoU")):
+    if name.startswith(("IoU", "MeanIoU", "BinaryIoU")):
         return "threshold", "threshold"
     if name.startswith(("Categorical", "TopK", "OneHot", "F1", "FBeta", "Binary", *_BINARY)):
         return "one hot", "softmax"
@@ -307,7 +307,9 @@ def _of_metrics(context: Context, makes: list[Callable[[], Any]], data: tuple[st
     loss: Any = keras.losses.MeanSquaredError()
     if labels == "index":
         loss = keras.losses.SparseCategoricalCrossentropy()
-    options = {"weighted_metrics" if context.weighted else "metrics": [make() for make in makes]}
+    # Keras weighs the entries of these, and not the examples.
+    weighted = context.weighted and labels != "threshold"
+    options = {"weighted_metrics" if weighted else "metrics": [make() for make in makes]}
     return _case(context, model, _inputs(context), y, loss=loss, **options)
 
 
