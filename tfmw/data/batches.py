@@ -11,8 +11,8 @@ import tensorflow as tf
 from tfmw import keras_compat
 from tfmw.data.values import INFINITE, Sharding
 
-# What tfmw maps over batches has no Python control flow to convert. Converting takes about 0.1 s
-# per function, for which a restarted run would wait.
+# tfmw's own functions on batches have no Python control flow to convert. Each conversion would take
+# about 0.1 s, also after each restart.
 without_autograph = tf.autograph.experimental.do_not_convert
 
 
@@ -24,7 +24,7 @@ def input_of(node: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def steps_in(dataset: tf.data.Dataset) -> int | None:
-    """The number of elements; INFINITE; None where it is unknown."""
+    """The number of elements; INFINITE; None if unknown."""
     cardinality = int(dataset.cardinality())
     if cardinality == tf.data.INFINITE_CARDINALITY:
         return INFINITE
@@ -32,10 +32,10 @@ def steps_in(dataset: tf.data.Dataset) -> int | None:
 
 
 def element_of(dataset: tf.data.Dataset) -> Callable[[tuple[Any, ...]], Any]:
-    """What makes the element again of the arguments into which map() unpacks it.
+    """A function that restores an element from the arguments into which map() unpacks it.
 
-    map() passes the members of a tuple one by one, and so passes the same for `x` and `(x,)`. Where
-    x is a tuple itself, Keras would take its members for inputs and labels.
+    map() passes the members of a tuple one by one, so the arguments for `x` and `(x,)` are the
+    same. If x is itself a tuple, Keras would treat its members as inputs and labels.
     """
     if type(dataset.element_spec) is tuple:
         return lambda arguments: arguments
@@ -79,7 +79,7 @@ def _every_nth(tensor: Any, start: int, step: int) -> Any:
 
 
 def empty_batch(spec: Any) -> Any:
-    """A batch of this spec without examples."""
+    """An empty batch of this spec."""
 
     def leaf(s: Any) -> Any:
         if isinstance(s, tf.RaggedTensorSpec):
@@ -98,7 +98,7 @@ def empty_batch(spec: Any) -> Any:
 
 
 def global_batch_size(dataset: tf.data.Dataset) -> int | None:
-    """The size of all batches but the last, where the pipeline states it."""
+    """The size of all batches but the last, if the pipeline has a constant one."""
     node: tf.data.Dataset | None = dataset
     while node is not None and isinstance(node, keras_compat.REBUILDABLE):
         if isinstance(node, keras_compat.Batch):
@@ -111,13 +111,13 @@ def global_batch_size(dataset: tf.data.Dataset) -> int | None:
 
 
 def static_batch_size(spec: Any) -> int | None:
-    """The leading dimension of a batch's first tensor, where its spec states it."""
+    """The leading dimension of a batch's first tensor, if its spec has one."""
     size: int | None = tf.nest.flatten(spec)[0].shape[0]
     return size
 
 
 def deterministic(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The dataset with parallel transformations in order, read ahead."""
+    """The dataset with a deterministic order of parallel transformations, and prefetching."""
     options = tf.data.Options()
     options.deterministic = True
     return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)

@@ -1,18 +1,18 @@
 """Whether all workers pass the same dataset, compared before the first step.
 
-tfmw shards one global dataset. Where each worker passes a part of its own (`dataset.shard(n, i)`,
-a file per worker, other arrays), most examples would never be seen. So workers compare a
-description of what they pass:
+tfmw shards one global dataset. If each worker passed its own part (`dataset.shard(n, i)`, a file
+per worker, different arrays), most examples would never be read. So workers compare a description
+of their data:
 
 * of arrays: shape, dtype and 16 values, floats to 3 digits;
 * of a pipeline: the numbers that select elements (`shard`, `skip`, `take`, `range`, `batch`), its
   arrays, its strings; in its functions the numbers of `shard`, strings, and captured arrays;
 * of strings that name files: their base names, and of up to 8 files the size and first bytes. So
-  each host may keep a copy under a path of its own.
+  each host may have a copy under another path.
 
-Not compared are seeds and buffers (all workers take the chief's seeds), files of caches, small
-captured values, Python functions, and `PyDataset` and generators beyond their length: they may give
-each worker other elements, and nothing shows it here.
+Not compared: seeds and buffer sizes (all workers use the chief's seeds), files of caches, small
+captured values, Python functions, and `PyDataset` and generators beyond their length. Workers may
+get different elements from these without an error.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ import tensorflow as tf
 from tfmw import keras_compat
 from tfmw.errors import UsageError
 
-_VALUES = 16  # compared of an array
-_FILES = 8  # opened
-_FIRST_BYTES = 4096  # compared of a file
+_VALUES = 16  # number of values compared of an array
+_FILES = 8  # number of files opened
+_FIRST_BYTES = 4096  # bytes compared of a file
 _TOLERANCE = 1e-3  # hosts may round differently
 
 
 def refuse_different(x: Any, gather: Callable[[Any], list[Any]]) -> None:
-    """Compares what workers pass to fit, evaluate or predict. A call of all workers.
+    """Compares the data that workers pass to fit, evaluate or predict. All workers must call it.
 
     Args:
         x: a dataset, or a structure of arrays.
-        gather: takes this worker's JSON value, returns those of all workers by rank.
+        gather: an all-gather: this worker's JSON value -> those of all workers by rank.
 
     Raises:
         UsageError: workers have different datasets; on every worker.
@@ -85,7 +85,7 @@ def _short(value: Any) -> str:
 
 
 def _described(x: Any) -> Iterator[tuple[str, Any]]:
-    """(what it is, JSON value) for all that must be equal on all workers."""
+    """(description, JSON value) of each item that must be equal on all workers."""
     if keras_compat.is_dataset(x):
         for kind, argument, tensor in keras_compat.dataset_constants(x):
             yield f"{argument} of {kind}", _constant(_numpy(tensor))
@@ -147,7 +147,7 @@ def _array(array: np.ndarray) -> list[Any]:
 
 
 def _strings(array: np.ndarray) -> list[Any]:
-    """Names of files as their base names, sizes and first bytes; of other strings a checksum."""
+    """Base names, sizes and first bytes of files; a checksum of other strings."""
     texts = [_text(value) for value in array.reshape(-1)[:100_000]]
     some = {texts[i] for i in np.linspace(0, len(texts) - 1, _FILES).astype(int)} if texts else ()
     files = {text: found for text in sorted(some) if (found := _file(text)) is not None}
@@ -163,7 +163,7 @@ def _text(value: Any) -> str:
 
 
 def _file(path: str) -> list[Any] | None:
-    """[base name, bytes, checksum of the first bytes]; None where there is no such file."""
+    """[base name, size in bytes, checksum of the first bytes]; None if the file does not exist."""
     try:
         if not path or "\0" in path or not tf.io.gfile.exists(path) or tf.io.gfile.isdir(path):
             return None

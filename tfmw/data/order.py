@@ -1,8 +1,9 @@
 """One order on all workers: the same seeds everywhere, and parallel transformations in order.
 
-Every worker cuts its shard out of its own copy of the pipeline, so all copies must yield the same
-elements in the same order. Shuffles take the chief's seeds; a shuffle without a seed gets one. A
-pipeline is rebuilt from its Python objects where they tell all, else its graph is edited.
+Every worker selects its shard from its own copy of the pipeline, so all copies must yield the same
+elements in the same order. Shuffles use the chief's seeds; the chief draws one for a shuffle
+without a seed. A pipeline is rebuilt from its Python objects if they describe it completely.
+Otherwise its graph is edited.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from tfmw.errors import UsageError
 
 
 def ordered(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
-    """The same pipeline with the chief's seeds, and every order made deterministic.
+    """The same pipeline with the chief's seeds, in a deterministic order.
 
-    A new dataset wherever something shuffles: its sequence of reshuffles begins at the first.
+    If it shuffles, the result is a new dataset, whose sequence of reshuffles starts again.
 
     Raises:
         UsageError: workers have different datasets.
@@ -33,7 +34,7 @@ def ordered(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
     while isinstance(node, keras_compat.REBUILDABLE):
         chain.append(node)
         node = input_of(node)
-    # Only the graph shows what is below; in-memory arrays stay out of that graph if possible.
+    # Only the graph shows the rest; in-memory arrays are kept out of that graph if possible.
     if keras_compat.may_shuffle_inside(node):
         node = _ordered_by_graph(node, order)
     shuffles = [n for n in reversed(chain) if isinstance(n, keras_compat.Shuffle)]
@@ -47,16 +48,16 @@ def ordered(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
 
 
 def draws_late(dataset: tf.data.Dataset) -> bool:
-    """Whether a pass may draw reshuffles only at its first element.
+    """Whether an iterator may draw reshuffles only at its first element.
 
-    A shuffle creates the iterator of its input then, and the input may shuffle too.
+    A shuffle then creates the iterator of its input, which may shuffle too.
     (Source: tensorflow/core/kernels/data/shuffle_dataset_op.cc.)
     """
     return keras_compat.shuffles_in(dataset) > 1
 
 
 def _agreed(local: list[list[int] | None], order: Order) -> list[list[int] | None]:
-    """The chief's pairs of seeds, drawn where a shuffle has none."""
+    """The chief's pairs of seeds, drawn for shuffles without a seed."""
     drawn = [
         [order.seed, i + 1] if pair is not None and not any(pair) else pair
         for i, pair in enumerate(local)
@@ -72,7 +73,7 @@ def _agreed(local: list[list[int] | None], order: Order) -> list[list[int] | Non
 
 # ---------------------------------------------------------------- by the graph
 
-# Where the two seeds are among the inputs of a dataset op (tensorflow/core/ops/dataset_ops.cc).
+# Positions of the two seeds in the inputs of a dataset op (tensorflow/core/ops/dataset_ops.cc).
 _SEED_INPUTS = {
     "ShuffleDataset": (2, 3),
     "ShuffleDatasetV3": (2, 3),
@@ -82,7 +83,7 @@ _SEED_INPUTS = {
     "RandomDatasetV2": (0, 1),
 }
 
-# Where the generator of their reshuffles is.
+# Position of the generator of reshuffles.
 _GENERATOR_INPUT = {"ShuffleDatasetV3": 4, "ShuffleAndRepeatDatasetV2": 5}
 
 
@@ -122,10 +123,10 @@ def _make_deterministic(node: Any) -> bool:
 
 
 def _renew_generator(node: Any, by_name: dict[str, Any]) -> bool:
-    """Gives a shuffle a new generator of reshuffles; returns whether anything has changed.
+    """Replaces the generator of reshuffles of a shuffle; returns whether the node has changed.
 
-    The graph holds this process's generator, shared with the dataset that the user made.
-    TensorFlow creates a missing one anew.
+    The graph refers to a generator of this process, shared with the user's dataset. TensorFlow
+    creates a missing one.
     """
     if node.op not in _GENERATOR_INPUT:
         return False
@@ -140,7 +141,7 @@ def _renew_generator(node: Any, by_name: dict[str, Any]) -> bool:
 
 
 def _set_seeds(nodes: Any, suffix: str, node: Any, pair: list[int], number: int) -> None:
-    """Makes two new constants the seeds of a shuffle."""
+    """Replaces the seeds of a shuffle by two new constants."""
     for slot, value in zip(_SEED_INPUTS[node.op], pair, strict=True):
         constant = nodes.add()
         constant.name = f"tfmw_seed_{number}_{slot}"
@@ -151,7 +152,7 @@ def _set_seeds(nodes: Any, suffix: str, node: Any, pair: list[int], number: int)
 
 
 def _folded(name: str, by_name: dict[str, Any]) -> int | None:
-    """The value of a node's input; None where it does not follow from constants.
+    """The value of a node's input; None if it cannot be computed from constants.
 
     Inside of a function, a seed under a global one is an expression: `where(seed == 0 and
     seed2 == 0, 2**31 - 1, seed2)` (tensorflow/python/data/util/random_seed.py).

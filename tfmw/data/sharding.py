@@ -10,15 +10,15 @@ and all workers make the same number of steps. Example j of a global batch goes 
 There are three ways to shard, the cheapest first:
 
 * `_below_maps`: for a pipeline that ends in `batch`, with only maps, shuffles, repeats, takes and
-  skips between its source and there. A map does not change which element is where, so examples are
-  selected below the maps: each worker maps only its own examples. A worker computes the size of
-  every global batch from the source's cardinality. Where that is unknown (files, filters,
-  generators) the workers add up their examples at each step.
-* `_by_slices`: for anything else, and arrays. Every worker runs the whole pipeline and keeps its
-  rows of each global batch.
+  skips between its source and the batch. A map does not change the positions of elements, so
+  examples are selected below the maps: each worker maps only its own examples. A worker computes
+  the size of every global batch from the source's cardinality. If that is unknown (files, filters,
+  generators), the workers add up their examples at each step.
+* `_by_slices`: for all other pipelines, and arrays. Every worker runs the whole pipeline and keeps
+  its rows of each global batch.
 * `shard_function`: for a callable that takes a `tf.distribute.InputContext` and returns the
   pipeline of that worker, batched per replica. Workers may have different amounts of data. `tfds`
-  returns such a callable, by which each worker opens only its own files.
+  returns such a callable, with which each worker opens only its own files.
 
 The first two need the same order of elements on all workers: see `order.py`.
 """
@@ -61,8 +61,8 @@ def shard_dataset(
     Args:
         dataset: elements are batches: structures of tensors with one leading dimension.
         sharding: how global batches are divided.
-        order: where shuffles take their seeds from.
-        skip: global batches to leave out at the beginning.
+        order: the source of the seeds of shuffles.
+        skip: number of global batches to skip at the beginning.
 
     Raises:
         UsageError: the dataset is not batched, or workers have different datasets.
@@ -83,7 +83,7 @@ def shard(dataset: tf.data.Dataset, input_context: tf.distribute.InputContext) -
 
     Args:
         dataset: elements are batches: structures of tensors with leading dimension [global batch].
-        input_context: as tf.distribute gives it to dataset functions.
+        input_context: the argument of tf.distribute's dataset functions.
 
     Returns:
         A dataset of batches [about global batch / number of replicas]. The batches of all workers
@@ -130,13 +130,13 @@ def _whole(dataset: tf.data.Dataset) -> Shard:
 
 @dataclasses.dataclass(frozen=True)
 class _Batched:
-    """A pipeline that ends in `batch`, taken apart.
+    """The parts of a pipeline that ends in `batch`.
 
     Attributes:
         source: single examples before the maps.
         maps: map nodes to apply to them, the first one first.
-        size: examples of a global batch.
-        drop_remainder: whether a last batch that is not full is left out.
+        size: number of examples of a global batch.
+        drop_remainder: whether a last batch that is not full is dropped.
         spec: of a batch.
     """
 
@@ -148,7 +148,7 @@ class _Batched:
 
     @classmethod
     def of(cls, dataset: tf.data.Dataset) -> _Batched | None:
-        """None where the pipeline is not one, or where sharding below the maps does not pay."""
+        """The parts; None for other pipelines, and if sharding below the maps does not pay."""
         node = dataset
         while isinstance(node, (*keras_compat.Prefetch, *keras_compat.OptionsNode)):
             node = input_of(node)
@@ -161,10 +161,10 @@ class _Batched:
         source, selections, maps = _peel(elements)
         leaves = tf.nest.flatten(source.element_spec)
         if any(isinstance(s, tf.RaggedTensorSpec) for s in leaves):
-            # Maps forget that an element is a row of a ragged tensor: batch() would make it dense.
+            # After a map, batch() would make rows of a ragged tensor dense.
             return None
         if not maps and steps_in(elements) is None:
-            # Nothing is saved below, and unknown totals cost a reduction at each step.
+            # Without maps nothing is saved, and unknown totals cost a reduction at each step.
             return None
         for selection in reversed(selections):
             source = keras_compat.rebuilt(selection, source)
@@ -174,16 +174,16 @@ class _Batched:
 def _below_maps(
     dataset: tf.data.Dataset, sharding: Sharding, order: Order, skip: int
 ) -> Shard | None:
-    """The shard of a pipeline that ends in `batch`; None where `_by_slices` is the way."""
+    """The shard of a pipeline that ends in `batch`; None for pipelines of `_by_slices`."""
     whole = _Batched.of(dataset)
     if whole is None:
         return None
     size = whole.size
-    # Whole batches are left out, so that the others keep their positions.
+    # Whole batches are skipped, so that the other examples keep their positions.
     source = ordered(whole.source, order).skip(skip * size)
     count = steps_in(source)
     if count is None and whole.drop_remainder:
-        # Whether the last batch is full shows only over all workers.
+        # Only the sum over all workers shows whether the last batch is full.
         return None
     elements = _local_elements(source, size, sharding)
     for function in whole.maps:
@@ -232,12 +232,12 @@ _SELECTIONS = (
 def _peel(
     elements: tf.data.Dataset,
 ) -> tuple[tf.data.Dataset, list[tf.data.Dataset], list[tf.data.Dataset]]:
-    """Takes maps and selections off the end of a pipeline of single examples.
+    """Removes maps and selections from the end of a pipeline of single examples.
 
     Returns:
-        (what lies below, the selections taken off, the maps taken off), the last one first. A
-        selection does not look at elements and a map does not move them, so all selections may
-        go before all maps.
+        (the remaining pipeline, the removed selections, the removed maps), the last ones first.
+        Selections do not depend on the elements and maps do not move them, so all selections may
+        run before all maps.
     """
     selections: list[tf.data.Dataset] = []
     maps: list[tf.data.Dataset] = []
@@ -252,17 +252,17 @@ def _peel(
         elif not isinstance(node, (*keras_compat.Prefetch, *keras_compat.OptionsNode)):
             break
         node = input_of(node)
-    # Selections below the lowest map may stay where they are.
+    # Selections below the lowest map need not be removed.
     source, number_of_selections, number_of_maps = lowest_map
     return source, selections[:number_of_selections], maps[:number_of_maps]
 
 
 def _same_for_each_element(node: tf.data.Dataset) -> bool:
-    """Whether a map gives an element the same result whatever elements it saw before.
+    """Whether a map's result for an element does not depend on the elements before it.
 
-    A seeded random op does not: in one process its sequence continues from element to element.
-    Random ops without a seed give other values in every run anyway. What Python functions do
-    cannot be seen here; they are taken as pure.
+    With a seeded random op it does: in one process its sequence continues from element to element.
+    Random ops without a seed differ in every run anyway. Python functions cannot be inspected, and
+    are treated as pure.
     """
     for operation in keras_compat.map_graph_nodes(node):
         if operation.op.startswith("Assign"):
@@ -316,8 +316,8 @@ def _by_slices(dataset: tf.data.Dataset, sharding: Sharding) -> Shard:
 def _local_rows(tensor: Any, total: tf.Tensor, sharding: Sharding) -> Any:
     """This worker's rows of one tensor of a global batch, whose first tensor has `total` rows.
 
-    A batch may have tensors of different lengths, zipped from labelled and unlabelled examples,
-    say. Replicas have equal parts of each, or one weight for their loss would not be right.
+    A batch may have tensors of different lengths, zipped from labelled and unlabelled examples for
+    example. Replicas must have equal parts of each, or one weight for their loss would be wrong.
     """
     rows = rows_of(tensor)
     replicas = sharding.replicas
@@ -336,7 +336,7 @@ _ZIPPED = (
 
 
 def _refuse_uneven_zip(dataset: tf.data.Dataset, sharding: Sharding) -> None:
-    """Raises before the first step what `_local_rows` would raise in a later one."""
+    """Raises before the first step if `_local_rows` would raise in a later one."""
     node = dataset
     while isinstance(node, (*_SELECTIONS, *keras_compat.Prefetch, *keras_compat.OptionsNode)):
         node = input_of(node)
@@ -349,7 +349,7 @@ def _refuse_uneven_zip(dataset: tf.data.Dataset, sharding: Sharding) -> None:
     lengths = [steps_in(part) for part in inputs]
     steps = min((length for length in lengths if length not in (None, INFINITE)), default=None)
     for part, size, length in zip(inputs, sizes, lengths, strict=True):
-        # Zipping ends with the shortest part: a longer one's last batch is not read.
+        # zip ends with the shortest part: the last batch of a longer part is not read.
         last = _last_batch(part) if length == steps else None
         for rows in (size, last):
             if rows is not None and rows % sharding.replicas:
@@ -361,7 +361,7 @@ def _refuse_uneven_zip(dataset: tf.data.Dataset, sharding: Sharding) -> None:
 
 
 def _last_batch(dataset: tf.data.Dataset) -> int | None:
-    """The size of the last batch; None where it is unknown."""
+    """The size of the last batch; None if unknown."""
     if not isinstance(dataset, keras_compat.Batch):
         return None
     arguments = keras_compat.batch_arguments(dataset)
@@ -385,7 +385,7 @@ def shard_function(
     Args:
         dataset_fn: returns this worker's pipeline, batched by the batch size of one replica.
         sharding: what the `InputContext` describes.
-        skip: steps to leave out at the beginning.
+        skip: number of steps to skip at the beginning.
 
     Raises:
         UsageError: the function returns something else.

@@ -1,4 +1,4 @@
-"""What users pass to fit, evaluate and predict: datasets, arrays, `PyDataset`, callables."""
+"""The data arguments of fit, evaluate and predict: datasets, arrays, `PyDataset`, callables."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tfmw.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The `x` of fit, evaluate or predict with what goes with it.
+    """The data arguments of fit, evaluate or predict.
 
-    `shard` may be called once per pass: shuffled arrays get a new order for each epoch.
+    `shard` may be called once per epoch: shuffled arrays have a new order in each epoch.
     """
 
     x: Any
@@ -58,7 +58,7 @@ class Source:
         )
 
     def refuse_different(self, gather: Callable[[Any], list[Any]]) -> None:
-        """Raises UsageError on every worker where workers pass different data; see `comparison`."""
+        """Raises UsageError on every worker if workers pass different data; see `comparison`."""
         is_one = (
             keras_compat.is_dataset(self.x)
             or isinstance(self.x, keras.utils.PyDataset)
@@ -74,8 +74,8 @@ class Source:
 
         Args:
             sharding: how global batches are divided.
-            order: where shuffles take their seeds from.
-            skip: steps to leave out at the beginning.
+            order: the source of the seeds of shuffles.
+            skip: number of steps to skip at the beginning.
 
         Raises:
             UsageError: an empty dataset, or one that cannot be divided.
@@ -101,7 +101,7 @@ class Source:
     def _read_by_keras(
         self, sharding: Sharding, order: Order
     ) -> tuple[tf.data.Dataset, dict[str, Any]]:
-        """Arrays, PyDataset, generators: Keras's own adapters make a dataset of global batches.
+        """Converts arrays, PyDataset and generators by Keras's adapters, to global batches.
 
         Returns:
             (dataset, the hooks of the shard).
@@ -118,7 +118,7 @@ class Source:
                 x = _PermutedPyDataset(x, order.agree(order.seed))
                 options["shuffle"] = False
         adapter = keras_compat.data_adapter(x, self.y, self.sample_weight, **options)
-        # The permutation op of the array adapter takes its seed from the global one.
+        # The permutation op of the array adapter uses the global seed.
         local = keras_compat.global_seed()
         seed = order.agree(local)
         if sharding.replicas > 1 and seed is None:
@@ -134,13 +134,13 @@ class Source:
             if x.num_batches is not None:
                 dataset = dataset.apply(tf.data.experimental.assert_cardinality(x.num_batches))
         elif adapter.num_batches is not None:
-            # The pipeline of arrays does not say how long it is.
+            # The pipeline of arrays has no known length.
             hooks["steps"] = int(adapter.num_batches)
         return dataset, hooks
 
     @property
     def is_read_once(self) -> bool:
-        """Whether Python code makes the batches: reading them a second time may change them."""
+        """Whether Python code produces the batches, so a second pass may produce others."""
         return isinstance(self.x, keras.utils.PyDataset) or hasattr(self.x, "__next__")
 
     @property
@@ -156,7 +156,7 @@ class Source:
 
 
 class _PermutedPyDataset(keras.utils.PyDataset):
-    """A PyDataset whose batches come in a new random order each epoch, the same on every worker."""
+    """A PyDataset in a new random order of batches in each epoch, the same on every worker."""
 
     def __init__(self, dataset: keras.utils.PyDataset, seed: int):
         super().__init__(
@@ -174,7 +174,7 @@ class _PermutedPyDataset(keras.utils.PyDataset):
         return number
 
     def __len__(self) -> int:
-        return int(self._dataset.num_batches)  # which may stand without __len__
+        return int(self._dataset.num_batches)  # a PyDataset may define it without __len__
 
     def __getitem__(self, index: int) -> Any:
         return self._dataset[int(self._order[index])]
@@ -188,13 +188,13 @@ class _PermutedPyDataset(keras.utils.PyDataset):
 
 
 def _skip_epoch(dataset: keras.utils.PyDataset) -> None:
-    """Calls the dataset's own hooks: those of Keras's adapter would begin to read batches."""
+    """Calls the dataset's own hooks: those of Keras's adapter would start to read batches."""
     dataset.on_epoch_begin()
     dataset.on_epoch_end()
 
 
 def _with_class_weight(shard: Shard, class_weight: Any) -> Shard:
-    """Adds sample weights. They depend on the label alone, so each worker looks up its own."""
+    """Adds sample weights, which depend on the label only, to each worker's own examples."""
     add_weights = keras_compat.make_class_weight_map(class_weight)
     mapped = shard.dataset.map(
         without_autograph(lambda parts, total: (tuple(add_weights(*p) for p in parts), total))
@@ -212,7 +212,7 @@ def empty_dataset() -> UsageError:
 
 
 def steps_of(shard: Shard, steps: int | None, what: str) -> int | None:
-    """Steps of one epoch: what was asked for, else what the dataset has.
+    """The number of steps of one epoch: `steps`, or by default that of the dataset.
 
     Raises:
         UsageError: an infinite dataset, and no number of steps was given.

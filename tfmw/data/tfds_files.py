@@ -5,11 +5,11 @@
 
 How the examples are distributed, each once per epoch:
 
-* as many files as workers, or more: file f is worker f mod N's (`ReadConfig(input_context=...)`);
-* fewer: each worker reads a range of the examples (`tfds.even_splits`), and opens the files in
-  which that range lies.
+* at least as many files as workers: worker f mod N reads file f (`ReadConfig(input_context=...)`);
+* fewer files: each worker reads a range of the examples (`tfds.even_splits`), and opens the files
+  that contain the range.
 
-All seeds are set, so that a run that resumes from a backup sees the order it would have seen.
+All seeds are set, so a run that resumes from a backup continues in the same order.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def tfds(
 ) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
     """A TFDS data set, for `fit` and `evaluate`: each worker opens its own files only.
 
-    A data set that is not there yet is prepared by one process, while the others of that file
-    system wait.
+    If the data set does not exist yet, one process prepares it, while other processes on the same
+    file system wait.
 
     Args:
         name: a TFDS name: "mnist", "my_dataset/config:1.0.0"; "tfmw_digits" ships with tfmw.
         split: a TFDS split: "train", "train[:80%]", "train+test".
-        batch_size: examples of a global batch; each replica gets its part of it.
+        batch_size: number of examples of a global batch, divided between the replicas.
         shuffle: size of the buffer that shuffles a worker's examples; its files are shuffled,
-            too. Each epoch has a new order. 0 leaves both in order.
+            too. Each epoch has a new order. 0 shuffles neither.
         seed: of these shuffles.
-        map: called on each example before it is batched, with (features, label) where
+        map: called on each example before it is batched, with (features, label) if
             `as_supervised`.
         as_supervised: elements are (features, label), else dicts of all features.
-        data_dir: where TFDS keeps its data.
+        data_dir: the data directory of TFDS.
         read_config: a `tfds.ReadConfig` with further options; `input_context` and `shuffle_seed`
             are set here.
         **kwargs: to `tfds.load`, such as `decoders`.
@@ -130,7 +130,7 @@ def _read(
     if workers > files:
         ranges = tensorflow_datasets.even_splits(split, workers)
         local_split = ranges[rank]
-        # TFDS refuses to read an empty range: the first worker's has the same structure.
+        # TFDS cannot read an empty range: read the first worker's, which has the same structure.
         empty = not builder.info.splits[local_split].num_examples
         local_split = ranges[0] if empty else local_split
     dataset = builder.as_dataset(

@@ -1,4 +1,4 @@
-"""What sharding takes and gives: how a global batch is divided, and one worker's shard of it."""
+"""Arguments and results of sharding: the division of a global batch, and a worker's shard."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import tensorflow as tf
 
 INFINITE = -1
-"""`Shard.steps` of a dataset without an end."""
+"""`Shard.steps` of an infinite dataset."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """How a global batch is divided between replicas.
+    """The division of global batches between replicas.
 
     Attributes:
-        workers: processes that train.
-        rank: this process, from 0.
-        local_replicas: replicas (devices) of each process.
+        workers: number of processes that train.
+        rank: of this process, from 0.
+        local_replicas: number of replicas (devices) of each process.
     """
 
     workers: int = 1
@@ -28,7 +28,7 @@ class Sharding:
 
     @property
     def replicas(self) -> int:
-        """Replicas of all processes together."""
+        """Number of replicas of all processes."""
         return self.workers * self.local_replicas
 
     @property
@@ -50,11 +50,11 @@ class Sharding:
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Where the order of examples comes from: seeds that all workers share.
+    """The source of the order of examples: seeds that all workers share.
 
     Attributes:
-        seed: for shuffles that have none.
-        agree: takes this worker's value and returns the chief's. Values are JSON.
+        seed: for shuffles without a seed.
+        agree: a broadcast: this worker's JSON value -> the chief's.
     """
 
     seed: int = 0
@@ -63,7 +63,7 @@ class Order:
 
 @dataclasses.dataclass(frozen=True)
 class ShardSizes:
-    """What is known of the replicas' shards of one step.
+    """What is known about the sizes of the replicas' shards of one step.
 
     Attributes:
         uneven: whether they may differ in size.
@@ -85,17 +85,17 @@ class Shard:
 
     Attributes:
         dataset: elements (batches, total): a tuple of one batch for each local replica, and
-            int64 [], the number of examples of this step over all replicas. The total is -1 where
-            this worker cannot know it: the replicas add up their examples, the dataset continues
-            with empty batches for ever, and it has ended once the sum of a step is 0.
-        steps: global batches in one pass; INFINITE; None where only reading tells.
+            int64 [], the number of examples of this step over all replicas. The total is -1 if this
+            worker cannot compute it. Then the replicas add up their examples, the dataset continues
+            with empty batches indefinitely, and it has ended once the sum of a step is 0.
+        steps: number of global batches in one epoch; INFINITE; None if unknown before reading.
         full: shard sizes of every step but the last one.
-        last: shard sizes of the last step of a pass.
-        element_spec: of one batch, as the model gets it.
-        batch_size: of the global batch, where it is known.
+        last: shard sizes of the last step of an epoch.
+        element_spec: of one batch of one replica.
+        batch_size: of the global batch, if known.
         size_known: whether the dataset contains the number of examples of each step.
         on_epoch_begin, on_epoch_end: call them around each epoch that is read.
-        skip_epoch: call it for an epoch that an earlier run has read.
+        skip_epoch: call it for an epoch that an earlier run has already read.
     """
 
     dataset: tf.data.Dataset

@@ -1,15 +1,15 @@
 """Reading TensorFlow Datasets from many processes at once.
 
-`tfds.load` prepares a dataset (downloads, converts, writes TFRecords) the first time it is asked
-for. Started in several processes on one file system, each prepares it and all but one fail when
-they rename their copy into place. `load` here lets one prepare and the others wait:
+`tfds.load` prepares a dataset (downloads, converts, writes TFRecords) at its first use. If several
+processes on one file system call it, each prepares the dataset, and all but one fail when they
+rename their copy. Here one process prepares the dataset, and the other processes wait:
 
     from tfmw import datasets
 
     train = datasets.load("tfmw_digits", "train", as_supervised=True)   # ships with tfmw
     train = datasets.load("mnist", "train", as_supervised=True)         # downloaded by TFDS
 
-Importing `tfmw.datasets.digits` is what makes the name "tfmw_digits" known to TFDS; `load` does it.
+Importing `tfmw.datasets.digits` registers the name "tfmw_digits" with TFDS; `load` imports it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _OWN = {"tfmw_digits": "tfmw.datasets.digits"}
 def load(
     name: str, split: str, *, data_dir: str | os.PathLike[str] | None = None, **kwargs: Any
 ) -> Any:
-    """Read a dataset as `tfds.load` does, preparing it first, in one process at a time.
+    """Reads a dataset as `tfds.load` does, preparing it first, in one process at a time.
 
     Args:
         name: a TFDS name: "tfmw_digits", "mnist", "my_dataset/config:1.0.0".
         split: a TFDS split: "train", "test", "train+test", "train[:80%]".
-        data_dir: where the TFRecords are kept. By default where TFDS keeps them, or
-            `default_data_dir()` for the datasets that ship with tfmw.
+        data_dir: directory of the TFRecords. By default that of TFDS, or `default_data_dir()` for
+            the datasets that ship with tfmw.
         **kwargs: to `tfds.load`: `as_supervised`, `read_config`, `shuffle_files`, ...
 
     Returns:
-        A `tf.data.Dataset` of unbatched examples, or what else `tfds.load` was asked for.
+        The result of `tfds.load`: by default a `tf.data.Dataset` of unbatched examples.
     """
     prepared(name, data_dir=data_dir)
     where = None if data_dir is None else os.fspath(data_dir)
@@ -54,7 +54,7 @@ def load(
 def prepared(
     name: str, *, data_dir: str | os.PathLike[str] | None = None
 ) -> tfds.core.DatasetBuilder:
-    """The builder of a dataset that is there to be read, prepared in one process at a time.
+    """The builder of a dataset, after preparing it in one process at a time.
 
     Args:
         name, data_dir: as for `load`.
@@ -64,9 +64,9 @@ def prepared(
         importlib.import_module(own)
     where = None if data_dir is None else os.fspath(data_dir)
     builder = tfds.builder(name, data_dir=where)
-    if not builder.data_path.exists():  # TFDS renames finished data here: what exists is whole
+    if not builder.data_path.exists():  # TFDS renames complete data to this name
         with one_process_at_a_time(builder.data_dir):
-            # Made anew: another process may have prepared it meanwhile.
+            # A new builder: another process may have prepared the dataset meanwhile.
             tfds.builder(name, data_dir=where).download_and_prepare()
         builder = tfds.builder(name, data_dir=where)
     return builder
@@ -74,7 +74,7 @@ def prepared(
 
 @contextlib.contextmanager
 def one_process_at_a_time(data_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold the lock on a TFDS version directory while it is prepared.
+    """Holds the lock on a TFDS version directory while it is prepared.
 
     The lock is a POSIX record lock (fcntl(2)) on a file beside the directory. The kernel drops it
     when its holder dies, it works over NFS, and the process that holds it may take it again. There
@@ -92,11 +92,11 @@ def one_process_at_a_time(data_dir: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def default_data_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the datasets that ship with tfmw are prepared.
+    """The directory in which the datasets that ship with tfmw are prepared.
 
-    `$TFDS_DATA_DIR`, TFDS's own setting, where it is set; else `tfmw/datasets` in the user's cache
-    directory (`$XDG_CACHE_HOME`, `$HOME/.cache`); else, where there is no home or it cannot be
-    written, a directory of this user in the system's temporary directory.
+    `$TFDS_DATA_DIR`, TFDS's own setting, if it is set; else `tfmw/datasets` in the user's cache
+    directory (`$XDG_CACHE_HOME`, `$HOME/.cache`); else, without a writable home, a directory of
+    this user in the system's temporary directory.
     """
     if explicit := environ.get("TFDS_DATA_DIR"):
         return Path(explicit)
@@ -113,12 +113,12 @@ def default_data_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def _private_temporary_dir(environ: Mapping[str, str]) -> Path:
-    """`/tmp/tfmw-UID/datasets`: the same for every process of this user, and nobody else's."""
+    """`/tmp/tfmw-UID/datasets`: the same for every process of this user, for no other user."""
     home = Path(environ.get("TMPDIR") or tempfile.gettempdir(), f"tfmw-{os.getuid()}")
     with contextlib.suppress(OSError):
         home.mkdir(mode=0o700, exist_ok=True)
         status = home.lstat()
         if status.st_uid == os.getuid() and status.st_mode & 0o170022 == 0o040000:
             return home / "datasets"
-    # Somebody else holds that name, or others may write there.
+    # Another user owns that directory, or may write to it.
     return Path(tempfile.mkdtemp(prefix="tfmw-"), "datasets")

@@ -1,4 +1,4 @@
-"""A dataset's shard as this worker reads it, epoch after epoch, and the position in it.
+"""Iterates over this worker's shard of a dataset, epoch after epoch, and keeps the position.
 
     data = EpochIterator(source, group, sharding, steps=None, argument="steps_per_epoch")
     data.begin_epoch()
@@ -7,8 +7,8 @@
         data.advance(steps, call.max_steps)
     data.end_epoch()
 
-`position` is a JSON value; an iterator that is made with it, on any number of workers, reads the
-batches that come next, in the order they would have come in.
+`position` is a JSON value. An iterator that is created with it, on any number of workers, continues
+with the next batches in the same order.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tfmw.cluster.group import Group
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Steps that one Python call of the driver may make.
+    """The steps of one Python call of the driver.
 
     Attributes:
         first: number of the first step in its epoch, from 0.
-        max_steps: fewer only where the data ends.
+        max_steps: number of steps, fewer only if the data ends.
         shard_sizes: of all its steps.
         iterator: over the shard's dataset.
     """
@@ -43,17 +43,17 @@ class EpochIterator:
     """Reads a source epoch after epoch.
 
     Args:
-        source: what the user passed.
+        source: the user's data.
         group: the tasks that read it.
-        sharding: how global batches are divided.
-        steps: of one epoch, where the user says; None for one pass over the data.
-        argument: the user's name for `steps`.
-        position: where an interrupted run was; see `restore_position`.
+        sharding: the division of global batches.
+        steps: number of steps of one epoch; None for one pass over the data.
+        argument: the name of the user's argument for `steps`.
+        position: of an interrupted run; see `restore_position`.
 
     Attributes:
-        shard: of the current pass.
-        steps_per_epoch: None while nobody knows.
-        steps_done: in this epoch.
+        shard: of the current pass over the data.
+        steps_per_epoch: None while unknown.
+        steps_done: number of steps in this epoch.
         resumes_inside_epoch: whether `position` lies between two steps of an epoch.
     """
 
@@ -92,12 +92,12 @@ class EpochIterator:
 
     @property
     def at_epoch_end(self) -> bool:
-        """Whether the epoch has no further step, as far as is known."""
+        """Whether the epoch is known to have no further step."""
         total = self.steps_per_epoch
         return self._ended or (total is not None and self.steps_done >= total)
 
     def begin_epoch(self) -> None:
-        """The first one after `restore_position` goes on where the interrupted run was."""
+        """Starts an epoch; the first one after `restore_position` continues the interrupted one."""
         self.steps_done = self._restored["done"] if self._restored is not None else 0
         self._restored = None
         if self._iterator is None or (self._requested_steps is None and not self.steps_done):
@@ -120,7 +120,7 @@ class EpochIterator:
             elif left == 1:
                 sizes = self.shard.last
             elif self.shard.last != self.shard.full:
-                left -= 1  # the last step needs a call of its own
+                left -= 1  # the last step has its own call
             max_steps = min(max_steps, left)
         if max_steps <= 0:
             self._ended = True
@@ -128,10 +128,10 @@ class EpochIterator:
         return Call(self.steps_done, max_steps, sizes, self._iterator)
 
     def advance(self, steps: int, max_steps: int) -> None:
-        """Counts the steps of a call; fewer than its `max_steps` mean that the data has ended.
+        """Counts the steps of a call; fewer than `max_steps` mean that the data has ended.
 
         Raises:
-            UsageError: the dataset has turned out to be empty.
+            UsageError: the dataset is empty.
         """
         self.steps_done += steps
         self._steps_in_pass += steps
@@ -144,19 +144,19 @@ class EpochIterator:
             raise data.empty_dataset()
 
     def end_epoch(self) -> None:
-        """To be called once `next_call` has returned None."""
+        """Ends the epoch; call it after `next_call` has returned None."""
         self.shard.on_epoch_end()
         if self._requested_steps is None:
             self._iterator = None
             if self.steps_per_epoch is None:
                 self.steps_per_epoch = self._pass_steps = self.steps_done
             if self.shard.steps is not None and keras_compat.is_dataset(self._source.x):
-                # Keras begins a pass here and another one in the next epoch; a seeded dataset that
-                # reshuffles itself must come to the same order.
+                # Keras starts a pass here and another one in the next epoch; a seeded dataset that
+                # reshuffles itself must have the same order.
                 self._passes += 1
                 iter(self.shard.dataset)
         elif self.shard.steps == self._steps_in_pass:
-            # The pass ended with the epoch: the next one begins a new pass.
+            # The pass ended with the epoch: the next epoch starts a new pass.
             self._iterator = None
 
     def _begin_pass(self, skip: int = 0) -> None:
@@ -170,7 +170,7 @@ class EpochIterator:
         elif skip and self._source.is_read_once:
             shard = dataclasses.replace(shard, dataset=shard.dataset.skip(skip))
         elif skip:
-            # Skipped below the maps: what is left out need not be decoded.
+            # Skipped below the maps, so that skipped elements are not decoded.
             shard = self._source.shard(self._sharding, self._order(self._seed), skip)
             self._replay(shard, self._passes)
             self._replay(self.shard, 1)
@@ -191,10 +191,10 @@ class EpochIterator:
     # ------------------------------------------------------------ position
 
     def position(self, in_epoch: bool) -> dict[str, Any]:
-        """Where in the data the run is, as JSON.
+        """The position in the data, as JSON.
 
         Args:
-            in_epoch: whether an epoch has begun and is not over.
+            in_epoch: whether an epoch has started and not ended.
         """
         return {
             "seed": self._seed,
@@ -206,7 +206,7 @@ class EpochIterator:
         }
 
     def restore_position(self) -> None:
-        """Puts the data where it was, on any number of workers: same batches, same order."""
+        """Restores the position, on any number of workers: same batches, same order."""
         was = self._restored
         assert was is not None
         if self.steps_per_epoch is None and was["steps"] is not None:
@@ -218,8 +218,8 @@ class EpochIterator:
             self._begin_pass(skip=was["in_pass"])
 
     def _replay(self, shard: data.Shard, passes: int) -> None:
-        """Each pass over a dataset draws its reshuffles when it begins: begins that many."""
-        # What Python code makes draws nothing here, and would begin to be read by its threads.
+        """Starts `passes` passes over a dataset, because each start draws reshuffles."""
+        # Python code draws no reshuffles, and its threads would start to read.
         draws = not self._source.is_read_once
         late = draws and data.draws_late(shard.dataset)
         for _ in range(passes):
@@ -231,6 +231,6 @@ class EpochIterator:
 
 
 def _draw_seed() -> int:
-    """The global seed where there is one, so that runs with it are equal; else a random one."""
+    """The global seed, so that seeded runs are equal; a random seed without a global one."""
     seed = keras_compat.global_seed()
     return (int.from_bytes(os.urandom(4)) if seed is None else seed) & 0x7FFFFFFF

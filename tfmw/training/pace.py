@@ -1,4 +1,4 @@
-"""How many steps run between two returns to Python: few cost time, many make progress jerky.
+"""The number of steps of one Python call: few cost time, with many the progress bar rarely moves.
 
 pace = CallPace(group, model.steps_per_execution, every_batch=False)
 max_steps = pace.next_steps()
@@ -17,19 +17,19 @@ from collections.abc import Callable, Iterator
 
 from tfmw.cluster.group import Group
 
-# Seldom enough to cost nothing, often enough for a live progress bar.
+# Rare enough to cost nothing, frequent enough for a live progress bar.
 _SECONDS_PER_CALL = 0.2
 _SECONDS_PER_FUNCTION = 0.5
 _MAX_STEPS = 1000
 
 
 class CallPace:
-    """Steps of each Python call of the synchronous driver: the chief measures and decides.
+    """The number of steps of each call of the synchronous driver: the chief measures and decides.
 
     Args:
         group: the tasks that make the same calls.
-        steps_per_execution: of `model.compile`; above 1 it is taken as it is.
-        every_batch: whether callbacks run between batches; then every call makes
+        steps_per_execution: of `model.compile`; a value above 1 is used unchanged.
+        every_batch: whether callbacks run between batches; then every call runs
             `steps_per_execution` steps.
         clock: monotonic seconds.
     """
@@ -49,10 +49,10 @@ class CallPace:
         self._seconds_per_step = 0.0
 
     def next_steps(self) -> int:
-        """Steps of the next call, the same on every task. A call of all tasks."""
+        """The number of steps of the next call, the same on every task. All tasks must call it."""
         if self._fixed is not None:
             return self._fixed
-        # The first call traces; the second and third measure; later ones seldom ask again.
+        # The first call traces, the second and third measure; later the chief rarely decides again.
         if self._calls in (1, 2, 3, 8, 64):
             self._steps = self._group.from_chief(self._decide)
         return self._steps
@@ -74,10 +74,10 @@ class CallPace:
 
 
 class FunctionPace:
-    """Steps of each function that a parameter-server worker runs.
+    """The number of steps of each function that a parameter-server worker runs.
 
     Args:
-        steps_per_execution: of `model.compile`; above 1 it is taken as it is.
+        steps_per_execution: of `model.compile`; a value above 1 is used unchanged.
     """
 
     def __init__(self, steps_per_execution: int):
@@ -85,14 +85,14 @@ class FunctionPace:
         self._steps = 1
 
     def next_steps(self, left: int, workers: int) -> int:
-        """Steps of the next function, of `left` that remain in the epoch."""
+        """The number of steps of the next function, of `left` that remain in the epoch."""
         if self._fixed is not None:
             return min(self._fixed, left)
-        # Towards the end of an epoch in smaller pieces, so that workers end it together.
+        # Fewer steps towards the end of an epoch, so that workers end it at the same time.
         return min(left, max(1, self._steps // 4, min(self._steps, left // (2 * workers))))
 
     def took(self, seconds: float, steps: int) -> None:
-        """Measures a function: `seconds` of a worker's computing, without its time in a queue."""
+        """Records a function: `seconds` of computing on a worker, without its time in the queue."""
         if not steps:
             return
         enough = int(_SECONDS_PER_FUNCTION / max(seconds / steps, 1e-6))

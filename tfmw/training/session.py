@@ -22,13 +22,13 @@ from tfmw.runtime.recorded_errors import record_error
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """What one call works with.
+    """The context of one call.
 
     Attributes:
-        model: a Keras model, compiled unless the call predicts.
-        strategy: what it runs on.
+        model: a Keras model, compiled unless the call is `predict`.
+        strategy: of the replicas.
         group: the tasks that make the same call.
-        sharding: how global batches are divided between their replicas.
+        sharding: the division of global batches between their replicas.
     """
 
     model: keras.Model
@@ -41,14 +41,14 @@ class Session:
         """The session of `tfmw.<method>(model, strategy=strategy)`, which may join the cluster.
 
         Raises:
-            UsageError: `model` is no model, and no callable that returns one; or not compiled; or
-                an unknown strategy.
+            UsageError: `model` is neither a model nor a callable that returns one; it is not
+                compiled; or an unknown strategy.
         """
         model = _checked(model, method)
         choose = strategies.choose if method == "fit" else strategies.beside_training
         strategy = choose(strategy)
         if strategies.servers_of(strategy) is not None:
-            return cls(model, strategy, Group(0, 1), data.Sharding())  # the coordinator alone
+            return cls(model, strategy, Group(0, 1), data.Sharding())  # only the coordinator
         group = Group.of(strategy)
         local = placement.local_replicas(strategy)
         return cls(model, strategy, group, data.Sharding(group.size, group.rank, local))
@@ -64,7 +64,7 @@ class Session:
                 keras_compat.build_all(self.model, element_spec)
 
     def build_for_prediction(self, element_spec: Any) -> None:
-        """Creates the variables of the model alone; see `build`."""
+        """Creates the variables of the model only; see `build`."""
         if not self.model.built:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
             keras_compat.build_for_inputs(self.model, x)
@@ -81,15 +81,15 @@ class Session:
         silent: bool = False,
         history: bool = False,
     ) -> keras.callbacks.CallbackList:
-        """The callbacks that this task runs, with the progress that it shows.
+        """The callbacks that this task runs, including its progress display.
 
         Args:
             callbacks: of the user.
             verbose: as in Keras.
-            steps: of one epoch; None where nobody knows.
-            examples: returns how many there have been, over all replicas.
+            steps: of one epoch; None if unknown.
+            examples: returns the number of examples so far, over all replicas.
             overlapping: whether calls of the driver overlap; see `Throughput`.
-            silent: whether to show no progress whatever `verbose` is.
+            silent: whether to show no progress, for any `verbose`.
             history: whether to add a `History`.
         """
         shows = self.group.is_chief and verbose != 0 and not silent
@@ -127,7 +127,7 @@ def _checked(model: Any, method: str) -> keras.Model:
 
 @contextlib.contextmanager
 def errors_reported() -> Iterator[None]:
-    """An error on this task becomes the error of all tasks, at once."""
+    """Reports an error of this task to all tasks, which then fail with it at once."""
     try:
         yield
     except BaseException as e:

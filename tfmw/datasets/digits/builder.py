@@ -1,4 +1,4 @@
-"""The TFDS builder of "tfmw_digits"; the data lies beside this file."""
+"""The TFDS builder of "tfmw_digits"; the data is a file beside this module."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import tensorflow_datasets as tfds
 
 from tfmw import datasets
 
-# Small data would make one file; several let reading be shared out by files too.
+# TFDS would write small data to one file; with several, workers can read different files.
 _FILES_PER_SPLIT = 4
 
-# Every fifth image is for testing: 360 of 1,797. The file goes from writer to writer, so this
-# keeps each writer and each digit in both splits, in the same proportions.
+# Every fifth image is for testing: 360 of 1,797. The file is ordered by writer, so both splits have
+# each writer and each digit, in the same proportions.
 _TEST_EVERY = 5
 
 _CITATION = """\
@@ -35,10 +35,10 @@ _CITATION = """\
 
 
 class _Info(tfds.core.DatasetInfo):
-    """Looks for nothing in TFDS's bucket, and leaves no temporary folder for what is not there."""
+    """Does not search TFDS's bucket, which would leave an empty temporary folder."""
 
     def initialize_from_bucket(self) -> None:
-        """The description of the data comes with it."""
+        """Does nothing: the description ships with the data."""
 
 
 class TfmwDigits(tfds.core.GeneratorBasedBuilder):
@@ -57,7 +57,7 @@ class TfmwDigits(tfds.core.GeneratorBasedBuilder):
     """
 
     VERSION = tfds.core.Version("1.0.0")
-    RELEASE_NOTES = {"1.0.0": "1,437 images to train on, 360 to test with."}  # noqa: RUF012
+    RELEASE_NOTES = {"1.0.0": "1,437 training images, 360 test images."}  # noqa: RUF012
 
     def __init__(self, *, data_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
         super().__init__(data_dir=os.fspath(data_dir or datasets.default_data_dir()), **kwargs)
@@ -65,7 +65,7 @@ class TfmwDigits(tfds.core.GeneratorBasedBuilder):
     def download_and_prepare(
         self, *, download_config: tfds.download.DownloadConfig | None = None, **kwargs: Any
     ) -> None:
-        """Write the TFRecords, in several files, unless another process just did.
+        """Writes the TFRecords, in several files, unless another process just did.
 
         Args:
             download_config: by default four files for each split.
@@ -115,7 +115,7 @@ class TfmwDigits(tfds.core.GeneratorBasedBuilder):
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Drop what TFDS prints: a "download" of "unknown size" and four progress bars for a second."""
+    """Hides the output of TFDS: a "download" of "unknown size", and four progress bars."""
     with (
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stdout(nowhere),
@@ -125,7 +125,7 @@ def _silence() -> Iterator[None]:
 
 
 def _read_file() -> Iterator[tuple[np.ndarray, int]]:
-    """Yield (image uint8 [8, 8, 1], label) in the order of the file; see ATTRIBUTION.md."""
+    """Yields (image uint8 [8, 8, 1], label) in the order of the file; see ATTRIBUTION.md."""
     packed = importlib.resources.files(__package__).joinpath("digits.csv.gz").read_bytes()
     with gzip.open(io.BytesIO(packed), "rt", encoding="ascii", newline="") as text:
         for row in csv.reader(text):
