@@ -221,3 +221,25 @@ def test_backups_are_kept_for_a_restarted_evaluator(tmp_path, monkeypatch):
     assert history.history["val_loss"] == [1.0]
     assert store.steps() == []
     assert not store.has_evaluator()
+
+
+def test_backups_are_kept_for_an_evaluator_that_starts_after_the_training(
+    tmp_path, monkeypatch, caplog
+):
+    at_end: list[Callable[[], Any]] = []
+    monkeypatch.setattr(membership, "on_success", at_end.append)
+    monkeypatch.setenv("TFMW_EVALUATOR", "1")  # as tfmw run --evaluator sets it
+    polls = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal polls
+        polls += 1
+        if polls == 80:  # of half a second
+            x: Any = np.ones((4, 1), np.float32)
+            tfmw.fit(small_model(3.0), x, x, epochs=1, verbose=0, backup_dir=tmp_path)
+            for end in at_end:
+                end()
+
+    history = evaluator.watch(small_model(0.0), lambda: {"loss": 1.0}, tmp_path, sleep=sleep)
+    assert history.history["val_loss"] == [1.0]
+    assert caplog.text.count("the evaluator waits for a backup") == 1

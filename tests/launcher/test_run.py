@@ -127,6 +127,7 @@ class TestSuccess:
         assert {job: len(a) for job, a in cluster.items()} == {"chief": 1, "worker": 2, "ps": 1}
         assert result.by_task["evaluator"]["config"]["task"] == {"type": "evaluator", "index": 0}
         assert result.by_task["ps 0"]["env"]["TFMW_LOCAL_TASKS"] == "5"
+        assert result.chief["env"]["TFMW_EVALUATOR"] == "1"  # the training keeps its backups
 
     def test_child_processes_of_a_task_are_ended(self, run):
         assert run("worker 1=leave_a_child").status == 0  # run_cluster looks for survivors

@@ -40,6 +40,7 @@ logger = logging.getLogger("tfmw")
 
 _POLL_S = 0.5
 _RELEASE_S = 30.0
+_REMINDER_S = 30.0
 _FOLDER = "evaluation"
 _BEST = "best"
 _DONE = "done.json"
@@ -74,9 +75,12 @@ def watch(
     """
     evaluation = _Evaluation(model, evaluate, os.fspath(backup_dir), monitor, mode)
     store = BackupStore(evaluation.path)
+    reminder = _Reminder(evaluation.path)
     with _watching(evaluation.path), contextlib.closing(evaluation):
         while True:
             backup = _newest(store)
+            if backup is None:
+                reminder.wait()
             is_new = backup is not None and backup.step not in evaluation.done.logs
             if backup is None or not (is_new or backup.record["done"]):
                 sleep(_POLL_S)
@@ -89,6 +93,26 @@ def watch(
     if remove:
         _remove(store, sleep)
     return evaluation.history
+
+
+class _Reminder:
+    """Reports once that there has been no backup for a while: of a training that never began, or
+    that ended, and removed its backups, before anything watched them."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self._polls = 0
+
+    def wait(self) -> None:
+        """Counts one more poll that has found no backup."""
+        self._polls += 1
+        if self._polls == int(_REMINDER_S / _POLL_S):
+            logger.warning(
+                "the evaluator waits for a backup in %s: none in %d s. A training that has already "
+                "ended has removed its own; start both together, as tfmw run --evaluator does.",
+                self._path,
+                _REMINDER_S,
+            )
 
 
 class _Evaluation:

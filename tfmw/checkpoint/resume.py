@@ -469,7 +469,7 @@ class DirectoryBackups(Backups):
     def _remove_own(self) -> None:
         """Removes the backups, unless another run has resumed from them or written its own."""
         assert self._store is not None
-        if self._store.has_evaluator():
+        if self._store.has_evaluator() or membership.expects_evaluator():
             logger.warning("the evaluator will remove the backups in %s", self.path)
             return
         with contextlib.suppress(TfmwError), self._store.locked():

@@ -93,6 +93,11 @@ def is_evaluator() -> bool:
     return _evaluating or (_joined is None and Cluster.resolve(os.environ).task == "evaluator")
 
 
+def expects_evaluator() -> bool:
+    """Whether this run has an evaluator, which may start later than the training ends."""
+    return bool(current_cluster().evaluators) or os.environ.get("TFMW_EVALUATOR") == "1"
+
+
 # ---- how it ends -------------------------------------------------------------------------------
 
 _at_success: list[Callable[[], None]] = []

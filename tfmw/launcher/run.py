@@ -101,7 +101,7 @@ def launch_tasks(
         tasks=task_layout(workers, ps, evaluator),
         options=options or RunOptions(),
         log_dir=log_dir,
-        env=env or {},
+        env={**(env or {}), **({"TFMW_EVALUATOR": "1"} if evaluator else {})},
         stdout=sys.stdout if stdout is None else stdout,
         live=live,
         grace_s=grace_s,
