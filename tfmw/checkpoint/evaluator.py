@@ -96,8 +96,11 @@ def watch(
 
 
 class _Reminder:
-    """Reports once that there has been no backup for a while: of a training that never began, or
-    that ended, and removed its backups, before anything watched them."""
+    """Reports once that there has been no backup for a while.
+
+    The training may never have begun; or it ended, and removed its backups, before they were
+    watched.
+    """
 
     def __init__(self, path: str):
         self._path = path
