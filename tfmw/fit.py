@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfmw import data, keras_compat, strategies
+from tfmw.callbacks import BetweenCalls
 from tfmw.checkpoint import evaluator
 from tfmw.checkpoint.resume import Backups
 from tfmw.cluster import membership
@@ -26,7 +27,7 @@ from tfmw.mirrored.cached_driver import cached_driver
 from tfmw.mirrored.training import MirroredTraining, run_evaluation, run_prediction
 from tfmw.parameter_server.training import ParameterServerTraining
 from tfmw.precision import trained_in
-from tfmw.training.arguments import FitArguments
+from tfmw.training.arguments import FitArguments, limited_steps
 from tfmw.training.epoch_iterator import EpochIterator
 from tfmw.training.loop import TrainingLoop, ValidationSignals
 from tfmw.training.session import Session, errors_reported
@@ -100,7 +101,7 @@ def fit(
         Preempted: a task received SIGTERM or SIGUSR1 and there is a `backup_dir`: the state is
             saved, and the process should end with the status of this exception (75).
     """
-    arguments = FitArguments(**locals())
+    arguments = FitArguments(**locals()).limited()
     if workers is not None:
         return _fit_on_new_workers(arguments)
     if export_dir is not None:
@@ -164,6 +165,9 @@ def _loop(
         overlapping=isinstance(training, ParameterServerTraining),
         silent=backups.is_done(arguments.epochs),
         history=True,
+        ordinary_model=(
+            training.ordinary_model if isinstance(training, MirroredTraining) else None
+        ),
     )
     validate: Any = None
     if arguments.validation_source is not None:
@@ -191,11 +195,10 @@ def _validate_here(
     """Evaluates on the validation data in this process only; returns the logs."""
     source = arguments.validation_source
     assert source is not None
-    hooks = []
+    hooks: list[keras.callbacks.Callback] = []
     if signals is not None:
         respond, local = signals.respond, signals.local
-        after_call = lambda batch, logs=None: respond(list(local()))  # noqa: E731
-        hooks = [keras.callbacks.LambdaCallback(on_test_batch_end=after_call)]
+        hooks = [BetweenCalls(lambda: respond(list(local())))]
     logs: dict[str, Any] = evaluate(
         model,
         source.x,
@@ -256,7 +259,7 @@ def _signature(model: keras.Model, training: Training) -> Any:
     if getattr(model, "inputs", None):
         return None
     x, _, _ = keras.utils.unpack_x_y_sample_weight(training.element_spec)
-    return tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), x)
+    return data.map_tensors(lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), x)
 
 
 def evaluate(
@@ -288,6 +291,7 @@ def evaluate(
     """
     with errors_reported():
         session = Session.of(model, strategy, "evaluate")
+        steps = limited_steps(steps)
         source = data.Source(x, y, sample_weight, batch_size, steps)
         batches = EpochIterator(source, session.group, session.sharding, steps, "steps")
         session.build(batches.shard.element_spec)
@@ -297,6 +301,7 @@ def evaluate(
                 verbose=verbose,
                 steps=batches.steps_per_epoch,
                 examples=lambda: driver.examples,
+                ordinary_model=driver.ordinary_model,
             )
             logs = run_evaluation(driver, session.group, batches, callback_list)
     return logs if return_dict else keras_compat.flatten_metrics(session.model, logs)
@@ -320,19 +325,24 @@ def predict(
 
     Returns:
         NumPy array(s) [examples, ...] in the structure of the model's outputs; all examples on
-        every worker.
+        every worker. As in Keras, a `tf.RaggedTensor` or `tf.SparseTensor` if an output is one,
+        and a `tf.RaggedTensor` if its shape changes from step to step.
 
     Raises:
         UsageError: an empty dataset, an infinite one without `steps`, data that differs between
-            workers, or outputs that cannot be sent between workers (strings, ragged, sparse).
+            workers, or outputs that cannot be sent between workers (strings).
     """
     with errors_reported():
         session = Session.of(model, strategy, "predict")
+        steps = limited_steps(steps)
         source = data.Source(x, None, None, batch_size, steps)
         batches = EpochIterator(source, session.group, session.sharding, steps, "steps")
         session.build_for_prediction(batches.shard.element_spec)
         with cached_driver(session.model, session.strategy) as driver:
             callback_list = session.callback_list(
-                callbacks, verbose=verbose, steps=batches.steps_per_epoch
+                callbacks,
+                verbose=verbose,
+                steps=batches.steps_per_epoch,
+                ordinary_model=driver.ordinary_model,
             )
-            return run_prediction(driver, batches, callback_list)
+            return run_prediction(driver, session.group, batches, callback_list)

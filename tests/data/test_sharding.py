@@ -62,20 +62,39 @@ def _sparse(examples: int) -> tf.SparseTensor:
     return tf.sparse.from_dense(np.eye(examples, dtype="float32"))
 
 
-def test_sparse_batches_are_divided() -> None:
-    dataset = tf.data.Dataset.from_tensor_slices(_sparse(6)).batch(4)
-    rows = []
-    for rank in range(2):
-        shard = data.shard_dataset(dataset, data.Sharding(2, rank), data.Order())
-        for (part,), _ in shard.dataset:
-            rows.extend(tf.sparse.to_dense(part).numpy().argmax(1).tolist())
-    assert sorted(rows) == list(range(6))
+@pytest.mark.parametrize(("workers", "local"), SHARDINGS)
+@pytest.mark.parametrize("mapped", [False, True], ids=["batch()", "map()"])
+def test_sparse_batches_are_divided(workers: int, local: int, mapped: bool) -> None:
+    dataset = tf.data.Dataset.from_tensor_slices(_sparse(7)).batch(4)
+    dataset = dataset.map(lambda s: s * 1.0) if mapped else dataset
+    steps: list[list[list[int]]] = [[], []]
+    for rank in range(workers):
+        shard = data.shard_dataset(dataset, data.Sharding(workers, rank, local), data.Order())
+        for step, (parts, total) in enumerate(shard.dataset):
+            assert total == [4, 3][step]
+            steps[step] += [tf.sparse.to_dense(p).numpy().argmax(1).tolist() for p in parts]
+    replicas = workers * local
+    whole = [[0, 1, 2, 3], [4, 5, 6]]
+    assert steps == [[batch[r::replicas] for r in range(replicas)] for batch in whole]
 
 
-def test_sparse_batches_that_were_mapped_are_refused() -> None:
-    dataset = tf.data.Dataset.from_tensor_slices(_sparse(6)).batch(4).map(lambda s: s * 2.0)
-    with pytest.raises(UsageError, match=r"end the dataset in batch\(\), or make them dense"):
-        data.shard_dataset(dataset, data.Sharding(2, 0), data.Order())
+@pytest.mark.parametrize(("workers", "local"), [(1, 1), *SHARDINGS])
+def test_what_is_none_in_a_batch_stays_none(workers: int, local: int) -> None:
+    def batches() -> Any:
+        yield np.arange(5.0), tf.experimental.Optional.empty(None)
+
+    spec = (tf.TensorSpec([None]), tf.OptionalSpec(None))
+    optional = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    left_out = tf.data.Dataset.range(5).map(lambda i: (tf.cast(i, tf.float32), None)).batch(5)
+    for dataset in (optional, left_out):
+        found: list[float] = []
+        for rank in range(workers):
+            shard = data.shard_dataset(dataset, data.Sharding(workers, rank, local), data.Order())
+            assert shard.element_spec[1] is None
+            for parts, _ in shard.dataset.take(1):
+                assert all(part[1] is None for part in parts)
+                found += [float(x) for part in parts for x in part[0]]
+        assert sorted(found) == list(range(5))
 
 
 def _zipped(first: int, second: int, examples: int = 8) -> tf.data.Dataset:

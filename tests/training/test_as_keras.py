@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tfmw
+from tests.helpers.cluster import ClusterRun, run_cluster
 
 X = np.linspace(0, 1, 40, dtype="float32").reshape(20, 2)
 Y = X.sum(axis=1, keepdims=True)
@@ -94,3 +95,73 @@ class Sequence(keras.utils.PyDataset):
 def test_a_pydataset_without_a_length_is_shuffled() -> None:
     history = tfmw.fit(network(), Sequence(), epochs=2, verbose=0)
     assert len(history.epoch) == 2
+
+
+SCENARIOS = [
+    "a_trained_layer",
+    "sparse_inputs",
+    "ragged_inputs",
+    "inputs_that_are_none",
+    "predictions_without_one_shape",
+    "batches_of_several_shapes",
+    "read_by_threads",
+    "limits",
+    "validation_begins_anew",
+    "batch_numbers",
+    "stopping",
+    "callbacks_see_an_ordinary_model",
+    "swapped_moving_averages_of_weights",
+    "moving_averages_resumed_within_an_epoch",
+    "replicas_keep_seeds_of_their_own",
+]
+
+
+@pytest.fixture(scope="module")
+def devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Scenario -> result, of Keras in one process and of tfmw on two virtual devices."""
+    folder = tmp_path_factory.mktemp("devices")
+    run = run_cluster(
+        *("as_keras.py", "devices", str(folder)),
+        workers=1,
+        timeout_s=280,
+        env={"TFMW_NO_INIT": "1"},
+    )
+    return run[0]
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> ClusterRun:
+    return run_cluster(
+        "as_keras.py", "workers", str(tmp_path_factory.mktemp("workers")), timeout_s=280
+    )
+
+
+def _assert_equal(got: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert got.keys() == expected.keys()
+        got, expected = list(got.values()), list(expected.values())
+    if isinstance(expected, list):
+        assert isinstance(got, list), got
+        assert len(got) == len(expected), f"{got} is not {expected}"
+        for one, other in zip(got, expected, strict=True):
+            _assert_equal(one, other)
+    elif isinstance(expected, str):
+        assert got == expected
+    else:
+        assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_two_devices_do_as_keras_in_one_process(devices: dict[str, Any], name: str) -> None:
+    assert not isinstance(devices["keras"][name], str), devices["keras"][name]
+    _assert_equal(devices["tfmw"][name], devices["keras"][name])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_two_workers_do_as_keras_in_one_process(
+    devices: dict[str, Any], workers: ClusterRun, name: str
+) -> None:
+    for task in workers:
+        _assert_equal(task[name], devices["keras"][name])

@@ -1,12 +1,15 @@
 """Callbacks on many workers: which tasks run them, which write, and the progress display.
 
-Read `roles.py` first. `progress.py` is the progress bar, and lines for log files.
+Read `roles.py` first. `ordinary_model.py` is what callbacks see of the model, `progress.py` the
+progress bar, and lines for log files.
 
 May import: `tfmw.keras_compat`, `tfmw.runtime`, `tfmw.errors`.
 """
 
+from tfmw.callbacks.ordinary_model import OnOrdinaryModel
 from tfmw.callbacks.roles import (
     BackupAndRestore,
+    BetweenCalls,
     ChiefOnly,
     for_task,
     wants_every_batch,
@@ -16,7 +19,9 @@ from tfmw.callbacks.roles import (
 
 __all__ = [
     "BackupAndRestore",
+    "BetweenCalls",
     "ChiefOnly",
+    "OnOrdinaryModel",
     "for_task",
     "wants_every_batch",
     "without_backup",

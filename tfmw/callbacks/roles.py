@@ -15,6 +15,7 @@ After each epoch all workers adopt the chief's learning rate and its decision to
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -37,12 +38,12 @@ _THIRD_PARTY_WRITERS = {
     "keras_tuner.src.engine.tuner_utils.SaveBestEpoch",
 }
 
-_BATCH_HOOKS = (
-    "on_batch_begin",
-    "on_batch_end",
-    "on_train_batch_begin",
-    "on_train_batch_end",
-)
+# By what a call does: the hooks that run around its batches.
+_BATCH_HOOKS = {
+    "train": ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"),
+    "test": ("on_test_batch_begin", "on_test_batch_end"),
+    "predict": ("on_predict_batch_begin", "on_predict_batch_end"),
+}
 
 
 class ChiefOnly(keras.callbacks.Callback):
@@ -65,6 +66,21 @@ class ChiefOnly(keras.callbacks.Callback):
     def set_params(self, params: Any) -> None:
         super().set_params(params)
         self.callback.set_params(params)
+
+
+class BetweenCalls(keras.callbacks.Callback):
+    """Acts between two calls of the driver in an evaluation, however many batches a call has.
+
+    Args:
+        act: called without arguments.
+    """
+
+    def __init__(self, act: Callable[[], None]):
+        super().__init__()
+        self._act = act
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._act()
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -160,19 +176,36 @@ def for_task(callbacks: Any, is_chief: bool, workers: int) -> list[Any]:
     return [c for c in flat if is_chief or not writes(c)]
 
 
-def wants_every_batch(callback: Any) -> bool:
-    """Whether a callback acts between batches; if none does, many steps run in one call."""
+def wants_every_batch(callback: Any, kind: str = "train") -> bool:
+    """Whether a callback acts between batches; if none does, many steps run in one call.
+
+    Args:
+        kind: of batches: "train", "test" or "predict".
+    """
     if isinstance(callback, ChiefOnly):
-        return wants_every_batch(callback.callback)
-    if isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.History):
+        return wants_every_batch(callback.callback, kind)
+    skips = keras.callbacks.ProgbarLogger | keras.callbacks.History | BetweenCalls
+    if isinstance(callback, skips):
         return False
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         if type(callback) is keras.callbacks.ModelCheckpoint:
             return callback.save_freq != "epoch"
     if type(callback) is keras.callbacks.TensorBoard:
         return callback.update_freq != "epoch" or keras_compat.profiles_batches(callback)
+    return any(_overrides(callback, hook) for hook in _BATCH_HOOKS[kind])
+
+
+def acts_in(callback: Any, hook: str) -> bool:
+    """Whether a callback does anything in a hook such as "on_epoch_end", but show or keep logs."""
+    for kind, hooks in _BATCH_HOOKS.items():
+        if hook in hooks:
+            return wants_every_batch(callback, kind)
+    if isinstance(callback, ChiefOnly):
+        return acts_in(callback.callback, hook)
+    shows = isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.History)
+    return not shows and _overrides(callback, hook)
+
+
+def _overrides(callback: Any, hook: str) -> bool:
     base = keras.callbacks.Callback
-    return any(
-        hook in vars(callback) or getattr(type(callback), hook) is not getattr(base, hook)
-        for hook in _BATCH_HOOKS
-    )
+    return hook in vars(callback) or getattr(type(callback), hook) is not getattr(base, hook)

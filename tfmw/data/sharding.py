@@ -37,16 +37,21 @@ from tfmw import keras_compat
 from tfmw.data.batches import (
     deterministic,
     element_of,
+    empty_as_the_last,
     empty_batch,
     examples_of,
+    gather_rows,
     global_batch_size,
     input_of,
     local_parts,
+    map_tensors,
     rows_of,
+    spec_of,
     split_locally,
     static_batch_size,
     steps_in,
     without_autograph,
+    without_optionals,
 )
 from tfmw.data.order import ordered
 from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes
@@ -54,7 +59,11 @@ from tfmw.errors import UsageError
 
 
 def shard_dataset(
-    dataset: tf.data.Dataset, sharding: Sharding, order: Order, skip: int = 0
+    dataset: tf.data.Dataset,
+    sharding: Sharding,
+    order: Order,
+    skip: int = 0,
+    read_ahead: bool = True,
 ) -> Shard:
     """The shard of a dataset that is batched by the global batch size.
 
@@ -63,14 +72,16 @@ def shard_dataset(
         sharding: how global batches are divided.
         order: the source of the seeds of shuffles.
         skip: number of global batches to skip at the beginning.
+        read_ahead: whether a batch may be read before it is asked for.
 
     Raises:
         UsageError: the dataset is not batched, or workers have different datasets.
     """
+    dataset = without_optionals(dataset)
     if sharding.replicas == 1:
-        return _whole(ordered(dataset, order).skip(skip))
+        return _whole(ordered(dataset, order).skip(skip), read_ahead)
     below_maps = _below_maps(dataset, sharding, order, skip)
-    return below_maps or _by_slices(ordered(dataset, order).skip(skip), sharding)
+    return below_maps or _by_slices(ordered(dataset, order).skip(skip), sharding, read_ahead)
 
 
 def shard(dataset: tf.data.Dataset, input_context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -106,7 +117,7 @@ def _one_by_one(parts: tuple[Any, ...]) -> tf.data.Dataset:
     return out
 
 
-def _whole(dataset: tf.data.Dataset) -> Shard:
+def _whole(dataset: tf.data.Dataset, read_ahead: bool = True) -> Shard:
     """The shard of the only replica."""
     element = element_of(dataset)
 
@@ -114,13 +125,15 @@ def _whole(dataset: tf.data.Dataset) -> Shard:
         batch = element(arguments)
         return (batch,), tf.cast(examples_of(batch), tf.int64)
 
+    batches = dataset.map(without_autograph(with_total))
+
     even = ShardSizes(uneven=False, empty=False)
     return Shard(
-        dataset.map(without_autograph(with_total)).prefetch(tf.data.AUTOTUNE),
+        batches.prefetch(tf.data.AUTOTUNE) if read_ahead else batches,
         steps_in(dataset),
         even,
         even,
-        dataset.element_spec,
+        spec_of(dataset),
         global_batch_size(dataset),
     )
 
@@ -168,7 +181,7 @@ class _Batched:
             return None
         for selection in reversed(selections):
             source = keras_compat.rebuilt(selection, source)
-        return cls(source, maps[::-1], *arguments, node.element_spec)
+        return cls(source, maps[::-1], *arguments, spec_of(node))
 
 
 def _below_maps(
@@ -276,16 +289,11 @@ def _same_for_each_element(node: tf.data.Dataset) -> bool:
 # ---------------------------------------------------------------- by slices
 
 
-def _by_slices(dataset: tf.data.Dataset, sharding: Sharding) -> Shard:
+def _by_slices(dataset: tf.data.Dataset, sharding: Sharding, read_ahead: bool) -> Shard:
     """Every worker runs the whole pipeline and keeps its rows of each global batch."""
-    spec = dataset.element_spec
-    for leaf in tf.nest.flatten(spec, expand_composites=False):
-        if isinstance(leaf, tf.SparseTensorSpec):
-            raise UsageError(
-                "sparse tensors in a dataset that is not a plain pipeline ending in batch() cannot "
-                "be divided between replicas: end the dataset in batch(), or make them dense."
-            )
-        if leaf.shape.rank == 0:
+    spec = spec_of(dataset)
+    for leaf in tf.nest.flatten(spec):
+        if leaf is not None and leaf.shape.rank == 0:
             raise UsageError(
                 f"the dataset is not batched: its elements are {spec}; end it in "
                 ".batch(global_batch_size)."
@@ -299,18 +307,19 @@ def _by_slices(dataset: tf.data.Dataset, sharding: Sharding) -> Shard:
         batch = element(arguments)
         total = tf.cast(examples_of(batch), tf.int64)
         local = functools.partial(_local_rows, total=total, sharding=sharding)
-        return tf.nest.map_structure(local, batch), total
+        return map_tensors(local, batch), total
 
     parts = dataset.map(
         without_autograph(keep_local_rows),
-        num_parallel_calls=tf.data.AUTOTUNE,
-        deterministic=True,
+        num_parallel_calls=tf.data.AUTOTUNE if read_ahead else None,
+        deterministic=True if read_ahead else None,
     )
     pairs = parts.map(without_autograph(lambda batch, total: (local_parts(batch, sharding), total)))
     size = static_batch_size(spec)
     sizes = ShardSizes(True, True) if size is None else ShardSizes.of(size, sharding)
     batch_size = global_batch_size(dataset)
-    return Shard(deterministic(pairs), steps_in(dataset), sizes, sizes, spec, batch_size)
+    pairs = deterministic(pairs, read_ahead)
+    return Shard(pairs, steps_in(dataset), sizes, sizes, spec, batch_size)
 
 
 def _local_rows(tensor: Any, total: tf.Tensor, sharding: Sharding) -> Any:
@@ -325,7 +334,7 @@ def _local_rows(tensor: Any, total: tf.Tensor, sharding: Sharding) -> Any:
     check = tf.debugging.Assert((rows == total) | divisible, [_ZIPPED, rows, total, replicas])
     with tf.control_dependencies([check]):
         positions = tf.range(rows)
-    return tf.gather(tensor, tf.boolean_mask(positions, sharding.is_local(positions)))
+    return gather_rows(tensor, tf.boolean_mask(positions, sharding.is_local(positions)))
 
 
 _ZIPPED = (
@@ -402,10 +411,10 @@ def shard_function(
             "this worker's pipeline, batched by the batch size of one replica."
         )
     local_replicas = sharding.local_replicas
-    dataset = dataset.skip(skip * local_replicas)
+    dataset = without_optionals(dataset).skip(skip * local_replicas)
     if sharding.replicas == 1:
         return _whole(dataset)
-    spec = dataset.element_spec
+    spec = spec_of(dataset)
     if local_replicas == 1:
         element = element_of(dataset)
         parts = dataset.map(without_autograph(lambda *b: (element(b),)))
@@ -428,6 +437,7 @@ def _with_unknown_totals(
     """A shard whose totals the replicas add up step by step."""
     empty = tuple(empty_batch(spec) for _ in range(sharding.local_replicas))
     endless = parts.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
+    endless = empty_as_the_last(endless, spec)
     dataset = endless.map(without_autograph(lambda *p: (tuple(p), np.int64(-1))))
     sizes = ShardSizes(uneven=True, empty=True)
     return Shard(deterministic(dataset), None, sizes, sizes, spec, size, size_known=False)

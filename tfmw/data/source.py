@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw import keras_compat
-from tfmw.data.batches import deterministic, without_autograph
+from tfmw.data.batches import deterministic, spec_of, without_autograph
 from tfmw.data.comparison import refuse_different
 from tfmw.data.sharding import shard_dataset, shard_function
 from tfmw.data.values import INFINITE, Order, Shard, Sharding
@@ -57,12 +57,17 @@ class Source:
             and not hasattr(self.x, "__array__")
         )
 
+    @property
+    def is_generator(self) -> bool:
+        """Whether `x` is a Python generator or iterator."""
+        return hasattr(self.x, "__next__")
+
     def refuse_different(self, gather: Callable[[Any], list[Any]]) -> None:
         """Raises UsageError on every worker if workers pass different data; see `comparison`."""
         is_one = (
             keras_compat.is_dataset(self.x)
             or isinstance(self.x, keras.utils.PyDataset)
-            or hasattr(self.x, "__next__")
+            or self.is_generator
         )
         if self.is_function():
             refuse_different((), gather)
@@ -88,10 +93,10 @@ class Source:
                 )
             return shard_function(self.x, sharding, skip)
         hooks: dict[str, Any] = {}
-        dataset = self.x
+        dataset, read_ahead = self.x, True
         if not keras_compat.is_dataset(dataset):
-            dataset, hooks = self._read_by_keras(sharding, order)
-        shard = shard_dataset(dataset, sharding, order, skip)
+            dataset, hooks, read_ahead = self._read_by_keras(sharding, order)
+        shard = shard_dataset(dataset, sharding, order, skip, read_ahead)
         if shard.steps == 0:
             raise empty_dataset()
         if keras_compat.is_dataset(self.x) and self.class_weight is not None:
@@ -100,11 +105,11 @@ class Source:
 
     def _read_by_keras(
         self, sharding: Sharding, order: Order
-    ) -> tuple[tf.data.Dataset, dict[str, Any]]:
+    ) -> tuple[tf.data.Dataset, dict[str, Any], bool]:
         """Converts arrays, PyDataset and generators by Keras's adapters, to global batches.
 
         Returns:
-            (dataset, the hooks of the shard).
+            (dataset, the hooks of the shard, whether it may be read ahead).
         """
         options = {
             "batch_size": self.batch_size,
@@ -136,12 +141,13 @@ class Source:
         elif adapter.num_batches is not None:
             # The pipeline of arrays has no known length.
             hooks["steps"] = int(adapter.num_batches)
-        return dataset, hooks
+        # Keras's own threads read a PyDataset, and stop between two epochs.
+        return dataset, hooks, not keras_compat.has_own_readers(adapter)
 
     @property
     def is_read_once(self) -> bool:
         """Whether Python code produces the batches, so a second pass may produce others."""
-        return isinstance(self.x, keras.utils.PyDataset) or hasattr(self.x, "__next__")
+        return isinstance(self.x, keras.utils.PyDataset) or self.is_generator
 
     @property
     def reshuffled_by_keras(self) -> bool:
@@ -150,7 +156,7 @@ class Source:
             keras_compat.is_dataset(self.x)
             or self.is_function()
             or isinstance(self.x, keras.utils.PyDataset)
-            or hasattr(self.x, "__next__")
+            or self.is_generator
         )
         return bool(self.shuffle) and is_array and keras_compat.global_seed() is None
 
@@ -199,7 +205,7 @@ def _with_class_weight(shard: Shard, class_weight: Any) -> Shard:
     mapped = shard.dataset.map(
         without_autograph(lambda parts, total: (tuple(add_weights(*p) for p in parts), total))
     )
-    spec = mapped.element_spec[0][0]
+    spec = spec_of(mapped)[0][0]
     return dataclasses.replace(shard, dataset=deterministic(mapped), element_spec=spec)
 
 

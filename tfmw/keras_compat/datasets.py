@@ -25,6 +25,7 @@ from tensorflow.python.data.ops import (
 )
 from tensorflow.python.data.util import random_seed as data_random_seed
 from tensorflow.python.eager import context as _context
+from tensorflow.python.framework import none_tensor
 from tensorflow.python.ops import gen_experimental_dataset_ops
 
 train_validation_split = array_slicing.train_validation_split
@@ -37,10 +38,18 @@ def data_adapter(x: Any, y: Any, sample_weight: Any, **options: Any) -> Any:
     return get_data_adapter(x, y, sample_weight, **options)
 
 
+def has_own_readers(adapter: Any) -> bool:
+    """Whether threads or processes of Keras's read ahead for an adapter, while an epoch lasts."""
+    return getattr(adapter, "enqueuer", None) is not None
+
+
 def is_dataset(x: Any) -> bool:
     """Whether `x` is a `tf.data.Dataset`."""
     return isinstance(x, tf.data.Dataset)
 
+
+NoneTensorSpec = none_tensor.NoneTensorSpec
+"""What the specs of a dataset have for None."""
 
 Batch = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
 

@@ -17,6 +17,11 @@ from tfmw.keras_compat.optimizers import inner_optimizer, optimizers_of
 Variable = keras.Variable
 
 
+def is_model(candidate: Any) -> bool:
+    """Whether it can be trained: a `keras.Model`, or any layer that is one of Keras's trainers."""
+    return isinstance(candidate, tf_trainer.TensorFlowTrainer)
+
+
 def assert_compiled(model: keras.Model, method: str) -> None:
     """Raises Keras's own error if `model` is not compiled."""
     model._assert_compile_called(method)
@@ -106,10 +111,18 @@ def build_all(model: keras.Model, spec: Any) -> None:
 
 def build_for_inputs(model: keras.Model, spec: Any) -> None:
     """Creates the variables of the model only, from the specs of its inputs."""
-    keras_inputs = tf.nest.map_structure(
-        lambda s: keras.KerasTensor(s.shape, keras.backend.standardize_dtype(s.dtype.name)), spec
-    )
-    model(keras_inputs)
+    model(tf.nest.map_structure(_keras_tensor, spec))
+
+
+def _keras_tensor(spec: Any) -> Any:
+    if spec is None:
+        return None
+    kind: dict[str, bool] = {}
+    if isinstance(spec, tf.SparseTensorSpec):
+        kind["sparse"] = True
+    elif isinstance(spec, tf.RaggedTensorSpec):
+        kind["ragged"] = True
+    return keras.KerasTensor(spec.shape, keras.backend.standardize_dtype(spec.dtype.name), **kind)
 
 
 def settable_learning_rate(optimizer: Any) -> float | None:
@@ -119,6 +132,13 @@ def settable_learning_rate(optimizer: Any) -> float | None:
     inner = inner_optimizer(optimizer) or optimizer
     rate = getattr(inner, "_learning_rate", None)
     return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
+
+
+def limits_for_debugging() -> tuple[int | None, int | None]:
+    """The most epochs, and the most steps of an epoch, that the user set in `keras.config`."""
+    names = ("max_epochs", "max_steps_per_epoch")  # since Keras 3.11
+    epochs, steps = (getattr(keras.config, name, lambda: None)() for name in names)
+    return epochs, steps
 
 
 def needs_build(model: keras.Model) -> bool:

@@ -16,6 +16,7 @@ value: whatever else held on to it, a saved function or an export, stays valid.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,8 +66,65 @@ def seeds_of(model: keras.Model) -> list[Any]:
     return [generator.state for generator in seed_generators_of(model)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where a model's variables are while it is placed.
+
+    Attributes:
+        variables: of Keras's, those that have copies; none where they keep their own `tf.Variable`.
+        originals: the `tf.Variable` of each.
+    """
+
+    model: keras.Model
+    strategy: tf.distribute.Strategy
+    variables: list[Any]
+    originals: list[Any]
+
+    def bring_back(self) -> None:
+        """Gives each variable its original again, with the value of the first local replica."""
+        # In the scope, as the model may have been made in it: then each original has copies.
+        with self.strategy.scope():
+            for variable, original in zip(self.variables, self.originals, strict=True):
+                original.assign(local_copies(self.strategy, variable)[0].read_value())
+                set_native(variable, original)
+
+    @contextlib.contextmanager
+    def suspended(self, replicas_own: list[Any]) -> Iterator[None]:
+        """Within this context the model is an ordinary Keras model, as callbacks expect it.
+
+        What its variables become there, all local replicas have afterwards.
+
+        Args:
+            replicas_own: variables that differ between replicas, such as metrics: they have the
+                value of the first local replica, and changes are lost.
+        """
+        if not self.variables:
+            yield
+            return
+        own = {id(variable) for variable in replicas_own}
+        copies = [native(variable) for variable in self.variables]
+        placed_here = {id(variable) for variable in self.variables}
+        seeds = [seed for seed in seeds_of(self.model) if id(seed) in placed_here]
+        self.bring_back()
+        _vary_seeds(self.strategy, seeds)
+        was_placed = vars(self.model).pop(_PLACED)
+        try:
+            yield
+        finally:
+            vars(self.model)[_PLACED] = was_placed
+            for variable, original, copy in zip(
+                self.variables, self.originals, copies, strict=True
+            ):
+                set_native(variable, copy)
+                if id(variable) not in own:
+                    value = self.strategy.experimental_local_results(original)[0].read_value()
+                    for each in local_copies(self.strategy, variable):
+                        each.assign(value)
+            _vary_seeds(self.strategy, seeds)
+
+
 @contextlib.contextmanager
-def placed(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[None]:
+def placed(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[Placement]:
     """Places the model on every replica of `strategy` and takes it back in the end.
 
     Args:
@@ -80,12 +138,13 @@ def placed(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[Non
     distributed = any(isinstance(v, tf.distribute.DistributedValues) for v in originals)
     if strategy.num_replicas_in_sync == 1:
         with _single_copies(model, strategy) if distributed else contextlib.nullcontext():
-            yield
+            yield Placement(model, strategy, [], [])
         return
     if local_replicas(strategy) == 1 and not distributed:
         with _seeds_varied(model, strategy, seeds):
-            yield
+            yield Placement(model, strategy, [], [])
         return
+    placement = Placement(model, strategy, variables, originals)
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers_of(model):
             stack.enter_context(stable_variable_keys(optimizer, list(model.trainable_variables)))
@@ -100,13 +159,9 @@ def placed(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[Non
                 set_native(variable, copy)
         try:
             with _seeds_varied(model, strategy, seeds):
-                yield
+                yield placement
         finally:
-            # In the scope, as the model may have been made in it: then each original has copies.
-            with strategy.scope():
-                for variable, original in zip(variables, originals, strict=True):
-                    original.assign(local_copies(strategy, variable)[0].read_value())
-                    set_native(variable, original)
+            placement.bring_back()
 
 
 @contextlib.contextmanager

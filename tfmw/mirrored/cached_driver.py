@@ -34,7 +34,8 @@ from tfmw.mirrored.driver import SyncDriver
 # Prefix of TensorFlow's own attributes, which neither Keras nor `serialization` saves.
 _KEPT = "_self_tfmw_kept"
 _MOST_KEPT = 2  # one for training and one for evaluation, if precision or compression differ
-_SET_BY_CALLS = ("history", "stop_training")  # attribute of the model that no step reads
+# Attributes of the model that no step reads.
+_SET_BY_CALLS = ("history", "stop_training", "stop_evaluating", "stop_predicting")
 _COMPARED_BY_VALUE = (bool, int, float, str, bytes, keras.DTypePolicy)
 
 

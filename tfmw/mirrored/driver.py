@@ -121,7 +121,7 @@ class SyncDriver:
         placement.refuse_other_scope(self.model, self.strategy)
         with self._lost_peer_named():
             agree(self._replicas.group, self.strategy, placement.shared_variables(self.model))
-        enter(placement.placed(self.model, self.strategy))
+        self._placement = enter(placement.placed(self.model, self.strategy))
         variables = self.model.trainable_variables
         for optimizer in keras_compat.optimizers_of(self.model):
             enter(keras_compat.fused_update(optimizer, variables))
@@ -434,27 +434,24 @@ class SyncDriver:
                 stacklevel=2,
             )
 
-    def predict(
-        self, iterator: Any, max_steps: int | None, after_step: Callable[[int], None]
-    ) -> Any:
-        """Predictions for every example of a pass, in the dataset's order, on every worker.
+    def ordinary_model(self, averaged: bool) -> contextlib.AbstractContextManager[None]:
+        """A context in which the model is an ordinary Keras model, for callbacks.
 
         Args:
-            iterator: over the dataset of a `data.Shard`.
-            max_steps: global batches to predict; None for all.
-            after_step: called with the number of steps done.
-
-        Returns:
-            Structure of arrays [examples, ...], as the model's outputs.
+            averaged: whether moving averages are the same on all replicas; see `average_state`.
         """
+        own = keras_compat.metric_variables(self.model)
+        return self._placement.suspended(own if averaged else own + self._state.all_variables())
+
+    def predictions(self, iterator: Any) -> prediction.Predictions:
+        """What collects the predictions of a pass over the dataset of a `data.Shard`."""
         self._check_traces()
         step = prediction.prediction_step(self.model, self._replicas)
         if not self.model.run_eagerly:
             step = self._traces.get(
                 "predict", functools.partial(self._traces.function, step, reduce_retracing=True)
             )
-        with self._lost_peer_named():
-            return prediction.predict(step, self._replicas, iterator, max_steps, after_step)
+        return prediction.Predictions(step, self._replicas, iterator, self._lost_peer_named)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

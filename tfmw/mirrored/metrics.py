@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfmw import keras_compat
 from tfmw.errors import UsageError
+from tfmw.keras_compat import placement
 from tfmw.mirrored.replicas import Replicas, Traces
 
 
@@ -68,7 +69,8 @@ class ReplicaMetrics:
         if self._initial is None:
             self._initial = {}
             for variable in keras_compat.metric_variables(self._model):
-                value = np.asarray(variable.value)
+                # A variable made in the scope of the user's own strategy is no array.
+                value = placement.local_copies(self._replicas.strategy, variable)[0].numpy()
                 if value.any():
                     self._initial[id(variable)] = value
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from tfmw import callbacks as callbacks_lib
 from tfmw import keras_compat
 from tfmw.cluster.group import Group
 from tfmw.mirrored.cached_driver import cached_driver
@@ -13,7 +14,7 @@ from tfmw.mirrored.driver import SyncDriver
 from tfmw.training.arguments import FitArguments
 from tfmw.training.epoch_iterator import EpochIterator
 from tfmw.training.loop import ValidationSignals
-from tfmw.training.pace import CallPace
+from tfmw.training.pace import CallPace, last_batch_number
 from tfmw.training.session import Session
 
 
@@ -79,6 +80,10 @@ class MirroredTraining:
         """The driver of the steps, within the context."""
         assert self._driver is not None
         return self._driver
+
+    def ordinary_model(self, averaged: bool) -> contextlib.AbstractContextManager[None]:
+        """See `SyncDriver.ordinary_model`."""
+        return self.driver.ordinary_model(averaged)
 
     # ------------------------------------------------------------ what the loop asks
 
@@ -193,9 +198,13 @@ def run_evaluation(
     def metrics() -> dict[str, Any]:
         return driver.metrics("test", signals.local() if signals is not None else ())
 
-    pace = CallPace(group, driver.model.steps_per_execution, every_batch=False)
+    model = driver.model
+    every_batch = _any_wants_every_batch(group, callback_list, "test")
+    pace = CallPace(group, model.steps_per_execution, every_batch)
+    model.stop_evaluating = False
     callback_list.on_test_begin()
     driver.reset_metrics()
+    data.rewind()
     data.begin_epoch()
     while (call := data.next_call(pace.next_steps())) is not None:
         callback_list.on_test_batch_begin(call.first)
@@ -205,25 +214,56 @@ def run_evaluation(
             )
         data.advance(steps, call.max_steps)
         if steps:
-            callback_list.on_test_batch_end(data.steps_done - 1, metrics())
+            number = last_batch_number(
+                data.steps_done, model.steps_per_execution, data.at_epoch_end
+            )
+            callback_list.on_test_batch_end(number, metrics())
             if signals is not None:
                 signals.respond(driver.signals)
-    data.end_epoch()
+            if every_batch and group.from_chief(lambda: bool(model.stop_evaluating)):
+                break
+    else:
+        data.end_epoch()
     logs = metrics()
     callback_list.on_test_end(logs)
     return logs
 
 
-def run_prediction(driver: SyncDriver, data: EpochIterator, callback_list: Any) -> Any:
+def run_prediction(
+    driver: SyncDriver, group: Group, data: EpochIterator, callback_list: Any
+) -> Any:
     """One pass over the data with the steps of `predict`; returns the model's outputs."""
-
-    def after_step(steps_done: int) -> None:
-        callback_list.on_predict_batch_begin(steps_done - 1)
-        callback_list.on_predict_batch_end(steps_done - 1, {})
-
+    model, total = driver.model, data.steps_per_epoch
+    every_batch = _any_wants_every_batch(group, callback_list, "predict")
+    model.stop_predicting = False
     callback_list.on_predict_begin()
     data.shard.on_epoch_begin()
-    outputs = driver.predict(iter(data.shard.dataset), data.steps_per_epoch, after_step)
+    predictions = driver.predictions(iter(data.shard.dataset))
+    done, more = 0, True
+    while more and (total is None or done < total):
+        max_steps = model.steps_per_execution
+        if total is not None:
+            max_steps = min(max_steps, total - done)
+        callback_list.on_predict_batch_begin(done)
+        before = predictions.steps
+        steps = predictions.extend(max_steps)
+        if every_batch:  # where each worker has a pipeline of its own, it may end before the others
+            steps = max(group.from_all(steps))
+        done += steps
+        more = steps == max_steps
+        if not steps:
+            break
+        logs = {"outputs": predictions.assembled(before)} if every_batch else {}
+        number = last_batch_number(done, model.steps_per_execution, not more or done == total)
+        callback_list.on_predict_batch_end(number, logs)
+        if every_batch and group.from_chief(lambda: bool(model.stop_predicting)):
+            break
     data.shard.on_epoch_end()
     callback_list.on_predict_end()
-    return outputs
+    return predictions.assembled()
+
+
+def _any_wants_every_batch(group: Group, callback_list: Any, kind: str) -> bool:
+    """Whether callbacks of some task act between batches. All tasks enter it."""
+    wants = (callbacks_lib.wants_every_batch(c, kind) for c in callback_list.callbacks)
+    return any(group.from_all(any(wants)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from typing import Any
 
 import keras
@@ -56,6 +57,23 @@ class FitArguments:
             keras.utils.set_random_seed(self.seed)
             tf.config.experimental.enable_op_determinism()
 
+    def limited(self) -> FitArguments:
+        """No more epochs and steps than `keras.config` allows, while somebody looks for a fault."""
+        max_epochs, _ = keras_compat.limits_for_debugging()
+        epochs = self.epochs
+        if max_epochs and max_epochs < epochs:
+            warnings.warn(f"Limiting epochs to {max_epochs}", stacklevel=3)
+            epochs = max_epochs
+        validation_steps = self.validation_steps
+        if self.validation_data is not None or self.validation_split:
+            validation_steps = limited_steps(validation_steps)
+        return dataclasses.replace(
+            self,
+            epochs=epochs,
+            steps_per_epoch=limited_steps(self.steps_per_epoch),
+            validation_steps=validation_steps,
+        )
+
     def split(self) -> FitArguments:
         """These arguments with `validation_split` carried out, where it applies."""
         if not self.validation_split or self.validation_data is not None:
@@ -105,3 +123,12 @@ class FitArguments:
         if self.backup_dir is not None:
             return callbacks_lib.BackupAndRestore(self.backup_dir, save_freq=self.backup_every)
         return asked
+
+
+def limited_steps(steps: int | None) -> int | None:
+    """No more steps of an epoch than `keras.config.set_max_steps_per_epoch` allows."""
+    _, max_steps = keras_compat.limits_for_debugging()
+    if not max_steps or (steps is not None and steps <= max_steps):
+        return steps
+    warnings.warn(f"Limiting steps_per_epoch to {max_steps}", stacklevel=3)
+    return max_steps

@@ -105,6 +105,14 @@ class EpochIterator:
         self.shard.on_epoch_begin()
         self._ended = False
 
+    def rewind(self) -> None:
+        """The next epoch begins a new pass, as each evaluation of Keras's does.
+
+        A generator goes on: what was read ahead of it would be lost.
+        """
+        if not self._source.is_generator:
+            self._iterator = None
+
     def next_call(self, max_steps: int) -> Call | None:
         """The next steps, at most `max_steps`; None at the end of the epoch."""
         if self._ended:

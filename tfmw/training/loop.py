@@ -33,6 +33,7 @@ from tfmw.checkpoint.resume import Backups, PythonState
 from tfmw.cluster.group import Group
 from tfmw.keras_compat.guards import saves_by_callbacks
 from tfmw.runtime.progress import blocking_call, report_progress
+from tfmw.training.pace import last_batch_number
 
 Logs = dict[str, Any]
 
@@ -275,7 +276,10 @@ class TrainingLoop:
             logs = driver.metrics(backups.signals())
             report_progress(self._step)
             backups.refuse_nan(logs, epoch, driver.steps_done)
-            self._callbacks.on_train_batch_end(driver.steps_done - 1, logs)
+            number = last_batch_number(
+                driver.steps_done, self._model.steps_per_execution, driver.at_epoch_end
+            )
+            self._callbacks.on_train_batch_end(number, logs)
             if self._every_batch:
                 self._follow_chief()
             return not self._model.stop_training and not any(driver.signals)

@@ -73,6 +73,16 @@ class CallPace:
             self._seconds_per_step = (self._clock() - start) / steps
 
 
+def last_batch_number(steps_done: int, steps_per_execution: int, at_end: bool) -> int:
+    """The number of a call's last batch, from 0, as callbacks get it from Keras.
+
+    Keras counts whole executions, also where the data ends within one.
+    """
+    if at_end:
+        steps_done = -(-steps_done // steps_per_execution) * steps_per_execution
+    return steps_done - 1
+
+
 class FunctionPace:
     """The number of steps of each function that a parameter-server worker runs.
 

@@ -80,7 +80,8 @@ class Session:
         overlapping: bool = False,
         silent: bool = False,
         history: bool = False,
-    ) -> keras.callbacks.CallbackList:
+        ordinary_model: Callable[[bool], contextlib.AbstractContextManager[None]] | None = None,
+    ) -> Any:
         """The callbacks that this task runs, including its progress display.
 
         Args:
@@ -91,10 +92,11 @@ class Session:
             overlapping: whether calls of the driver overlap; see `Throughput`.
             silent: whether to show no progress, for any `verbose`.
             history: whether to add a `History`.
+            ordinary_model: see `OnOrdinaryModel`; None where the model is one all the time.
         """
         shows = self.group.is_chief and verbose != 0 and not silent
         local = callbacks_lib.for_task(callbacks, self.group.is_chief, self.group.size)
-        return keras.callbacks.CallbackList(
+        callback_list = keras.callbacks.CallbackList(
             with_progress(local, shows, verbose, examples, overlapping),
             add_history=history,
             add_progbar=shows,
@@ -103,17 +105,20 @@ class Session:
             steps=steps,
             model=self.model,
         )
+        if ordinary_model is None:
+            return callback_list
+        return callbacks_lib.OnOrdinaryModel(callback_list, ordinary_model)
 
 
 def _checked(model: Any, method: str) -> keras.Model:
-    if not isinstance(model, keras.Model):
+    if not keras_compat.is_model(model):
         if not callable(model):
             raise UsageError(
                 f"received {type(model).__name__} as the model: expected a Keras model, or a "
                 "callable that returns one."
             )
         model = model()
-        if not isinstance(model, keras.Model):
+        if not keras_compat.is_model(model):
             raise UsageError(
                 f"the model function returned {type(model).__name__}: expected a Keras model."
             )

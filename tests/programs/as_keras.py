@@ -1,0 +1,469 @@
+"""What Keras's own tests found: `as_keras.py devices|workers FOLDER [SCENARIO...]`.
+
+Each scenario runs with Keras's own methods in one process and with tfmw on two virtual devices, or
+with tfmw on this worker. A scenario returns numbers that must be equal.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmw
+from tests.matrix.columns import virtual_devices
+from tests.programs import _result
+
+where, folder = sys.argv[1], Path(sys.argv[2])
+
+X = np.random.default_rng(1).normal(size=(22, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+BATCH = 3  # eight batches, the last of one example: then a replica has none
+
+
+class Keras:
+    """Keras's own methods."""
+
+    is_tfmw = False
+
+    def fit(self, model: Any, *data: Any, **options: Any) -> Any:
+        return model.fit(*data, verbose=0, **options)
+
+    def evaluate(self, model: Any, *data: Any, **options: Any) -> Any:
+        return model.evaluate(*data, verbose=0, **options)
+
+    def predict(self, model: Any, *data: Any, **options: Any) -> Any:
+        return model.predict(*data, verbose=0, **options)
+
+
+class Tfmw:
+    """tfmw's, on a strategy."""
+
+    is_tfmw = True
+
+    def __init__(self, strategy: Any):
+        self._strategy = strategy
+
+    def fit(self, model: Any, *data: Any, **options: Any) -> Any:
+        return tfmw.fit(model, *data, verbose=0, strategy=self._strategy, **options)
+
+    def evaluate(self, model: Any, *data: Any, **options: Any) -> Any:
+        return tfmw.evaluate(model, *data, verbose=0, strategy=self._strategy, **options)
+
+    def predict(self, model: Any, *data: Any, **options: Any) -> Any:
+        return tfmw.predict(model, *data, verbose=0, strategy=self._strategy, **options)
+
+
+def compiled(*layers: Any, optimizer: Any = "sgd", **options: Any) -> keras.Model:
+    model = keras.Sequential([*layers, keras.layers.Dense(1)])
+    model.compile(optimizer, "mse", **options)
+    return model
+
+
+def all_numbers(trainer: Any, model: Any, *data: Any) -> dict[str, Any]:
+    """Of a run of each method."""
+    history = trainer.fit(model, *data, epochs=2)
+    return {
+        "loss": history.history["loss"],
+        "evaluate": trainer.evaluate(model, *data),
+        "predict": as_lists(trainer.predict(model, data[0])),
+        "weights": [w.tolist() for w in model.get_weights()],
+    }
+
+
+def as_lists(value: Any) -> Any:
+    if isinstance(value, tf.RaggedTensor):
+        return value.to_list()
+    if isinstance(value, tf.SparseTensor):
+        value = tf.sparse.to_dense(value).numpy()
+    return np.asarray(value).tolist()
+
+
+def dataset(*tensors: Any, batch: int = BATCH) -> tf.data.Dataset:
+    """Batches that do not come from batch() alone."""
+    whole = tf.data.Dataset.from_tensor_slices(tensors).batch(batch)
+    return whole.map(lambda *batch: batch)
+
+
+# ---------------------------------------------------------------- models and data
+
+# Keras's public classes have it as a base, and no name of its own.
+Trainer: Any = next(c for c in keras.Model.__mro__ if c.__name__ == "TensorFlowTrainer")
+
+
+class TrainedLayer(Trainer, keras.layers.Dense):
+    """A layer that can be trained, and is no `keras.Model`."""
+
+    def __init__(self, units: int):
+        keras.layers.Dense.__init__(self, units)
+        Trainer.__init__(self)
+
+
+def a_trained_layer(trainer: Any) -> Any:
+    model = TrainedLayer(1)
+    model.compile("sgd", "mse", metrics=["mae"])
+    return all_numbers(trainer, model, dataset(X, Y))
+
+
+def sparse_inputs(trainer: Any) -> Any:
+    sparse = tf.sparse.from_dense(np.where(X > 0, X, 0))
+    model = compiled(keras.Input((4,), sparse=True), keras.layers.Dense(3))
+    return all_numbers(trainer, model, dataset(sparse, Y))
+
+
+def ragged_inputs(trainer: Any) -> Any:
+    words = tf.ragged.range(np.arange(len(X)) % 5 + 1)
+
+    class Lengths(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return tf.cast(tf.reduce_sum(inputs, axis=1), tf.float32)[:, None]
+
+    return all_numbers(trainer, compiled(Lengths()), dataset(words, Y / 10))
+
+
+def inputs_that_are_none(trainer: Any) -> Any:
+    class MaybeBoth(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def build(self, a_shape: Any, b_shape: Any = None) -> None:
+            self.dense.build(a_shape)
+
+        def call(self, a: Any, b: Any = None) -> Any:
+            return self.dense(a if b is None else a + b)
+
+        def compute_output_shape(self, a_shape: Any, b_shape: Any = None) -> Any:
+            return (*a_shape[:-1], 1)
+
+    def batches() -> Iterator[Any]:
+        for _ in range(2):
+            yield {"a": X[:5], "b": None}, Y[:5]
+
+    out = {}
+    for name in ("arrays", "generator"):
+        a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b", optional=True)
+        model = keras.Model({"a": a, "b": b}, MaybeBoth()(a, b))
+        model.compile("sgd", "mse")
+        if name == "arrays":
+            inputs = {"a": X, "b": None}
+            losses = trainer.fit(model, inputs, Y, batch_size=BATCH, shuffle=False).history["loss"]
+            out["predict"] = as_lists(trainer.predict(model, inputs, batch_size=BATCH))
+        else:
+            losses = trainer.fit(model, batches()).history["loss"]
+        out[name] = [losses, [w.tolist() for w in model.get_weights()]]
+    return out
+
+
+class Repeated(keras.Model):
+    """The numbers below that of each row, as a ragged, sparse or padded tensor."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+
+    def call(self, x: Any) -> Any:
+        ragged = tf.ragged.range(tf.cast(x[:, 0], tf.int32))
+        if self.kind == "ragged":
+            return ragged
+        return ragged.to_sparse() if self.kind == "sparse" else ragged.to_tensor()
+
+
+def predictions_without_one_shape(trainer: Any) -> Any:
+    numbers = [i % 6 + 1 for i in range(len(X))]
+    inputs = np.asarray(numbers, "float32")[:, None]
+    out = {
+        kind: as_lists(trainer.predict(Repeated(kind), inputs, batch_size=BATCH))
+        for kind in ("ragged", "padded")
+    }
+    # Each replica pads to the longest row of its own.
+    out["padded"] = [row[:n] for row, n in zip(out["padded"], numbers, strict=True)]
+    if trainer.is_tfmw:  # Keras cannot put together sparse ones of several widths
+        sparse = trainer.predict(Repeated("sparse"), inputs, batch_size=BATCH)
+        np.testing.assert_array_equal(
+            as_lists(sparse), [[c if c < n else 0 for c in range(6)] for n in numbers]
+        )
+    return out
+
+
+def batches_of_several_shapes(trainer: Any) -> Any:
+    def example(length: int) -> Any:
+        return np.arange(length, dtype="float32") / 10, np.ones((length // 2, 1), "float32")
+
+    def of_batches() -> Iterator[Any]:
+        for rows, length in ((3, 4), (1, 8), (2, 2)):
+            yield tuple(np.stack([t] * rows) for t in example(length))
+
+    def of_examples() -> Iterator[Any]:
+        for length in (4, 4, 8, 8, 2, 2):
+            yield example(length)
+
+    batch, one = (
+        (tf.TensorSpec([*rows, None]), tf.TensorSpec([*rows, None, 1])) for rows in ([None], [])
+    )
+    batches = tf.data.Dataset.from_generator(of_batches, output_signature=batch)
+    examples = tf.data.Dataset.from_generator(of_examples, output_signature=one)
+    out = []
+    for data in (
+        batches.apply(tf.data.experimental.assert_cardinality(3)),
+        # Nobody knows its length: at the end, all replicas have an empty batch.
+        examples.map(lambda x, y: (x, y)).batch(2),
+    ):
+        model = compiled(keras.Input((None,)), keras.layers.Reshape((-1, 2)))
+        history = trainer.fit(model, data, epochs=2)
+        out.append([history.history["loss"], [w.tolist() for w in model.get_weights()]])
+    return out
+
+
+def read_by_threads(trainer: Any) -> Any:
+    class Endless(keras.utils.PyDataset):
+        def __init__(self) -> None:
+            super().__init__(workers=2)
+
+        @property
+        def num_batches(self) -> None:
+            return None
+
+        def __getitem__(self, index: int) -> Any:
+            return X[:5], Y[:5]
+
+    return trainer.fit(compiled(), Endless(), steps_per_epoch=7, epochs=6).history["loss"]
+
+
+# ---------------------------------------------------------------- steps and epochs
+
+
+def limits(trainer: Any) -> Any:
+    keras.config.set_max_epochs(2)
+    keras.config.set_max_steps_per_epoch(3)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = compiled()
+            history = trainer.fit(model, dataset(X, Y), epochs=4, validation_data=(X, Y))
+            evaluated = trainer.evaluate(model, dataset(X, Y))
+            predicted = trainer.predict(model, dataset(X))
+    finally:
+        keras.config.set_max_epochs(None)
+        keras.config.set_max_steps_per_epoch(None)
+    assert any("Limiting epochs to 2" in str(w.message) for w in caught)
+    assert any("Limiting steps_per_epoch to 3" in str(w.message) for w in caught)
+    return [
+        history.epoch,
+        history.history,
+        int(model.optimizer.iterations),
+        evaluated,
+        predicted.tolist(),
+    ]
+
+
+def validation_begins_anew(trainer: Any) -> Any:
+    options = {"validation_steps": 2, "epochs": 3}
+    return [
+        trainer.fit(compiled(), dataset(X, Y), validation_data=data, **options).history["val_loss"]
+        for data in (dataset(X, Y), (X, Y))
+    ]
+
+
+class Numbers(keras.callbacks.Callback):
+    """Keeps the numbers of batches, and stops after the batch `stop`."""
+
+    def __init__(self, stop: int | None = None):
+        super().__init__()
+        self.seen: list[Any] = []
+        self.outputs: list[Any] = []
+        self.stop = stop
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(["train begin", batch])
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(["train end", batch])
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(["test begin", batch])
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(["test end", batch])
+        self.model.stop_evaluating = batch == self.stop
+
+    def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(["predict begin", batch])
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(["predict end", batch])
+        self.outputs += np.asarray(logs["outputs"]).tolist()
+        self.model.stop_predicting = batch == self.stop
+
+
+def batch_numbers(trainer: Any) -> Any:
+    """Seven batches, three in each call of steps: Keras counts nine."""
+    numbers, model = Numbers(), compiled(steps_per_execution=3)
+    for data in (dataset(X[:14], Y[:14], batch=2), dataset(X[:12], Y[:12], batch=2)):
+        trainer.fit(model, data, validation_data=data, callbacks=[numbers], epochs=2)
+        trainer.evaluate(model, data, callbacks=[numbers])
+    trainer.predict(model, X[:14], batch_size=2, callbacks=[Numbers()])
+    return numbers.seen
+
+
+def stopping(trainer: Any) -> Any:
+    endless, numbers, model = dataset(X, Y).repeat(), Numbers(2), compiled()
+    loss = trainer.evaluate(model, endless, steps=1000, callbacks=[numbers])
+    fitted = trainer.fit(
+        model,
+        X,
+        Y,
+        batch_size=11,
+        callbacks=[numbers],
+        epochs=2,
+        shuffle=False,
+        validation_data=endless,
+        validation_steps=1000,
+    )
+    predicted = trainer.predict(
+        model, dataset(X).repeat(), steps=1000, callbacks=[numbers]
+    ).tolist()
+    assert np.allclose(predicted, numbers.outputs)
+    return [loss, fitted.history["val_loss"], predicted, numbers.seen]
+
+
+# ---------------------------------------------------------------- callbacks and the model
+
+
+class Looks(keras.callbacks.Callback):
+    """Reads the model as one reads variables of TensorFlow, and changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        kernel, bias = self.model.layers[-1].weights
+        self.seen += [int(self.model.optimizer.iterations), float(kernel.value[0, 0])]
+        bias.assign(bias + 0.01)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen.append(self.model.layers[-1].kernel.numpy().tolist())
+        self.model.set_weights([w * 0.9 for w in self.model.get_weights()])
+
+
+def callbacks_see_an_ordinary_model(trainer: Any) -> Any:
+    looks, model = Looks(), compiled(optimizer=keras.optimizers.Adam(0.01, epsilon=1e-3))
+    history = trainer.fit(model, dataset(X, Y), epochs=2, callbacks=[looks])
+    return [looks.seen, history.history["loss"], [w.tolist() for w in model.get_weights()]]
+
+
+def swapped_moving_averages_of_weights(trainer: Any) -> Any:
+    model = compiled(optimizer=keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5))
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    data = dataset(X, Y)
+    history = trainer.fit(model, data, epochs=2, callbacks=[swap], validation_data=data)
+    return [history.history, [w.tolist() for w in model.get_weights()]]
+
+
+class Fails(keras.utils.PyDataset):
+    """Breaks at a batch, once."""
+
+    def __init__(self, at: int | None):
+        super().__init__()
+        self.left = at
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        if self.left is not None and index == 5:
+            self.left -= 1
+            if self.left < 0:
+                raise ValueError("broken on purpose")
+        return X[index * 3 : index * 3 + 4], Y[index * 3 : index * 3 + 4]
+
+
+def moving_averages_resumed_within_an_epoch(trainer: Any) -> Any:
+    """Before the first step replicas have averages of their own, which a callback leaves alone."""
+    if where == "workers":
+        return []  # an error of one task ends all of them
+    runs = []
+    for broken in (False, True) if trainer.is_tfmw else (False,):
+        keras.utils.set_random_seed(3)
+        model = compiled(keras.Input((4,)), keras.layers.BatchNormalization(momentum=0.5))
+        callback = keras.callbacks.LambdaCallback()
+        options: dict[str, Any] = {"epochs": 2, "shuffle": False, "callbacks": [callback]}
+        if broken:
+            options |= {"backup_dir": folder / "backup", "backup_every": 3}
+            try:
+                trainer.fit(model, Fails(1), **options)
+                raise AssertionError("the first run did not break")
+            except (tf.errors.OpError, ValueError):
+                pass
+            callback.on_train_batch_begin = lambda batch, logs=None: None  # now it acts
+        trainer.fit(model, Fails(None), **options)
+        runs.append(model.get_weights())
+    for whole, resumed in zip(*runs, strict=True) if len(runs) == 2 else ():
+        np.testing.assert_allclose(resumed, whole, rtol=1e-6)
+    return []
+
+
+class Masks(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = keras.layers.Dropout(0.5)
+
+    def call(self, x: Any) -> Any:
+        return self.dropout(x, training=True)
+
+
+def replicas_keep_seeds_of_their_own(trainer: Any) -> Any:
+    masks = trainer.predict(Masks(), np.ones((8, 50)), batch_size=4, callbacks=[Numbers()]) > 0
+    if trainer.is_tfmw:
+        assert (masks[0::2] != masks[1::2]).any(axis=1).all()
+        assert (masks[:4] != masks[4:]).any(axis=1).all()
+    return []
+
+
+SCENARIOS: list[Callable[[Any], Any]] = [
+    a_trained_layer,
+    sparse_inputs,
+    ragged_inputs,
+    inputs_that_are_none,
+    predictions_without_one_shape,
+    batches_of_several_shapes,
+    read_by_threads,
+    limits,
+    validation_begins_anew,
+    batch_numbers,
+    stopping,
+    callbacks_see_an_ordinary_model,
+    swapped_moving_averages_of_weights,
+    moving_averages_resumed_within_an_epoch,
+    replicas_keep_seeds_of_their_own,
+]
+
+
+def results(trainer: Any) -> dict[str, Any]:
+    out = {}
+    for scenario in SCENARIOS:
+        if sys.argv[3:] and scenario.__name__ not in sys.argv[3:]:
+            continue
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(1)
+        try:
+            out[scenario.__name__] = scenario(trainer)
+        except Exception as e:
+            if where == "workers":
+                raise
+            out[scenario.__name__] = f"{type(e).__name__}: {e}"
+    return out
+
+
+if where == "devices":
+    virtual_devices(2)
+    mirrored = tfmw.strategies.mirrored(["CPU:0", "CPU:1"])
+    _result.write({"keras": results(Keras()), "tfmw": results(Tfmw(mirrored))})
+else:
+    tfmw.init()
+    _result.write(results(Tfmw("auto")))
