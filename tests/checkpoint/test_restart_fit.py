@@ -146,7 +146,7 @@ def test_row_13_one_task_is_preempted_then_the_launcher(undisturbed, tmp_path):
     done = train(tmp_path, disturb, "--max-restarts", "1", launcher_too=launcher_too)
     assert done.status == PREEMPTED, done.output
     assert "(not counted as a restart)" in done.output
-    assert "same command goes on from there" in done.output.splitlines()[-1]
+    assert "same command resumes the run" in done.output.splitlines()[-1]
     assert_same(train(tmp_path, lambda *_: None), undisturbed)
 
 

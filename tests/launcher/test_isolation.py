@@ -175,7 +175,7 @@ class TestAuto:
             "isolate_tasks.py", "download", env={**NO_INIT, "no_proxy": "*"}, status=1
         )
         if "private network" in run.output.splitlines()[0]:
-            assert "the tasks had no network, only their own: --isolate off" in run.output
+            assert "the tasks ran in a private network: --isolate off" in run.output
 
 
 # ---- where it isn't possible --------------------------------------------------------------------

@@ -267,7 +267,7 @@ class TestPolicy:
         policy.decide(AttemptOutcome(preempted=True, step=5))
         decision = policy.decide(AttemptOutcome(preempted=True, step=9, seconds=2.0))
         assert decision.message == (
-            "attempt 2 starts at once: the tasks of attempt 1 saved their state and left after "
+            "attempt 2 starts at once: the tasks of attempt 1 saved their state and exited after "
             "2.0 s at step 9 (not counted as a restart)"
         )
 
@@ -406,7 +406,7 @@ class TestWatchdog:
         assert watchdog.check(sights) == HungTask("worker 1", "did not start within 120 s")
         sights[1] = TaskStatus("worker 1", -1, 2)
         assert watchdog.check(sights) == HungTask(
-            "worker 0", "did not join the others within 120 s"
+            "worker 0", "did not join the cluster within 120 s"
         )
 
     def test_server_only_has_to_start(self, watchdog):
@@ -543,7 +543,7 @@ def test_fewer_workers_continue(run):
     assert done.result.status == 0
     assert sorted(done.result.tasks) == ["worker 0", "worker 1"]
     assert len(done.task("worker 0", 2)["config"]["cluster"]["worker"]) == 2
-    assert "did not come back, so 2 go on" in done.lines[1]
+    assert "did not restart, so 2 continue" in done.lines[1]
 
 
 @pytest.mark.slow
@@ -611,7 +611,7 @@ def test_row_13_a_preempted_task(run):
         max_restarts=1,
     )
     assert (done.result.status, done.result.attempts, done.result.restarts) == (0, 2, 0)
-    assert "saved their state and left" in done.lines[0]
+    assert "saved their state and exited" in done.lines[0]
     assert "at step 4 (not counted as a restart)" in done.lines[0]
 
 

@@ -291,7 +291,7 @@ class BackupStore:
             if body["format"] != FORMAT:
                 raise UsageError(
                     f"backup {path} has format {body['format']}, this version reads {FORMAT}: "
-                    "go on with the version that wrote it, or use another backup_dir."
+                    "resume with the version that wrote it, or use another backup_dir."
                 )
             for name, size in body["sizes"].items():
                 if not _FILES.fullmatch(name):

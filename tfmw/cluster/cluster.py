@@ -16,7 +16,7 @@
 8. otherwise this process is a cluster of its own.
 
 A description that was found and is wrong raises `ClusterError`; it never falls through to the next.
-`tf_config` reads 1 and 2, `schedulers` the others.
+`tf_config` reads 1 and 2, `schedulers` 3 to 7.
 
 This module uses the standard library only: it runs before TensorFlow is imported.
 """

@@ -103,7 +103,7 @@ def init(
         return resolved
     if resolved.is_public():
         logger.warning(
-            "tf.distribute's gRPC has no authentication, and whoever reaches its port can run "
+            "tf.distribute's gRPC has no authentication: anyone who can connect to it can run "
             "code: %s is a public address; keep the cluster in a private network.",
             ", ".join(resolved.public_addresses()),
         )

@@ -4,13 +4,13 @@
         ...                        # each replica has its own copy of every variable
     model.predict(x)               # an ordinary Keras model again, trained
 
-The model is not rebuilt: it stays the user's own object, whenever and wherever it was made. What
-changes while it is placed is what its Keras variables hold. With one replica in this process they
-keep their own `tf.Variable`s. With several, or where the model was made in a strategy's scope, each
-gets one copy per device in place of it
-(aggregation NONE: a replica's update stays on that replica, and replicas stay equal because they
-all apply the same reduced gradients), and gets its own `tf.Variable` back at the end, with the new
-value: whatever else held on to it, a saved function or an export, stays valid.
+The model is not rebuilt: it is the user's own object. Placement changes only the `tf.Variable`s
+    inside
+its Keras variables. With one replica in this process they keep their own. With several replicas, or
+for a model created in a strategy's scope, each Keras variable gets one copy per device (aggregation
+NONE: an update of a replica changes its own copy, and copies stay equal because all replicas apply
+the same reduced gradients). At the end it gets its own `tf.Variable` back, with the new value. So
+other references to that `tf.Variable`, in a saved function or an export, stay valid.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from tfmw.keras_compat.optimizers import (
     stable_variable_keys,
 )
 
-# Folded into the seed of every replica but the first, so that dropout masks differ between them.
-_PLACED = "_self_tfmw_placed"  # so called, it does not count as the model's own
-_SEED_STEP = 0x9E3779B1  # 2**32 / golden ratio: nearby replica numbers give distant seeds
+_PLACED = "_self_tfmw_placed"  # with this prefix Keras does not treat it as the model's attribute
+
+# Times the replica number, combined with the seeds, so that dropout masks differ between replicas.
+_SEED_STEP = 0x9E3779B1  # 2**32 / golden ratio: neighbouring replicas have distant seeds
 
 
 def all_variables(model: keras.Model) -> list[Any]:
@@ -53,7 +54,7 @@ def all_variables(model: keras.Model) -> list[Any]:
 
 
 def shared_variables(model: keras.Model) -> list[Any]:
-    """All that replicas begin a call with alike: within another call, all but their seeds."""
+    """Variables that are equal on replicas at the start: in a nested call, all but the seeds."""
     variables = all_variables(model)
     if not is_placed(model):
         return variables
@@ -132,7 +133,7 @@ def placed(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[Pla
         strategy: a synchronous strategy.
     """
     variables = shared_variables(model)
-    # Within another call seeds differ between replicas already.
+    # In a nested call seeds already differ between replicas.
     seeds = [] if is_placed(model) else seeds_of(model)
     originals = [native(v) for v in variables]
     distributed = any(isinstance(v, tf.distribute.DistributedValues) for v in originals)
@@ -166,7 +167,7 @@ def placed(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[Pla
 
 @contextlib.contextmanager
 def _single_copies(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """The model holds the only copy of each variable that was made in the strategy's scope."""
+    """Makes the model use the only copy of each variable that was created in the scope."""
     variables = all_variables(model)
     originals = [native(v) for v in variables]
     with contextlib.ExitStack() as stack:
@@ -182,7 +183,7 @@ def _single_copies(model: keras.Model, strategy: tf.distribute.Strategy) -> Iter
 
 
 def is_placed(model: keras.Model) -> bool:
-    """Whether replicas have the model, each with seeds of its own."""
+    """Whether the model is placed, with different seeds on each replica."""
     return _PLACED in vars(model)
 
 
@@ -191,7 +192,7 @@ def _seeds_varied(
     model: keras.Model, strategy: tf.distribute.Strategy, seeds: list[Any]
 ) -> Iterator[None]:
     outermost = not is_placed(model)
-    vars(model)[_PLACED] = True  # past Keras's __setattr__
+    vars(model)[_PLACED] = True  # bypasses Keras's __setattr__
     _vary_seeds(strategy, seeds)
     try:
         yield
@@ -208,14 +209,14 @@ def local_copies(strategy: tf.distribute.Strategy, variable: Any) -> list[tf.Var
 
 
 def local_replicas(strategy: tf.distribute.Strategy) -> int:
-    """Replicas in this process."""
+    """Number of replicas in this process."""
     if strategy.num_replicas_in_sync == 1:
         return 1  # TensorFlow's default strategy has no list of devices
     return len(strategy.extended.worker_devices)
 
 
 def spans_processes(strategy: tf.distribute.Strategy) -> bool:
-    """Whether replicas live in several processes."""
+    """Whether there are replicas in several processes."""
     return strategy.num_replicas_in_sync > local_replicas(strategy)
 
 
@@ -230,9 +231,9 @@ def first_local_replica(strategy: tf.distribute.Strategy) -> int:
 
 
 def _vary_seeds(strategy: tf.distribute.Strategy, seeds: list[Any]) -> None:
-    """Folds the replica number into seed generators; done twice, it is undone.
+    """Combines the replica number with the seeds by exclusive or; a second call restores them.
 
-    Replica 0 keeps its seeds, so that what the model carries on with is what one process has.
+    Replica 0 keeps its seeds, so the model ends with the seeds of training in one process.
     """
     first = first_local_replica(strategy)
     for state in seeds:
@@ -243,14 +244,14 @@ def _vary_seeds(strategy: tf.distribute.Strategy, seeds: list[Any]) -> None:
 
 
 def refuse_raw_variables(model: keras.Model) -> None:
-    """Raises UsageError naming the layer and attribute that keep a raw `tf.Variable`.
+    """Raises UsageError for a layer with a raw `tf.Variable`.
 
-    Keras does not know of it, and nobody would keep it the same on all replicas.
+    Keras does not track it, and it would differ between replicas.
     """
     for layer in layers_of(model):
         for name, value in vars(layer).items():
             if type(layer).__module__.startswith("keras."):
-                continue  # Keras's own layers keep constants so, such as tf-idf weights
+                continue  # Keras's own layers keep constants in one, such as tf-idf weights
             if any(isinstance(i, tf.Variable) for i in items_in(value)):
                 raise UsageError(
                     f"layer {layer.name!r} ({type(layer).__name__}) keeps a raw tf.Variable in "
@@ -260,7 +261,7 @@ def refuse_raw_variables(model: keras.Model) -> None:
 
 
 def refuse_other_scope(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Raises UsageError where the model was made in the scope of another strategy.
+    """Raises UsageError if the model was created in the scope of another strategy.
 
     TensorFlow's variables of one strategy can be neither read nor updated in another one.
     """

@@ -121,4 +121,4 @@ def network_hint(failures: Sequence[Failure]) -> str:
     text = "\n".join(line for f in failures[:1] for line in (f.error, *f.detail))
     if not _NO_NETWORK.search(text):
         return ""
-    return "the tasks had no network, only their own: --isolate off gives them this machine's"
+    return "the tasks ran in a private network: --isolate off runs them in this machine's network"

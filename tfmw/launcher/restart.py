@@ -171,7 +171,7 @@ class RestartPolicy:
         return Decision(
             True,
             f"attempt {self._attempt} starts {_in(delay)}: the tasks of attempt "
-            f"{self._attempt - 1} saved their state and left after {outcome.seconds:.1f} s"
+            f"{self._attempt - 1} saved their state and exited after {outcome.seconds:.1f} s"
             f"{_at(self._step)} (not counted as a restart)",
             delay,
             self._workers,
@@ -201,7 +201,7 @@ class RestartPolicy:
             f"{cause.description}"
         )
         if fewer:
-            message += f"; it did not come back, so {self._workers} go on"
+            message += f"; it did not restart, so {self._workers} continue"
         return Decision(True, message, delay, self._workers)
 
     def _crash_loop(self, outcome: AttemptOutcome) -> str:

@@ -42,7 +42,7 @@ class Result:
         """Lines for the user; the last one names the first task that failed and its own error."""
         if self.status == PREEMPTED:
             return [
-                "tfmw: the tasks saved their state and left; the same command goes on from there"
+                "tfmw: the tasks saved their state and exited; the same command resumes the run"
             ]
         if self.status > 128:
             logs = f"; their logs: {self.directory}" if self.directory else ""

@@ -127,7 +127,7 @@ class Watchdog:
             return None
         # Started tasks may only be waiting for the one that has not started.
         last = min(missing, key=lambda s: (s.step, self._last[s.task][1]))
-        what = "did not start" if last.step == NOT_UP else "did not join the others"
+        what = "did not start" if last.step == NOT_UP else "did not join the cluster"
         return HungTask(last.task, f"{what} within {self._start_s:g} s")
 
     def _silent(self, statuses: Sequence[TaskStatus], now: float) -> HungTask | None:

@@ -52,7 +52,7 @@ class Report:
         done: whether all of its tasks ended with status 0.
         step: the largest training step that a task has reported; negative: none.
         seconds: how long it took.
-        preempted: whether tasks saved their state and left.
+        preempted: whether tasks saved their state and exited.
         failures: of tasks that failed on their own, the root cause first.
     """
 
