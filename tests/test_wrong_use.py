@@ -12,8 +12,10 @@ import pytest
 import tensorflow as tf
 
 import tfmw
+from tfmw.checkpoint import resume
 from tfmw.errors import UsageError
 from tfmw.keras_compat.guards import guard_models
+from tfmw.training.epoch_iterator import EpochIterator
 
 
 def compiled_model() -> keras.Model:
@@ -217,3 +219,14 @@ def test_a_model_of_another_scope_is_refused(strategy: str) -> None:
     tfmw.fit(model, batches(), strategy=own, verbose=0)
     after = own.experimental_local_results(model.weights[0].value)[0].numpy()
     assert not np.array_equal(before, after), "it trains in its own scope"
+
+
+def test_a_backup_of_parameter_servers_is_refused_in_synchronous_training(tmp_path, monkeypatch):
+    # What a training on parameter servers writes as its place in the data.
+    backup = tfmw.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(resume, "_run", lambda: "another process")
+        patch.setattr(EpochIterator, "position", lambda *_: {"done": 0, "begun": False})
+        tfmw.fit(compiled_model(), batches(), verbose=0, callbacks=[backup])
+    with pytest.raises(UsageError, match=r"the backup is of a training on parameter servers, and"):
+        tfmw.fit(compiled_model(), batches(), epochs=2, verbose=0, callbacks=[backup])

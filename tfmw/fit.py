@@ -131,9 +131,24 @@ Training = MirroredTraining | ParameterServerTraining
 def _sharded(session: Session, arguments: FitArguments, record: dict[str, Any] | None) -> Training:
     """The driver of this call, with sharded data and a built model."""
     servers = strategies.servers_of(session.strategy)
+    _refuse_other_driver(record, servers is not None)
     if servers is not None:
         return ParameterServerTraining(session, arguments, servers, record)
     return MirroredTraining(session, arguments, record)
+
+
+def _refuse_other_driver(record: dict[str, Any] | None, on_servers: bool) -> None:
+    """Raises UsageError if a backup is of the other kind of training; all tasks know it."""
+    if record is None:
+        return
+    was_on_servers = "seed" not in record["feed"]  # workers of parameter servers draw their own
+    if was_on_servers != on_servers:
+        kinds = {True: "a training on parameter servers", False: "a synchronous training"}
+        raise UsageError(
+            f"the backup is of {kinds[was_on_servers]}, and this is {kinds[on_servers]}: neither "
+            "can go on at the other's place in the data. Use another backup_dir; to go on with "
+            "the weights, load them with model.load_weights before tfmw.fit."
+        )
 
 
 def _require_same(session: Session, arguments: FitArguments, training: Training) -> None:
