@@ -42,6 +42,7 @@ class _Clock:
 def _fit(fit: Callable[..., Any], keras: Any, name: str, epochs: int) -> list[float]:
     clock = _Clock(WORKS[name].steps)
     timer = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: clock.epoch_ends())
+    timer.reads_optimizer = False
     fit(
         batches(name, WORLD),
         epochs=epochs,

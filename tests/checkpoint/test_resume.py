@@ -145,6 +145,7 @@ def test_row_35_killed_again_during_a_restore(folder, undisturbed):
     assert [run["attempt"] for run in runs] == ["3", "3"], output
     assert runs[0]["bits"] == runs[1]["bits"] == undisturbed[0]["bits"]
     assert runs[0]["counts"] == [3.0] * 48
+    assert undisturbed[0]["update"] == runs[0]["update"] == "shared by 2 workers"
     assert runs[0]["history"] == undisturbed[0]["history"]
 
 
@@ -185,6 +186,7 @@ def test_two_workers_are_preempted_and_another_number_resumes(
     assert len(runs) == workers
     for run in runs:
         assert run["made"] < 8, "it began anew"
+        assert run["update"].startswith("shared by 3" if workers == 3 else "on every worker")
         assert run["bits"] == runs[0]["bits"]
         assert_each_once_per_epoch(run, 2, workers, steps_of(left_by_two))
         for mine_, theirs in zip(run["weights"], undisturbed[0]["weights"], strict=True):

@@ -28,13 +28,18 @@ from tests.matrix.row import ROWS, Row, run
 
 
 def run_all(
-    names: list[str], strategy: tf.distribute.Strategy | None, column: str, folder: Path | None
+    names: list[str],
+    strategy: tf.distribute.Strategy | None,
+    column: str,
+    folder: Path | None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Runs rows one after the other.
 
     Args:
         names: of rows.
         folder: where results are kept; None keeps none (all tasks but the chief).
+        **options: arguments of `tfmw.fit` besides.
 
     Returns:
         Name of row -> {"seconds", "error" (a traceback or None), "digest" of the weights}.
@@ -48,7 +53,7 @@ def run_all(
         begin = time.perf_counter()
         error = digest = None
         try:
-            results = run(ROWS[name], strategy)
+            results = run(ROWS[name], strategy, **options)
             digest = digest_of(results)
             if folder is not None:
                 np.savez(_path(folder, column, name), **_savable(results))

@@ -96,11 +96,12 @@ def row(name: str, **options: Any) -> Callable[[Callable[[], Case]], Callable[[]
     return register
 
 
-def run(row: Row, strategy: tf.distribute.Strategy | None) -> dict[str, np.ndarray]:
+def run(row: Row, strategy: tf.distribute.Strategy | None, **options: Any) -> dict[str, np.ndarray]:
     """Trains, evaluates and predicts.
 
     Args:
         strategy: of tfmw; None for Keras's own methods in one process.
+        **options: arguments of `tfmw.fit` besides.
 
     Returns:
         Name -> array: "log/...", "evaluate/...", "predict/...", "weight/...", "optimizer/...",
@@ -112,14 +113,17 @@ def run(row: Row, strategy: tf.distribute.Strategy | None) -> dict[str, np.ndarr
     keras.config.set_floatx(row.floatx)
     keras.config.set_dtype_policy(row.floatx)
     try:
-        return _run(row, strategy)
+        return _run(row, strategy, options)
     finally:
         keras.config.set_floatx(before[0])
         keras.config.set_dtype_policy(before[1])
 
 
-def _run(row: Row, strategy: tf.distribute.Strategy | None) -> dict[str, np.ndarray]:
+def _run(
+    row: Row, strategy: tf.distribute.Strategy | None, options: dict[str, Any]
+) -> dict[str, np.ndarray]:
     case = row.build()
+    case.ours = {**case.ours, **options}
     model = case.model
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

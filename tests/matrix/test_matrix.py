@@ -33,9 +33,19 @@ def _runs_on(column: str, names: list[str]) -> list[str]:
 
 REST_ON_DEVICES = _runs_on("devices", REST)
 
+# Those in which sharing the update may make a difference.
+SHARDED = sorted(
+    {
+        *CORE,
+        *(n for n, row in ROWS.items() if row.build.__module__.endswith((".optimizers", ".steps"))),
+    }
+    & set(_runs_on("two", list(ROWS)))
+)
+
 # Column -> (worker processes, virtual devices of each, its rows).
 CLUSTERS = {
     "two": (2, 1, _runs_on("two", list(ROWS))),
+    "two_sharded": (2, 1, SHARDED),
     "three": (3, 1, CORE),
     "two_by_two": (2, 2, CORE),
 }
@@ -123,6 +133,11 @@ def two(folder: Path, asked: set[str], core: Any, rest: Any) -> list[dict[str, A
 
 
 @pytest.fixture(scope="session")
+def two_sharded(folder: Path, asked: set[str], core: Any, rest: Any) -> list[dict[str, Any]]:
+    return _cluster_column(folder, "two_sharded", asked)
+
+
+@pytest.fixture(scope="session")
 def three(folder: Path, asked: set[str], core: Any) -> list[dict[str, Any]]:
     return _cluster_column(folder, "three", asked)
 
@@ -170,6 +185,14 @@ def test_two_devices_rest(name: str, folder: Path, rest: dict[str, Any]) -> None
 @pytest.mark.parametrize("name", CLUSTERS["two"][2])
 def test_two_processes(name: str, folder: Path, two: list[dict[str, Any]]) -> None:
     _check(folder, "two", ROWS[name], two)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", SHARDED)
+def test_two_processes_that_share_the_update(
+    name: str, folder: Path, two_sharded: list[dict[str, Any]]
+) -> None:
+    _check(folder, "two_sharded", ROWS[name], two_sharded)
 
 
 @pytest.mark.multiprocess

@@ -125,6 +125,41 @@ def test_sums_are_bitwise_equal_on_all_workers(joined):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("length", [0, 1, 200_003])
+def test_a_sum_in_two_halves_is_the_sum_to_the_last_bit(joined, size, length):
+    rings = joined(size)
+    arrays = [np.random.default_rng(r).normal(size=length).astype("f") for r in range(size)]
+    cuts = ring.even_cuts(length, size)
+
+    def halves(rank: int) -> tuple[Array, Array]:
+        own = rings[rank].reduce_scatter(arrays[rank], cuts).copy()
+        return own, rings[rank].all_gather(own, cuts).copy()
+
+    sums = in_threads(size, sums_of(rings, arrays))
+    for rank, (own, total) in enumerate(in_threads(size, halves)):
+        np.testing.assert_array_equal(own, sums[0][rings[rank].own_part(cuts)])
+        np.testing.assert_array_equal(total, sums[0])
+    assert rings[0].own_part(cuts) != rings[1].own_part(cuts) or length < 2
+
+
+def test_parts_may_be_of_any_size(joined):
+    rings = joined(3)
+    cuts = [0, 0, 70_000, 70_001]
+    arrays = [np.random.default_rng(r).integers(0, 9, 70_001).astype("f") for r in range(3)]
+
+    def halves(rank: int) -> Array:
+        own = rings[rank].reduce_scatter(arrays[rank], cuts)
+        assert (
+            rings[rank].own_part(cuts)
+            == [slice(0, 70_000), slice(70_000, 70_001), slice(0, 0)][rank]
+        )
+        return rings[rank].all_gather(own, cuts)
+
+    for total in in_threads(3, halves):
+        np.testing.assert_array_equal(total, np.sum(arrays, axis=0))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("length", [0, 1, 1_000_003])
 def test_broadcast_of_the_first_workers_array(joined, size, length):
     rings = joined(size)

@@ -29,4 +29,5 @@ cluster = tfmw.init()
 strategy = tfmw.strategies.current_strategy()
 assert strategy.num_replicas_in_sync == cluster.num_workers * int(devices)
 chief = Path(folder) if cluster.is_chief else None
-_result.write(columns.run_all(names, strategy, column, chief))
+options = {"shard_optimizer": True} if column.endswith("_sharded") else {}
+_result.write(columns.run_all(names, strategy, column, chief, **options))

@@ -2,6 +2,8 @@
 
 Places: "step N" after that training step, "restore" when the state is being put back. "leave N"
 asks to leave after that step instead.
+
+Workers share the update of the weights: at each place each has its part of the optimizer's state.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import tfmw
 from tests.programs import _result
 from tests.programs.counting import Counts
 from tfmw.checkpoint import resume
+from tfmw.mirrored import sharded_update
 
 N, BATCH, EPOCHS = 48, 12, 3  # 4 steps in an epoch; 12 can be shared by 1, 2 and 3 workers
 
@@ -35,6 +38,7 @@ def die() -> None:
 
 class Die(keras.callbacks.Callback):
     made = 0
+    reads_optimizer = False  # so its state may be in parts between steps
 
     def on_train_batch_end(self, batch, logs=None):
         step = int(self.model.optimizer.iterations)
@@ -63,6 +67,7 @@ history = tfmw.fit(
     epochs=EPOCHS,
     verbose=0,
     seed=5,
+    shard_optimizer=True,
     callbacks=[Die(), tfmw.callbacks.BackupAndRestore(sys.argv[1], 3, delete_checkpoint=False)],
 )
 weights = [np.asarray(w) for w in model.get_weights()[1:]]
@@ -73,6 +78,7 @@ _result.write(
         "counts": (model.layers[0].counts.numpy() * cluster.num_workers).round(3).tolist(),
         "history": history.history,
         "made": Die.made,
+        "update": sharded_update.description(model),
         "attempt": os.environ.get("TFMW_ATTEMPT"),
     }
 )

@@ -80,6 +80,7 @@ def test_the_command_on_two_workers(tmp_path):
         parts["compute"] + parts["communication"] + parts["input"], abs=0.03
     )
     assert parts["communication"] > 0
+    assert "the weights are updated on every worker (" in output
     assert "a step sums 2 times" in output  # 9 MB of weights, and the bias
     assert "expected on N such workers" in output
 

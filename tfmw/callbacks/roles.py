@@ -46,6 +46,19 @@ _BATCH_HOOKS = {
 }
 
 
+# Keras's callbacks that look at metrics, the learning rate or the model's own weights at most.
+_IGNORE_OPTIMIZER: tuple[type, ...] = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.History,
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.TerminateOnNaN,
+)
+
+
 class ChiefOnly(keras.callbacks.Callback):
     """Runs a callback on the chief only.
 
@@ -174,6 +187,23 @@ def for_task(callbacks: Any, is_chief: bool, workers: int) -> list[Any]:
                 "delete the same files; use tfmw.callbacks.BackupAndRestore."
             )
     return [c for c in flat if is_chief or not writes(c)]
+
+
+def may_read_optimizer(callback: Any) -> bool:
+    """Whether a callback may look at the optimizer's state, or change it or the weights.
+
+    One that does not may say so: `reads_optimizer = False`.
+    """
+    if isinstance(callback, ChiefOnly):
+        return may_read_optimizer(callback.callback)
+    declared: bool | None = getattr(callback, "reads_optimizer", None)
+    if declared is not None:
+        return declared
+    if isinstance(callback, keras.callbacks.ProgbarLogger):
+        return False
+    if type(callback) is keras.callbacks.ModelCheckpoint:
+        return not callback.save_weights_only
+    return type(callback) not in _IGNORE_OPTIMIZER
 
 
 def wants_every_batch(callback: Any, kind: str = "train") -> bool:

@@ -28,7 +28,7 @@ import tensorflow as tf
 from tfmw import callbacks as callbacks_lib
 from tfmw import keras_compat
 from tfmw.errors import UsageError
-from tfmw.keras_compat import placement
+from tfmw.keras_compat import optimizer_part, placement
 
 # Keras numbers generated names (dense, dense_1, ...) in the whole process, and derives other names
 # from them: sequential_1_dense_3_kernel_momentum.
@@ -165,6 +165,7 @@ class Snapshots:
             value = placement.local_copies(strategy, variable)[0].read_value()
             size = value.shape.num_elements() * value.dtype.size
             large = size >= _WORTH_KEEPING_BYTES and value.dtype in _KEPT_TYPES
+            large = large and not optimizer_part.was_put(variable)  # no step assigns to it
             found[name] = self._copied(name, value) if busy and large else value
         return found
 

@@ -8,6 +8,7 @@ the installed versions lack. A test calls it, so an incompatible release fails t
 * `batch_reduction`, `coupling`: which losses are sums or means, and which compare examples.
 * `optimizers`: updates on each replica, after one reduction of the gradients.
 * `fused_update`: an optimizer's update as one compiled function.
+* `optimizer_part`: the part of an optimizer's state that one worker keeps.
 * `models`, `metrics`, `objects`: the parts and variables of a model, and how it is built.
 * `placement`: a model's variables on the devices of a strategy, and back.
 * `guards`: `model.fit` refused, and one writer, in a process that has joined a cluster.
@@ -24,6 +25,7 @@ from tfmw.keras_compat import (
     losses,
     metrics,
     models,
+    optimizer_part,
     optimizers,
     parameter_servers,
     runtime,
@@ -258,7 +260,16 @@ __all__ = [
 
 def missing_names() -> list[str]:
     """Private names that tfmw uses and the installed versions lack; [] if all exist."""
-    modules = (losses, optimizers, models, metrics, datasets, runtime, parameter_servers)
+    modules = (
+        losses,
+        optimizers,
+        optimizer_part,
+        models,
+        metrics,
+        datasets,
+        runtime,
+        parameter_servers,
+    )
     return [
         f"{getattr(owner, '__name__', owner)}.{name}"
         for module in modules

@@ -38,7 +38,7 @@ def fused_update(optimizer: Any, variables: list[Any]) -> Iterator[None]:
         optimizer: a Keras optimizer, built.
         variables: the Keras variables that it updates.
     """
-    if not fuses(optimizer, variables, os.environ.get(FUSED_UPDATE, "auto")):
+    if not fuses(optimizer, variables):
         yield
         return
     keras_apply = optimizer.apply
@@ -61,7 +61,7 @@ def fused_update(optimizer: Any, variables: list[Any]) -> Iterator[None]:
         yield
 
 
-def fuses(optimizer: Any, variables: list[Any], choice: str = "auto") -> bool:
+def fuses(optimizer: Any, variables: list[Any], choice: str | None = None) -> bool:
     """Whether updates by `optimizer` are compiled.
 
     Only those of Keras's own optimizers: a user's class may not compile. Only on the CPU, and with
@@ -70,11 +70,12 @@ def fuses(optimizer: Any, variables: list[Any], choice: str = "auto") -> bool:
     Args:
         optimizer: a Keras optimizer.
         variables: the Keras variables that it updates.
-        choice: "auto", "on" or "off".
+        choice: "auto", "on" or "off"; by default that of the environment.
 
     Raises:
         UsageError: `choice` is unknown.
     """
+    choice = choice or os.environ.get(FUSED_UPDATE, "auto")
     if choice not in ("auto", "on", "off"):
         raise UsageError(f"{FUSED_UPDATE} is {choice!r}: expected auto, on or off.")
     values = [native(v) for v in variables]

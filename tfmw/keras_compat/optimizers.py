@@ -83,9 +83,29 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
     return list(optimizer.variables)
 
 
+def slot_lists(optimizer: Any) -> list[tuple[str, list[Any]]]:
+    """(name, the optimizer's own variables that go with those that it updates; None for none).
+
+    Keras keeps slots in lists as long as the list of variables, under names of their own.
+    """
+    count = len(optimizer._trainable_variables)
+    return [
+        (name, list(value))
+        for name, value in vars(optimizer).items()
+        if name not in ("_trainable_variables", "_variables")
+        and isinstance(value, list | tuple)
+        and len(value) == count
+        and any(v is not None for v in value)
+        and all(v is None or isinstance(v, keras.Variable) for v in value)
+    ]
+
+
+Reduced = contextlib.AbstractContextManager[tuple[list[Any], list[Any]]]
+
+
 @contextlib.contextmanager
 def replica_local_updates(
-    optimizer: Any, reduce_gradients: Callable[[list[Any], ReplicaWeight], list[Any]]
+    optimizer: Any, reduced: Callable[[list[Any], list[Any], ReplicaWeight], Reduced]
 ) -> Iterator[None]:
     """Makes `optimizer.apply` reduce the gradients first and then update this replica only.
 
@@ -94,12 +114,13 @@ def replica_local_updates(
 
     Args:
         optimizer: a Keras optimizer, built.
-        reduce_gradients: (gradients, None allowed; this replica's weight) -> the gradients of the
-            global batch.
+        reduced: (gradients, None allowed; their variables; this replica's weight) -> a context in
+            which the update is traced, of the gradients of the global batch and the variables
+            that this replica updates by them.
     """
     _install_local_updates()
     overrides: list[tuple[Any, str, Any]] = [
-        (optimizer, "apply", _local_apply(optimizer, reduce_gradients)),
+        (optimizer, "apply", _local_apply(optimizer, reduced)),
         (optimizer, "scale_loss", _weighting_scale_loss(optimizer)),
     ]
     for each in with_inner_optimizers(optimizer):
@@ -124,7 +145,7 @@ def _weighting_scale_loss(optimizer: Any) -> Callable[[Any], Any]:
 
 
 def _local_apply(
-    optimizer: Any, reduce_gradients: Callable[[list[Any], ReplicaWeight], list[Any]]
+    optimizer: Any, reduced: Callable[[list[Any], list[Any], ReplicaWeight], Reduced]
 ) -> Callable[..., None]:
     """`optimizer.apply` that reduces the gradients first."""
     keras_apply = optimizer.apply
@@ -150,19 +171,21 @@ def _local_apply(
     def reduce_and_update(
         weight: ReplicaWeight, grads: list[Any], variables: Any, xla: bool = False
     ) -> None:
-        reduced = reduce_gradients(grads, weight)
+        if variables is None:
+            variables = optimizer._trainable_variables
+        with reduced(grads, list(variables), weight) as (totals, updated):
 
-        def update() -> tf.Tensor:
-            keras_apply(reduced, variables)
-            return tf.constant(0)
+            def update() -> tf.Tensor:
+                keras_apply(totals, updated)
+                return tf.constant(0)
 
-        if xla:
-            update = tf.function(update, jit_compile=True, autograph=False)
-        if weight.size_known:
-            update()
-        else:
-            # At the end of the data no replica has examples: that step updates nothing.
-            tf.cond(weight.global_examples > 0, update, lambda: tf.constant(0))
+            if xla:
+                update = tf.function(update, jit_compile=True, autograph=False)
+            if weight.size_known:
+                update()
+            else:
+                # At the end of the data no replica has examples: that step updates nothing.
+                tf.cond(weight.global_examples > 0, update, lambda: tf.constant(0))
 
     return apply
 

@@ -17,6 +17,7 @@ from tensorflow.python.ops import resource_variable_ops as _resource_variables
 
 from tfmw.keras_compat.models import layers_of
 from tfmw.keras_compat.objects import overridden
+from tfmw.keras_compat.optimizers import slot_lists
 
 
 def optimized_variables(optimizer: Any) -> list[Any]:
@@ -25,21 +26,12 @@ def optimized_variables(optimizer: Any) -> list[Any]:
 
 
 def optimizer_slots(optimizer: Any) -> list[list[Any]]:
-    """The optimizer's slots for each variable that it updates.
-
-    Keras keeps slots in lists as long as the list of variables, in one attribute for each kind.
-    """
-    count = len(optimizer._trainable_variables)
-    slots: list[list[Any]] = [[] for _ in range(count)]
-    for name, value in vars(optimizer).items():
-        if name in ("_trainable_variables", "_variables") or not isinstance(value, (list, tuple)):
-            continue
-        kinds = (keras.Variable, type(None))
-        if len(value) != count or not all(isinstance(v, kinds) for v in value):
-            continue
-        for index, slot in enumerate(value):
-            if slot is not None and all(slot is not s for s in slots[index]):
-                slots[index].append(slot)
+    """The optimizer's slots for each variable that it updates."""
+    slots: list[list[Any]] = [[] for _ in optimizer._trainable_variables]
+    for _, found in slot_lists(optimizer):
+        for of_variable, slot in zip(slots, found, strict=True):
+            if slot is not None and all(slot is not s for s in of_variable):
+                of_variable.append(slot)
     return slots
 
 

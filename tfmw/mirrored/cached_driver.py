@@ -56,7 +56,11 @@ class _Dependencies:
 
     @classmethod
     def of(
-        cls, model: keras.Model, strategy: tf.distribute.Strategy, compression: str | None
+        cls,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        compression: str | None,
+        shard_optimizer: Any,
     ) -> _Dependencies:
         optimizers = keras_compat.optimizers_of(model)
         variables = placement.all_variables(model)
@@ -66,7 +70,7 @@ class _Dependencies:
             *(each for o in optimizers for each in keras_compat.with_inner_optimizers(o)),
             *variables,
         ]
-        settings = [compression, reduction.nothing()]
+        settings = [compression, shard_optimizer, reduction.nothing()]
         for part in parts:
             for name, value in vars(part).items():
                 if not (
@@ -108,10 +112,14 @@ class _CachedDriver:
 
 @contextlib.contextmanager
 def cached_driver(
-    model: keras.Model, strategy: tf.distribute.Strategy, compression: str | None = None
+    model: keras.Model,
+    strategy: tf.distribute.Strategy,
+    compression: str | None = None,
+    shard_optimizer: Any = False,
 ) -> Iterator[SyncDriver]:
     """A driver in which the model is placed; the arguments are those of `SyncDriver`."""
-    at_begin = _Dependencies.of(model, strategy, compression)
+    chosen = compression, shard_optimizer
+    at_begin = _Dependencies.of(model, strategy, *chosen)
     # An invalid driver is freed before the call needs memory.
     others = [k for k in vars(model).pop(_KEPT, []) if k.facts.same_parts(at_begin)]
     number = next((i for i, k in enumerate(others) if k.facts.same(at_begin)), None)
@@ -121,16 +129,13 @@ def cached_driver(
         driver = others.pop(number).driver
         driver.reset()
     else:
-        driver = SyncDriver(model, strategy, compression)
+        driver = SyncDriver(model, strategy, *chosen)
     held: list[bool] = []  # at each trace
     try:
         with driver:
-            entered = _Dependencies.of(
-                model, strategy, compression
-            )  # including the attributes that the driver sets
-            driver.traces_valid = lambda: _Dependencies.of(model, strategy, compression).same(
-                entered
-            )
+            # Including the attributes that the driver sets.
+            entered = _Dependencies.of(model, strategy, *chosen)
+            driver.traces_valid = lambda: _Dependencies.of(model, strategy, *chosen).same(entered)
             driver.on_trace(lambda: held.append(driver.traces_valid()))
             yield driver
     finally:

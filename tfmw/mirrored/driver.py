@@ -16,7 +16,7 @@ so every replica makes the same update and none needs a cross-replica context. M
 on each replica and added up when somebody reads them.
 
 A training step reads top to bottom here: `train`, `_steps`, `_step_loop`, `_replica_step`,
-`_call_step`, and, from within the optimizer, `_reduce_gradients`.
+`_call_step`, and, from within the optimizer, `_reduced`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from tfmw.mirrored.collectives.reduction import SUM, Reduction, scaled
 from tfmw.mirrored.metrics import NotedResults, ReplicaMetrics, noting_results
 from tfmw.mirrored.replica_state import ReplicaState
 from tfmw.mirrored.replicas import Replicas, Traces
+from tfmw.mirrored.sharded_update import SharedUpdate, shared_updates
 from tfmw.mirrored.tensors import batch_rows, or_one_example, or_zeros
 from tfmw.runtime.progress import report_alive
 
@@ -52,9 +53,11 @@ class SyncDriver:
         strategy: mirrored, multi-worker mirrored, or TensorFlow's default.
         compression: "fp16" or "bf16": the type that gradients are sent and summed in; None for
             their own.
+        shard_optimizer: whether workers share the update of the weights; see `SharedUpdate`.
 
     Attributes:
         examples: of the steps so far, over all replicas.
+        updates: how each of the model's optimizers updates the weights.
         traces_valid: called, once `reset` was called, before an earlier trace is used again.
     """
 
@@ -63,12 +66,23 @@ class SyncDriver:
         model: keras.Model,
         strategy: tf.distribute.Strategy,
         compression: str | None = None,
+        shard_optimizer: Any = False,
     ):
         self.model = model
         self.strategy = strategy
         self.examples = 0
         self.traces_valid: Callable[[], bool] = lambda: True
         self._reduction = Reduction(strategy, compression)
+        self.updates = [
+            SharedUpdate(
+                optimizer,
+                self._reduction,
+                shard_optimizer,
+                eager=model.run_eagerly,
+                compressed=compression is not None,
+            )
+            for optimizer in keras_compat.optimizers_of(model)
+        ]
         self._replicas = Replicas(strategy, self._reduction.sum)
         self._traces = Traces()
         self._metrics = ReplicaMetrics(model, self._replicas, self._traces)
@@ -119,6 +133,7 @@ class SyncDriver:
         enter = self._stack.enter_context
         placement.refuse_raw_variables(self.model)
         placement.refuse_other_scope(self.model, self.strategy)
+        enter(shared_updates(self.model, self.updates))
         with self._lost_peer_named():
             agree(self._replicas.group, self.strategy, placement.shared_variables(self.model))
         self._placement = enter(placement.placed(self.model, self.strategy))
@@ -126,14 +141,16 @@ class SyncDriver:
         for optimizer in keras_compat.optimizers_of(self.model):
             enter(keras_compat.fused_update(optimizer, variables))
         if self.replicas > 1:
-            for optimizer in keras_compat.optimizers_of(self.model):
-                enter(keras_compat.replica_local_updates(optimizer, self._reduce_gradients))
+            for update in self.updates:
+                reduced = functools.partial(self._reduced, update)
+                enter(keras_compat.replica_local_updates(update.optimizer, reduced))
         if any(keras_compat.overrides_step(self.model, f"{k}_step") for k in ("train", "test")):
             enter(noting_results(self.model))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.close()
+        with self._lost_peer_named():
+            self._stack.__exit__(*error)
 
     # ------------------------------------------------------------ steps
 
@@ -168,9 +185,12 @@ class SyncDriver:
             shard_sizes.empty or (shard_sizes.uneven and trains and bool(self._state.variables()))
         )
         loop = self._traces.get(
-            (kind, uneven, size_known, repr(iterator.element_spec)),
+            (kind, uneven, size_known, repr(iterator.element_spec), *self._shares_now()),
             lambda: self._step_loop(kind, uneven, size_known, iterator),
         )
+        if trains:
+            for update in self.updates:
+                update.before_steps()
         with self._lost_peer_named():
             if not self._gathers:
                 return self._run(loop, iterator, max_steps)
@@ -179,6 +199,9 @@ class SyncDriver:
                 if not self._run(loop, iterator, 1):
                     return steps_done
             return max_steps
+
+    def _shares_now(self) -> list[bool]:
+        return [update.of_call is None for update in self.updates]
 
     def _run(self, loop: Callable[..., Any], iterator: Any, max_steps: int) -> int:
         steps_done, examples = loop(iterator, tf.constant(max_steps, tf.int64))
@@ -340,8 +363,14 @@ class SyncDriver:
         )
         return step(batch)
 
-    def _reduce_gradients(self, grads: list[Any], weight: keras_compat.ReplicaWeight) -> list[Any]:
-        """Gradients of this replica -> gradients of the global batch, the same everywhere."""
+    def _reduced(
+        self,
+        update: SharedUpdate,
+        grads: list[Any],
+        variables: list[Any],
+        weight: keras_compat.ReplicaWeight,
+    ) -> contextlib.AbstractContextManager[tuple[list[Any], list[Any]]]:
+        """Gradients of this replica -> gradients of the global batch, and what they update."""
         if not weight.has_keras_loss:
             self._warn_once(
                 "train_step computes its loss without Keras's losses: it is taken for a mean over "
@@ -356,7 +385,7 @@ class SyncDriver:
             grads = [or_zeros(g, present) for g in grads]
         if not self._reduction.shapes_may_change:
             self._gathers |= any(isinstance(grad, tf.IndexedSlices) for grad in grads)
-        return self._reduction(grads)
+        return update.reduced(grads, variables)
 
     @contextlib.contextmanager
     def _lost_peer_named(self) -> Iterator[None]:
@@ -404,6 +433,25 @@ class SyncDriver:
         with self._lost_peer_named():
             return self._state.rows()
 
+    def copy_optimizer_to_chief(self) -> None:
+        """Gives the chief's optimizer its whole state until the next step; a collective."""
+        with self._lost_peer_named():
+            for update in self.updates:
+                update.copy_to_chief()
+
+    def restore_optimizer(self, between_steps: bool = False) -> None:
+        """Gives the optimizer its whole state on all workers until the next step; a collective.
+
+        Args:
+            between_steps: only where the optimizer is looked at there.
+        """
+        with self._lost_peer_named():
+            for update in self.updates:
+                if between_steps:
+                    update.after_steps()
+                else:
+                    update.restore_whole()
+
     def restore_replica_state(self, metrics: np.ndarray, averages: np.ndarray) -> None:
         """Gives replicas back what `replica_state` returned; see `ReplicaState.restore`."""
         self._state.restore(metrics, averages)
@@ -419,6 +467,9 @@ class SyncDriver:
         group = self._replicas.group
         if group.size == 1:
             return
+        for update in self.updates:
+            update.forget_copy()
+            update.weights_changed()
         seeds = placement.seeds_of(self.model)
         metrics = keras_compat.metric_variables(self.model)
         averages = self._state.all_variables() if inside_epoch else []

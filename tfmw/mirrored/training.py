@@ -53,13 +53,19 @@ class MirroredTraining:
         session.build(self.element_spec)
         self._validation: EpochIterator | None = None
         self._every_batch = False
+        self._optimizer_is_read = True
         self._pace: CallPace | None = None
         self._driver: SyncDriver | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> MirroredTraining:
         self._driver = self._stack.enter_context(
-            cached_driver(self.model, self.strategy, self._arguments.gradient_compression)
+            cached_driver(
+                self.model,
+                self.strategy,
+                self._arguments.gradient_compression,
+                self._arguments.shard_optimizer,
+            )
         )
         source = self._arguments.validation_source
         if source is not None:
@@ -113,9 +119,12 @@ class MirroredTraining:
     def resumes_inside_epoch(self) -> bool:
         return self._data.resumes_inside_epoch
 
-    def start(self, every_batch: bool, model_is_read: bool) -> None:
+    def start(self, every_batch: bool, model_is_read: bool, optimizer_read: str) -> None:
         del model_is_read  # placed variables are those of the model
         self._every_batch = every_batch
+        self._optimizer_is_read = optimizer_read != "never"
+        for update in self.driver.updates:
+            update.begin(read_between_steps=optimizer_read == "steps")
         self._pace = CallPace(self.group, self.model.steps_per_execution, every_batch)
 
     def restore_position(self) -> None:
@@ -151,6 +160,7 @@ class MirroredTraining:
             self._data.advance(steps, call.max_steps)
             if not steps:
                 continue
+            self.driver.restore_optimizer(between_steps=True)
             if self._every_batch:
                 self.driver.average_state()
             if not on_end():
@@ -164,14 +174,18 @@ class MirroredTraining:
 
     def update_model(self) -> None:
         self.driver.average_state()
+        if self._optimizer_is_read:
+            self.driver.restore_optimizer()
 
     def replica_state(self) -> tuple[Any, Any]:
+        self.driver.copy_optimizer_to_chief()
         return self.driver.replica_state()
 
     def position(self, in_epoch: bool) -> dict[str, Any]:
         return self._data.position(in_epoch)
 
     def finish(self) -> None:
+        self.driver.restore_optimizer()
         if self._arguments.epochs > 0:
             for optimizer in keras_compat.optimizers_of(self.model)[:1]:
                 optimizer.finalize_variable_values(self.model.trainable_weights)

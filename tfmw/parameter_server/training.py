@@ -103,7 +103,8 @@ class ParameterServerTraining:
     def resumes_inside_epoch(self) -> bool:
         return self._restored_steps > 0
 
-    def start(self, every_batch: bool, model_is_read: bool) -> None:
+    def start(self, every_batch: bool, model_is_read: bool, optimizer_read: str) -> None:
+        del optimizer_read  # it is updated together with the model
         del every_batch  # workers run many steps between two calls of the coordinator
         self._model_is_read = model_is_read
         self._driver = PsDriver(self.model, self._servers, self._source)

@@ -40,8 +40,7 @@ def main(target: str, workers: int, steps: int) -> int:
     from tfmw.launcher.run import launch
 
     measured = launch(_measure, (target, steps), workers)
-    cost, batch, parameters = measured[0]
-    print(report(cost, batch, parameters))
+    print(report(*measured[0]))
     return 0
 
 
@@ -81,13 +80,14 @@ def _load(target: str) -> Callable[[], Any]:
     return make
 
 
-def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
-    """On each worker: (cost, global batch, parameters)."""
+def _measure(target: str, steps: int) -> tuple[Cost, int | None, int, str]:
+    """On each worker: (cost, global batch, parameters, how the weights are updated)."""
     import keras
     import numpy as np
 
     import tfmw
     from tfmw import strategies
+    from tfmw.mirrored import sharded_update
     from tfmw.mirrored.collectives import listener, reduction
     from tfmw.mirrored.collectives.connection import ring_of
 
@@ -102,6 +102,7 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
     before = _reductions(ring)
     whole = _seconds(model, dataset, options, steps)
     made = _reductions(ring) - before
+    update = sharded_update.description(model)
     sums = made / ((ROUNDS + WARM_UP) * steps) if ring is not None else 1.0
     with reduction.left_out():
         local = _seconds(model, dataset, options, steps)
@@ -118,7 +119,7 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int]:
         latency=_latency(strategy),
         sums=sums,
     )
-    return cost, size, parameters
+    return cost, size, parameters, update
 
 
 def _reductions(ring: Any) -> int:
@@ -153,6 +154,7 @@ def _seconds(model: Any, dataset: Any, options: dict[str, Any], steps: int) -> f
     timer = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: ends.append(time.perf_counter())
     )
+    timer.reads_optimizer = False  # which would be gathered for it after each epoch
     tfmw.fit(
         model,
         dataset,

@@ -93,8 +93,12 @@ ADVICE = {
 MANY = (1, 2, 4, 8, 16, 64, 256, 1024)
 
 
-def report(cost: Cost, global_batch: int | None, parameters: int) -> str:
-    """Lines to print: parts of a step, what bounds it, what to change, and what to expect."""
+def report(cost: Cost, global_batch: int | None, parameters: int, update: str = "") -> str:
+    """Lines to print: parts of a step, what bounds it, what to change, and what to expect.
+
+    Args:
+        update: how the weights are updated.
+    """
     about = f"{cost.workers} worker(s), {parameters:,} parameters"
     if global_batch:
         about += f", global batch {global_batch}: {global_batch / cost.step:,.0f} examples/s"
@@ -102,6 +106,8 @@ def report(cost: Cost, global_batch: int | None, parameters: int) -> str:
     for name in ("compute", "communication", "input", "step"):
         seconds = getattr(cost, name)
         lines.append(f"{name:<16} {1000 * seconds:>9.2f} {seconds / cost.step:>6.0%}")
+    if update:
+        lines.append(f"the weights are updated {update}")
     lines.append(f"bound by {cost.bound_by}: {ADVICE[cost.bound_by]}")
     if cost.workers == 1:
         return "\n".join(lines)

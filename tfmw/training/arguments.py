@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
 from tfmw import data, keras_compat, precision
+from tfmw.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class FitArguments:
     """The arguments of `tfmw.fit`, which documents them.
 
     Raises:
-        UsageError: an unknown `gradient_compression` or `precision`.
+        UsageError: an unknown `gradient_compression`, `precision` or `shard_optimizer`.
     """
 
     model: Any
@@ -47,9 +48,15 @@ class FitArguments:
     seed: int | None
     gradient_compression: str | None
     precision: str | None
+    shard_optimizer: Any
 
     def __post_init__(self) -> None:
         precision.check(self.precision, self.gradient_compression)
+        if self.shard_optimizer not in (True, False, "auto"):
+            raise UsageError(
+                f"received shard_optimizer={self.shard_optimizer!r}: expected True, False or "
+                '"auto".'
+            )
 
     def set_seed(self) -> None:
         """Makes the process deterministic where a seed was given."""

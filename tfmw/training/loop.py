@@ -73,12 +73,14 @@ class Driver(Protocol):
     def resumes_inside_epoch(self) -> bool:
         """Whether the backup that the run goes on from was taken between two steps."""
 
-    def start(self, every_batch: bool, model_is_read: bool) -> None:
+    def start(self, every_batch: bool, model_is_read: bool, optimizer_read: str) -> None:
         """Before the first epoch.
 
         Args:
             every_batch: whether callbacks want to run between batches.
             model_is_read: whether anybody reads the user's model between epochs.
+            optimizer_read: when callbacks may look at the optimizer's slots: "never", after
+                "epochs" or after "steps".
         """
 
     def restore_position(self) -> None:
@@ -215,7 +217,7 @@ class TrainingLoop:
         driver, found, callbacks = self._driver, self._backups.record, self._callbacks.callbacks
         wants = map(callbacks_lib.wants_every_batch, callbacks)
         self._every_batch = any(driver.group.from_all(any(wants)))
-        driver.start(self._every_batch, self._is_model_read())
+        driver.start(self._every_batch, self._is_model_read(), self._optimizer_read())
         if found is not None:
             self._initial_epoch, self._step = found["epoch"], found["step"]
             state.prepare_for_resume(callbacks, self._initial_epoch)
@@ -238,6 +240,13 @@ class TrainingLoop:
         silent = keras.callbacks.History | keras.callbacks.ProgbarLogger
         others = any(not isinstance(c, silent) for c in self._callbacks.callbacks)
         return self._backups.on or self._validate is not None or others
+
+    def _optimizer_read(self) -> str:
+        """See `Driver.start`."""
+        readers = list(filter(callbacks_lib.may_read_optimizer, self._callbacks.callbacks))
+        after_steps = any(map(callbacks_lib.wants_every_batch, readers))
+        local = "steps" if after_steps else "epochs" if readers else "never"
+        return max(self._driver.group.from_all(local), key=("never", "epochs", "steps").index)
 
     def _unchanged(self, resumed: bool) -> contextlib.AbstractContextManager[None]:
         """In a run that goes on: what callbacks set when something begins, they have set before."""

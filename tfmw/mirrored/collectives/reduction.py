@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from tfmw.cluster import membership
 from tfmw.mirrored.collectives.connection import ring_of
-from tfmw.mirrored.collectives.ring import Ring
+from tfmw.mirrored.collectives.ring import Cuts, Ring
 from tfmw.precision import COMPRESSIONS
 
 SUM = tf.distribute.ReduceOp.SUM
@@ -116,6 +116,31 @@ class Reduction:
         replica = tf.distribute.get_replica_context()
         return replica.all_reduce(SUM, flat)
 
+    # ------------------------------------------------------------ the sum, in two halves
+
+    @property
+    def ring(self) -> Ring | None:
+        """The ring that gradients travel over; None where TensorFlow sums them."""
+        return None if self._ring is None else self._ring.ring
+
+    def packs(self, grads: list[Any]) -> list[list[int]]:
+        """Positions of gradients that travel together over the ring, in the order of travel."""
+        given = [i for i, grad in enumerate(grads) if grad is not None]
+        assert self._ring is not None
+        return [[given[i] for i in pack] for pack in self._ring.packs([grads[i] for i in given])]
+
+    def scattered(self, flat: tf.Tensor, cuts: Cuts) -> tf.Tensor:
+        """This worker's part of the sum over all workers, as `__call__` sums: [n] -> [m]."""
+        assert self._ring is not None
+        if _nothing is not None:
+            return scaled(flat[self._ring.ring.own_part(cuts)], _nothing)
+        return _as_type(self._ring.scattered(self._compressed(flat), cuts), flat.dtype)
+
+    def gathered(self, own: tf.Tensor, cuts: Cuts) -> tf.Tensor:
+        """The parts of all workers, in order: [m] -> [n]."""
+        assert self._ring is not None
+        return self._ring.gathered(own, cuts)
+
     def _by_tensorflow(self, grads: list[Any]) -> list[Any]:
         cut = [self._pieces(grad) for grad in grads]
         replica = tf.distribute.get_replica_context()
@@ -166,7 +191,7 @@ class _OverRing:
     def __call__(self, grads: list[Any]) -> list[Any]:
         """Gradients of this replica -> their sums over all replicas."""
         out: list[Any] = [None] * len(grads)
-        for pack in self._packs(grads):
+        for pack in self.packs(grads):
             first = grads[pack[0]]
             if isinstance(first, tf.IndexedSlices):
                 out[pack[0]] = self._gathered(first)
@@ -179,7 +204,7 @@ class _OverRing:
                 out[i] = tf.ensure_shape(tf.reshape(part, tf.shape(grads[i])), grads[i].shape)
         return out
 
-    def _packs(self, grads: list[Any]) -> Iterator[list[int]]:
+    def packs(self, grads: list[Any]) -> Iterator[list[int]]:
         """Positions of the gradients of each pack: neighbours of one dtype, last ones first."""
         pack: list[int] = []
         room = 0
@@ -200,9 +225,30 @@ class _OverRing:
 
     def summed(self, flat: tf.Tensor, what: str = "gradients") -> tf.Tensor:
         """The sum over all workers: [n] -> [n]."""
-        options: dict[str, Any] = {"add": _add_16_bits} if flat.dtype.size == 2 else {}
+        options = _options_for(flat.dtype)
         (total,) = self._in_turn(lambda local: [self.ring.sum(local, what=what, **options)], [flat])
         total.set_shape(flat.shape)
+        return total
+
+    def scattered(self, flat: tf.Tensor, cuts: Cuts) -> tf.Tensor:
+        """See `Ring.reduce_scatter`."""
+
+        def exchange(local: np.ndarray) -> list[np.ndarray]:
+            return [
+                self.ring.reduce_scatter(local, cuts, what="gradients", **_options_for(flat.dtype))
+            ]
+
+        (own,) = self._in_turn(exchange, [flat])
+        part = self.ring.own_part(cuts)
+        own.set_shape([part.stop - part.start])
+        return own
+
+    def gathered(self, own: tf.Tensor, cuts: Cuts) -> tf.Tensor:
+        """See `Ring.all_gather`."""
+        (total,) = self._in_turn(
+            lambda local: [self.ring.all_gather(local, cuts, what="weights")], [own]
+        )
+        total.set_shape([cuts[-1]])
         return total
 
     def _gathered(self, grad: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -225,6 +271,10 @@ class _OverRing:
             turn, *out = tf.numpy_function(run, [self._turn.read_value(), *local], types)
             self._turn.assign(turn)
         return out
+
+
+def _options_for(dtype: tf.DType) -> dict[str, Any]:
+    return {"add": _add_16_bits} if dtype.size == 2 else {}
 
 
 def _add_16_bits(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:

@@ -2,6 +2,8 @@
 
     ring = connect(rank, addresses, key, from_all=group.from_all)
     total = ring.sum(local)         # float32 [n]: the sum over workers, bit for bit the same on all
+    own = ring.reduce_scatter(local, cuts)  # this worker's part of it, and then
+    total = ring.all_gather(own, cuts)      # all parts, on all
     rows, = ring.gather([local])    # float32 [sum of n]: all workers' arrays, one after the other
     first = ring.broadcast(local)   # float32 [n]: the first worker's array
 
@@ -36,6 +38,7 @@ from tfmw.mirrored.collectives import listener
 from tfmw.mirrored.collectives.links import PIECE_BYTES, Receiver, Sender
 
 Add = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]  # (a, b, out)
+Cuts = Sequence[int]  # of an array into a part for each worker: N + 1 numbers from 0 to its length
 
 QUIET_S = 5.0  # seconds without a byte after which neighbours are probed
 _MISSES = 2  # probes in a row without a response: a busy worker may miss one
@@ -53,6 +56,22 @@ class RingBroken(ConnectionError):
 def _add(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     with np.errstate(all="ignore"):  # the optimizer handles infinities
         np.add(a, b, out=out)
+
+
+def even_cuts(elements: int, workers: int) -> list[int]:
+    """An array of `elements`, cut into parts of as equal sizes as can be."""
+    return [elements * part // workers for part in range(workers + 1)]
+
+
+def part_number(rank: int, workers: int) -> int:
+    """Which part of a sum a worker has first: the one that comes to it last."""
+    return (rank + 1) % workers
+
+
+def part_of(cuts: Cuts, rank: int) -> slice:
+    """The elements of the part that a worker has first."""
+    number = part_number(rank, len(cuts) - 1)
+    return slice(cuts[number], cuts[number + 1])
 
 
 class Ring:
@@ -107,6 +126,54 @@ class Ring:
         """
         with self._exchange(what):
             return self._sum(np.ascontiguousarray(local), add)
+
+    def own_part(self, cuts: Cuts) -> slice:
+        """Which elements of a sum this worker has first; see `reduce_scatter`."""
+        return part_of(cuts, self.rank)
+
+    def reduce_scatter(
+        self, local: np.ndarray, cuts: Cuts, add: Add = _add, what: str = "reduce_scatter"
+    ) -> np.ndarray:
+        """This worker's part of the sum of all workers' arrays: the first half of `sum`.
+
+        With `even_cuts` it is bit for bit the same part of what `sum` returns.
+
+        Args:
+            local, add, what: as in `sum`.
+            cuts: where the array is cut into a part for each worker; the same on all.
+
+        Returns:
+            [m], of the elements `own_part(cuts)`.
+
+        Raises:
+            RingBroken, RuntimeError: as in `sum`.
+        """
+        with self._exchange(what):
+            local = np.ascontiguousarray(local)
+            own = self._memory.like(local[self.own_part(cuts)])
+            # With two workers the first part that comes is the own one.
+            between = self._memory.like(local) if self.size > 2 else local
+            self._turn(local, between, cuts, range(self.size - 1), add, own)
+            return own
+
+    def all_gather(self, own: np.ndarray, cuts: Cuts, what: str = "all_gather") -> np.ndarray:
+        """The parts of all workers, in order: the second half of `sum`.
+
+        Args:
+            own: [m], of the elements `own_part(cuts)`.
+            cuts, what: as in `reduce_scatter`.
+
+        Returns:
+            [n], the same on all workers.
+
+        Raises:
+            RingBroken, RuntimeError: as in `sum`.
+        """
+        with self._exchange(what):
+            total = self._memory.array(cuts[-1], own.dtype)
+            total[self.own_part(cuts)] = own
+            self._turn(total, total, cuts, range(self.size - 1, 2 * (self.size - 1)), _add)
+            return total
 
     def gather(self, local: Sequence[np.ndarray]) -> list[np.ndarray]:
         """All workers' arrays, joined along the first axis by rank. All workers must call it.
@@ -166,33 +233,59 @@ class Ring:
         self._previous.peer.close()
 
     def _sum(self, local: np.ndarray, add: Add) -> np.ndarray:
-        last = self.size - 1
         total = self._memory.like(local)
-        cuts = [len(local) * part // self.size for part in range(self.size + 1)]
+        self._turn(local, total, even_cuts(len(local), self.size), range(2 * self.size - 2), add)
+        return total
+
+    def _turn(
+        self,
+        local: np.ndarray,
+        total: np.ndarray,
+        cuts: Cuts,
+        rounds: range,
+        add: Add,
+        last: np.ndarray | None = None,
+    ) -> None:
+        """Passes parts from worker to worker, one in each round.
+
+        In the first N - 1 rounds this worker's values are added to what comes, and in the others
+        what comes is complete.
+
+        Args:
+            local: [n], this worker's values.
+            total: [n], where what comes is put.
+            cuts: of both.
+            rounds: of the 2 (N - 1), those to make.
+            add: puts the sum of two arrays into a third.
+            last: where the part of the last round is put instead.
+        """
+        adding = self.size - 1
 
         def part(array: np.ndarray, number: int) -> np.ndarray:
             number %= self.size
             return array[cuts[number] : cuts[number + 1]]
 
-        # Message k is the received message k - 1; in the first round with local values added.
-        self._next.add(self._header(local.nbytes), part(local, self.rank), may_go=True)
-        self._next.add(*(part(total, self.rank - k) for k in range(1, 2 * last)))
+        # Message k is the received message k - 1; in the first rounds with local values added.
+        first = part(local if rounds.start == 0 else total, self.rank - rounds.start)
+        self._next.add(self._header(local.nbytes), first, may_go=True)
+        self._next.add(*(part(total, self.rank - k) for k in rounds[1:]))
         remote = self._incoming_bytes()
         if remote != local.nbytes:
             raise self._differ(f"{remote} bytes", f"{local.nbytes} bytes")
-        for k in range(2 * last):
+        for k in rounds:
             coming, summand = (part(array, self.rank - 1 - k) for array in (total, local))
+            if last is not None and k == rounds[-1]:
+                coming = last
             for piece in _pieces(coming):
                 here = coming[piece]
                 with self._received(here) as values:
-                    if k < last:
+                    if k < adding:
                         add(values, summand[piece], here)
                     elif values is not here:
                         here[...] = values
-                if k < 2 * last - 1:
+                if k != rounds[-1]:
                     self._next.release(here.nbytes)
         self._finish()
-        return total
 
     def _gather(self, local: list[np.ndarray]) -> list[np.ndarray]:
         row = sum(array.itemsize * math.prod(array.shape[1:]) for array in local)
@@ -331,15 +424,20 @@ class _Memory:
 
     def like(self, array: np.ndarray) -> np.ndarray:
         """An uninitialized array of the same length and dtype."""
-        blocks = self._blocks.setdefault(array.nbytes, [])
+        return self.array(len(array), array.dtype)
+
+    def array(self, length: int, dtype: Any) -> np.ndarray:
+        """An uninitialized array [length]."""
+        nbytes = length * dtype.itemsize
+        blocks = self._blocks.setdefault(nbytes, [])
         for block in blocks:
             if sys.getrefcount(block) == _UNUSED:
                 break
         else:
-            block = np.empty(array.nbytes + _ALIGNED, np.uint8)
+            block = np.empty(nbytes + _ALIGNED, np.uint8)
             blocks.append(block)
         start = -block.ctypes.data % _ALIGNED
-        return block[start : start + array.nbytes].view(array.dtype)
+        return block[start : start + nbytes].view(dtype)
 
 
 # References to a free block, counted as in `like`: by the list, the loop over it, and getrefcount's

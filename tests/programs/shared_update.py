@@ -1,0 +1,210 @@
+"""Updates the same weights by workers that share the update and by ones that do not.
+
+    shared_update.py "Adam | on" constraint
+
+"Adam | on" is that optimizer with a compiled update, on variables; a name without a bar is a model
+in two calls of fit. Writes, of each, both ways: checksums of the weights and of the optimizer's
+state, the weights, and how they were updated.
+"""
+
+import hashlib
+import os
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmw
+from tests.programs._result import write
+from tfmw import keras_compat
+from tfmw.keras_compat.fused_update import FUSED_UPDATE
+from tfmw.mirrored import sharded_update
+from tfmw.mirrored.collectives import reduction
+from tfmw.mirrored.sharded_update import SharedUpdate
+
+o = keras.optimizers
+
+
+class Own(keras.optimizers.SGD):
+    """A user's update."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        self.assign_sub(variable, gradient / (1.0 + tf.norm(gradient)) * learning_rate)
+
+
+class OwnApply(keras.optimizers.SGD):
+    """One that wants to see all variables."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        super().apply([2.0 * g for g in grads], trainable_variables)
+
+
+def no_decay() -> Any:
+    optimizer = o.AdamW(0.01, weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+OPTIMIZERS = {
+    "SGD": lambda: o.SGD(0.1),
+    "SGD, Nesterov": lambda: o.SGD(0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda: o.Adam(0.01),
+    "Adam, amsgrad": lambda: o.Adam(0.01, amsgrad=True),
+    "Adam, schedule": lambda: o.Adam(o.schedules.ExponentialDecay(0.1, 2, 0.5)),
+    "AdamW": no_decay,
+    "Adamax": lambda: o.Adamax(0.01),
+    "Nadam": lambda: o.Nadam(0.01),
+    "RMSprop, centered": lambda: o.RMSprop(0.01, momentum=0.9, centered=True),
+    "Adagrad": lambda: o.Adagrad(0.1),
+    "Adadelta": lambda: o.Adadelta(0.5),
+    "Ftrl": lambda: o.Ftrl(0.1),
+    "Lion": lambda: o.Lion(0.003),
+    "Lamb": lambda: o.Lamb(0.01),
+    "Adafactor": lambda: o.Adafactor(0.01),
+    "clipnorm": lambda: o.Adam(0.01, clipnorm=0.05),
+    "clipvalue": lambda: o.Adam(0.01, clipvalue=0.01),
+    "global_clipnorm": lambda: o.SGD(0.1, momentum=0.9, global_clipnorm=0.05),
+    "average of weights": lambda: o.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
+    "accumulated gradients": lambda: o.Adam(0.01, gradient_accumulation_steps=2),
+    "loss scaling": lambda: o.LossScaleOptimizer(o.Adam(0.01), initial_scale=8.0),
+    "loss scaling, global_clipnorm": lambda: o.LossScaleOptimizer(
+        o.Adam(0.01, global_clipnorm=0.05), initial_scale=2.0**125, dynamic_growth_steps=2
+    ),
+    "user's update": lambda: Own(0.1),
+    "user's apply": lambda: OwnApply(0.1),
+}
+SHAPES = [(137, 29), (29,), (29, 11), (11,), (1, 5)]
+STEPS = 4
+
+
+def updated(name: str, fused: str, shard: bool) -> dict[str, Any]:
+    """What becomes of variables by a few updates, with gradients of each worker's own."""
+    os.environ[FUSED_UPDATE] = fused
+    strategy = tfmw.strategies.current_strategy()
+    random = np.random.default_rng(0)
+    weights = [
+        keras.Variable(random.normal(size=s).astype("f"), name="bias"[: len(s) * 4]) for s in SHAPES
+    ]
+    own = np.random.default_rng(10 + cluster.index)
+    gradients = [[own.normal(size=s).astype("f") for s in SHAPES] for _ in range(STEPS)]
+    optimizer = OPTIMIZERS[name]()
+    optimizer.build(weights)
+    update = SharedUpdate(optimizer, reduction.Reduction(strategy), shard)
+    one = tf.constant(1)
+    weight = keras_compat.ReplicaWeight(one, one, uneven=False, size_known=True, in_loss=False)
+
+    @tf.function(autograph=False)
+    def step(grads: Any) -> None:
+        def on_replica() -> None:
+            with keras_compat.weighting_losses(weight):
+                optimizer.apply(list(grads), weights)
+
+        strategy.run(on_replica)
+
+    with (
+        keras_compat.fused_update(optimizer, weights),
+        keras_compat.replica_local_updates(optimizer, lambda g, v, w: update.reduced(g, v)),
+    ):
+        for grads in gradients:
+            traced = step.get_concrete_function(grads)
+            update.before_steps()
+            traced(grads)
+    update.restore_whole()
+    return {
+        "weights": digest(weights),
+        "state": digest(optimizer.variables),
+        "values": [np.asarray(w.value).ravel().tolist() for w in weights],
+        "update": update.description,
+    }
+
+
+def make_model(name: str) -> keras.Model:
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    if name == "sparse":
+        model = keras.Sequential(
+            [keras.Input((6,), dtype="int32"), layers.Embedding(23, 5), layers.Flatten()]
+        )
+        model.add(layers.Dense(3))
+    else:
+        constraint = keras.constraints.UnitNorm() if name == "constraint" else None
+        inner = [layers.Dense(13, activation="relu", kernel_constraint=constraint)]
+        inner += [layers.Dense(7, activation="relu"), layers.Dense(3)]
+        kind = OwnStep if name == "own step" else keras.Sequential
+        model = kind([keras.Input((9,)), *inner])
+    make = OPTIMIZERS.get(name, lambda: o.Adam(0.01))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(make(), loss, jit_compile=name == "compiled model")
+    return model
+
+
+class OwnStep(keras.Sequential):
+    """A step that updates in two turns."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        variables = self.trainable_variables
+        grads = tape.gradient(loss, variables)
+        self.optimizer.apply_gradients(list(zip(grads[:2], variables[:2], strict=True)))
+        self.optimizer.apply_gradients(list(zip(grads[2:], variables[2:], strict=True)))
+        return {"loss": loss}
+
+
+class Look(keras.callbacks.Callback):
+    """The optimizer's state as a callback sees it after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(digest(self.model.optimizer.variables))
+
+
+def digest(variables: Any) -> str:
+    hashed = hashlib.sha256()
+    for variable in variables:
+        value = np.asarray(variable.value)
+        assert value.shape == tuple(variable.shape), variable.path
+        hashed.update(value.tobytes())
+    return hashed.hexdigest()
+
+
+def trained(name: str, shard: bool) -> dict[str, Any]:
+    """What becomes of a model in two calls of fit; the second uses what the first has traced."""
+    os.environ[FUSED_UPDATE] = "auto"
+    model = make_model(name)
+    random = np.random.default_rng(0)
+    x = (
+        random.normal(size=(76, 9)).astype("f")
+        if name != "sparse"
+        else random.integers(0, 23, (76, 6))
+    )
+    data = tf.data.Dataset.from_tensor_slices((x, random.integers(0, 3, 76))).batch(12)
+    look = Look()
+    options: dict[str, Any] = {"callbacks": [look] if name == "between steps" else []}
+    if name == "16 bits":
+        options["gradient_compression"] = "bf16"
+    for _ in range(2):
+        tfmw.fit(model, data, epochs=1, verbose=0, shard_optimizer=shard, **options)
+    return {
+        "weights": digest(model.weights),
+        "state": digest(model.optimizer.variables),
+        "values": [np.asarray(w.value).ravel().tolist() for w in model.weights],
+        "seen": look.seen,
+        "update": sharded_update.description(model),
+    }
+
+
+cluster = tfmw.init(bytes_per_pack=2000)  # several packs
+found: dict[str, Any] = {}
+for asked in sys.argv[1:]:
+    name, _, how = asked.partition(" | ")
+    run = [updated(name, how, s) if how else trained(name, s) for s in (False, True)]
+    found[asked] = run
+write(found)

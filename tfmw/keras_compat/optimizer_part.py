@@ -1,0 +1,319 @@
+"""The part of an optimizer's state that one worker keeps where workers share the update.
+
+    part = OptimizerPart(optimizer, own={0: slice(0, 50), 2: None}, shared={0, 1, 2})
+    part.take()                        # slots of other workers' parts are freed here
+    with part.in_place():              # while a step is traced
+        optimizer.apply(grads_of_parts, variables)
+
+The optimizer stays the user's own object, with its counters, learning rate, decay and clipping.
+While an update is traced, its variables hold `tf.Variable`s of the worker's part only, and it knows
+of no others. In between they are its ordinary ones, whose slots are empty until `put` fills them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops as _resource_variables
+
+from tfmw.errors import UsageError
+from tfmw.keras_compat.objects import overridden
+from tfmw.keras_compat.optimizers import slot_lists, with_inner_optimizers
+
+_BY_ELEMENT = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "Lion")
+"""Keras's optimizers that update each element of a variable by its own gradient and slots, with
+operations that round alike wherever in an array an element is."""
+
+_BY_ELEMENT_COMPILED = ("RMSprop", "Adagrad", "Adadelta")
+"""The same, where XLA compiles the update. Elsewhere TensorFlow divides by a square root, with
+another rounding for the last few elements of an array than for the others; Ftrl's power may differ
+so in both."""
+
+_OWN_UPDATE = {"update_step", "get_config", "from_config"}
+"""Methods that a user's optimizer may have of its own."""
+
+_PUT = "_self_tfmw_put"  # an attribute of slots; so called, no step is traced anew for it
+_AVERAGES = "_model_variables_moving_average"
+
+
+def refuses_parts(optimizer: Any) -> str | None:
+    """Why an optimizer must see all variables at once; None where it need not.
+
+    Args:
+        optimizer: built.
+    """
+    for each in with_inner_optimizers(optimizer):
+        if getattr(each, "_inner_optimizers", None):
+            return f"{type(each).__name__} holds several optimizers"
+        own = _overrides_of_user(each)
+        if own:
+            return f"{type(each).__name__} has its own {', '.join(sorted(own))}"
+        if each.global_clipnorm and each.gradient_accumulation_steps:
+            return "global_clipnorm looks at accumulated gradients"
+        if not all(isinstance(v, keras.Variable) for v in each._trainable_variables):
+            return f"{type(each).__name__} updates variables that are not Keras's"
+        known = {id(slot) for _, slots in slot_lists(each) for slot in slots if slot is not None}
+        inner = getattr(each, "inner_optimizer", None)
+        known |= {id(v) for v in ([] if inner is None else inner.variables)}
+        if any(id(v) not in known and len(v.shape) for v in each.variables):
+            return f"{type(each).__name__} keeps state that belongs to no variable"
+    return None
+
+
+def _overrides_of_user(optimizer: Any) -> set[str]:
+    found: set[str] = set()
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith("keras."):
+            break
+        found |= {n for n in vars(kind) if hasattr(keras.optimizers.Optimizer, n)}
+    return {n for n in found if not n.startswith("__") and n not in _OWN_UPDATE}
+
+
+def updated_by_element(optimizer: Any, variable: Any, compiled: bool) -> bool:
+    """Whether the elements of a variable may be updated apart, with the same result.
+
+    Args:
+        compiled: whether XLA compiles the update.
+    """
+    inner = list(with_inner_optimizers(optimizer))[-1]
+    names = (*_BY_ELEMENT, *(_BY_ELEMENT_COMPILED if compiled else ()))
+    return (
+        any(type(inner) is getattr(keras.optimizers, name) for name in names)
+        and not inner.clipnorm
+        and variable.constraint is None
+    )
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """The Keras variables that a built optimizer updates, in its order."""
+    return list(optimizer._trainable_variables)
+
+
+def has_slots(optimizer: Any) -> bool:
+    """Whether the optimizer keeps state for each variable."""
+    return any(slot_lists(each) for each in with_inner_optimizers(optimizer))
+
+
+def global_clipnorm(optimizer: Any) -> float | None:
+    """What gradients are clipped to together; None for not at all."""
+    norms = [each.global_clipnorm for each in with_inner_optimizers(optimizer)]
+    return next((norm for norm in norms if norm), None)
+
+
+def loss_scale(optimizer: Any) -> Any:
+    """What the optimizer will divide gradients by."""
+    scale = getattr(optimizer, "dynamic_scale", None)
+    if scale is not None:
+        return tf.identity(scale.value)
+    return optimizer.loss_scale_factor or 1.0
+
+
+def checks_finite(optimizer: Any) -> bool:
+    """Whether the optimizer leaves a step out where a gradient is not finite."""
+    return hasattr(optimizer, "check_finite")
+
+
+@contextlib.contextmanager
+def all_gradients_known(optimizer: Any, finite: Any, norm: Any) -> Iterator[None]:
+    """What the optimizer would compute of all gradients, it takes from here.
+
+    Args:
+        finite: bool [], whether all are, or None where it does not ask.
+        norm: float [], of all of them after unscaling, or None where it does not ask.
+    """
+    overrides: list[tuple[Any, str, Any]] = []
+    if finite is not None:
+        overrides.append((optimizer, "check_finite", lambda grads: finite))
+    if norm is not None:
+        inner = list(with_inner_optimizers(optimizer))[-1]
+        clipnorm = inner.global_clipnorm
+
+        def clip(grads: list[Any]) -> list[Any]:
+            # As keras.src.optimizers.base_optimizer.clip_by_global_norm, NaN for what isn't finite.
+            scale = clipnorm * tf.minimum(1.0 / norm, 1.0 / clipnorm) + (norm - norm)
+            return [g if g is None else g * tf.cast(scale, g.dtype) for g in grads]
+
+        overrides.append((inner, "_clip_gradients", clip))
+    with overridden(overrides):
+        yield
+
+
+class OptimizerPart:
+    """This worker's part of the variables that an optimizer updates, and of their slots.
+
+    Args:
+        optimizer: built.
+        own: index of a variable -> the elements that this worker updates, in a flat form; None for
+            the whole variable.
+        shared: indices of the variables that some worker updates. Each worker updates the others.
+    """
+
+    def __init__(self, optimizer: Any, own: dict[int, slice | None], shared: set[int]):
+        self._optimizer = optimizer
+        self._own = own
+        self._shared = shared
+        self._variables = variables_of(optimizer)
+        self._slots = _state_of(optimizer)
+        with tf.init_scope(), tf.device("cpu:0"):
+            self._weight_parts = {i: self._new_part(i, self._variables[i]) for i in own}
+            self._slot_parts = {
+                (name, i): self._new_part(i, slots[i])
+                for name, slots in self._slots
+                for i in own
+                if slots[i] is not None
+            }
+
+    def _new_part(self, index: int, variable: Any) -> tf.Variable:
+        # A `tf.Variable` would be the strategy's, and all workers would get the chief's value.
+        return _resource_variables.ResourceVariable(
+            self._part_of(index, variable), trainable=False, name=variable.name.split(":")[0]
+        )
+
+    def _part_of(self, index: int, variable: Any) -> tf.Tensor:
+        value, part = variable._value.read_value(), self._own[index]
+        return value if part is None else tf.reshape(value, [-1])[part]
+
+    # ------------------------------------------------------------ values
+
+    def take(self) -> None:
+        """This worker's part of all slots; the optimizer's own variables are emptied."""
+        for name, slots in self._slots:
+            for i in self._shared:
+                if slots[i] is None:
+                    continue
+                if i in self._own:
+                    _fill(self._slot_parts[name, i], self._part_of(i, slots[i]))
+                empty(slots[i])
+
+    def refresh(self) -> None:
+        """This worker's part of the weights, as the model has them now."""
+        for i, part in self._weight_parts.items():
+            _fill(part, self._part_of(i, self._variables[i]))
+
+    def free(self) -> None:
+        """Gives the memory of all parts back."""
+        for part in [*self._weight_parts.values(), *self._slot_parts.values()]:
+            _fill(part, tf.zeros([0], part.dtype))
+
+    def weight(self, index: int) -> tf.Tensor:
+        """[m], the part of a variable."""
+        return tf.reshape(self._weight_parts[index].read_value(), [-1])
+
+    @property
+    def slots(self) -> list[tuple[str, list[Any]]]:
+        """(name, Keras variables in the order of the optimizer's variables; None for none)."""
+        return self._slots
+
+    def slot(self, name: str, index: int) -> np.ndarray:
+        """uint8 [n], the bytes of a slot's part; none where there is no such slot."""
+        part = self._slot_parts.get((name, index))
+        if part is None:
+            return np.zeros([0], np.uint8)
+        return np.asarray(part.read_value().numpy()).reshape(-1).view(np.uint8)
+
+    # ------------------------------------------------------------ while an update is traced
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within this context the optimizer has this worker's part alone."""
+        kept = [i for i in range(len(self._variables)) if i in self._own or i not in self._shared]
+        overrides: list[tuple[Any, str, Any]] = []
+        for each in with_inner_optimizers(self._optimizer):
+            keys = {id(v): each._var_key(v) for v in self._variables}
+            overrides += [
+                (each, "_var_key", lambda variable, keys=keys: keys[id(variable)]),
+                (each, "_trainable_variables", [self._variables[i] for i in kept]),
+            ]
+            for name, slots in slot_lists(each):
+                here = [slots[i] if i in kept else None for i in range(len(slots))]
+                # Keras takes averages and variables in pairs, and all others by index.
+                overrides.append(
+                    (each, name, [slots[i] for i in kept] if name == _AVERAGES else here)
+                )
+        stand_ins = [(self._variables[i], part) for i, part in self._weight_parts.items()]
+        stand_ins += [(dict(self._slots)[name][i], p) for (name, i), p in self._slot_parts.items()]
+        before = [(v, v._value, v._shape, v._ndim) for v, _ in stand_ins]
+        for variable, part in stand_ins:
+            _set(variable, part, tuple(part.shape), len(part.shape))
+        try:
+            with overridden(overrides):
+                yield
+        finally:
+            for state in before:
+                _set(*state)
+
+
+def bytes_of(slot: Any) -> int:
+    """What a slot takes, whole."""
+    return int(slot._value.shape.num_elements() * slot._value.dtype.size)
+
+
+def put(slot: Any, values: np.ndarray) -> None:
+    """Gives a slot that was emptied a value again.
+
+    Args:
+        values: uint8 [n], the bytes of all its elements.
+    """
+    vars(slot)[_PUT] = True
+    flat = tf.constant(values.view(slot._value.dtype.as_numpy_dtype))
+    _fill(slot._value, tf.reshape(flat, slot._value.shape))
+
+
+def was_put(variable: Any) -> bool:
+    """Whether a variable has what `put` gave it, until the next steps empty it."""
+    return _PUT in vars(variable)
+
+
+def empty(slot: Any) -> None:
+    """Frees the memory of a slot."""
+    vars(slot).pop(_PUT, None)
+    _fill(slot._value, tf.zeros([0], slot._value.dtype))
+
+
+def refuse_empty(optimizer: Any) -> None:
+    """Raises UsageError where the state of the optimizer is not there."""
+    for _, slots in _state_of(optimizer):
+        if any(slot is not None and _is_empty(slot._value) for slot in slots):
+            raise UsageError(
+                f"the state of the optimizer {optimizer.name!r} was lost when the last call ended "
+                "with an error, as each worker had a part of it: compile the model again, or "
+                "restore a backup into a new one."
+            )
+
+
+def _state_of(optimizer: Any) -> list[tuple[str, list[Any]]]:
+    """Slots that have state: Adafactor keeps lists with variables that nobody uses."""
+    tracked = {id(v) for v in optimizer.variables}
+    return [
+        (name, [slot if id(slot) in tracked else None for slot in slots])
+        for each in with_inner_optimizers(optimizer)
+        for name, slots in slot_lists(each)
+    ]
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, tf.Variable) and value.shape.num_elements() > 0 and not tf.size(value)
+
+
+def _fill(variable: tf.Variable, value: tf.Tensor) -> None:
+    """Assigns a value of another shape, too."""
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value, validate_shape=False)
+
+
+def _set(variable: Any, native: Any, shape: tuple[int, ...], ndim: int) -> None:
+    variable._value, variable._shape, variable._ndim = native, shape, ndim
+
+
+PRIVATE_NAMES: list[tuple[Any, str]] = [
+    (_resource_variables, "ResourceVariable"),
+    (keras.optimizers.Optimizer, "_var_key"),
+    (keras.optimizers.Optimizer, "_clip_gradients"),
+    (keras.optimizers.Optimizer, "_get_variable_index"),
+    (keras.optimizers.LossScaleOptimizer, "check_finite"),
+]
+"""(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""
