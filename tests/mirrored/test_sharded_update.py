@@ -41,8 +41,11 @@ BY_VARIABLE = [
     "user's update | off",
 ]
 ROUNDED = ["global_clipnorm | on", "loss scaling, global_clipnorm | off"]
-BY_EACH = {"user's apply | off": "on every worker (OwnApply has its own apply)"}
-MODELS = ["constraint", "sparse", "compiled model", "own step", "16 bits", "between steps"]
+BY_EACH = {
+    "user's apply | off": "on every worker (OwnApply has its own apply)",
+    "own step": "on every worker (the step updates some of the variables at a time)",
+}
+MODELS = ["constraint", "sparse", "compiled model", "16 bits", "between steps"]
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmw.errors import UsageError
 from tfmw.keras_compat import optimizer_part
 from tfmw.keras_compat.fused_update import fuses
 from tfmw.keras_compat.optimizer_part import OptimizerPart
@@ -173,6 +174,7 @@ class SharedUpdate:
         given = {
             self._index[id(v)]: g for g, v in zip(grads, variables, strict=True) if g is not None
         }
+        self._refuse_idle(given)
         own, rest = self._scattered(given), self._rest(given)
         totals, updated = [], []
         for variable, grad in zip(variables, grads, strict=True):
@@ -195,7 +197,7 @@ class SharedUpdate:
             )
             parts = self._own_elements(pack)
             sizes = [part.stop - part.start for _, part in parts]
-            values = [total] if len(sizes) == 1 else tf.split(total, sizes)
+            values = _split(total, sizes)
             for (index, part), value in zip(parts, values, strict=True):
                 if index in given:
                     whole = part.stop - part.start == self._elements(index)
@@ -203,6 +205,21 @@ class SharedUpdate:
                     if whole and self._own[index] is None:
                         own[index] = tf.reshape(value, self._variables[index].shape)
         return own
+
+    def _refuse_idle(self, given: dict[int, Any]) -> None:
+        """Raises UsageError on all workers where one would have nothing to update."""
+        ring = self._reduction.ring
+        assert ring is not None
+        packed = {i for pack in self._packs for i in pack.indices}
+        for rank in range(ring.size):
+            parts = (_elements_in(pack, part_of(pack.cuts, rank)) for pack in self._packs)
+            own = {index for part in parts for index, _ in part}
+            if not any(i in own or i not in packed for i in given):
+                raise UsageError(
+                    f"{self.optimizer.name!r} updates {len(given)} of {len(self._variables)} "
+                    "variables here, and a worker has a part of none of them: train with "
+                    "shard_optimizer=False."
+                )
 
     def _rest(self, given: dict[int, Any]) -> dict[int, Any]:
         """Index of a variable that each worker updates -> the sum of its gradients."""
@@ -241,7 +258,7 @@ class SharedUpdate:
             flat = tf.concat(own, axis=0) if own else tf.zeros([0], pack.dtype)
             total = self._reduction.gathered(own[0] if len(own) == 1 else flat, pack.cuts)
             sizes = [self._elements(i) for i in pack.indices]
-            values = [total] if len(sizes) == 1 else tf.split(total, sizes)
+            values = _split(total, sizes)
             for index, value in zip(pack.indices, values, strict=True):
                 variable = self._variables[index]
                 variable.value.assign(tf.reshape(value, variable.shape))
@@ -263,7 +280,10 @@ class SharedUpdate:
                 part = part_of(packs[-1].cuts, worker)
                 loads[worker] += part.stop - part.start
         clips = optimizer_part.global_clipnorm(self.optimizer) is not None
-        if clips and any(isinstance(g, tf.IndexedSlices) for g in grads):
+        if {id(v) for v in variables} != self._index.keys():
+            # A worker that updates none of them would not count the update.
+            self._refused = "the step updates some of the variables at a time"
+        elif clips and any(isinstance(g, tf.IndexedSlices) for g in grads):
             self._refused = "global_clipnorm looks at sparse gradients"
         elif not all(loads):
             self._refused = "there are fewer variables than workers"
@@ -461,6 +481,14 @@ def shared_updates(model: Any, updates: list[SharedUpdate]) -> Iterator[None]:
 def description(model: Any) -> str:
     """How the steps of the last call updated the weights."""
     return "; ".join(vars(model).get(_LAST, []))
+
+
+def _split(flat: tf.Tensor, sizes: list[int]) -> list[tf.Tensor]:
+    """[n] -> one [size] for each of `sizes`, without a copy for one alone."""
+    if len(sizes) < 2:
+        return [flat][: len(sizes)]
+    parts: list[tf.Tensor] = tf.split(flat, sizes)
+    return parts
 
 
 def _elements_in(pack: _Pack, part: slice) -> list[tuple[int, slice]]:
