@@ -32,12 +32,14 @@ def _shards(dataset: tf.data.Dataset, workers: int, local: int) -> list[list[lis
 
 @pytest.mark.parametrize(("workers", "local"), SHARDINGS)
 @pytest.mark.parametrize(("examples", "batch"), [(1, 4), (7, 4), (21, 8), (5, 1)])
-@pytest.mark.parametrize("kind", ["mapped", "plain", "filtered"])
+@pytest.mark.parametrize("kind", ["mapped", "plain", "arrays", "filtered"])
 def test_shards_of_a_step_form_its_global_batch(
     workers: int, local: int, examples: int, batch: int, kind: str
 ) -> None:
     dataset = tf.data.Dataset.range(examples)
-    if kind != "plain":
+    if kind == "arrays":
+        dataset = tf.data.Dataset.from_tensor_slices(np.arange(examples))
+    elif kind != "plain":
         dataset = dataset.map(lambda i: i + 100)
     if kind == "filtered":
         dataset = dataset.filter(lambda i: i % 5 != 1)
@@ -49,6 +51,53 @@ def test_shards_of_a_step_form_its_global_batch(
         # Example j of a global batch is replica j mod R's.
         for step, expected in zip(steps, whole, strict=True):
             assert step == [expected[r :: workers * local] for r in range(workers * local)]
+
+
+MOVES = {
+    "repeat": lambda d: d.repeat(3),
+    "shuffle": lambda d: d.shuffle(5).repeat(2),
+    "shuffle, seeded": lambda d: d.shuffle(30, seed=4),
+    "shuffle, once": lambda d: d.shuffle(30, reshuffle_each_iteration=False).repeat(2),
+    "all": lambda d: d.skip(2).shuffle(4, seed=1).repeat(3).take(33).prefetch(2),
+}
+
+
+@pytest.mark.parametrize("skip", [0, 2])
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("name", MOVES)
+def test_arrays_are_divided_by_indices_as_examples_are(name: str, drop: bool, skip: int) -> None:
+    """A worker has the examples, in order, that it has where each of them is walked past."""
+    numbers = np.arange(17)
+    whole = tf.data.Dataset.from_tensor_slices(({"a": np.eye(17), "b": numbers}, numbers))
+    # A cache is not seen through.
+    walked, indexed = (MOVES[name](d).batch(5, drop_remainder=drop) for d in (whole.cache(), whole))
+    for rank in range(3):
+        found = []
+        for dataset in (walked, indexed):
+            shard = data.shard_dataset(dataset, data.Sharding(3, rank), data.Order(seed=3), skip)
+            facts = shard.steps, shard.full, shard.last, shard.batch_size, shard.element_spec
+            for _ in range(2):  # passes
+                batches = [(p[0]["b"].tolist(), p[1].tolist(), int(t)) for (p,), t in
+                           shard.dataset.as_numpy_iterator()]  # fmt: skip
+                facts = (*facts, batches)
+            found.append(facts)
+        assert found[0] == found[1]
+        assert any(rows for rows, _, _ in found[1][-1])
+
+
+def test_a_worker_copies_its_own_examples_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[list[int]] = []
+    gather = tf.gather
+
+    def noted(tensor: Any, indices: Any) -> Any:
+        tf.py_function(lambda i: taken.append(i.numpy().tolist()), [indices], [])
+        return gather(tensor, indices)
+
+    monkeypatch.setattr(tf, "gather", noted)
+    dataset = tf.data.Dataset.from_tensor_slices(np.arange(8)).batch(4)
+    shard = data.shard_dataset(dataset, data.Sharding(2, 1), data.Order())
+    list(shard.dataset)
+    assert taken == [[1, 3], [5, 7]]
 
 
 @pytest.mark.parametrize(("workers", "local"), SHARDINGS)

@@ -7,8 +7,10 @@ Every example goes to exactly one replica, each global batch is the union of the
 and all workers make the same number of steps. Example j of a global batch goes to replica j mod R
 (R replicas, `Sharding.replicas`), so the k-th global batch is the same for any number of workers.
 
-There are three ways to shard, the cheapest first:
+There are four ways to shard, the cheapest first:
 
+* `_by_index`: for arrays, where nothing is mapped between `from_tensor_slices` and `batch`. The
+  pipeline has indices in place of examples, and a worker copies its own examples only.
 * `_below_maps`: for a pipeline that ends in `batch`, with only maps, shuffles, repeats, takes and
   skips between its source and the batch. A map does not change the positions of elements, so
   examples are selected below the maps: each worker maps only its own examples. A worker computes
@@ -20,7 +22,7 @@ There are three ways to shard, the cheapest first:
   pipeline of that worker, batched per replica. Workers may have different amounts of data. `tfds`
   returns such a callable, with which each worker opens only its own files.
 
-The first two need the same order of elements on all workers: see `order.py`.
+The first three need the same order of elements on all workers: see `order.py`.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ from tfmw.data.batches import (
     without_autograph,
     without_optionals,
 )
+from tfmw.data.by_index import Indexed
 from tfmw.data.order import ordered
 from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes
 from tfmw.errors import UsageError
@@ -191,6 +194,10 @@ def _below_maps(
     whole = _Batched.of(dataset)
     if whole is None:
         return None
+    if not whole.maps:
+        indexed = Indexed.of(whole.source)
+        if indexed is not None:
+            return _by_index(whole, indexed, sharding, order, skip)
     size = whole.size
     # Whole batches are skipped, so that the other examples keep their positions.
     source = ordered(whole.source, order).skip(skip * size)
@@ -224,6 +231,32 @@ def _below_maps(
         )
     zipped = tf.data.Dataset.zip((split_locally(batches, sharding), totals))
     return Shard(deterministic(zipped), steps, full, last, whole.spec, size)
+
+
+def _by_index(
+    whole: _Batched, indexed: Indexed, sharding: Sharding, order: Order, skip: int
+) -> Shard:
+    """The shard of a pipeline over arrays: a worker copies its own examples only."""
+    size = whole.size
+    indices = ordered(indexed.indices, order).skip(skip * size)
+    count = steps_in(indices)
+    batches = indices.batch(size, whole.drop_remainder)
+
+    def local_batch(indices: tf.Tensor) -> Any:
+        positions = tf.range(tf.size(indices, out_type=tf.int64))
+        local = tf.boolean_mask(indices, sharding.is_local(positions))
+        if whole.drop_remainder or count == INFINITE:
+            local.set_shape([sharding.local_rows(size)])
+        parts = local_parts(indexed.examples(local), sharding)
+        return parts, tf.size(indices, out_type=tf.int64)
+
+    last = full = ShardSizes.of(size, sharding)
+    steps = steps_in(batches)
+    assert count is not None and steps is not None  # noqa: PT018  (of arrays both are known)
+    if count != INFINITE and not whole.drop_remainder:
+        last = ShardSizes.of(count % size or size, sharding)
+    dataset = deterministic(batches.map(without_autograph(local_batch)))
+    return Shard(dataset, steps, full, last, whole.spec, size)
 
 
 def _local_elements(source: tf.data.Dataset, size: int, sharding: Sharding) -> tf.data.Dataset:

@@ -15,6 +15,7 @@ from keras.src.trainers.data_adapters import tf_dataset_adapter as _tf_dataset_a
 from tensorflow.python.data.ops import (
     batch_op,
     dataset_ops,
+    from_tensor_slices_op,
     map_op,
     prefetch_op,
     repeat_op,
@@ -79,6 +80,16 @@ def dataset_input(node: tf.data.Dataset) -> tf.data.Dataset | None:
 def zipped_inputs(node: tf.data.Dataset) -> list[tf.data.Dataset]:
     """The datasets that `zip` combines."""
     return list(node._inputs())
+
+
+def sliced_tensors(node: tf.data.Dataset) -> list[tf.Tensor] | None:
+    """The dense tensors [n, ...] that `from_tensor_slices` cuts; None for any other dataset."""
+    if type(node) is not from_tensor_slices_op._TensorSliceDataset:
+        return None
+    dense = all(type(s) is tf.TensorSpec for s in tf.nest.flatten(node.element_spec))
+    tensors: list[tf.Tensor] = node._tensors
+    eager = all(hasattr(tensor, "numpy") for tensor in tensors)
+    return list(tensors) if dense and eager else None
 
 
 def batch_arguments(node: tf.data.Dataset) -> tuple[int, bool] | None:
@@ -300,6 +311,7 @@ def source_of_seeds() -> Any:
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
+    (from_tensor_slices_op, "_TensorSliceDataset"),
     (dataset_ops.DatasetV2, "_inputs"),
     (dataset_ops.DatasetV2, "_functions"),
     (_context.Context, "_set_global_seed"),

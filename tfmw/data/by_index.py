@@ -1,0 +1,63 @@
+"""Pipelines over arrays in memory, by the indices of examples in place of the examples.
+
+    found = Indexed.of(dataset)                # from_tensor_slices, shuffle, repeat, take, skip
+    batches = found.indices.batch(32).map(found.examples)
+
+Such transformations do not look at elements. So their order is that of a pipeline of indices, and
+only a worker's own examples are ever copied, a batch of them at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.data.batches import input_of
+
+_MOVES = (
+    *keras_compat.Shuffle,
+    *keras_compat.Repeat,
+    *keras_compat.Take,
+    *keras_compat.Skip,
+    *keras_compat.Prefetch,
+    *keras_compat.OptionsNode,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Indexed:
+    """A pipeline of single examples over arrays.
+
+    Attributes:
+        indices: int64 [], the index of each example, in the pipeline's order.
+        tensors: [n, ...] each, the components of all examples.
+        spec: structure of tf.TensorSpec, of one example.
+    """
+
+    indices: tf.data.Dataset
+    tensors: list[tf.Tensor]
+    spec: Any
+
+    @classmethod
+    def of(cls, dataset: tf.data.Dataset) -> Indexed | None:
+        """None where the pipeline does anything else, or has sparse or ragged examples."""
+        chain = []
+        node = dataset
+        while isinstance(node, _MOVES):
+            chain.append(node)
+            node = input_of(node)
+        tensors = keras_compat.sliced_tensors(node)
+        if tensors is None:
+            return None
+        indices = tf.data.Dataset.range(int(tensors[0].shape[0]))
+        for move in reversed(chain):
+            indices = keras_compat.rebuilt(move, indices)
+        return cls(indices, tensors, node.element_spec)
+
+    def examples(self, indices: tf.Tensor) -> Any:
+        """int64 [k] -> the batch of these examples: structure of tensors [k, ...]."""
+        rows = [tf.gather(tensor, indices) for tensor in self.tensors]
+        return tf.nest.pack_sequence_as(self.spec, rows)
