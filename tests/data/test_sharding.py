@@ -75,11 +75,17 @@ def test_arrays_are_divided_by_indices_as_examples_are(name: str, drop: bool, sk
         found = []
         for dataset in (walked, indexed):
             shard = data.shard_dataset(dataset, data.Sharding(3, rank), data.Order(seed=3), skip)
-            facts = shard.steps, shard.full, shard.last, shard.batch_size, shard.element_spec
+            facts: list[Any] = [
+                shard.steps,
+                shard.full,
+                shard.last,
+                shard.batch_size,
+                shard.element_spec,
+            ]
             for _ in range(2):  # passes
                 batches = [(p[0]["b"].tolist(), p[1].tolist(), int(t)) for (p,), t in
                            shard.dataset.as_numpy_iterator()]  # fmt: skip
-                facts = (*facts, batches)
+                facts.append(batches)
             found.append(facts)
         assert found[0] == found[1]
         assert any(rows for rows, _, _ in found[1][-1])
