@@ -138,6 +138,7 @@ class TestSynchronousUpdates:
         run = run_cluster("ps_sync.py", "--aggregate=2", late, workers=3, ps=1, timeout_s=150)
         found = run.chief
         assert found["iterations"] == 40
+        assert found["calls_while_late"] > 0, "signals and backups waited for the straggler"
         assert found["late"] == 0.0, "a gradient of ten steps before moved the weights"
         # Each of its batches takes as long as many steps of the others: all or all but a few late.
         assert 2 <= found["dropped"] <= 40

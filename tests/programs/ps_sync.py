@@ -117,8 +117,20 @@ def with_much_to_compute(a, b):
     return a + 0 * tf.reduce_sum(much), b
 
 
+class CallsWhileLate(keras.callbacks.Callback):
+    """Counts the calls between steps, at which signals and due backups are seen."""
+
+    count = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.count += not tf.io.gfile.exists(options.late_from)
+
+
 model, alone = make(), make()
-history = tfmw.fit(model, read, epochs=2, steps_per_epoch=options.steps, strategy=strategy)
+calls = CallsWhileLate()
+history = tfmw.fit(
+    model, read, epochs=2, steps_per_epoch=options.steps, strategy=strategy, callbacks=[calls]
+)
 whole = tf.data.Dataset.from_tensors((x, y)).repeat()
 keras.Model.fit.__wrapped__(alone, whole, epochs=2, steps_per_epoch=options.steps, verbose=0)
 _result.write(
@@ -126,6 +138,7 @@ _result.write(
         "loss": history.history["loss"],
         "late": float(np.abs(model.weights[0].numpy() - make().weights[0].numpy())[LATE].max()),
         "iterations": int(model.optimizer.iterations.numpy()),
+        "calls_while_late": calls.count,
         "dropped": sum(history.history["dropped_gradients"]),
         "off_by": max(
             float(np.abs(v.numpy() - w.numpy()).max())

@@ -42,7 +42,7 @@ class SynchronousSteps(WorkerSteps):
     Attributes:
         function: (iterator, worker int64 [], limit int64 [], seeds) -> as in `WorkerSteps`; runs
             until step `limit` has ended.
-        has_spare_workers: whether a step does not wait for all workers.
+        spare_workers: number of workers that a step does not wait for.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SynchronousSteps(WorkerSteps):
                 f"{len(server_variables.optimizers)}."
             )
         super().__init__(model, server_variables, name, remote_lookups=False)
-        self.has_spare_workers = aggregate < workers
+        self.spare_workers = workers - aggregate
         self._aggregate = aggregate
         self._now: Any = None
         (optimizer,) = server_variables.optimizers

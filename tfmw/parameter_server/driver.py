@@ -41,6 +41,7 @@ _RETRY_S = 0.05
 _AHEAD = 2  # functions scheduled for each worker, so that no worker waits for the coordinator
 _REPORT_S = 1.0
 _SECONDS_TOGETHER = 5.0  # of synchronous steps between two waits of all workers for the slowest
+_PATIENCE_S = 0.1  # for workers that may be late
 _WAITING = "waiting for workers"
 
 
@@ -73,6 +74,8 @@ class PsDriver:
         self._pace = FunctionPace(model.steps_per_execution)
         self._together_steps = 1
         self._numbers: Any = None
+        self._late: list[futures.Future[Any]] = []  # functions that have not returned
+        self._is_failed = False
 
     def _worker_steps(self, name: str) -> WorkerSteps | SynchronousSteps:
         settings = self._servers.settings
@@ -124,19 +127,19 @@ class PsDriver:
     ) -> int:
         """As `train`, for synchronous updates, in portions of some seconds.
 
-        All workers wait for the slowest at each call of `after`. With spare workers there is only
-        one call, at the end.
+        At each call of `after` all workers wait for the slowest, except for as many as are spare.
+        A late worker's metrics are added when it returns, at the latest at the end.
         """
         begun, going = self.applied, True
         while going and self.applied < begun + steps:
-            piece = begun + steps - self.applied
-            if not together.has_spare_workers:
-                piece = min(piece, self._together_steps)
+            piece = min(begun + steps - self.applied, self._together_steps)
             start = time.monotonic()
             self._advance(together, piece)
             enough = int(_SECONDS_TOGETHER * piece / max(time.monotonic() - start, 1e-6))
             self._together_steps = max(1, min(enough, 8 * self._together_steps))
             going = after(self.applied - begun)
+        if self._late:
+            self._wait_for(together, [], lambda: None)
         return self.applied - begun
 
     def _advance(self, together: SynchronousSteps, steps: int) -> None:
@@ -148,45 +151,72 @@ class PsDriver:
             self._numbers = keras_compat.worker_constants(
                 self._coordinator, list(range(self._workers))
             )
-        results = [
-            self._coordinator.schedule(
+        for _ in range(self._workers - len(self._late)):  # a late worker is still in its function
+            result = self._coordinator.schedule(
                 together.function, args=(self._iterator, self._numbers, limit, seeds)
             )
-            for _ in range(self._workers)
-        ]
+            self._late.append(_in_background(functools.partial(_fetched, result, self._has_failed)))
         wait, cancel = together.advance(steps)
-        advancing = _in_background(wait)
-        over = threading.Event()
-        fetching = [_in_background(functools.partial(_fetched, r, over.is_set)) for r in results]
+        self._wait_for(together, [_in_background(wait)], cancel, late=together.spare_workers)
+        self.applied = int(self.server_variables.applied.numpy())
+
+    def _wait_for(
+        self,
+        together: SynchronousSteps,
+        advancing: list[futures.Future[Any]],
+        cancel: Callable[[], None],
+        late: int = 0,
+    ) -> None:
+        """Waits for synchronous steps, and adds the metrics of the functions that have returned.
+
+        Args:
+            advancing: the call that applies the updates, if there is one.
+            cancel: cancels that call.
+            late: number of workers that need not return.
+        """
         try:
-            self._report_until_done([advancing, *fetching])
-            if any(_failed(call) for call in (advancing, *fetching)):
+            calls = [*advancing, *self._late]
+            self._report_until_done(calls, advancing, late)
+            if any(map(_failed, calls)):
                 # Other workers wait for that worker's gradient. `join` cancels their functions and
                 # waits for their end, but does not cancel a function that is about to begin.
                 _in_background(together.cancel)
-            if _failed(advancing) and not any(map(_failed, fetching)):
-                advancing.result()
-            self._coordinator.join()  # raises the first error of a worker
-            fetched = [call.result() for call in fetching]
-            advancing.result()
+                if not any(map(_failed, self._late)):
+                    advancing[0].result()
+            if any(map(_failed, calls)) or all(call.done() for call in calls):
+                self._coordinator.join()  # raises the first error of a worker
+            for call in advancing:
+                call.result()
+            for call in [call for call in self._late if call.done()]:
+                self._late.remove(call)
+                self._add_up(call.result())
         except BaseException:
-            over.set()
+            self._is_failed = True
             cancel()  # has no effect on a lost server: its thread is abandoned
             raise
-        for result in fetched:
-            self._add_up(result)
-        self.applied = int(self.server_variables.applied.numpy())
 
-    def _report_until_done(self, calls: list[futures.Future[Any]]) -> None:
-        """Waits for all calls, or the first that fails; reports progress meanwhile."""
-        applied = self.applied
+    def _report_until_done(
+        self, calls: list[futures.Future[Any]], needed: list[futures.Future[Any]], late: int
+    ) -> None:
+        """Waits until a call fails, or all are done but `late` that are not `needed`.
+
+        Reports progress meanwhile.
+        """
+        applied, pending = self.applied, set(calls)
         with blocking_call(_WAITING):
-            while futures.wait(calls, _REPORT_S, futures.FIRST_EXCEPTION).not_done:
-                if any(map(_failed, calls)):
+            while pending and not any(map(_failed, calls)):
+                enough = len(pending) <= late and pending.isdisjoint(needed)
+                done, pending = futures.wait(
+                    pending, _PATIENCE_S if enough else _REPORT_S, futures.FIRST_COMPLETED
+                )
+                if enough and not done:
                     return
                 with contextlib.suppress(tf.errors.OpError):  # a worker's own error comes first
                     if applied != (applied := int(self.server_variables.applied.numpy())):
                         report_alive()
+
+    def _has_failed(self) -> bool:
+        return self._is_failed
 
     @property
     def dropped(self) -> int | None:
