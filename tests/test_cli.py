@@ -37,8 +37,8 @@ def tfmw(
 
 
 def test_version():
-    answer = tfmw("--version")
-    assert (answer.returncode, answer.stdout) == (0, f"tfmw {tfmw_package.__version__}\n")
+    done = tfmw("--version")
+    assert (done.returncode, done.stdout) == (0, f"tfmw {tfmw_package.__version__}\n")
 
 
 def test_report_progress_in_a_custom_loop(tmp_path):
@@ -49,8 +49,8 @@ def test_report_progress_in_a_custom_loop(tmp_path):
     code = "import sys, tfmw; tfmw.report_progress(7); print('tensorflow' in sys.modules)"
     environ = {**os.environ, PROGRESS_FILE: str(tmp_path / "progress"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
-    answer = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60)
-    assert answer.stdout == "False\n", answer.stderr
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60)
+    assert done.stdout == "False\n", done.stderr
     assert file.read().step == 7
     file.close()
 
@@ -95,10 +95,10 @@ def test_workers_with_tf_config_set_is_refused(capsys, monkeypatch):
 
 
 def test_wrong_cluster_description_raises_before_any_task_starts():
-    answer = tfmw("run", PROGRAM, env={"TF_CONFIG": json.dumps(TWO)})
-    assert answer.returncode == 2
-    assert answer.stderr.startswith("tfmw: TF_CONFIG lists 2 tasks")
-    assert answer.stderr.count("\n") == 1
+    done = tfmw("run", PROGRAM, env={"TF_CONFIG": json.dumps(TWO)})
+    assert done.returncode == 2
+    assert done.stderr.startswith("tfmw: TF_CONFIG lists 2 tasks")
+    assert done.stderr.count("\n") == 1
 
 
 class TestSplit:
@@ -127,8 +127,8 @@ class TestSplit:
 def test_run_as_one_task_of_an_existing_cluster(tmp_path):
     config = {**TWO, "task": {"type": "worker", "index": 1}}
     env = {"TF_CONFIG": json.dumps(config), "TFMW_TASK": "worker 1", "TFMW_RESULT": str(tmp_path)}
-    answer = tfmw("run", PROGRAM, "--epochs", "3", env=env)
-    assert (answer.returncode, answer.stdout) == (0, "to stdout\n")
+    done = tfmw("run", PROGRAM, "--epochs", "3", env=env)
+    assert (done.returncode, done.stdout) == (0, "to stdout\n")
     result = json.loads((tmp_path / "worker_1.json").read_text())
     assert result["argv"] == [PROGRAM, "--epochs", "3"]
     assert result["config"] == config
@@ -137,8 +137,8 @@ def test_run_as_one_task_of_an_existing_cluster(tmp_path):
 def test_a_module(tmp_path):
     env = {"TFMW_RESULT": str(tmp_path)}
     module = "tests.programs.launch_tasks"
-    answer = tfmw("run", "--workers", "1", "-m", module, "--epochs", "3", env=env)
-    assert (answer.returncode, answer.stderr) == (0, "")
+    done = tfmw("run", "--workers", "1", "-m", module, "--epochs", "3", env=env)
+    assert (done.returncode, done.stderr) == (0, "")
     result = json.loads((tmp_path / "worker_0.json").read_text())
     assert result["argv"] == [PROGRAM, "--epochs", "3"]
     assert (result["name"], result["path"]) == ("__main__", str(ROOT))
@@ -151,8 +151,8 @@ def test_modules_of_tfmw_are_not_importable_by_short_names(tmp_path):
         "print(cluster.OWN, sys.path[0], importlib.util.find_spec('strategies'))\n"
     )
     (tmp_path / "cluster.py").write_text("OWN = 'mine'\n")
-    answer = tfmw("run", "--workers", "1", str(script))
-    assert answer.stdout == f"[worker 0] mine {tmp_path} None\n"
+    done = tfmw("run", "--workers", "1", str(script))
+    assert done.stdout == f"[worker 0] mine {tmp_path} None\n"
 
 
 def test_tasks_import_the_launchers_tfmw(tmp_path, monkeypatch):
@@ -160,15 +160,15 @@ def test_tasks_import_the_launchers_tfmw(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text("import tfmw\nprint(tfmw.__file__)\n")
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tfmw import cli; cli.main()"
     command = [sys.executable, "-c", code, "run", "--workers", "1", "script.py"]
-    answer = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    assert answer.stdout == f"[worker 0] {ROOT / 'tfmw' / '__init__.py'}\n"
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.stdout == f"[worker 0] {ROOT / 'tfmw' / '__init__.py'}\n"
 
 
 def test_a_run_that_fails_ends_with_its_error_on_stderr():
-    answer = tfmw("run", "--workers", "2", PROGRAM, "worker 0=wait", "worker 1=fail")
-    assert answer.returncode == 1
-    assert "tfmw:" not in answer.stdout
-    assert "worker 1 failed after" in answer.stderr.splitlines()[-1]
+    done = tfmw("run", "--workers", "2", PROGRAM, "worker 0=wait", "worker 1=fail")
+    assert done.returncode == 1
+    assert "tfmw:" not in done.stdout
+    assert "worker 1 failed after" in done.stderr.splitlines()[-1]
 
 
 def test_init_runs_before_the_script(tmp_path):
@@ -177,8 +177,8 @@ def test_init_runs_before_the_script(tmp_path):
     # Python imports sitecustomize when it starts: here it stands in for TensorFlow's init.
     (tmp_path / "sitecustomize.py").write_text("import tfmw\ntfmw.init = lambda: print('init')\n")
     env = {"TFMW_NO_INIT": "0", "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    answer = tfmw("run", "--workers", "1", str(script), env=env)
-    assert answer.stdout.splitlines() == ["[worker 0] init", "[worker 0] the script"]
+    done = tfmw("run", "--workers", "1", str(script), env=env)
+    assert done.stdout.splitlines() == ["[worker 0] init", "[worker 0] the script"]
 
 
 def test_help_is_quick():
@@ -188,9 +188,9 @@ def test_help_is_quick():
 
 def _seconds(*args: str) -> float:
     begin = time.monotonic()
-    answer = tfmw(*args)
-    assert answer.returncode == 0
-    assert "--workers N" in answer.stdout
+    done = tfmw(*args)
+    assert done.returncode == 0
+    assert "--workers N" in done.stdout
     return time.monotonic() - begin
 
 
@@ -228,7 +228,7 @@ class TestEnv:
 
     @pytest.mark.slow
     def test_the_command(self):
-        answer = tfmw("env", env={"TFMW_SECRET": "hush"})
-        assert answer.returncode == 0
-        assert "keras backend: tensorflow" in answer.stdout
-        assert "hush" not in answer.stdout
+        done = tfmw("env", env={"TFMW_SECRET": "hush"})
+        assert done.returncode == 0
+        assert "keras backend: tensorflow" in done.stdout
+        assert "hush" not in done.stdout

@@ -123,8 +123,8 @@ def test_a_cluster_that_works(checks, addresses, tmp_path):
             assert f"ok: worker {other} at {addresses[other]} is reached" in lines
         assert any(line.startswith("ok: 3 tasks agree: Python 3.") for line in lines)
         after = (index + 1) % 3
-        said = f"ok: worker {after} is reached on other ports too, which gradients take"
-        assert said in lines
+        message = f"ok: worker {after} is reached on other ports too, which gradients take"
+        assert message in lines
         shares = [line for line in lines if "is shared with worker 0" in line]
         assert len(shares) == (2 if index else 0)
     assert list(tmp_path.iterdir()) == []
@@ -226,21 +226,21 @@ def test_a_port_in_use(checks, addresses):
 
 
 @pytest.mark.parametrize(
-    ("odd", "said"),
+    ("odd", "message"),
     [
         ({"PRETEND_KERAS": "3.8.0"}, ["disagree about keras", "has 3.8.0", "Use the same"]),
         ({"PRETEND_GPUS": "an A100"}, ["GPUs differ", "an A100", "CUDA_VISIBLE_DEVICES"]),
         ({"PRETEND_AHEAD": "300"}, ["clock", "300 s", "NTP"]),
     ],
 )
-def test_a_task_that_differs(checks, addresses, odd, said):
+def test_a_task_that_differs(checks, addresses, odd, message):
     for index in range(3):
         checks.begin(index, addresses, env=odd if index == 2 else None)
     results = checks.end()
     assert [status for status, _ in results] == [1, 1, 1]
     assert [len(bad(lines)) for _, lines in results] == [1, 1, 2]
     for _, lines in results:
-        assert [word for word in ["worker 2", *said] if word not in bad(lines)[-1]] == []
+        assert [word for word in ["worker 2", *message] if word not in bad(lines)[-1]] == []
 
 
 @pytest.mark.slow
@@ -295,7 +295,7 @@ def test_directories_that_differ(checks, addresses, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["--hosts", "h0,h0", "--host-index", "0"], "h0:2222 for both worker 0 and worker 1"),
         (["--host-index", "0"], "--host-index is given and --hosts is not"),
@@ -303,12 +303,12 @@ def test_directories_that_differ(checks, addresses, tmp_path):
         (["/tmp", "--backup-dir", "/tmp"], "call it twice"),
     ],
 )
-def test_wrong_use_is_status_2(checks, args, said):
+def test_wrong_use_is_status_2(checks, args, message):
     checks.begin_as({}, *args, env={"TF_CONFIG": ""})
     ((status, lines),) = checks.end()
     assert status == 2
     assert len(lines) == 1
-    assert said in lines[0]
+    assert message in lines[0]
 
 
 def test_a_wrong_description_is_status_2(checks, addresses):
@@ -334,5 +334,5 @@ def test_other_connections_to_the_port_are_ignored(checks, addresses):
             assert stranger.makefile("rb").read() == b""
     ((status, lines),) = checks.end()
     assert status == 1
-    (said,) = bad(lines)
-    assert said.startswith(f"worker 1 at {addresses[1]} cannot be reached")
+    (message,) = bad(lines)
+    assert message.startswith(f"worker 1 at {addresses[1]} cannot be reached")

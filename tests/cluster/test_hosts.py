@@ -29,9 +29,9 @@ def tfmw(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 def test_each_host_is_one_task() -> None:
     """The first host's address is one of this machine's."""
-    answer = tfmw("run", "--hosts", HOSTS, str(PROGRAMS / "say_cluster.py"))
-    assert answer.returncode == 0, answer.stderr
-    assert json.loads(answer.stdout) == {
+    done = tfmw("run", "--hosts", HOSTS, str(PROGRAMS / "print_cluster.py"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
         "cluster": {"worker": ["127.0.0.1:7001", "198.51.100.2:2222"]},
         "task": {"type": "worker", "index": 0},
     }
@@ -39,15 +39,15 @@ def test_each_host_is_one_task() -> None:
 
 def test_host_index_and_parameter_servers() -> None:
     options = ["--hosts=h0,h1,h2", "--host_index=2", "--ps=1"]
-    answer = tfmw("run", *options, str(PROGRAMS / "say_cluster.py"))
-    assert json.loads(answer.stdout) == {
+    done = tfmw("run", *options, str(PROGRAMS / "print_cluster.py"))
+    assert json.loads(done.stdout) == {
         "cluster": {"chief": ["h0:2222"], "worker": ["h1:2222"], "ps": ["h2:2222"]},
         "task": {"type": "ps", "index": 0},
     }
 
 
 @pytest.mark.parametrize(
-    ("args", "environ", "said"),
+    ("args", "environ", "message"),
     [
         (["--hosts", "h0,h1"], {}, "pass --host-index"),
         (["--hosts", "h0,h1", "--host-index", "2"], {}, "numbers this process 2 of 2"),
@@ -57,11 +57,11 @@ def test_host_index_and_parameter_servers() -> None:
         (["--hosts", "127.0.0.1,"], {}, "address 1 of"),
     ],
 )
-def test_wrong_use(args: list[str], environ: dict[str, str], said: str) -> None:
-    answer = tfmw("run", *args, str(PROGRAMS / "say_cluster.py"), **environ)
-    assert (answer.returncode, answer.stdout) == (2, "")
-    assert said in answer.stderr
-    assert answer.stderr.count("\n") == 1
+def test_wrong_use(args: list[str], environ: dict[str, str], message: str) -> None:
+    done = tfmw("run", *args, str(PROGRAMS / "print_cluster.py"), **environ)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.multiprocess

@@ -341,7 +341,7 @@ def cut_short(path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (flip_a_bit, r"^variables/variables\.data-\S+ is damaged"),
         (cut_short, r"^variables/variables\.data-\S+ has \d+ bytes; \d+ were written"),
@@ -351,12 +351,12 @@ def cut_short(path):
         (lambda path: (path / MANIFEST).unlink(), r"has no tfmw_manifest"),
     ],
 )
-def test_verify_finds_damage(tmp_path, damage, said):
+def test_verify_finds_damage(tmp_path, damage, message):
     export(sequential(), tmp_path / "m")
     damage(tmp_path / "m")
     problems = verify(tmp_path / "m")
     assert len(problems) == 1
-    assert re.search(said, problems[0]), problems
+    assert re.search(message, problems[0]), problems
 
 
 def test_verify_of_a_missing_export(tmp_path):
@@ -378,7 +378,7 @@ def several_arguments():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: keras.Sequential([keras.layers.Dense(1)]), "before it is built"),
         (Subclassed, "before it is built"),
@@ -386,8 +386,8 @@ def several_arguments():
         (lambda: "model", "export takes a Keras model; received: str"),
     ],
 )
-def test_unsupported_models_are_refused(tmp_path, make, said):
-    with pytest.raises(UsageError, match=said):
+def test_unsupported_models_are_refused(tmp_path, make, message):
+    with pytest.raises(UsageError, match=message):
         export(make(), tmp_path / "m")
     assert os.listdir(tmp_path) == []
 

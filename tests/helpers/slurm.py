@@ -119,13 +119,13 @@ class OneMachine:
         Args:
             command: options, script and arguments of sbatch(1).
         """
-        answer = self.run("sbatch", "--parsable", *command, **options)
-        assert answer.returncode == 0, answer.stderr
+        done = self.run("sbatch", "--parsable", *command, **options)
+        assert done.returncode == 0, done.stderr
         deadline = time.monotonic() + timeout_s
         while True:
             # "JobId=3 ... JobState=COMPLETED Reason=None ... ExitCode=0:0 ..."
-            said = self.run("scontrol", "--oneliner", "show", "job", answer.stdout.strip()).stdout
-            job = dict(word.partition("=")[::2] for word in said.split() if "=" in word)
+            shown = self.run("scontrol", "--oneliner", "show", "job", done.stdout.strip()).stdout
+            job = dict(word.partition("=")[::2] for word in shown.split() if "=" in word)
             if job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
                 return int(job["ExitCode"].partition(":")[0])
             assert time.monotonic() < deadline, f"the job is {job['JobState']}:\n{self.logs()}"

@@ -57,7 +57,7 @@ class TestRow34:
         assert status == 0, output
         assert tasks[0]["namespace"] == tasks[1]["namespace"]
         assert tasks[0]["namespace"] != os.readlink("/proc/self/ns/net")
-        assert tasks[1]["said"] == "hello"
+        assert tasks[1]["message"] == "hello"
 
     def test_there_is_only_loopback(self, isolated):
         for task in isolated[2]:
@@ -98,8 +98,8 @@ class TestRow34:
         command = [sys.executable, "-c", code, str(os.getuid()), str(tmp_path / "file")]
         if os.getuid() == 0:
             command = ["setpriv", "--bounding-set=-sys_admin", *command]
-        answer = subprocess.run(command, capture_output=True, text=True)
-        assert answer.returncode == 0, answer.stderr
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
         assert (tmp_path / "file").stat().st_uid == os.getuid()
 
 
@@ -220,8 +220,8 @@ def test_system_without_namespaces_is_detected(tmp_path):
     )
     shell = 'echo 0 > /proc/sys/user/max_net_namespaces; exec "$0" -c "$1"'
     command = ["unshare", "-Ur", "sh", "-c", shell, sys.executable, code]
-    answer = subprocess.run(command, capture_output=True, text=True)
-    assert answer.stdout == "impossible: unshare: No space left on device\n", answer.stderr
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.stdout == "impossible: unshare: No space left on device\n", result.stderr
 
 
 # ---- row 34: a description with public addresses ------------------------------------------------
@@ -249,5 +249,5 @@ def test_a_public_address_in_a_description_is_warned_about(task, elsewhere, warn
         timeout=60,
     )
     assert "did not connect within 0.3 s" in done.stderr
-    said = f"{elsewhere} is a public address; keep the cluster in a private network"
-    assert (said in done.stderr) == warned, done.stderr
+    message = f"{elsewhere} is a public address; keep the cluster in a private network"
+    assert (message in done.stderr) == warned, done.stderr

@@ -242,7 +242,7 @@ class TestPolicy:
         ends = [end(10), end(-2), end(-2), end(12), end(-3), end(-1)]
         decisions = [policy.decide(e) for e in ends]
         assert [d.workers for d in decisions] == [3, 3, 2, 2, 2, 0]
-        assert "2 go on" in decisions[2].message
+        assert "2 continue" in decisions[2].message
         assert not decisions[5].restart  # two are needed
 
     def test_only_repeated_failures_of_the_same_worker_drop_it(self):
@@ -618,7 +618,7 @@ def test_row_13_a_preempted_task(run):
 def test_preemption_without_restarts_ends_with_75(run):
     done = run("worker 0@0=leave", "worker 1@0=leave")
     assert (done.result.status, done.result.attempts) == (PREEMPTED, 1)
-    assert "same command goes on" in done.result.summary()[-1]
+    assert "same command resumes the run" in done.result.summary()[-1]
 
 
 # ---- parameter servers --------------------------------------------------------------------------
@@ -704,7 +704,7 @@ def test_row_14_a_preempted_launcher_lets_the_tasks_save(serving, number, option
     launcher.send_signal(number)
     output, _ = launcher.communicate(timeout=10)
     assert launcher.returncode == PREEMPTED
-    assert "same command goes on" in output.splitlines()[-1]
+    assert "same command resumes the run" in output.splitlines()[-1]
     assert wait_gone(pids, 0) == []
 
 

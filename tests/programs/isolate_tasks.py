@@ -13,7 +13,7 @@ from tests.programs import _result
 
 config = json.loads(os.environ["TF_CONFIG"])
 host, port = config["cluster"]["worker"][0].rsplit(":", 1)
-said = ""
+message = ""
 if "download" in sys.argv:
     urllib.request.urlopen("http://data.example/mnist.npz", timeout=5)
 if config["task"]["index"] == 0:
@@ -22,19 +22,19 @@ if config["task"]["index"] == 0:
         with connection:
             connection.sendall(b"hello")
 else:
-    while not said:
+    while not message:
         with (
             contextlib.suppress(ConnectionRefusedError),
             socket.create_connection((host, int(port))) as connection,
         ):
-            said = connection.recv(5).decode()
+            message = connection.recv(5).decode()
         time.sleep(0)
 (Path(os.environ["TFMW_RESULT"]) / f"file_{config['task']['index']}").touch()
 _result.write(
     {
         "namespace": os.readlink("/proc/self/ns/net"),
         "interfaces": [name for _, name in socket.if_nameindex()],
-        "said": said,
+        "message": message,
         "user": [os.getuid(), os.getgid()],
         "owner": os.stat(os.environ["TFMW_ERROR_FILE"].rpartition("/")[0]).st_uid,
         "descriptors": [

@@ -155,7 +155,7 @@ def forget() -> None:
     connection._connected_once, connection._ring = False, None
 
 
-class Heard(logging.Handler):
+class RecordedWarnings(logging.Handler):
     """Keeps the warnings of tfmw."""
 
     def __init__(self) -> None:
@@ -167,8 +167,8 @@ class Heard(logging.Handler):
 
 
 cluster = tfmw.init()
-heard = Heard()
-logging.getLogger("tfmw").addHandler(heard)
+recorded = RecordedWarnings()
+logging.getLogger("tfmw").addHandler(recorded)
 connect = listener.connect
 
 
@@ -181,18 +181,18 @@ forget()
 if cluster.index == 1:
     setattr(listener, "connect", refused)  # noqa: B010
 without = trained()
-warned = list(heard.messages)
+warned = list(recorded.messages)
 
 listener.connect = connect
 forget()
 token = os.environ["TFMW_TOKEN"]  # which the launcher has set
 if cluster.index == 1:
     os.environ["TFMW_TOKEN"] = "another"
-heard.messages.clear()
+recorded.messages.clear()
 another_token = trained()
 os.environ["TFMW_TOKEN"] = token
 forget()
-warned_of_token = list(heard.messages)
+warned_of_token = list(recorded.messages)
 os.environ[listener.SHARED_MEMORY] = "0"
 over_tcp = trained()
 del os.environ[listener.SHARED_MEMORY]

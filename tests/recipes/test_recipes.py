@@ -162,7 +162,7 @@ def test_cluster_from_flags():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--task_index=1"], "--task_index is given and --worker_hosts is not"),
         (["--job_name=worker"], "--job_name is given and --worker_hosts is not"),
@@ -181,11 +181,11 @@ def test_cluster_from_flags():
         (["--collectives=none_such"], "none_such"),
     ],
 )
-def test_wrong_flags_are_one_sentence(arguments, said):
+def test_wrong_flags_are_one_sentence(arguments, message):
     saved = flagsaver.save_flag_values()
     try:
         flags.FLAGS(["recipe", *arguments])
-        with pytest.raises(UsageError, match=re.escape(said)) as caught:
+        with pytest.raises(UsageError, match=re.escape(message)) as caught:
             common.init()
         assert "\n" not in str(caught.value)
     finally:

@@ -36,7 +36,7 @@ def test_two_actors_train(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     (accuracy,) = re.findall(r"validation accuracy: (0\.\d+)", run.stdout)
     if platform.machine() in ("x86_64", "AMD64"):
-        said = re.findall(r"\(Worker pid=(\d+)\).* oneDNN custom operations are on", run.stderr)
-        assert len(set(said)) == 2, run.stderr
+        tasks = re.findall(r"\(Worker pid=(\d+)\).* oneDNN custom operations are on", run.stderr)
+        assert len(set(tasks)) == 2, run.stderr
     assert float(accuracy) > 0.5  # it trained: one of ten digits by chance
     assert verify(tmp_path / "model") == []

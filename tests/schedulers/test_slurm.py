@@ -30,16 +30,16 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneMachine]:
 
 def test_each_task_of_a_step_finds_its_rank(slurm: OneMachine) -> None:
     """Three tasks on two nodes: `srun` and tfmw count them alike."""
-    program = str(PROGRAMS / "say_cluster.py")
-    answer = slurm.run("srun", "--nodes=2", "--ntasks=3", "--label", sys.executable, program)
-    assert answer.returncode == 0, answer.stderr
-    found = dict(line.split(": ", 1) for line in answer.stdout.splitlines())
-    said = {int(rank): json.loads(text) for rank, text in found.items()}
-    assert [said[rank]["task"]["index"] for rank in range(3)] == [0, 1, 2]
-    (port,) = {a.rpartition(":")[2] for a in said[0]["cluster"]["worker"][::2]}
+    program = str(PROGRAMS / "print_cluster.py")
+    result = slurm.run("srun", "--nodes=2", "--ntasks=3", "--label", sys.executable, program)
+    assert result.returncode == 0, result.stderr
+    found = dict(line.split(": ", 1) for line in result.stdout.splitlines())
+    clusters = {int(rank): json.loads(text) for rank, text in found.items()}
+    assert [clusters[rank]["task"]["index"] for rank in range(3)] == [0, 1, 2]
+    (port,) = {a.rpartition(":")[2] for a in clusters[0]["cluster"]["worker"][::2]}
     workers = [f"{NODES[0]}:{port}", f"{NODES[0]}:{int(port) + 1}", f"{NODES[1]}:{port}"]
     for rank in range(3):
-        assert said[rank]["cluster"] == {"worker": workers}
+        assert clusters[rank]["cluster"] == {"worker": workers}
 
 
 def sbatch(slurm: OneMachine, log: Path, *args: str, **environ: str) -> int:

@@ -46,7 +46,7 @@ def test_wrong_use(
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert main(["run", *args, str(PROGRAMS / "say_cluster.py")]) == 2
+    assert main(["run", *args, str(PROGRAMS / "print_cluster.py")]) == 2
     printed = capsys.readouterr()
     assert said in printed.err
     assert printed.err.count("\n") == 1
