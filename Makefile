@@ -6,7 +6,7 @@
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-oldest test-keras survey bench lint type docs diagrams notebooks clean
+.PHONY: help demo test test-fast test-hosts test-oldest test-keras survey bench lint type docs diagrams notebooks clean
 
 SHELL := bash
 VENV  := .venv
@@ -24,7 +24,7 @@ WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
-	@echo "make test-fast, make test-oldest, make test-keras, make survey, make lint, make type,"
+	@echo "make test-fast, make test-hosts, make test-oldest, make test-keras, make survey, make lint, make type,"
 	@echo "make notebooks, make diagrams, make clean"
 
 $(STAMP): pyproject.toml
@@ -44,13 +44,22 @@ demo: $(STAMP)
 # Debian installs Slurm's daemons where only root's PATH looks.
 SLURM := $(shell PATH="$$PATH:/usr/sbin" command -v slurmctld)
 NO_SLURM := make test: without the tests of Slurm, which is not installed: apt-get install slurm-wlm
+ETCD := $(shell command -v etcd)
+NO_ETCD := make test: without the tests of etcd, which is not installed: apt-get install etcd-server
+MISSING := $(if $(SLURM),,not slurm)$(if $(SLURM)$(ETCD),, and )$(if $(ETCD),,not etcd)
 
 # Files of tests at a time: two of them keep two cores busy.
 JOBS ?= 2
 
 test: lint type docs
 	@$(if $(SLURM),,echo "$(NO_SLURM)")
-	@$(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile) $(if $(SLURM),,-m "not slurm")
+	@$(if $(ETCD),,echo "$(NO_ETCD)")
+	@$(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile) $(if $(MISSING),-m "$(MISSING)")
+
+# Hosts that come and go, at every point and by many more schedules than make test has. Best as root,
+# for network namespaces, and with etcd.
+test-hosts: $(STAMP)
+	@TFMW_TEST_HOSTS=all TFMW_TEST_SCHEDULES=5000 $(BIN)/python -m pytest --timeout 1200 tests/launcher/hosts
 
 # The oldest TensorFlow and Keras that tfmw works with, in an environment of their own.
 OLDEST := build/oldest

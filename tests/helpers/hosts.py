@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,43 @@ from tests.helpers.cluster import MARK, ONE_THREAD, PROGRAMS, PYTHONPATH, marked
 from tfmw.runtime.ports import reserved_ports
 
 BRIDGE, NETWORK = "tfmwbr", "10.88.7"
+
+
+class Loopback:
+    """Addresses of loopback as hosts. A host whose cable is cut is stopped instead.
+
+    Args:
+        count: how many.
+        why: there are no namespaces.
+    """
+
+    def __init__(self, count: int, why: str = "") -> None:
+        self.addresses = [f"127.0.0.{i + 1}" for i in range(count)]
+        self.why = why
+
+    def command(self, host: int) -> list[str]:
+        """What runs a command on a host."""
+        return []
+
+    def cut(self, hosts: Hosts, host: int) -> None:
+        """Stops a host's processes."""
+        hosts.signal_all(host, signal.SIGSTOP)
+
+    def mend(self, hosts: Hosts, host: int) -> None:
+        """Lets them go on."""
+        hosts.signal_all(host, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def network(count: int) -> Iterator[Loopback | Namespaces]:
+    """Namespaces where this machine allows them, and loopback otherwise, with the reason."""
+    with contextlib.ExitStack() as stack:
+        try:
+            found: Loopback | Namespaces = stack.enter_context(Namespaces(count))
+        except PermissionError as error:
+            print(f"hosts are addresses of loopback: {error}")
+            found = Loopback(count, str(error))
+        yield found
 
 
 class Namespaces:
@@ -82,11 +119,11 @@ class Namespaces:
         """What runs a command on a host; not `ip netns exec`, which hides /sys/fs/cgroup."""
         return ["nsenter", f"--net=/var/run/netns/tfmwh{host}"]
 
-    def cut(self, host: int) -> None:
+    def cut(self, hosts: Hosts, host: int) -> None:
         """Takes a host's cable out: not a word comes through any more."""
         _ip("link", "set", f"tfmwv{host}", "down")
 
-    def mend(self, host: int) -> None:
+    def mend(self, hosts: Hosts, host: int) -> None:
         """Puts it back."""
         _ip("link", "set", f"tfmwv{host}", "up")
 
@@ -100,31 +137,27 @@ class Hosts:
 
     Args:
         folder: for backups, results and logs.
-        count: how many hosts.
+        cables: the hosts, or how many addresses of loopback.
         *options: of `tfmw run`.
         program: in tests/programs, or any other path.
         flags: of the program.
-        namespaces: where hosts are network namespaces.
         env: added to the environment.
     """
 
     def __init__(
         self,
         folder: Path,
-        count: int,
+        cables: Loopback | Namespaces | int,
         *options: str,
         program: str = "restart_fit.py",
         flags: Sequence[str] = (),
-        namespaces: Namespaces | None = None,
         env: dict[str, str] | None = None,
     ) -> None:
         self.folder = folder
-        self.namespaces = namespaces
+        self.cables = Loopback(cables) if isinstance(cables, int) else cables
+        count = len(self.cables.addresses)
         with reserved_ports(1) as (port,):
-            hosts = (
-                namespaces.addresses if namespaces else [f"127.0.0.{i + 1}" for i in range(count)]
-            )
-            self.addresses = [f"{host}:{port}" for host in hosts]
+            self.addresses = [f"{host}:{port}" for host in self.cables.addresses]
         path = PROGRAMS / program
         self._command = ["--hosts", ",".join(self.addresses), *options]
         self._program = [str(path if path.exists() else program), *flags]
@@ -142,6 +175,7 @@ class Hosts:
         self.processes: list[subprocess.Popen[str] | None] = [None] * count
         self.lines: list[list[str]] = [[] for _ in range(count)]
         self.times: list[list[float]] = [[] for _ in range(count)]
+        self._started: list[subprocess.Popen[str]] = []
         self._news = threading.Condition()
         self._readers: list[threading.Thread] = []
 
@@ -157,15 +191,16 @@ class Hosts:
         for pid in marked(self._mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        for process in self._started:
+            process.wait()
         for reader in self._readers:
             reader.join()
 
     def start(self, host: int, **env: str) -> None:
         """Starts a host's supervisor."""
-        inside = self.namespaces.command(host) if self.namespaces else []
         process = subprocess.Popen(
             [
-                *inside,
+                *self.cables.command(host),
                 *(sys.executable, "-m", "tfmw", "run", "--host-index", str(host)),
                 *self._command,
                 *self._program,
@@ -176,6 +211,7 @@ class Hosts:
             env={**self._env, **env},
         )
         self.processes[host] = process
+        self._started.append(process)
         reader = threading.Thread(target=self._read, args=(host, process))
         reader.start()
         self._readers.append(reader)
@@ -195,8 +231,12 @@ class Hosts:
 
     def wait_for(
         self, host: int, pattern: str, timeout_s: float = 60.0, since: int = 0
-    ) -> re.Match[str]:
-        """Waits until a host prints a line that matches, from the since-th line on."""
+    ) -> tuple[int, re.Match[str]]:
+        """Waits until a host prints a line that matches, from the since-th line on.
+
+        Returns:
+            The number of the line after it, and the match.
+        """
         deadline = time.monotonic() + timeout_s
         at = since
         with self._news:
@@ -204,7 +244,7 @@ class Hosts:
                 for line in self.lines[host][at:]:
                     at += 1
                     if found := re.search(pattern, line):
-                        return found
+                        return at, found
                 if not self._news.wait(deadline - time.monotonic()):
                     raise AssertionError(f"host {host} prints no {pattern!r}:\n{self.output()}")
 
@@ -212,6 +252,43 @@ class Hosts:
         """How many lines a host has printed, for `since`."""
         with self._news:
             return len(self.lines[host])
+
+    def steps(
+        self, host: int, count: int = 1, hosts: int | None = None, timeout_s: float = 90.0
+    ) -> tuple[int, float]:
+        """Waits for new steps on a host, in an attempt of so many hosts.
+
+        Returns:
+            The last of them, and when it was made, in monotonic seconds.
+        """
+        at, deadline = self.now(host), time.monotonic() + timeout_s
+        while True:
+            for _ in range(count):
+                left_s = max(0.0, deadline - time.monotonic())
+                at, found = self.wait_for(host, r"\] step (\d+) at ([\d.]+)", left_s, since=at)
+            if hosts is None or len(self.record()["hosts"]) == hosts:
+                return int(found[1]), float(found[2])
+
+    def name(self, host: int) -> str:
+        """How messages call it."""
+        return self.cables.addresses[host]
+
+    def signal_all(self, host: int, number: int) -> None:
+        """Sends a signal to all processes of a host."""
+        process = self.processes[host]
+        assert process is not None
+        for pid in [*_descendants(process.pid), process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def wait_for_leader(self, other_than: int, timeout_s: float = 60.0) -> int:
+        """Waits until another host leads; returns which."""
+        deadline = time.monotonic() + timeout_s
+        while (leader := self.leader()) == other_than:
+            assert time.monotonic() < deadline, self.output()
+            with self._news:
+                self._news.wait(0.2)
+        return leader
 
     def kill(self, host: int, number: int = signal.SIGKILL) -> None:
         """Sends a signal to a host's supervisor; its tasks end with it."""
@@ -259,3 +336,13 @@ class Hosts:
         return "\n".join(
             f"---- host {host}\n" + "\n".join(lines[-60:]) for host, lines in enumerate(self.lines)
         )
+
+
+def _descendants(pid: int) -> list[int]:
+    """Children of a process, and theirs."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):
+            for child in map(int, (task / "children").read_text().split()):
+                found += [child, *_descendants(child)]
+    return found

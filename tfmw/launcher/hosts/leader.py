@@ -52,7 +52,7 @@ from tfmw.launcher.hosts.outcome import merged, outcome_of, summary
 from tfmw.launcher.preemption import GRACE_S
 from tfmw.launcher.restart import RestartPolicy
 
-RESIGN_S = 6.0
+RESIGN_S = 3.0
 """Seconds with too few hosts after which another host may try to lead."""
 
 END_S = 20.0

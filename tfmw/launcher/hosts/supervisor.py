@@ -57,8 +57,9 @@ from tfmw.runtime.signals import LEAVE
 PAUSE_S = 3.0
 """Seconds in which a supervisor that gave the lock up does not try to get it again."""
 
+FIRST_NOTICE_S = 10.0
 NOTICE_S = 30.0
-"""Seconds between two notices of a host that cannot reach the leader."""
+"""Seconds until a host that cannot reach the leader gives notice, and then between two notices."""
 
 
 class Supervisor:
@@ -79,7 +80,7 @@ class Supervisor:
         self._dialed: int | None = None  # the host that leads, as far as this one knows
         self._linked = False  # whether it is connected to that host
         self._campaign_at: float | None = None
-        self._notice_at = now + NOTICE_S / 3
+        self._notice_at = now + FIRST_NOTICE_S
         self._run = ""
         self._ports: tuple[int, ...] | None = None
         self._attempt: int | None = None  # whose tasks run here
@@ -147,7 +148,9 @@ class Supervisor:
             return
         if record.running and self._host not in record.hosts:
             self._alone_since = now
-        if record.leader != self._dialed and record.leader != self._host:
+        if record.leader == self._host:  # another host has the lock, and has not written yet
+            return
+        if record.leader != self._dialed:
             self._unlink(now)
             self._dialed = record.leader
             self._out.append(Dial(record.leader))
@@ -182,7 +185,6 @@ class Supervisor:
         """This host is connected to the one that leads."""
         if host == self._dialed and self.leader is None:
             self._linked = True
-            self._notice_at = now + NOTICE_S / 3
             self._join(now)
 
     def leader_lost(self, host: int, why: str, now: float) -> None:
@@ -200,6 +202,7 @@ class Supervisor:
     def _unlink(self, now: float) -> None:
         if self._linked:
             self._linked = False
+            self._notice_at = now + FIRST_NOTICE_S
             self._end_tasks()
 
     # ---- this host's tasks ---------------------------------------------------------------------

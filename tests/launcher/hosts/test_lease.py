@@ -1,0 +1,161 @@
+"""The lock that decides who leads, and the record beside it: in a directory, and in a real etcd."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.cluster import ROOT
+from tests.helpers.etcd import etcd
+from tfmw import storage
+from tfmw.launcher.hosts import lease as lease_module
+from tfmw.launcher.hosts.actions import Record
+from tfmw.launcher.hosts.lease import DirectoryLease, EtcdLease, Lease, Lost, lease_of
+from tfmw.runtime import fence
+
+Make = Callable[[int], Lease]
+
+
+@pytest.fixture(params=["directory", pytest.param("etcd", marks=pytest.mark.etcd)])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    """Makes the lease of a host; all of them are of one run."""
+    if request.param == "directory":
+        yield lambda host: lease_of(f"dir:{tmp_path}/run", host)
+        return
+    with etcd(tmp_path) as (endpoint, _):
+        yield lambda host: lease_of(f"etcd://{endpoint}/run7", host)
+
+
+def test_one_holder_at_a_time_and_its_record(make):
+    one, other = make(0), make(1)
+    assert one.record() is None
+    assert one.acquire()
+    assert one.acquire()
+    assert not other.acquire()
+    record = Record("run", attempt=3, hosts=(0, 2), lines=("a",), policy={"restarts": 2})
+    one.publish(record)
+    one.renew()
+    assert other.record() == record
+    with pytest.raises(Lost):
+        other.publish(record)
+    one.release()
+    assert other.acquire()
+    assert other.record() == record
+    with pytest.raises(Lost):
+        one.publish(record)
+    other.release()
+
+
+def test_hosts_share_a_secret(make):
+    assert make(0).secret() == make(1).secret() != b""
+
+
+def test_only_the_last_attempt_puts_anything_in_its_place(make, tmp_path, monkeypatch):
+    lease = make(0)
+    assert lease.acquire()
+    lease.publish(Record("run", attempt=4))
+    monkeypatch.setenv(fence.FENCE, lease.fence)
+    for attempt, writes in ((4, True), (3, False), (5, True)):
+        monkeypatch.setenv(fence.ATTEMPT, str(attempt))
+        target = tmp_path / f"target {attempt}"
+        if writes:
+            _write(target)
+        else:
+            with pytest.raises(fence.Fenced, match="attempt 3, and other hosts have begun"):
+                _write(target)
+        assert target.exists() == writes
+    assert not list(tmp_path.glob(".*writing*"))
+    lease.release()
+
+
+def _write(target: Path) -> None:
+    with storage.atomic_directory(str(target)) as temporary:
+        Path(temporary).mkdir()
+
+
+def test_a_record_that_cannot_be_read_lets_nobody_write(tmp_path, monkeypatch):
+    monkeypatch.setenv(fence.FENCE, str(tmp_path / "gone"))
+    with pytest.raises(OSError, match="gone"):
+        fence.check()
+
+
+def test_a_directorys_lock_ends_with_its_holder(tmp_path):
+    """Not with a holder that is stopped: nobody else may lead then."""
+    program = (
+        "import sys, signal; from pathlib import Path\n"
+        "from tfmw.launcher.hosts.lease import DirectoryLease\n"
+        f"lease = DirectoryLease(Path({str(tmp_path)!r}))\n"
+        "assert lease.acquire()\n"
+        "print('held', flush=True); signal.pause()\n"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    with holder:
+        try:
+            assert holder.stdout
+            assert holder.stdout.readline() == b"held\n"
+            lease = DirectoryLease(tmp_path)
+            holder.send_signal(signal.SIGSTOP)
+            assert not lease.acquire()
+        finally:
+            holder.kill()
+        holder.wait()
+        assert lease.acquire()
+        lease.release()
+
+
+def test_a_directorys_secret_is_for_its_owner_only(tmp_path):
+    DirectoryLease(tmp_path).secret()
+    assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
+
+
+def test_a_directory_that_was_given_to_another_is_noticed(tmp_path):
+    """As a network file system may do whose server was unreachable."""
+    clock = [0.0]
+    one, other = (DirectoryLease(tmp_path, clock=lambda: clock[0]) for _ in range(2))
+    assert one.acquire()
+    one.publish(Record("run", attempt=1))
+    (tmp_path / "LEADER").unlink()
+    assert other.acquire()
+    other.publish(Record("run", attempt=2))
+    with pytest.raises(Lost, match="another host"):
+        one.renew()
+    clock[0] += lease_module.TTL_S
+    with pytest.raises(Lost, match="not renewed in time"):
+        other.publish(Record("run", attempt=3))
+    other.release()
+
+
+@pytest.mark.etcd
+def test_a_holder_in_etcd_stops_before_another_can_lead(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease_module, "TTL_S", 2)
+    monkeypatch.setattr(lease_module, "_MARGIN_S", 0.5)
+    clock = [0.0]
+    with etcd(tmp_path) as (endpoint, server):
+        one = EtcdLease(f"etcd://{endpoint}", 0, clock=lambda: clock[0])
+        other = EtcdLease(f"etcd://{endpoint}", 1)
+        assert one.acquire()
+        assert one.held_until == 1.5
+        one.publish(Record("run", attempt=1))
+        clock[0] = 1.5
+        with pytest.raises(Lost, match="not renewed in time"):
+            one.publish(Record("run", attempt=2))
+        while not other.acquire():  # once the lease has ended
+            pass
+        clock[0] = 0.0  # a clock that stands still does not help either
+        with pytest.raises(Lost):
+            one.publish(Record("run", attempt=2))
+        assert other.record() == Record("run", attempt=1)
+        server.kill()
+        with pytest.raises(OSError, match="etcd at"):
+            other.renew()

@@ -1,0 +1,96 @@
+"""Trains slowly, on any number of hosts, and reports each step: `hosts_fit.py --backup_dir DIR`.
+
+The results do not depend on the number of workers, except to rounding. The means of the ids of all
+examples and of their squares, over an epoch, show that each was trained on as often.
+
+With `--go FILE` steps are slow, and the last epoch does not begin, before the file exists.
+"""
+
+import argparse
+import os
+import threading
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+
+import tfmw
+from tests.programs import _result
+
+EXAMPLES, BATCH = 96, 12
+
+
+class Report(keras.callbacks.Callback):
+    """Prints each step, and takes its time."""
+
+    def __init__(self, pause_s: float, go: str | None):
+        super().__init__()
+        self._pause_s = pause_s
+        self._go = go
+
+    def on_epoch_begin(self, epoch, logs=None):
+        while self._go and epoch == self.params["epochs"] - 1 and not Path(self._go).exists():
+            tfmw.report_progress(int(self.model.optimizer.iterations))
+            threading.Event().wait(0.05)
+
+    def on_train_batch_end(self, batch, logs=None):
+        print(f"step {int(self.model.optimizer.iterations)} at {time.monotonic()}", flush=True)
+        if not (self._go and Path(self._go).exists()):
+            threading.Event().wait(self._pause_s)
+
+
+def loss(y, predicted):
+    return keras.ops.mean(keras.ops.square(y[:, :1] - predicted), axis=-1)
+
+
+def ids(y, predicted):
+    return y[:, 1]
+
+
+def squares(y, predicted):
+    return y[:, 1] ** 2
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser()
+    flags.add_argument("--backup_dir")
+    flags.add_argument("--log", help="CSVLogger's file")
+    flags.add_argument("--export_dir")
+    flags.add_argument("--epochs", type=int, default=3)
+    flags.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
+    flags.add_argument("--go")
+    options = flags.parse_args()
+    tfmw.init()
+    keras.utils.set_random_seed(3)
+    x = np.random.default_rng(0).normal(size=(EXAMPLES, 4)).astype("float32")
+    y = np.hstack([x @ np.array([[1.0], [-2.0], [0.5], [3.0]]), np.arange(EXAMPLES)[:, None]])
+    hidden = keras.layers.Dense(8, activation="tanh")(inputs := keras.Input((4,)))
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    model.compile(keras.optimizers.Adam(0.02), loss, metrics=[ids, squares])
+    report = Report(options.pause, options.go)
+    callbacks = [report, *([keras.callbacks.CSVLogger(options.log)] if options.log else [])]
+    history = tfmw.fit(
+        model,
+        x,
+        y.astype("float32"),
+        batch_size=BATCH,
+        epochs=options.epochs,
+        verbose=0,
+        callbacks=callbacks,
+        backup_dir=options.backup_dir,
+        export_dir=options.export_dir,
+        backup_every=4,
+        seed=11,
+    )
+    _result.write(
+        {
+            "weights": [w.tolist() for w in model.get_weights()],
+            "history": history.history,
+            "attempt": int(os.environ.get("TFMW_ATTEMPT", 0)),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()
