@@ -147,6 +147,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=3, help="runs of each; medians are printed")
     parser.add_argument("--torch-python", help="of an environment with torch (default: this one)")
+    parser.add_argument("--hosts", action="store_true", help="three hosts: see bench/hosts.py")
+    parser.add_argument(
+        "--goodput", type=float, default=0.0, metavar="MINUTES", help="with --hosts: under faults"
+    )
     parser.add_argument("--train", choices=("tfmw", "torch"), help=argparse.SUPPRESS)
     parser.add_argument("--backup_dir", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -164,6 +168,11 @@ def main() -> None:
     if torch_python:
         torchrun = [torch_python, "-m", "torch.distributed.run", "--standalone"]
         ways["torchrun"] = [*torchrun, "--nproc-per-node", "2", "--max-restarts", "1"]
+    if options.hosts:
+        import hosts
+
+        hosts.main(__file__, torch_python, options.repeat, options.goodput)
+        return
     print(f"{'seconds since kill -9':26}{'detected':>10}{'restarted':>11}{'first new step':>16}")
     for name, way in ways.items():
         rows = []

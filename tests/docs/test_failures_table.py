@@ -7,7 +7,7 @@ import re
 
 from tests.helpers.cluster import ROOT
 
-ROWS = range(1, 37)
+ROWS = range(1, 42)
 
 
 def table():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,22 @@ def validate(manifest: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Service", "NetworkPolicy", "Job"])
-def test_the_manifests_are_valid(kind: str) -> None:
-    validate(manifests("kubernetes.yaml")[kind])
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "kubernetes-hosts.yaml"])
+def test_the_manifests_are_valid(name: str, kind: str) -> None:
+    validate(manifests(name)[kind])
+
+
+def test_the_hosts_that_come_and_go_are_the_jobs_pods() -> None:
+    """--hosts names every pod as the Service does, and every host gets its own index."""
+    job = manifests("kubernetes-hosts.yaml")["Job"]
+    service = manifests("kubernetes-hosts.yaml")["Service"]["metadata"]["name"]
+    words = shlex.split(job["spec"]["template"]["spec"]["containers"][0]["command"][-1])
+    assert words[words.index("--host-index") + 1] == "$JOB_COMPLETION_INDEX"
+    assert words[words.index("--hosts") + 1].split(",") == [
+        f"{job['metadata']['name']}-{index}.{service}"
+        for index in range(job["spec"]["completions"])
+    ]
+    assert job["spec"]["template"]["spec"]["subdomain"] == service
 
 
 @pytest.mark.parametrize(
