@@ -12,8 +12,8 @@ Each step, on each replica (all of it one traced function, many steps per Python
         optimizer.apply(gradients) first sums the gradients over replicas, then updates this
         replica's variables, as if it were alone
 
-so every replica makes the same update and none needs a cross-replica context. Metrics are counted
-on each replica and added up when somebody reads them.
+So every replica makes the same update, and none needs a cross-replica context. Each replica updates
+its own metrics; they are combined when they are read.
 
 A training step reads top to bottom here: `train`, `_steps`, `_step_loop`, `_replica_step`,
 `_call_step`, and, from within the optimizer, `_reduced`.
@@ -51,7 +51,7 @@ class SyncDriver:
     Args:
         model: compiled and built, with its optimizer built.
         strategy: mirrored, multi-worker mirrored, or TensorFlow's default.
-        compression: "fp16" or "bf16": the type that gradients are sent and summed in; None for
+        compression: "fp16" or "bf16": the dtype in which gradients are sent and summed; None for
             their own.
         shard_optimizer: whether workers share the update of the weights; see `SharedUpdate`.
 
@@ -103,26 +103,26 @@ class SyncDriver:
 
     @property
     def outlives_placement(self) -> bool:
-        """Whether traces hold for the next call: copies of variables differ from call to call."""
+        """Whether traces are valid in the next call: copies of variables change between calls."""
         return self._replicas.local == 1 and not any(
             isinstance(keras_compat.native(v), tf.distribute.DistributedValues)
             for v in placement.all_variables(self.model)
         )
 
     def on_trace(self, callback: Callable[[], Any]) -> None:
-        """Calls `callback` while anything is traced."""
+        """Calls `callback` during each trace."""
         self._traces.on_trace = callback
 
     def reset(self) -> None:
-        """Forgets what earlier calls counted, not what they traced."""
+        """Resets the counts of earlier calls; keeps their traces."""
         self.examples = 0
         self._metrics.signals = []
         self._to_check = True
 
     def _check_traces(self) -> None:
-        """Forgets what was traced, too, where callbacks have changed the model meanwhile.
+        """Discards traces if callbacks have changed the model since.
 
-        All workers enter it at the first step of a call.
+        All workers must call it at the first step of a call.
         """
         if self._to_check and not all(self._replicas.group.from_all(self.traces_valid())):
             self._traces.clear()
@@ -161,12 +161,12 @@ class SyncDriver:
 
         Args:
             iterator: over the dataset of a `data.Shard`.
-            max_steps: steps to make, fewer only where the data ends.
-            shard_sizes: how the shards of these steps differ in size.
-            size_known: whether the dataset knows the size of each global batch.
+            max_steps: number of steps, fewer only if the data ends.
+            shard_sizes: of these steps.
+            size_known: whether the dataset contains the size of each global batch.
 
         Returns:
-            Steps done, the same number on every worker.
+            Number of steps done, the same on every worker.
         """
         return self._steps("train", iterator, max_steps, shard_sizes, size_known)
 
@@ -194,7 +194,7 @@ class SyncDriver:
         with self._lost_peer_named():
             if not self._gathers:
                 return self._run(loop, iterator, max_steps)
-            # A batch of another shape, as the last one, needs a call of its own.
+            # A batch of another shape, such as the last one, needs its own call.
             for steps_done in range(max_steps):
                 if not self._run(loop, iterator, 1):
                     return steps_done
@@ -216,7 +216,7 @@ class SyncDriver:
         averages = self._state.variables() if uneven and kind == "train" else []
 
         def one_step(parts: Any, total: Any) -> Any:
-            """Examples of one step over all replicas: 0 at the end of the data."""
+            """Number of examples of one step over all replicas; 0 at the end of the data."""
             assigned: list[Any] = []
             if kind == "train":
                 assigned = self._state.assigned = self._state.assigned or []
@@ -235,7 +235,7 @@ class SyncDriver:
             lambda iterator, max_steps: _traced_loop(one_step, iterator, max_steps),
             reduce_retracing=True,
         )
-        # Traced at once, as that shows whether sparse gradients are gathered.
+        # Traced now, because the trace shows whether sparse gradients are gathered.
         loop.get_concrete_function(iterator, tf.constant(1, tf.int64))
         return loop
 
@@ -248,7 +248,7 @@ class SyncDriver:
         size_known: bool,
         averages: list[Any],
     ) -> Any:
-        """One step on one replica. Returns int32 [], 0 once no replica has examples left."""
+        """One step on one replica. Returns int32 [], 0 once no replica has any examples."""
         local = self._replicas.local_index()
         batch = parts[local]
         if self.replicas == 1:
@@ -282,15 +282,15 @@ class SyncDriver:
         weight: keras_compat.ReplicaWeight,
         averages: list[Any],
     ) -> None:
-        """A step in which shards differ, and this replica may have no example at all.
+        """A step in which shards differ in size, and this replica may have no examples.
 
-        A replica without examples takes part in every collective, on a batch of one made-up
-        example, and contributes nothing: no gradient, no metric, no moving average.
+        A replica without examples runs every collective, on a batch of one example of zeros, and
+        contributes nothing: no gradient, no metric, no moving average.
         """
         present = weight.examples > 0
         metrics = [(v, tf.identity(v.value)) for v in keras_compat.metric_variables(self.model)]
         if averages:
-            # With equal starting points, weighted steps from there average to the right one.
+            # With equal initial values, the weighted mean of the replicas' values is the right one.
             self._state.average_on_replica(averages)
         before_step = [(keras_compat.native(v), tf.identity(v.value)) for v in averages]
         if not self._has_synchronized_norm:
@@ -336,12 +336,12 @@ class SyncDriver:
         weight: keras_compat.ReplicaWeight,
         batch: Any,
     ) -> Any:
-        """A step compiled by XLA on each replica; what replicas exchange stays outside.
+        """A step compiled by XLA on each replica; collectives are not compiled.
 
-        Keras's train_step makes its gradients, and then applies them: here one compiled function
-        makes them, they are reduced, and another one applies them.
+        One compiled function computes the gradients of Keras's train_step. They are reduced, and
+        another compiled function applies them.
         """
-        # XLA takes all virtual devices of a process for one, and refuses the others' variables.
+        # XLA treats all virtual devices of a process as one, and rejects variables of the others.
         if self._replicas.local == 1 and not is_own and not self._has_synchronized_norm:
             with contextlib.suppress(keras_compat.CannotCompile):
                 with weight.deferring_gradients() as deferred:
@@ -389,12 +389,12 @@ class SyncDriver:
 
     @contextlib.contextmanager
     def _lost_peer_named(self) -> Iterator[None]:
-        """Where a task is lost in the middle of a step, the error names it and the reason."""
+        """Replaces the error of a step by one that names the lost task and the reason."""
         try:
             yield
         except Exception as e:
             broken = self._reduction.broken
-            # TensorFlow wraps what an op raises, but not where it runs eagerly.
+            # TensorFlow wraps the exception of an op, except in eager execution.
             if broken is None or not (e is broken or isinstance(e, tf.errors.OpError)):
                 raise
             lost = isinstance(broken, OSError | tf.errors.OpError)
@@ -404,7 +404,7 @@ class SyncDriver:
 
     @property
     def signals(self) -> list[float]:
-        """The sums over all tasks of what each gave to the last `metrics`."""
+        """The sums over tasks of the signals in the last `metrics`."""
         return self._metrics.signals
 
     def reset_metrics(self) -> None:
@@ -414,7 +414,7 @@ class SyncDriver:
     def metrics(self, kind: str, signals: tuple[float, ...] = ()) -> dict[str, Any]:
         """Logs since the last reset, over all replicas; see `ReplicaMetrics.result`.
 
-        A collective: all workers enter it.
+        A collective: all workers must call it.
 
         Args:
             kind: "train" or "test".
@@ -429,7 +429,7 @@ class SyncDriver:
             self._state.average()
 
     def replica_state(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """What replicas keep for themselves; see `ReplicaState.rows`. A collective."""
+        """The replica-local state; see `ReplicaState.rows`. A collective."""
         with self._lost_peer_named():
             return self._state.rows()
 
@@ -453,16 +453,16 @@ class SyncDriver:
                     update.restore_whole()
 
     def restore_replica_state(self, metrics: np.ndarray, averages: np.ndarray) -> None:
-        """Gives replicas back what `replica_state` returned; see `ReplicaState.restore`."""
+        """Restores a result of `replica_state`; see `ReplicaState.restore`."""
         self._state.restore(metrics, averages)
 
     def agree_on_weights(self, inside_epoch: bool = False) -> None:
-        """Gives every task the chief's weights where a callback changed those of one task only.
+        """Sets weights to the chief's on every task, if a callback changed them on one task only.
 
-        All tasks enter it. It costs one pass over the weights and one message.
+        All tasks must call it. It takes one pass over the weights and one message.
 
         Args:
-            inside_epoch: whether each replica has moving averages of its own, as between steps.
+            inside_epoch: whether moving averages differ between replicas, as between steps.
         """
         group = self._replicas.group
         if group.size == 1:
@@ -473,7 +473,7 @@ class SyncDriver:
         seeds = placement.seeds_of(self.model)
         metrics = keras_compat.metric_variables(self.model)
         averages = self._state.all_variables() if inside_epoch else []
-        apart = {id(v) for v in [*seeds, *metrics, *averages]}  # what tasks keep for themselves
+        apart = {id(v) for v in [*seeds, *metrics, *averages]}  # task-local state
         variables = [v for v in placement.all_variables(self.model) if id(v) not in apart]
         with self._lost_peer_named():
             different = agree(group, self.strategy, variables)

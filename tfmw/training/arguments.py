@@ -1,4 +1,4 @@
-"""What a call of fit means, as one value: checked once, then passed on whole."""
+"""The arguments of a call of fit as one value, checked once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfmw.errors import UsageError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitArguments:
-    """The arguments of `tfmw.fit`, which documents them.
+    """The arguments of `tfmw.fit`; see there.
 
     Raises:
         UsageError: an unknown `gradient_compression`, `precision` or `shard_optimizer`.
@@ -59,13 +59,13 @@ class FitArguments:
             )
 
     def set_seed(self) -> None:
-        """Makes the process deterministic where a seed was given."""
+        """Makes the process deterministic if there is a seed."""
         if self.seed is not None:
             keras.utils.set_random_seed(self.seed)
             tf.config.experimental.enable_op_determinism()
 
     def limited(self) -> FitArguments:
-        """No more epochs and steps than `keras.config` allows, while somebody looks for a fault."""
+        """These arguments with at most the epochs and steps that `keras.config` allows."""
         max_epochs, _ = keras_compat.limits_for_debugging()
         epochs = self.epochs
         if max_epochs and max_epochs < epochs:
@@ -82,7 +82,7 @@ class FitArguments:
         )
 
     def split(self) -> FitArguments:
-        """These arguments with `validation_split` carried out, where it applies."""
+        """These arguments after applying `validation_split`, if there is one."""
         if not self.validation_split or self.validation_data is not None:
             return self
         (x, y, sample_weight), validation_data = keras_compat.train_validation_split(
@@ -111,7 +111,7 @@ class FitArguments:
         if self.validation_data is None:
             return None
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self.validation_data)
-        # Datasets and the like bring their own batches; arrays are cut as the training data is.
+        # Datasets are already batched; arrays are batched as the training data.
         is_batched = (
             keras_compat.is_dataset(x) or callable(x) or isinstance(x, keras.utils.PyDataset)
         )
@@ -120,12 +120,12 @@ class FitArguments:
 
     @property
     def user_callbacks(self) -> list[Any]:
-        """The callbacks without the one that asks for backups."""
+        """The callbacks without the backup callback."""
         return callbacks_lib.without_backup(self.callbacks)[0]
 
     @property
     def backup(self) -> callbacks_lib.BackupAndRestore | None:
-        """Where and when to back up; None for not at all."""
+        """The backup callback, or None."""
         asked = callbacks_lib.without_backup(self.callbacks)[1]
         if self.backup_dir is not None:
             return callbacks_lib.BackupAndRestore(self.backup_dir, save_freq=self.backup_every)

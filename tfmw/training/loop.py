@@ -3,15 +3,15 @@
     on each epoch:
         reset or restore the metrics
         callbacks.on_epoch_begin
-        the chief decides (stop, learning rate), and what callbacks changed reaches all replicas
-        until the epoch is over:
-            the driver makes steps, at most up to the next due backup
+        the chief decides (stop, learning rate); changes of callbacks are sent to all replicas
+        until the end of the epoch:
+            the driver runs steps, at most up to the next due backup
                 callbacks.on_train_batch_begin / on_train_batch_end around each of its calls
             save, if a backup is due
-        bring the user's model up to date, validate; save or leave in between, if asked to
+        update the user's model, validate; save or exit between its calls, after a signal
         callbacks.on_epoch_end; the chief decides; save, if a backup is due
 
-All tasks run the same loop and enter each of the driver's calls together.
+All tasks run the same loop and make the same calls of the driver.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Logs = dict[str, Any]
 
 
 class Driver(Protocol):
-    """How training steps are made.
+    """Runs the training steps of the loop.
 
     Attributes:
-        model: what is trained.
-        strategy: by which the model's variables are placed while it is trained.
+        model: the trained model.
+        strategy: on which the model's variables are placed while it is trained.
         group: the tasks that run the loop.
-        batch_size: of the global batch, where it is known.
+        batch_size: of the global batch, if known.
     """
 
     model: keras.Model
@@ -59,57 +59,57 @@ class Driver(Protocol):
 
     @property
     def signals(self) -> list[float]:
-        """Sums over tasks of what the last call of `metrics` was given."""
+        """The sums over tasks of the signals in the last call of `metrics`."""
 
     @property
     def steps_done(self) -> int:
-        """Steps of this epoch so far."""
+        """Number of steps of this epoch so far."""
 
     @property
     def at_epoch_end(self) -> bool:
-        """Whether the epoch has no further step, as far as is known."""
+        """Whether the epoch is known to have no further step."""
 
     @property
     def resumes_inside_epoch(self) -> bool:
-        """Whether the backup that the run goes on from was taken between two steps."""
+        """Whether the restored backup was taken between two steps of an epoch."""
 
     def start(self, every_batch: bool, model_is_read: bool, optimizer_read: str) -> None:
-        """Before the first epoch.
+        """Called before the first epoch.
 
         Args:
-            every_batch: whether callbacks want to run between batches.
-            model_is_read: whether anybody reads the user's model between epochs.
+            every_batch: whether callbacks run between batches.
+            model_is_read: whether the user's model is read between epochs.
             optimizer_read: when callbacks may look at the optimizer's slots: "never", after
                 "epochs" or after "steps".
         """
 
     def restore_position(self) -> None:
-        """Goes back to where in the data the backup was taken."""
+        """Restores the position in the data at which the backup was taken."""
 
     def reset_metrics(self) -> None:
-        """Begins to count anew."""
+        """Resets the metrics."""
 
     def restore_replica_state(self, metrics: Any, averages: Any) -> None:
-        """Gives replicas back what `replica_state` returned in an interrupted run."""
+        """Restores a result of `replica_state` of an interrupted run."""
 
     def share_changes(self, inside_epoch: bool = False) -> None:
-        """Gives all replicas what callbacks have changed in the user's model on the chief."""
+        """Sends changes of callbacks in the chief's model to all replicas."""
 
     def begin_epoch(self) -> None:
-        """Before the first step of an epoch, or of what is left of it."""
+        """Called before the first step of an epoch, or of the rest of a resumed one."""
 
     def train(
         self, max_steps: int, on_begin: Callable[[int], None], on_end: Callable[[], bool]
     ) -> None:
-        """Makes up to `max_steps` steps, fewer where the epoch ends.
+        """Runs up to `max_steps` steps, fewer if the epoch ends.
 
         Args:
             on_begin: called before each call of the driver, with the number of its first step.
-            on_end: called after each call that made steps; returns whether to go on.
+            on_end: called after each call that ran steps; returns whether to continue.
         """
 
     def end_epoch(self) -> None:
-        """After the last step of an epoch that was not stopped."""
+        """Called after the last step of an epoch that was not stopped."""
 
     def metrics(self, signals: tuple[float, ...] = ()) -> Logs:
         """Logs of the steps since the last reset, over all replicas.
@@ -119,25 +119,25 @@ class Driver(Protocol):
         """
 
     def update_model(self) -> None:
-        """Gives the user's model the values that steps have made."""
+        """Copies the trained values into the user's model."""
 
     def replica_state(self) -> tuple[Any, Any]:
-        """What a backup needs beside the user's model, which this brings up to date.
+        """Updates the user's model; returns the state of a backup that is not in it.
 
         Returns:
             float64 [replicas, values] of metrics, and the same of moving averages.
         """
 
     def position(self, in_epoch: bool) -> dict[str, Any]:
-        """Where in the data the run is, as JSON."""
+        """The position in the data, as JSON."""
 
     def finish(self) -> None:
-        """After the last epoch: gives the user's model its final values."""
+        """Called after the last epoch: copies the final values into the user's model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ValidationSignals:
-    """How a validation hears that the run is to save its state, or to leave.
+    """The signals during a validation: to save the state, or to exit.
 
     Args:
         local: the signals of this task.
@@ -152,12 +152,11 @@ class TrainingLoop:
     """One run of `fit`.
 
     Args:
-        driver: makes the steps; its variables are placed before `run`.
-        backups: of this run; may hold the one to go on from.
+        driver: runs the steps; its variables are placed before `run`.
+        backups: of this run; may contain the one from which it resumes.
         callback_list: of this task.
         epochs, initial_epoch, validation_freq: as in `tfmw.fit`.
-        validate: evaluates the model; given the callbacks and the signals to respond to, returns
-            the logs.
+        validate: evaluates the model: (callbacks, signals) -> logs.
     """
 
     def __init__(
@@ -180,10 +179,10 @@ class TrainingLoop:
         self._validate = validate
         self._validation_freq = validation_freq
         self._every_batch = False
-        self._step = 0  # since the run began, over all epochs and resumes
+        self._step = 0  # since the start of the run, over all epochs and resumes
 
     def run(self) -> None:
-        """Trains from the initial epoch, or from where the backup was taken, to the last."""
+        """Trains from the initial epoch, or from the position of the backup, to the last epoch."""
         backups, callbacks = self._backups, self._callbacks.callbacks
         if backups.is_done(self._epochs):
             backups.restore_callbacks(callbacks, finished=True)
@@ -197,7 +196,7 @@ class TrainingLoop:
             state.forget_callbacks(callbacks)
 
     def _one_writer(self) -> contextlib.AbstractContextManager[None]:
-        """Models that callbacks save are written by the chief, unless one asks for all workers."""
+        """Lets only the chief save models in callbacks, unless one is set to run on all workers."""
         chosen = any(getattr(c, "chief_only", None) is False for c in self._callbacks.callbacks)
         return saves_by_callbacks(on_all_workers=chosen)
 
@@ -221,14 +220,14 @@ class TrainingLoop:
         if found is not None:
             self._initial_epoch, self._step = found["epoch"], found["step"]
             state.prepare_for_resume(callbacks, self._initial_epoch)
-            if not (found.get("logs") and found["stopped"]):  # else no step is left
+            if not (found.get("logs") and found["stopped"]):  # otherwise no step remains
                 driver.restore_position()
         self._model.stop_training = False
         self._backups.note_callbacks(callbacks)
         with self._unchanged(found is not None):
             self._callbacks.on_train_begin()
         if found is None:
-            # Callbacks may have restored a state of their own, and say which epoch comes next.
+            # Callbacks may have restored their own state, and set the next epoch.
             requested = driver.group.from_chief(
                 lambda: keras_compat.requested_initial_epoch(self._model)
             )
@@ -236,7 +235,7 @@ class TrainingLoop:
         self._backups.note_callbacks(callbacks)
 
     def _is_model_read(self) -> bool:
-        """Whether anybody but fit itself looks at the model between epochs."""
+        """Whether callbacks or validation read the model between epochs."""
         silent = keras.callbacks.History | keras.callbacks.ProgbarLogger
         others = any(not isinstance(c, silent) for c in self._callbacks.callbacks)
         return self._backups.on or self._validate is not None or others
@@ -249,7 +248,7 @@ class TrainingLoop:
         return max(self._driver.group.from_all(local), key=("never", "epochs", "steps").index)
 
     def _unchanged(self, resumed: bool) -> contextlib.AbstractContextManager[None]:
-        """In a run that goes on: what callbacks set when something begins, they have set before."""
+        """In a resumed run, undoes what callbacks change at the beginning: it was saved already."""
         if not resumed:
             return contextlib.nullcontext()
         return state.unchanged(self._model, self._driver.strategy)
@@ -307,7 +306,7 @@ class TrainingLoop:
         return dict(logs) or driver.metrics()
 
     def _end_epoch(self, epoch: int, logs: Logs) -> bool:
-        """Returns whether it was the last one."""
+        """Ends an epoch; returns whether it was the last one."""
         self._driver.update_model()
         if self._validate is not None and keras_compat.should_validate(
             self._model, epoch, self._validation_freq
@@ -326,7 +325,7 @@ class TrainingLoop:
         return bool(last)
 
     def _validation_signals(self, epoch: int, logs: Logs) -> ValidationSignals | None:
-        """Saves, or leaves, between two calls of a validation; the run then repeats it whole."""
+        """Saves or exits between two calls of a validation, which a resumed run then repeats."""
         backups, callbacks = self._backups, self._callbacks.callbacks
         if not backups.on:
             return None
@@ -344,7 +343,7 @@ class TrainingLoop:
         return ValidationSignals(backups.signals, respond)
 
     def _resumes_validation(self, epoch: int) -> bool:
-        """Whether an interrupted run has done all steps of the epoch, but not its validation."""
+        """Whether the interrupted run had completed the epoch's steps, but not its validation."""
         found = self._backups.record
         return found is not None and epoch == found["epoch"] and found.get("logs") is not None
 
@@ -356,7 +355,7 @@ class TrainingLoop:
         return {name: _from_json(*pair) for name, pair in found["logs"].items()}
 
     def _follow_chief(self) -> None:
-        """Takes over the chief's decisions: whether to stop, and the learning rate."""
+        """Adopts the chief's decisions: whether to stop, and the learning rate."""
         model, group = self._model, self._driver.group
 
         def decide() -> dict[str, Any]:
@@ -398,7 +397,7 @@ class TrainingLoop:
 
 
 def _as_json(value: Any) -> tuple[str, Any]:
-    """(dtype, value) of a log: a number or an array."""
+    """(dtype, value) of a log: a scalar or an array."""
     array = np.asarray(value)
     return array.dtype.name, array.tolist()
 
