@@ -41,6 +41,7 @@ from tfmw.mirrored.metrics import NotedResults, ReplicaMetrics, noting_results
 from tfmw.mirrored.replica_state import ReplicaState
 from tfmw.mirrored.replicas import Replicas, Traces
 from tfmw.mirrored.sharded_update import SharedUpdate, shared_updates
+from tfmw.mirrored.step_loops import eager_loop, traced_loop
 from tfmw.mirrored.tensors import batch_rows, or_one_example, or_zeros
 from tfmw.runtime.progress import report_alive
 
@@ -230,9 +231,9 @@ class SyncDriver:
             return tf.cast(self._replicas.first_result(totals), tf.int64)
 
         if self.model.run_eagerly:
-            return functools.partial(_eager_loop, one_step)
+            return functools.partial(eager_loop, one_step)
         loop = self._traces.function(
-            lambda iterator, max_steps: _traced_loop(one_step, iterator, max_steps),
+            lambda iterator, max_steps: traced_loop(one_step, iterator, max_steps),
             reduce_retracing=True,
         )
         # Traced now, because the trace shows whether sparse gradients are gathered.
@@ -509,41 +510,3 @@ class SyncDriver:
             self._warned.add(message)
             if self._replicas.group.is_chief:
                 warnings.warn(f"tfmw: {message}", stacklevel=2)
-
-
-def _eager_loop(
-    one_step: Callable[..., Any], iterator: Any, max_steps: tf.Tensor
-) -> tuple[int, int]:
-    seen = 0
-    for steps_done in range(int(max_steps)):
-        try:
-            element = next(iterator)
-        except StopIteration:
-            return steps_done, seen
-        examples = int(one_step(*element))
-        if not examples:
-            return steps_done, seen
-        seen += examples
-    return int(max_steps), seen
-
-
-def _traced_loop(
-    one_step: Callable[..., Any], iterator: Any, max_steps: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
-    def body(steps_done: tf.Tensor, seen: tf.Tensor, going: tf.Tensor) -> Any:
-        element = iterator.get_next_as_optional()
-        examples = tf.cond(
-            element.has_value(),
-            lambda: one_step(*element.get_value()),
-            lambda: tf.constant(0, tf.int64),
-        )
-        going = examples > 0
-        return steps_done + tf.cast(going, tf.int64), seen + examples, going
-
-    steps_done, seen, _ = tf.while_loop(
-        lambda steps_done, seen, going: tf.logical_and(going, steps_done < max_steps),
-        body,
-        [tf.constant(0, tf.int64), tf.constant(0, tf.int64), tf.constant(True)],
-        parallel_iterations=1,
-    )
-    return steps_done, seen
