@@ -60,7 +60,6 @@ class _Dependencies:
         model: keras.Model,
         strategy: tf.distribute.Strategy,
         compression: str | None,
-        shard_optimizer: Any,
     ) -> _Dependencies:
         optimizers = keras_compat.optimizers_of(model)
         variables = placement.all_variables(model)
@@ -70,7 +69,7 @@ class _Dependencies:
             *(each for o in optimizers for each in keras_compat.with_inner_optimizers(o)),
             *variables,
         ]
-        settings = [compression, shard_optimizer, reduction.nothing()]
+        settings = [compression, reduction.nothing()]
         for part in parts:
             for name, value in vars(part).items():
                 if not (
@@ -107,6 +106,7 @@ def _is(a: Any, b: Any) -> bool:
 @dataclasses.dataclass(frozen=True)
 class _CachedDriver:
     facts: _Dependencies
+    shard_optimizer: Any
     driver: SyncDriver
 
 
@@ -115,30 +115,46 @@ def cached_driver(
     model: keras.Model,
     strategy: tf.distribute.Strategy,
     compression: str | None = None,
-    shard_optimizer: Any = False,
+    shard_optimizer: Any = None,
 ) -> Iterator[SyncDriver]:
-    """A driver in which the model is placed; the arguments are those of `SyncDriver`."""
-    chosen = compression, shard_optimizer
-    at_begin = _Dependencies.of(model, strategy, *chosen)
+    """A driver in which the model is placed.
+
+    The arguments are those of `SyncDriver`; without `shard_optimizer` the call updates nothing, and
+    a driver of any choice serves.
+    """
+    at_begin = _Dependencies.of(model, strategy, compression)
     # An invalid driver is freed before the call needs memory.
     others = [k for k in vars(model).pop(_KEPT, []) if k.facts.same_parts(at_begin)]
-    number = next((i for i, k in enumerate(others) if k.facts.same(at_begin)), None)
+    number = next(
+        (
+            i
+            for i, k in enumerate(others)
+            if shard_optimizer in (None, k.shard_optimizer) and k.facts.same(at_begin)
+        ),
+        None,
+    )
     # All workers reuse it, or none does: TensorFlow numbers collectives in the order of tracing.
     numbers = set(Group.of(strategy).from_all(number))
     if number is not None and len(numbers) == 1:
-        driver = others.pop(number).driver
+        kept = others.pop(number)
+        driver, shard_optimizer = kept.driver, kept.shard_optimizer
         driver.reset()
     else:
-        driver = SyncDriver(model, strategy, *chosen)
+        shard_optimizer = shard_optimizer or False
+        driver = SyncDriver(model, strategy, compression, shard_optimizer)
     held: list[bool] = []  # at each trace
     try:
         with driver:
             # Including the attributes that the driver sets.
-            entered = _Dependencies.of(model, strategy, *chosen)
-            driver.traces_valid = lambda: _Dependencies.of(model, strategy, *chosen).same(entered)
+            entered = _Dependencies.of(model, strategy, compression)
+            driver.traces_valid = lambda: _Dependencies.of(model, strategy, compression).same(
+                entered
+            )
             driver.on_trace(lambda: held.append(driver.traces_valid()))
             yield driver
     finally:
         vars(model).pop(_KEPT, None)  # of nested calls
     if driver.outlives_placement and all(held):
-        vars(model)[_KEPT] = [_CachedDriver(at_begin, driver), *others][:_MOST_KEPT]
+        vars(model)[_KEPT] = [_CachedDriver(at_begin, shard_optimizer, driver), *others][
+            :_MOST_KEPT
+        ]
