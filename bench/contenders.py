@@ -39,12 +39,14 @@ class _Clock:
         return [(end - begin) / self._steps for begin, end in pairs]
 
 
-def _fit(fit: Callable[..., Any], keras: Any, name: str, epochs: int) -> list[float]:
+def _fit(
+    fit: Callable[..., Any], keras: Any, name: str, epochs: int, workers: int = WORLD
+) -> list[float]:
     clock = _Clock(WORKS[name].steps)
     timer = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: clock.epoch_ends())
     timer.reads_optimizer = False
     fit(
-        batches(name, WORLD),
+        batches(name, workers),
         epochs=epochs,
         steps_per_epoch=WORKS[name].steps,
         callbacks=[timer],
@@ -63,6 +65,17 @@ def tfmw(name: str, epochs: int, xla: bool = False, **options: Any) -> list[floa
     model = keras_network(name, keras)
     model.jit_compile = xla or model.jit_compile
     return _fit(functools.partial(tfmw.fit, model, **options), keras, name, epochs)
+
+
+def alone(name: str, epochs: int) -> list[float]:
+    """tfmw.fit of each worker for itself, with its own part of the batch."""
+    import keras
+
+    import tfmw
+
+    tfmw.init()
+    fit = functools.partial(tfmw.fit, keras_network(name, keras), strategy="default")
+    return _fit(fit, keras, name, epochs, workers=1)
 
 
 def tfmw_bf16(name: str, epochs: int) -> list[float]:
@@ -175,7 +188,7 @@ def ddp_16_bit(name: str, epochs: int) -> list[float]:
 CONTENDERS: dict[str, Callable[[str, int], list[float]]] = {
     f.__name__: f
     for f in (
-        tfmw, tfmw_bf16, tfmw_fp16, tfmw_xla, tfmw_xla_fp16,
+        tfmw, alone, tfmw_bf16, tfmw_fp16, tfmw_xla, tfmw_xla_fp16,
         stock_fit, legacy_fit, hand_loop, ddp, ddp_16_bit,
     )
 }  # fmt: skip

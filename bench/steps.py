@@ -42,28 +42,54 @@ class Row:
 # Work -> workers -> contenders, the first one ours.
 PLAN: dict[str, dict[int, list[str]]] = {
     "cnn": {1: ["tfmw", "stock_fit"], 2: ["tfmw", "legacy_fit", "ddp", "hand_loop", "tfmw_xla"]},
+    "small_cnn": {2: ["tfmw", "alone", "ddp"]},
     "mlp": {
         1: ["tfmw", "stock_fit"],
         2: [
-            "tfmw", "legacy_fit", "hand_loop", "ddp",
+            "tfmw", "alone", "legacy_fit", "hand_loop", "ddp",
             "tfmw_bf16", "tfmw_fp16", "tfmw_xla", "tfmw_xla_fp16", "ddp_16_bit",
         ],
     },
     "resnet50": {2: ["tfmw", "legacy_fit", "ddp"]},
     "transformer": {1: ["tfmw", "stock_fit"], 2: ["tfmw", "legacy_fit", "ddp", "tfmw_xla"]},
 }  # fmt: skip
+# (work, workers, against) -> the ratio to reach.
+GOALS = {
+    ("cnn", 2, "ddp"): 0.35,
+    ("small_cnn", 2, "ddp"): 0.22,
+    ("small_cnn", 2, "alone"): 1.25,
+    ("mlp", 2, "ddp"): 0.28,
+    ("mlp", 2, "legacy_fit"): 0.15,
+    ("mlp", 2, "alone"): 1.15,
+    ("mlp", 1, "stock_fit"): 0.65,
+    ("transformer", 2, "ddp"): 0.75,
+    ("resnet50", 2, "ddp"): 0.45,
+}
 PEERS = {
+    "alone": "each worker alone, its part of the batch",
     "stock_fit": "Keras 3 `fit`",
     "legacy_fit": "tf_keras `fit`",
     "hand_loop": "hand-written loop",
     "ddp": "PyTorch DDP, gloo",
     "ddp_16_bit": "PyTorch DDP, gloo, 16-bit hook",
 }
-EPOCHS = {"cnn": 6, "mlp": 6, "resnet50": 5, "transformer": 6, "tiny": 6}
+EPOCHS = {"cnn": 6, "small_cnn": 6, "mlp": 6, "resnet50": 5, "transformer": 6, "tiny": 6}
 
 
 def run(contender: str, work: str, workers: int) -> list[float]:
-    """Seconds of a step, per epoch, of one fresh set of processes.
+    """Seconds of a step, per epoch, of one fresh set of processes."""
+    command = ["bench.contenders", contender, work, str(EPOCHS[work])]
+    outputs = start(command, workers, through_tfmw=contender.startswith(("tfmw", "alone")))
+    line = next(text for text in outputs[0].splitlines() if text.startswith("["))
+    return [float(seconds) for seconds in json.loads(line)]
+
+
+def start(command: list[str], workers: int, through_tfmw: bool) -> list[str]:
+    """What each of a fresh set of processes of one thread printed.
+
+    Args:
+        command: a module and its arguments.
+        through_tfmw: whether by `tfmw run`.
 
     Raises:
         RuntimeError: a process failed; the message is the end of its output.
@@ -87,11 +113,10 @@ def run(contender: str, work: str, workers: int) -> list[float]:
         if workers > 1:
             environ["TF_CONFIG"] = json.dumps(task)
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (read below)
-        start = ["-m", "tfmw", "run", "-m"] if contender.startswith("tfmw") else ["-m"]
-        command = [*start, "bench.contenders", contender, work, str(EPOCHS[work])]
+        first = ["-m", "tfmw", "run", "-m"] if through_tfmw else ["-m"]
         processes.append(
             subprocess.Popen(
-                [sys.executable, *command],
+                [sys.executable, *first, *command],
                 env=environ,
                 cwd=ROOT,
                 stdout=log,
@@ -112,9 +137,8 @@ def run(contender: str, work: str, workers: int) -> list[float]:
     for rank, status in enumerate(statuses):
         if status:
             end = "\n".join(outputs[rank].splitlines()[-15:])
-            raise RuntimeError(f"{contender}, {work}, worker {rank}: status {status}\n{end}")
-    line = next(text for text in outputs[0].splitlines() if text.startswith("["))
-    return [float(seconds) for seconds in json.loads(line)]
+            raise RuntimeError(f"{' '.join(command)}, worker {rank}: status {status}\n{end}")
+    return outputs
 
 
 def measure(works: list[str], rounds: int, only: list[str]) -> list[Row]:
@@ -172,15 +196,16 @@ def ratios(rows: list[Row]) -> list[tuple[str, int, str, str, float, float, floa
 def table(rows: list[Row]) -> str:
     """Markdown."""
     lines = [
-        "| work | workers | tfmw, ms per step | against | ms per step | ratio |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| work | workers | tfmw, ms per step | against | ms per step | ratio | goal |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for work, workers, ours, against, mine, theirs, ratio in ratios(rows):
+        goal = GOALS.get((work, workers, against), "") if ours == "tfmw" else ""
         how = ours.removeprefix("tfmw").strip("_").replace("_", " ")
         how = f" ({how})" if how else ""
         lines.append(
             f"| {WORKS[work].about} | {workers} | {mine:.1f}{how} | {PEERS[against]} | "
-            f"{theirs:.1f} | {ratio:.2f} |"
+            f"{theirs:.1f} | {ratio:.2f} | {goal} |"
         )
     return "\n".join(lines)
 
@@ -211,7 +236,7 @@ def plot(rows: list[Row], path: Path) -> None:
 def main() -> None:
     """Measures, prints the table, and keeps it with its figures and a plot."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--works", default="cnn,mlp,transformer,resnet50")
+    parser.add_argument("--works", default="cnn,small_cnn,mlp,transformer,resnet50")
     parser.add_argument("--contenders", default="", help="only these")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench")

@@ -39,6 +39,7 @@ WIDTH = 128  # of the transformer
 
 WORKS = {
     "cnn": Work("CNN of TensorFlow's multi-worker tutorial, 2.8M parameters", (28, 28, 1), 64, 50),
+    "small_cnn": Work("CNN, 347k parameters", (28, 28, 1), 64, 100),
     "mlp": Work("MLP, 25M parameters, Adam", (1024,), 64, 6, "adam"),
     "resnet50": Work("ResNet50, 24M parameters, 32 x 32 images", (32, 32, 3), 8, 4),
     "transformer": Work(
@@ -78,6 +79,9 @@ def keras_network(name: str, keras: Any) -> Any:
     if name == "cnn":
         x = layers.Conv2D(32, 3, activation="relu")(inputs)
         x = layers.Dense(128, activation="relu")(layers.Flatten()(x))
+    elif name == "small_cnn":
+        x = layers.MaxPooling2D()(layers.Conv2D(32, 3, activation="relu")(inputs))
+        x = layers.Dense(64, activation="relu")(layers.Flatten()(x))
     elif name == "mlp":
         x = layers.Dense(4096, activation="relu")(inputs)
         x = layers.Dense(4096, activation="relu")(x)
@@ -113,6 +117,11 @@ def torch_network(name: str) -> Any:
         return nn.Sequential(
             nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Flatten(),
             nn.Linear(26 * 26 * 32, 128), nn.ReLU(), nn.Linear(128, CLASSES),
+        )  # fmt: skip
+    if name == "small_cnn":
+        return nn.Sequential(
+            nn.Conv2d(1, 32, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+            nn.Linear(13 * 13 * 32, 64), nn.ReLU(), nn.Linear(64, CLASSES),
         )  # fmt: skip
     if name == "mlp":
         return nn.Sequential(

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.helpers.cluster import tfmw_command
-from tfmw.tools.cost import Cost, report
+from tfmw.tools.cost import PARTS, Cost, report
 
 MEASURED = Cost(
     workers=2, compute=0.030, communication=0.012, input=0.0, gradient_bytes=10**7, latency=0.001
@@ -35,6 +35,15 @@ def test_each_pack_of_gradients_waits_for_its_own_messages():
     assert packs.bandwidth == pytest.approx(10**7 / 0.006)
     assert packs.on(2).step == pytest.approx(MEASURED.step)
     assert packs.on(4, latency=0.01).communication == pytest.approx(1.5 * 0.006 + 3 * 6 * 0.01)
+
+
+def test_overhead_is_a_part_of_a_step_on_several_workers_only():
+    beside = dataclasses.replace(MEASURED, overhead=0.004)
+    assert beside.step == pytest.approx(0.046)
+    assert beside.on(4).step == pytest.approx(0.030 + 0.004 + 0.015 + 0.006)
+    assert beside.on(1).step == pytest.approx(0.030)
+    assert beside.efficiency() == pytest.approx(0.030 / 0.046)
+    assert re.search(r"^overhead +4.00", report(beside, 128, 10**6), re.MULTILINE)
 
 
 def test_prediction_for_a_slower_network():
@@ -73,12 +82,10 @@ def test_the_command_on_two_workers(tmp_path):
     parts = {
         name: float(ms)
         for name, ms in re.findall(
-            r"^(compute|communication|input|step) +([\d.]+)", output, re.MULTILINE
+            r"^(compute|overhead|communication|input|step) +([\d.]+)", output, re.MULTILINE
         )
     }
-    assert parts["step"] == pytest.approx(
-        parts["compute"] + parts["communication"] + parts["input"], abs=0.03
-    )
+    assert parts["step"] == pytest.approx(sum(parts[name] for name in PARTS), abs=0.03)
     assert parts["communication"] > 0
     assert "the weights are updated on every worker (" in output
     assert "a step sums 2 times" in output  # 9 MB of weights, and the bias

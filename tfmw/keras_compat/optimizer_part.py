@@ -151,6 +151,8 @@ class OptimizerPart:
         own: index of a variable -> the elements that this worker updates, in a flat form; None for
             the whole variable.
         shared: indices of the variables that some worker updates. Each worker updates the others.
+
+    It begins with what `take` takes.
     """
 
     def __init__(self, optimizer: Any, own: dict[int, slice | None], shared: set[int]):
@@ -159,14 +161,10 @@ class OptimizerPart:
         self._shared = shared
         self._variables = variables_of(optimizer)
         self._slots = _state_of(optimizer)
+        self._slot_parts: dict[tuple[str, int], tf.Variable] = {}
         with tf.init_scope(), tf.device("cpu:0"):
+            self.take()
             self._weight_parts = {i: self._new_part(i, self._variables[i]) for i in own}
-            self._slot_parts = {
-                (name, i): self._new_part(i, slots[i])
-                for name, slots in self._slots
-                for i in own
-                if slots[i] is not None
-            }
 
     def _new_part(self, index: int, variable: Any) -> tf.Variable:
         # A `tf.Variable` would be the strategy's, and all workers would get the chief's value.
@@ -186,7 +184,10 @@ class OptimizerPart:
             for i in self._shared:
                 if slots[i] is None:
                     continue
-                if i in self._own:
+                # One after the other: all of them twice would be the most memory of a run.
+                if i in self._own and (name, i) not in self._slot_parts:
+                    self._slot_parts[name, i] = self._new_part(i, slots[i])
+                elif i in self._own:
                     _fill(self._slot_parts[name, i], self._part_of(i, slots[i]))
                 empty(slots[i])
 
@@ -195,9 +196,15 @@ class OptimizerPart:
         for i, part in self._weight_parts.items():
             _fill(part, self._part_of(i, self._variables[i]))
 
-    def free(self) -> None:
-        """Gives the memory of all parts back."""
-        for part in [*self._weight_parts.values(), *self._slot_parts.values()]:
+    def free_weights(self) -> None:
+        """Frees the parts of the weights, until `refresh`."""
+        for part in self._weight_parts.values():
+            _fill(part, tf.zeros([0], part.dtype))
+
+    def free_slot(self, name: str, index: int) -> None:
+        """Frees the part of a slot, where there is one, until `take`."""
+        part = self._slot_parts.get((name, index))
+        if part is not None:
             _fill(part, tf.zeros([0], part.dtype))
 
     def weight(self, index: int) -> tf.Tensor:

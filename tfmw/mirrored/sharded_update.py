@@ -253,15 +253,20 @@ class SharedUpdate:
         if reduction_lib.nothing() is not None:
             return
         assert self._part is not None
+        assigned: list[Any] = []
         for pack in self._packs:
             own = [self._part.weight(i) for i, _ in self._own_elements(pack)]
             flat = tf.concat(own, axis=0) if own else tf.zeros([0], pack.dtype)
-            total = self._reduction.gathered(own[0] if len(own) == 1 else flat, pack.cuts)
+            # The memory of the weights before is for the next pack: it must be free by then.
+            with tf.control_dependencies(assigned):
+                total = self._reduction.gathered(own[0] if len(own) == 1 else flat, pack.cuts)
+            assigned = []
             sizes = [self._elements(i) for i in pack.indices]
             values = _split(total, sizes)
             for index, value in zip(pack.indices, values, strict=True):
                 variable = self._variables[index]
-                variable.value.assign(tf.reshape(value, variable.shape))
+                update = variable.value.assign(tf.reshape(value, variable.shape))
+                assigned.append(update.op if update is not None else tf.no_op())
 
     # ------------------------------------------------------------ who updates what
 
@@ -296,6 +301,7 @@ class SharedUpdate:
             }
             shared = {i for pack in packs for i in pack.indices}
             self._part = OptimizerPart(self.optimizer, self._own, shared)
+            self._whole = False
 
     def _log(self) -> None:
         """Tells people how the weights are updated, where they chose or might wonder."""
@@ -384,8 +390,14 @@ class SharedUpdate:
 
     def restore_whole(self) -> None:
         """Gives the optimizer the whole state, on all workers. All workers call it."""
-        self._gather_slots(keep=True)
-        self._whole, self._copied = True, False
+        if self._part is None or self._whole:
+            return
+        assert self._reduction.ring is not None
+        self.forget_copy()
+        self._part.free_weights()
+        self._reduction.ring.free_memory()
+        self._gather_slots(keep=True, free=True)
+        self._whole = self._stale = True
 
     def copy_to_chief(self) -> None:
         """Gives the chief's optimizer the whole state, until the next step. All workers call it."""
@@ -404,50 +416,45 @@ class SharedUpdate:
                             optimizer_part.empty(slots[index])
             self._copied = False
 
-    def free(self) -> None:
-        """Frees the memory of this worker's part, which the optimizer has."""
-        if self._part is not None and self._whole:
-            self._part.free()
-            self._stale = True
-
-    def _gather_slots(self, keep: bool) -> None:
+    def _gather_slots(self, keep: bool, free: bool = False) -> None:
         """Gathers the parts of all slots; pack by pack, as that takes less memory.
 
         Args:
             keep: whether this worker puts them into the optimizer.
+            free: whether this worker then frees its parts.
         """
         part, ring = self._part, self._reduction.ring
-        if part is None or self._whole:
-            return
+        assert part is not None
         assert ring is not None
         for name, slots in part.slots:
             for pack in self._packs:
+                cuts = self._slot_cuts(slots, pack)
                 own = [part.slot(name, i) for i, _ in self._own_elements(pack)]
-                (everyones,) = ring.gather([np.concatenate([np.zeros([0], np.uint8), *own])])
-                if keep:
-                    self._put(slots, pack, everyones)
+                flat = own[0] if len(own) == 1 else np.concatenate([np.zeros([0], np.uint8), *own])
+                everyones = ring.all_gather(flat, cuts, what="slots")
+                begin = 0
+                for index in pack.indices:
+                    slot = slots[index]
+                    size = 0 if slot is None else optimizer_part.bytes_of(slot)
+                    if keep and slot is not None:
+                        optimizer_part.put(slot, everyones[begin : begin + size])
+                    begin += size
+                    if free:
+                        part.free_slot(name, index)
 
-    def _put(self, slots: list[Any], pack: _Pack, everyones: np.ndarray) -> None:
-        """Puts the parts of a pack's slots, as bytes by rank, into the optimizer's variables."""
-        ring = self._reduction.ring
-        assert ring is not None
-        found: dict[int, list[tuple[int, np.ndarray]]] = {}
-        begin = 0
-        for rank in range(ring.size):
+    def _slot_cuts(self, slots: list[Any], pack: _Pack) -> list[int]:
+        """The bytes of a pack's slots, one after the other, cut into a part for each worker."""
+        workers = len(pack.cuts) - 1
+        sizes = [0] * workers
+        for rank in range(workers):
             for index, elements in _elements_in(pack, part_of(pack.cuts, rank)):
-                slot = slots[index]
-                if slot is None:
-                    continue
-                size = optimizer_part.bytes_of(slot)
-                if self._elements(index) != elements.stop - elements.start:  # of a like shape
-                    size = size * (elements.stop - elements.start) // self._elements(index)
-                found.setdefault(index, []).append(
-                    (elements.start, everyones[begin : begin + size])
-                )
-                begin += size
-        for index, pieces in found.items():
-            values = [value for _, value in sorted(pieces, key=lambda piece: piece[0])]
-            optimizer_part.put(slots[index], np.concatenate(values))
+                if slots[index] is not None:
+                    # Where a variable is cut, its slots are of its shape.
+                    whole = optimizer_part.bytes_of(slots[index])
+                    share = whole * (elements.stop - elements.start) // self._elements(index)
+                    sizes[part_number(rank, workers)] += share
+        cuts: list[int] = np.cumsum([0, *sizes]).tolist()
+        return cuts
 
 
 @contextlib.contextmanager
@@ -471,7 +478,6 @@ def shared_updates(model: Any, updates: list[SharedUpdate]) -> Iterator[None]:
         yield
         for update in updates:
             update.restore_whole()
-            update.free()
         if any(update.made for update in updates):
             vars(model)[_LAST] = [update.description for update in updates]
     finally:

@@ -1,7 +1,8 @@
 """`tfmw bench`: the parts of a training step's time, for the user's own model and dataset.
 
 The time of a part is the time that a step saves without it: `tfmw.fit` runs complete, then without
-reducing gradients, then also with one batch that stays in memory.
+reducing gradients, then also with one batch that stays in memory, and then each worker alone, with
+its own part of that batch.
 """
 
 from __future__ import annotations
@@ -108,11 +109,16 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int, str]:
         local = _seconds(model, dataset, options, steps)
         still = dataset.take(1).cache().repeat()
         compute = _seconds(model, still, options, steps)
+    alone = compute
+    if strategy.num_replicas_in_sync > 1:
+        own = _own_part(still, strategy)
+        alone = min(compute, _seconds(model, own, {**options, "strategy": "default"}, steps))
     parameters = sum(int(np.prod(w.shape)) for w in model.trainable_weights)
     item = 2 if options.get("gradient_compression") else 4
     cost = Cost(
         workers=strategy.num_replicas_in_sync,
-        compute=min(compute, whole),
+        compute=min(alone, whole),
+        overhead=max(0.0, min(compute, whole) - alone),
         communication=max(0.0, whole - max(local, compute)),
         input=max(0.0, local - compute),
         gradient_bytes=parameters * item,
@@ -135,6 +141,18 @@ def _parts(returned: Any, target: str) -> tuple[Any, Any, dict[str, Any]]:
         )
     model, dataset, *more = returned
     return model, dataset.repeat(), more[0] if more else {}
+
+
+def _own_part(dataset: Any, strategy: Any) -> Any:
+    """Of each global batch, as many examples as a worker has."""
+    import tensorflow as tf
+
+    replicas = strategy.num_replicas_in_sync
+
+    def part(*batch: Any) -> Any:
+        return tf.nest.map_structure(lambda tensor: tensor[::replicas], batch)
+
+    return dataset.map(part)
 
 
 def _batch_size(dataset: Any) -> int | None:

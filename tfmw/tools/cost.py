@@ -1,12 +1,13 @@
 """A model of the time of a step on N workers, for `tfmw bench`. Standard library only.
 
-    t(N) = compute + input + communication(N)
+    t(N) = compute + overhead + input + communication(N)
     communication(N) = 2 (N - 1) / N * bytes / bandwidth  +  sums * 2 (N - 1) * latency
 
 The second line is a ring all-reduce (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms
 for Clusters of Workstations, 2009): 2 (N - 1) messages of bytes / N each, and as many again for
 each pack of gradients (`sums`). `bandwidth` and `latency` are measured with the user's model on the
-user's machines.
+user's machines. `overhead` is what a step costs beside other workers, before anything is sent: one
+worker alone, with its part of the batch, computes for `compute`.
 
 Assumptions: each worker keeps its batch (the global batch grows with N); workers are alike; each
 has its own link, and switches have enough bandwidth for all links; nothing overlaps; the number of
@@ -16,6 +17,8 @@ packs is as measured; the slowest of N workers is as fast as the mean.
 from __future__ import annotations
 
 import dataclasses
+
+PARTS = ("compute", "overhead", "communication", "input")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Cost:
         compute: forward and backward pass, and update of the weights.
         communication: all-reduce of the gradients, as far as it does not overlap.
         input: waiting for the next batch.
+        overhead: what the same step takes longer on several workers, though nothing is reduced.
         gradient_bytes: bytes of one worker's gradients on the network.
         latency: seconds of one message between two workers.
         sums: number of all-reduces of one step, one after the other.
@@ -39,11 +43,12 @@ class Cost:
     gradient_bytes: int
     latency: float = 0.0
     sums: float = 1.0
+    overhead: float = 0.0
 
     @property
     def step(self) -> float:
         """Seconds of one step."""
-        return self.compute + self.communication + self.input
+        return self.compute + self.overhead + self.communication + self.input
 
     @property
     def bandwidth(self) -> float:
@@ -67,7 +72,10 @@ class Cost:
         delay = self.latency if latency is None else latency
         ring = 2 * (workers - 1) / workers * self.gradient_bytes / rate
         seconds = ring + self.sums * 2 * (workers - 1) * delay
-        return dataclasses.replace(self, workers=workers, communication=seconds, latency=delay)
+        overhead = self.overhead if workers > 1 else 0.0
+        return dataclasses.replace(
+            self, workers=workers, communication=seconds, latency=delay, overhead=overhead
+        )
 
     def efficiency(self) -> float:
         """Examples per second and worker, relative to one worker alone."""
@@ -76,13 +84,14 @@ class Cost:
     @property
     def bound_by(self) -> str:
         """The largest part of a step."""
-        parts = {n: getattr(self, n) for n in ("compute", "communication", "input")}
+        parts = {n: getattr(self, n) for n in PARTS}
         return max(parts, key=parts.__getitem__)
 
 
 ADVICE = {
     "compute": "more workers share the work; compile(jit_compile=True), "
     "precision='mixed_bfloat16' where the processor has it, or GPUs, make it less.",
+    "overhead": "larger batches per worker, or steps_per_execution, make it less of a step.",
     "communication": "larger batches per worker need fewer reductions per example; "
     "gradient_compression='bf16' halves the bytes that are sent; more workers make it no better.",
     "input": "end the dataset in .batch(...).prefetch(tf.data.AUTOTUNE), map with "
@@ -103,7 +112,7 @@ def report(cost: Cost, global_batch: int | None, parameters: int, update: str = 
     if global_batch:
         about += f", global batch {global_batch}: {global_batch / cost.step:,.0f} examples/s"
     lines = [about, f"{'part of a step':<16} {'ms':>9} {'share':>6}"]
-    for name in ("compute", "communication", "input", "step"):
+    for name in (*PARTS, "step"):
         seconds = getattr(cost, name)
         lines.append(f"{name:<16} {1000 * seconds:>9.2f} {seconds / cost.step:>6.0%}")
     if update:
@@ -114,8 +123,8 @@ def report(cost: Cost, global_batch: int | None, parameters: int, update: str = 
     lines += [
         f"the ring reaches {cost.bandwidth / 1e9:.2f} GB/s, one message takes "
         f"{1e6 * cost.latency:.0f} us, a step sums {cost.sums:g} times",
-        "expected on N such workers, each with its batch: t(N) = compute + input + "
-        "2 (N-1)/N bytes/bandwidth + sums 2 (N-1) latency",
+        "expected on N such workers, each with its batch: t(N) = compute + overhead "
+        "+ input + 2 (N-1)/N bytes/bandwidth + sums 2 (N-1) latency",
         f"{'workers':<16} {'ms':>9} {'efficiency':>10}",
     ]
     for workers in MANY:

@@ -1,0 +1,160 @@
+"""Peak memory of a worker, in multiples of its weights: Keras's fit, tfmw and PyTorch DDP.
+
+    python -m bench.memory [--mb 50 200] [--workers 2 4] [--only tfmw ddp]
+
+A figure is the peak resident memory above that after the imports, divided by the bytes of the
+weights (an MLP, Adam, small batches), the mean over workers. Needs the extra `bench` (PyTorch).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.steps import start
+
+LAYERS, INPUTS, CLASSES, BATCH, STEPS = 3, 64, 10, 8, 6
+
+
+def _width(mb: float) -> int:
+    """Of square layers, all but the first, that have so many MB of float32 weights."""
+    return int((mb * 1e6 / 4 / (LAYERS - 1)) ** 0.5)
+
+
+def _peak() -> int:
+    """Bytes."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _keras_parts(width: int) -> tuple[Any, Any]:
+    """(model, dataset)."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    layers = [keras.layers.Dense(width, activation="relu") for _ in range(LAYERS)]
+    model = keras.Sequential([keras.Input((INPUTS,)), *layers, keras.layers.Dense(CLASSES)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(1e-4), loss)
+    random = np.random.default_rng(0)
+    numbers = random.random((64, INPUTS), np.float32), random.integers(0, CLASSES, 64)
+    return model, tf.data.Dataset.from_tensor_slices(numbers).repeat().batch(BATCH)
+
+
+def _bytes_of(model: Any) -> int:
+    return sum(4 * int(w.value.shape.num_elements()) for w in model.weights)
+
+
+def stock_fit(width: int, backups: str) -> tuple[int, int]:
+    """(peak above the imports, bytes of weights) of Keras's own fit."""
+    import keras
+
+    model, data = _keras_parts(8)
+    model.fit(data, steps_per_epoch=1, verbose=0)  # with all that is imported late
+    before = _peak()
+    model, data = _keras_parts(width)
+    saves = [keras.callbacks.BackupAndRestore(backups, save_freq=STEPS // 2)] if backups else []
+    model.fit(data, epochs=2, steps_per_epoch=STEPS, verbose=0, callbacks=saves)
+    return _peak() - before, _bytes_of(model)
+
+
+def tfmw(width: int, backups: str, **options: Any) -> tuple[int, int]:
+    """The same of tfmw.fit."""
+    import tfmw
+
+    tfmw.init()
+    model, data = _keras_parts(8)
+    tfmw.fit(model, data, steps_per_epoch=1, verbose=0)
+    before = _peak()
+    model, data = _keras_parts(width)
+    if backups:
+        options |= {"backup_dir": backups, "backup_every": STEPS // 2}
+    tfmw.fit(model, data, epochs=2, steps_per_epoch=STEPS, verbose=0, **options)
+    return _peak() - before, _bytes_of(model)
+
+
+def tfmw_unshared(width: int, backups: str) -> tuple[int, int]:
+    """The same of tfmw.fit where each worker makes the whole update."""
+    return tfmw(width, backups, shard_optimizer=False)
+
+
+def ddp(width: int, backups: str) -> tuple[int, int]:
+    """The same of PyTorch's DistributedDataParallel with gloo."""
+    import torch
+    from torch import distributed, nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    before = _peak()
+    sizes = [INPUTS, *[width] * LAYERS]
+    layers: list[Any] = []
+    for inputs, outputs in itertools.pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(width, CLASSES)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    x, y = torch.rand(BATCH, INPUTS), torch.randint(0, CLASSES, (BATCH,))
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if backups and step % (STEPS // 2) == 0 and distributed.get_rank() == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, os.path.join(backups, "state"))
+    peak = _peak() - before
+    distributed.destroy_process_group()
+    return peak, sum(4 * p.numel() for p in model.parameters())
+
+
+CONTENDERS = {f.__name__: f for f in (stock_fit, tfmw, tfmw_unshared, ddp)}
+
+
+def _measured(name: str, workers: int, mb: float, with_backups: bool) -> float:
+    """Mean over workers of the peak memory in multiples of the weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        results, backups = Path(folder, "results"), Path(folder, "backups")
+        results.mkdir()
+        backups.mkdir()
+        command = ["bench.memory", "--worker", name, str(_width(mb)), str(results)]
+        command += [str(backups)] if with_backups else []
+        start(command, workers, through_tfmw=name.startswith("tfmw"))
+        found = [json.loads(file.read_text()) for file in results.iterdir()]
+    assert len(found) == workers
+    return statistics.mean(peak / weights for peak, weights in found)
+
+
+def _work(name: str, width: str, results: str, backups: str = "") -> None:
+    found = CONTENDERS[name](int(width), backups)
+    Path(results, os.environ.get("RANK", "0")).write_text(json.dumps(found))
+
+
+def main() -> None:
+    """Measures all, prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--mb", type=float, nargs="+", default=[50, 200], help="of weights")
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--only", nargs="+", default=list(CONTENDERS))
+    options = parser.parse_args()
+    print("| | workers | MB of weights | peak / weights | with backups |")
+    print("| --- | --- | --- | --- | --- |", flush=True)
+    for name in options.only:
+        for workers in [1] if name == "stock_fit" else options.workers:
+            for mb in options.mb:
+                plain, saved = (_measured(name, workers, mb, saves) for saves in (False, True))
+                row = f"| {name} | {workers} | {mb:g} | {plain:.1f} | {saved:.1f} |"
+                print(row, flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        _work(*sys.argv[2:])
+    else:
+        main()
