@@ -59,6 +59,8 @@ def ways(recovery: str, torch_python: str | None) -> dict[str, Way]:
         command += ["--nnodes", f"{MIN_HOSTS}:{HOSTS}", "--nproc-per-node", "1"]
         command += ["--max-restarts", "99", "--rdzv-backend", "c10d", "--rdzv-id", "bench"]
         command += ["--rdzv-endpoint", f"{addresses[0]}:29400", "--local-addr", addresses[host]]
+        # A namespace does not show it: all of them have this machine's name.
+        command += ["--rdzv-conf", f"is_host={'true' if host == 0 else 'false'}"]
         return [*command, recovery, "--train", "torch", "--backup_dir", folder]
 
     return {"tfmw run --hosts": tfmw, **({"torchrun": torchrun} if torch_python else {})}
