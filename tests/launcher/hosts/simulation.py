@@ -440,4 +440,5 @@ class World:
         first = self.starts.setdefault(start.attempt, start)
         assert (first.hosts, first.cluster) == (start.hosts, start.cluster), "two of one number"
         assert index in start.hosts
+        assert len(start.hosts) >= self.settings.min_hosts
         host.tasks = Tasks(start, self.now)

@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import hypothesis
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.launcher.hosts.simulation import World
+from tfmw.errors import PREEMPTED
+from tfmw.launcher.hosts.actions import SILENCE_S
 
 HOSTS = 3
 PATIENCE_S = 90.0  # simulated
@@ -110,3 +114,73 @@ Schedules.TestCase.settings = hypothesis.settings(
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 TestSchedules = Schedules.TestCase
+
+
+def training(min_hosts: int, expires: bool) -> World:
+    """A world whose three hosts train, and are not done soon."""
+    world = World(HOSTS, min_hosts, expires)
+    world.run(6.0)
+    assert world.trains() == (0, 1, 2)
+    return world
+
+
+def leader_of(world: World) -> int:
+    return world.hosts.index(world.holder)
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_host_that_is_cut_off_ends_its_tasks(leads):
+    world = training(min_hosts=2, expires=False)
+    victim = (leader_of(world) + (0 if leads else 1)) % HOSTS
+    for other in set(range(HOSTS)) - {victim}:
+        world.cut(victim, other)
+    world.run(SILENCE_S + 2.0)
+    host = world.hosts[victim]
+    assert host is not None
+    assert host.tasks is None  # those of the others may still wait for it
+    world.run(20.0)
+    assert set(world.trains()) == set(range(HOSTS)) - {victim}
+    world.cuts.clear()
+    world.run(10.0)
+    assert world.trains() == (0, 1, 2)
+
+
+def test_a_leader_that_cannot_write_is_ready_for_the_next_attempt():
+    """What its attempt's end asked for at once with the record is not lost with it."""
+    world = training(min_hosts=1, expires=True)
+    leader = leader_of(world)
+    for other in set(range(HOSTS)) - {leader}:
+        world.kill(other)
+    world.run(8.0)
+    assert world.trains() == (leader,)
+    world.no_lock.add(leader)
+    world.kill_task(leader)
+    world.run(3.0)
+    world.no_lock.clear()
+    world.run(20.0)
+    assert world.trains() == (leader,)
+    assert max(world.starts) == 2
+
+
+def test_the_policys_count_moves_with_the_lead():
+    world = training(min_hosts=2, expires=False)
+    world.kill_task(leader_of(world))
+    world.run(6.0)
+    world.kill(leader_of(world))
+    world.run(15.0)
+    assert world.record is not None
+    assert world.record.attempt == 2
+    assert world.record.policy["restarts"] == 2
+
+
+def test_a_host_told_to_leave_goes_with_75_and_the_others_go_on():
+    world = training(min_hosts=2, expires=False)
+    victim = (leader_of(world) + 1) % HOSTS
+    host = world.hosts[victim]
+    assert host is not None
+    host.machine.signalled(signal.SIGTERM, world.now)
+    world.run(12.0)
+    assert world.statuses == [(victim, PREEMPTED)]
+    assert set(world.trains()) == set(range(HOSTS)) - {victim}
+    assert world.record is not None
+    assert world.record.policy["restarts"] == 0
