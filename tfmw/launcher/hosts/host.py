@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from tfmw.launcher.attempt import Attempt, AttemptContext
+from tfmw.launcher.hosts.gpus import visible_devices
 from tfmw.launcher.hosts.messages import HostFailure, Report, Start
 from tfmw.launcher.restart import RestartPolicy
 from tfmw.runtime.ports import reserved_ports
@@ -53,6 +54,8 @@ class HostTasks:
             cluster=start.cluster,
             settle_s=0.0,  # the cause may be on another host
         )
+        for rank, task in enumerate(self._attempt.tasks):
+            task.env |= visible_devices(rank, len(start.tasks), self._context.env)
         self._asks_to_leave = False
         self._ports.close()
         self._attempt.start()
