@@ -223,23 +223,32 @@ def test_backups_are_kept_for_a_restarted_evaluator(tmp_path, monkeypatch):
     assert not store.has_evaluator()
 
 
-def test_backups_are_kept_for_an_evaluator_that_starts_after_the_training(
-    tmp_path, monkeypatch, caplog
-):
+def test_backups_are_kept_for_an_evaluator_that_starts_after_the_training(tmp_path, monkeypatch):
     at_end: list[Callable[[], Any]] = []
     monkeypatch.setattr(membership, "on_success", at_end.append)
     monkeypatch.setenv("TFMW_EVALUATOR", "1")  # as tfmw run --evaluator sets it
+    x: Any = np.ones((4, 1), np.float32)
+    tfmw.fit(small_model(3.0), x, x, epochs=1, verbose=0, backup_dir=tmp_path)
+    for end in at_end:
+        end()
+
+    def never(_: float) -> None:
+        raise SystemExit("there is nothing to wait for")
+
+    history = evaluator.watch(small_model(0.0), lambda: {"loss": 1.0}, tmp_path, sleep=never)
+    assert history.history["val_loss"] == [1.0]
+    assert BackupStore(tmp_path).steps() == []
+
+
+def test_evaluator_reports_once_that_there_is_no_backup(tmp_path, caplog):
     polls = 0
 
-    def sleep(seconds: float) -> None:
+    def sleep(_: float) -> None:
         nonlocal polls
         polls += 1
-        if polls == 80:  # of half a second
-            x: Any = np.ones((4, 1), np.float32)
-            tfmw.fit(small_model(3.0), x, x, epochs=1, verbose=0, backup_dir=tmp_path)
-            for end in at_end:
-                end()
+        if polls == 200:  # of half a second
+            raise SystemExit("enough")
 
-    history = evaluator.watch(small_model(0.0), lambda: {"loss": 1.0}, tmp_path, sleep=sleep)
-    assert history.history["val_loss"] == [1.0]
-    assert caplog.text.count("the evaluator waits for a backup") == 1
+    with pytest.raises(SystemExit):
+        evaluator.watch(small_model(0.0), lambda: {"loss": 1.0}, tmp_path, sleep=sleep)
+    assert caplog.text.count("the evaluator waits for a backup in") == 1
