@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.utils import rng_utils
+from keras.src.backend.common import global_state
 from tensorflow.python.eager import context as _context
 from tensorflow.python.util import _pywrap_util_port
 
@@ -119,7 +119,8 @@ def random_state() -> Mapping[str, Any]:
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "tensorflow": (context._seed, sequence and sequence.getstate()),
-        "keras": rng_utils.get_random_seed(),
+        # Of `keras.utils.set_random_seed`; the oldest Keras keeps none.
+        "keras": global_state.get_global_attribute("global_random_seed"),
     }
 
 
@@ -138,7 +139,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 PRIVATE_NAMES: list[tuple[Any, str]] = [
     (_pywrap_util_port, "IsMklEnabled"),
     (_context.Context, "_set_global_seed"),
-    (rng_utils, "get_random_seed"),
+    (global_state, "get_global_attribute"),
     (_context.Context, "configure_coordination_service"),
     (_context.Context, "set_config_key_value"),
     (_context.Context, "get_config_key_value"),
