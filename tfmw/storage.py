@@ -23,6 +23,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from tfmw.runtime import fence
+from tfmw.runtime.disk import flush
 
 # A leftover of a crash beside `models/digits`: `models/.digits.writing-1f0c9e4b7a52`.
 _WRITING, _REPLACED = "writing", "replaced"
@@ -118,15 +119,6 @@ def remove(path: str) -> None:
         shutil.rmtree(path)  # unlike tf.io.gfile.rmtree, it follows no links
     else:
         os.unlink(path)
-
-
-def flush(path: str) -> None:
-    """Waits until a local file, or a directory's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def flush_tree(directory: str) -> None:

@@ -31,6 +31,7 @@ from typing import Any, Protocol
 from tfmw.errors import TfmwError, UsageError
 from tfmw.launcher.hosts.actions import Record
 from tfmw.runtime import etcd
+from tfmw.runtime.disk import flush
 from tfmw.runtime.file_lock import file_lock
 
 TTL_S = 10
@@ -186,7 +187,7 @@ class DirectoryLease:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self._record)
-        _flush(self._record.parent)
+        flush(self._record.parent)
         self._own = record
 
     def release(self) -> None:
@@ -204,14 +205,6 @@ class DirectoryLease:
         finally:
             os.unlink(temporary)
         return self._key.read_bytes()
-
-
-def _flush(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class EtcdLease:
