@@ -14,6 +14,7 @@ from typing import Any
 import keras
 
 from tfmw import keras_compat
+from tfmw.checkpoint import state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,8 @@ class ProcessSettings:
     """Random states and Keras's global settings, as they are in one process.
 
     Attributes:
-        random: see `keras_compat.random_state`.
+        random: of Python and NumPy; see `checkpoint.state.random_state`.
+        seeds: of TensorFlow and Keras; see `keras_compat.seed_state`.
         floatx: "float32", ...: the type of layers and of arrays without one.
         epsilon: the small number that Keras's functions add.
         image_data_format: "channels_last" or "channels_first".
@@ -29,6 +31,7 @@ class ProcessSettings:
     """
 
     random: Mapping[str, Any]
+    seeds: Mapping[str, Any]
     floatx: str
     epsilon: float
     image_data_format: str
@@ -38,7 +41,8 @@ class ProcessSettings:
     def of_this_process(cls) -> ProcessSettings:
         """Reads them."""
         return cls(
-            random=keras_compat.random_state(),
+            random=state.random_state(),
+            seeds=keras_compat.seed_state(),
             floatx=keras.config.floatx(),
             epsilon=keras.config.epsilon(),
             image_data_format=keras.config.image_data_format(),
@@ -47,7 +51,8 @@ class ProcessSettings:
 
     def apply(self) -> None:
         """Makes them this process's own."""
-        keras_compat.set_random_state(self.random)
+        keras_compat.set_seed_state(self.seeds)
+        state.restore_random_state(self.random)
         keras.config.set_floatx(self.floatx)
         keras.config.set_epsilon(self.epsilon)
         keras.config.set_image_data_format(self.image_data_format)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
 from keras.src.trainers.data_adapters import (
     array_slicing,
     get_data_adapter,
@@ -310,10 +312,31 @@ def source_of_seeds() -> Any:
     return getattr(_context.context(), "_rng", None)  # exists after the first set_seed
 
 
+def seed_state() -> Mapping[str, Any]:
+    """The global seeds of TensorFlow and Keras, and how far TensorFlow's sequence has advanced."""
+    sequence = source_of_seeds()
+    return {
+        "tensorflow": (global_seed(), sequence and sequence.getstate()),
+        # Of `keras.utils.set_random_seed`; the oldest Keras keeps none.
+        "keras": global_state.get_global_attribute("global_random_seed"),
+    }
+
+
+def set_seed_state(state: Mapping[str, Any]) -> None:
+    """Sets a result of `seed_state`. Python's and NumPy's generators change, too."""
+    if state["keras"] is not None:
+        keras.utils.set_random_seed(state["keras"])
+    seed, sequence = state["tensorflow"]
+    if seed is not None:
+        tf.random.set_seed(seed)
+        source_of_seeds().setstate(sequence)
+
+
 PRIVATE_NAMES: list[tuple[Any, str]] = [
     (from_tensor_slices_op, "_TensorSliceDataset"),
     (dataset_ops.DatasetV2, "_inputs"),
     (dataset_ops.DatasetV2, "_functions"),
     (_context.Context, "_set_global_seed"),
+    (global_state, "get_global_attribute"),
 ]
 """(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

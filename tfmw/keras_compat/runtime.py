@@ -5,15 +5,10 @@ Tasks exchange values through the coordination service (`coordination_*`), witho
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Mapping
 from typing import Any
 
-import keras
-import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state
 from tensorflow.python.eager import context as _context
 from tensorflow.python.util import _pywrap_util_port
 
@@ -111,35 +106,8 @@ def coordination_report_error(message: str) -> None:
     _context.context().report_error_to_cluster(tf.errors.INTERNAL, message)
 
 
-def random_state() -> Mapping[str, Any]:
-    """Where this process's random numbers have got to: Python's, NumPy's, TensorFlow's, Keras's."""
-    context = _context.context()
-    sequence = getattr(context, "_rng", None)  # there from the first seed on
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "tensorflow": (context._seed, sequence and sequence.getstate()),
-        # Of `keras.utils.set_random_seed`; the oldest Keras keeps none.
-        "keras": global_state.get_global_attribute("global_random_seed"),
-    }
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Goes on where the process that called `random_state` was."""
-    if state["keras"] is not None:
-        keras.utils.set_random_seed(state["keras"])
-    seed, sequence = state["tensorflow"]
-    if seed is not None:
-        tf.random.set_seed(seed)
-        _context.context()._rng.setstate(sequence)
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-
-
 PRIVATE_NAMES: list[tuple[Any, str]] = [
     (_pywrap_util_port, "IsMklEnabled"),
-    (_context.Context, "_set_global_seed"),
-    (global_state, "get_global_attribute"),
     (_context.Context, "configure_coordination_service"),
     (_context.Context, "set_config_key_value"),
     (_context.Context, "get_config_key_value"),
