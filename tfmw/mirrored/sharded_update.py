@@ -31,7 +31,7 @@ from tfmw.keras_compat.fused_update import fuses
 from tfmw.keras_compat.optimizer_part import OptimizerPart
 from tfmw.mirrored.collectives import reduction as reduction_lib
 from tfmw.mirrored.collectives.reduction import Reduction
-from tfmw.mirrored.collectives.ring import even_cuts, part_number, part_of
+from tfmw.mirrored.collectives.ring import Ring, even_cuts
 
 logger = logging.getLogger("tfmw")
 
@@ -143,8 +143,13 @@ class SharedUpdate:
         """One line for people."""
         if self.reason is not None:
             return f"on every worker ({self.reason})"
-        assert self._reduction.ring is not None
-        return f"shared by {self._reduction.ring.size} workers"
+        return f"shared by {self._ring.size} workers"
+
+    @property
+    def _ring(self) -> Ring:
+        ring = self._reduction.ring
+        assert ring is not None  # else there is a reason
+        return ring
 
     # ------------------------------------------------------------ within a step
 
@@ -208,11 +213,10 @@ class SharedUpdate:
 
     def _refuse_idle(self, given: dict[int, Any]) -> None:
         """Raises UsageError on all workers where one would have nothing to update."""
-        ring = self._reduction.ring
-        assert ring is not None
+        ring = self._ring
         packed = {i for pack in self._packs for i in pack.indices}
         for rank in range(ring.size):
-            parts = (_elements_in(pack, part_of(pack.cuts, rank)) for pack in self._packs)
+            parts = (_elements_in(pack, ring.part_of(pack.cuts, rank)) for pack in self._packs)
             own = {index for part in parts for index, _ in part}
             if not any(i in own or i not in packed for i in given):
                 raise UsageError(
@@ -272,8 +276,7 @@ class SharedUpdate:
 
     def _plan(self, grads: list[Any], variables: list[Any]) -> None:
         """Divides the variables, while the first step is traced: the same on all workers."""
-        ring = self._reduction.ring
-        assert ring is not None
+        ring = self._ring
         loads = [0] * ring.size
         packs = []
         for positions in self._reduction.packs(grads):
@@ -282,7 +285,7 @@ class SharedUpdate:
             indices = [self._index[id(variables[p])] for p in positions]
             packs.append(self._pack(indices, loads))
             for worker in range(ring.size):
-                part = part_of(packs[-1].cuts, worker)
+                part = ring.part_of(packs[-1].cuts, worker)
                 loads[worker] += part.stop - part.start
         clips = optimizer_part.global_clipnorm(self.optimizer) is not None
         if {id(v) for v in variables} != self._index.keys():
@@ -336,7 +339,7 @@ class SharedUpdate:
             for index in sorted(indices, key=self._elements, reverse=True):
                 worker = int(np.argmin(loads))
                 loads[worker] += self._elements(index)
-                parts[part_number(worker, workers)].append(index)
+                parts[self._ring.part_number(worker)].append(index)
             indices = [index for part in parts for index in part]
             starts = self._starts(indices)
             cuts = [starts[sum(map(len, parts[:number]))] for number in range(workers + 1)]
@@ -348,8 +351,7 @@ class SharedUpdate:
 
     def _own_elements(self, pack: _Pack) -> list[tuple[int, slice]]:
         """(index, elements) of the variables of a pack that have some in this worker's part."""
-        assert self._reduction.ring is not None
-        return _elements_in(pack, self._reduction.ring.own_part(pack.cuts))
+        return _elements_in(pack, self._ring.own_part(pack.cuts))
 
     def _as_parts(self, elements: list[tuple[int, slice]]) -> list[tuple[int, slice | None]]:
         """The same, with None for whole variables."""
@@ -392,10 +394,9 @@ class SharedUpdate:
         """Gives the optimizer the whole state, on all workers. All workers call it."""
         if self._part is None or self._whole:
             return
-        assert self._reduction.ring is not None
         self.forget_copy()
         self._part.free_weights()
-        self._reduction.ring.free_memory()
+        self._ring.free_memory()
         self._gather_slots(keep=True, free=True)
         self._whole = self._stale = True
 
@@ -423,9 +424,8 @@ class SharedUpdate:
             keep: whether this worker puts them into the optimizer.
             free: whether this worker then frees its parts.
         """
-        part, ring = self._part, self._reduction.ring
+        part, ring = self._part, self._ring
         assert part is not None
-        assert ring is not None
         for name, slots in part.slots:
             for pack in self._packs:
                 cuts = self._slot_cuts(slots, pack)
@@ -447,12 +447,12 @@ class SharedUpdate:
         workers = len(pack.cuts) - 1
         sizes = [0] * workers
         for rank in range(workers):
-            for index, elements in _elements_in(pack, part_of(pack.cuts, rank)):
+            for index, elements in _elements_in(pack, self._ring.part_of(pack.cuts, rank)):
                 if slots[index] is not None:
                     # Where a variable is cut, its slots are of its shape.
                     whole = optimizer_part.bytes_of(slots[index])
                     share = whole * (elements.stop - elements.start) // self._elements(index)
-                    sizes[part_number(rank, workers)] += share
+                    sizes[self._ring.part_number(rank)] += share
         cuts: list[int] = np.cumsum([0, *sizes]).tolist()
         return cuts
 

@@ -63,17 +63,6 @@ def even_cuts(elements: int, workers: int) -> list[int]:
     return [elements * part // workers for part in range(workers + 1)]
 
 
-def part_number(rank: int, workers: int) -> int:
-    """Which part of a sum a worker has first: the one that comes to it last."""
-    return (rank + 1) % workers
-
-
-def part_of(cuts: Cuts, rank: int) -> slice:
-    """The elements of the part that a worker has first."""
-    number = part_number(rank, len(cuts) - 1)
-    return slice(cuts[number], cuts[number + 1])
-
-
 class Ring:
     """The ring all-reduce, as one of its workers.
 
@@ -127,9 +116,18 @@ class Ring:
         with self._exchange(what):
             return self._sum(np.ascontiguousarray(local), add)
 
+    def part_number(self, rank: int) -> int:
+        """Which part of a sum a worker has first: the one that comes to it last."""
+        return (rank + 1) % self.size
+
+    def part_of(self, cuts: Cuts, rank: int) -> slice:
+        """Which elements of a sum a worker has first; see `reduce_scatter`."""
+        number = self.part_number(rank)
+        return slice(cuts[number], cuts[number + 1])
+
     def own_part(self, cuts: Cuts) -> slice:
-        """Which elements of a sum this worker has first; see `reduce_scatter`."""
-        return part_of(cuts, self.rank)
+        """Which elements of a sum this worker has first."""
+        return self.part_of(cuts, self.rank)
 
     def reduce_scatter(
         self, local: np.ndarray, cuts: Cuts, add: Add = _add, what: str = "reduce_scatter"
