@@ -16,48 +16,12 @@ import pytest
 
 from tests.helpers.by_hand import ByHand
 from tests.helpers.cluster import run_cluster
+from tests.helpers.threads import Exchange, in_threads
 from tfmw.mirrored.collectives import links, listener, ring
 from tfmw.mirrored.collectives.ring import Ring, RingBroken
 
 Array = np.ndarray[Any, Any]
 KEY = b"k" * 32
-
-
-class Exchange:
-    """`from_all` for threads."""
-
-    def __init__(self, size: int):
-        self._barrier = threading.Barrier(size)
-        self._values: list[Any] = [None] * size
-
-    def of(self, rank: int) -> Callable[[Any], list[Any]]:
-        def from_all(value: Any) -> list[Any]:
-            self._values[rank] = value
-            self._barrier.wait(20)
-            values = list(self._values)
-            self._barrier.wait(20)
-            return values
-
-        return from_all
-
-
-def in_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """What `work` returns, or raises, for each rank."""
-    results: list[Any] = [None] * size
-
-    def one(rank: int) -> None:
-        try:
-            results[rank] = work(rank)
-        except Exception as e:
-            results[rank] = e
-
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    return results
 
 
 def sums_of(rings: list[Ring], arrays: list[Array]) -> Callable[[int], Array]:

@@ -122,6 +122,34 @@ def test_three_workers_share_whole_variables(three: Any, name: str) -> None:
         np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def two_machines() -> Any:
+    names = ["Adam | on", "Nadam | on", "constraint", "sparse"]
+    env = {**ONE_THREAD, "MACHINES": "2"}
+    return run_cluster("shared_update.py", *names, workers=4, env=env, timeout_s=600)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["Adam | on", "Nadam | on", "constraint", "sparse"])
+def test_workers_of_two_machines_share_it_to_the_last_bit(two_machines: Any, name: str) -> None:
+    assert two_machines[0]["ring"] == "HierarchicalRing"
+    plain, shared = _same(two_machines, name)
+    assert shared["update"] == "shared by 4 workers"
+    assert (shared["weights"], shared["state"]) == (plain["weights"], plain["state"])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["constraint", "sparse"])
+def test_two_levels_of_sums_differ_from_one_by_rounding(
+    two: Any, two_machines: Any, name: str
+) -> None:
+    assert two[0]["ring"] == "Ring"
+    for ours, wanted in zip(
+        _same(two_machines, name)[1]["values"], _same(two, name)[1]["values"], strict=True
+    ):
+        np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-5)
+
+
 # ---------------------------------------------------------------- which optimizers may
 
 

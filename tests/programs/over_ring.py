@@ -22,6 +22,7 @@ from tfmw import strategies
 from tfmw.cluster.group import Group
 from tfmw.mirrored import agreement
 from tfmw.mirrored.collectives import connection, listener
+from tfmw.mirrored.collectives.ring import Ring
 
 ALIKE = ("alike", "empty")
 
@@ -147,7 +148,8 @@ def exchanges() -> int:
 
 def links() -> str:
     """The kind of the link to the next worker."""
-    return type(connection._ring and connection._ring._next).__name__
+    ring = connection._ring
+    return type(ring._next).__name__ if isinstance(ring, Ring) else type(ring).__name__
 
 
 def forget() -> None:

@@ -11,6 +11,7 @@ import hashlib
 import os
 import sys
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -21,7 +22,7 @@ from tests.programs._result import write
 from tfmw import keras_compat
 from tfmw.keras_compat.fused_update import FUSED_UPDATE
 from tfmw.mirrored import sharded_update
-from tfmw.mirrored.collectives import reduction
+from tfmw.mirrored.collectives import connection, listener, reduction
 from tfmw.mirrored.sharded_update import SharedUpdate
 
 o = keras.optimizers
@@ -203,10 +204,14 @@ def trained(name: str, shard: bool) -> dict[str, Any]:
     }
 
 
+if os.environ.get("MACHINES"):  # of two workers each: links between them are TCP
+    machine = int(os.environ["TFMW_TASK"].split()[1]) // 2
+    mock.patch.object(listener, "machine", return_value=[f"machine {machine}"]).start()
 cluster = tfmw.init(bytes_per_pack=2000)  # several packs
 found: dict[str, Any] = {}
 for asked in sys.argv[1:]:
     name, _, how = asked.partition(" | ")
     run = [updated(name, how, s) if how else trained(name, s) for s in (False, True)]
     found[asked] = run
+found["ring"] = type(connection._ring).__name__
 write(found)

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfmw.cluster.group import Group
 from tfmw.keras_compat import placement
 from tfmw.mirrored.collectives.connection import ring_of
-from tfmw.mirrored.collectives.ring import Ring
+from tfmw.mirrored.collectives.hierarchy import AnyRing
 from tfmw.mirrored.tensors import in_packs
 
 
@@ -66,7 +66,7 @@ def _bytes(variable: tf.Variable) -> np.ndarray:
     return np.ascontiguousarray(variable.numpy()).reshape(-1).view(np.uint8)
 
 
-def _broadcast(ring: Ring, variables: Sequence[tf.Variable]) -> None:
+def _broadcast(ring: AnyRing, variables: Sequence[tf.Variable]) -> None:
     for variable in variables:
         first = ring.broadcast(_bytes(variable))
         if ring.rank > 0:

@@ -30,8 +30,9 @@ from tfmw.keras_compat import optimizer_part
 from tfmw.keras_compat.fused_update import fuses
 from tfmw.keras_compat.optimizer_part import OptimizerPart
 from tfmw.mirrored.collectives import reduction as reduction_lib
+from tfmw.mirrored.collectives.hierarchy import AnyRing
 from tfmw.mirrored.collectives.reduction import Reduction
-from tfmw.mirrored.collectives.ring import Ring, even_cuts
+from tfmw.mirrored.collectives.ring import even_cuts
 
 logger = logging.getLogger("tfmw")
 
@@ -146,7 +147,7 @@ class SharedUpdate:
         return f"shared by {self._ring.size} workers"
 
     @property
-    def _ring(self) -> Ring:
+    def _ring(self) -> AnyRing:
         ring = self._reduction.ring
         assert ring is not None  # else there is a reason
         return ring

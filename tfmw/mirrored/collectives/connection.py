@@ -1,4 +1,4 @@
-"""The ring of a strategy's workers, connected at first use."""
+"""The ring of a strategy's workers, in two levels on several machines, connected at first use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import tensorflow as tf
 from tfmw.cluster import addresses, membership
 from tfmw.cluster.group import Group
 from tfmw.cluster.membership import Joined
-from tfmw.mirrored.collectives.ring import Ring, RingBroken, connect
+from tfmw.mirrored.collectives import listener
+from tfmw.mirrored.collectives.hierarchy import HIERARCHY, AnyRing, connect
+from tfmw.mirrored.collectives.ring import RingBroken
 
 logger = logging.getLogger("tfmw")
 
@@ -19,11 +21,11 @@ TOKEN = "TFMW_TOKEN"
 """Variable with a secret of the training, the same for all tasks; see listener.py."""
 
 # A process joins once, and has one ring.
-_ring: Ring | None = None
+_ring: AnyRing | None = None
 _connected_once = False
 
 
-def ring_of(strategy: tf.distribute.Strategy) -> Ring | None:
+def ring_of(strategy: tf.distribute.Strategy) -> AnyRing | None:
     """The ring over which `strategy` sums gradients; None if TensorFlow sums them.
 
     For workers of one CPU replica each, unless `init` was called with other collectives. All tasks
@@ -43,16 +45,18 @@ def ring_of(strategy: tf.distribute.Strategy) -> Ring | None:
     return _ring
 
 
-def _connect(joined: Joined) -> Ring | None:
+def _connect(joined: Joined) -> AnyRing | None:
     group = Group.of(joined.strategy)
     devices = joined.strategy.extended.worker_devices
     if not all(group.from_all(len(devices) == 1 and "CPU" in devices[0].upper())):
         return None
+    machine = None if os.environ.get(HIERARCHY) == "0" else listener.machine()
     drawn = group.from_chief(lambda: secrets.token_hex(32))
     try:
         return connect(
             group.rank,
             [addresses.split(a)[0] for a in joined.cluster.tasks("chief", "worker").values()],
+            [None if m is None else tuple(m) for m in group.from_all(machine)],
             (os.environ.get(TOKEN) or drawn).encode(),
             group.from_all,
             group.require_peer,

@@ -121,15 +121,15 @@ class Listener:
     def __init__(self, host: str):
         self._tcp = _listen(host)
         self._unix = socket.socket(socket.AF_UNIX)
-        machine, name = _machine(), ""
-        if machine is not None:
+        own_machine, name = machine(), ""
+        if own_machine is not None:
             self._unix.bind("")  # Linux chooses an abstract name: unix(7), "Autobind feature"
             self._unix.listen()
             name = self._unix.getsockname().decode().removeprefix("\0")
         port: int = self._tcp.getsockname()[1]
         self.address: Address = {
             "port": port,
-            "machine": machine,
+            "machine": own_machine,
             "name": name,
             "challenge": secrets.token_hex(32),
         }
@@ -266,7 +266,7 @@ def connect(host: str, after: Address, local: Address, key: bytes) -> Sender:
         return link
 
 
-def _machine() -> list[Any] | None:
+def machine() -> list[Any] | None:
     """An id of the machine and network namespace, which share abstract Unix sockets; Linux only."""
     if os.environ.get(SHARED_MEMORY) == "0" or not hasattr(os, "memfd_create"):
         return None

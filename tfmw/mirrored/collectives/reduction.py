@@ -5,8 +5,7 @@
 
 Gradients of workers without GPUs are summed by tfmw's own ring (`ring.py`). Small ones are joined
 into packs, in the order in which the backward pass computes them: the last layer's gradients are
-    sent
-first, while those of earlier layers are still being computed.
+sent first, while those of earlier layers are still being computed.
 
 Otherwise TensorFlow sums them. It joins small gradients into packs of `bytes_per_pack` and sends
 the packs concurrently, but does not split large gradients. Its ring is slow for these: each message
@@ -26,7 +25,8 @@ import tensorflow as tf
 
 from tfmw.cluster import membership
 from tfmw.mirrored.collectives.connection import ring_of
-from tfmw.mirrored.collectives.ring import Cuts, Ring
+from tfmw.mirrored.collectives.hierarchy import AnyRing
+from tfmw.mirrored.collectives.ring import Cuts
 from tfmw.precision import COMPRESSIONS
 
 SUM = tf.distribute.ReduceOp.SUM
@@ -119,7 +119,7 @@ class Reduction:
     # ------------------------------------------------------------ the sum, in two halves
 
     @property
-    def ring(self) -> Ring | None:
+    def ring(self) -> AnyRing | None:
         """The ring that gradients travel over; None where TensorFlow sums them."""
         return None if self._ring is None else self._ring.ring
 
@@ -181,7 +181,7 @@ class _OverRing:
     functions too.
     """
 
-    def __init__(self, ring: Ring, pack_bytes: int):
+    def __init__(self, ring: AnyRing, pack_bytes: int):
         self.ring = ring
         self._pack = pack_bytes
         ring.free_memory()  # of the previous model

@@ -53,7 +53,8 @@ class RingBroken(ConnectionError):
     """A neighbour in the ring is lost, or hangs."""
 
 
-def _add(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+def add_arrays(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """Writes the sum of two arrays to a third."""
     with np.errstate(all="ignore"):  # the optimizer handles infinities
         np.add(a, b, out=out)
 
@@ -74,6 +75,7 @@ class Ring:
             raises if that worker does not respond. After two failures in a row it is lost.
         timeout_s: seconds without a byte after which a sum fails; None waits as long as both
             neighbours respond.
+        workers: rank of each in the training, where the ring connects some of its workers.
 
     Attributes:
         broken: the error after which no exchange is possible; None before it.
@@ -89,8 +91,10 @@ class Ring:
         from_previous: Receiver,
         probe_peer: Callable[[int], object] = lambda rank: None,
         timeout_s: float | None = None,
+        workers: Sequence[int] | None = None,
     ):
         self.rank, self.size = rank, size
+        self._workers = range(size) if workers is None else workers
         self.broken: Exception | None = None
         self._next, self._previous = to_next, from_previous
         self._probe_peer = probe_peer
@@ -101,7 +105,7 @@ class Ring:
         self.counts: collections.Counter[str] = collections.Counter()
         self._one_at_a_time = threading.Lock()
 
-    def sum(self, local: np.ndarray, add: Add = _add, what: str = "sum") -> np.ndarray:
+    def sum(self, local: np.ndarray, add: Add = add_arrays, what: str = "sum") -> np.ndarray:
         """The sum of all workers' arrays. All workers make all calls, in the same order.
 
         Args:
@@ -130,7 +134,7 @@ class Ring:
         return self.part_of(cuts, self.rank)
 
     def reduce_scatter(
-        self, local: np.ndarray, cuts: Cuts, add: Add = _add, what: str = "reduce_scatter"
+        self, local: np.ndarray, cuts: Cuts, add: Add = add_arrays, what: str = "reduce_scatter"
     ) -> np.ndarray:
         """This worker's part of the sum of all workers' arrays: the first half of `sum`.
 
@@ -170,7 +174,7 @@ class Ring:
         with self._exchange(what):
             total = self._memory.array(cuts[-1], own.dtype)
             total[self.own_part(cuts)] = own
-            self._turn(total, total, cuts, range(self.size - 1, 2 * (self.size - 1)), _add)
+            self._turn(total, total, cuts, range(self.size - 1, 2 * (self.size - 1)), add_arrays)
             return total
 
     def gather(self, local: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -388,7 +392,7 @@ class Ring:
         while not poll.poll(1000 * min(QUIET_S, self.timeout_s or QUIET_S)):
             try:
                 for rank in {(self.rank + 1) % self.size, (self.rank - 1) % self.size}:
-                    self._probe_peer(rank)
+                    self._probe_peer(self._workers[rank])
                 misses = 0
             except Exception:
                 misses += 1
@@ -399,14 +403,15 @@ class Ring:
 
     def _differ(self, remote: str, local: str) -> RuntimeError:
         (one, at_one), (other, at_other) = sorted(
-            [((self.rank - 1) % self.size, remote), (self.rank, local)]
+            [(self._workers[self.rank - 1], remote), (self._workers[self.rank], local)]
         )
         return RuntimeError(
             f"workers exchange different things: worker {one} {at_one}, worker {other} {at_other}"
         )
 
     def _lost(self, rank: int, why: str) -> RingBroken:
-        return RingBroken(f"lost worker {rank % self.size} while gradients were summed: {why}")
+        worker = self._workers[rank % self.size]
+        return RingBroken(f"lost worker {worker} while gradients were summed: {why}")
 
 
 class _Memory:
@@ -456,8 +461,9 @@ def connect(
     from_all: Callable[[Any], list[Any]],
     probe_peer: Callable[[int], object] = lambda rank: None,
     timeout_s: float | None = None,
+    workers: Sequence[int] | None = None,
 ) -> Ring:
-    """Joins the ring. All workers must call it.
+    """Joins the ring, or one of several rings. All workers must call it.
 
     Args:
         rank: of this worker.
@@ -465,12 +471,14 @@ def connect(
         key: the key of this training; see listener.py.
         from_all: an all-gather: returns every worker's value, by rank.
         probe_peer, timeout_s: as in `Ring`.
+        workers: ranks of this worker's ring; None for one ring of all workers.
 
     Raises:
         RingBroken: on all workers, if two neighbours could not connect; it names them.
     """
-    size = len(hosts)
-    after, before = (rank + 1) % size, (rank - 1) % size
+    workers = range(len(hosts)) if workers is None else workers
+    place, size = workers.index(rank), len(workers)
+    after, before = workers[(place + 1) % size], workers[place - 1]
     with contextlib.ExitStack() as undo:
         own = undo.enter_context(listener.Listener(hosts[rank]))
         addresses: list[listener.Address] = from_all(own.address)
@@ -491,4 +499,4 @@ def connect(
             raise RingBroken("; ".join(problems))
         undo.pop_all()
         own.close()
-    return Ring(rank, size, to_next, from_previous, probe_peer, timeout_s)
+    return Ring(place, size, to_next, from_previous, probe_peer, timeout_s, workers)

@@ -1,0 +1,211 @@
+"""The all-reduce of workers on several machines: within each machine first, then between them.
+
+    ring = connect(rank, addresses, machines, key, from_all=group.from_all)
+    total = ring.sum(local)         # and so on, as in ring.py
+
+One ring of all workers sends 2 (N - 1) / N times the bytes of an array over the network of each
+machine, in 2 (N - 1) messages, one after the other. Here the K workers of a machine sum first,
+through the memory that they share, and each of them has one K-th of the machine's sum. Each then
+sums its part with one worker of each of the other machines, M in all. In the end the workers of a
+machine exchange their parts. That is 2 (M - 1) / M times the bytes over the network of each
+machine, in 2 (M - 1) messages.
+
+Each element is summed on one worker and copied from there, so all workers have the same sum, bit
+for bit. Elements are added in another order than in one ring, so the two differ by rounding.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfmw.mirrored.collectives import ring
+from tfmw.mirrored.collectives.ring import Add, Cuts, Ring, add_arrays, even_cuts
+
+HIERARCHY = "TFMW_HIERARCHY"
+"""Variable: with 0, one ring connects all workers, whatever machines they are on."""
+
+
+class HierarchicalRing:
+    """The sum over workers in two levels, with the methods and attributes of `Ring`.
+
+    Args:
+        machines: the ranks of each machine's workers, as many on each; rank 0 is the first.
+        rank: of this worker.
+        within: the ring of this machine's workers.
+        between: the ring of one worker of each machine.
+    """
+
+    def __init__(self, machines: Sequence[Sequence[int]], rank: int, within: Ring, between: Ring):
+        self.rank, self.size = rank, sum(map(len, machines))
+        self._within, self._between = within, between
+        self._machines = machines
+        self._place = {
+            worker: (machine, place)
+            for machine, workers in enumerate(machines)
+            for place, worker in enumerate(workers)
+        }
+        self.exchanges = 0
+        self.counts: collections.Counter[str] = collections.Counter()
+        self._one_at_a_time = threading.Lock()
+
+    @property
+    def broken(self) -> Exception | None:
+        """The error after which no exchange is possible; None before it."""
+        return self._within.broken or self._between.broken
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Seconds without a byte after which an exchange fails."""
+        return self._within.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float | None) -> None:
+        self._within.timeout_s = self._between.timeout_s = seconds
+
+    def sum(self, local: np.ndarray, add: Add = add_arrays, what: str = "sum") -> np.ndarray:
+        """See `Ring.sum`."""
+        with self._exchange(what):
+            cuts = even_cuts(len(local), self.size)
+            return self._all_gather(self._reduce_scatter(local, cuts, add, what), cuts, what)
+
+    def part_number(self, rank: int) -> int:
+        """Which part of a sum a worker has first. Its machine's sum gives it M parts in a row."""
+        machine, place = self._place[rank]
+        first = self._within.part_number(place) * len(self._machines)
+        return first + self._between.part_number(machine)
+
+    def part_of(self, cuts: Cuts, rank: int) -> slice:
+        """See `Ring.part_of`."""
+        number = self.part_number(rank)
+        return slice(cuts[number], cuts[number + 1])
+
+    def own_part(self, cuts: Cuts) -> slice:
+        """See `Ring.own_part`."""
+        return self.part_of(cuts, self.rank)
+
+    def reduce_scatter(
+        self, local: np.ndarray, cuts: Cuts, add: Add = add_arrays, what: str = "reduce_scatter"
+    ) -> np.ndarray:
+        """See `Ring.reduce_scatter`."""
+        with self._exchange(what):
+            return self._reduce_scatter(local, cuts, add, what)
+
+    def all_gather(self, own: np.ndarray, cuts: Cuts, what: str = "all_gather") -> np.ndarray:
+        """See `Ring.all_gather`."""
+        with self._exchange(what):
+            return self._all_gather(own, cuts, what)
+
+    def gather(self, local: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """See `Ring.gather`."""
+        with self._exchange("gather"):
+            arrays = [np.ascontiguousarray(array) for array in local]
+            (rows,) = self._gather([np.array([len(arrays[0])])])
+            # They come by their place in a machine, then by machine.
+            order = np.array(self._machines).T.reshape(-1)
+            starts = np.split(np.arange(rows.sum()), np.cumsum(rows)[:-1])
+            by_rank = np.concatenate([starts[i] for i in np.argsort(order)])
+            return [array[by_rank] for array in self._gather(arrays)]
+
+    def broadcast(self, local: np.ndarray) -> np.ndarray:
+        """See `Ring.broadcast`."""
+        with self._exchange("broadcast"):
+            if self._within.rank == 0:
+                local = self._between.broadcast(local)
+            return self._within.broadcast(local)
+
+    def free_memory(self) -> None:
+        """See `Ring.free_memory`."""
+        self._within.free_memory()
+        self._between.free_memory()
+
+    def close(self) -> None:
+        """See `Ring.close`."""
+        self._within.close()
+        self._between.close()
+
+    @contextlib.contextmanager
+    def _exchange(self, what: str) -> Iterator[None]:
+        with self._one_at_a_time:
+            self.counts[what] += 1
+            try:
+                yield
+            except Exception:
+                self.close()  # workers that wait at the other level fail, too
+                raise
+            self.exchanges += 1
+
+    def _levels(self, cuts: Cuts) -> tuple[Cuts, Cuts]:
+        """Cuts of an array within a machine, and of this worker's part of it between machines."""
+        machines = len(self._machines)
+        first = self._within.part_number(self._within.rank) * machines
+        own = cuts[first : first + machines + 1]
+        return cuts[::machines], [cut - own[0] for cut in own]
+
+    def _reduce_scatter(self, local: np.ndarray, cuts: Cuts, add: Add, what: str) -> np.ndarray:
+        within, between = self._levels(cuts)
+        of_machine = self._within.reduce_scatter(local, within, add, what)
+        return self._between.reduce_scatter(of_machine, between, add, what)
+
+    def _all_gather(self, own: np.ndarray, cuts: Cuts, what: str) -> np.ndarray:
+        within, between = self._levels(cuts)
+        return self._within.all_gather(self._between.all_gather(own, between, what), within, what)
+
+    def _gather(self, local: list[np.ndarray]) -> list[np.ndarray]:
+        return self._within.gather(self._between.gather(local))
+
+
+AnyRing = Ring | HierarchicalRing
+
+
+def by_machine(machines: Sequence[Hashable]) -> list[list[int]] | None:
+    """Ranks of each machine's workers; None where one ring is as good, or the only way.
+
+    Args:
+        machines: of each worker by rank, equal for workers of one machine; None if unknown.
+    """
+    found: dict[Hashable, list[int]] = {}
+    for rank, machine in enumerate(machines):
+        found.setdefault((rank,) if machine is None else machine, []).append(rank)
+    sizes = {len(workers) for workers in found.values()}
+    return list(found.values()) if len(found) > 1 and len(sizes) == 1 and sizes != {1} else None
+
+
+def connect(
+    rank: int,
+    hosts: Sequence[str],
+    machines: Sequence[Hashable],
+    key: bytes,
+    from_all: Callable[[Any], list[Any]],
+    probe_peer: Callable[[int], object] = lambda rank: None,
+    timeout_s: float | None = None,
+) -> AnyRing:
+    """Joins one ring of all workers, or the two levels. All workers must call it.
+
+    Args:
+        machines: as in `by_machine`.
+        rank, hosts, key, from_all, probe_peer, timeout_s: as in `ring.connect`.
+
+    Raises:
+        RingBroken: as in `ring.connect`.
+    """
+
+    def joined(workers: Sequence[int] | None) -> Ring:
+        return ring.connect(rank, hosts, key, from_all, probe_peer, timeout_s, workers)
+
+    groups = by_machine(machines)
+    if groups is None:
+        return joined(None)
+    own = next(group for group in groups if rank in group)
+    place = own.index(rank)
+    with contextlib.ExitStack() as undo:
+        within = joined(own)
+        undo.callback(within.close)
+        between = joined([group[place] for group in groups])
+        undo.pop_all()
+    return HierarchicalRing(groups, rank, within, between)
