@@ -28,6 +28,7 @@ from tfmw.mirrored.training import MirroredTraining, run_evaluation, run_predict
 from tfmw.parameter_server.training import ParameterServerTraining
 from tfmw.precision import trained_in
 from tfmw.training.arguments import FitArguments, limited_steps
+from tfmw.training.autologging import autologged
 from tfmw.training.epoch_iterator import EpochIterator
 from tfmw.training.loop import TrainingLoop, ValidationSignals
 from tfmw.training.session import Session, errors_reported
@@ -118,19 +119,27 @@ def fit(
         if membership.is_evaluator():
             return _evaluate_beside(session, arguments)
         with Backups.of(session.group, arguments.backup) as backups:
-            training = _sharded(session, arguments, backups.record)
-            _require_same(session, arguments, training)
-            backups.restore(session.model, training.batch_size or batch_size)
-            loop = _loop(session, arguments, training, backups)
-            with trained_in(session.model, precision), training:
-                loop.run()
+            train = functools.partial(_train, session, backups=backups)
+            element_spec = autologged(session, backups, arguments, train)
         if export_dir is not None:
-            export(session.model, export_dir, input_signature=_signature(session.model, training))
+            signature = _signature(session.model, element_spec)
+            export(session.model, export_dir, input_signature=signature)
     history: keras.callbacks.History = session.model.history
     return history
 
 
 Training = MirroredTraining | ParameterServerTraining
+
+
+def _train(session: Session, arguments: FitArguments, backups: Backups) -> Any:
+    """Trains the model; returns the spec of a batch."""
+    training = _sharded(session, arguments, backups.record)
+    _require_same(session, arguments, training)
+    backups.restore(session.model, training.batch_size or arguments.batch_size)
+    loop = _loop(session, arguments, training, backups)
+    with trained_in(session.model, arguments.precision), training:
+        loop.run()
+    return training.element_spec
 
 
 def _sharded(session: Session, arguments: FitArguments, record: dict[str, Any] | None) -> Training:
@@ -274,11 +283,11 @@ def _fit_on_new_workers(arguments: FitArguments) -> keras.callbacks.History:
     )
 
 
-def _signature(model: keras.Model, training: Training) -> Any:
+def _signature(model: keras.Model, element_spec: Any) -> Any:
     """Signature for the export of a model without known inputs: that of its training data."""
     if getattr(model, "inputs", None):
         return None
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(training.element_spec)
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
     return data.map_tensors(lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), x)
 
 

@@ -2,7 +2,7 @@
 
 Every callback runs on every worker, with the same logs, so it makes the same changes to the model
 everywhere. Callbacks that write files or send reports run on the chief only. tfmw knows Keras's
-own; other callbacks declare it:
+own, and recognizes what logs to a tracker (`tfmw/trackers/rule.py`); other callbacks declare it:
 
     class Upload(keras.callbacks.Callback):
         chief_only = True
@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from tfmw import keras_compat
 from tfmw.errors import UsageError
+from tfmw.trackers import logs_to_tracker
 
 # Keras's callbacks that write files, print or send reports: only one task may run them.
 _WRITERS: tuple[type, ...] = (
@@ -165,7 +166,8 @@ def writes(callback: Any) -> bool:
     if chosen is not None:
         return bool(chosen)
     names = {f"{c.__module__}.{c.__qualname__}" for c in type(callback).__mro__}
-    return isinstance(callback, _WRITERS) or not names.isdisjoint(_THIRD_PARTY_WRITERS)
+    known = isinstance(callback, _WRITERS) or not names.isdisjoint(_THIRD_PARTY_WRITERS)
+    return known or logs_to_tracker(callback)
 
 
 def for_task(callbacks: Any, is_chief: bool, workers: int) -> list[Any]:

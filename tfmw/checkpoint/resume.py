@@ -25,7 +25,8 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from tfmw.callbacks import BackupAndRestore
+from tfmw import trackers
+from tfmw.callbacks import BackupAndRestore, boards
 from tfmw.checkpoint import state
 from tfmw.checkpoint.schedule import Schedule
 from tfmw.checkpoint.store import BackgroundWriter, BackupStore, Damaged
@@ -368,6 +369,7 @@ class DirectoryBackups(Backups):
         if not self._group.is_chief:
             return
         (states, arrays), random = python_state or self.python_state(callbacks)
+        boards.flush(callbacks)
         self._writer.wait()  # the writer still uses the last snapshot
         taken = self._snapshots.take(model, strategy, busy)
         tensors = state.with_replicas({**taken, **arrays}, *kept)
@@ -382,6 +384,7 @@ class DirectoryBackups(Backups):
             "signature": self._signature,
             "callbacks": states,
             "random": random,
+            "trackers": trackers.positions(),
         }
         self._writer.submit(step, tensors, full, must_be_finite)
 
@@ -399,6 +402,7 @@ class DirectoryBackups(Backups):
                         name,
                     )
                     return
+        trackers.flush()  # what a resumed run will not log again
         self._store.write(step, tensors, record)
         self._spoiled = self._lost = None
 

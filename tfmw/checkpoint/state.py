@@ -27,6 +27,7 @@ import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
 from tfmw import keras_compat
+from tfmw.callbacks import boards
 from tfmw.errors import UsageError
 from tfmw.keras_compat import optimizer_part, placement
 
@@ -355,17 +356,20 @@ def callback_arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in tensors.items() if name.startswith(_CALLBACK)}
 
 
-def prepare_for_resume(callbacks: Iterable[Any], epoch: int) -> None:
+def prepare_for_resume(callbacks: Iterable[Any], epoch: int, step: int) -> None:
     """Makes callbacks append to their files; call it before on_train_begin of a resumed run.
 
     Args:
         epoch: the first epoch of the resumed run, from 0.
+        step: training steps that were done in the backup.
     """
     for callback in callbacks:
         callback = getattr(callback, "callback", callback)
         if isinstance(callback, keras.callbacks.CSVLogger):
             callback.append = True
             _forget_rows(callback, epoch)
+        if isinstance(callback, keras.callbacks.TensorBoard):
+            boards.forget_events(callback, epoch, step)
 
 
 def _forget_rows(log: keras.callbacks.CSVLogger, epoch: int) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from tfmw import trackers
 from tfmw.cluster import membership, rendezvous
 from tfmw.cluster.cluster import Cluster
 from tfmw.cluster.membership import Joined
@@ -97,6 +98,7 @@ def init(
                 joined.collectives = collectives
             joined.options = communication_options(joined.collectives, bytes_per_pack, timeout_s)
         return joined.cluster
+    trackers.join(resolved.is_chief)
     if resolved.task == "evaluator":
         membership.set_evaluating()
     if resolved.is_single or resolved.task == "evaluator":

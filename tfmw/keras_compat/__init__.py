@@ -12,6 +12,7 @@ the installed versions lack. A test calls it, so an incompatible release fails t
 * `models`, `metrics`, `objects`: the parts and variables of a model, and how it is built.
 * `placement`: a model's variables on the devices of a strategy, and back.
 * `guards`: `model.fit` refused, and one writer, in a process that has joined a cluster.
+* `wrapped_fit`: what other libraries have wrapped around `model.fit`.
 * `datasets`: the inputs, functions and seeds of `tf.data` pipelines.
 * `serialization`: the state of a model, for another process.
 * `runtime`: TensorFlow's runtime and its coordination service.
@@ -29,6 +30,7 @@ from tfmw.keras_compat import (
     optimizers,
     parameter_servers,
     runtime,
+    wrapped_fit,
 )
 from tfmw.keras_compat.datasets import (
     REBUILDABLE,
@@ -83,6 +85,7 @@ from tfmw.keras_compat.models import (
     NOTES_OF_CALLS,
     build_all,
     build_for_inputs,
+    event_writers,
     is_model,
     is_synchronized_batch_norm,
     layers_of,
@@ -188,6 +191,7 @@ __all__ = [
     "dataset_functions",
     "dataset_graph",
     "dataset_input",
+    "event_writers",
     "flatten_metrics",
     "fused_update",
     "global_seed",
@@ -271,6 +275,7 @@ def missing_names() -> list[str]:
         datasets,
         runtime,
         parameter_servers,
+        wrapped_fit,
     )
     return [
         f"{getattr(owner, '__name__', owner)}.{name}"

@@ -18,6 +18,8 @@ from typing import Any
 import keras
 
 _on_all_workers: bool | None = None  # None: no callback is running
+_guard: Callable[..., Any] | None = None  # in the place of Keras's fit
+_refuses = True
 
 
 def guard_models(refuse_fit: Callable[[], None], is_chief: bool) -> Callable[[], None]:
@@ -37,6 +39,8 @@ def guard_models(refuse_fit: Callable[[], None], is_chief: bool) -> Callable[[],
     own = {name: vars(keras.Model).get(name) for name in methods}
     for name, method in methods.items():
         setattr(keras.Model, name, method)
+    global _guard
+    _guard = methods["fit"]
 
     def undo() -> None:
         for name, method in own.items():
@@ -46,6 +50,35 @@ def guard_models(refuse_fit: Callable[[], None], is_chief: bool) -> Callable[[],
                 setattr(keras.Model, name, method)
 
     return undo
+
+
+def is_guard(fit: Any) -> bool:
+    """Whether a function is the one that refuses `model.fit`."""
+    return fit is _guard
+
+
+@contextlib.contextmanager
+def unguarded() -> Iterator[None]:
+    """The context in which `model.fit` is not refused."""
+    with _refusing_is(False):
+        yield
+
+
+@contextlib.contextmanager
+def guarded_again() -> Iterator[None]:
+    """Within `unguarded`: the context in which `model.fit` is refused."""
+    with _refusing_is(True):
+        yield
+
+
+@contextlib.contextmanager
+def _refusing_is(value: bool) -> Iterator[None]:
+    global _refuses
+    before, _refuses = _refuses, value
+    try:
+        yield
+    finally:
+        _refuses = before
 
 
 @contextlib.contextmanager
@@ -66,7 +99,8 @@ def saves_by_callbacks(on_all_workers: bool) -> Iterator[None]:
 def _refusing(fit: Callable[..., Any], refuse: Callable[[], None]) -> Callable[..., Any]:
     @functools.wraps(fit)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        refuse()
+        if _refuses:
+            refuse()
         return fit(self, *args, **kwargs)
 
     return guarded

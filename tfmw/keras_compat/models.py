@@ -164,6 +164,11 @@ def profiles_batches(tensorboard: keras.callbacks.TensorBoard) -> bool:
     return bool(tensorboard._should_trace)
 
 
+def event_writers(tensorboard: keras.callbacks.TensorBoard) -> list[Any]:
+    """The open `tf.summary.SummaryWriter`s of the callback."""
+    return list(tensorboard._writers.values())
+
+
 def requested_initial_epoch(model: keras.Model) -> int | None:
     """The epoch from which Keras's BackupAndRestore resumes; None without one."""
     return model._initial_epoch

@@ -9,9 +9,9 @@ beside it `error.json`, written by `record_error` in the task, and `progress`, w
 `report_progress`. A task that was restarted alone has its files in `<task>.<n>`.
 
 Environment of each task, beside TF_CONFIG: `TFMW_ERROR_FILE` and `TFMW_PROGRESS_FILE`; `TFMW_TASK`
-("worker 0"); `TFMW_ATTEMPT`, 0 at first, and `TFMW_MAX_RESTARTS`; `TFMW_LOCAL_TASKS` and
-`TFMW_LOCAL_RANK`, the number of tasks on this machine and the rank of this one; `TFMW_TTY=1` if the
-launcher writes to a terminal.
+("worker 0"); `TFMW_RUN_ID`, the same in all attempts; `TFMW_ATTEMPT`, 0 at first, and
+`TFMW_MAX_RESTARTS`; `TFMW_LOCAL_TASKS` and `TFMW_LOCAL_RANK`, the number of tasks on this machine
+and the rank of this one; `TFMW_TTY=1` if the launcher writes to a terminal.
 
 A task that receives SIGTERM may save its state and exit with status 75 (`errors.PREEMPTED`). The
 launcher then runs it again. If the launcher itself received the signal, it exits with 75 too.

@@ -219,7 +219,7 @@ class TrainingLoop:
         driver.start(self._every_batch, self._is_model_read(), self._optimizer_read())
         if found is not None:
             self._initial_epoch, self._step = found["epoch"], found["step"]
-            state.prepare_for_resume(callbacks, self._initial_epoch)
+            state.prepare_for_resume(callbacks, self._initial_epoch, self._step)
             if not (found.get("logs") and found["stopped"]):  # otherwise no step remains
                 driver.restore_position()
         self._model.stop_training = False
