@@ -373,15 +373,12 @@ def _run_on_hosts(options: argparse.Namespace, run_options: RunOptions, program:
         raise UsageError(
             f"TF_CONFIG is already set to {os.environ['TF_CONFIG']}; unset it or drop --hosts."
         )
-    if options.ps or options.evaluator:
-        raise UsageError(
-            f"{'--ps' if options.ps else '--evaluator'} is not supported on hosts that restart "
-            "what died; drop it, or --max-restarts."
-        )
     host_options = HostOptions(
         hosts=[host.strip() for host in options.hosts.split(",")],
         host=options.host_index,
         workers_per_host=1 if options.workers_per_host is None else options.workers_per_host,
+        ps=options.ps,
+        evaluator=options.evaluator,
         min_hosts=options.min_hosts,
         rejoin_timeout_s=30.0 if options.rejoin_timeout is None else options.rejoin_timeout,
         rendezvous=options.rendezvous,

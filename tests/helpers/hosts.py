@@ -175,6 +175,7 @@ class Hosts:
         self.processes: list[subprocess.Popen[str] | None] = [None] * count
         self.lines: list[list[str]] = [[] for _ in range(count)]
         self.times: list[list[float]] = [[] for _ in range(count)]
+        self._seen = [0] * count
         self._started: list[subprocess.Popen[str]] = []
         self._news = threading.Condition()
         self._readers: list[threading.Thread] = []
@@ -247,6 +248,33 @@ class Hosts:
                         return at, found
                 if not self._news.wait(deadline - time.monotonic()):
                     raise AssertionError(f"host {host} prints no {pattern!r}:\n{self.output()}")
+
+    def wait_for_any(
+        self, pattern: str, timeout_s: float = 90.0, since: Sequence[int] | None = None
+    ) -> tuple[int, re.Match[str]]:
+        """Waits until any host prints a line that matches; returns which, and the last match.
+
+        Args:
+            since: the first line to look at, of each host; None: after those seen by this method.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._news:
+            seen = self._seen if since is None else list(since)
+            while True:
+                for host, lines in enumerate(self.lines):
+                    while seen[host] < len(lines):
+                        seen[host] += 1
+                        if found := re.search(pattern, lines[seen[host] - 1]):
+                            return host, found
+                if not self._news.wait(deadline - time.monotonic()):
+                    raise AssertionError(f"no host prints {pattern!r}:\n{self.output()}")
+
+    def restart(self, host: int) -> None:
+        """Starts a supervisor that was killed, once it has ended."""
+        process = self.processes[host]
+        assert process is not None
+        process.wait()
+        self.start(host)
 
     def now(self, host: int) -> int:
         """How many lines a host has printed, for `since`."""

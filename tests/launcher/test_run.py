@@ -40,6 +40,7 @@ from tfmw.launcher import fork_server
 from tfmw.launcher.failure import describe_status
 from tfmw.launcher.output import Display, collapse
 from tfmw.launcher.run import launch_tasks
+from tfmw.launcher.spawn import TASK_COMMAND
 from tfmw.runtime.ports import reserved_ports
 from tfmw.runtime.recorded_errors import record_error
 
@@ -564,6 +565,24 @@ def test_fork_server_is_kept_for_the_next_run():
     os.kill(another, signal.SIGKILL)
     os.waitid(os.P_PID, another, os.WEXITED | os.WNOWAIT)
     assert len(kept(TF_ENABLE_ONEDNN_OPTS="0")) == 1
+
+
+def test_a_forked_task_can_be_ended_from_its_first_moment(tmp_path):
+    """It has its group already; else a launcher that ends it at once waits for it forever."""
+    (tmp_path / "tensorflow.py").write_text("raise ImportError('not needed here')\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "TFMW_LAUNCHER_PID": str(os.getpid())}
+    server = fork_server.ForkServer([*TASK_COMMAND, "fork-server"], ["script"], env)
+    try:
+        server.wait([], 60)
+        for _ in range(20):
+            with open(os.devnull, "r+b") as nothing:
+                streams = dict.fromkeys(range(3), nothing.fileno())
+                pid = server.fork(["script", "none.py"], env, streams)
+            assert pid is not None
+            os.killpg(pid, signal.SIGKILL)
+            assert os.waitpid(pid, 0) == (pid, signal.SIGKILL)
+    finally:
+        server.close()
 
 
 def test_forked_tasks_draw_different_random_numbers():

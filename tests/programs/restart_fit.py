@@ -6,7 +6,8 @@ carries the weights, bit for bit, and how often the model was trained on each ex
 `--die worker:point:count,...` has one entry for each attempt: that worker kills itself (SIGKILL)
 at the count-th step, backup (written, not yet in its place), batch of validation, end of an epoch,
 or export (as a backup). With `:term` it sends itself SIGTERM there, with `:hold` it waits there
-for `--hold` seconds.
+for `--hold` seconds. With `--hold_file` a worker waits at these points, and before it joins the
+cluster, while the file names it (see `_hold.py`).
 """
 
 import argparse
@@ -23,6 +24,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs import _result
+from tests.programs._hold import Hold
 from tfmw import storage
 
 EXAMPLES, BATCH, REPLICAS = 96, 8, 2
@@ -72,7 +74,7 @@ class Death:
         self.how = how
         self.hold_s = hold_s
         if point in ("backup", "export"):
-            self.on_each_replacement(of_backup=point == "backup")
+            before_each_replacement(self)
 
     def reached(self, point: str) -> None:
         if point == self.point:
@@ -84,22 +86,22 @@ class Death:
                 else:
                     os.kill(os.getpid(), signal.SIGTERM if self.how == "term" else signal.SIGKILL)
 
-    def on_each_replacement(self, of_backup: bool) -> None:
-        """Before a directory gets its name: a backup's, or that of something else."""
-        replace = storage.replace
 
-        def counted(target: str, temporary: str) -> None:
-            if os.path.basename(target).startswith("step_") == of_backup:
-                self.reached(self.point)
-            replace(target, temporary)
+def before_each_replacement(at: Death | Hold) -> None:
+    """Before a directory gets its name: a backup's, or an export's."""
+    replace = storage.replace
 
-        storage.replace = counted
+    def watched(target: str, temporary: str) -> None:
+        at.reached("backup" if os.path.basename(target).startswith("step_") else "export")
+        replace(target, temporary)
+
+    storage.replace = watched
 
 
 class Mortal(keras.callbacks.Callback):
     """The same callback in every attempt and on every worker, whoever dies."""
 
-    def __init__(self, deaths: list[Death]):
+    def __init__(self, deaths: list[Death | Hold]):
         super().__init__()
         self._deaths = deaths
 
@@ -141,10 +143,15 @@ def main() -> None:
     flags.add_argument("--export_dir")
     flags.add_argument("--die", default="")
     flags.add_argument("--hold", type=float, default=0.0)
+    flags.add_argument("--hold_file")
     flags.add_argument("--validation_pause", type=float, default=0.0, help="seconds per batch")
     flags.add_argument("--epochs", type=int, default=3)
     flags.add_argument("--collectives", default="auto")
     options = flags.parse_args()
+    holds = [Hold(options.hold_file)] if options.hold_file else []
+    for hold in holds:
+        before_each_replacement(hold)
+        hold.reached("rendezvous")
     tfmw.init(collectives=options.collectives)
     keras.utils.set_random_seed(3)
     x = np.random.default_rng(0).normal(size=(EXAMPLES, 4)).astype("float32")
@@ -169,7 +176,7 @@ def main() -> None:
         epochs=options.epochs,
         verbose=0,
         validation_data=everything,
-        callbacks=[say_step, Mortal(death)],
+        callbacks=[say_step, Mortal([*death, *holds])],
         backup_dir=options.backup_dir,
         export_dir=options.export_dir,
         backup_every=4,

@@ -128,7 +128,8 @@ class Attempt:
             "TFMW_MAX_RESTARTS": str(context.options.max_restarts),
         }
         self.tasks = [Task(kind, index, self._directory, self._env) for kind, index in layout]
-        self._has_ps = any(task.kind == "ps" for task in self.tasks)
+        kinds = {kind for kind, _ in layout} if cluster is None else set(cluster)
+        self._has_ps = "ps" in kinds
         self._replaced: list[Task] = []  # ended tasks that were restarted alone
         self._due: dict[str, float] = {}  # task -> when to restart it alone
         self._results: dict[str, IO[bytes]] = {}
@@ -235,11 +236,17 @@ class Attempt:
         """Whether only serving tasks remain, and their time to exit is over."""
         if not self._has_ps:
             return False
-        not_serving = [task for task in self.tasks if task.kind not in ("ps", "worker")]
+        not_serving = self._not_serving()
+        if not not_serving:  # the chief is on another host
+            return False
         if not all(task.has_ended() and task.name not in self._due for task in not_serving):
             return False
         done_at = max((task.ended for task in not_serving), default=self._began_at)
         return time.monotonic() >= done_at + self._context.farewell_s
+
+    def _not_serving(self) -> list[Task]:
+        serving = ("ps", "worker") if self._has_ps else ()
+        return [task for task in self.tasks if task.kind not in serving]
 
     def _failed(self, task: Task) -> bool:
         return self._diagnosis.failed(task)
@@ -385,6 +392,10 @@ class Attempt:
     def restarted_failures(self) -> tuple[Failure, ...]:
         """The failures of the tasks that were restarted alone, in order."""
         return tuple(self._diagnosis.failure(task, task.error()) for task in self._replaced)
+
+    def done(self) -> bool:
+        """Whether all tasks have ended with status 0; serving ones may have been ended."""
+        return all(task.status == 0 for task in self._not_serving() or self.tasks)
 
     def preempted(self) -> bool:
         """Whether tasks exited with the status that requests another run."""

@@ -234,8 +234,10 @@ def _fork_task(launcher: socket.socket) -> bool:
         except OSError:
             os._exit(1)
         if pid:
-            os.write(pid_write, str(pid).encode())
             os._exit(0)
+        os.setsid()
+        # Only now, as the launcher ends tasks by their group.
+        os.write(pid_write, str(os.getpid()).encode())
         os.close(pid_write)
         os.read(gate_read, 1)  # end of file: the intermediate process has exited
         os.close(gate_read)
@@ -251,7 +253,6 @@ def _fork_task(launcher: socket.socket) -> bool:
 
 def _become(received: Sequence[int]) -> list[str]:
     """In a forked task: sets its descriptors, environment and folder; returns its arguments."""
-    os.setsid()
     with open(received[0], "rb") as file:
         request = json.loads(file.read() or sys.exit("no request"))
     numbers: list[int] = request["descriptors"]

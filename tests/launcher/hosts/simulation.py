@@ -107,15 +107,19 @@ class World:
         expires: whether the lock ends some seconds after its holder cannot reach it (etcd), or with
             its holder's process only (a shared directory).
         seed: of everything that varies.
+        ps: how many parameter servers.
     """
 
-    def __init__(self, hosts: int, min_hosts: int, expires: bool, seed: int = 0) -> None:
+    def __init__(
+        self, hosts: int, min_hosts: int, expires: bool, seed: int = 0, ps: int = 0
+    ) -> None:
         self.settings = Settings(
             hosts=tuple(f"h{i}:1" for i in range(hosts)),
             workers_per_host=1,
             min_hosts=min_hosts,
             rejoin_timeout_s=3.0,
             options=RunOptions(max_restarts=10**6, start_timeout_s=0.0),
+            ps=ps,
         )
         self.now = 0.0
         self.random = random.Random(seed)
@@ -127,7 +131,7 @@ class World:
         self.expiry = 0.0
         self.record: Record | None = None
         self.starts: dict[int, Start] = {}  # of each attempt, as first seen
-        self.started: set[tuple[int, int]] = set()
+        self.started: set[tuple[int, int, int]] = set()  # (attempt, host, how often before)
         self.writes: list[tuple[int, int]] = []  # (attempt, host) of each backup
         self.trained = 0.0
         self.vanished: list[tuple[int, Link]] = []  # connections that dead hosts had made
@@ -192,13 +196,23 @@ class World:
         return int(self.trained)
 
     def trains(self) -> tuple[int, ...]:
-        """The hosts of the attempt that trains, if all of its hosts do."""
+        """The hosts of the attempt that trains, if all that it needs do."""
         for host in self.hosts:
             if host is not None and host.tasks is not None:
                 start = host.tasks.start
-                if all(self._trains(index, start.attempt) for index in start.hosts):
-                    return start.hosts
+                if self._all_train(start):
+                    return tuple(i for i in start.hosts if self._trains(i, start.attempt))
         return ()
+
+    def _all_train(self, start: Start) -> bool:
+        """Whether the hosts train that an attempt needs: with servers, those and the chief's."""
+        needed = [*start.cluster.get("chief", ()), *start.cluster.get("ps", ())]
+        names = {address.split(":")[0] for address in needed}
+        return all(
+            self._trains(index, start.attempt)
+            for index in start.hosts
+            if not names or f"h{index}" in names
+        )
 
     def _trains(self, index: int, attempt: int) -> bool:
         host = self.hosts[index]
@@ -290,7 +304,9 @@ class World:
             peer = self.hosts[link.target]
             if self.reaches(index, link.target) or self.now - link.alive[1] >= SILENCE_S:
                 self.vanished.remove((index, link))
-                if peer is not None and link.open[1] and index not in self._links_to(link.target):
+                later = self._links_to(link.target).get(index)  # of that host's next supervisor
+                replaced = later is not None and later.up
+                if peer is not None and link.open[1] and not replaced:
                     peer.machine.member_lost(index, "gone", self.now)
                     self._act(link.target, peer)
 
@@ -314,7 +330,8 @@ class World:
     def _work(self, index: int, host: Host) -> None:
         if host.prepare_at is not None and self.now >= host.prepare_at:
             host.prepare_at = None
-            host.machine.prepared((1000 + index,), self.now)
+            ports = range(1000, 1000 + self.settings.ports_per_host)
+            host.machine.prepared(tuple(ports), self.now)
         tasks = host.tasks
         if tasks is None:
             return
@@ -329,14 +346,14 @@ class World:
             return
         if tasks.report is not None:
             return
-        peers = [self._trains(i, tasks.start.attempt) for i in tasks.start.hosts]
-        if tasks.leave_at is not None and self.now >= tasks.leave_at and all(peers):
-            for peer in tasks.start.hosts:  # at the same step
+        train = self._all_train(tasks.start)
+        if tasks.leave_at is not None and self.now >= tasks.leave_at and train:
+            for peer in self.trains():  # at the same step
                 other = self.hosts[peer]
                 assert other is not None
                 assert other.tasks is not None
                 other.tasks.report = Report(preempted=True, step=self.step())
-        elif all(peers):
+        elif train:
             tasks.since = self.now
         elif self.now - tasks.since >= LOST_PEER_S:
             tasks.report = Report(failures=(failure(index, True),), step=self.step())
@@ -435,8 +452,10 @@ class World:
 
     def _start_tasks(self, index: int, host: Host, start: Start) -> None:
         assert host.tasks is None, "two attempts on one host"
-        assert (start.attempt, index) not in self.started, "an attempt that starts twice"
-        self.started.add((start.attempt, index))
+        part = start.attempt, index, start.again
+        assert part not in self.started, "tasks of an attempt that start twice"
+        assert not start.again or self.settings.ps, "only workers beside servers start again alone"
+        self.started.add(part)
         first = self.starts.setdefault(start.attempt, start)
         assert (first.hosts, first.cluster) == (start.hosts, start.cluster), "two of one number"
         assert index in start.hosts

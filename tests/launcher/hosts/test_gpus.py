@@ -27,4 +27,5 @@ def test_each_task_has_its_share(
     for name in [f"nvidia{i}" for i in range(found)] + ["nvidiactl", "null"]:
         (tmp_path / name).touch()
     got = [visible_devices(rank, len(shares), environ, tmp_path) for rank in range(len(shares))]
+    assert visible_devices(None, 1, environ, tmp_path) == {"CUDA_VISIBLE_DEVICES": ""}
     assert got == [{} if s is None else {"CUDA_VISIBLE_DEVICES": s} for s in shares]

@@ -17,45 +17,11 @@ import pytest
 from tests.helpers.cluster import run_cluster
 from tests.helpers.etcd import etcd
 from tests.helpers.hosts import Hosts, Loopback, Namespaces, network
-from tfmw.export import verify
 
 pytestmark = pytest.mark.multiprocess
 
-EPOCHS, STEPS = 3, 12
 ALL = os.environ.get("TFMW_TEST_HOSTS") == "all"
 """Whether `make test-hosts` runs these tests, at every point."""
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """The result of a worker of two, without hosts and without deaths."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    done = run_cluster("restart_fit.py", "--backup_dir", str(folder / "backup"), workers=2)
-    return done[0]
-
-
-def test_a_task_that_dies_at_any_point_restarts_all_hosts(undisturbed, tmp_path):
-    """In a step, in a backup, in validation, at the end of an epoch and in the export."""
-    deaths = ["1:step:7", "0:export:1"]
-    if ALL:
-        deaths[1:1] = ["0:step:6", "0:backup:1", "1:validation:2", "1:epoch:1"]
-    export = tmp_path / "export"
-    flags = ["--backup_dir", str(tmp_path / "backup"), "--export_dir", str(export)]
-    flags += ["--die", ",".join(deaths)]
-    with Hosts(tmp_path, 2, "--max-restarts", str(len(deaths)), flags=flags) as hosts:
-        assert hosts.end() == [0, 0], hosts.output()
-        for worker in hosts.results():
-            assert worker["attempt"] == len(deaths), hosts.output()
-            assert worker["seen"] == [EPOCHS] * len(worker["seen"])
-            assert worker["weights"] == undisturbed["weights"]
-            assert worker["history"] == undisturbed["history"]
-    assert len(hosts.results()) == 2
-    assert verify(export) == []
-    assert hosts.record()["status"] == 0
-    said = "\n".join(hosts.said(0) + hosts.said(1))
-    assert said.count("tfmw: restart ") == len(deaths)
-    assert "failed in attempt 0" in said
-    assert "SIGKILL" in said
 
 
 TOKEN = "0123456789abcdef" * 4

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.launcher.hosts.simulation import World
 from tfmw.errors import PREEMPTED
 from tfmw.launcher.hosts.actions import SILENCE_S
+from tfmw.launcher.hosts.messages import Report
 
 HOSTS = 3
 PATIENCE_S = 90.0  # simulated
@@ -27,9 +28,14 @@ class Schedules(RuleBasedStateMachine):
 
     world: World
 
-    @initialize(min_hosts=st.integers(1, HOSTS), expires=st.booleans(), seed=st.integers(0, 2**16))
-    def begin(self, min_hosts: int, expires: bool, seed: int) -> None:
-        self.world = World(HOSTS, min_hosts, expires, seed)
+    @initialize(
+        min_hosts=st.integers(1, HOSTS),
+        expires=st.booleans(),
+        seed=st.integers(0, 2**16),
+        ps=st.integers(0, 2),
+    )
+    def begin(self, min_hosts: int, expires: bool, seed: int, ps: int) -> None:
+        self.world = World(HOSTS, min_hosts, expires, seed, ps)
 
     @rule(seconds=st.sampled_from([0.3, 1.0, 4.0, 9.0, 15.0]))
     def wait(self, seconds: float) -> None:
@@ -116,9 +122,9 @@ Schedules.TestCase.settings = hypothesis.settings(
 TestSchedules = Schedules.TestCase
 
 
-def training(min_hosts: int, expires: bool) -> World:
+def training(min_hosts: int, expires: bool, ps: int = 0) -> World:
     """A world whose three hosts train, and are not done soon."""
-    world = World(HOSTS, min_hosts, expires)
+    world = World(HOSTS, min_hosts, expires, ps=ps)
     world.run(6.0)
     assert world.trains() == (0, 1, 2)
     return world
@@ -184,3 +190,51 @@ def test_a_host_told_to_leave_goes_with_75_and_the_others_go_on():
     assert set(world.trains()) == set(range(HOSTS)) - {victim}
     assert world.record is not None
     assert world.record.policy["restarts"] == 0
+
+
+def test_a_host_with_workers_only_is_lost_beside_servers():
+    """The others train on in the same attempt, and its workers start again when it is back."""
+    world = training(min_hosts=2, expires=False, ps=1)
+    victim, before = (leader_of(world) + 1) % HOSTS, world.trained
+    world.kill(victim)
+    world.run(3.0)
+    assert world.trained >= before + 2.0
+    assert set(world.trains()) == set(range(HOSTS)) - {victim}
+    world.start(victim)
+    world.run(5.0)
+    assert world.trains() == (0, 1, 2)
+    assert world.record is not None
+    assert world.record.attempt == 0
+    assert world.record.policy["restarts"] == 1
+    world.cut(victim, leader_of(world))  # the same supervisor, whose tasks have ended
+    world.run(SILENCE_S + 2.0)
+    world.cuts.clear()
+    world.run(5.0)
+    assert world.trains() == (0, 1, 2)
+    assert world.record.attempt == 0
+    world.run(60.0)
+    assert sorted(world.statuses) == [(host, 0) for host in range(HOSTS)]
+
+
+@pytest.mark.parametrize("behind_the_leader", [0, 1])
+def test_a_host_with_a_server_or_the_chief_is_lost(behind_the_leader):
+    world = training(min_hosts=2, expires=False, ps=2)
+    world.kill((leader_of(world) + behind_the_leader) % HOSTS)
+    world.run(20.0)
+    assert len(world.trains()) == 2
+    assert world.record is not None
+    assert world.record.attempt == 1
+
+
+def test_a_worker_host_that_is_lost_after_the_chief_is_done_changes_nothing():
+    world = training(min_hosts=2, expires=False, ps=1)
+    leader = leader_of(world)
+    host = world.hosts[leader]
+    assert host is not None
+    assert host.tasks is not None
+    host.tasks.report = Report(done=True, step=world.step())
+    world.run(0.5)
+    world.kill((leader + 1) % HOSTS)
+    world.run(15.0)
+    assert world.record is not None
+    assert (world.record.attempt, world.record.status) == (0, 0)

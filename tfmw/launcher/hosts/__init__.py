@@ -6,7 +6,8 @@ part in an attempt, starts it, and decides what follows when it ends.
 
 Read `supervisor.py` and `leader.py` first: what a supervisor does, and what the one that leads
 does. Both are pure: events and the time come in, actions go out, so tests run them in simulated
-time. `messages.py` is what supervisors send each other.
+time. `placement.py` says which task runs on which host. `messages.py` is what supervisors send each
+other.
 
 `lease.py` decides who leads: a lock in a shared directory, or etcd; no algorithm of ours. The
 holder also keeps the `Record` there, with the number of the last attempt. `launch.py` checks what

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,8 @@ class Settings:
         rejoin_timeout_s: seconds to wait for hosts that are not there.
         options: restarts and time limits.
         facts: what must be the same on all hosts, by name.
+        ps: number of parameter servers, on all hosts together.
+        evaluator: whether one host has an evaluator.
     """
 
     hosts: tuple[str, ...]
@@ -36,6 +39,15 @@ class Settings:
     rejoin_timeout_s: float
     options: RunOptions
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ps: int = 0
+    evaluator: bool = False
+
+    @property
+    def ports_per_host(self) -> int:
+        """The most ports that the tasks of one host need; see `placement`."""
+        if not self.ps:
+            return self.workers_per_host
+        return self.workers_per_host + 1 + math.ceil(self.ps / self.min_hosts)
 
     @property
     def give_up_s(self) -> float:

@@ -10,19 +10,22 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_devices(
-    rank: int, tasks: int, environ: Mapping[str, str], devices: Path = Path("/dev")
+    rank: int | None, tasks: int, environ: Mapping[str, str], devices: Path = Path("/dev")
 ) -> dict[str, str]:
     """The variable that limits a task to its share of the GPUs, all shares of one size.
 
     Args:
-        rank: of the task on this host, from 0.
-        tasks: on this host.
+        rank: of the task among those of this host that train, from 0; None: it does not train.
+        tasks: on this host, that train.
         environ: a list in its CUDA_VISIBLE_DEVICES is what is divided.
         devices: where NVIDIA's driver lists GPUs: nvidia0, nvidia1, ...
 
     Returns:
-        CUDA_VISIBLE_DEVICES; nothing for one task, and where there are fewer GPUs than tasks.
+        CUDA_VISIBLE_DEVICES; nothing for one task, and where there are fewer GPUs than tasks. A
+        task that does not train gets no GPU, as TensorFlow takes all the memory of those it sees.
     """
+    if rank is None:
+        return {VISIBLE: ""}
     if VISIBLE in environ:
         gpus = [gpu for gpu in environ[VISIBLE].split(",") if gpu.strip()]
     else:

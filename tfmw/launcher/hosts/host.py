@@ -10,6 +10,7 @@ tasks.look(0.05)              # ("ended", attempt, report) once none of them run
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from typing import Any
 
@@ -36,26 +37,35 @@ class HostTasks:
         self._wanted = 0  # ports, until they are prepared
         self._ready_by = 0.0
         self._asks_to_leave = False
+        self._policy = RestartPolicy(context.options, 0)
+        self._restarts_before = 0
 
     def prepare(self, count: int) -> None:
-        """Begins to get ready for `count` tasks."""
+        """Begins to get ready for tasks that need `count` ports."""
         self._wanted = count
         timeout_s = self._context.options.start_timeout_s or float("inf")
         self._ready_by = time.monotonic() + timeout_s
 
     def start(self, start: Start) -> None:
         """Starts the tasks. Their ports were held until now."""
-        policy = RestartPolicy(self._context.options, len(start.tasks))
+        self._policy = RestartPolicy(self._context.options, len(start.tasks))
+        self._policy.restarts = self._restarts_before = start.restarts
+        context = self._context
+        if start.again:  # each start has a folder of its own
+            folder = context.directory / f"again_{start.again}"
+            context = dataclasses.replace(context, directory=folder)
         self._attempt = Attempt(
-            self._context,
+            context,
             start.tasks,
             start.attempt,
-            policy,
+            self._policy,
             cluster=start.cluster,
             settle_s=0.0,  # the cause may be on another host
         )
-        for rank, task in enumerate(self._attempt.tasks):
-            task.env |= visible_devices(rank, len(start.tasks), self._context.env)
+        workers = [task for task in self._attempt.tasks if task.kind == "worker"]
+        for task in self._attempt.tasks:
+            rank = workers.index(task) if task in workers else None
+            task.env |= visible_devices(rank, len(workers), self._context.env)
         self._asks_to_leave = False
         self._ports.close()
         self._attempt.start()
@@ -116,9 +126,10 @@ class HostTasks:
             for failure in attempt.failures()
         )
         return Report(
-            done=all(task.status == 0 for task in attempt.tasks),
+            done=attempt.done(),
             step=attempt.step(),
             seconds=attempt.seconds(),
             preempted=attempt.preempted(),
             failures=failures,
+            restarts=self._policy.restarts - self._restarts_before,
         )

@@ -38,6 +38,8 @@ class HostOptions:
         hosts: names or addresses of all hosts, the same everywhere, with a port or without (2222).
         host: which of them this is; None: the only one whose address is one of this machine's.
         workers_per_host: tasks that train, on each host.
+        ps: number of parameter servers, on all hosts together.
+        evaluator: whether the host that leads has an evaluator.
         min_hosts: how few hosts may train; None: all of them.
         rejoin_timeout_s: seconds to wait for hosts that are not there.
         rendezvous: "dir:/path" or "etcd://host:2379/key"; None: in the program's --backup_dir.
@@ -47,6 +49,8 @@ class HostOptions:
     hosts: Sequence[str]
     host: int | None = None
     workers_per_host: int = 1
+    ps: int = 0
+    evaluator: bool = False
     min_hosts: int | None = None
     rejoin_timeout_s: float = 30.0
     rendezvous: str | None = None
@@ -86,12 +90,15 @@ def launch_on_hosts(
         rejoin_timeout_s=options.rejoin_timeout_s,
         options=run_options,
         facts=_facts(argv, options, run_options),
+        ps=options.ps,
+        evaluator=options.evaluator,
     )
     job = Job(
         command=["module" if module else "script", *argv],
         tasks=[("worker", index) for index in range(options.workers_per_host)],
         options=dataclasses.replace(run_options, isolate="off"),
         log_dir=log_dir,
+        env={"TFMW_EVALUATOR": "1"} if options.evaluator else {},
     )
     with Signals() as stop:
         return run_on_hosts(job, settings, host, lease, token, stop)
@@ -116,6 +123,8 @@ def _check_options(options: HostOptions, run_options: RunOptions, hosts: int) ->
         raise UsageError(
             f"--workers-per-host is {options.workers_per_host}; expected an integer of at least 1."
         )
+    if options.ps < 0:
+        raise UsageError(f"--ps is {options.ps}; expected an integer of at least 0.")
     if options.min_hosts is not None and not 1 <= options.min_hosts <= hosts:
         raise UsageError(
             f"--min-hosts is {options.min_hosts}; expected 1 to {hosts}, the number of hosts."
@@ -208,6 +217,8 @@ def _facts(argv: Sequence[str], options: HostOptions, run: RunOptions) -> dict[s
     return {
         "the command": " ".join(argv),
         "--workers-per-host": str(options.workers_per_host),
+        "--ps": str(options.ps),
+        "--evaluator": str(options.evaluator),
         "--min-hosts": str(options.min_hosts),
         "--rejoin-timeout": str(options.rejoin_timeout_s),
         "--max-restarts": str(run.max_restarts),

@@ -10,6 +10,9 @@ It gathers hosts, runs an attempt on them, collects how it ended on each, and as
 ============================  ====================================================================
 a task fails, or a host or    the tasks of all hosts end at once, and the hosts gather again
 its connection is lost
+with parameter servers, a     its workers start again once it is back; see `placement`
+host with workers only is
+lost
 a host joins                  the tasks save their state and leave; the next attempt has all hosts
 a host is told to leave       the same, and the next attempt goes on without it
 fewer than `min_hosts`        wait; give up the lock now and then, as another host may see more
@@ -20,11 +23,10 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
-from tfmw.cluster import addresses
 from tfmw.errors import PREEMPTED
+from tfmw.launcher.attempt import FAREWELL_S
 from tfmw.launcher.hosts.actions import (
     Action,
     Drop,
@@ -49,6 +51,7 @@ from tfmw.launcher.hosts.messages import (
     Start,
 )
 from tfmw.launcher.hosts.outcome import merged, outcome_of, summary
+from tfmw.launcher.hosts.placement import Plan, placed
 from tfmw.launcher.preemption import GRACE_S
 from tfmw.launcher.restart import RestartPolicy
 
@@ -103,7 +106,9 @@ class Leader:
         self.record = record
         self._inherited = record.running  # an attempt whose end no leader has judged
         self._former = record.leader
-        self._hosts: set[int] = set()  # of the attempt that runs
+        self._host = host
+        self._plan: Plan | None = None  # of the attempt that runs
+        self._again: dict[int, int] = {}  # host -> how often its tasks were started again
         self._reports: dict[int, Report] = {}
         self._failures: list[HostFailure] = []
         self._ending_since: float | None = None
@@ -124,15 +129,15 @@ class Leader:
         member = self._members.get(host)
         if member is None or self.over:
             return
-        if isinstance(message, Ready) and len(message.ports) == self._settings.workers_per_host:
+        if isinstance(message, Ready) and len(message.ports) == self._settings.ports_per_host:
             member.ports = message.ports
-            if self._hosts and not member.leaving and host not in self._hosts:
-                self._say(f"{self._settings.name(host)} joins after the next backup")
-                self._ask_to_leave()
+            self._ready(host, member)
         elif isinstance(message, Ended) and message.attempt == member.attempt:
             member.attempt = None
             self._reports[host] = message.report
-            self._failures += message.report.failures
+            self._policy.restarts += message.report.restarts
+            if not self._chief_is_done():
+                self._failures += message.report.failures
             self._ended(host, message.report, now)
         elif not isinstance(message, Join | Ready | Ended):  # Leaving
             member.leaving = True
@@ -141,6 +146,17 @@ class Leader:
                 self._dismiss()
             else:
                 self._ask_to_leave()
+
+    def _ready(self, host: int, member: Member) -> None:
+        """A host could take part in the attempt that runs."""
+        if self._plan is None or self._ending_since is not None or member.leaving:
+            return
+        if host not in self._plan.tasks:
+            self._say(f"{self._settings.name(host)} joins after the next backup")
+            self._ask_to_leave()
+        elif member.attempt is None and host not in self._reports:  # it was lost, and is back
+            self._again[host] = self._again.get(host, 0) + 1
+            self._send_start(host, self._plan)
 
     def _join(self, host: int, join: Join) -> None:
         mine = self._settings.facts
@@ -161,9 +177,34 @@ class Leader:
         member = self._members.pop(host, None)
         if member is None or member.attempt is None or self.over:
             return
-        self._failures.append(self._lost_host(host, why))
         self._say(f"{self._settings.name(host)} is lost: {why}")
+        if self._chief_is_done():
+            self._conclude(now)
+            return
+        if self._continues_without(host):
+            return
+        self._failures.append(self._lost_host(host, why))
         self._end_all(now)
+
+    def _chief_is_done(self) -> bool:
+        """Whether servers, and workers beside them, are not needed any more."""
+        report = self._reports.get(self._host)
+        return self._settings.ps > 0 and report is not None and report.done
+
+    def _continues_without(self, host: int) -> bool:
+        """Whether the attempt continues until the host is back; that is a restart of its tasks."""
+        ending = self._ending_since is not None or self._leave_by is not None
+        left = self._settings.options.max_restarts - self._policy.restarts
+        if self._plan is None or ending or left <= 0 or not self._plan.restarts_alone(host):
+            return False
+        self._policy.restarts += 1
+        self._publish(policy=self._policy.saved())
+        tasks = ", ".join(f"{kind} {index}" for kind, index in self._plan.tasks[host])
+        self._say(
+            f"restart {self._policy.restarts} of {self._settings.options.max_restarts}, of {tasks} "
+            f"alone, when {self._settings.name(host)} is back"
+        )
+        return True
 
     def _lost_host(self, host: int, why: str) -> HostFailure:
         step = max((report.step for report in self._reports.values()), default=-1)
@@ -185,7 +226,10 @@ class Leader:
     # ---- the attempt that runs -------------------------------------------------------------------
 
     def _ended(self, host: int, report: Report, now: float) -> None:
-        if report.failures:
+        if self._chief_is_done():
+            if self._leave_by is None:
+                self._leave_by = now + FAREWELL_S  # servers and workers end by themselves
+        elif report.failures:
             self._end_all(now)
         elif report.preempted and self._leave_by is None:
             self._leave_by = now + self._grace_s()  # the others leave at the same step
@@ -218,12 +262,12 @@ class Leader:
 
     def _conclude(self, now: float) -> None:
         """Judges the attempt, once it runs nowhere."""
-        if not self._hosts or self._running():
+        if self._plan is None or self._running():
             return
         failures = merged(self._failures)
         reports = self._reports.values()
         outcome = outcome_of(self.record.attempt, reports, failures)
-        self._hosts, self._reports, self._failures = set(), {}, []
+        self._plan, self._again, self._reports, self._failures = None, {}, {}, []
         self._ending_since = self._leave_by = None
         self._gathering_since = now
         if not failures and not outcome.preempted:
@@ -260,7 +304,7 @@ class Leader:
         """
         if self.over:
             return
-        if self._hosts:
+        if self._plan is not None:
             self._hurry(now)
         else:
             self._gather(now, alone_since)
@@ -288,7 +332,7 @@ class Leader:
         if self._inherited and not self._judge_inherited(now):
             return
         if now >= self._not_before:
-            self._start(sorted(present), now)
+            self._start()
 
     def _lack(self, now: float, alone_since: float) -> None:
         """There are fewer hosts than the run needs."""
@@ -329,33 +373,36 @@ class Leader:
         self._publish(running=False, policy=self._policy.saved())
         return True
 
-    def _start(self, hosts: Sequence[int], now: float) -> None:
-        attempt = self.record.attempt + 1
+    def _start(self) -> None:
+        """Starts an attempt on all members."""
+        hosts = tuple(sorted(self._members))
         self._publish(
-            attempt=attempt, running=True, hosts=tuple(hosts), policy=self._policy.saved()
+            attempt=self.record.attempt + 1,
+            running=True,
+            hosts=hosts,
+            policy=self._policy.saved(),
         )
-        workers: list[str] = []
-        tasks: dict[int, list[tuple[str, int]]] = {}
+        ports = {host: self._members[host].ports or () for host in hosts}
+        self._plan = placed(self._settings, self._host, ports)
         for host in hosts:
-            name = addresses.split(self._settings.hosts[host])[0]
-            for port in self._members[host].ports or ():
-                tasks.setdefault(host, []).append(("worker", len(workers)))
-                workers.append(addresses.joined(name, port))
-        for host in hosts:
-            member = self._members[host]
-            member.attempt, member.ports = attempt, None
-            start = Start(
-                run=self.record.run,
-                attempt=attempt,
-                hosts=tuple(hosts),
-                cluster={"worker": tuple(workers)},
-                tasks=tuple(tasks[host]),
-            )
-            self._send(host, start)
-        self._hosts = set(hosts)
-        missing = set(range(len(self._settings.hosts))) - self._hosts
+            self._send_start(host, self._plan)
+        missing = set(range(len(self._settings.hosts))) - set(hosts)
         without = f", without {self._settings.names(missing)}" if missing else ""
-        self._say(f"attempt {attempt} on {self._settings.names(hosts)}{without}")
+        self._say(f"attempt {self.record.attempt} on {self._settings.names(hosts)}{without}")
+
+    def _send_start(self, host: int, plan: Plan) -> None:
+        member = self._members[host]
+        member.attempt, member.ports = self.record.attempt, None
+        start = Start(
+            run=self.record.run,
+            attempt=self.record.attempt,
+            hosts=tuple(sorted(plan.tasks)),
+            cluster=plan.cluster,
+            tasks=plan.tasks[host],
+            again=self._again.get(host, 0),
+            restarts=self._policy.restarts,
+        )
+        self._send(host, start)
 
     # ---- common --------------------------------------------------------------------------------
 

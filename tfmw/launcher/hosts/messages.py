@@ -54,6 +54,7 @@ class Report:
         seconds: how long it took.
         preempted: whether tasks saved their state and exited.
         failures: of tasks that failed on their own, the root cause first.
+        restarts: of single tasks, while the attempt continued.
     """
 
     done: bool = False
@@ -61,6 +62,7 @@ class Report:
     seconds: float = 0.0
     preempted: bool = False
     failures: tuple[HostFailure, ...] = ()
+    restarts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,8 @@ class Start:
         hosts: indexes of the hosts that take part.
         cluster: addresses of all tasks by kind, as in TF_CONFIG.
         tasks: (kind, index) of the receiving host's tasks.
+        again: how often these tasks have been started before in this attempt.
+        restarts: how many restarts the run has used up.
     """
 
     run: str
@@ -119,6 +123,8 @@ class Start:
     hosts: tuple[int, ...]
     cluster: dict[str, tuple[str, ...]]
     tasks: tuple[tuple[str, int], ...]
+    again: int = 0
+    restarts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

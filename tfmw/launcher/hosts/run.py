@@ -247,7 +247,7 @@ class _Loop:
             case Publish():
                 self._keeper.publish(action)
             case Prepare():
-                self._tasks.prepare(self._settings.workers_per_host)
+                self._tasks.prepare(self._settings.ports_per_host)
             case StartTasks(start):
                 self._tasks.start(start)
             case AskToLeave():

@@ -85,6 +85,7 @@ class Supervisor:
         self._ports: tuple[int, ...] | None = None
         self._attempt: int | None = None  # whose tasks run here
         self._last = (-1, -1)  # the last attempt that ran here, and its largest step
+        self._started = (-1, 0)  # the attempt whose tasks started here last, and how often before
         self._alone_since = now
         self._leave_by: float | None = None  # when a signal to leave is obeyed at the latest
         self._exit: Exit | None = None
@@ -250,9 +251,12 @@ class Supervisor:
         """What the leader wants of this host."""
         match message:
             case Start() if (
-                self._attempt is None and self._ports and message.attempt > self._last[0]
+                self._attempt is None
+                and self._ports
+                and (message.attempt, message.again) > self._started
             ):
                 self._run, self._attempt, self._ports = message.run, message.attempt, None
+                self._started = message.attempt, message.again
                 self._alone_since = now
                 self._out.append(StartTasks(message))
             case Start():
