@@ -3,11 +3,10 @@
     sudo python -m bench.network [--workers 2 3 4] [--rates 1000 300 100] [--delays 0.1 1 10]
 
 Every worker has a network namespace of its own, and its packets take their time on the way
-(bench/wire.py). What tfmw/cost.py predicts comes from a single run: two workers, whose packets pass
-through as fast as they can. Rates, in Mbit/s, are those at which each worker may send; delays, in
-ms, are of one way. Needs root, and Linux with unshare, nsenter and ip (iproute2). Workers that
-outnumber the cores share them: then their part of a step that is not communication is measured, not
-predicted.
+(bench/wire.py). What tfmw/tools/cost.py predicts comes from a single run: two workers, whose
+packets pass through as fast as they can. Rates, in Mbit/s, are those at which each worker may send;
+delays, in ms, are of one way. Needs root, and Linux with unshare, nsenter and ip (iproute2).
+Workers that outnumber the cores compute in turns, and the prediction knows it.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def child() -> None:
     """One worker: what `tfmw bench` measures, printed."""
     from tfmw.tools import bench
 
-    cost, _batch, _parameters = bench._measure("bench.network:make", STEPS)
+    cost, *_ = bench._measure("bench.network:make", STEPS)
     print(MARK + json.dumps(dataclasses.asdict(cost)), flush=True)
 
 
@@ -107,22 +106,22 @@ def main() -> None:
     if missing:
         flags.error(f"{missing[0]} is not installed: apt-get install iproute2 util-linux")
 
-    free = measure(2)
-    print("| workers | Mbit/s | delay, ms | communication, predicted, ms | measured | ratio |")
+    free, cores = measure(2), len(os.sched_getaffinity(0))
+    print("| workers | Mbit/s | delay, ms | step, predicted, ms | measured, ms | ratio |")
     print("| --- | --- | --- | --- | --- | --- |")
-    print(f"| 2 | any | 0 | | {1e3 * free.communication:.1f} | |", flush=True)
+    print(f"| 2 | any | 0 | | {1e3 * free.step:.1f} | |", flush=True)
     settings = [
         *((workers, options.rates[0], 0.0) for workers in options.workers),
         *((2, rate, 0.0) for rate in options.rates[1:]),
         *((2, options.rates[0], delay) for delay in options.delays),
     ]
     for workers, rate, delay in settings:
-        there = free.on(workers, bandwidth=1e6 * rate / 8, latency=free.latency + 1e-3 * delay)
+        latency = free.latency + 1e-3 * delay
+        there = free.on(workers, bandwidth=1e6 * rate / 8, latency=latency, processors=cores)
         measured = measure(workers, rate, delay)
-        ratio = there.communication / measured.communication
         print(
-            f"| {workers} | {rate:g} | {delay:g} | {1e3 * there.communication:.1f} | "
-            f"{1e3 * measured.communication:.1f} | {ratio:.2f} |",
+            f"| {workers} | {rate:g} | {delay:g} | {1e3 * there.step:.1f} | "
+            f"{1e3 * measured.step:.1f} | {there.step / measured.step:.2f} |",
             flush=True,
         )
     return None

@@ -37,6 +37,7 @@ from tfmw.mirrored.collectives.ring import even_cuts
 logger = logging.getLogger("tfmw")
 
 _UPDATES = "_self_tfmw_updates"  # so called, it does not count as the model's own
+_SHARED = "shared by"
 _LAST = "_self_tfmw_last_updates"
 
 MIN_BYTES = 8 << 20
@@ -144,7 +145,7 @@ class SharedUpdate:
         """One line for people."""
         if self.reason is not None:
             return f"on every worker ({self.reason})"
-        return f"shared by {self._ring.size} workers"
+        return f"{_SHARED} {self._ring.size} workers"
 
     @property
     def _ring(self) -> AnyRing:
@@ -483,6 +484,11 @@ def shared_updates(model: Any, updates: list[SharedUpdate]) -> Iterator[None]:
             vars(model)[_LAST] = [update.description for update in updates]
     finally:
         vars(model)[_UPDATES] = outer
+
+
+def is_shared(model: Any) -> bool:
+    """Whether the steps of the last call shared an update of the weights."""
+    return any(line.startswith(_SHARED) for line in vars(model).get(_LAST, []))
 
 
 def description(model: Any) -> str:

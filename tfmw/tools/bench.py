@@ -20,9 +20,11 @@ from typing import Any
 
 from tfmw.errors import UsageError
 from tfmw.tools.cost import Cost, report
+from tfmw.tools.overlap import exchanges_of, overlap
 
 WARM_UP, ROUNDS = 2, 5  # epochs: the first traces, the second warms up; then those that are timed
 MESSAGES = 50
+UPDATES = 10
 
 
 def main(target: str, workers: int, steps: int) -> int:
@@ -100,26 +102,35 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int, str]:
     size = _batch_size(dataset)
     strategy = strategies.current_strategy()
     ring = ring_of(strategy)
-    before = _reductions(ring)
-    whole = _seconds(model, dataset, options, steps)
-    made = _reductions(ring) - before
+    before, made = _reductions(ring), (ROUNDS + WARM_UP) * steps
+    with exchanges_of(ring) as spans:
+        whole = _seconds(model, dataset, options, steps)
+    sums = (_reductions(ring) - before) / made if ring is not None else 1.0
     update = sharded_update.description(model)
-    sums = made / ((ROUNDS + WARM_UP) * steps) if ring is not None else 1.0
     with reduction.left_out():
         local = _seconds(model, dataset, options, steps)
         still = dataset.take(1).cache().repeat()
         compute = _seconds(model, still, options, steps)
     alone = compute
-    if strategy.num_replicas_in_sync > 1:
+    replicas = strategy.num_replicas_in_sync
+    if replicas > 1:
         own = _own_part(still, strategy)
         alone = min(compute, _seconds(model, own, {**options, "strategy": "default"}, steps))
+    shared = sharded_update.is_shared(model)
+    whole_update = min(_update_seconds(model.optimizer), alone) if shared else 0.0
+    own_update = whole_update / replicas
+    exposed = max(0.0, whole - max(local, compute))
+    hidden, window = overlap(spans, made, exposed)
     parameters = sum(int(np.prod(w.shape)) for w in model.trainable_weights)
     item = 2 if options.get("gradient_compression") else 4
     cost = Cost(
-        workers=strategy.num_replicas_in_sync,
-        compute=min(alone, whole),
-        overhead=max(0.0, min(compute, whole) - alone),
-        communication=max(0.0, whole - max(local, compute)),
+        workers=replicas,
+        compute=min(alone, whole) - whole_update,
+        update=own_update,
+        overhead=max(0.0, min(compute, whole) - (alone - whole_update + own_update)),
+        communication=exposed,
+        hidden=hidden,
+        window=window,
         input=max(0.0, local - compute),
         gradient_bytes=parameters * item,
         latency=_latency(strategy),
@@ -186,6 +197,35 @@ def _seconds(model: Any, dataset: Any, options: dict[str, Any], steps: int) -> f
     )
     spans = [end - begin for begin, end in itertools.pairwise(ends)][WARM_UP - 1 :]
     return statistics.median(spans) / steps
+
+
+def _update_seconds(optimizer: Any) -> float:
+    """Seconds in which one worker updates all weights: others of the same shapes."""
+    import keras
+    import tensorflow as tf
+
+    from tfmw import keras_compat
+    from tfmw.keras_compat import optimizer_part
+
+    weights = [
+        keras.Variable(tf.zeros(v.shape), dtype=v.dtype)
+        for v in optimizer_part.variables_of(optimizer)
+    ]
+    other = type(optimizer).from_config(optimizer.get_config())
+    other.build(weights)
+
+    @tf.function(autograph=False)
+    def update(grads: list[tf.Tensor]) -> None:
+        other.apply(grads, weights)
+
+    grads = [tf.ones(v.shape, v.dtype) for v in weights]
+    spans = []
+    with keras_compat.fused_update(other, weights):
+        for _ in range(WARM_UP + UPDATES):
+            begin = time.perf_counter()
+            update(grads)
+            spans.append(time.perf_counter() - begin)
+    return statistics.median(spans[WARM_UP:])
 
 
 def _latency(strategy: Any) -> float:

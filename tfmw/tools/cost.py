@@ -1,24 +1,31 @@
 """A model of the time of a step on N workers, for `tfmw bench`. Standard library only.
 
-    t(N) = compute + overhead + input + communication(N)
-    communication(N) = 2 (N - 1) / N * bytes / bandwidth  +  sums * 2 (N - 1) * latency
+    t(N) = compute + update(N) + overhead + input + exposed(N)
+    network(N) = 2 (M - 1) / M * bytes / bandwidth  +  sums * 2 (M - 1) * latency
+    exposed(N) = max(network(N) - window, tail * network(N))
 
-The second line is a ring all-reduce (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms
-for Clusters of Workstations, 2009): 2 (N - 1) messages of bytes / N each, and as many again for
-each pack of gradients (`sums`). `bandwidth` and `latency` are measured with the user's model on the
-user's machines. `overhead` is what a step costs beside other workers, before anything is sent: one
-worker alone, with its part of the batch, computes for `compute`.
+The second line is a ring all-reduce between M machines (Patarasuk and Yuan, Bandwidth Optimal
+All-reduce Algorithms for Clusters of Workstations, 2009): 2 (M - 1) messages of bytes / M each, and
+as many again for each pack of gradients (`sums`). With several workers on each machine there is
+another one among those, at the speed of memory; with one worker on each, M is N.
 
-Assumptions: each worker keeps its batch (the global batch grows with N); workers are alike; each
-has its own link, and switches have enough bandwidth for all links; nothing overlaps; the number of
-packs is as measured; the slowest of N workers is as fast as the mean.
+Gradients travel while earlier layers are still computed, at most for the `window` that this takes;
+the last ones cannot, and that part of network(N), `tail`, is as measured. An update that workers
+share takes an N-th of its time. `overhead` is what a step costs beside other workers, before
+anything is sent: one worker alone, with its part of the batch, takes compute + update(1) + input.
+
+All of these are measured with the user's model on the user's machines. Assumptions: each worker
+keeps its batch (the global batch grows with N); workers are alike; each machine has its own link,
+and switches have enough bandwidth for all links; the number of packs is as measured; the slowest of
+N workers is as fast as the mean.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-PARTS = ("compute", "overhead", "communication", "input")
+PARTS = ("compute", "update", "overhead", "communication", "input")
+MEMORY = 4.8e9  # bytes per second of a sum between two workers of one machine, see bench/ring.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +34,16 @@ class Cost:
 
     Attributes:
         workers: number of workers that it was measured on.
-        compute: forward and backward pass, and update of the weights.
-        communication: all-reduce of the gradients, as far as it does not overlap.
+        compute: forward and backward pass, and an update of the weights that is not shared.
+        communication: all-reduce of the gradients that a step waits for.
         input: waiting for the next batch.
-        overhead: what the same step takes longer on several workers, though nothing is reduced.
         gradient_bytes: bytes of one worker's gradients on the network.
         latency: seconds of one message between two workers.
         sums: number of all-reduces of one step, one after the other.
+        overhead: what the same step takes longer on several workers, though nothing is reduced.
+        update: this worker's part of an update that the workers share.
+        hidden: all-reduce of the gradients while earlier layers are computed.
+        window: how long gradients could travel while earlier layers are computed.
     """
 
     workers: int
@@ -44,42 +54,72 @@ class Cost:
     latency: float = 0.0
     sums: float = 1.0
     overhead: float = 0.0
+    update: float = 0.0
+    hidden: float = 0.0
+    window: float = 0.0
 
     @property
     def step(self) -> float:
         """Seconds of one step."""
-        return self.compute + self.overhead + self.communication + self.input
+        return self.compute + self.update + self.overhead + self.communication + self.input
+
+    @property
+    def network(self) -> float:
+        """Seconds that gradients travel in a step."""
+        return self.communication + self.hidden
 
     @property
     def bandwidth(self) -> float:
         """Bytes per second of the ring; infinite if nothing was sent."""
         n = self.workers
-        busy = self.communication - self.sums * 2 * (n - 1) * self.latency
+        busy = self.network - self.sums * 2 * (n - 1) * self.latency
         if n == 1 or busy <= 0:
             return float("inf")
         return 2 * (n - 1) / n * self.gradient_bytes / busy
 
     def on(
-        self, workers: int, bandwidth: float | None = None, latency: float | None = None
+        self,
+        workers: int,
+        bandwidth: float | None = None,
+        latency: float | None = None,
+        machines: int | None = None,
+        processors: float | None = None,
     ) -> Cost:
         """The same on another number of workers, or another network.
 
         Args:
             bandwidth: bytes per second; the measured bandwidth is the upper limit.
             latency: seconds of one message, in place of the measured latency.
+            machines: that have as many workers each; None for one worker on each.
+            processors: number of workers that can compute at the same time; None for all. It was so
+                when the parts were measured.
         """
         rate = self.bandwidth if bandwidth is None else min(bandwidth, self.bandwidth)
         delay = self.latency if latency is None else latency
-        ring = 2 * (workers - 1) / workers * self.gradient_bytes / rate
-        seconds = ring + self.sums * 2 * (workers - 1) * delay
-        overhead = self.overhead if workers > 1 else 0.0
+        machines = workers if machines is None else machines
+        slower = max(1.0, workers / processors) if processors else 1.0
+        seconds = _all_reduce(machines, self.gradient_bytes, rate)
+        seconds += _all_reduce(workers // machines, self.gradient_bytes, MEMORY)
+        seconds += self.sums * 2 * (machines - 1) * delay
+        window = slower * self.window
+        tail = self.communication / self.network if self.network else 1.0
+        exposed = max(seconds - window, tail * seconds)
         return dataclasses.replace(
-            self, workers=workers, communication=seconds, latency=delay, overhead=overhead
+            self,
+            workers=workers,
+            compute=slower * self.compute,
+            update=slower * self.update * self.workers / workers,
+            overhead=slower * self.overhead if workers > 1 else 0.0,
+            input=slower * self.input,
+            communication=exposed,
+            hidden=seconds - exposed,
+            window=window,
+            latency=delay,
         )
 
     def efficiency(self) -> float:
         """Examples per second and worker, relative to one worker alone."""
-        return (self.compute + self.input) / self.step
+        return (self.compute + self.workers * self.update + self.input) / self.step
 
     @property
     def bound_by(self) -> str:
@@ -88,9 +128,14 @@ class Cost:
         return max(parts, key=parts.__getitem__)
 
 
+def _all_reduce(members: int, nbytes: float, rate: float) -> float:
+    return 2 * (members - 1) / members * nbytes / rate
+
+
 ADVICE = {
     "compute": "more workers share the work; compile(jit_compile=True), "
     "precision='mixed_bfloat16' where the processor has it, or GPUs, make it less.",
+    "update": "more workers share it, each with a smaller part.",
     "overhead": "larger batches per worker, or steps_per_execution, make it less of a step.",
     "communication": "larger batches per worker need fewer reductions per example; "
     "gradient_compression='bf16' halves the bytes that are sent; more workers make it no better.",
@@ -114,7 +159,8 @@ def report(cost: Cost, global_batch: int | None, parameters: int, update: str = 
     lines = [about, f"{'part of a step':<16} {'ms':>9} {'share':>6}"]
     for name in (*PARTS, "step"):
         seconds = getattr(cost, name)
-        lines.append(f"{name:<16} {1000 * seconds:>9.2f} {seconds / cost.step:>6.0%}")
+        if name != "update" or seconds:
+            lines.append(f"{name:<16} {1000 * seconds:>9.2f} {seconds / cost.step:>6.0%}")
     if update:
         lines.append(f"the weights are updated {update}")
     lines.append(f"bound by {cost.bound_by}: {ADVICE[cost.bound_by]}")
@@ -123,8 +169,11 @@ def report(cost: Cost, global_batch: int | None, parameters: int, update: str = 
     lines += [
         f"the ring reaches {cost.bandwidth / 1e9:.2f} GB/s, one message takes "
         f"{1e6 * cost.latency:.0f} us, a step sums {cost.sums:g} times",
-        "expected on N such workers, each with its batch: t(N) = compute + overhead "
-        "+ input + 2 (N-1)/N bytes/bandwidth + sums 2 (N-1) latency",
+        f"{1000 * cost.hidden:.2f} ms of {1000 * cost.network:.2f} ms that gradients travel are "
+        "hidden behind the backward pass",
+        "expected on N such workers, each on a machine of its own, with its batch: t(N) = compute "
+        "+ update(1)/N + overhead + input + max(network - window, tail), network = 2 (N-1)/N "
+        "bytes/bandwidth + sums 2 (N-1) latency",
         f"{'workers':<16} {'ms':>9} {'efficiency':>10}",
     ]
     for workers in MANY:

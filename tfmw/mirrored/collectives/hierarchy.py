@@ -19,13 +19,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from tfmw.mirrored.collectives import ring
-from tfmw.mirrored.collectives.ring import Add, Cuts, Ring, add_arrays, even_cuts
+from tfmw.mirrored.collectives.ring import Add, Cuts, OnExchange, Ring, add_arrays, even_cuts
 
 HIERARCHY = "TFMW_HIERARCHY"
 """Variable: with 0, one ring connects all workers, whatever machines they are on."""
@@ -52,6 +53,7 @@ class HierarchicalRing:
         }
         self.exchanges = 0
         self.counts: collections.Counter[str] = collections.Counter()
+        self.on_exchange: OnExchange | None = None
         self._one_at_a_time = threading.Lock()
 
     @property
@@ -133,12 +135,15 @@ class HierarchicalRing:
     def _exchange(self, what: str) -> Iterator[None]:
         with self._one_at_a_time:
             self.counts[what] += 1
+            begin = time.perf_counter()
             try:
                 yield
             except Exception:
                 self.close()  # workers that wait at the other level fail, too
                 raise
             self.exchanges += 1
+            if self.on_exchange is not None:
+                self.on_exchange(what, begin, time.perf_counter())
 
     def _levels(self, cuts: Cuts) -> tuple[Cuts, Cuts]:
         """Cuts of an array within a machine, and of this worker's part of it between machines."""

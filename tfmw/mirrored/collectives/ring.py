@@ -38,6 +38,7 @@ from tfmw.mirrored.collectives import listener
 from tfmw.mirrored.collectives.links import PIECE_BYTES, Receiver, Sender
 
 Add = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]  # (a, b, out)
+OnExchange = Callable[[str, float, float], object]  # (kind, begin, end)
 Cuts = Sequence[int]  # of an array into a part for each worker: N + 1 numbers from 0 to its length
 
 QUIET_S = 5.0  # seconds without a byte after which neighbours are probed
@@ -81,6 +82,8 @@ class Ring:
         broken: the error after which no exchange is possible; None before it.
         exchanges: number of sums, gathers and broadcasts so far.
         counts: number of exchanges by kind: "gradients", "metrics", "gather", ...
+        on_exchange: called after each with its kind, and its begin and end by
+            `time.perf_counter`; None for nothing.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Ring:
         self._what = b""  # kind of the current exchange, padded to 16 bytes
         self.exchanges = 0
         self.counts: collections.Counter[str] = collections.Counter()
+        self.on_exchange: OnExchange | None = None
         self._one_at_a_time = threading.Lock()
 
     def sum(self, local: np.ndarray, add: Add = add_arrays, what: str = "sum") -> np.ndarray:
@@ -213,12 +217,15 @@ class Ring:
             self._what = what.encode().ljust(16, b"\0")
             if self.broken is not None:
                 raise self.broken
+            begin = time.perf_counter()
             try:
                 yield
             except Exception as e:
                 self.broken = self.broken or e
                 self._shut()
                 raise
+            if self.on_exchange is not None:
+                self.on_exchange(what, begin, time.perf_counter())
 
     def close(self) -> None:
         """Closes the links; exchanges of the neighbours fail."""

@@ -1,0 +1,105 @@
+"""Efficiency by the number of workers, from 1 to 1,024: a chart for docs/performance.md.
+
+    python -m bench.efficiency [--works cnn mlp transformer] [--out docs/images/efficiency.svg]
+
+Two workers of this machine are measured, as `tfmw bench` does, over TCP. tfmw/tools/cost.py then
+predicts the step of more workers, each on a machine of its own, for three networks: a link of 1, 10
+and 100 Gbit/s for each worker, where it is slower than what the two reach here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tfmw.launcher.run import launch
+from tfmw.tools import bench
+from tfmw.tools.cost import MANY, Cost
+
+NETWORKS = {1: 100e-6, 10: 30e-6, 100: 10e-6}  # Gbit/s: seconds of one message
+STEPS = 6
+
+
+def cnn() -> Any:
+    """The CNN of TensorFlow's multi-worker tutorial."""
+    return _made("cnn")
+
+
+def mlp() -> Any:
+    """25M parameters, and Adam."""
+    return _made("mlp")
+
+
+def transformer() -> Any:
+    """Four layers, and Adam."""
+    return _made("transformer")
+
+
+def _made(name: str) -> Any:
+    import keras
+
+    from bench.works import batches, keras_network
+    from tfmw import strategies
+
+    workers = strategies.current_strategy().num_replicas_in_sync
+    return keras_network(name, keras), batches(name, workers).take(STEPS)
+
+
+def table(costs: dict[str, Cost]) -> str:
+    """Markdown: a line for each work and network."""
+    lines = [f"| work | Gbit/s | {' | '.join(f'{n:,}' for n in MANY)} |"]
+    lines.append("| --- | --- |" + " --- |" * len(MANY))
+    for name, cost in costs.items():
+        for gbits, latency in NETWORKS.items():
+            there = [cost.on(n, bandwidth=gbits * 1e9 / 8, latency=latency) for n in MANY]
+            shares = " | ".join(f"{c.efficiency():.0%}" for c in there)
+            lines.append(f"| {name} | {gbits} | {shares} |")
+    return "\n".join(lines)
+
+
+def draw(costs: dict[str, Cost], path: Path) -> None:
+    """One panel for each work, one line for each network."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import PercentFormatter
+
+    matplotlib.rcParams["svg.hashsalt"] = "tfmw"
+    figure, panels = pyplot.subplots(
+        1, len(costs), figsize=(4 * len(costs), 3.4), sharey=True, squeeze=False, layout="tight"
+    )
+    for (name, cost), panel in zip(costs.items(), panels[0], strict=True):
+        for gbits, latency in NETWORKS.items():
+            there = [cost.on(n, bandwidth=gbits * 1e9 / 8, latency=latency) for n in MANY]
+            panel.plot(MANY, [c.efficiency() for c in there], marker="o", label=f"{gbits} Gbit/s")
+        panel.set_title(name)
+        panel.set_xscale("log", base=2)
+        panel.set_xlabel("workers")
+        panel.set_ylim(0, 1.05)
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("examples/s per worker, of one worker alone")
+    panels[0][0].yaxis.set_major_formatter(PercentFormatter(1.0))
+    panels[0][-1].legend()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    """Measures, prints a table, and draws."""
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    flags.add_argument("--works", nargs="+", default=["cnn", "mlp", "transformer"])
+    flags.add_argument("--out", type=Path, default=Path("docs/images/efficiency.svg"))
+    options = flags.parse_args()
+    costs = {}
+    for work in options.works:
+        costs[work] = launch(bench._measure, (f"bench.efficiency:{work}", STEPS), 2)[0][0]
+        print(f"{work}: {costs[work]}", flush=True)
+    print(table(costs))
+    draw(costs, options.out)
+
+
+if __name__ == "__main__":
+    main()
