@@ -38,6 +38,7 @@ navigation = {
     "Guides": [
         "docs/training",
         "docs/trackers",
+        "docs/stands-still",
         "docs/clusters",
         "docs/schedulers",
         "docs/backups",

@@ -8,6 +8,8 @@
     tfmw check --hosts h0,h1 --backup-dir /shared # on h0 and on h1: tests the cluster
     tfmw check /shared/run7 build/model           # verifies backups and exports
     tfmw bench --workers 2 train.py:make          # measures the parts of a step's time
+    tfmw status                                   # what this user's runs are doing
+    tfmw stacks                                   # the Python stacks of a run's tasks
     tfmw token                                    # a secret for the supervisors of several hosts
 
 Options accept hyphens and underscores. Exit status: 0 all done, 1 a task or a check failed, 2 wrong
@@ -29,6 +31,7 @@ from typing import TYPE_CHECKING, NoReturn
 from tfmw import __version__
 from tfmw.cluster import Cluster
 from tfmw.errors import UsageError
+from tfmw.tools import status
 
 if TYPE_CHECKING:
     from tfmw.launcher.run import RunOptions
@@ -64,6 +67,7 @@ def _main(argv: list[str]) -> int:
     )
     _check_parser(commands)
     _bench_parser(commands)
+    status.add_parsers(commands)
     program: list[str] = []
     if argv[:1] == ["run"]:
         own, program = _split(argv[1:], run)
@@ -79,6 +83,8 @@ def _main(argv: list[str]) -> int:
     if options.command == "token":
         print(secrets.token_hex(32))
         return 0
+    if options.command in status.COMMANDS:
+        return status.main(options)
     if options.command == "check":
         return _check(options)
     if options.command == "bench":

@@ -25,12 +25,14 @@ from typing import IO
 
 from tfmw.launcher import call, preemption
 from tfmw.launcher.diagnosis import Diagnosis, is_secondary
+from tfmw.launcher.exchanges import missing
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.output import Display, OutputPump
 from tfmw.launcher.preemption import Preemption
 from tfmw.launcher.process import Task
 from tfmw.launcher.restart import RestartPolicy, backoff_s, restarts_alone
+from tfmw.launcher.snapshot import Board, sentence
 from tfmw.launcher.spawn import Spawner
 from tfmw.launcher.watchdog import (
     LAG_S,
@@ -68,6 +70,7 @@ class AttemptContext:
     Args:
         command: the arguments of `task.py`: "script", its path, its flags.
         directory: of the run; each attempt creates its folder in it.
+        board: what is known of the run, for `tfmw status`.
         env: environment variables that all tasks share.
         spawner: starts the processes.
         display: prints the tasks' output.
@@ -81,6 +84,7 @@ class AttemptContext:
 
     command: Sequence[str]
     directory: Path
+    board: Board
     env: Mapping[str, str]
     spawner: Spawner
     display: Display
@@ -151,6 +155,7 @@ class Attempt:
     def start(self) -> None:
         """Starts all tasks. Their ports stay reserved until just before."""
         self._began_at = time.monotonic()
+        self._context.board.watch(self.tasks, self.number)
         with contextlib.ExitStack() as inputs:
             prepared = [self._prepare(task, inputs) for task in self.tasks]
             if self._cluster is None:
@@ -287,11 +292,23 @@ class Attempt:
         ]
         self._hung = self._watchdog.check(statuses)
         if self._hung is not None:
+            self._hung = self._with_who_is_missing(self._hung)
             self._dump_stacks()
             return True
-        for line in self._watchdog.stragglers(statuses):
+        for line in [*self._watchdog.stragglers(statuses), *self._context.board.new_straggler()]:
             self._context.display.line(f"tfmw: {line}")
         return False
+
+    def _with_who_is_missing(self, hung: HungTask) -> HungTask:
+        """The task that hangs by what the flight recorders say together; prints that.
+
+        Tasks that wait for it are silent for as long, so its silence alone does not show it.
+        """
+        late = missing(self._context.board.exchanges())
+        if late is None:
+            return hung
+        self._context.display.line(f"tfmw: {sentence(late, self.tasks, DUMP_S)}")
+        return dataclasses.replace(hung, task=late.task, reason=f"{hung.reason}; it {late.what}")
 
     def _dump_stacks(self) -> None:
         """Makes every task write the stacks of its threads into its log (see `task`)."""
@@ -371,6 +388,8 @@ class Attempt:
         while not self._all_ended():
             self._output.pump(POLL_S)
         self._output.drain()
+        if self.failures():
+            self._context.board.dump(self._directory / "exchanges.json")
         for task in self.tasks:
             task.close()
         self._output.close()

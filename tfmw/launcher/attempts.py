@@ -29,7 +29,9 @@ from tfmw.launcher.output import Display, is_watched
 from tfmw.launcher.process import task_name
 from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
 from tfmw.launcher.result import Result, exit_status
+from tfmw.launcher.snapshot import Board
 from tfmw.launcher.spawn import Spawner
+from tfmw.launcher.status_socket import Server
 from tfmw.runtime.signals import Signals
 
 _ORDER = ("chief", "worker", "ps", "evaluator")
@@ -131,9 +133,12 @@ def make_context(
     if note and (job.payload is None or note not in _printed_notes):
         _printed_notes.add(note)  # a notebook may launch from each cell
         print(f"tfmw: {note}", file=sys.stderr, flush=True)
+    board = Board(directory, job.command)
+    stack.enter_context(Server(board))
     context = AttemptContext(
         command=job.command,
         directory=directory,
+        board=board,
         env=env,
         spawner=spawner,
         display=display,

@@ -13,6 +13,10 @@ from typing import IO, Any
 from tfmw.launcher.spawn import Child, Spawner
 from tfmw.runtime.progress import PROGRESS_FILE, Progress, ProgressFile
 from tfmw.runtime.recorded_errors import ERROR_FILE
+from tfmw.runtime.recorder import EXCHANGES_FILE, Exchange, make_file, read_exchanges
+from tfmw.runtime.signals import STACKS, STACKS_FILE
+
+_POLL_S = 0.02  # between two looks at a file of stacks
 
 
 def task_name(kind: str, index: int) -> str:
@@ -45,6 +49,8 @@ class Task:
             **env,
             ERROR_FILE: str(self.directory / "error.json"),
             PROGRESS_FILE: str(self.directory / "progress"),
+            EXCHANGES_FILE: str(self.directory / "exchanges"),
+            STACKS_FILE: str(self.directory / "stacks"),
             "TFMW_TASK": self.name,
         }
         self.status: int | None = None  # as in subprocess: -9 is SIGKILL
@@ -75,6 +81,7 @@ class Task:
         self.directory.mkdir(parents=True)
         self._log = open(self.log, "wb", buffering=0)  # noqa: SIM115  (closed in close)
         self._progress = ProgressFile(Path(self.env[PROGRESS_FILE]))
+        make_file(Path(self.env[EXCHANGES_FILE]))
         self.started = time.monotonic()
         self._spawner = spawner
         self._process = spawner.spawn(command, stdin, terminal, fds, self.env)
@@ -88,6 +95,30 @@ class Task:
     def progress(self) -> Progress:
         """Its last report of progress."""
         return self._progress.read() if self._progress is not None else Progress()
+
+    def exchanges(self) -> list[Exchange]:
+        """Its last exchanges with other workers, in order."""
+        return read_exchanges(Path(self.env[EXCHANGES_FILE]))
+
+    def stacks(self, timeout_s: float) -> str:
+        """The stacks of its threads; "" if it does not write them.
+
+        Args:
+            timeout_s: seconds in which it writes.
+        """
+        file = Path(self.env[STACKS_FILE])
+        if not self.catches(STACKS):
+            return ""
+        with contextlib.suppress(OSError):
+            os.truncate(file, 0)
+        self.signal_alone(STACKS)
+        deadline, text = time.monotonic() + timeout_s, ""
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            before, text = text, file.read_text(errors="replace") if file.exists() else ""
+            if text and text == before:
+                break
+        return text
 
     def read(self) -> bytes:
         """The next bytes that the task wrote; b"" at the end."""

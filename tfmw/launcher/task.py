@@ -68,6 +68,22 @@ def _run_module(name: str, args: list[str]) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
+def _write_stacks_on_request() -> None:
+    """Lets the launcher request stacks that go to a file, and not to the log: `tfmw stacks`."""
+    import faulthandler
+
+    from tfmw.runtime.signals import STACKS, STACKS_FILE
+
+    path = os.environ.get(STACKS_FILE)
+    if path:
+        try:
+            # Open as long as the process: the handler writes to the descriptor.
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return
+        faulthandler.register(STACKS, file=file, all_threads=True)
+
+
 def _call() -> None:
     from tfmw.launcher.call import receive
     from tfmw.runtime import progress
@@ -96,6 +112,7 @@ def main(argv: list[str]) -> int:
     faulthandler.enable()
     # With this signal the launcher requests the stacks of tasks that hang.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
+    _write_stacks_on_request()
     progress.report_progress(progress.UP)
     mode, *rest = argv
     try:

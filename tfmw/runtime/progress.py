@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tfmw.runtime import recorder
+
 PROGRESS_FILE = "TFMW_PROGRESS_FILE"
 """Variable with the path of a task's file: <attempt>/<task>/progress."""
 
@@ -96,6 +98,7 @@ def report_progress(step: int) -> None:
         step: training steps done so far, from the start of the training, at least 0.
     """
     _reporter.report(step)
+    recorder.steps_done(step)
 
 
 def report_alive() -> None:

@@ -10,6 +10,12 @@ from typing import Any
 LEAVE = (signal.SIGTERM, signal.SIGUSR1)
 """Signals of preemption: schedulers send them before they take the machine away."""
 
+STACKS = signal.SIGRTMIN + 5
+"""At this signal a task writes the stacks of its threads into a file."""
+
+STACKS_FILE = "TFMW_STACKS_FILE"
+"""Variable with the path of that file: <attempt>/<task>/stacks."""
+
 
 class Signals:
     """Records SIGINT, SIGTERM, SIGHUP and SIGUSR1 inside a `with`; they do not end the process.

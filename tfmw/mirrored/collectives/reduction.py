@@ -28,6 +28,7 @@ from tfmw.mirrored.collectives.connection import ring_of
 from tfmw.mirrored.collectives.hierarchy import AnyRing
 from tfmw.mirrored.collectives.ring import Cuts
 from tfmw.precision import COMPRESSIONS
+from tfmw.runtime import recorder
 
 SUM = tf.distribute.ReduceOp.SUM
 
@@ -226,7 +227,9 @@ class _OverRing:
     def summed(self, flat: tf.Tensor, what: str = "gradients") -> tf.Tensor:
         """The sum over all workers: [n] -> [n]."""
         options = _options_for(flat.dtype)
-        (total,) = self._in_turn(lambda local: [self.ring.sum(local, what=what, **options)], [flat])
+        (total,) = self._in_turn(
+            lambda local: [self.ring.sum(local, what=what, **options)], [flat], what
+        )
         total.set_shape(flat.shape)
         return total
 
@@ -246,7 +249,7 @@ class _OverRing:
     def gathered(self, own: tf.Tensor, cuts: Cuts) -> tf.Tensor:
         """See `Ring.all_gather`."""
         (total,) = self._in_turn(
-            lambda local: [self.ring.all_gather(local, cuts, what="weights")], [own]
+            lambda local: [self.ring.all_gather(local, cuts, what="weights")], [own], "weights"
         )
         total.set_shape([cuts[-1]])
         return total
@@ -259,12 +262,18 @@ class _OverRing:
         return tf.IndexedSlices(values, indices, grad.dense_shape)
 
     def _in_turn(
-        self, exchange: Callable[..., Sequence[np.ndarray]], local: list[tf.Tensor]
+        self,
+        exchange: Callable[..., Sequence[np.ndarray]],
+        local: list[tf.Tensor],
+        what: str = "gradients",
     ) -> list[tf.Tensor]:
         """Runs an exchange after the earlier ones; its results have the dtypes of `local`."""
 
         def run(turn: np.int64, *arrays: np.ndarray) -> list[Any]:
-            return [turn + 1, *exchange(*arrays)]
+            recorder.begun(what, sum(array.nbytes for array in arrays))
+            totals = exchange(*arrays)
+            recorder.done()
+            return [turn + 1, *totals]
 
         with tf.device("cpu:0"):
             types = [tf.int64, *(tensor.dtype for tensor in local)]

@@ -36,6 +36,7 @@ import numpy as np
 
 from tfmw.mirrored.collectives import listener
 from tfmw.mirrored.collectives.links import PIECE_BYTES, Receiver, Sender
+from tfmw.runtime import recorder
 
 Add = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]  # (a, b, out)
 OnExchange = Callable[[str, float, float], object]  # (kind, begin, end)
@@ -396,6 +397,7 @@ class Ring:
         if self._next.may_go:
             self._next.watch(poll)
         begin, misses = time.monotonic(), 0
+        recorder.waits_for(self._workers[(self.rank + (-1 if reading else 1)) % self.size])
         while not poll.poll(1000 * min(QUIET_S, self.timeout_s or QUIET_S)):
             try:
                 for rank in {(self.rank + 1) % self.size, (self.rank - 1) % self.size}:
@@ -407,6 +409,7 @@ class Ring:
                     raise
             if self.timeout_s is not None and time.monotonic() - begin > self.timeout_s:
                 raise RingBroken(f"no value was sent or received for {self.timeout_s:g} s")
+        recorder.waited(time.monotonic() - begin)
 
     def _differ(self, remote: str, local: str) -> RuntimeError:
         (one, at_one), (other, at_other) = sorted(

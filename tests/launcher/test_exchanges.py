@@ -1,0 +1,219 @@
+"""What the flight recorders of workers say together, without processes."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from tfmw.errors import UsageError
+from tfmw.launcher import status_socket
+from tfmw.launcher.exchanges import missing, own_seconds, straggler
+from tfmw.launcher.snapshot import Board, innermost
+from tfmw.runtime import recorder
+from tfmw.runtime.recorder import NOBODY, Exchange
+
+
+def exchange(number: int, done: bool = True, waiting_for: int = NOBODY) -> Exchange:
+    return Exchange(number, number, 8, number, number + 0.5 if done else 0.0, 0.1, waiting_for, "g")
+
+
+def run_of(own_s: float, steps: int = 30) -> list[Exchange]:
+    """The exchanges of a worker: one a second, `own_s` after the last one."""
+    return [
+        Exchange(n, n, 8, n + own_s, n + 1.0, 0.0, NOBODY, "gradients") for n in range(1, steps + 1)
+    ]
+
+
+@pytest.fixture
+def own_recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "exchanges"
+    recorder.make_file(path)
+    monkeypatch.setenv(recorder.EXCHANGES_FILE, str(path))
+    return path
+
+
+def test_records_are_read_back(own_recorder: Path) -> None:
+    recording = recorder._Recorder()
+    recording.begun("gradients", 4000)
+    recording.waits_for(1)
+    recording.waited(0.25)
+    recording.done()
+    recording.steps_done(1)
+    recording.begun("metrics", 80)
+    recording.waits_for(2)
+    first, second = recorder.read_exchanges(own_recorder)
+    assert (first.number, first.step, first.nbytes, first.what) == (1, 1, 4000, "gradients")
+    assert first.done >= first.begun
+    assert (first.waited, first.waiting_for) == (0.25, NOBODY)
+    assert (second.number, second.done, second.waiting_for) == (2, 0.0, 2)
+    assert (str(first), str(second)) == ("exchange 1 (gradients of step 1)", "exchange 2 (metrics)")
+
+
+def test_the_last_ones_are_kept(own_recorder: Path) -> None:
+    recording = recorder._Recorder()
+    for _ in range(recorder.KEPT + 100):
+        recording.begun("gradients", 8)
+        recording.done()
+    found = recorder.read_exchanges(own_recorder)
+    assert [e.number for e in found] == list(range(101, recorder.KEPT + 101))
+
+
+def test_steps_within_a_call_are_counted(own_recorder: Path) -> None:
+    recording = recorder._Recorder()
+    for _ in range(4):  # two steps of two packs
+        recording.begun("gradients", 8)
+    recording.begun("metrics", 8)
+    recording.steps_done(2)
+    for _ in range(5):
+        recording.begun("gradients", 8)
+    steps = [e.step for e in recorder.read_exchanges(own_recorder)]
+    assert steps[-5:] == [3, 3, 4, 4, 5]
+
+
+def test_without_a_file_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(recorder.EXCHANGES_FILE, raising=False)
+    recording = recorder._Recorder()
+    recording.begun("gradients", 8)
+    recording.waits_for(0)
+    recording.done()
+
+
+def test_who_never_entered() -> None:
+    late = missing(
+        {
+            "worker 0": [exchange(6), exchange(7, done=False, waiting_for=2)],
+            "worker 1": [exchange(6), exchange(7, done=False, waiting_for=0)],
+            "worker 2": [exchange(5), exchange(6)],
+        },
+        clock=lambda: 19.0,
+    )
+    assert str(late) == "worker 2 never entered exchange 7 (g of step 7)"
+    assert late is not None
+    assert late.seconds == 12.0
+
+
+def test_the_first_exchange_counts_too() -> None:
+    late = missing({"worker 0": [exchange(1, done=False, waiting_for=1)], "worker 1": []})
+    assert str(late) == "worker 1 never entered exchange 1 (g of step 1)"
+
+
+def test_who_is_behind_the_others_that_wait() -> None:
+    # Worker 1 waits for worker 2 in exchange 6, and worker 0 for worker 1 in exchange 7.
+    late = missing(
+        {
+            "worker 0": [exchange(7, done=False, waiting_for=1)],
+            "worker 1": [exchange(6, done=False, waiting_for=2)],
+            "worker 2": [exchange(5)],
+        }
+    )
+    assert late is not None
+    assert late.task == "worker 2"
+
+
+def test_who_does_not_go_on_in_an_exchange() -> None:
+    late = missing(
+        {
+            "worker 0": [exchange(7, done=False, waiting_for=1)],
+            "worker 1": [exchange(7, done=False)],
+        }
+    )
+    assert str(late) == "worker 1 entered exchange 7 (g of step 7), and does not go on"
+
+
+@pytest.mark.parametrize("found", [[], [exchange(7)]])
+def test_nobody_is_missing(found: list[Exchange]) -> None:
+    assert missing({"worker 0": found, "worker 1": found}) is None
+
+
+def test_the_slowest_is_named() -> None:
+    by_task = {"worker 0": run_of(0.1), "worker 1": run_of(0.4), "worker 2": run_of(0.12)}
+    assert own_seconds(by_task["worker 1"]) == pytest.approx(0.4, rel=0.1)
+    clause = straggler(by_task)
+    assert clause is not None
+    assert clause.startswith("worker 1 is the slowest: 3")
+
+
+@pytest.mark.parametrize("own_s", [(0.1, 0.12), (0.0001, 0.0002)])
+def test_small_differences_are_none(own_s: tuple[float, float]) -> None:
+    assert straggler({f"worker {i}": run_of(s) for i, s in enumerate(own_s)}) is None
+
+
+def test_few_steps_say_nothing() -> None:
+    assert straggler({"worker 0": run_of(0.1, steps=5), "worker 1": run_of(0.4, steps=5)}) is None
+
+
+def test_a_pause_between_two_calls_is_no_slowness() -> None:
+    pause = [e._replace(begun=e.begun + 60, done=e.done + 60) for e in run_of(0.1)[15:]]
+    found = own_seconds([*run_of(0.1)[:15], *pause])
+    assert found is not None
+    assert found < 0.3
+
+
+STACKS = """\
+Thread 0x00007f01 (most recent call first):
+  File "/home/me/train.py", line 31 in slow_map
+  File "/home/me/train.py", line 40 in main
+  File "/venv/lib/python3.11/site-packages/tensorflow/script_ops.py", line 269 in __call__
+
+Current thread 0x00007f02 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/tensorflow/execute.py", line 53 in quick_execute
+  File "/home/me/train.py", line 60 in <module>
+  File "<frozen runpy>", line 88 in _run_code
+"""
+
+
+def test_the_users_frames_are_shown() -> None:
+    assert innermost(STACKS) == "train.py:31 in slow_map < train.py:40 in main"
+    assert innermost("") == ""
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / ("long" * 40) / "runtime"  # a socket's own path has 107 characters at most
+    monkeypatch.setenv(status_socket.RUNTIME_DIRECTORY, str(path))
+    return path
+
+
+def test_the_socket_is_the_owners_alone(runtime: Path, tmp_path: Path) -> None:
+    with status_socket.Server(Board(tmp_path / "run7", ["script", "train.py"])):
+        (path,) = runtime.iterdir()
+        assert stat.S_IMODE(runtime.stat().st_mode) == 0o700
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        (run,) = status_socket.runs()
+        assert (run.pid, run.name) == (os.getpid(), "run7")
+        assert run.ask("status")["command"] == ["train.py"]
+        assert run.ask("anything else") is None
+    assert status_socket.runs() == []
+
+
+def test_others_are_told_nothing(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with status_socket.Server(Board(tmp_path / "run7", ["script", "train.py"])):
+        (run,) = status_socket.runs()
+        monkeypatch.setattr(status_socket, "_user", lambda connection: os.getuid() + 1)
+        assert run.ask("status") is None
+
+
+def test_a_directory_that_others_may_use_is_refused(runtime: Path, tmp_path: Path) -> None:
+    runtime.mkdir(parents=True)
+    runtime.chmod(0o770)
+    with pytest.raises(UsageError, match="not a directory of this user alone"):
+        status_socket.runs()
+    with status_socket.Server(Board(tmp_path / "run7", ["script"])):  # the run goes on without
+        assert list(runtime.iterdir()) == []
+
+
+def test_a_socket_without_a_launcher_is_removed(runtime: Path, tmp_path: Path) -> None:
+    server = status_socket.Server(Board(tmp_path / "run7", ["script"]))
+    server.__enter__()
+    assert server._socket is not None
+    server._closed.set()
+    server._thread.join()
+    server._socket.close()
+    (run,) = status_socket.runs()
+    assert run.ask("status") is None
+    assert status_socket.runs() == []

@@ -1,0 +1,154 @@
+"""The flight recorder: the last exchanges of a worker, in a small file that outlives it.
+
+    begun("gradients", nbytes)      # in the worker: around each exchange with the other workers
+    waits_for(rank)                 # nothing comes from that worker, or it takes nothing
+    done()
+
+    read_exchanges(path)            # in the launcher: [Exchange(number=57, ...), ...], in order
+
+Each worker of a launcher has a file, named by TFMW_EXCHANGES_FILE, with room for KEPT exchanges. It
+is mapped into memory: a record takes about two microseconds and no system call, and is there after
+SIGKILL too. Workers make the same exchanges in the same order, so their numbers are the same. Times
+are monotonic, and so comparable between the tasks of one machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+EXCHANGES_FILE = "TFMW_EXCHANGES_FILE"
+"""Variable with the path of a worker's file: <attempt>/<task>/exchanges."""
+
+KEPT = 512
+"""Number of exchanges that a file holds."""
+
+NOBODY = -1
+
+# number, step, bytes, begun, done, seconds of waiting, rank that is waited for, kind
+_LAYOUT = struct.Struct("=qqqdddq16s")
+_DONE = struct.Struct("=ddq")
+_DONE_AT = struct.calcsize("=qqqd")
+_WAITING_AT = struct.calcsize("=qqqddd")
+_RANK = struct.Struct("=q")
+_BETWEEN_STEPS = frozenset({"metrics", "broadcast", "sum"})  # kinds that are not part of a step
+
+
+class Exchange(NamedTuple):
+    """One exchange of a worker with the others.
+
+    Args:
+        number: from 1, the same on all workers.
+        step: the training step that it belongs to, from 1.
+        nbytes: of this worker's values.
+        begun, done: monotonic seconds; done is 0 where it is not.
+        waited: seconds of it in which the worker waited for others.
+        waiting_for: rank of the worker that it waits for; NOBODY for none.
+        what: its kind: "gradients", "weights", "metrics", ...
+    """
+
+    number: int
+    step: int
+    nbytes: int
+    begun: float
+    done: float
+    waited: float
+    waiting_for: int
+    what: str
+
+    def __str__(self) -> str:
+        of_step = "" if self.what in _BETWEEN_STEPS else f" of step {self.step:,}"
+        return f"exchange {self.number:,} ({self.what}{of_step})"
+
+
+class _Recorder:
+    """This process's file; opened at the first exchange."""
+
+    def __init__(self) -> None:
+        self._path: str | None = None
+        self._map: mmap.mmap | None = None
+        self._number = 0
+        self._at = 0  # offset of the current record
+        self._waited = 0.0
+        self._steps = 0  # training steps that were reported
+        self._since = 0  # exchanges of steps since then
+        self._of_a_step = 0  # exchanges of a step; 0 while unknown
+
+    def begun(self, what: str, nbytes: int) -> None:
+        path = os.environ.get(EXCHANGES_FILE)
+        if path != self._path:
+            self._open(path)
+        if self._map is None:
+            return
+        step = self._steps + 1
+        if what not in _BETWEEN_STEPS:
+            step += self._since // self._of_a_step if self._of_a_step else 0
+            self._since += 1
+        self._number += 1
+        self._at = self._number % KEPT * _LAYOUT.size
+        self._waited = 0.0
+        values = self._number, step, nbytes, time.monotonic(), 0.0, 0.0, NOBODY, what.encode()[:16]
+        _LAYOUT.pack_into(self._map, self._at, *values)
+
+    def waits_for(self, rank: int) -> None:
+        if self._map is not None:
+            _RANK.pack_into(self._map, self._at + _WAITING_AT, rank)
+
+    def waited(self, seconds: float) -> None:
+        self._waited += seconds
+        self.waits_for(NOBODY)
+
+    def done(self) -> None:
+        if self._map is not None:
+            at = self._at + _DONE_AT
+            _DONE.pack_into(self._map, at, time.monotonic(), self._waited, NOBODY)
+
+    def steps_done(self, steps: int) -> None:
+        if steps > self._steps and self._since:
+            self._of_a_step = max(1, self._since // (steps - self._steps))
+        self._steps, self._since = steps, 0
+
+    def _open(self, path: str | None) -> None:
+        self._path, self._map = path, None
+        if path:
+            with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
+                self._map = mmap.mmap(file.fileno(), _LAYOUT.size * KEPT)
+
+
+_recorder = _Recorder()
+begun = _recorder.begun
+"""Records that an exchange has begun: (kind, bytes of this worker's values)."""
+waits_for = _recorder.waits_for
+"""Records the rank of the worker without which the exchange does not go on."""
+waited = _recorder.waited
+"""Records the end of a wait: (seconds)."""
+done = _recorder.done
+"""Records that the exchange is done."""
+steps_done = _recorder.steps_done
+"""Records the number of training steps so far; `report_progress` calls it."""
+
+
+def make_file(path: Path) -> None:
+    """Creates a worker's file at its full size, so that a record never needs disk space."""
+    with open(path, "wb") as file:
+        file.write(bytes(_LAYOUT.size * KEPT))
+
+
+def read_exchanges(path: Path) -> list[Exchange]:
+    """The exchanges in a file, in order; [] if there are none."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return []
+    whole = data[: len(data) // _LAYOUT.size * _LAYOUT.size]
+    found = []
+    for *numbers, what in _LAYOUT.iter_unpack(whole):
+        if numbers[0]:
+            kind = what.rstrip(b"\0").decode("ascii", "replace")
+            found.append(Exchange._make([*numbers, kind]))
+    return sorted(found)

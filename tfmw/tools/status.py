@@ -1,0 +1,111 @@
+"""`tfmw status [RUN]` and `tfmw stacks RUN`: what this user's runs do, from another terminal.
+
+run 20260131-120000-4242, attempt 0: train.py --epochs 3
+worker 0 | step   1,279 | training | 82.1 steps/s | own 9.1 ms/step | waits for worker 1 ...
+worker 1 | step   1,279 | training | own 31.0 ms/step
+worker 1 never entered exchange 5,121 (gradients of step 1,280), for 12 s
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tfmw.errors import UsageError
+from tfmw.launcher import status_socket
+
+COMMANDS = ("status", "stacks")
+
+_SLOW_S = 1.0  # an exchange that takes longer is worth a line
+
+
+def add_parsers(commands: Any) -> None:
+    """Adds the two commands to those of `tfmw`."""
+    which = "the run: its name, the end of its name, or the process id of its tfmw run"
+    status = commands.add_parser(
+        "status",
+        help="what runs of this user are doing: steps, rates, who waits for whom",
+        description="Shows each task of the runs of this user on this machine: its step, its rate, "
+        "the exchange that it is in, and for whom it waits.",
+        allow_abbrev=False,
+    )
+    status.add_argument("run", nargs="?", metavar="RUN", help=f"{which} (all)")
+    status.add_argument("--json", action="store_true", help="everything, as JSON")
+    stacks = commands.add_parser(
+        "stacks",
+        help="the Python stacks of each task of a run",
+        description="Shows the Python stacks of all threads of each task of a run that is alive.",
+        allow_abbrev=False,
+    )
+    stacks.add_argument("run", nargs="?", metavar="RUN", help=f"{which} (the only one)")
+
+
+def main(options: argparse.Namespace, out: Callable[[str], None] = print) -> int:
+    """Runs `tfmw status` or `tfmw stacks`; returns the exit status: 1 if there is no run."""
+    try:
+        return _main(options, out)
+    except BrokenPipeError:  # its reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _main(options: argparse.Namespace, out: Callable[[str], None]) -> int:
+    found = _chosen(options.run)
+    if options.command == "stacks" and len(found) > 1:
+        names = ", ".join(run.name for run in found)
+        raise UsageError(f"several runs are alive: {names}; name one: tfmw stacks {found[0].name}")
+    answers = [a for run in found if (a := run.ask(options.command)) is not None]
+    if not answers:
+        out("no run of this user is alive on this machine")
+        return 1
+    if options.command == "stacks":
+        for task, text in answers[0].items():
+            out(f"== {task}\n{text.rstrip()}\n")
+    elif options.json:
+        import json
+
+        out(json.dumps(answers, indent=2))
+    else:
+        out("\n\n".join("\n".join(lines(answer)) for answer in answers))
+    return 0
+
+
+def _chosen(name: str | None) -> list[status_socket.Run]:
+    found = status_socket.runs()
+    if name is None:
+        return found
+    chosen = [run for run in found if name == str(run.pid) or run.name.endswith(name)]
+    if not chosen:
+        alive = ", ".join(run.name for run in found) or "none"
+        raise UsageError(f"no run of this user is called {name!r}; alive on this machine: {alive}.")
+    return chosen
+
+
+def lines(answer: dict[str, Any]) -> list[str]:
+    """What `tfmw status` shows of one run."""
+    out = [f"run {answer['run']}, attempt {answer['attempt']}: {' '.join(answer['command'])}"]
+    width = max((len(task["task"]) for task in answer["tasks"]), default=0)
+    for task in answer["tasks"]:
+        fields = [f"{task['task']:{width}}"]
+        if task["step"] >= 0:
+            fields.append(f"step {task['step']:7,}")
+        fields.append(task["stage"])
+        if answer["steps_per_s"] is not None and task["stage"] == "training":
+            fields.append(f"{answer['steps_per_s']:.1f} steps/s")
+        if task["own_s"] is not None:
+            fields.append(f"own {1000 * task['own_s']:.1f} ms/step")
+        if task["waiting"] is not None:
+            fields.append(f"waits {100 * task['waiting']:.0f} %")
+        if task["exchange"] is not None and task["seconds"] > _SLOW_S:
+            waits = f", waits for {task['waiting_for']}" if task["waiting_for"] else ""
+            fields.append(f"in {task['exchange']} for {task['seconds']:.0f} s{waits}")
+        out.append(" | ".join(fields))
+    late = answer["missing"]
+    if late is not None and late["seconds"] > _SLOW_S:
+        out.append(f"{late['sentence']}, for {late['seconds']:.0f} s")
+    if answer["straggler"] is not None:
+        out.append(answer["straggler"])
+    return out
