@@ -19,6 +19,8 @@ def test_progress_over_restarts_and_prompt_preemption(tmp_path, mode):
     program = [str(PROGRAMS / "ps_restart.py"), f"--backup={tmp_path / 'backup'}"]
     program += ["--sync"] * (mode == "synchronous")
     options = ["--workers", "2", "--ps", "1", "--max-restarts", "2", "--isolate", "off"]
+    # Shorter than the workers wait for a batch: the chief, which waits for them, does not hang.
+    options += ["--hang-timeout", "6"]
     with tfmw_command("run", *options, *program) as run:
         output, _ = run.communicate(timeout=240)
     assert run.returncode == 0, output

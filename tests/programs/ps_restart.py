@@ -2,6 +2,7 @@
 
 ps_restart.py --backup=DIR [--sync]
 
+In the first attempt each worker waits for 8 seconds for its tenth batch.
 The chief raises an error at the end of epoch 2, then of epoch 3; it gets SIGTERM after the first
 steps of epoch 3, then in the validation of the last epoch.
 """
@@ -66,6 +67,23 @@ def noted(features, labels):
         return tf.identity(features), labels
 
 
+def read(context):
+    """A worker's pipeline, without Python code: it is sent to the workers."""
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(480).batch(24).repeat()
+    if attempt > 0:
+        return batches
+    late = tf.data.experimental.to_variant(batches.take(1))
+    spec = batches.element_spec
+    late = tf.raw_ops.SleepDataset(
+        input_dataset=late,
+        sleep_microseconds=8_000_000,
+        output_types=[s.dtype for s in spec],
+        output_shapes=[s.shape for s in spec],
+    )
+    late = tf.data.experimental.from_variant(late, spec)
+    return batches.take(9).concatenate(late).concatenate(batches)
+
+
 keras.utils.set_random_seed(1)
 model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(3)])
 model.compile(
@@ -75,7 +93,7 @@ model.compile(
 )
 history = tfmw.fit(
     model,
-    lambda context: tf.data.Dataset.from_tensor_slices((x, y)).shuffle(480).batch(24),
+    read,
     epochs=EPOCHS,
     steps_per_epoch=STEPS,
     validation_data=tf.data.Dataset.from_tensor_slices((x, y)).batch(20).map(noted).prefetch(0),

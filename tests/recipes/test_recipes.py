@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import common
+import coordinator
 import pytest
 from absl import flags
 from absl.testing import flagsaver
@@ -159,6 +160,15 @@ def test_cluster_from_flags():
         assert common.cluster_from_flags() == Cluster(workers=("h0:1", "h1:2"), index=1)
     finally:
         flagsaver.restore_flag_values(saved)
+
+
+def test_address_of_the_coordinator_is_of_no_other_task():
+    """It starts beside worker 0; clusters of one host have different ones."""
+    host, port = coordinator.address(["h0:2223"], ["h2:2221"]).split(":")
+    assert host == "h0"
+    workers, servers = ["h0:2223", f"h1:{port}"], [f"h2:{int(port) + 1}"]
+    assert coordinator.address(workers, servers) == f"h0:{int(port) + 2}"
+    assert coordinator.address(["h0:2224"], ["h2:2221"]) != f"h0:{port}"
 
 
 @pytest.mark.parametrize(
