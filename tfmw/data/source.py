@@ -123,6 +123,9 @@ class Source:
                 x = _PermutedPyDataset(x, order.agree(order.seed))
                 options["shuffle"] = False
         adapter = keras_compat.data_adapter(x, self.y, self.sample_weight, **options)
+        slices = keras_compat.batches_of_slices(adapter)
+        if slices is not None:
+            return slices, {}, True
         # The permutation op of the array adapter uses the global seed.
         local = keras_compat.global_seed()
         seed = order.agree(local)

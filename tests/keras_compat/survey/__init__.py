@@ -3,7 +3,8 @@
 `python -m tests.keras_compat.survey` (also `make survey`) tries each loss, metric, optimizer and
 layer in a model drawn by Hypothesis, and writes what it found into `docs/equivalence.md`.
 
-* `contexts`: what Hypothesis draws: batch sizes, sample weights, reductions.
+* `contexts`: what Hypothesis draws: batch sizes, weights, reductions, masks, how data are passed.
+* `feeding`: the data and the first layers of a model in a context.
 * `catalogue`: one item for each exported class, and how it is put into a model.
 * `trial`: trains one item both ways, and says how the results differ.
 * `report`: the table.

@@ -2,7 +2,7 @@
 
 python -m tests.keras_compat.survey                  # all, into docs/equivalence.md
 python -m tests.keras_compat.survey AUC Lamb         # these only, printed
-python -m tests.keras_compat.survey --examples 5     # so many contexts for each item
+python -m tests.keras_compat.survey --contexts 5     # so many for each item
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def drawn(number: int, seed: int) -> list[Context]:
     return found
 
 
-def survey(chosen: list[Item], examples: int, seed: int) -> list[Outcome]:
-    """Tries each item in `examples` contexts of its own."""
+def survey(chosen: list[Item], number: int, seed: int) -> list[Outcome]:
+    """Tries each item in `number` contexts; items that share a model share them."""
     virtual_devices(2)
     strategy = tfmw.strategies.mirrored(["CPU:0", "CPU:1"])
     outcomes = []
     groups = in_groups(chosen)
     # The first examples of Hypothesis are the simplest ones, and the same for every item.
-    around = drawn(4 + examples * len(groups), seed)[4:]
+    around = drawn(4 + number * len(groups), seed)[4:]
     for i, group in enumerate(groups):
-        for context in around[i * examples : (i + 1) * examples]:
+        for context in around[i * number : (i + 1) * number]:
             begin = time.perf_counter()
             for outcome in attempt_together(group, context, strategy):
                 outcomes.append(outcome)
@@ -71,7 +71,7 @@ def survey(chosen: list[Item], examples: int, seed: int) -> list[Outcome]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.keras_compat.survey")
     parser.add_argument("names", nargs="*", help="of items, or of kinds; all by default")
-    parser.add_argument("--examples", type=int, default=1, help="contexts for each item")
+    parser.add_argument("--contexts", type=int, default=1, help="for each item")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--print-only", action="store_true", help="leave the page as it is")
     arguments = parser.parse_args()
@@ -83,7 +83,7 @@ def main() -> int:
         or item.name in arguments.names
         or item.name.split()[0] in arguments.names
     ]
-    outcomes = survey(chosen, arguments.examples, arguments.seed)
+    outcomes = survey(chosen, arguments.contexts, arguments.seed)
     if not arguments.print_only:
         write(PAGE, RECORDS, outcomes)
     silent = [o for o in outcomes if o.verdict == "SILENT"]

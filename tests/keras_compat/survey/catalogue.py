@@ -9,10 +9,19 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers
 
 from tests.keras_compat.survey.contexts import CLASSES, FEATURES, Context
+from tests.keras_compat.survey.feeding import (
+    case_of,
+    fed,
+    hidden_layers,
+    inputs_of,
+    labels_of,
+    network,
+    only_trained,
+    plain,
+)
 from tests.keras_compat.survey.layer_recipes import (
     BINNING,
     DRAWING,
@@ -53,9 +62,11 @@ def in_groups(chosen: list[Item], size: int = 8) -> list[list[Item]]:
 
 
 def combined(branches: list[Any]) -> Callable[[Context], Case]:
-    """Makes one case of several metrics, or of several layers side by side."""
+    """Makes one case of several losses or metrics, or of several layers side by side."""
     kind, data = branches[0][:2]
     parts = [branch[2] for branch in branches]
+    if kind == "losses":
+        return lambda context: _of_losses(context, parts, data)
     if kind == "metrics":
         return lambda context: _of_metrics(context, parts, data)
     return lambda context: _around_layers(context, parts, *data)
@@ -88,55 +99,6 @@ def left_out() -> dict[str, str]:
     return {**NOT_LAYERS_OF_A_STEP, "MeanMetricWrapper": "the base class of most metrics"}
 
 
-# ---------------------------------------------------------------- data
-
-
-def _inputs(context: Context) -> np.ndarray:
-    shape = (context.examples, FEATURES)
-    return context.random().normal(size=shape).astype("float32")
-
-
-def _labels(context: Context, kind: str) -> np.ndarray:
-    """Labels: "index" int32 [n], "one hot", "sign" or "number" float32 [n, CLASSES]."""
-    random, shape = context.random(), (context.examples, CLASSES)
-    index = random.integers(0, CLASSES, context.examples).astype("int32")
-    if kind == "index":
-        return index
-    if kind == "one hot":
-        return np.eye(CLASSES, dtype="float32")[index]
-    if kind == "sign":
-        return random.choice([-1.0, 1.0], shape).astype("float32")
-    return random.uniform(0.1, 0.9, shape).astype("float32")
-
-
-def _dataset(context: Context, x: Any, y: Any) -> tf.data.Dataset:
-    weights = (context.sample_weights(),) if context.weighted else ()
-    return tf.data.Dataset.from_tensor_slices((x, y, *weights)).batch(context.batch)
-
-
-def _network(context: Context, activation: str | None) -> list[Any]:
-    return [
-        keras.Input([FEATURES]),
-        layers.Dense(4, activation="tanh", kernel_regularizer=context.regularizer()),
-        layers.Dense(CLASSES, activation=activation),
-    ]
-
-
-def _case(context: Context, model: Any, x: Any, y: Any, **options: Any) -> Case:
-    options = {
-        "optimizer": keras.optimizers.SGD(0.05, momentum=0.5),
-        "loss": keras.losses.MeanSquaredError(reduction=context.reduction),
-        "steps_per_execution": context.steps_per_execution,
-        **options,
-    }
-    model.compile(**options)
-    return Case(model, _dataset(context, x, y), predict=None)
-
-
-def _only_trained(case: Case) -> Case:
-    return dataclasses.replace(case, evaluate=None)
-
-
 # ---------------------------------------------------------------- losses
 
 # Name -> (labels, activation of the output); others: (number, sigmoid).
@@ -151,33 +113,63 @@ _LOSS_DATA = {
 }
 
 
+# Of one label for each example.
+_OF_EXAMPLES = ("CTC", "Circle", "CategoricalGeneralizedCrossEntropy", "Dice", "Tversky")
+
+
 def _losses() -> list[Item]:
     found = []
     for name, cls in classes_of("losses").items():
+        if name in _OF_EXAMPLES:
 
-        def build(context: Context, name: str = name, cls: Any = cls) -> Case:
-            if name == "CTC":
-                return _ctc(context)
-            loss = cls(reduction=context.reduction)
-            if name == "Circle":
-                model = keras.Sequential([*_network(context, None), layers.UnitNormalization()])
-                return _case(context, model, _inputs(context), _labels(context, "index"), loss=loss)
-            labels, activation = _LOSS_DATA.get(name, ("number", "sigmoid"))
-            model = keras.Sequential(_network(context, activation))
-            return _case(context, model, _inputs(context), _labels(context, labels), loss=loss)
+            def build(context: Context, name: str = name, cls: Any = cls) -> Case:
+                return _of_examples(plain(context), name, cls)
 
-        found.append(Item("losses", name, build))
+            found.append(Item("losses", name, build))
+            continue
+
+        def make(context: Context, cls: Any = cls) -> Any:
+            return cls(reduction=context.reduction)
+
+        branch = ("losses", _LOSS_DATA.get(name, ("number", "sigmoid")), make)
+        found.append(Item("losses", name, combined([branch]), together=branch[:2], branch=branch))
     for name in ("MeanSquaredError", "SparseCategoricalCrossentropy"):
         found.append(Item("losses", f"{name} in a layer, by add_loss", _endpoint(name)))
-    found.append(Item("losses", "MeanSquaredError of masked sequences", _masked))
     return found
 
 
-def _ctc(context: Context) -> Case:
-    model = keras.Sequential([*_network(context, None), layers.Dense(24), layers.Reshape([8, 3])])
-    labels = context.random().integers(1, 3, (context.examples, 3)).astype("int32")
-    loss = keras.losses.CTC(reduction=context.reduction)
-    return _case(context, model, _inputs(context), labels, loss=loss)
+def _of_losses(context: Context, makes: list[Callable[..., Any]], data: tuple[str, str]) -> Case:
+    """One loss, or a model with an output for each of several."""
+    labels, activation = data
+    y = labels_of(context, labels)
+    if len(makes) == 1:
+        model = keras.Sequential(network(context, activation))
+        return case_of(context, model, inputs_of(context), y, loss=makes[0](context))
+    first, *hidden = hidden_layers(context)
+    shared = first
+    for layer in hidden:
+        shared = layer(shared)
+    names = [f"out{i}" for i in range(len(makes))]
+    outputs = {n: layers.Dense(CLASSES, activation=activation, name=n)(shared) for n in names}
+    losses = {n: make(context) for n, make in zip(names, makes, strict=True)}
+    model = keras.Model(first, outputs)
+    return case_of(context, model, inputs_of(context), dict.fromkeys(names, y), loss=losses)
+
+
+def _of_examples(context: Context, name: str, cls: Any) -> Case:
+    loss, x = cls(reduction=context.reduction), inputs_of(context)
+    if name == "CTC":
+        model = keras.Sequential(
+            [*network(context, None), layers.Dense(24), layers.Reshape([8, 3])]
+        )
+        labels = context.random().integers(1, 3, (context.examples, 3)).astype("int32")
+        return case_of(context, model, x, labels, loss=loss)
+    if name == "Circle":
+        model = keras.Sequential([*network(context, None), layers.UnitNormalization()])
+        return case_of(context, model, x, labels_of(context, "index"), loss=loss)
+    labels, activation = _LOSS_DATA.get(name, ("number", "sigmoid"))
+    model = keras.Sequential(network(context, activation))
+    return case_of(context, model, x, labels_of(context, labels), loss=loss)
 
 
 class Endpoint(layers.Layer):
@@ -192,39 +184,27 @@ class Endpoint(layers.Layer):
 
 def _endpoint(name: str) -> Callable[[Context], Case]:
     def build(context: Context) -> Case:
+        context = plain(context)
         labels, activation = _LOSS_DATA.get(name, ("number", "sigmoid"))
-        y = _labels(context, labels)
+        y = labels_of(context, labels)
         inputs = {"x": keras.Input([FEATURES]), "y": keras.Input(y.shape[1:], dtype=y.dtype.name)}
         outputs = inputs["x"]
-        for layer in _network(context, activation)[1:]:
+        for layer in network(context, activation)[1:]:
             outputs = layer(outputs)
         loss = getattr(keras.losses, name)(reduction=context.reduction)
         model = keras.Model(inputs, Endpoint(loss)(inputs["y"], outputs))
         model.compile(keras.optimizers.SGD(0.05))
-        arrays = {"x": _inputs(context), "y": y}
-        data = tf.data.Dataset.from_tensor_slices(arrays).batch(context.batch)
-        return Case(model, data, predict=None)
+        return fed(context, model, {"x": inputs_of(context), "y": y})
 
     return build
-
-
-def _masked(context: Context) -> Case:
-    tokens = context.random().integers(1, 9, (context.examples, 6)).astype("int32")
-    tokens *= np.arange(6) < context.random().integers(1, 7, (context.examples, 1))
-    model = keras.Sequential(
-        [keras.Input([6], dtype="int32"), layers.Embedding(9, 4, mask_zero=True), layers.Dense(1)]
-    )
-    y = context.random().normal(size=(context.examples, 6, 1)).astype("float32")
-    case = _case(context, model, tokens, y)
-    if context.weighted:  # Keras takes weights of masked sequences for each entry, not example
-        data = tf.data.Dataset.from_tensor_slices((tokens, y)).batch(context.batch)
-        return dataclasses.replace(case, x=data)
-    return case
 
 
 # ---------------------------------------------------------------- metrics
 
 _BINARY = ("AUC", "Precision", "Recall", "False", "True", "PrecisionAt", "RecallAt", "Sensitivity")
+# Of [n, classes] only; others count the steps of sequences, too.
+_METRICS_OF_EXAMPLES = ("F1Score", "FBetaScore", "R2Score", "OneHotIoU", "OneHotMeanIoU")
+
 _METRIC_ARGUMENTS: dict[str, dict[str, Any]] = {
     "BinaryIoU": {"target_class_ids": [0, 1]},
     "FBetaScore": {"average": "macro"},
@@ -247,7 +227,7 @@ class TracksValues(keras.Model):
 
     def __init__(self, context: Context, metric: Any, values: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.net = keras.Sequential(_network(context, "tanh"))
+        self.net = keras.Sequential(network(context, "tanh"))
         self.metric, self.values = metric, values
 
     def call(self, x: Any) -> Any:
@@ -291,26 +271,32 @@ def _metrics() -> list[Item]:
         def make(name: str = name, cls: Any = cls) -> Any:
             return cls(**_METRIC_ARGUMENTS.get(name, {}))
 
-        branch = ("metrics", _metric_labels(name), make)
+        labels, activation = _metric_labels(name)
+        of_entries = labels != "threshold" and name not in _METRICS_OF_EXAMPLES
+        branch = ("metrics", (labels, activation, of_entries), make)
         found.append(Item("metrics", name, combined([branch]), together=branch[:2], branch=branch))
     return found
 
 
-def _of_metrics(context: Context, makes: list[Callable[[], Any]], data: tuple[str, str]) -> Case:
-    labels, activation = data
+def _of_metrics(
+    context: Context, makes: list[Callable[[], Any]], data: tuple[str, str, bool]
+) -> Case:
+    labels, activation, of_entries = data
+    if not of_entries:
+        context = dataclasses.replace(context, masked=False)
     if labels == "threshold":  # metrics of class numbers, as of a step function
-        model = keras.Sequential([*_network(context, "sigmoid"), layers.Lambda(_rounded)])
-        y = np.round(_labels(context, "number"))
+        model = keras.Sequential([*network(context, "sigmoid"), layers.Lambda(_rounded)])
+        y = np.round(labels_of(context, "number"))
     else:
-        model = keras.Sequential(_network(context, activation))
-        y = _labels(context, labels)
+        model = keras.Sequential(network(context, activation))
+        y = labels_of(context, labels)
     loss: Any = keras.losses.MeanSquaredError()
     if labels == "index":
         loss = keras.losses.SparseCategoricalCrossentropy()
     # Keras weighs the entries of these, and not the examples.
     weighted = context.weighted and labels != "threshold"
     options = {"weighted_metrics" if weighted else "metrics": [make() for make in makes]}
-    return _case(context, model, _inputs(context), y, loss=loss, **options)
+    return case_of(context, model, inputs_of(context), y, loss=loss, **options)
 
 
 def _rounded(t: Any) -> Any:
@@ -318,8 +304,9 @@ def _rounded(t: Any) -> Any:
 
 
 def _tracked(context: Context, metric: Any, values: Callable[[Any], Any]) -> Case:
+    context = plain(context)
     model = TracksValues(context, metric, values)
-    return _case(context, model, _inputs(context), _labels(context, "number"))
+    return case_of(context, model, inputs_of(context), labels_of(context, "number"))
 
 
 # ---------------------------------------------------------------- optimizers
@@ -360,15 +347,18 @@ def _optimizers() -> list[Item]:
             def build(
                 context: Context, name: str = name, cls: Any = cls, options: Any = options
             ) -> Case:
-                model = keras.Sequential(_network(context, "tanh"))
+                # Keras counts one step more at the end of data of unknown length.
+                known = "dataset" if context.feed == "unknown length" else context.feed
+                context = plain(context, feed=known)
+                model = keras.Sequential(network(context, "tanh"))
                 optimizer = _optimizer(name, cls, **options)
-                y = _labels(context, "number")
-                case = _case(context, model, _inputs(context), y, optimizer=optimizer)
+                y = labels_of(context, "number")
+                case = case_of(context, model, inputs_of(context), y, optimizer=optimizer)
                 if name == "ScheduleFreeAdamW":
                     # Keras's fit builds it in a symbolic scope, where its momentum's first value,
                     # the weights, is lost: it would train from weights of zero.
                     optimizer.build(model.trainable_variables)
-                return _only_trained(case)
+                return only_trained(case)
 
             found.append(Item("optimizers", f"{name} {variant}".strip(), build, tol=2e-3))
     return found
@@ -410,6 +400,7 @@ def _layers() -> list[Item]:
 def _around_layers(
     context: Context, makes: list[Callable[[], Any]], shape: tuple[int, ...], dtype: str
 ) -> Case:
+    context = plain(context)
     inputs = before = keras.Input(shape, dtype=dtype)
     random, full = context.random(), (context.examples, *shape)
     if dtype == "float32":
@@ -426,5 +417,5 @@ def _around_layers(
         outputs.append(layers.Dense(CLASSES)(layers.Flatten()(keras.ops.cast(after, "float32"))))
     model = keras.Model(inputs, sum(outputs))
     # Slowly: rounding must not be multiplied by what diverges.
-    y, slow = _labels(context, "number"), keras.optimizers.SGD(0.002)
-    return _only_trained(_case(context, model, x, y, optimizer=slow))
+    y, slow = labels_of(context, "number"), keras.optimizers.SGD(0.002)
+    return only_trained(case_of(context, model, x, y, optimizer=slow))

@@ -67,6 +67,9 @@ def attempt(item: Item, context: Context, strategy: tf.distribute.Strategy) -> O
             return outcome("refused", why=_first(e))
         except Exception as e:
             return outcome("error", why=f"{type(e).__name__}: {_first(e)}")
+    if context.feed == "unknown length":
+        # Keras counts one step more at the end of such data.
+        expected = {k: v for k, v in expected.items() if k != "optimizer/0/0"}
     differences = {k: difference(got[k], v) if k in got else np.inf for k, v in expected.items()}
     worst = max(differences, key=lambda k: differences[k])
     greatest = float(differences[worst])
