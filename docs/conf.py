@@ -40,6 +40,7 @@ navigation = {
         "docs/trackers",
         "docs/stands-still",
         "docs/clusters",
+        "docs/engines",
         "docs/schedulers",
         "docs/backups",
         "docs/parameter-servers",
@@ -64,6 +65,7 @@ navigation = {
     "Reference": [
         "docs/reference/training",
         "docs/reference/cluster",
+        "docs/reference/engines",
         "docs/reference/data",
         "docs/reference/callbacks",
         "docs/reference/export",

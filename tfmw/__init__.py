@@ -16,12 +16,12 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfmw import callbacks, data, strategies
+    from tfmw import callbacks, data, engines, strategies
     from tfmw.cluster import Cluster
+    from tfmw.engines.submit import attach, jobs, launch, submit
     from tfmw.errors import ClusterError, TaskFailed, TfmwError, UsageError
     from tfmw.export import export
     from tfmw.fit import evaluate, fit, predict
-    from tfmw.launcher.run import launch
     from tfmw.runtime.progress import report_progress
     from tfmw.strategies import init
 
@@ -34,16 +34,20 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "TaskFailed": ("tfmw.errors", "TaskFailed"),
     "TfmwError": ("tfmw.errors", "TfmwError"),
     "UsageError": ("tfmw.errors", "UsageError"),
+    "attach": ("tfmw.engines.submit", "attach"),
     "callbacks": ("tfmw.callbacks", None),
     "data": ("tfmw.data", None),
+    "engines": ("tfmw.engines", None),
     "evaluate": ("tfmw.fit", "evaluate"),
     "export": ("tfmw.export", "export"),
     "fit": ("tfmw.fit", "fit"),
     "init": ("tfmw.strategies", "init"),
-    "launch": ("tfmw.launcher.run", "launch"),
+    "jobs": ("tfmw.engines.submit", "jobs"),
+    "launch": ("tfmw.engines.submit", "launch"),
     "predict": ("tfmw.fit", "predict"),
     "report_progress": ("tfmw.runtime.progress", "report_progress"),
     "strategies": ("tfmw.strategies", None),
+    "submit": ("tfmw.engines.submit", "submit"),
 }
 
 __all__ = [
@@ -52,16 +56,20 @@ __all__ = [
     "TaskFailed",
     "TfmwError",
     "UsageError",
+    "attach",
     "callbacks",
     "data",
+    "engines",
     "evaluate",
     "export",
     "fit",
     "init",
+    "jobs",
     "launch",
     "predict",
     "report_progress",
     "strategies",
+    "submit",
 ]
 
 

@@ -10,6 +10,8 @@
     tfmw bench --workers 2 train.py:make          # measures the parts of a step's time
     tfmw status                                   # what this user's runs are doing
     tfmw stacks                                   # the Python stacks of a run's tasks
+    tfmw submit --on slurm --workers 8 train.py   # a job on Slurm, Ray, Spark or this machine
+    tfmw jobs, tfmw logs ID, tfmw cancel ID       # what became of it
     tfmw token                                    # a secret for the supervisors of several hosts
 
 Options accept hyphens and underscores. Exit status: 0 all done, 1 a task or a check failed, 2 wrong
@@ -31,7 +33,7 @@ from typing import TYPE_CHECKING, NoReturn
 from tfmw import __version__
 from tfmw.cluster import Cluster
 from tfmw.errors import UsageError
-from tfmw.tools import status
+from tfmw.tools import jobs, status
 
 if TYPE_CHECKING:
     from tfmw.launcher.run import RunOptions
@@ -68,13 +70,16 @@ def _main(argv: list[str]) -> int:
     _check_parser(commands)
     _bench_parser(commands)
     status.add_parsers(commands)
+    jobs.add_parsers(commands)
     program: list[str] = []
-    if argv[:1] == ["run"]:
-        own, program = _split(argv[1:], run)
-        argv = ["run", *own]
+    if argv[:1] in (["run"], ["submit"]):
+        own, program = _split(argv[1:], run if argv[0] == "run" else commands.choices["submit"])
+        argv = [argv[0], *own]
     elif argv[:1] == ["check"]:
         argv = list(map(_with_hyphens, argv))
     options = parser.parse_args(argv)
+    if options.command in jobs.COMMANDS:
+        return jobs.main(options, program)
     if options.command == "env":
         from tfmw.tools import env
 

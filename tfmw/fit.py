@@ -54,7 +54,8 @@ def fit(
     validation_batch_size: int | None = None,
     validation_freq: Any = 1,
     strategy: Any = "auto",
-    workers: int | None = None,
+    workers: int | tuple[int, int] | None = None,
+    on: Any = "local",
     backup_dir: str | os.PathLike[str] | None = None,
     backup_every: Any = "epoch",
     export_dir: str | os.PathLike[str] | None = None,
@@ -75,10 +76,13 @@ def fit(
             and returns the pipeline of that worker, batched by the batch size of one replica.
         strategy: "auto" (the cluster that `tfmw.init` joined; else the GPUs of this machine; else
             one process), a name from `tfmw.strategies`, or a `tf.distribute.Strategy`.
-        workers: number of new processes of this machine on which to train; the result is copied
-            back. For notebooks, where TensorFlow has already run. An argument that cannot be sent
-            to other processes (a dataset that holds Python functions, for example) raises before
-            any process starts.
+        workers: number of new processes on which to train; the result is copied back. For
+            notebooks, where TensorFlow has already run. An argument that cannot be sent to other
+            processes (a dataset that holds Python functions, for example) raises before any
+            process starts. On an engine also (least, most): as many as there is room for.
+        on: where these processes run: "local", "ray", "slurm", "spark", or an engine with its
+            settings, such as `tfmw.engines.Ray(resources={"CPU": 4})`. When a task dies, all start
+            again from the newest backup, up to the engine's `max_restarts`.
         backup_dir: directory in which the state of the run is saved, and from which an interrupted
             run resumes: the short form of `tfmw.callbacks.BackupAndRestore(backup_dir)`.
         backup_every: a number of steps, "epoch", "3 epochs", or a time such as "10 s".
@@ -110,6 +114,10 @@ def fit(
     arguments = FitArguments(**locals()).limited()
     if workers is not None:
         return _fit_on_new_workers(arguments)
+    if on != "local":
+        raise UsageError(
+            f"received on={on!r} without a number of processes: add workers=, such as workers=2."
+        )
     if export_dir is not None:
         check_path(export_dir)
     arguments.set_seed()
@@ -271,7 +279,7 @@ def _fit_on_new_workers(arguments: FitArguments) -> keras.callbacks.History:
             f"workers={workers} trains with multi-worker mirroring, received "
             f"strategy={strategy!r}: leave one of the two out."
         )
-    apart = ("model", "workers", "x", "validation_data")  # sent separately, in another form
+    apart = ("model", "workers", "on", "x", "validation_data")  # sent separately, in another form
     settings = {
         field.name: getattr(arguments, field.name)
         for field in dataclasses.fields(arguments)
@@ -279,7 +287,13 @@ def _fit_on_new_workers(arguments: FitArguments) -> keras.callbacks.History:
     }
     assert workers is not None
     return local.fit_on_workers(
-        fit, arguments.model, workers, arguments.x, arguments.validation_data, settings
+        fit,
+        arguments.model,
+        workers,
+        arguments.x,
+        arguments.validation_data,
+        settings,
+        arguments.on,
     )
 
 

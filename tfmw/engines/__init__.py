@@ -1,6 +1,42 @@
-"""Where a call's workers run: sends a model and its data to new processes, and results back.
+"""Where a call's workers run: this machine, Ray, Slurm, Spark.
 
-Read `local.py` first: `tfmw.fit(..., workers=2)`. `serialization.py` packs models.
+Read `local.py` first: `tfmw.fit(..., workers=2)`, on this machine and, with `on=`, on an engine.
+`serialization.py` packs models.
 
-May import: `tfmw.checkpoint`, `tfmw.data`, `tfmw.launcher`, and what is below them.
+Read `engine.py` next: what an engine is. `ray.py`, `slurm.py`, `spark.py` and `local_jobs.py` are
+engines; `folder.py` is what those with a shared folder have in common. What all of them share:
+`submit.py`, the entry points, and `job.py`, what they return; `controller.py`, which restarts, and
+`members.py`, one attempt; `agent.py`, the process of each task; `link.py`, its connection.
+
+May import: `tfmw.checkpoint`, `tfmw.data`, `tfmw.launcher`, and what is below them. Only `local`,
+`serialization` and `process_settings` import TensorFlow; no engine's library is imported before an
+engine is used.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfmw.engines.engine import Engine
+    from tfmw.engines.job import Job
+    from tfmw.engines.local_jobs import Local
+    from tfmw.engines.ray import Ray
+    from tfmw.engines.slurm import Slurm
+
+_NAMES = {
+    "Engine": "tfmw.engines.engine",
+    "Job": "tfmw.engines.job",
+    "Local": "tfmw.engines.local_jobs",
+    "Ray": "tfmw.engines.ray",
+    "Slurm": "tfmw.engines.slurm",
+}
+
+__all__ = ["Engine", "Job", "Local", "Ray", "Slurm"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module 'tfmw.engines' has no attribute {name!r}")
+    return getattr(importlib.import_module(_NAMES[name]), name)

@@ -1,12 +1,12 @@
-"""`tfmw.fit(model, data, workers=2)`: trains a model of this process on a new local cluster.
+"""`tfmw.fit(model, data, workers=2)`: trains a model of this process on a new cluster.
 
 A process that has run TensorFlow ops cannot join a cluster, and a notebook's kernel has usually run
 some. So the model and the data are sent to new processes and trained there. Weights, optimizer
 state and History are copied back into the caller's objects.
 
 The model is sent with the classes and functions that a notebook defines (`serialization`), a
-`tf.data.Dataset` as its graph, arrays and callables as they are. Nothing is written to disk, and
-only children of this process receive it.
+`tf.data.Dataset` as its graph, arrays and callables as they are. On this machine nothing is written
+to disk, and only children of this process receive it; with `on=` an engine carries it to the tasks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import contextlib
 import dataclasses
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -27,12 +29,19 @@ from tfmw import data, keras_compat
 from tfmw.checkpoint import state
 from tfmw.checkpoint.store import BackupStore, Damaged
 from tfmw.cluster import membership
-from tfmw.engines import serialization
+from tfmw.engines import agent, serialization, submit
+from tfmw.engines.engine import Engine
 from tfmw.engines.process_settings import ProcessSettings
 from tfmw.errors import UsageError
+from tfmw.launcher import call
+from tfmw.launcher.output import is_watched
 from tfmw.launcher.run import launch
 
 _BACKUP_EVERY = "2 s"  # an interrupted cell loses at most 2 s of training
+_BACKUP_OF_JOB_EVERY = "10 s"  # it travels to the job's controller
+
+_KEPT_BY_JOB = "(kept by the job)"
+"""In place of a `backup_dir`: each task's own folder, whose newest backup the engine keeps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,24 +66,30 @@ class _FitCall:
     settings: Mapping[str, Any]
     process: ProcessSettings
 
+    def with_settings(self, **settings: Any) -> _FitCall:
+        """This call with other settings."""
+        return dataclasses.replace(self, settings={**self.settings, **settings})
+
 
 def fit_on_workers(
     fit: Callable[..., Any],
     model: Any,
-    workers: int,
+    workers: int | tuple[int, int],
     x: Any,
     validation_data: Any,
     settings: dict[str, Any],
+    on: str | Engine = "local",
 ) -> keras.callbacks.History:
-    """Trains on `workers` new local processes and brings the result back.
+    """Trains on new processes and brings the result back.
 
     Args:
         fit: `tfmw.fit`, which each worker calls.
         model: a compiled Keras model, or a callable that returns one.
-        workers: number of processes.
+        workers: number of processes; on an engine also (least, most).
         x: as in `tfmw.fit`.
         validation_data: as in `tfmw.fit`.
         settings: the other arguments of `tfmw.fit`.
+        on: where they run: "local", the name of an engine, or an engine.
 
     Returns:
         The History of the run; where `model` is a model, it is trained in place.
@@ -84,60 +99,101 @@ def fit_on_workers(
         KeyboardInterrupt: the workers were stopped; the model has the weights of their last
             backup.
     """
-    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+    engine = None if on == "local" else submit.engine_of(on)
+    if engine is not None and engine.name == "local":
+        engine = None
+    whole = isinstance(workers, int) and not isinstance(workers, bool) and workers >= 1
+    if engine is None and not whole:
         raise UsageError(
             f"received workers={workers!r}: expected a number of processes, such as 2."
         )
-    is_model = isinstance(model, keras.Model)
-    sent, sent_validation = _sent(x, "x"), _sent_validation(validation_data)
-    if is_model:
+    sent_x, sent_validation = _sent(x, "x"), _sent_validation(validation_data)
+    if isinstance(model, keras.Model):
         _build(model, x, settings)
-    with _with_backups(settings) as settings:
-        call = _FitCall(
-            model=model,
-            x=sent,
-            validation_data=sent_validation,
-            settings=settings,
-            process=ProcessSettings.of_this_process(),
-        )
-        try:
-            chief, *_ = launch(_train, (fit, serialization.pack(call)), workers=workers)
-        except KeyboardInterrupt:
-            if is_model:
-                _restore_newest_backup(model, settings["backup_dir"])
-            raise
+    sent = _FitCall(model, sent_x, sent_validation, settings, ProcessSettings.of_this_process())
+    if engine is None:
+        chief = _train_here(fit, sent, workers)
+    else:
+        chief = _train_on_engine(fit, sent, workers, engine)
     history = keras.callbacks.History()
     history.history, history.epoch = chief["history"], chief["epoch"]
     history.params = chief["params"]
-    if is_model:
+    if isinstance(model, keras.Model):
         state.restore(model, chief["tensors"])
         history.set_model(model)
         model.history = history
     return history
 
 
+def _train_here(fit: Callable[..., Any], sent: _FitCall, workers: Any) -> dict[str, Any]:
+    """Trains on processes of this machine; returns what the chief returned."""
+    with _with_backups(sent) as sent:
+        try:
+            chief, *_ = launch(_train, (fit, serialization.pack(sent)), workers=workers)
+        except KeyboardInterrupt:
+            _restore_newest_backup(sent.model, sent.settings["backup_dir"])
+            raise
+    return chief
+
+
 @contextlib.contextmanager
-def _with_backups(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The settings of fit, with a temporary `backup_dir` if they have none."""
-    if settings.get("backup_dir") is not None:
-        yield settings
+def _with_backups(sent: _FitCall) -> Iterator[_FitCall]:
+    """The call, with a temporary `backup_dir` if it has none."""
+    if sent.settings.get("backup_dir") is not None:
+        yield sent
         return
     with tempfile.TemporaryDirectory(prefix="tfmw-fit-") as folder:
         backup_dir = os.path.join(folder, "backups")
-        yield {**settings, "backup_dir": backup_dir, "backup_every": _BACKUP_EVERY}
+        yield sent.with_settings(backup_dir=backup_dir, backup_every=_BACKUP_EVERY)
+
+
+def _train_on_engine(
+    fit: Callable[..., Any], sent: _FitCall, workers: Any, engine: Engine
+) -> dict[str, Any]:
+    """Trains where the engine places the tasks; returns what the chief returned."""
+    paths = {
+        name: os.path.abspath(path) if "://" not in path else path
+        for name in ("backup_dir", "export_dir")
+        if sent.settings.get(name) is not None
+        for path in [os.fspath(sent.settings[name])]
+    }
+    directories = {"backup_dir": paths["backup_dir"]} if "backup_dir" in paths else {}
+    if not directories:
+        paths |= {"backup_dir": _KEPT_BY_JOB, "backup_every": _BACKUP_OF_JOB_EVERY}
+    sent = sent.with_settings(**paths)
+    payload = call.pack(_train, (fit, serialization.pack(sent)))
+    spec = submit.call_spec(workers, engine.max_restarts, {}, directories=directories)
+    live = is_watched(sys.stdout)
+    with submit.held(submit.start(engine, spec, payload, live)) as job:
+        try:
+            job.logs(follow=True)
+            chief: dict[str, Any] = job.result()[0]
+            return chief
+        except KeyboardInterrupt:
+            job.cancel()
+            with tempfile.TemporaryDirectory(prefix="tfmw-fit-") as folder:
+                if directories:
+                    folder = directories["backup_dir"]
+                elif archive := job.backup():
+                    agent.unpack(archive, Path(folder))
+                _restore_newest_backup(sent.model, folder)
+            raise
 
 
 def _train(fit: Callable[..., Any], packed: bytes) -> dict[str, Any]:
     """In a worker: trains. The chief returns the values for the caller's objects."""
-    call: _FitCall = serialization.unpack(packed)
-    call.process.apply()
-    model = call.model
+    sent: _FitCall = serialization.unpack(packed)
+    sent.process.apply()
+    settings = dict(sent.settings)
+    if settings["backup_dir"] == _KEPT_BY_JOB:
+        settings["backup_dir"] = os.environ[agent.BACKUPS]
+    model = sent.model
     model = serialization.settled(model) if isinstance(model, keras.Model) else model()
     history = fit(
         model,
-        _opened(call.x),
-        validation_data=_opened(call.validation_data),
-        **call.settings,
+        _opened(sent.x),
+        validation_data=_opened(sent.validation_data),
+        **settings,
     )
     if not membership.current_cluster().is_chief:
         return {}
@@ -221,8 +277,10 @@ def _opened(x: Any) -> Any:
     return x
 
 
-def _restore_newest_backup(model: keras.Model, backup_dir: str) -> None:
-    """Restores the newest backup of the stopped workers into the caller's model."""
+def _restore_newest_backup(model: Any, backup_dir: str) -> None:
+    """Restores the newest backup of the stopped workers into the caller's model, if it has one."""
+    if not isinstance(model, keras.Model):
+        return
     for backup in BackupStore(backup_dir).candidates():
         try:
             tensors = backup.tensors()

@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from tfmw import keras_compat
 from tfmw.errors import UsageError
+from tfmw.launcher import call
 
 # Errors of objects that cannot be pickled; OpError: a layer's lookup table, say.
 _REFUSALS = (TypeError, ValueError, AttributeError, NotImplementedError, tf.errors.OpError)
@@ -60,8 +61,12 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """The reverse of `pack`, in a child of the process that packed."""
-    return pickle.loads(packed)
+    """The reverse of `pack`, in a task that the process that packed has started.
+
+    Raises:
+        UsageError: it needs a module that is not installed here.
+    """
+    return call.loads(packed)
 
 
 def settled(model: keras.Model) -> keras.Model:

@@ -107,6 +107,7 @@ class Attempt:
         cluster: addresses of all tasks by kind, where some are on other hosts; None: they are
             these, on ports of loopback.
         settle_s: seconds to wait for the cause where the first failure only reports a lost peer.
+        env: environment variables that these tasks have instead of those of the run.
     """
 
     def __init__(
@@ -118,8 +119,10 @@ class Attempt:
         *,
         cluster: Mapping[str, Sequence[str]] | None = None,
         settle_s: float = SETTLE_S,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.number = number
+        self._own_env = env or {}
         self._cluster = cluster
         self._settle_s = settle_s
         self._context = context
@@ -201,6 +204,7 @@ class Attempt:
                 "TF_CONFIG": json.dumps({"cluster": cluster, "task": own}),
                 "TFMW_LOCAL_TASKS": str(len(self.tasks)),
                 "TFMW_LOCAL_RANK": str(rank),
+                **self._own_env,
             }
 
     # ---- watch ---------------------------------------------------------------------------------
@@ -428,10 +432,10 @@ class Attempt:
         """Duration of the attempt."""
         return min(self._diagnosis.ended_at, time.monotonic()) - self._began_at
 
-    def outcomes(self) -> dict[str, call.Outcome | None]:
-        """The result of the payload's function in each task. Call once, after `end`."""
+    def results(self) -> dict[str, bytes]:
+        """What the payload's function sent from each task, pickled. Call once, after `end`."""
         found = {}
         for name, file in self._results.items():
             with file:
-                found[name] = call.outcome(file)
+                found[name] = call.read(file)
         return found

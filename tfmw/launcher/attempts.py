@@ -112,7 +112,8 @@ def run_job(job: Job, stop: Signals) -> tuple[Result, dict[str, call.Outcome | N
         restarts=policy.restarts,
         hint=network_hint(failures) if isolated else "",
     )
-    return result, attempt.outcomes()
+    outcomes = {task: call.loaded(data) for task, data in attempt.results().items()}
+    return result, outcomes
 
 
 def make_context(

@@ -20,6 +20,9 @@ from tfmw.errors import TaskFailed, UsageError
 
 RESULT_FD = "TFMW_RESULT_FD"
 
+ELSEWHERE = "TFMW_ELSEWHERE"
+"""Variable of tasks that may run on other machines than the caller: the host's name."""
+
 Outcome = tuple[Any, BaseException | None, str]
 """The outcome in a child: (result, exception or None, its traceback as text)."""
 
@@ -65,7 +68,7 @@ class Call:
     def run(self) -> None:
         """Calls the function and sends the result; sends and raises an exception."""
         try:
-            fn, args = pickle.loads(self.blob)
+            fn, args = loads(self.blob)
             value = fn(*args)
             data = _pickler().dumps((value, None, ""))
         except BaseException as error:
@@ -80,9 +83,29 @@ class Call:
 def receive() -> Call:
     """In the child: reads the call from standard input."""
     path, blob = pickle.load(sys.stdin.buffer)
+    if ELSEWHERE in os.environ:  # packages may lie in other folders there
+        path = [*sys.path, *(p for p in path if p not in sys.path and os.path.isdir(p))]
     sys.path[:] = path
     result = open(int(os.environ.pop(RESULT_FD)), "wb")  # noqa: SIM115  (the call closes it)
     return Call(blob, result)
+
+
+def loads(data: bytes) -> Any:
+    """Unpickles what the caller has sent.
+
+    Raises:
+        UsageError: it needs a module that is not installed here.
+    """
+    try:
+        return pickle.loads(data)
+    except ModuleNotFoundError as error:
+        if ELSEWHERE not in os.environ:
+            raise
+        raise UsageError(
+            f"the function or its arguments need the module {error.name!r}, which "
+            f"{os.environ.get('TFMW_TASK', 'this task')} on {os.environ[ELSEWHERE]} does not have: "
+            "install it there, or define in the notebook or script itself what is used of it."
+        ) from error
 
 
 def _dump_error(error: BaseException) -> bytes:
@@ -96,10 +119,14 @@ def _dump_error(error: BaseException) -> bytes:
     return data
 
 
-def outcome(file: IO[bytes]) -> Outcome | None:
-    """In the launcher: the outcome in the child; None if it sent none."""
+def read(file: IO[bytes]) -> bytes:
+    """In the launcher: what the child sent, still pickled; b"" if it sent nothing."""
     file.seek(0)
-    data = file.read()
+    return file.read()
+
+
+def loaded(data: bytes) -> Outcome | None:
+    """The outcome in a child, from what it sent; None if it sent nothing."""
     if not data:
         return None
     value, error, text = pickle.load(io.BytesIO(data))

@@ -51,6 +51,7 @@ __all__ = [
     "launch_tasks",
     "record_error",
     "report_progress",
+    "return_values",
     "run_here",
 ]
 
@@ -182,10 +183,10 @@ def launch(
     )
     with Signals() as stop:
         result, outcomes = run_job(job, stop)
-    return _return_values(result, outcomes)
+    return return_values(result, outcomes)
 
 
-def _return_values(result: Result, outcomes: Mapping[str, call.Outcome | None]) -> list[Any]:
+def return_values(result: Result, outcomes: Mapping[str, call.Outcome | None]) -> list[Any]:
     """The function's result in each worker; raises the error that ended the run, if any."""
     if result.status == 128 + signal.SIGINT:
         raise KeyboardInterrupt

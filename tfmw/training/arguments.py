@@ -41,7 +41,8 @@ class FitArguments:
     validation_batch_size: int | None
     validation_freq: Any
     strategy: Any
-    workers: int | None
+    workers: int | tuple[int, int] | None
+    on: Any
     backup_dir: str | os.PathLike[str] | None
     backup_every: Any
     export_dir: str | os.PathLike[str] | None

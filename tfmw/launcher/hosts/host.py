@@ -81,7 +81,11 @@ class HostTasks:
             return None
         attempt.is_over(0.0)  # what has failed until now has failed by itself
         attempt.end(0.0)
-        return "ended", attempt.number, self._report(attempt)
+        return (
+            "ended",
+            attempt.number,
+            report_of(attempt, self._host, self._policy.restarts - self._restarts_before),
+        )
 
     def look(self, wait_s: float) -> tuple[Any, ...] | None:
         """Looks at the tasks once; returns an event, if there is one.
@@ -107,29 +111,37 @@ class HostTasks:
         self.end()
         self._ports.close()
 
-    def _report(self, attempt: Attempt) -> Report:
-        failures = tuple(
-            HostFailure(
-                host=self._host,
-                task=failure.task,
-                error=failure.error[:2000],
-                status=failure.status,
-                how=failure.how,
-                detail=tuple(line[:500] for line in failure.detail),
-                log=str(failure.log),
-                seconds=failure.seconds,
-                usage=failure.usage,
-                step=failure.step,
-                external=failure.external,
-                secondary=failure.secondary,
-            )
-            for failure in attempt.failures()
+
+def report_of(attempt: Attempt, host: int, restarts: int = 0) -> Report:
+    """How an attempt ended on one host; call it after `Attempt.end`.
+
+    Args:
+        attempt: of the tasks of this host.
+        host: its index.
+        restarts: of single tasks, in this attempt.
+    """
+    failures = tuple(
+        HostFailure(
+            host=host,
+            task=failure.task,
+            error=failure.error[:2000],
+            status=failure.status,
+            how=failure.how,
+            detail=tuple(line[:500] for line in failure.detail),
+            log=str(failure.log),
+            seconds=failure.seconds,
+            usage=failure.usage,
+            step=failure.step,
+            external=failure.external,
+            secondary=failure.secondary,
         )
-        return Report(
-            done=attempt.done(),
-            step=attempt.step(),
-            seconds=attempt.seconds(),
-            preempted=attempt.preempted(),
-            failures=failures,
-            restarts=self._policy.restarts - self._restarts_before,
-        )
+        for failure in attempt.failures()
+    )
+    return Report(
+        done=attempt.done(),
+        step=attempt.step(),
+        seconds=attempt.seconds(),
+        preempted=attempt.preempted(),
+        failures=failures,
+        restarts=restarts,
+    )

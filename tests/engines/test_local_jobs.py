@@ -1,0 +1,100 @@
+"""Jobs of this machine: the contract of all engines, and the commands of the shell."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tfmw
+from tests.engines.contract import PLAIN, TIMEOUT_S, Contract, runs_forever, wait_for
+from tests.helpers.cluster import MARK, PYTHONPATH, marked, wait_gone
+from tfmw.engines import Engine, Local
+from tfmw.errors import TaskFailed, UsageError
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return Local(directory=tmp_path_factory.mktemp("jobs"))
+
+
+class TestLocal(Contract):
+    def test_killed_controller_takes_its_tasks_with_it(self, engine: Local, tmp_path: Path) -> None:
+        mark = os.urandom(8).hex()
+        job = self.submit(engine, runs_forever, str(tmp_path), env={MARK: mark})
+        wait_for(lambda: len(list(tmp_path.glob("up_*"))) == 2)
+        tasks = list(marked(mark))
+        controller = int((engine.folder(job.id.partition(":")[2]) / "pid").read_text())
+        os.kill(controller, signal.SIGKILL)
+        assert wait_gone(tasks, timeout_s=30) == []
+        assert job.wait(TIMEOUT_S) == "lost"
+        with pytest.raises(TaskFailed, match=r"has no result: local job \w+ was lost"):
+            job.result()
+
+
+def shell(*command: str, status: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "tfmw", *command],
+        env={**os.environ, **PLAIN, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == status, done.stderr
+    return done.stdout if status != 2 else done.stderr
+
+
+def test_commands(tmp_path: Path) -> None:
+    """Submitted, listed, read and cancelled from four processes."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "print('up', *sys.argv[1:], flush=True)\n"
+        "while sys.argv[1] == '--forever': time.sleep(0.1)\n"
+    )
+    place = f"directory={tmp_path}"
+    options = ("submit", "--on=local", "--workers", "2", "--set", place)
+    followed = shell(*options, "--follow", str(script), "--once")
+    job_id, *lines = followed.splitlines()
+    assert sorted(line.partition("] ")[2] for line in lines) == ["up --once"] * 2
+    forever = shell(*options, str(script), "--forever").strip()
+    job = tfmw.attach(forever, on=Local(directory=tmp_path))
+    try:
+        wait_for(lambda: job.logs().count("up --forever") == 2)
+        listed = [
+            line.split()[:2] for line in shell("jobs", "--on=local", "--set", place).splitlines()
+        ]
+        assert listed == [[job_id, "done"], [forever, "running"]]
+        assert shell("logs", job_id, "--set", place) == "".join(f"{line}\n" for line in lines)
+        assert shell("cancel", forever, "--set", place) == f"{forever} cancelled\n"
+    finally:
+        with contextlib.suppress(UsageError):
+            job.cancel()
+    assert "has no jobs" not in shell("jobs", "--on=local", "--set", place)
+
+
+def test_wrong_use(tmp_path: Path) -> None:
+    for command, said in [
+        (("submit", "--on=nomad", "x.py"), "received on='nomad': expected 'local', 'ray', 'slurm'"),
+        (
+            ("submit", "--on=local", "--set", "colour=red", "x.py"),
+            "expected NAME=VALUE with a setti",
+        ),
+        (("submit", "--on=local", "--workers=2,x", "x.py"), "received --workers 2,x: expected"),
+        (("submit", "--on=local"), "received no script to submit"),
+        (("logs", "4711"), "received the job '4711': expected an engine and a number"),
+        (("cancel", "local:none", "--set", f"directory={tmp_path}"), "there is no job local:none"),
+    ]:
+        assert said in shell(*command, status=2)
+    for workers in (0, (3, 2), (1, 2, 3), True, "2"):
+        with pytest.raises(UsageError, match="expected a number of processes, such as 2, or"):
+            tfmw.submit(print, workers=workers, on="local")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"received workers=\(2, 3\): this machine takes one"):
+        tfmw.launch(print, workers=(2, 3))

@@ -1,0 +1,194 @@
+"""The controller of a job: runs attempts until the restart policy ends the job, and reports.
+
+    state = Controller(spec, tasks, folder).run()          # "done", "failed", "cancelled", ...
+
+It runs where the engine puts it: in Slurm's batch script, in an actor of Ray, beside Spark's
+driver. What it writes into its folder is all that others see of the job (`job.FILES`). A file named
+`cancel` in it ends the job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import pickle
+import queue
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tfmw.engines import job as jobs
+from tfmw.engines.engine import JobSpec, Tasks
+from tfmw.engines.link import Link, LinkServer, Message
+from tfmw.engines.members import LIVE, Members
+from tfmw.errors import PREEMPTED
+from tfmw.launcher.output import Display
+from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
+from tfmw.launcher.result import Result
+from tfmw.runtime.signals import Signals
+
+CANCEL = "cancel"
+
+_POLL_S = 0.1
+_GROW_EVERY_S = 10.0
+_ENDED = dict(zip((0, 1, 2, PREEMPTED), ("done", "failed", "failed", "preempted"), strict=True))
+
+
+class Controller:
+    """Runs one job.
+
+    Args:
+        spec: what to run.
+        tasks: the engine's side.
+        folder: for the job's files.
+        stop: signals that this process has received.
+    """
+
+    def __init__(
+        self, spec: JobSpec, tasks: Tasks, folder: Path, stop: Signals | None = None
+    ) -> None:
+        self._spec = spec
+        self._tasks = tasks
+        self._folder = folder
+        self._stop = stop or Signals()
+        self._inbox: queue.SimpleQueue[tuple[Link, Message | None]] = queue.SimpleQueue()
+        self._policy = RestartPolicy(spec.options, spec.workers[1])
+        self._written: dict[str, Any] = {}
+
+    def run(self) -> str:
+        """Runs the job; returns its last state, which `status.json` then has too."""
+        state, problem, backup = "failed", "", b""
+        with open(self._folder / jobs.OUTPUT, "a", encoding="utf-8") as output:
+            self._output = output
+            try:
+                with LinkServer(self._spec.token, self._inbox.put) as server:
+                    state, problem = self._run_attempts(server.port)
+            except Exception as error:  # whoever waits for the job must learn of it
+                traceback.print_exc(file=output)
+                problem = f"its controller failed: {type(error).__name__}: {error}"
+            finally:
+                try:
+                    backup = self._tasks.kept()
+                    self._tasks.close()
+                except Exception:
+                    traceback.print_exc(file=output)
+        if backup:
+            write(self._folder / jobs.BACKUP, backup)
+        self._say(state=state, problem=problem)
+        return state
+
+    def _run_attempts(self, port: int) -> tuple[str, str]:
+        failures: list[Any] = []
+        for number in itertools.count():
+            count = self._placed()
+            if not count:
+                return "cancelled", "it was cancelled before its tasks had a place"
+            self._say(state="starting" if number == 0 else "restarting", attempt=number)
+            display = Display(self._output, LIVE if self._spec.live else None)
+            members = Members(self._spec, self._tasks, display, number, count)
+            try:
+                members.start(port)
+                self._watch(members, display)
+            finally:
+                members.end()
+            if self._cancelled():
+                return "cancelled", "it was cancelled"
+            found = dataclasses.replace(
+                members.outcome(), signals=tuple(self._stop.received), attempt=number
+            )
+            failures += found.failures if not failures else found.failures[:1]
+            decision = self._policy.decide(found)
+            if decision.message:
+                display.line(f"tfmw: {decision.message}")
+            if not decision.restart:
+                return self._finish(members, found, failures)
+            self._say(state="restarting", restarts=self._policy.restarts, step=found.step)
+            time.sleep(decision.delay_s)
+        raise AssertionError("unreachable")
+
+    def _placed(self) -> int:
+        """Waits until the engine has a place for the tasks: how many; 0 if cancelled."""
+        self._say(state="queued") if not self._written else None
+        while not self._cancelled() and not self._stop.received:
+            if count := self._tasks.available(*self._spec.workers):
+                return count
+            time.sleep(_POLL_S)
+        return 0
+
+    def _watch(self, members: Members, display: Display) -> None:
+        """Returns when the attempt is over, or the job is to end."""
+        grow_at = time.monotonic() + _GROW_EVERY_S
+        asked = False
+        while not members.look():
+            try:
+                members.handle(*self._inbox.get(timeout=_POLL_S))
+                while True:
+                    members.handle(*self._inbox.get_nowait())
+            except queue.Empty:
+                pass
+            if members.phase == "running":
+                self._say(state="running", **members.details())
+            if self._cancelled():
+                return
+            if self._stop.received and not asked:
+                asked = True
+                members.ask_to_leave()
+            if not asked and time.monotonic() > grow_at:
+                grow_at = time.monotonic() + _GROW_EVERY_S
+                if self._can_grow(members):
+                    asked = True
+                    display.line("tfmw: there is a place for more tasks: all save their state")
+                    members.ask_to_leave()
+
+    def _can_grow(self, members: Members) -> bool:
+        least, most = self._spec.workers
+        return (
+            least < most
+            and members.count < most
+            and members.step() > 0
+            and self._tasks.room(most) > members.count
+        )
+
+    def _finish(
+        self, members: Members, found: AttemptOutcome, failures: list[Any]
+    ) -> tuple[str, str]:
+        """Writes the result; returns the job's last state, and its problem."""
+        log = self._folder / jobs.OUTPUT
+        failed = tuple(dataclasses.replace(f, log=log) for f in failures) if found.failures else ()
+        status = (2 if failed[0].usage else 1) if failed else PREEMPTED if found.preempted else 0
+        result = Result(
+            status=status,
+            tasks={},
+            failures=failed,
+            directory=None,
+            attempts=members.number + 1,
+            restarts=self._policy.restarts,
+        )
+        lines = result.summary()
+        for line in lines:
+            self._output.write(f"{line}\n")
+        self._output.flush()
+        write(self._folder / jobs.RESULT, pickle.dumps((result, members.results())))
+        if status == PREEMPTED and self._tasks.requeues:
+            return "queued", ""
+        return _ENDED[status], lines[-1] if lines else ""
+
+    def _cancelled(self) -> bool:
+        return (self._folder / CANCEL).exists()
+
+    def _say(self, **known: Any) -> None:
+        """Writes the job's status, where it has changed."""
+        status = {**self._written, **known}
+        if status != self._written:
+            self._written = status
+            write(self._folder / jobs.STATUS, json.dumps(status).encode())
+
+
+def write(path: Path, data: bytes) -> None:
+    """Replaces a file as a whole: others may be reading it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)

@@ -1,0 +1,218 @@
+"""What an engine is: a system that places processes on machines, and accounts for them.
+
+    class Mine(Engine):              # settings, and what the caller's process asks for
+        def submit(self, spec, payload): ...      # a place where the job's controller runs
+        def attach(self, number): ...             # the same place, from another process
+
+    class MyTasks(Tasks):            # beside the controller: start these tasks, watch, end
+        def start(self, count, attempt, contact): ...
+        def lost(self): ...
+        def end(self): ...
+
+Everything else is shared: the controller (`controller.py`) collects the tasks, compares versions,
+restarts from the newest backup and labels their output; `agent.py` is what an engine starts, one
+for each task; `job.py` is what the user holds. `local_jobs.py` is the shortest engine.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import importlib
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any, Protocol
+
+from tfmw.errors import UsageError
+from tfmw.launcher.options import RunOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class JobSpec:
+    """What to run, for the controller; the call itself travels as the payload.
+
+    Args:
+        command: the arguments of `tfmw.launcher.task`: "call", or "script", its path and its flags.
+        workers: the least and the largest number of tasks.
+        options: restarts and time limits.
+        env: environment variables added for the tasks.
+        facts: versions that must be the same in every task, by name.
+        directories: that every task must see, by the name of the argument.
+        script: the content of the script, for machines that do not have it.
+        folder: the caller's working directory; tasks start in it where it exists.
+        live: whether the first task's output is for a terminal or a notebook.
+        columns: width of it.
+        token: proves to the controller that a task belongs to the job.
+    """
+
+    command: Sequence[str]
+    workers: tuple[int, int]
+    options: RunOptions
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    facts: Mapping[str, str] = dataclasses.field(default_factory=lambda: versions())
+    directories: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    script: bytes = b""
+    folder: str = ""
+    live: bool = False
+    columns: int = 120
+    token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(32))
+
+
+def versions() -> dict[str, str]:
+    """What must be the same for the caller and for every task."""
+    found = {"Python": ".".join(map(str, sys.version_info[:2]))}
+    for package in ("tensorflow", "keras", "tfmw"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # under another name, such as tensorflow-cpu
+            continue
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Contact:
+    """How a task reaches the controller.
+
+    Args:
+        hosts: names or addresses of the controller's machine, the likeliest first.
+        port: of the controller.
+        token: of the job.
+        attempt: number of the attempt that the task is started for.
+    """
+
+    hosts: tuple[str, ...]
+    port: int
+    token: str
+    attempt: int
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """(host, port) pairs to try."""
+        return [(host, self.port) for host in self.hosts]
+
+
+class Tasks(abc.ABC):
+    """The tasks of one job, beside its controller. No method may wait for long."""
+
+    requeues = False
+    """Whether the engine starts the controller again after tasks have saved their state."""
+
+    @abc.abstractmethod
+    def hosts(self) -> tuple[str, ...]:
+        """Names or addresses by which tasks reach this machine, the likeliest first."""
+
+    def available(self, least: int, most: int) -> int:
+        """The number of tasks that can be started now; 0 while the job is queued."""
+        return most
+
+    def room(self, most: int) -> int:
+        """The number of tasks for which there is a place, those that run included; at most `most`.
+
+        An engine that returns more than run makes a job with `workers=(2, 8)` grow.
+        """
+        return 0
+
+    @abc.abstractmethod
+    def start(self, count: int, contact: Contact) -> None:
+        """Starts tasks 0 to `count` - 1: each calls `agent.run_task` with its rank."""
+
+    @abc.abstractmethod
+    def lost(self) -> dict[int, str]:
+        """The tasks that have ended without having been asked to: {rank: why, as a clause}."""
+
+    @abc.abstractmethod
+    def end(self) -> None:
+        """Ends all tasks that were started; returns once none of them runs."""
+
+    def keep(self, backup: bytes) -> None:
+        """Keeps the newest backup of a job without a `backup_dir`."""
+        self._backup = backup
+
+    def kept(self) -> bytes:
+        """What `keep` has kept last; b"" for nothing."""
+        return getattr(self, "_backup", b"")
+
+    def close(self) -> None:  # noqa: B027  (most have nothing to give back)
+        """Gives everything back that the job has."""
+
+
+class Place(Protocol):
+    """Where a job's controller runs, and how other processes reach its files."""
+
+    def read(self, name: str, offset: int = 0) -> bytes:
+        """A file of the job from `offset` on; b"" if there is none."""
+
+    def state(self) -> str:
+        """What the engine knows where the controller has said nothing: "queued", "lost"..."""
+
+    def cancel(self) -> None:
+        """Asks the controller to end the job."""
+
+    def kill(self) -> None:
+        """Ends the job without its controller."""
+
+    def forget(self) -> None:
+        """Removes the files of a job that has ended."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine(abc.ABC):
+    """Where jobs run. The settings of each engine are its fields.
+
+    Args:
+        max_restarts: how often `tfmw.fit` starts all tasks again from the newest backup.
+    """
+
+    max_restarts: int = 3
+
+    name = ""
+    """Before the colon in a job's id: "slurm" in "slurm:4711"."""
+
+    @abc.abstractmethod
+    def submit(self, spec: JobSpec, payload: bytes) -> tuple[str, Place]:
+        """Starts a job's controller; returns the job's number and its place."""
+
+    @abc.abstractmethod
+    def attach(self, number: str) -> Place:
+        """The place of a job that another process has submitted. Raises UsageError."""
+
+    def numbers(self) -> list[str]:
+        """Numbers of the jobs that are there, the oldest first."""
+        return []
+
+    def where(self, number: str) -> str:
+        """Where the job runs, for people: "Slurm job 4711", and a dashboard's address."""
+        return f"{self.name} job {number}"
+
+
+def task_range(workers: Any) -> tuple[int, int]:
+    """(least, most) of `workers=8` and of `workers=(2, 8)`.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    pair = workers if isinstance(workers, tuple) else (workers, workers)
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in pair)
+    if len(pair) != 2 or not whole or not 1 <= pair[0] <= pair[1]:
+        raise UsageError(
+            f"received workers={workers!r}: expected a number of processes, such as 2, or the "
+            "least and the largest number, such as (2, 8)."
+        )
+    return pair
+
+
+def library(name: str) -> Any:
+    """Imports an engine's library.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(
+            f"on={name!r} needs the package {error.name or name}, which is not installed: "
+            f"pip install 'tfmw[{name}]'."
+        ) from error

@@ -1,0 +1,157 @@
+"""Jobs whose controller is a process, and whose files are in a folder: what Slurm and local share.
+
+    folder = write_job(root / "3fa9c2", spec, payload)     # where the job is submitted
+    control(folder, tasks)                                 # in the controller's process
+    FolderPlace(folder, ...).read("status.json")           # from everywhere that sees the folder
+
+The folder is readable by its owner only, as it holds the job's token, and pickles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from tfmw.engines.agent import CONTACT, PAYLOAD
+from tfmw.engines.controller import CANCEL, Controller, write
+from tfmw.engines.engine import Contact, Engine, JobSpec, Tasks
+from tfmw.engines.job import BACKUP
+from tfmw.errors import UsageError
+from tfmw.runtime.signals import Signals
+
+SPEC = "spec.pickle"
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderEngine(Engine):
+    """An engine whose jobs have a folder.
+
+    Args:
+        directory: in which each job has its folder, seen by all of its hosts; by default
+            `.tfmw` in the home directory.
+    """
+
+    directory: str | os.PathLike[str] | None = None
+
+    @property
+    def root(self) -> Path:
+        """The folder of all jobs of this engine."""
+        root = Path(self.directory) if self.directory is not None else Path.home() / ".tfmw"
+        return root.absolute() / self.name
+
+    def numbers(self) -> list[str]:
+        """Numbers of the jobs whose folders are there, the oldest first."""
+        folders = [p for p in self.root.glob("*") if (p / SPEC).exists()]
+        return [p.name for p in sorted(folders, key=lambda p: (p / SPEC).stat().st_mtime)]
+
+    def folder(self, number: str) -> Path:
+        """The folder of a job.
+
+        Raises:
+            UsageError: there is none.
+        """
+        folder = self.root / number
+        if not (folder / SPEC).exists():
+            known = ", ".join(f"{self.name}:{n}" for n in self.numbers()[-5:]) or "none"
+            raise UsageError(
+                f"there is no job {self.name}:{number} in {self.root}; the last jobs there: "
+                f"{known}. tfmw jobs lists them."
+            )
+        return folder
+
+
+def write_job(root: Path, spec: JobSpec, payload: bytes) -> Path:
+    """Makes the folder of a job; returns it.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    folder = root / secrets.token_hex(4)
+    try:
+        folder.mkdir(parents=True, mode=0o700)
+        (folder / PAYLOAD).write_bytes(payload)
+        (folder / SPEC).write_bytes(pickle.dumps(spec))
+    except OSError as error:
+        raise UsageError(
+            f"the job's folder {folder} cannot be written ({error.strerror}): name another one "
+            "by directory=, which all hosts of the job share."
+        ) from error
+    return folder
+
+
+def write_contact(folder: Path, contact: Contact) -> None:
+    """Tells tasks how to reach the controller."""
+    path = folder / CONTACT
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        json.dump(dataclasses.asdict(contact), file)
+
+
+class FolderTasks(Tasks):
+    """Tasks of a job with a folder; its newest backup outlives its controller.
+
+    Args:
+        folder: of the job.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def keep(self, backup: bytes) -> None:
+        write(self.folder / BACKUP, backup)
+
+    def kept(self) -> bytes:
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder / BACKUP).read_bytes()
+        return b""
+
+
+def control(folder: Path, make_tasks: Callable[[Path], Tasks]) -> str:
+    """Runs the controller of the job in a folder, in this process; returns its last state."""
+    spec: JobSpec = pickle.loads((folder / SPEC).read_bytes())
+    with Signals() as stop:
+        return Controller(spec, make_tasks(folder), folder, stop).run()
+
+
+class FolderPlace:
+    """The place of a job with a folder.
+
+    Args:
+        folder: of the job.
+        state: returns what the engine knows of the controller; see `Place.state`.
+        kill: ends the job without its controller.
+    """
+
+    def __init__(self, folder: Path, state: Callable[[], str], kill: Callable[[], None]) -> None:
+        self._folder = folder
+        self.state = state
+        self.kill = kill
+
+    def read(self, name: str, offset: int = 0) -> bytes:
+        """See `Place.read`."""
+        try:
+            with open(self._folder / name, "rb") as file:
+                file.seek(offset)
+                return file.read()
+        except FileNotFoundError:
+            return b""
+
+    def cancel(self) -> None:
+        """See `Place.cancel`."""
+        (self._folder / CANCEL).touch()
+
+    def forget(self) -> None:
+        """See `Place.forget`."""
+        target = self._folder.resolve()
+        if self._folder.is_symlink():
+            self._folder.unlink()
+        shutil.rmtree(target, ignore_errors=True)

@@ -1,0 +1,261 @@
+"""Functions and scripts on an engine: `tfmw.launch(on=)`, `tfmw.submit`, `tfmw.attach`.
+
+results = tfmw.launch(train, args=(10,), workers=8, on="ray")       # waits
+job = tfmw.submit(train, args=(10,), workers=8, on="slurm")         # returns at once
+job = tfmw.attach("slurm:4711")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from tfmw.engines.engine import Engine, JobSpec, task_range
+from tfmw.engines.job import Job
+from tfmw.errors import UsageError
+from tfmw.launcher import call
+from tfmw.launcher import run as local_launcher
+from tfmw.launcher.attempt import GRACE_S
+from tfmw.launcher.options import AutoOnOff, RunOptions
+from tfmw.launcher.output import is_watched
+from tfmw.launcher.spawn import terminal_size
+
+# name -> (module, class)
+_ENGINES = {
+    "local": ("tfmw.engines.local_jobs", "Local"),
+    "ray": ("tfmw.engines.ray", "Ray"),
+    "slurm": ("tfmw.engines.slurm", "Slurm"),
+    "spark": ("tfmw.engines.spark", "Spark"),
+}
+
+# Settings of TensorFlow and of what it computes with, which tasks on other machines need too.
+_TRAVEL = ("TF_", "KERAS_", "OMP_", "XLA_", "NCCL_", "TFDS_")
+
+
+def engine_of(on: str | Engine) -> Engine:
+    """The engine of an `on=` argument.
+
+    Raises:
+        UsageError: an unknown name, or its library is not installed.
+    """
+    if isinstance(on, Engine):
+        return on
+    if on not in _ENGINES:
+        raise UsageError(
+            f"received on={on!r}: expected {', '.join(map(repr, _ENGINES))}, or an engine with "
+            "its settings, such as tfmw.engines.Slurm(partition='gpu')."
+        )
+    module, name = _ENGINES[on]
+    engine: Engine = getattr(importlib.import_module(module), name)()
+    return engine
+
+
+def launch(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    workers: int | tuple[int, int] = 2,
+    *,
+    on: str | Engine = "local",
+    log_dir: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    live: bool | None = None,
+    grace_s: float = GRACE_S,
+    max_restarts: int = 0,
+    isolate: AutoOnOff = "auto",
+) -> list[Any]:
+    """Runs `fn(*args)` in each worker of a fresh cluster, on this machine or on an engine.
+
+    Args:
+        fn: a function that the workers can import. With cloudpickle installed, any function: one
+            that is defined in a notebook or a script, or a lambda.
+        args: its arguments; they are pickled.
+        workers: number of processes; each has joined the cluster when the function starts. On an
+            engine also (least, most): as many as there is room for.
+        on: where they run: "local", "ray", "slurm", "spark", or an engine with its settings, such
+            as `tfmw.engines.Ray(resources={"CPU": 4})`.
+        log_dir: the run's folder is created in it; by default in a temporary directory, which is
+            kept after a failure. Of this machine only.
+        env: environment variables added for the workers.
+        stdout: the stream for their output; by default `sys.stdout`.
+        live: whether the chief's output is printed without labels, for its progress bar; by
+            default if `stdout` is a terminal or a notebook.
+        grace_s: seconds between SIGTERM and SIGKILL for workers that are ended. Of this machine
+            only.
+        max_restarts: number of times that all workers are restarted after a failure; the function
+            resumes from its own backup.
+        isolate: whether the workers run in a private network: "auto", "on" or "off". Of this
+            machine only.
+
+    Returns:
+        The result of the function in each worker, in order.
+
+    Raises:
+        UsageError: a wrong number of workers, TF_CONFIG is set, or the function cannot be pickled.
+        TaskFailed: a worker died without an exception.
+        Exception: the exception of the function in the first worker that failed. Its cause is a
+            `TaskFailed` with the worker's traceback.
+        KeyboardInterrupt: the job was cancelled, and nothing of it is left.
+    """
+    engine = None if on == "local" else engine_of(on)
+    if engine is None or engine.name == "local":
+        if isinstance(workers, tuple):
+            raise UsageError(
+                f"received workers={workers!r}: this machine takes one number; a range goes with "
+                "on=."
+            )
+        return local_launcher.launch(
+            fn,
+            args,
+            workers,
+            log_dir=log_dir,
+            env=env,
+            stdout=stdout,
+            live=live,
+            grace_s=grace_s,
+            max_restarts=max_restarts,
+            isolate=isolate,
+        )
+    out = sys.stdout if stdout is None else stdout
+    spec = call_spec(workers, max_restarts, env or {})
+    live = is_watched(out) if live is None else live
+    with held(start(engine, spec, call.pack(fn, args), live)) as job:
+        job.logs(follow=True, out=out)
+        return job.result()
+
+
+def submit(
+    fn: Callable[..., Any] | str | os.PathLike[str],
+    args: Sequence[Any] = (),
+    workers: int | tuple[int, int] = 2,
+    *,
+    on: str | Engine = "local",
+    env: Mapping[str, str] | None = None,
+    max_restarts: int = 0,
+) -> Job:
+    """Starts `fn(*args)`, or a script, in each worker of a new cluster, and returns at once.
+
+    The job goes on when this process ends (on Spark it ends with it); `attach` finds it again.
+
+    Args:
+        fn: a function, as in `launch`, or the path of a script.
+        args: the function's arguments, or the script's flags.
+        workers: number of processes, or (least, most).
+        on: where they run, as in `launch`.
+        env: environment variables added for the workers.
+        max_restarts: number of times that all workers are restarted after a failure.
+
+    Returns:
+        The job: `Job.id`, `Job.status`, `Job.logs`, `Job.result`, `Job.cancel`.
+
+    Raises:
+        UsageError: wrong arguments, or the engine refuses the job.
+    """
+    engine = engine_of(on)
+    if callable(fn):
+        return start(engine, call_spec(workers, max_restarts, env or {}), call.pack(fn, args))
+    local_launcher.check_program([os.fspath(fn)], module=False)
+    path = Path(fn).absolute()
+    spec = call_spec(
+        workers,
+        max_restarts,
+        env or {},
+        command=("script", str(path), *map(str, args)),
+        script=path.read_bytes() if path.is_file() else b"",
+    )
+    return start(engine, spec, b"")
+
+
+def attach(job_id: str, on: Engine | None = None) -> Job:
+    """The job that another process has submitted.
+
+    Args:
+        job_id: its `Job.id`, such as "slurm:4711".
+        on: the engine, where its settings are not the usual ones.
+
+    Raises:
+        UsageError: there is no such job, or its engine is not there.
+    """
+    name, colon, number = job_id.partition(":")
+    if not colon or not number or name not in _ENGINES:
+        raise UsageError(
+            f"received the job {job_id!r}: expected an engine and a number, such as "
+            "'slurm:4711'; tfmw jobs lists them."
+        )
+    engine = engine_of(name) if on is None else on
+    return Job(name, number, engine.attach(number), engine.where(number))
+
+
+def jobs(on: str | Engine) -> list[Job]:
+    """The jobs of an engine whose results are there, the oldest first.
+
+    Args:
+        on: as in `launch`.
+
+    Raises:
+        UsageError: there is no such engine.
+    """
+    engine = engine_of(on)
+    return [Job(engine.name, n, engine.attach(n), engine.where(n)) for n in engine.numbers()]
+
+
+def call_spec(
+    workers: int | tuple[int, int],
+    max_restarts: int,
+    env: Mapping[str, str],
+    command: Sequence[str] = ("call",),
+    **fields: Any,
+) -> JobSpec:
+    """The description of a job, with the settings of this process."""
+    options = RunOptions(max_restarts=max_restarts)
+    least, most = task_range(workers)
+    options.check(most)
+    travels = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_TRAVEL) and name != "TF_CONFIG"
+    }
+    return JobSpec(
+        command=tuple(command),
+        workers=(least, most),
+        options=options,
+        env={**travels, **env},
+        folder=os.getcwd(),
+        **fields,
+    )
+
+
+def start(engine: Engine, spec: JobSpec, payload: bytes, live: bool = False) -> Job:
+    """Submits a job.
+
+    Args:
+        engine: where it runs.
+        spec: from `call_spec`.
+        payload: the pickled call; b"" for a script.
+        live: whether the first task's output is for a terminal or a notebook.
+    """
+    if os.environ.get("TF_CONFIG", "").strip():
+        raise UsageError(
+            f"TF_CONFIG is already set to {os.environ['TF_CONFIG']}; unset it or drop on=."
+        )
+    env = {**spec.env, **({"TFMW_TTY": "1"} if live else {})}
+    spec = dataclasses.replace(spec, live=live, columns=terminal_size().columns, env=env)
+    number, place = engine.submit(spec, payload)
+    return Job(engine.name, number, place, engine.where(number))
+
+
+@contextlib.contextmanager
+def held(job: Job) -> Iterator[Job]:
+    """A job for as long as a `with` lasts: it is then cancelled, and nothing of it is left."""
+    try:
+        print(f"tfmw: {job.where}", file=sys.stderr, flush=True)
+        yield job
+    finally:
+        job.cancel()
+        job.forget()
