@@ -6,7 +6,7 @@
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-hosts test-oldest test-keras survey bench lint type docs diagrams notebooks clean
+.PHONY: help demo test test-long test-fast test-hosts test-oldest test-keras survey bench lint type docs diagrams notebooks clean
 
 SHELL := bash
 VENV  := .venv
@@ -24,7 +24,7 @@ WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
-	@echo "make test-fast, make test-hosts, make test-oldest, make test-keras, make survey, make lint, make type,"
+	@echo "make test-long, make test-fast, make test-hosts, make test-oldest, make test-keras, make survey, make lint, make type,"
 	@echo "make notebooks, make diagrams, make clean"
 
 $(STAMP): pyproject.toml
@@ -51,10 +51,16 @@ MISSING := $(if $(SLURM),,not slurm)$(if $(SLURM)$(ETCD),, and )$(if $(ETCD),,no
 # Files of tests at a time: two of them keep two cores busy.
 JOBS ?= 2
 
+PYTEST = $(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
+
 test: lint type docs
 	@$(if $(SLURM),,echo "$(NO_SLURM)")
 	@$(if $(ETCD),,echo "$(NO_ETCD)")
-	@$(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile) $(if $(MISSING),-m "$(MISSING)")
+	@$(PYTEST) -m "not long$(if $(MISSING), and $(MISSING))"
+
+# More cases of what make test has examples of: they take long, and rarely break.
+test-long: $(STAMP)
+	@$(PYTEST) -m "long$(if $(MISSING), and $(MISSING))"
 
 # Hosts that come and go, at every point and by many more schedules than make test has. Best as root,
 # for network namespaces, and with etcd.
@@ -77,7 +83,7 @@ survey: $(STAMP)
 
 # Everything that takes no longer than a moment, and a few rows of the matrix.
 test-fast: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not multiprocess and not slow"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not multiprocess and not slow and not long"
 
 # Keras's own tests, run through tfmw: all of them, or as many as SAMPLE says, drawn anew for each
 # commit, or by the SEED that a run has printed.

@@ -24,39 +24,58 @@ pytestmark = pytest.mark.multiprocess
 # Every kind of data, model state and callback: a run that was interrupted in the middle of an epoch
 # beside the same run undisturbed. On two processes those in which two differ from one.
 ALONE = [
-    "shuffled", "at_the_end_of_an_epoch", "mapped_at_random", "repeated_with_steps",
-    "repeated_after_batch", "passes_longer_than_epochs", "arrays_shuffled",
-    "arrays_with_all_arguments", "class_weight_of_a_dataset", "py_dataset",
-    "py_dataset_of_threads", "python_generator", "dataset_of_a_generator", "filtered", "tfrecords",
-    "interleaved_with_shuffles_inside", "of_input_context", "layers_with_state",
-    "gradient_accumulation", "moving_averages_of_weights", "loss_scale", "several_optimizers",
-    "callbacks", "schedule_that_goes_on_from_its_last_rate", "steps_made_again",
-    "steps_made_again_in_arrays", "no_backup_yet",
+    "shuffled", "mapped_at_random", "arrays_shuffled", "py_dataset", "py_dataset_of_threads",
+    "python_generator", "tfrecords", "gradient_accumulation", "loss_scale", "steps_made_again",
+    "no_backup_yet",
+]  # fmt: skip
+ALONE_LONG = [
+    "at_the_end_of_an_epoch", "repeated_with_steps", "repeated_after_batch",
+    "passes_longer_than_epochs", "arrays_with_all_arguments", "class_weight_of_a_dataset",
+    "dataset_of_a_generator", "filtered", "interleaved_with_shuffles_inside", "of_input_context",
+    "layers_with_state", "moving_averages_of_weights", "several_optimizers", "callbacks",
+    "schedule_that_goes_on_from_its_last_rate", "steps_made_again_in_arrays",
 ]  # fmt: skip
 TOGETHER = [
-    "mapped_at_random", "repeated_with_steps", "arrays_shuffled", "py_dataset", "filtered",
-    "of_input_context", "layers_with_state", "averages_of_replicas_between_steps",
-    "several_optimizers", "callbacks",
+    "mapped_at_random", "arrays_shuffled", "py_dataset", "of_input_context", "layers_with_state",
+    "averages_of_replicas_between_steps", "callbacks",
 ]  # fmt: skip
+TOGETHER_LONG = ["repeated_with_steps", "filtered", "several_optimizers"]
+
+
+def long(names: list[str]) -> list[Any]:
+    """Parameters of tests that `make test-long` runs."""
+    return [pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
+def chosen(request: pytest.FixtureRequest, test: str, always: list[str]) -> list[str]:
+    """The scenarios that the chosen cases of a test need, and others."""
+    items: list[Any] = request.session.items
+    cases = [item for item in items if item.name.startswith(f"{test}[")]
+    return sorted({*always, *(case.callspec.params["name"] for case in cases)})
+
+
+COUNTED = ["mapped_at_random", "arrays_shuffled", "py_dataset"]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone(tmp_path_factory, request):
     """Two processes, each alone, have half of them: two cores are as busy as for two workers."""
     folder = str(tmp_path_factory.mktemp("alone"))
+    names = chosen(request, "test_one_process_resumes_bit_for_bit", COUNTED)
 
     def half(names: list[str]) -> dict[str, Any]:
         return run_cluster("resume_scenarios.py", folder, *names, workers=1, timeout_s=280)[0]
 
     with futures.ThreadPoolExecutor() as pool:
-        first, second = pool.map(half, [ALONE[::2], ALONE[1::2]])
+        first, second = pool.map(half, [names[::2], names[1::2]])
     return [first | second]
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory):
+def together(tmp_path_factory, request):
     folder = str(tmp_path_factory.mktemp("together"))
-    return run_cluster("resume_scenarios.py", folder, *TOGETHER, workers=2, timeout_s=280)
+    names = chosen(request, "test_two_processes_resume_bit_for_bit", [*COUNTED, "of_input_context"])
+    return run_cluster("resume_scenarios.py", folder, *names, workers=2, timeout_s=280)
 
 
 def assert_equal_to_the_undisturbed_run(result: dict[str, Any]) -> None:
@@ -68,12 +87,12 @@ def assert_equal_to_the_undisturbed_run(result: dict[str, Any]) -> None:
     assert resumed["epoch"] == list(range(len(resumed["epoch"])))
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", [*ALONE, *long(ALONE_LONG)])
 def test_one_process_resumes_bit_for_bit(alone, name):
     assert_equal_to_the_undisturbed_run(alone[0][name])
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", [*TOGETHER, *long(TOGETHER_LONG)])
 def test_two_processes_resume_bit_for_bit(together, name):
     for worker in together:
         assert_equal_to_the_undisturbed_run(worker[name])
@@ -81,7 +100,7 @@ def test_two_processes_resume_bit_for_bit(together, name):
     assert first["history"] == second["history"]
 
 
-@pytest.mark.parametrize("name", ["mapped_at_random", "arrays_shuffled", "py_dataset"])
+@pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("run", ["alone", "together"])
 def test_each_example_is_trained_on_once_in_each_epoch(run, name, request):
     result = request.getfixturevalue(run)[0][name]
@@ -90,8 +109,8 @@ def test_each_example_is_trained_on_once_in_each_epoch(run, name, request):
 
 def test_an_interruption_in_the_middle_of_an_epoch_is_backed_up_there(together):
     """Else the tests above would show less than they say."""
-    for name in TOGETHER:
-        assert any(begun for _, begun in together[0][name]["resumed"]["where"]), name
+    for name, result in together[0].items():
+        assert any(begun for _, begun in result["resumed"]["where"]), name
 
 
 def test_row_24_workers_with_different_amounts_of_data_neither_hang_nor_give_nan(together):
