@@ -39,6 +39,7 @@ navigation = {
         "docs/training",
         "docs/trackers",
         "docs/stands-still",
+        "docs/monitoring",
         "docs/clusters",
         "docs/engines",
         "docs/schedulers",

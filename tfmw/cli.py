@@ -218,6 +218,12 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
     run.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="keep each task's output in a folder in DIR"
     )
+    run.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="serve step, rate, loss and more for Prometheus on this port (needs tfmw[metrics])",
+    )
     _add_hosts(run)
     _add_supervised_hosts(run)
     _add_run_options(run)
@@ -405,6 +411,7 @@ def _run_on_hosts(options: argparse.Namespace, run_options: RunOptions, program:
 
 
 def _run(options: argparse.Namespace, program: list[str]) -> int:
+    from tfmw.launcher import metrics_server
     from tfmw.launcher.run import RunOptions, launch_tasks, run_here
 
     run_options = RunOptions(
@@ -417,6 +424,8 @@ def _run(options: argparse.Namespace, program: list[str]) -> int:
         standby=options.standby,
         isolate=options.isolate,
     )
+    if options.metrics_port is not None:
+        metrics_server.serve(options.metrics_port, from_file=options.workers is not None)
     if options.hosts is not None and options.workers is not None:
         raise UsageError(
             "--hosts starts one task on each host, with all of its GPUs, and --workers several "

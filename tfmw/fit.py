@@ -205,6 +205,7 @@ def _loop(
         ordinary_model=(
             training.ordinary_model if isinstance(training, MirroredTraining) else None
         ),
+        times=lambda: training.times,
     )
     validate: Any = None
     if arguments.validation_source is not None:

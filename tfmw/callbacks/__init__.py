@@ -1,11 +1,12 @@
 """Callbacks on many workers: which tasks run them, which write, and the progress display.
 
 Read `roles.py` first. `ordinary_model.py` is what callbacks see of the model, `progress.py` the
-progress bar, and lines for log files.
+progress bar, and lines for log files; `log.py` a user's own log, `boards.py` TensorBoard's files.
 
 May import: `tfmw.keras_compat`, `tfmw.runtime`, `tfmw.errors`.
 """
 
+from tfmw.callbacks.log import Log, Training
 from tfmw.callbacks.ordinary_model import OnOrdinaryModel
 from tfmw.callbacks.roles import (
     BackupAndRestore,
@@ -22,7 +23,9 @@ __all__ = [
     "BackupAndRestore",
     "BetweenCalls",
     "ChiefOnly",
+    "Log",
     "OnOrdinaryModel",
+    "Training",
     "for_task",
     "may_read_optimizer",
     "wants_every_batch",

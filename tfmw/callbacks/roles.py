@@ -22,6 +22,7 @@ import keras
 import tensorflow as tf
 
 from tfmw import keras_compat
+from tfmw.callbacks.log import Log
 from tfmw.errors import UsageError
 from tfmw.trackers import logs_to_tracker
 
@@ -222,6 +223,8 @@ def wants_every_batch(callback: Any, kind: str = "train") -> bool:
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         if type(callback) is keras.callbacks.ModelCheckpoint:
             return callback.save_freq != "epoch"
+    if type(callback) is Log:
+        return callback.every != "epoch"
     if type(callback) is keras.callbacks.TensorBoard:
         return callback.update_freq != "epoch" or keras_compat.profiles_batches(callback)
     return any(_overrides(callback, hook) for hook in _BATCH_HOOKS[kind])

@@ -60,6 +60,7 @@ class Backups:
 
     Attributes:
         record: the JSON of the newest complete backup, on all tasks; None if there is none.
+        saved_at: seconds since the epoch of the last backup of this call; None before the first.
     """
 
     on = False
@@ -67,6 +68,7 @@ class Backups:
 
     def __init__(self, group: Group):
         self.record: dict[str, Any] | None = None
+        self.saved_at: float | None = None
         self._group = group
 
     @classmethod
@@ -404,6 +406,7 @@ class DirectoryBackups(Backups):
                     return
         trackers.flush()  # what a resumed run will not log again
         self._store.write(step, tensors, record)
+        self.saved_at = time.time()
         self._spoiled = self._lost = None
 
     def _not_written(self, error: Exception) -> None:

@@ -14,6 +14,7 @@ the installed versions lack. A test calls it, so an incompatible release fails t
 * `guards`: `model.fit` refused, and one writer, in a process that has joined a cluster.
 * `wrapped_fit`: what other libraries have wrapped around `model.fit`.
 * `datasets`: the inputs, functions and seeds of `tf.data` pipelines.
+* `pipelines`: the time of the stages of a pipeline that runs.
 * `serialization`: the state of a model, for another process.
 * `runtime`: TensorFlow's runtime and its coordination service.
 * `parameter_servers`: remote rows, iterators on workers, an optimizer's slots.
@@ -29,6 +30,7 @@ from tfmw.keras_compat import (
     optimizer_part,
     optimizers,
     parameter_servers,
+    pipelines,
     runtime,
     wrapped_fit,
 )
@@ -133,6 +135,7 @@ from tfmw.keras_compat.parameter_servers import (
     worker_constants,
     worker_iterators,
 )
+from tfmw.keras_compat.pipelines import slowest_stage
 from tfmw.keras_compat.runtime import (
     computes_with_onednn,
     configure_coordination,
@@ -251,6 +254,7 @@ __all__ = [
     "shuffle_seeds",
     "shuffles_in",
     "sliced_tensors",
+    "slowest_stage",
     "source_of_seeds",
     "stable_variable_keys",
     "state_variables_of",
@@ -277,6 +281,7 @@ def missing_names() -> list[str]:
         datasets,
         runtime,
         parameter_servers,
+        pipelines,
         wrapped_fit,
     )
     return [

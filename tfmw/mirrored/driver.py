@@ -44,6 +44,7 @@ from tfmw.mirrored.sharded_update import SharedUpdate, shared_updates
 from tfmw.mirrored.step_loops import eager_loop, traced_loop
 from tfmw.mirrored.tensors import batch_rows, or_one_example, or_zeros
 from tfmw.runtime.progress import report_alive
+from tfmw.runtime.step_times import StepTimes
 
 
 class SyncDriver:
@@ -58,6 +59,7 @@ class SyncDriver:
 
     Attributes:
         examples: of the steps so far, over all replicas.
+        times: where the time of this worker's training steps went.
         updates: how each of the model's optimizers updates the weights.
         traces_valid: called, once `reset` was called, before an earlier trace is used again.
     """
@@ -72,6 +74,7 @@ class SyncDriver:
         self.model = model
         self.strategy = strategy
         self.examples = 0
+        self.times = StepTimes()
         self.traces_valid: Callable[[], bool] = lambda: True
         self._reduction = Reduction(strategy, compression)
         self.updates = [
@@ -117,6 +120,7 @@ class SyncDriver:
     def reset(self) -> None:
         """Resets the counts of earlier calls; keeps their traces."""
         self.examples = 0
+        self.times = StepTimes()
         self._metrics.signals = []
         self._to_check = True
 
@@ -194,18 +198,22 @@ class SyncDriver:
                 update.before_steps()
         with self._lost_peer_named():
             if not self._gathers:
-                return self._run(loop, iterator, max_steps)
+                return self._run(loop, iterator, max_steps, trains)
             # A batch of another shape, such as the last one, needs its own call.
             for steps_done in range(max_steps):
-                if not self._run(loop, iterator, 1):
+                if not self._run(loop, iterator, 1, trains):
                     return steps_done
             return max_steps
 
     def _shares_now(self) -> list[bool]:
         return [update.of_call is None for update in self.updates]
 
-    def _run(self, loop: Callable[..., Any], iterator: Any, max_steps: int) -> int:
-        steps_done, examples = loop(iterator, tf.constant(max_steps, tf.int64))
+    def _run(self, loop: Callable[..., Any], iterator: Any, max_steps: int, trains: bool) -> int:
+        with self.times.of_call() as call:
+            steps_done, examples, waited = loop(iterator, tf.constant(max_steps, tf.int64))
+            if trains:
+                call.steps, call.examples = int(steps_done), int(examples)
+                call.input_s = float(waited)
         self.examples += int(examples)
         report_alive()
         return int(steps_done)
@@ -213,7 +221,7 @@ class SyncDriver:
     def _step_loop(
         self, kind: str, uneven: bool, size_known: bool, iterator: Any
     ) -> Callable[..., Any]:
-        """A function (iterator, max_steps) -> (steps done, examples of them over all replicas)."""
+        """A function (iterator, max_steps) -> (steps done, examples of them, input's seconds)."""
         averages = self._state.variables() if uneven and kind == "train" else []
 
         def one_step(parts: Any, total: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import tensorflow as tf
 
 def eager_loop(
     one_step: Callable[..., Any], iterator: Any, max_steps: tf.Tensor
-) -> tuple[int, int]:
+) -> tuple[int, int, float]:
     """Runs up to `max_steps` steps; ends with the data, or at a step without examples.
 
     Args:
@@ -19,40 +20,48 @@ def eager_loop(
         max_steps: int64 [].
 
     Returns:
-        (number of steps, number of examples of them).
+        (number of steps, number of examples of them, seconds of waiting for the data).
     """
-    seen = 0
+    seen, waited = 0, 0.0
     for steps_done in range(int(max_steps)):
+        begin = time.perf_counter()
         try:
             element = next(iterator)
         except StopIteration:
-            return steps_done, seen
+            return steps_done, seen, waited
+        waited += time.perf_counter() - begin
         examples = int(one_step(*element))
         if not examples:
-            return steps_done, seen
+            return steps_done, seen, waited
         seen += examples
-    return int(max_steps), seen
+    return int(max_steps), seen, waited
 
 
 def traced_loop(
     one_step: Callable[..., Any], iterator: Any, max_steps: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """As `eager_loop`, traced into one function."""
 
-    def body(steps_done: tf.Tensor, seen: tf.Tensor, going: tf.Tensor) -> Any:
-        element = iterator.get_next_as_optional()
+    def body(steps_done: tf.Tensor, seen: tf.Tensor, going: tf.Tensor, waited: tf.Tensor) -> Any:
+        begin = tf.timestamp()
+        with tf.control_dependencies([begin]):
+            element = iterator.get_next_as_optional()
+        more = element.has_value()
+        with tf.control_dependencies([more]):
+            waited += tf.timestamp() - begin
         examples = tf.cond(
-            element.has_value(),
+            more,
             lambda: one_step(*element.get_value()),
             lambda: tf.constant(0, tf.int64),
         )
         going = examples > 0
-        return steps_done + tf.cast(going, tf.int64), seen + examples, going
+        return steps_done + tf.cast(going, tf.int64), seen + examples, going, waited
 
-    steps_done, seen, _ = tf.while_loop(
-        lambda steps_done, seen, going: tf.logical_and(going, steps_done < max_steps),
+    nothing = tf.constant(0, tf.int64)
+    steps_done, seen, _, waited = tf.while_loop(
+        lambda steps_done, seen, going, waited: tf.logical_and(going, steps_done < max_steps),
         body,
-        [tf.constant(0, tf.int64), tf.constant(0, tf.int64), tf.constant(True)],
+        [nothing, nothing, tf.constant(True), tf.constant(0.0, tf.float64)],
         parallel_iterations=1,
     )
-    return steps_done, seen
+    return steps_done, seen, waited

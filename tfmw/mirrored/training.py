@@ -11,8 +11,10 @@ from tfmw import keras_compat
 from tfmw.cluster.group import Group
 from tfmw.mirrored.cached_driver import cached_driver
 from tfmw.mirrored.driver import SyncDriver
+from tfmw.runtime.step_times import StepTimes
 from tfmw.training.arguments import FitArguments
 from tfmw.training.epoch_iterator import EpochIterator
+from tfmw.training.input_bound import InputBound
 from tfmw.training.loop import ValidationSignals
 from tfmw.training.pace import CallPace, last_batch_number
 from tfmw.training.session import Session
@@ -55,6 +57,7 @@ class MirroredTraining:
         self._every_batch = False
         self._optimizer_is_read = True
         self._pace: CallPace | None = None
+        self._input_bound = InputBound()
         self._driver: SyncDriver | None = None
         self._stack = contextlib.ExitStack()
 
@@ -102,6 +105,11 @@ class MirroredTraining:
     def examples(self) -> int:
         """Examples of all steps so far, over all replicas."""
         return self._driver.examples if self._driver is not None else 0
+
+    @property
+    def times(self) -> StepTimes | None:
+        """Where the time of this worker's steps went."""
+        return self._driver.times if self._driver is not None else None
 
     @property
     def signals(self) -> list[float]:
@@ -160,6 +168,7 @@ class MirroredTraining:
             self._data.advance(steps, call.max_steps)
             if not steps:
                 continue
+            self._input_bound.check(self.driver.times, call.iterator)
             self.driver.restore_optimizer(between_steps=True)
             if self._every_batch:
                 self.driver.average_state()

@@ -15,6 +15,7 @@ from tfmw.errors import UsageError
 from tfmw.keras_compat import placement
 from tfmw.parameter_server import worker_data
 from tfmw.parameter_server.driver import PsDriver
+from tfmw.runtime.step_times import StepTimes
 from tfmw.training.arguments import FitArguments
 from tfmw.training.session import Session
 
@@ -58,6 +59,7 @@ class ParameterServerTraining:
         self.steps_per_epoch: int = arguments.steps_per_epoch
         self.batch_size = arguments.batch_size
         self.steps_done = 0
+        self.times: StepTimes | None = None  # workers make the steps
         self.signals: list[float] = []
         self._source = arguments.source
         self._servers = servers

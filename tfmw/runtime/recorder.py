@@ -66,6 +66,20 @@ class Exchange(NamedTuple):
         return f"exchange {self.number:,} ({self.what}{of_step})"
 
 
+class Totals(NamedTuple):
+    """All exchanges of this process.
+
+    Args:
+        exchanges: their number.
+        nbytes: of this worker's values.
+        seconds: from begin to end.
+    """
+
+    exchanges: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
 class _Recorder:
     """This process's file; opened at the first exchange."""
 
@@ -74,6 +88,9 @@ class _Recorder:
         self._map: mmap.mmap | None = None
         self._number = 0
         self._at = 0  # offset of the current record
+        self._begun = 0.0
+        self._bytes = 0
+        self._seconds = 0.0  # in exchanges
         self._waited = 0.0
         self._steps = 0  # training steps that were reported
         self._since = 0  # exchanges of steps since then
@@ -83,16 +100,18 @@ class _Recorder:
         path = os.environ.get(EXCHANGES_FILE)
         if path != self._path:
             self._open(path)
+        self._number += 1
+        self._bytes += nbytes
+        self._begun = time.monotonic()
         if self._map is None:
             return
         step = self._steps + 1
         if what not in _BETWEEN_STEPS:
             step += self._since // self._of_a_step if self._of_a_step else 0
             self._since += 1
-        self._number += 1
         self._at = self._number % KEPT * _LAYOUT.size
         self._waited = 0.0
-        values = self._number, step, nbytes, time.monotonic(), 0.0, 0.0, NOBODY, what.encode()[:16]
+        values = self._number, step, nbytes, self._begun, 0.0, 0.0, NOBODY, what.encode()[:16]
         _LAYOUT.pack_into(self._map, self._at, *values)
 
     def waits_for(self, rank: int) -> None:
@@ -104,9 +123,13 @@ class _Recorder:
         self.waits_for(NOBODY)
 
     def done(self) -> None:
+        now = time.monotonic()
+        self._seconds += now - self._begun
         if self._map is not None:
-            at = self._at + _DONE_AT
-            _DONE.pack_into(self._map, at, time.monotonic(), self._waited, NOBODY)
+            _DONE.pack_into(self._map, self._at + _DONE_AT, now, self._waited, NOBODY)
+
+    def totals(self) -> Totals:
+        return Totals(self._number, self._bytes, self._seconds)
 
     def steps_done(self, steps: int) -> None:
         if steps > self._steps and self._since:
@@ -129,6 +152,8 @@ waited = _recorder.waited
 """Records the end of a wait: (seconds)."""
 done = _recorder.done
 """Records that the exchange is done."""
+totals = _recorder.totals
+"""The sums over all exchanges of this process."""
 steps_done = _recorder.steps_done
 """Records the number of training steps so far; `report_progress` calls it."""
 

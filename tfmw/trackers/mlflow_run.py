@@ -21,7 +21,7 @@ from typing import Any
 
 logger = logging.getLogger("tfmw")
 
-TAG = "tfmw.run"
+TAG = "tfmw_run"
 """Tag of the runs that a training creates: TFMW_RUN_ID, and the number of the run from 0."""
 
 

@@ -33,7 +33,9 @@ from tfmw.checkpoint.resume import Backups, PythonState
 from tfmw.cluster.group import Group
 from tfmw.keras_compat.guards import saves_by_callbacks
 from tfmw.runtime.progress import blocking_call, report_progress
+from tfmw.runtime.step_times import StepTimes
 from tfmw.training.pace import last_batch_number
+from tfmw.training.reporter import Reporter
 
 Logs = dict[str, Any]
 
@@ -56,6 +58,14 @@ class Driver(Protocol):
     @property
     def trains_in_place(self) -> bool:
         """Whether each step assigns to the model's own variables."""
+
+    @property
+    def times(self) -> StepTimes | None:
+        """Where the time of this task's steps went; None if it makes none."""
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None while unknown."""
 
     @property
     def signals(self) -> list[float]:
@@ -180,6 +190,8 @@ class TrainingLoop:
         self._validation_freq = validation_freq
         self._every_batch = False
         self._step = 0  # since the start of the run, over all epochs and resumes
+        self._first_epoch = initial_epoch
+        self._reporter = Reporter.of(driver.group.is_chief, driver.group.size)
 
     def run(self) -> None:
         """Trains from the initial epoch, or from the position of the backup, to the last epoch."""
@@ -209,6 +221,7 @@ class TrainingLoop:
             if self._end_epoch(epoch, logs):
                 break
         self._driver.finish()
+        self._reporter.end(self._step, self._epochs, logs)
         self._callbacks.on_train_end(logs=logs)
         self._driver.share_changes()
 
@@ -283,6 +296,7 @@ class TrainingLoop:
             self._step = begun_at + driver.steps_done
             logs = driver.metrics(backups.signals())
             report_progress(self._step)
+            self._report(epoch, logs)
             backups.refuse_nan(logs, epoch, driver.steps_done)
             number = last_batch_number(
                 driver.steps_done, self._model.steps_per_execution, driver.at_epoch_end
@@ -304,6 +318,13 @@ class TrainingLoop:
                     backups.leave(self._step)
         driver.end_epoch()
         return dict(logs) or driver.metrics()
+
+    def _report(self, epoch: int, logs: Logs) -> None:
+        driver = self._driver
+        steps = driver.steps_per_epoch
+        total = None if steps is None else steps * (self._epochs - self._first_epoch)
+        saved_at = self._backups.saved_at
+        self._reporter.steps(self._step, epoch, total, logs, driver.times, saved_at)
 
     def _end_epoch(self, epoch: int, logs: Logs) -> bool:
         """Ends an epoch; returns whether it was the last one."""

@@ -18,6 +18,7 @@ from tfmw.cluster.group import Group
 from tfmw.errors import UsageError
 from tfmw.keras_compat import placement
 from tfmw.runtime.recorded_errors import record_error
+from tfmw.runtime.step_times import StepTimes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Session:
         silent: bool = False,
         history: bool = False,
         ordinary_model: Callable[[bool], contextlib.AbstractContextManager[None]] | None = None,
+        times: Callable[[], StepTimes | None] = lambda: None,
     ) -> Any:
         """The callbacks that this task runs, including its progress display.
 
@@ -93,9 +95,13 @@ class Session:
             silent: whether to show no progress, for any `verbose`.
             history: whether to add a `History`.
             ordinary_model: see `OnOrdinaryModel`; None where the model is one all the time.
+            times: returns where the time of this worker's steps went.
         """
         shows = self.group.is_chief and verbose != 0 and not silent
         local = callbacks_lib.for_task(callbacks, self.group.is_chief, self.group.size)
+        for callback in local:
+            if isinstance(callback, callbacks_lib.Log):
+                callback.observe(callbacks_lib.Training(self.group.rank, self.group.size, times))
         callback_list = keras.callbacks.CallbackList(
             with_progress(local, shows, verbose, examples, overlapping),
             add_history=history,

@@ -1,0 +1,86 @@
+"""Training that waits for its input: the slowest stage is named, with the line that mends it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.runtime.step_times import StepTimes
+from tfmw.training import input_bound
+from tfmw.training.input_bound import InputBound
+
+
+def read(dataset: tf.data.Dataset, elements: int = 10) -> Any:
+    iterator = iter(dataset)
+    for _ in range(elements):
+        next(iterator)
+    return iterator
+
+
+def slow(x: tf.Tensor) -> tf.Tensor:
+    def wait(value: np.ndarray) -> np.ndarray:
+        time.sleep(0.01)
+        return value
+
+    return tf.ensure_shape(tf.numpy_function(wait, [x], tf.int64), x.shape)
+
+
+def slow_generator() -> Any:
+    for i in range(100):
+        time.sleep(0.01)
+        yield i
+
+
+NUMBERS = tf.data.Dataset.range(1000)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "stage"),
+    [
+        (NUMBERS.map(slow).shuffle(5).prefetch(2), "Map"),
+        (NUMBERS.batch(2).map(slow).prefetch(2), "Map"),
+        (NUMBERS.map(slow, num_parallel_calls=2).take(50), "ParallelMap"),
+        (tf.data.Dataset.from_generator(slow_generator, output_types=tf.int64), "Generator"),
+    ],
+)
+def test_the_slowest_stage_is_found(dataset: tf.data.Dataset, stage: str) -> None:
+    found = keras_compat.slowest_stage(read(dataset))
+    assert found is not None
+    assert found[0] == stage
+    assert 0.004 < found[1] < 1.0
+
+
+def test_without_a_model_there_is_no_stage() -> None:
+    assert keras_compat.slowest_stage(iter([1, 2])) is None
+
+
+BOUND = StepTimes(steps=100, seconds=20.0, input_s=15.0)
+
+
+def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    check, iterator = InputBound(), read(NUMBERS.map(slow))
+    for _ in range(3):
+        check.check(BOUND, iterator)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "training waits for its input 75 % of the time; its slowest stage is Map, "
+    )
+    assert record.getMessage().endswith("use dataset.map(fn, num_parallel_calls=tf.data.AUTOTUNE)")
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        StepTimes(steps=100, seconds=20.0, input_s=5.0),
+        StepTimes(steps=100, seconds=input_bound.ENOUGH_S / 2, input_s=4.9),
+        StepTimes(steps=3, seconds=20.0, input_s=15.0),
+    ],
+)
+def test_nothing_is_said(times: StepTimes, caplog: pytest.LogCaptureFixture) -> None:
+    InputBound().check(times, iter(NUMBERS))
+    assert caplog.records == []

@@ -1,0 +1,242 @@
+"""Numbers of a training, as Prometheus, a TrainJob's controller and `Log` get them."""
+
+from __future__ import annotations
+
+import datetime
+import http.server
+import json
+import math
+import re
+import ssl
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.helpers.cluster import PROGRAMS, ROOT, tfmw_command
+from tfmw.errors import UsageError
+from tfmw.launcher import metrics_server
+from tfmw.runtime.ports import reserved_ports
+from tfmw.runtime.step_times import StepTimes
+from tfmw.training.kubeflow import Kubeflow, status_of
+from tfmw.training.reporter import Report, Reporter
+
+PATIENCE_S = 120
+
+
+class Controller(http.server.BaseHTTPRequestHandler):
+    """Kubeflow's controller, as far as a pod sees it."""
+
+    got: list[tuple[str, dict[str, Any]]]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.got.append((self.headers["Authorization"], json.loads(body)))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def certificate(folder: Path) -> Path:
+    """A file with a certificate of localhost, and its key."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    file = folder / "cert.pem"
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
+    file.write_bytes(made.public_bytes(pem) + private)
+    return file
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[tuple[type[Controller], dict[str, str]]]:
+    """A controller over HTTPS, and the variables that it sets in a pod."""
+    handler = type("Handler", (Controller,), {"got": []})
+    cert, token = certificate(tmp_path), tmp_path / "token"
+    token.write_text("a token\n")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert)
+    with http.server.ThreadingHTTPServer(("localhost", 0), handler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"https://localhost:{server.server_port}/status"
+        prefix = "KUBEFLOW_TRAINER_STATUS"
+        yield (
+            handler,
+            {f"{prefix}_URL": url, f"{prefix}_CA_CERT": str(cert), f"{prefix}_TOKEN": str(token)},
+        )
+        server.shutdown()
+        thread.join()
+
+
+def parsed(text: str) -> dict[str, float]:
+    """Name{labels} -> value, by prometheus_client's parser."""
+    return {
+        sample.name + "".join(f"{{{value}}}" for value in sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def report(**changed: Any) -> Report:
+    fields: dict[str, Any] = {
+        "step": 30,
+        "epoch": 2,
+        "total_steps": 100,
+        "steps_per_s": 7.0,
+        "examples_per_s": 70.0,
+        "parts": {"input": 0.1},
+        "logs": {"loss": 0.25},
+        "restarts": 1,
+        "workers": 4,
+        "saved_at": None,
+    }
+    return Report(**{**fields, **changed})
+
+
+@pytest.mark.multiprocess
+def test_a_training_is_seen_everywhere(
+    tmp_path: Path, controller: tuple[type[Controller], dict[str, str]]
+) -> None:
+    handler, variables = controller
+    (tmp_path / "results").mkdir()
+    with reserved_ports(1) as (port,):
+        pass
+    options = ["--workers", "2", "--isolate", "off", "--metrics-port", str(port)]
+    env = {**variables, "TFMW_RESULT": str(tmp_path / "results")}
+    program = str(PROGRAMS / "reports.py")
+    with tfmw_command("run", *options, program, str(tmp_path), env=env) as run:
+        metrics: dict[str, float] = {}
+        deadline = time.monotonic() + PATIENCE_S
+        while not (
+            "tfmw_step_seconds{input}" in metrics
+            and metrics["tfmw_backup_age_seconds"] >= 0
+            and handler.got
+        ):
+            assert run.poll() is None, run.communicate()[0]
+            assert time.monotonic() < deadline, metrics
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+                    metrics = parsed(response.read().decode())
+            except OSError:  # the launcher starts
+                time.sleep(0.2)
+        (tmp_path / "seen").touch()
+        output, _ = run.communicate(timeout=PATIENCE_S)
+    assert run.returncode == 0, output
+    assert metrics["tfmw_workers"] == 2
+    assert metrics["tfmw_restarts"] == 0
+    assert metrics["tfmw_step"] > 8
+    assert metrics["tfmw_steps_per_second"] > 0
+    assert metrics["tfmw_examples_per_second"] == pytest.approx(
+        16 * metrics["tfmw_steps_per_second"], rel=1e-3
+    )
+    assert metrics["tfmw_log{loss}"] > 0
+    assert metrics["tfmw_exchanges"] > metrics["tfmw_step"]
+    assert metrics["tfmw_exchanged_bytes"] > 0
+    for part in ("input", "communication", "compute"):
+        assert metrics[f"tfmw_step_seconds{{{part}}}"] > 0
+
+    authorizations, bodies = zip(*handler.got, strict=True)
+    assert set(authorizations) == {"Bearer a token"}
+    last = bodies[-1]["trainerStatus"]
+    assert last["progressPercentage"] == 100
+    assert last["estimatedRemainingSeconds"] == 0
+    assert {metric["name"] for metric in last["metrics"]} == {"loss", "step"}
+    datetime.datetime.fromisoformat(last["lastUpdatedTime"])
+
+    results = [json.loads((tmp_path / f"results/worker_{i}.json").read_text()) for i in (0, 1)]
+    for rank, result in enumerate(results):
+        steps, logs = zip(*result["logged"], strict=True)
+        assert list(steps) == [8 * (i + 1) for i in range(len(steps))]
+        for log in logs[1:]:
+            assert (log["rank"], log["workers"]) == (rank, 2)
+            assert log["examples_per_s"] == pytest.approx(16 * log["steps_per_s"], rel=1e-6)
+            parts = log["input_s"] + log["communication_s"] + log["compute_s"]
+            assert parts >= log["step_s"] * 0.999
+            assert min(log["input_s"], log["communication_s"], log["compute_s"]) > 0
+            assert log["loss"] > 0
+
+
+def test_a_file_for_the_node_exporter(tmp_path: Path) -> None:
+    file = tmp_path / "run.prom"
+    reporter = Reporter.of(True, 2, {"TFMW_METRICS_FILE": str(file), "TFMW_ATTEMPT": "3"})
+    times = StepTimes(steps=10, examples=100, seconds=1.0)
+    reporter.steps(10, 0, 20, {"loss": 0.5, "image": [[1.0]]}, times, saved_at=None)
+    reporter.end(20, 1, {"loss": 0.25})
+    metrics = parsed(file.read_text())
+    assert (metrics["tfmw_step"], metrics["tfmw_restarts"]) == (20, 3)
+    assert metrics["tfmw_log{loss}"] == 0.25
+    assert math.isnan(metrics["tfmw_backup_age_seconds"])
+    assert "tfmw_log{image}" not in metrics
+
+
+def test_only_the_chief_reports(tmp_path: Path) -> None:
+    reporter = Reporter.of(False, 2, {"TFMW_METRICS_FILE": str(tmp_path / "run.prom")})
+    reporter.steps(10, 0, 20, {"loss": 0.5}, None, None)
+    reporter.end(20, 1, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_taken_port_is_named() -> None:
+    with http.server.HTTPServer(("", 0), Controller) as server:
+        with pytest.raises(UsageError, match="cannot be served on port"):
+            Reporter.of(True, 1, {"TFMW_METRICS_PORT": str(server.server_port)})
+        with pytest.raises(UsageError, match="give another port"):
+            metrics_server.serve(server.server_port, from_file=True, environ={})
+
+
+def test_a_progress_of_unknown_length() -> None:
+    status = status_of(report(total_steps=None, logs={"loss": math.nan}), final=False)
+    assert status.keys() == {"metrics", "lastUpdatedTime"}
+    assert status["metrics"] == [{"name": "step", "value": "30"}]
+    status = status_of(report(), final=False)
+    assert (status["progressPercentage"], status["estimatedRemainingSeconds"]) == (30, 10)
+
+
+def test_a_controller_that_is_gone_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kubeflow = Kubeflow("https://127.0.0.1:9/status", None, str(tmp_path / "none"), interval_s=0.0)
+    kubeflow.write(report(), final=False)
+    kubeflow.write(report(), final=True)
+    assert not kubeflow._thread.is_alive()
+    assert caplog.text.count("cannot be sent to Kubeflow's controller") == 1
+
+
+def test_the_dashboard_shows_what_is_reported(tmp_path: Path) -> None:
+    file = tmp_path / "run.prom"
+    Reporter.of(True, 2, {"TFMW_METRICS_FILE": str(file)}).steps(1, 0, 2, {"loss": 1}, None, None)
+    reported = {name.partition("{")[0] for name in parsed(file.read_text())} | {"tfmw_step_seconds"}
+    dashboard = json.loads((ROOT / "docs/grafana.json").read_text())
+    expressions = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
+    shown = {name for e in expressions for name in re.findall(r"tfmw_\w+", e)}
+    assert shown <= reported
+    # The page names each of them, too; epochs are on the page only.
+    page = (ROOT / "docs/monitoring.md").read_text()
+    assert reported - shown == {"tfmw_epoch"}
+    assert all(f"`{name}" in page for name in reported)

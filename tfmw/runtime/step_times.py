@@ -1,0 +1,92 @@
+"""Where a worker's time in training goes: input, communication, computing.
+
+times = StepTimes()
+with times.of_call() as call:        # around a call of the driver
+    call.steps, call.examples, call.input_s = 20, 640, 0.31
+before = times.copy()
+split = times.since(before)          # Split(steps=20, step_s=0.051, input_s=..., ...)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from tfmw.runtime import recorder
+
+
+class Split(NamedTuple):
+    """The mean time of a step of this worker, in seconds.
+
+    Args:
+        steps: number of steps.
+        examples: of these steps, over all workers.
+        step_s: of a step.
+        input_s: of it, waiting for the next batch.
+        communication_s: of it, in exchanges with other workers, waiting for them included. Part of
+            an exchange may run beside the backward pass.
+        compute_s: the rest.
+    """
+
+    steps: int
+    examples: int
+    step_s: float
+    input_s: float
+    communication_s: float
+    compute_s: float
+
+
+@dataclasses.dataclass
+class Call:
+    """One call of the driver: what it did, in training; 0 steps otherwise."""
+
+    steps: int = 0
+    examples: int = 0
+    input_s: float = 0.0
+
+
+@dataclasses.dataclass
+class StepTimes:
+    """Sums over the training steps so far, without the first call, which traces functions."""
+
+    steps: int = 0
+    examples: int = 0
+    seconds: float = 0.0
+    input_s: float = 0.0
+    communication_s: float = 0.0
+    calls: int = 0
+    clock: Callable[[], float] = time.perf_counter
+
+    @contextlib.contextmanager
+    def of_call(self) -> Iterator[Call]:
+        """Measures a call of the driver."""
+        call, begin, exchanged = Call(), self.clock(), recorder.totals().seconds
+        yield call
+        if not call.steps:
+            return
+        self.calls += 1
+        if self.calls == 1:
+            return
+        self.steps += call.steps
+        self.examples += call.examples
+        self.seconds += self.clock() - begin
+        self.input_s += call.input_s
+        self.communication_s += recorder.totals().seconds - exchanged
+
+    def copy(self) -> StepTimes:
+        """The sums at this moment."""
+        return dataclasses.replace(self)
+
+    def since(self, before: StepTimes) -> Split | None:
+        """The split of the steps after `before`; None without any."""
+        steps = self.steps - before.steps
+        if steps <= 0:
+            return None
+        total = (self.seconds - before.seconds) / steps
+        waiting = (self.input_s - before.input_s) / steps
+        exchanging = (self.communication_s - before.communication_s) / steps
+        rest = max(total - waiting - exchanging, 0.0)
+        return Split(steps, self.examples - before.examples, total, waiting, exchanging, rest)
