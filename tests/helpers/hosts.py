@@ -142,6 +142,7 @@ class Hosts:
         program: in tests/programs, or any other path.
         flags: of the program.
         env: added to the environment.
+        first: starts, and leads, before the others start; None: all start at once.
     """
 
     def __init__(
@@ -152,7 +153,9 @@ class Hosts:
         program: str = "restart_fit.py",
         flags: Sequence[str] = (),
         env: dict[str, str] | None = None,
+        first: int | None = None,
     ) -> None:
+        self._first = first
         self.folder = folder
         self.cables = Loopback(cables) if isinstance(cables, int) else cables
         count = len(self.cables.addresses)
@@ -181,8 +184,12 @@ class Hosts:
         self._readers: list[threading.Thread] = []
 
     def __enter__(self) -> Hosts:
+        if self._first is not None:
+            self.start(self._first)
+            self.wait_for_leader(other_than=-1)
         for host in range(len(self.processes)):
-            self.start(host)
+            if host != self._first:
+                self.start(host)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -325,8 +332,11 @@ class Hosts:
         process.send_signal(number)
 
     def leader(self) -> int:
-        """Which host leads, by the record beside the lock."""
-        return int(self.record()["leader"])
+        """Which host leads, by the record beside the lock; -1: none has yet."""
+        try:
+            return int(self.record()["leader"])
+        except FileNotFoundError:
+            return -1
 
     def record(self) -> dict[str, Any]:
         """What the leader has written last."""

@@ -17,6 +17,13 @@ from typing import Any
 LONGEST_S = 120.0
 
 
+def hold_at(path: Path, point: str, worker: int, after: int) -> None:
+    """Names the point where a worker is to hold next, in an attempt after that one."""
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps({"point": point, "worker": worker, "after": after}))
+    temporary.replace(path)
+
+
 class Hold:
     """Reads the file at each point.
 

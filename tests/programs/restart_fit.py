@@ -26,6 +26,7 @@ import tfmw
 from tests.programs import _result
 from tests.programs._hold import Hold
 from tfmw import storage
+from tfmw.runtime import fence
 
 EXAMPLES, BATCH, REPLICAS = 96, 8, 2
 
@@ -98,6 +99,17 @@ def before_each_replacement(at: Death | Hold) -> None:
     storage.replace = watched
 
 
+def before_each_check(hold: Hold) -> None:
+    """Before a backup that is written asks whether it may still get its name."""
+    check = fence.check
+
+    def watched() -> None:
+        hold.reached("before backup")
+        check()
+
+    fence.check = watched
+
+
 class Mortal(keras.callbacks.Callback):
     """The same callback in every attempt and on every worker, whoever dies."""
 
@@ -151,6 +163,7 @@ def main() -> None:
     holds = [Hold(options.hold_file)] if options.hold_file else []
     for hold in holds:
         before_each_replacement(hold)
+        before_each_check(hold)
         hold.reached("rendezvous")
     tfmw.init(collectives=options.collectives)
     keras.utils.set_random_seed(3)

@@ -51,7 +51,7 @@ EVALUATOR_LOCK = "EVALUATOR"
 
 FORMAT = 1
 KEPT = 2
-_PATIENCE_S = 60.0  # for the lock of an earlier attempt, on another host
+_PATIENCE_S = 15.0  # for the lock of an earlier attempt, on another host
 _NICE = 10  # niceness of the writing thread: a tenth of a training thread's processor time
 _PREFIX = "tensors"
 _RECORD = "record.json"
@@ -140,8 +140,17 @@ class BackupStore:
         # A host that was cut off ends its tasks by itself, a few seconds after the others notice.
         patience_s = _PATIENCE_S if fence.is_fenced() else 0.0
         try:
-            stack.enter_context(file_lock.file_lock(path, patience_s))
+            stack.enter_context(file_lock.file_lock(path, patience_s, fence.owner()))
         except BlockingIOError:
+            if fence.precedes(file_lock.holder_of(path)):
+                # A task whose supervisor hangs, or a machine that a file server still waits for.
+                logger.warning(
+                    "%s is locked by an earlier attempt of this run (%s), which may write nothing "
+                    "any more; continuing without the lock",
+                    path,
+                    file_lock.holder_of(path),
+                )
+                return
             raise UsageError(
                 f"backup directory {self.path!r} is in use by another run "
                 f"({file_lock.holder_of(path)}): wait for it, or give this run a directory of its "

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 from tfmw.errors import TfmwError
 from tfmw.runtime import etcd
@@ -55,17 +57,45 @@ def check() -> None:
         )
 
 
+def owner() -> str:
+    """Names this attempt and its run in the lock of what it writes; "" without a record.
+
+    Raises:
+        OSError: the record cannot be read.
+    """
+    place = os.environ.get(FENCE)
+    return f"attempt {attempt()} of run {_record(place)['run']}" if place else ""
+
+
+def precedes(text: str) -> bool:
+    """Whether what `owner` returned in another process names an earlier attempt of this run.
+
+    Raises:
+        OSError: the record cannot be read.
+    """
+    theirs, ours = (re.search(r"attempt (\d+) of run (\w+)", t) for t in (text, owner()))
+    if theirs is None or ours is None:
+        return False
+    return theirs[2] == ours[2] and int(theirs[1]) < int(ours[1])
+
+
 def recorded(place: str) -> int:
     """The number of the last attempt in a record.
 
     Raises:
         OSError: it cannot be read, or is none.
     """
+    return int(_record(place)["attempt"])
+
+
+def _record(place: str) -> dict[str, Any]:
     if place.startswith(etcd.SCHEME):
         text = etcd.Client.of(place).get(etcd.key_of(place)) or ""
     else:
         text = Path(place).read_text(encoding="utf-8")
     try:
-        return int(json.loads(text)["attempt"])
+        found: dict[str, Any] = json.loads(text)
+        int(found["attempt"])
     except (ValueError, KeyError, TypeError) as error:
         raise OSError(f"{place} has no record of attempts") from error
+    return found

@@ -25,12 +25,13 @@ _POLL_S = 0.1
 
 
 @contextlib.contextmanager
-def file_lock(path: str, patience_s: float = 0.0) -> Iterator[None]:
+def file_lock(path: str, patience_s: float = 0.0, owner: str = "") -> Iterator[None]:
     """Holds the exclusive lock of a file, which it creates.
 
     Args:
         path: of the file.
         patience_s: seconds to wait for another process to release it.
+        owner: what more `holder_of` says of this process.
 
     Raises:
         BlockingIOError: another process holds it.
@@ -48,7 +49,8 @@ def file_lock(path: str, patience_s: float = 0.0) -> Iterator[None]:
         with contextlib.suppress(OSError):
             os.fchmod(lock, _OWNER_ONLY)  # the file may have existed already
             os.ftruncate(lock, 0)
-            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            process = f"process {os.getpid()} on {socket.gethostname()}"
+            os.pwrite(lock, f"{process}{owner and f', {owner}'}\n".encode(), 0)
         yield
     finally:
         os.close(lock)

@@ -32,6 +32,7 @@ from tfmw.checkpoint import state
 from tfmw.checkpoint.resume import Backups, PythonState
 from tfmw.cluster.group import Group
 from tfmw.keras_compat.guards import saves_by_callbacks
+from tfmw.runtime import fence
 from tfmw.runtime.progress import blocking_call, report_progress
 from tfmw.runtime.step_times import StepTimes
 from tfmw.training.pace import last_batch_number
@@ -221,6 +222,7 @@ class TrainingLoop:
             if self._end_epoch(epoch, logs):
                 break
         self._driver.finish()
+        self._check_fence()
         self._reporter.end(self._step, self._epochs, logs)
         self._callbacks.on_train_end(logs=logs)
         self._driver.share_changes()
@@ -334,6 +336,7 @@ class TrainingLoop:
         ):
             results = self._validate(self._callbacks, self._validation_signals(epoch, logs))
             logs.update({f"val_{name}": value for name, value in results.items()})
+        self._check_fence()
         with blocking_call("callbacks"):
             self._callbacks.on_epoch_end(epoch, logs)
         self._follow_chief()
@@ -344,6 +347,11 @@ class TrainingLoop:
         if leave:
             self._backups.leave(self._step)
         return bool(last)
+
+    def _check_fence(self) -> None:
+        """Before callbacks write, on the chief: raises where other hosts train without it."""
+        if self._driver.group.is_chief:
+            fence.check()
 
     def _validation_signals(self, epoch: int, logs: Logs) -> ValidationSignals | None:
         """Saves or exits between two calls of a validation, which a resumed run then repeats."""

@@ -108,16 +108,23 @@ class World:
             its holder's process only (a shared directory).
         seed: of everything that varies.
         ps: how many parameter servers.
+        rejoin_timeout_s: to wait for hosts that are not there.
     """
 
     def __init__(
-        self, hosts: int, min_hosts: int, expires: bool, seed: int = 0, ps: int = 0
+        self,
+        hosts: int,
+        min_hosts: int,
+        expires: bool,
+        seed: int = 0,
+        ps: int = 0,
+        rejoin_timeout_s: float = 3.0,
     ) -> None:
         self.settings = Settings(
             hosts=tuple(f"h{i}:1" for i in range(hosts)),
             workers_per_host=1,
             min_hosts=min_hosts,
-            rejoin_timeout_s=3.0,
+            rejoin_timeout_s=rejoin_timeout_s,
             options=RunOptions(max_restarts=10**6, start_timeout_s=0.0),
             ps=ps,
         )
@@ -460,4 +467,7 @@ class World:
         assert (first.hosts, first.cluster) == (start.hosts, start.cluster), "two of one number"
         assert index in start.hosts
         assert len(start.hosts) >= self.settings.min_hosts
+        for other in self.hosts:  # they write files that no fence protects
+            earlier = other.tasks if other is not None else None
+            assert earlier is None or earlier.start.attempt == start.attempt, "two attempts at once"
         host.tasks = Tasks(start, self.now)

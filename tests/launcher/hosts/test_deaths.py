@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import pytest
 
 from tests.helpers.cluster import run_cluster
 from tests.helpers.hosts import Hosts, Loopback, Namespaces, network
+from tests.programs._hold import hold_at
 from tfmw.export import verify
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
@@ -66,10 +66,7 @@ class Holder:
 
     def aim(self, point: str) -> None:
         """Names the point where a worker is to hold next, in an attempt that has not held yet."""
-        text = json.dumps({"point": point, "worker": HOLDER[point], "after": self._attempt})
-        temporary = self._path.with_suffix(".new")
-        temporary.write_text(text)
-        temporary.replace(self._path)
+        hold_at(self._path, point, HOLDER[point], self._attempt)
 
     def wait(self, point: str) -> tuple[int, int]:
         """Waits until it holds there; returns its host and its process."""

@@ -24,7 +24,10 @@ INDEX = st.integers(0, HOSTS - 1)
 
 
 class Schedules(RuleBasedStateMachine):
-    """Any schedule of crashes, delays and cuts. `World` asserts that each attempt starts once."""
+    """Any schedule of crashes, delays and cuts.
+
+    `World` asserts that each attempt starts once, and that no two of them run at the same time.
+    """
 
     world: World
 
@@ -33,9 +36,12 @@ class Schedules(RuleBasedStateMachine):
         expires=st.booleans(),
         seed=st.integers(0, 2**16),
         ps=st.integers(0, 2),
+        rejoin_timeout_s=st.sampled_from([0.0, 3.0]),
     )
-    def begin(self, min_hosts: int, expires: bool, seed: int, ps: int) -> None:
-        self.world = World(HOSTS, min_hosts, expires, seed, ps)
+    def begin(
+        self, min_hosts: int, expires: bool, seed: int, ps: int, rejoin_timeout_s: float
+    ) -> None:
+        self.world = World(HOSTS, min_hosts, expires, seed, ps, rejoin_timeout_s)
 
     @rule(seconds=st.sampled_from([0.3, 1.0, 4.0, 9.0, 15.0]))
     def wait(self, seconds: float) -> None:

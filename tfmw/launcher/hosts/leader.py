@@ -28,6 +28,8 @@ from typing import Any
 from tfmw.errors import PREEMPTED
 from tfmw.launcher.attempt import FAREWELL_S
 from tfmw.launcher.hosts.actions import (
+    HEARTBEAT_S,
+    SILENCE_S,
     Action,
     Drop,
     Publish,
@@ -55,8 +57,11 @@ from tfmw.launcher.hosts.placement import Plan, placed
 from tfmw.launcher.preemption import GRACE_S
 from tfmw.launcher.restart import RestartPolicy
 
-RESIGN_S = 3.0
+RESIGN_S = 2.0
 """Seconds with too few hosts after which another host may try to lead."""
+
+DRAIN_S = 2.0
+"""Seconds by which a host that was cut off may notice later than the leader, and end its tasks."""
 
 END_S = 20.0
 """Seconds in which a connected host must have ended its tasks; else it is taken for lost."""
@@ -327,12 +332,23 @@ class Leader:
         self._short_since = None
         if any(member.ports is None or member.attempt for member in self._members.values()):
             return
-        if missing and now - self._gathering_since < settings.rejoin_timeout_s:
+        if now - self._gathering_since < self._patience_s(missing):
             return
         if self._inherited and not self._judge_inherited(now):
             return
         if now >= self._not_before:
             self._start()
+
+    def _patience_s(self, missing: set[int]) -> float:
+        """Seconds to wait for missing hosts, and until none of their tasks can run any more."""
+        if not missing:
+            return 0.0
+        cut_off = missing & set(self.record.hosts)
+        drain_s = DRAIN_S if cut_off else 0.0
+        # Who led before has released the lock only after its tasks; the others may not know yet.
+        if self._inherited and cut_off - {self._former}:
+            drain_s += SILENCE_S + HEARTBEAT_S
+        return max(self._settings.rejoin_timeout_s, drain_s)
 
     def _lack(self, now: float, alone_since: float) -> None:
         """There are fewer hosts than the run needs."""
