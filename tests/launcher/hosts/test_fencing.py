@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -94,7 +95,7 @@ def test_callbacks_write_nothing_at_the_end_of_an_epoch_that_others_train(
     ]
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    x = np.ones((4, 2), "float32")
+    x: Any = np.ones((4, 2), "float32")
     with pytest.raises(fence.Fenced) if fenced else contextlib.nullcontext():
         tfmw.fit(model, x, x[:, :1], verbose=0, callbacks=callbacks)
     logger.csv_file.close()
