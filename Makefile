@@ -46,7 +46,12 @@ SLURM := $(shell PATH="$$PATH:/usr/sbin" command -v slurmctld)
 NO_SLURM := make test: without the tests of Slurm, which is not installed: apt-get install slurm-wlm
 ETCD := $(shell command -v etcd)
 NO_ETCD := make test: without the tests of etcd, which is not installed: apt-get install etcd-server
-MISSING := $(if $(SLURM),,not slurm)$(if $(SLURM)$(ETCD),, and )$(if $(ETCD),,not etcd)
+JAVA := $(shell command -v java)
+NO_JAVA := make test: without the tests of Spark, which needs Java: apt-get install default-jre-headless
+LACKS := $(strip $(if $(SLURM),,slurm) $(if $(ETCD),,etcd) $(if $(JAVA),,spark))
+NOTHING :=
+OR := $(NOTHING) or $(NOTHING)
+MISSING := $(if $(LACKS),not ($(subst $(NOTHING) $(NOTHING),$(OR),$(LACKS))))
 
 # Files of tests at a time: two of them keep two cores busy.
 JOBS ?= 2
@@ -56,6 +61,7 @@ PYTEST = $(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist 
 test: lint type docs
 	@$(if $(SLURM),,echo "$(NO_SLURM)")
 	@$(if $(ETCD),,echo "$(NO_ETCD)")
+	@$(if $(JAVA),,echo "$(NO_JAVA)")
 	@$(PYTEST) -m "not long$(if $(MISSING), and $(MISSING))"
 
 # More cases of what make test has examples of: they take long, and rarely break.

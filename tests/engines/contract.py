@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from typing import Any
 import pytest
 
 import tfmw
-from tests.helpers.cluster import MARK, PYTHONPATH, marked, wait_gone
+from tests.helpers.cluster import MARK, ONE_THREAD, PYTHONPATH, marked, wait_gone
 from tfmw.engines import Engine, Job
 from tfmw.errors import TaskFailed, UsageError
 
@@ -168,3 +169,31 @@ class Contract:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         job.forget()
+
+    def test_fit_equals_that_of_two_workers(
+        self,
+        engine: Engine,
+        fit_on_two_workers: tuple[Any, Any],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """Bit for bit, though a worker was killed: the job goes on from the backup it keeps."""
+        from tests.engines import training
+        from tfmw.engines import local
+
+        for name, value in ONE_THREAD.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(local, "_BACKUP_OF_JOB_EVERY", "epoch")
+        expected, twin = fit_on_two_workers
+        thread = training.order_when_backed_up(engine, tmp_path)
+        history, model = training.fit(engine, tmp_path)
+        thread.join()
+        assert history.history == expected.history
+        for ours, theirs in zip(model.get_weights(), twin.get_weights(), strict=True):
+            assert (ours == theirs).all()
+        assert int(model.optimizer.iterations) == 3 * training.EPOCHS
+        shown = capsys.readouterr()
+        assert "tfmw: restart 1 of 3" in shown.out
+        assert re.search(r"\[worker 0 on \S+\] .*restored step \d+ from", shown.out)
+        assert "tfmw: " in shown.err, "where it runs"

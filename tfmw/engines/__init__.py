@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tfmw.engines.local_jobs import Local
     from tfmw.engines.ray import Ray
     from tfmw.engines.slurm import Slurm
+    from tfmw.engines.spark import Spark
 
 _NAMES = {
     "Engine": "tfmw.engines.engine",
@@ -31,9 +32,10 @@ _NAMES = {
     "Local": "tfmw.engines.local_jobs",
     "Ray": "tfmw.engines.ray",
     "Slurm": "tfmw.engines.slurm",
+    "Spark": "tfmw.engines.spark",
 }
 
-__all__ = ["Engine", "Job", "Local", "Ray", "Slurm"]
+__all__ = ["Engine", "Job", "Local", "Ray", "Slurm", "Spark"]
 
 
 def __getattr__(name: str) -> Any:

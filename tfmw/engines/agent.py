@@ -216,7 +216,7 @@ class _Agent:
 
     def _context(self, fields: dict[str, Any], spawner: Spawner, stop: Signals) -> AttemptContext:
         with contextlib.suppress(OSError):
-            os.chdir(fields["folder"])
+            self._stack.enter_context(contextlib.chdir(fields["folder"]))
         os.environ["COLUMNS"] = str(fields["columns"])  # a task's terminal gets this width
         environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
         secret = hmac.digest(self._contact.token.encode(), b"tfmw tasks", "sha256").hex()

@@ -203,8 +203,12 @@ def task_range(workers: Any) -> tuple[int, int]:
     return pair
 
 
-def library(name: str) -> Any:
+def library(name: str, extra: str = "") -> Any:
     """Imports an engine's library.
+
+    Args:
+        name: of its module.
+        extra: name of the engine, where it is another one.
 
     Raises:
         UsageError: it is not installed.
@@ -212,7 +216,8 @@ def library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
+        engine = extra or name
         raise UsageError(
-            f"on={name!r} needs the package {error.name or name}, which is not installed: "
-            f"pip install 'tfmw[{name}]'."
+            f"on={engine!r} needs the package {error.name or name}, which is not installed: "
+            f"pip install 'tfmw[{engine}]'."
         ) from error

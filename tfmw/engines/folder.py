@@ -136,6 +136,10 @@ class FolderPlace:
         self.state = state
         self.kill = kill
 
+    def exists(self) -> bool:
+        """Whether the job's files are there."""
+        return self._folder.exists()
+
     def read(self, name: str, offset: int = 0) -> bytes:
         """See `Place.read`."""
         try:

@@ -71,7 +71,8 @@ class Job:
 
         Returns:
             "state" as in `status`; "attempt", "restarts", "step" and "hosts" of the tasks, once
-            they have started; "problem", one sentence, where it has failed.
+            they have started; "backup", the newest one that the job keeps; "problem", one sentence,
+            where it has failed.
         """
         data = self._place.read(STATUS)
         found: dict[str, Any] = json.loads(data) if data else {"state": "queued"}

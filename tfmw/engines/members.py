@@ -90,6 +90,7 @@ class Members:
         self._failures: list[HostFailure] = []
         self._lost_at: dict[int, float] = {}
         self._settled_at = float("inf")
+        self._backup = ""  # the newest that the job keeps
         self._began = clock()
 
     # ---- start -----------------------------------------------------------------------------------
@@ -215,6 +216,7 @@ class Members:
 
     def _on_backup(self, rank: int, member: Member, message: Message) -> None:
         self._tasks.keep(message.body)
+        self._backup = message.fields["name"]
 
     def _on_ended(self, rank: int, member: Member, message: Message) -> None:
         ended = messages.decode(message.fields["report"].encode())
@@ -318,4 +320,10 @@ class Members:
     def details(self) -> dict[str, Any]:
         """For the job's status."""
         hosts = [self.members[rank].host for rank in sorted(self.members)]
-        return {"attempt": self.number, "workers": self.count, "hosts": hosts, "step": self.step()}
+        return {
+            "attempt": self.number,
+            "workers": self.count,
+            "hosts": hosts,
+            "step": self.step(),
+            "backup": self._backup,
+        }

@@ -1,0 +1,250 @@
+"""One attempt from the controller's side, with tasks that only exist here."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from typing import Any
+
+import pytest
+
+from tfmw.engines.engine import Contact, JobSpec, Tasks
+from tfmw.engines.link import Message
+from tfmw.engines.members import LOST_S, SETTLE_S, Members
+from tfmw.launcher.hosts import messages
+from tfmw.launcher.hosts.messages import Ended, HostFailure, Report
+from tfmw.launcher.options import RunOptions
+from tfmw.launcher.output import Display
+
+FACTS = {"Python": "3.12", "keras": "3.15.1"}
+
+
+class FakeLink:
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.closed = False
+
+    def send(self, kind: str, body: bytes = b"", **fields: Any) -> None:
+        self.sent.append(Message(kind, fields, body))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def kinds(self) -> list[str]:
+        return [message.kind for message in self.sent]
+
+
+class FakeTasks(Tasks):
+    def __init__(self) -> None:
+        self.gone: dict[int, str] = {}
+        self.started: tuple[int, Contact] | None = None
+
+    def hosts(self) -> tuple[str, ...]:
+        return ("h0",)
+
+    def start(self, count: int, contact: Contact) -> None:
+        self.started = (count, contact)
+
+    def lost(self) -> dict[int, str]:
+        return self.gone
+
+    def end(self) -> None:
+        self.started = None
+
+
+class World:
+    """Two tasks on two hosts, and the time."""
+
+    def __init__(self, **spec: Any) -> None:
+        self.now = 0.0
+        self.tasks = FakeTasks()
+        self.out = io.StringIO()
+        self.spec = JobSpec(("call",), (2, 2), RunOptions(), facts=FACTS, **spec)
+        self.members = Members(
+            self.spec, self.tasks, Display(self.out), 3, 2, clock=lambda: self.now
+        )
+        self.members.start(4000)
+        self.links = [FakeLink(), FakeLink()]
+
+    def say(self, rank: int, kind: str, body: bytes = b"", /, **fields: Any) -> None:
+        self.members.handle(self.links[rank], Message(kind, fields, body))  # type: ignore[arg-type]
+
+    def hello(self, rank: int, **other: Any) -> None:
+        fields = {"rank": rank, "attempt": 3, "host": f"h{rank}", "address": f"10.0.0.{rank}"}
+        self.say(rank, "hello", **{**fields, "port": 5000 + rank, "facts": FACTS, **other})
+
+    def begun(self) -> World:
+        self.hello(1)
+        self.hello(0)
+        assert self.members.phase == "running"
+        return self
+
+    def ended(self, rank: int, body: bytes = b"", **failure: Any) -> None:
+        failures: tuple[HostFailure, ...] = ()
+        if failure:
+            fields = {f.name: "" for f in dataclasses.fields(HostFailure)}
+            blank: dict[str, Any] = {**fields, "host": rank, "status": 1, "detail": (), "step": 4}
+            blank |= {"seconds": 1.0, "usage": False, "external": False, "secondary": False}
+            failures = (HostFailure(**{**blank, "task": f"worker {rank}", **failure}),)
+        report = Report(done=not failures, step=5, seconds=1.0, failures=failures)
+        self.say(rank, "ended", body, report=messages.encode(Ended(3, report)).decode())
+
+    @property
+    def cause(self) -> Any:
+        return self.members.outcome().failures[0]
+
+
+def test_all_get_the_cluster_and_their_place_on_their_host() -> None:
+    world = World(env={"A": "b"})
+    assert world.tasks.started is not None
+    assert world.tasks.started[1].addresses == [("h0", 4000)]
+    world.begun()
+    starts = [link.sent[-1] for link in world.links]
+    assert [s.kind for s in starts] == ["start", "start"]
+    assert [s.fields["index"] for s in starts] == [0, 1]
+    cluster = {"worker": ["10.0.0.0:5000", "10.0.0.1:5001"]}
+    assert all(s.fields["cluster"] == cluster for s in starts)
+    own = {"TFMW_LOCAL_TASKS": "1", "TFMW_LOCAL_RANK": "0"}
+    assert all(s.fields["env"] == own and s.fields["job_env"] == {"A": "b"} for s in starts)
+    json.dumps(starts[0].fields)
+
+    together = World()
+    together.hello(0)
+    together.hello(1, address="10.0.0.0")
+    assert together.links[1].sent[-1].fields["env"] == {
+        "TFMW_LOCAL_TASKS": "2",
+        "TFMW_LOCAL_RANK": "1",
+    }
+
+
+def test_results_output_and_backups() -> None:
+    world = World().begun()
+    world.say(1, "output", b"hello\n", final=False)
+    world.say(0, "progress", step=9)
+    world.say(0, "backup", b"tar", name="step_9")
+    world.ended(0, b"zero")
+    assert not world.members.look()
+    world.ended(1, b"one")
+    assert world.members.look()
+    assert world.out.getvalue() == "[worker 1 on h1] hello\n"
+    assert world.members.results() == {"worker 0 on h0": b"zero", "worker 1 on h1": b"one"}
+    outcome = world.members.outcome()
+    assert (outcome.failures, outcome.step) == ((), 9)
+    assert world.tasks.kept() == b"tar"
+    assert world.members.details()["backup"] == "step_9"
+    world.members.end()
+    assert all(link.closed for link in world.links)
+
+
+def test_the_chief_gets_the_backup_that_was_kept() -> None:
+    world = World()
+    world.tasks.keep(b"tar")
+    world.begun()
+    assert world.links[0].sent[-2:][0] == Message("backup", {}, b"tar")
+    assert "backup" not in world.links[1].kinds()
+
+
+def test_versions_that_differ_end_the_job() -> None:
+    world = World()
+    world.hello(0)
+    world.hello(1, facts={**FACTS, "keras": "3.10.0"})
+    assert world.members.look()
+    assert world.cause.usage
+    assert world.cause.error.startswith("keras is 3.10.0 on h1, and 3.15.1 where the job was subm")
+    assert "start" not in world.links[0].kinds() + world.links[1].kinds()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_directory_that_is_not_shared_ends_the_job(shared: bool) -> None:
+    world = World(directories={"backup_dir": "/shared", "export_dir": "gs://bucket/model"})
+    world.hello(0)
+    world.hello(1)
+    assert world.links[0].sent[-1] == Message(
+        "mark", {"directories": {"backup_dir": "/shared"}}, b""
+    )
+    world.say(0, "marked", names={"backup_dir": "name"}, problems=[])
+    assert world.links[1].kinds() == ["look"]
+    problem = "failed: backup_dir /shared is not the same here as on worker 0"
+    world.say(1, "looked", problems=[] if shared else [problem])
+    assert world.members.look() is not shared
+    assert (world.members.phase == "running") is shared
+    if not shared:
+        assert world.cause.usage
+        assert world.cause.error.startswith("backup_dir /shared is not the same")
+
+
+def test_directory_that_cannot_be_written_ends_the_job() -> None:
+    world = World(directories={"backup_dir": "/shared"})
+    world.hello(0)
+    world.hello(1)
+    world.say(0, "marked", names={"backup_dir": None}, problems=["failed: cannot be written"])
+    assert world.members.look()
+    assert world.cause.error == "cannot be written."
+
+
+def test_the_cause_is_waited_for_where_a_task_only_lost_another() -> None:
+    world = World().begun()
+    world.ended(0, error="UnavailableError: gone", secondary=True)
+    assert not world.members.look()
+    world.now += SETTLE_S / 2
+    assert not world.members.look()
+    world.ended(1, error="KeyError: 'x'")
+    assert world.members.look()
+    assert (world.cause.task, world.cause.error) == ("worker 1 on h1", "KeyError: 'x'")
+    other = World().begun()
+    other.ended(0, error="UnavailableError: gone", secondary=True)
+    other.now += SETTLE_S
+    assert other.members.look()
+
+
+def test_lost_connection_is_a_failure_from_outside() -> None:
+    world = World().begun()
+    world.members.handle(world.links[1], None)  # type: ignore[arg-type]
+    assert world.members.look()
+    assert world.cause.external
+    assert (world.cause.task, world.cause.how) == ("worker 1 on h1", "its connection was lost")
+
+
+def test_task_that_the_engine_lost_may_still_report() -> None:
+    world = World().begun()
+    world.tasks.gone = {1: "SIGKILL"}
+    assert not world.members.look()
+    world.now += LOST_S + 0.1
+    assert world.members.look()
+    assert world.cause.how == "SIGKILL"
+    early = World()
+    early.tasks.gone = {0: "no such command"}
+    assert early.members.look()
+    assert (early.cause.task, early.cause.how) == ("worker 0", "no such command")
+
+
+def test_task_that_does_not_connect_is_named() -> None:
+    world = World()
+    world.hello(0)
+    world.now += 121
+    assert world.members.look()
+    assert world.cause.task == "worker 1"
+    assert world.cause.how == "has not connected within 120 s of its start"
+
+
+def test_tasks_of_another_attempt_are_refused() -> None:
+    world = World()
+    world.hello(0, attempt=2)
+    assert world.links[0].kinds() == ["refused"]
+    world.links[0] = FakeLink()
+    world.begun()
+    late = FakeLink()
+    world.links.append(late)
+    world.say(2, "hello", rank=0, attempt=3, host="h2", address="", port=1, facts=FACTS)
+    assert late.kinds() == ["refused"]
+
+
+def test_peers_of_tasks_that_saved_their_state_have_not_failed() -> None:
+    world = World().begun()
+    report = Report(preempted=True, step=5)
+    world.say(0, "ended", report=messages.encode(Ended(3, report)).decode())
+    world.ended(1, error="UnavailableError: gone", secondary=True)
+    outcome = world.members.outcome()
+    assert outcome.preempted
+    assert outcome.failures == ()

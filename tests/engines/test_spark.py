@@ -1,0 +1,66 @@
+"""Jobs on Spark with two executors of their own (`local-cluster`), on this machine.
+
+Marked `spark`: `make test` leaves these out, and says so, where Java is not installed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import tfmw
+from tests.engines.contract import Contract
+from tests.helpers.cluster import ONE_THREAD, PYTHONPATH
+from tfmw.engines import Spark
+from tfmw.errors import UsageError
+
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.multiprocess,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[Any]:
+    from pyspark import SparkConf, SparkContext
+
+    environ = {**ONE_THREAD, "PYTHONPATH": PYTHONPATH, "SPARK_LOCAL_IP": "127.0.0.1"}
+    environ["PYSPARK_PYTHON"] = sys.executable
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setitem(os.environ, name, value)
+        conf = SparkConf().setMaster("local-cluster[2,2,1024]").setAppName("tests")
+        conf.set("spark.ui.enabled", "false").set("spark.executor.memory", "1g")
+        # Until both executors are there, a barrier stage has no place: seconds between two looks.
+        conf.set("spark.scheduler.barrier.maxConcurrentTasksCheck.interval", "1s")
+        context = SparkContext(conf=conf)
+        context.setLogLevel("OFF")
+        try:
+            yield context
+        finally:
+            context.stop()
+
+
+@pytest.fixture(scope="module")
+def engine(context: Any) -> Spark:
+    return Spark()
+
+
+class TestSpark(Contract):
+    attaches = False
+
+    @pytest.fixture(autouse=True)
+    def _leaves_nothing(self, context: Any) -> Iterator[None]:
+        yield
+        assert not context.statusTracker().getActiveJobsIds()
+
+
+def test_without_spark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyspark", None)
+    with pytest.raises(UsageError, match=r"on='spark' needs the package pyspark.*'tfmw\[spark\]'"):
+        tfmw.submit(print, on="spark")
