@@ -16,6 +16,7 @@ from tfmw.launcher.hosts import messages
 from tfmw.launcher.hosts.messages import Ended, HostFailure, Report
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.output import Display
+from tfmw.launcher.preemption import GRACE_S
 
 FACTS = {"Python": "3.12", "keras": "3.15.1"}
 
@@ -248,3 +249,14 @@ def test_peers_of_tasks_that_saved_their_state_have_not_failed() -> None:
     outcome = world.members.outcome()
     assert outcome.preempted
     assert outcome.failures == ()
+
+
+def test_task_that_stays_when_another_saved_its_state_is_not_waited_for_for_ever() -> None:
+    world = World().begun()
+    report = Report(preempted=True, step=5)
+    world.say(0, "ended", report=messages.encode(Ended(3, report)).decode())
+    world.now += GRACE_S - 1
+    assert not world.members.look()
+    world.now += 1
+    assert world.members.look()
+    assert world.members.outcome().preempted

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import tfmw
-from tests.engines.contract import Contract, runs_forever, wait_for
+from tests.engines.contract import TIMEOUT_S, Contract, meet, runs_forever, wait_for
 from tests.helpers.slurm import NODES, OneMachine
 from tfmw.engines import Slurm
-from tfmw.errors import UsageError
+from tfmw.errors import PREEMPTED, UsageError
+from tfmw.runtime.signals import LEAVE
 
 pytestmark = [pytest.mark.slurm, pytest.mark.multiprocess]
 
@@ -28,6 +31,18 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneMachine]:
 @pytest.fixture(scope="module")
 def engine(slurm: OneMachine, tmp_path_factory: pytest.TempPathFactory) -> Slurm:
     return Slurm(directory=tmp_path_factory.mktemp("jobs"), nodes=2, options=("--mem=0",))
+
+
+def leaves_once(folder: str) -> str:
+    """Both tasks leave once one is asked to; when the job starts again they return."""
+    if os.environ.get("SLURM_RESTART_COUNT") == "1":
+        return "again"
+    asked = Path(folder, "asked")
+    for number in LEAVE:
+        signal.signal(number, lambda *_: asked.touch())
+    meet(folder, "up")
+    wait_for(asked.exists)
+    sys.exit(PREEMPTED)
 
 
 class TestSlurm(Contract):
@@ -48,6 +63,18 @@ class TestSlurm(Contract):
         assert waiting.status() == "cancelled"
         job.cancel()
         wait_for(lambda: not slurm.run("squeue", "--noheader").stdout.strip())
+
+    def test_job_is_queued_again_once_its_tasks_have_saved_their_state(
+        self, slurm: OneMachine, engine: Slurm, tmp_path: Path
+    ) -> None:
+        """The signal that Slurm sends before the time limit."""
+        job = self.submit(engine, leaves_once, str(tmp_path), max_restarts=1)
+        wait_for(lambda: len(list(tmp_path.glob("up_*"))) == 2)
+        number = job.id.partition(":")[2]
+        assert slurm.run("scancel", "--batch", "--signal=TERM", number).returncode == 0
+        assert job.result(TIMEOUT_S) == ["again", "again"]
+        assert (tmp_path / "asked").exists()
+        job.forget()
 
     def test_refused_job_says_why(self, engine: Slurm) -> None:
         wrong = Slurm(directory=engine.directory, partition="none")

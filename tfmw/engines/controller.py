@@ -167,7 +167,8 @@ class Controller:
             attempts=members.number + 1,
             restarts=self._policy.restarts,
         )
-        lines = result.summary()
+        # The log is what they are printed to.
+        lines = [x for x in result.summary() if not x.startswith("tfmw: log of ")]
         for line in lines:
             self._output.write(f"{line}\n")
         self._output.flush()

@@ -24,6 +24,7 @@ from tfmw.engines.link import Link, Message
 from tfmw.launcher.hosts import messages, outcome
 from tfmw.launcher.hosts.messages import HostFailure, Report
 from tfmw.launcher.output import Display
+from tfmw.launcher.preemption import GRACE_S
 from tfmw.launcher.restart import AttemptOutcome
 
 LIVE = "live"
@@ -90,6 +91,7 @@ class Members:
         self._failures: list[HostFailure] = []
         self._lost_at: dict[int, float] = {}
         self._settled_at = float("inf")
+        self._leave_by = float("inf")
         self._backup = ""  # the newest that the job keeps
         self._began = clock()
 
@@ -222,6 +224,10 @@ class Members:
         ended = messages.decode(message.fields["report"].encode())
         assert isinstance(ended, messages.Ended)
         member.report, member.result = ended.report, message.body
+        if ended.report.preempted:
+            grace_s = self._spec.options.preempt_grace_s
+            limit = self._clock() + (GRACE_S if grace_s is None else grace_s)
+            self._leave_by = min(self._leave_by, limit)
         member.link.send("bye")
         if self.phase == "running":
             for failure in ended.report.failures:
@@ -242,6 +248,8 @@ class Members:
             why = f"has not connected within {limit:g} s of its start"
             self._add(self._failure(rank, why, external=True))
         if self._failures and self._clock() >= self._settled_at:
+            return True
+        if self._clock() >= self._leave_by:
             return True
         return self.phase == "running" and all(member.over for member in self.members.values())
 
