@@ -30,6 +30,7 @@ from tensorflow.python.data.ops import (
 )
 from tensorflow.python.data.util import random_seed as data_random_seed
 from tensorflow.python.eager import context as _context
+from tensorflow.python.framework import config as _tf_config
 from tensorflow.python.framework import none_tensor
 from tensorflow.python.ops import gen_experimental_dataset_ops
 
@@ -303,6 +304,11 @@ def dataset_from_graph(graph_def: Any, element_spec: Any) -> tf.data.Dataset:
     return tf.data.experimental.from_variant(variant, element_spec)
 
 
+def is_deterministic() -> bool:
+    """Whether TensorFlow's operations must be deterministic (`enable_op_determinism`)."""
+    return bool(_tf_config.is_op_determinism_enabled())
+
+
 def global_seed() -> int | None:
     """The seed of the last `tf.random.set_seed`."""
     return _context.global_seed()
@@ -355,5 +361,6 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (dataset_ops.DatasetV2, "_functions"),
     (_context.Context, "_set_global_seed"),
     (global_state, "get_global_attribute"),
+    (_tf_config, "is_op_determinism_enabled"),
 ]
 """(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

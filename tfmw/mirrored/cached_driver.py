@@ -69,7 +69,7 @@ class _Dependencies:
             *(each for o in optimizers for each in keras_compat.with_inner_optimizers(o)),
             *variables,
         ]
-        settings = [compression, reduction.nothing()]
+        settings = [compression, reduction.nothing(), keras_compat.is_deterministic()]
         for part in parts:
             for name, value in vars(part).items():
                 if not (

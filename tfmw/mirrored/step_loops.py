@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmw import keras_compat
+
 
 def eager_loop(
     one_step: Callable[..., Any], iterator: Any, max_steps: tf.Tensor
@@ -43,12 +45,12 @@ def traced_loop(
     """As `eager_loop`, traced into one function."""
 
     def body(steps_done: tf.Tensor, seen: tf.Tensor, going: tf.Tensor, waited: tf.Tensor) -> Any:
-        begin = tf.timestamp()
+        begin = _seconds()
         with tf.control_dependencies([begin]):
             element = iterator.get_next_as_optional()
         more = element.has_value()
         with tf.control_dependencies([more]):
-            waited += tf.timestamp() - begin
+            waited += _seconds() - begin
         examples = tf.cond(
             more,
             lambda: one_step(*element.get_value()),
@@ -65,3 +67,8 @@ def traced_loop(
         parallel_iterations=1,
     )
     return steps_done, seen, waited
+
+
+def _seconds() -> tf.Tensor:
+    """The time; 0 where operations must be deterministic, as TensorFlow then has no clock."""
+    return tf.constant(0.0, tf.float64) if keras_compat.is_deterministic() else tf.timestamp()
