@@ -114,17 +114,25 @@ class OneMachine:
         return subprocess.run(command, env=env, timeout=timeout_s, check=False, **options)
 
     def submit(self, *command: str, timeout_s: float = 200, **options: Any) -> int:
-        """Submits a batch job and waits for its end, however often it is queued: its exit status.
+        """Submits a batch job and waits for its end: its exit status.
 
         Args:
             command: options, script and arguments of sbatch(1).
         """
+        return self.wait_for_end(self.begin(*command, **options), timeout_s)
+
+    def begin(self, *command: str, **options: Any) -> str:
+        """Submits a batch job; returns its number."""
         done = self.run("sbatch", "--parsable", *command, **options)
         assert done.returncode == 0, done.stderr
+        return str(done.stdout.strip())
+
+    def wait_for_end(self, number: str, timeout_s: float = 200) -> int:
+        """Waits for a job's end, however often it is queued: its exit status."""
         deadline = time.monotonic() + timeout_s
         while True:
             # "JobId=3 ... JobState=COMPLETED Reason=None ... ExitCode=0:0 ..."
-            shown = self.run("scontrol", "--oneliner", "show", "job", done.stdout.strip()).stdout
+            shown = self.run("scontrol", "--oneliner", "show", "job", number).stdout
             job = dict(word.partition("=")[::2] for word in shown.split() if "=" in word)
             if job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
                 return int(job["ExitCode"].partition(":")[0])

@@ -56,6 +56,7 @@ def main() -> None:
     flags = argparse.ArgumentParser()
     flags.add_argument("--backup_dir")
     flags.add_argument("--log", help="CSVLogger's file")
+    flags.add_argument("--board", help="TensorBoard's folder")
     flags.add_argument("--export_dir")
     flags.add_argument("--epochs", type=int, default=3)
     flags.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
@@ -70,6 +71,8 @@ def main() -> None:
     model.compile(keras.optimizers.Adam(0.02), loss, metrics=[ids, squares])
     report = Report(options.pause, options.go)
     callbacks = [report, *([keras.callbacks.CSVLogger(options.log)] if options.log else [])]
+    if options.board:
+        callbacks.append(keras.callbacks.TensorBoard(options.board, write_graph=False))
     history = tfmw.fit(
         model,
         x,

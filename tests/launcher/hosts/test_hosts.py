@@ -9,10 +9,12 @@ import csv
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.helpers.cluster import run_cluster
 from tests.helpers.etcd import etcd
@@ -40,18 +42,29 @@ def assert_same_to_rounding(done: dict[str, Any], undisturbed: dict[str, Any]) -
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def scalars(folder: Path, tag: str) -> dict[int, float]:
+    """What TensorBoard shows: the last value of each step, over all files."""
+    found: dict[int, float] = {}
+    for path in sorted(folder.glob("events.*"), key=lambda path: path.stat().st_mtime):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for value in event.summary.value:
+                if value.tag == tag:
+                    found[event.step] = float(tf.make_ndarray(value.tensor))
+    return found
+
+
 @pytest.mark.timeout(600)
 def test_hosts_come_and_go(cables, tmp_path):
     """A host dies, and the link of the one that leads goes down; each of them comes back."""
     epochs, go = 10, tmp_path / "go"
     flags = [f"--backup_dir={tmp_path}/backup", f"--log={tmp_path}/log.csv", f"--epochs={epochs}"]
-    flags += ["--pause=0.7", f"--go={go}"]
+    flags += ["--pause=0.7", f"--go={go}", f"--board={tmp_path}/board"]
     options = ["--max-restarts=20", "--min-hosts=2", "--rejoin-timeout=2"]
     env = {"TFMW_TOKEN": TOKEN}
     with Hosts(tmp_path, cables, *options, program="hosts_fit.py", flags=flags, env=env) as h:
         h.steps(0, count=2)
         leader = h.leader()
-        other = (leader + 1) % 3
+        other = 0 if leader else 1  # so one of the two faults moves the chief, host 0's worker
 
         # A host dies, and comes back.
         h.kill(other)
@@ -90,12 +103,14 @@ def test_hosts_come_and_go(cables, tmp_path):
     for worker in results:
         assert_same_to_rounding(worker, alone[0])
     assert record["status"] == 0
+    expected = alone[0]["history"]["loss"]
     with open(tmp_path / "log.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["epoch"]) for row in rows] == list(range(epochs))
-    np.testing.assert_allclose(
-        [float(r["ids"]) for r in rows], alone[0]["history"]["ids"], rtol=1e-6
-    )
+    np.testing.assert_allclose([float(row["loss"]) for row in rows], expected, rtol=2e-5)
+    shown = scalars(tmp_path / "board" / "train", "epoch_loss")
+    assert sorted(shown) == list(range(epochs))
+    np.testing.assert_allclose([shown[epoch] for epoch in range(epochs)], expected, rtol=2e-5)
 
 
 @pytest.mark.etcd

@@ -1,0 +1,5 @@
+"""What only `make test-hosts` runs."""
+
+import os
+
+collect_ignore = [] if os.environ.get("TFMW_TEST_HOSTS") == "all" else ["test_slurm.py"]
