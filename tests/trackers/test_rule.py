@@ -103,3 +103,25 @@ def test_callbacks_that_log(make: Any) -> None:
 )
 def test_callbacks_that_do_not(make: Any) -> None:
     assert not logs_to_tracker(make())
+
+
+class FakeRun:
+    """A run of W&B, as far as the numbers of its rows are concerned."""
+
+    id = "run7"
+    step = 0
+
+    def __init__(self, folder: Any) -> None:
+        self.settings = types.SimpleNamespace(sync_dir=str(folder), mode="offline")
+
+
+def test_a_chief_on_another_host_numbers_its_rows_as_the_first_one(tmp_path: Any) -> None:
+    from tfmw.trackers.wandb_run import _Rows
+
+    rows = _Rows(FakeRun(tmp_path / "offline-run-1-run7"))
+    assert not rows.numbered  # W&B numbers them
+    rows.go_on_at(40)  # from the backup
+    assert [rows.place(None, None) for _ in range(2)] == [(40, True), (41, True)]
+    assert rows.place(None, False) == (42, True)  # the row is not complete
+    assert rows.place(None, True) == (42, True)
+    assert rows.next_step == 43

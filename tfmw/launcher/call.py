@@ -73,6 +73,7 @@ class Call:
             data = _pickler().dumps((value, None, ""))
         except BaseException as error:
             self.result.write(_dump_error(error))
+            self.result.close()  # the launcher may end this process at any moment from now on
             raise
         finally:
             sys.stdout.flush()

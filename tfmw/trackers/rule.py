@@ -21,6 +21,7 @@ PACKAGES = frozenset(
         "mlflow",
         "neptune",
         "neptune_scale",
+        "optuna",
         "sacred",
         "swanlab",
         "tensorboardX",
@@ -28,7 +29,7 @@ PACKAGES = frozenset(
         "wandb",
     }
 )
-"""Top-level packages of trackers; subpackages and integrations included."""
+"""Top-level packages of trackers, and of Optuna, whose trials are told; integrations included."""
 
 _BASES = frozenset({"keras", "builtins"})  # packages of what every callback inherits from
 
