@@ -219,6 +219,14 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
         "--log-dir", type=Path, metavar="DIR", help="keep each task's output in a folder in DIR"
     )
     run.add_argument(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="write DIR/trace.json, which Perfetto opens: steps, input, exchanges and backups of "
+        "all workers; needs --workers",
+    )
+    run.add_argument("--trace-steps", metavar="A:B", help="only of steps A to B, without B (all)")
+    run.add_argument(
         "--metrics-port",
         type=int,
         metavar="PORT",
@@ -413,6 +421,7 @@ def _run_on_hosts(options: argparse.Namespace, run_options: RunOptions, program:
 def _run(options: argparse.Namespace, program: list[str]) -> int:
     from tfmw.launcher import metrics_server
     from tfmw.launcher.run import RunOptions, launch_tasks, run_here
+    from tfmw.runtime import tracing
 
     run_options = RunOptions(
         max_restarts=options.max_restarts,
@@ -424,6 +433,12 @@ def _run(options: argparse.Namespace, program: list[str]) -> int:
         standby=options.standby,
         isolate=options.isolate,
     )
+    if options.trace_steps is not None and options.trace is None:
+        raise UsageError("--trace-steps needs --trace, the directory for the trace.")
+    if options.trace is not None:
+        tracing.window(options.trace_steps or "0:")
+        os.environ[tracing.TRACE] = str(options.trace.resolve())
+        os.environ[tracing.TRACE_STEPS] = options.trace_steps or ""
     if options.metrics_port is not None:
         metrics_server.serve(options.metrics_port, from_file=options.workers is not None)
     if options.hosts is not None and options.workers is not None:
@@ -458,6 +473,8 @@ def _run(options: argparse.Namespace, program: list[str]) -> int:
         log_dir=options.log_dir,
         options=run_options,
     )
+    if options.trace is not None and (trace := tracing.join(options.trace)) is not None:
+        print(f"tfmw: trace of all workers: {trace}; open it with https://ui.perfetto.dev")
     try:
         for line in result.summary():
             print(line, file=sys.stderr)

@@ -128,6 +128,7 @@ def test_a_training_is_seen_everywhere(
     with reserved_ports(1) as (port,):
         pass
     options = ["--workers", "2", "--isolate", "off", "--metrics-port", str(port)]
+    options += ["--trace", str(tmp_path / "trace"), "--trace-steps", "10:20"]
     env = {**variables, "TFMW_RESULT": str(tmp_path / "results")}
     program = str(PROGRAMS / "reports.py")
     with tfmw_command("run", *options, program, str(tmp_path), env=env) as run:
@@ -180,6 +181,37 @@ def test_a_training_is_seen_everywhere(
             assert parts >= log["step_s"] * 0.999
             assert min(log["input_s"], log["communication_s"], log["compute_s"]) > 0
             assert log["loss"] > 0
+    assert f"trace of all workers: {tmp_path}/trace/trace.json" in output
+    assert_one_clock(json.loads((tmp_path / "trace/trace.json").read_text())["traceEvents"])
+
+
+def assert_one_clock(events: list[dict[str, Any]]) -> None:
+    """Steps 11 to 20 of two workers, whose exchanges are at the same time."""
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "worker 0", 1: "worker 1"}
+    rows: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            rows.setdefault((event["pid"], event["cat"]), []).append(event)
+    for rank in (0, 1):
+        steps = rows[rank, "steps"]
+        assert [step["name"] for step in steps] == [f"step {n}" for n in range(11, 21)]
+        for step, batch in zip(steps, rows[rank, "input"], strict=True):
+            assert batch["ts"] == step["ts"]
+            assert 0 < batch["dur"] < step["dur"]
+        begin, end = steps[0]["ts"], steps[-1]["ts"] + steps[-1]["dur"]
+        made = [e for e in rows[rank, "exchanges"] if begin <= e["ts"] <= end]
+        # The sums of gradients are within their steps, those of metrics after them.
+        assert [e["name"] for e in made[:4]] == ["gradients", "metrics"] * 2
+        assert sum(step["dur"] for step in steps) < end - begin
+    other = {e["args"]["number"]: e for e in rows[1, "exchanges"]}
+    for one in rows[0, "exchanges"]:
+        twin = other.get(one["args"]["number"])
+        if twin is not None:  # neither has ended before the other has begun
+            assert twin["name"] == one["name"]
+            assert one["ts"] <= twin["ts"] + twin["dur"]
+            assert twin["ts"] <= one["ts"] + one["dur"]
+    assert {"callbacks"} <= {e["name"] for e in rows[0, "other"]}
 
 
 def test_a_file_for_the_node_exporter(tmp_path: Path) -> None:

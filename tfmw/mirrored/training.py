@@ -11,6 +11,7 @@ from tfmw import keras_compat
 from tfmw.cluster.group import Group
 from tfmw.mirrored.cached_driver import cached_driver
 from tfmw.mirrored.driver import SyncDriver
+from tfmw.runtime import tracing
 from tfmw.runtime.step_times import StepTimes
 from tfmw.training.arguments import FitArguments
 from tfmw.training.epoch_iterator import EpochIterator
@@ -133,7 +134,8 @@ class MirroredTraining:
         self._optimizer_is_read = optimizer_read != "never"
         for update in self.driver.updates:
             update.begin(read_between_steps=optimizer_read == "steps")
-        self._pace = CallPace(self.group, self.model.steps_per_execution, every_batch)
+        one_each = every_batch or tracing.is_wanted()
+        self._pace = CallPace(self.group, self.model.steps_per_execution, one_each)
 
     def restore_position(self) -> None:
         self._data.restore_position()

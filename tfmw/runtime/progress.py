@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tfmw.runtime import recorder
+from tfmw.runtime import recorder, tracing
 
 PROGRESS_FILE = "TFMW_PROGRESS_FILE"
 """Variable with the path of a task's file: <attempt>/<task>/progress."""
@@ -99,6 +99,7 @@ def report_progress(step: int) -> None:
     """
     _reporter.report(step)
     recorder.steps_done(step)
+    tracing.at_step(step)
 
 
 def report_alive() -> None:
@@ -119,7 +120,8 @@ def blocking_call(name: str) -> Iterator[None]:
     _reporter.blocking_calls.append(name)
     _reporter.report()
     try:
-        yield
+        with tracing.span(tracing.OTHER, name):
+            yield
     finally:
         _reporter.blocking_calls.remove(name)
         _reporter.report()

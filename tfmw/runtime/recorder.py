@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from tfmw.runtime import tracing
+
 EXCHANGES_FILE = "TFMW_EXCHANGES_FILE"
 """Variable with the path of a worker's file: <attempt>/<task>/exchanges."""
 
@@ -88,7 +90,7 @@ class _Recorder:
         self._map: mmap.mmap | None = None
         self._number = 0
         self._at = 0  # offset of the current record
-        self._begun = 0.0
+        self._what, self._of_exchange, self._begun = "", 0, 0.0
         self._bytes = 0
         self._seconds = 0.0  # in exchanges
         self._waited = 0.0
@@ -102,6 +104,7 @@ class _Recorder:
             self._open(path)
         self._number += 1
         self._bytes += nbytes
+        self._what, self._of_exchange, self._waited = what, nbytes, 0.0
         self._begun = time.monotonic()
         if self._map is None:
             return
@@ -110,7 +113,6 @@ class _Recorder:
             step += self._since // self._of_a_step if self._of_a_step else 0
             self._since += 1
         self._at = self._number % KEPT * _LAYOUT.size
-        self._waited = 0.0
         values = self._number, step, nbytes, self._begun, 0.0, 0.0, NOBODY, what.encode()[:16]
         _LAYOUT.pack_into(self._map, self._at, *values)
 
@@ -125,6 +127,15 @@ class _Recorder:
     def done(self) -> None:
         now = time.monotonic()
         self._seconds += now - self._begun
+        tracing.add(
+            tracing.EXCHANGES,
+            self._what,
+            self._begun,
+            now,
+            number=self._number,
+            bytes=self._of_exchange,
+            waited_ms=round(1000 * self._waited, 3),
+        )
         if self._map is not None:
             _DONE.pack_into(self._map, self._at + _DONE_AT, now, self._waited, NOBODY)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from tfmw.runtime import recorder
+from tfmw.runtime import recorder, tracing
 
 
 class Split(NamedTuple):
@@ -58,7 +58,7 @@ class StepTimes:
     input_s: float = 0.0
     communication_s: float = 0.0
     calls: int = 0
-    clock: Callable[[], float] = time.perf_counter
+    clock: Callable[[], float] = time.monotonic
 
     @contextlib.contextmanager
     def of_call(self) -> Iterator[Call]:
@@ -67,6 +67,7 @@ class StepTimes:
         yield call
         if not call.steps:
             return
+        self._trace(call, begin)
         self.calls += 1
         if self.calls == 1:
             return
@@ -75,6 +76,12 @@ class StepTimes:
         self.seconds += self.clock() - begin
         self.input_s += call.input_s
         self.communication_s += recorder.totals().seconds - exchanged
+
+    def _trace(self, call: Call, begin: float) -> None:
+        first = tracing.current_step() + 1
+        name = f"step {first}" if call.steps == 1 else f"steps {first} to {first + call.steps - 1}"
+        tracing.add(tracing.STEPS, name, begin, self.clock(), examples=call.examples)
+        tracing.add(tracing.INPUT, "input", begin, begin + call.input_s)
 
     def copy(self) -> StepTimes:
         """The sums at this moment."""
