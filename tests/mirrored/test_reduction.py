@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tfmw.cluster import membership
+from tfmw.keras_compat.memory import view_of
 from tfmw.mirrored.collectives import reduction
 from tfmw.mirrored.collectives.reduction import Reduction
 from tfmw.precision import COMPRESSIONS
@@ -76,21 +77,26 @@ def test_pack_size_0_splits_nothing(sent, monkeypatch):
 
 class TestOverRing:
     @pytest.fixture
-    def exchanged(self, monkeypatch) -> list[Any]:
+    def addresses(self) -> list[int]:
+        """Where the arrays that go over the ring are."""
+        return []
+
+    @pytest.fixture
+    def exchanged(self, monkeypatch, addresses) -> list[Any]:
         """What goes over a ring of two equal workers: arrays, or lists of rows and indices."""
         seen: list[Any] = []
 
-        def total(mine, add=np.add, what=None):
-            seen.append(mine)
-            out = np.empty_like(mine)
-            add(mine, mine, out)
-            return out
+        def total(mine, add=np.add, what=None, in_place=False):
+            assert in_place
+            seen.append(mine.copy())
+            addresses.append(mine.ctypes.data)
+            add(mine, mine, mine)
 
         def gather(mine):
             seen.append(list(mine))
             return [np.concatenate([array, array]) for array in mine]
 
-        ring = types.SimpleNamespace(sum=total, gather=gather, free_memory=lambda: None)
+        ring = types.SimpleNamespace(sum=total, gather=gather)
         monkeypatch.setattr(reduction, "ring_of", lambda strategy: ring)
         options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=100)
         monkeypatch.setattr(membership, "reduction_options", lambda strategy: options)
@@ -139,6 +145,32 @@ class TestOverRing:
             return tf.while_loop(lambda done, _: done < 4, step, start, shapes)[1]
 
         np.testing.assert_array_equal(run(), [0, 2, 4, 6])
+
+    def test_a_sum_takes_the_memory_of_a_gradient_without_other_use(self, exchanged, addresses):
+        total_of = Reduction(tf.distribute.get_strategy())
+        step = tf.function(lambda x: total_of([tf.linalg.matmul(x, x)]), autograph=False)
+        (total,) = step(tf.ones([64, 64]))
+        np.testing.assert_array_equal(total, np.full([64, 64], 128))
+        assert view_of(total).ctypes.data == addresses[0]
+
+    def test_what_else_a_gradient_is_used_for_keeps_its_value(self, exchanged):
+        total_of = Reduction(tf.distribute.get_strategy())
+        weight = tf.Variable(numbers(40))
+        constant = tf.constant(numbers(30).numpy())
+
+        @tf.function(autograph=False)
+        def step() -> Any:
+            grads = [weight.read_value(), constant, tf.range(50.0) + weight[0]]
+            totals = total_of(grads)
+            with tf.control_dependencies(totals):
+                return totals, [tf.identity(grad) for grad in grads]
+
+        for _ in range(3):
+            totals, grads = step()
+            for total, grad in zip(totals, grads, strict=True):
+                np.testing.assert_array_equal(grad, numbers(len(grad)))
+                np.testing.assert_array_equal(total, 2 * numbers(len(grad)))
+        np.testing.assert_array_equal(weight, numbers(40))
 
     def test_shapes_that_are_known_only_when_a_step_runs(self, exchanged):
         total_of = Reduction(tf.distribute.get_strategy())

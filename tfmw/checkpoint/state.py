@@ -30,6 +30,7 @@ from tfmw import keras_compat
 from tfmw.callbacks import boards
 from tfmw.errors import UsageError
 from tfmw.keras_compat import optimizer_part, placement
+from tfmw.keras_compat.memory import new_tensor, view_of
 
 # Keras numbers generated names (dense, dense_1, ...) in the whole process, and derives other names
 # from them: sequential_1_dense_3_kernel_momentum.
@@ -39,7 +40,6 @@ _AVERAGES = "replicas/averages"
 _CALLBACK = "callbacks/"
 _WORTH_KEEPING_BYTES = 1 << 20
 _KEPT_TYPES = (tf.float16, tf.float32, tf.float64)
-_ALIGNED = 64  # bytes; EIGEN_MAX_ALIGN_BYTES
 _AT_FIRST = "_tfmw_at_first"  # an attribute of callbacks, while they are in a run with backups
 
 
@@ -173,15 +173,10 @@ class Snapshots:
     def _copied(self, name: str, value: tf.Tensor) -> tf.Tensor:
         if "CPU" not in value.device:
             return value
-        source = np.asarray(memoryview(value))  # `value.numpy()` would copy
         if name not in self._copies:
-            # TensorFlow uses memory without a copy only if it is aligned as its own.
-            room = np.empty(source.nbytes + _ALIGNED, np.uint8)
-            begin = -room.ctypes.data % _ALIGNED
-            copy = room[begin : begin + source.nbytes].view(source.dtype).reshape(source.shape)
-            self._copies[name] = copy, tf.experimental.dlpack.from_dlpack(copy.__dlpack__())
+            self._copies[name] = new_tensor(value.shape, value.dtype)
         copy, tensor = self._copies[name]
-        np.copyto(copy, source)
+        np.copyto(copy, view_of(value))
         return tensor
 
     def forget(self) -> None:

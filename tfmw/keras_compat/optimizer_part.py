@@ -22,6 +22,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops as _resource_variables
 
 from tfmw.errors import UsageError
+from tfmw.keras_compat.memory import view_of
 from tfmw.keras_compat.objects import overridden
 from tfmw.keras_compat.optimizers import slot_lists, with_inner_optimizers
 
@@ -221,7 +222,7 @@ class OptimizerPart:
         part = self._slot_parts.get((name, index))
         if part is None:
             return np.zeros([0], np.uint8)
-        return np.asarray(part.read_value().numpy()).reshape(-1).view(np.uint8)
+        return view_of(part.read_value()).reshape(-1).view(np.uint8)
 
     # ------------------------------------------------------------ while an update is traced
 
@@ -260,14 +261,15 @@ def bytes_of(slot: Any) -> int:
     return int(slot._value.shape.num_elements() * slot._value.dtype.size)
 
 
-def put(slot: Any, values: np.ndarray) -> None:
+def put(slot: Any, values: tf.Tensor) -> None:
     """Gives a slot that was emptied a value again.
 
     Args:
         values: uint8 [n], the bytes of all its elements.
     """
     vars(slot)[_PUT] = True
-    flat = tf.constant(values.view(slot._value.dtype.as_numpy_dtype))
+    dtype = slot._value.dtype
+    flat = tf.bitcast(tf.reshape(values, [-1, dtype.size]), dtype)
     _fill(slot._value, tf.reshape(flat, slot._value.shape))
 
 

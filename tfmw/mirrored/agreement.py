@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfmw.cluster.group import Group
 from tfmw.keras_compat import placement
+from tfmw.keras_compat.memory import new_tensor, view_of
 from tfmw.mirrored.collectives.connection import ring_of
 from tfmw.mirrored.collectives.hierarchy import AnyRing
 from tfmw.mirrored.tensors import in_packs
@@ -63,15 +64,17 @@ def _checksum(copies: list[tf.Variable]) -> int:
 
 def _bytes(variable: tf.Variable) -> np.ndarray:
     """uint8 [n], the bytes of the variable's value."""
-    return np.ascontiguousarray(variable.numpy()).reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(view_of(variable.read_value())).reshape(-1).view(np.uint8)
 
 
 def _broadcast(ring: AnyRing, variables: Sequence[tf.Variable]) -> None:
     for variable in variables:
-        first = ring.broadcast(_bytes(variable))
-        if ring.rank > 0:
-            value = first.view(variable.dtype.as_numpy_dtype)
-            variable.assign(value.reshape(variable.shape))
+        if ring.rank == 0:
+            ring.broadcast(_bytes(variable))
+            continue
+        array, tensor = new_tensor(variable.shape, variable.dtype)
+        ring.broadcast(array.reshape(-1).view(np.uint8), in_place=True)
+        variable.assign(tensor)
 
 
 def _broadcast_by_tensorflow(

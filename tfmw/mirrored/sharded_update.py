@@ -17,7 +17,6 @@ last bit. Where an optimizer looks at whole variables, packs are cut between var
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +32,8 @@ from tfmw.mirrored.collectives import reduction as reduction_lib
 from tfmw.mirrored.collectives.hierarchy import AnyRing
 from tfmw.mirrored.collectives.reduction import Reduction
 from tfmw.mirrored.collectives.ring import even_cuts
+from tfmw.mirrored.packs import Pack
+from tfmw.mirrored.slots import forget_slots, gather_slots
 
 logger = logging.getLogger("tfmw")
 
@@ -42,29 +43,6 @@ _LAST = "_self_tfmw_last_updates"
 
 MIN_BYTES = 8 << 20
 """Trainable weights below which "auto" shares no update: it saves less than it costs."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pack:
-    """Variables whose gradients travel together.
-
-    Attributes:
-        indices: of the variables, in the order in which they travel.
-        starts: of each variable in the pack, in elements, and the end of the last one.
-        cuts: into a part for each worker.
-        dtype: of all of them.
-    """
-
-    indices: list[int]
-    starts: list[int]
-    cuts: list[int]
-    dtype: tf.DType
-
-    def elements(self, position: int, part: slice) -> slice:
-        """Which elements of a variable, in its flat form, lie in a part of the pack."""
-        start, end = self.starts[position], self.starts[position + 1]
-        begin = min(max(part.start, start), end)
-        return slice(begin - start, max(begin, min(part.stop, end)) - start)
 
 
 class SharedUpdate:
@@ -96,7 +74,7 @@ class SharedUpdate:
         self._choice = choice
         self._variables = optimizer_part.variables_of(optimizer)
         self._index = {id(v): i for i, v in enumerate(self._variables)}
-        self._packs: list[_Pack] = []
+        self._packs: list[Pack] = []
         self._part: OptimizerPart | None = None
         self._whole = True  # whether the optimizer's own variables have the state
         self._copied = False  # to the chief alone
@@ -218,7 +196,7 @@ class SharedUpdate:
         ring = self._ring
         packed = {i for pack in self._packs for i in pack.indices}
         for rank in range(ring.size):
-            parts = (_elements_in(pack, ring.part_of(pack.cuts, rank)) for pack in self._packs)
+            parts = (pack.elements_in(ring.part_of(pack.cuts, rank)) for pack in self._packs)
             own = {index for part in parts for index, _ in part}
             if not any(i in own or i not in packed for i in given):
                 raise UsageError(
@@ -267,8 +245,7 @@ class SharedUpdate:
             with tf.control_dependencies(assigned):
                 total = self._reduction.gathered(own[0] if len(own) == 1 else flat, pack.cuts)
             assigned = []
-            sizes = [self._elements(i) for i in pack.indices]
-            values = _split(total, sizes)
+            values = _split(total, pack.sizes)
             for index, value in zip(pack.indices, values, strict=True):
                 variable = self._variables[index]
                 update = variable.value.assign(tf.reshape(value, variable.shape))
@@ -324,7 +301,7 @@ class SharedUpdate:
             and not variable.overwrite_with_gradient
         )
 
-    def _pack(self, indices: list[int], loads: list[int]) -> _Pack:
+    def _pack(self, indices: list[int], loads: list[int]) -> Pack:
         """Cuts a pack, and adds what each worker gets to `loads`."""
         compiled = fuses(self.optimizer, self._variables)
         workers = len(loads)
@@ -345,15 +322,15 @@ class SharedUpdate:
             indices = [index for part in parts for index in part]
             starts = self._starts(indices)
             cuts = [starts[sum(map(len, parts[:number]))] for number in range(workers + 1)]
-        return _Pack(indices, starts, cuts, self._dtype(indices[0]))
+        return Pack(indices, starts, cuts, self._dtype(indices[0]))
 
     def _starts(self, indices: list[int]) -> list[int]:
         starts: list[int] = np.cumsum([0, *map(self._elements, indices)]).tolist()
         return starts
 
-    def _own_elements(self, pack: _Pack) -> list[tuple[int, slice]]:
+    def _own_elements(self, pack: Pack) -> list[tuple[int, slice]]:
         """(index, elements) of the variables of a pack that have some in this worker's part."""
-        return _elements_in(pack, self._ring.own_part(pack.cuts))
+        return pack.elements_in(self._ring.own_part(pack.cuts))
 
     def _as_parts(self, elements: list[tuple[int, slice]]) -> list[tuple[int, slice | None]]:
         """The same, with None for whole variables."""
@@ -398,65 +375,22 @@ class SharedUpdate:
             return
         self.forget_copy()
         self._part.free_weights()
-        self._ring.free_memory()
-        self._gather_slots(keep=True, free=True)
+        gather_slots(self._part, self._packs, self._ring, keep=True, free=True)
         self._whole = self._stale = True
 
     def copy_to_chief(self) -> None:
         """Gives the chief's optimizer the whole state, until the next step. All workers call it."""
         ring = self._reduction.ring
         if self._part is not None and not self._whole and not self._copied:
-            self._gather_slots(keep=ring is not None and ring.rank == 0)
+            assert ring is not None
+            gather_slots(self._part, self._packs, ring, keep=ring.rank == 0)
             self._copied = True
 
     def forget_copy(self) -> None:
         """Frees what `copy_to_chief` made."""
         if self._copied and self._part is not None:
-            for _, slots in self._part.slots:
-                for pack in self._packs:
-                    for index in pack.indices:
-                        if slots[index] is not None:
-                            optimizer_part.empty(slots[index])
+            forget_slots(self._part, self._packs)
             self._copied = False
-
-    def _gather_slots(self, keep: bool, free: bool = False) -> None:
-        """Gathers the parts of all slots; pack by pack, as that takes less memory.
-
-        Args:
-            keep: whether this worker puts them into the optimizer.
-            free: whether this worker then frees its parts.
-        """
-        part, ring = self._part, self._ring
-        assert part is not None
-        for name, slots in part.slots:
-            for pack in self._packs:
-                cuts = self._slot_cuts(slots, pack)
-                own = [part.slot(name, i) for i, _ in self._own_elements(pack)]
-                flat = own[0] if len(own) == 1 else np.concatenate([np.zeros([0], np.uint8), *own])
-                everyones = ring.all_gather(flat, cuts, what="slots")
-                begin = 0
-                for index in pack.indices:
-                    slot = slots[index]
-                    size = 0 if slot is None else optimizer_part.bytes_of(slot)
-                    if keep and slot is not None:
-                        optimizer_part.put(slot, everyones[begin : begin + size])
-                    begin += size
-                    if free:
-                        part.free_slot(name, index)
-
-    def _slot_cuts(self, slots: list[Any], pack: _Pack) -> list[int]:
-        """The bytes of a pack's slots, one after the other, cut into a part for each worker."""
-        workers = len(pack.cuts) - 1
-        sizes = [0] * workers
-        for rank in range(workers):
-            for index, elements in _elements_in(pack, self._ring.part_of(pack.cuts, rank)):
-                if slots[index] is not None:
-                    # Where a variable is cut, its slots are of its shape.
-                    whole = optimizer_part.bytes_of(slots[index])
-                    share = whole * (elements.stop - elements.start) // self._elements(index)
-                    sizes[self._ring.part_number(rank)] += share
-        cuts: list[int] = np.cumsum([0, *sizes]).tolist()
-        return cuts
 
 
 @contextlib.contextmanager
@@ -502,11 +436,6 @@ def _split(flat: tf.Tensor, sizes: list[int]) -> list[tf.Tensor]:
         return [flat][: len(sizes)]
     parts: list[tf.Tensor] = tf.split(flat, sizes)
     return parts
-
-
-def _elements_in(pack: _Pack, part: slice) -> list[tuple[int, slice]]:
-    found = [(i, pack.elements(n, part)) for n, i in enumerate(pack.indices)]
-    return [(i, elements) for i, elements in found if elements.stop > elements.start]
 
 
 def _facts(grads: list[Any], scale: Any) -> tf.Tensor:

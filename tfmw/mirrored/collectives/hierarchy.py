@@ -70,11 +70,18 @@ class HierarchicalRing:
     def timeout_s(self, seconds: float | None) -> None:
         self._within.timeout_s = self._between.timeout_s = seconds
 
-    def sum(self, local: np.ndarray, add: Add = add_arrays, what: str = "sum") -> np.ndarray:
+    def sum(
+        self,
+        local: np.ndarray,
+        add: Add = add_arrays,
+        what: str = "sum",
+        in_place: bool = False,
+    ) -> np.ndarray:
         """See `Ring.sum`."""
         with self._exchange(what):
-            cuts = even_cuts(len(local), self.size)
-            return self._all_gather(self._reduce_scatter(local, cuts, add, what), cuts, what)
+            total = local if in_place else local.copy()
+            cuts = even_cuts(len(total), self.size)
+            return self._all_gather(self._reduce_scatter(total, cuts, add, what), cuts, what, total)
 
     def part_number(self, rank: int) -> int:
         """Which part of a sum a worker has first. Its machine's sum gives it M parts in a row."""
@@ -92,16 +99,28 @@ class HierarchicalRing:
         return self.part_of(cuts, self.rank)
 
     def reduce_scatter(
-        self, local: np.ndarray, cuts: Cuts, add: Add = add_arrays, what: str = "reduce_scatter"
+        self,
+        local: np.ndarray,
+        cuts: Cuts,
+        add: Add = add_arrays,
+        what: str = "reduce_scatter",
+        in_place: bool = False,
     ) -> np.ndarray:
         """See `Ring.reduce_scatter`."""
         with self._exchange(what):
-            return self._reduce_scatter(local, cuts, add, what)
+            return self._reduce_scatter(local if in_place else local.copy(), cuts, add, what)
 
-    def all_gather(self, own: np.ndarray, cuts: Cuts, what: str = "all_gather") -> np.ndarray:
+    def all_gather(
+        self,
+        own: np.ndarray,
+        cuts: Cuts,
+        what: str = "all_gather",
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
         """See `Ring.all_gather`."""
         with self._exchange(what):
-            return self._all_gather(own, cuts, what)
+            total = np.empty(cuts[-1], own.dtype) if out is None else out
+            return self._all_gather(own, cuts, what, total)
 
     def gather(self, local: Sequence[np.ndarray]) -> list[np.ndarray]:
         """See `Ring.gather`."""
@@ -114,17 +133,12 @@ class HierarchicalRing:
             by_rank = np.concatenate([starts[i] for i in np.argsort(order)])
             return [array[by_rank] for array in self._gather(arrays)]
 
-    def broadcast(self, local: np.ndarray) -> np.ndarray:
+    def broadcast(self, local: np.ndarray, in_place: bool = False) -> np.ndarray:
         """See `Ring.broadcast`."""
         with self._exchange("broadcast"):
             if self._within.rank == 0:
-                local = self._between.broadcast(local)
-            return self._within.broadcast(local)
-
-    def free_memory(self) -> None:
-        """See `Ring.free_memory`."""
-        self._within.free_memory()
-        self._between.free_memory()
+                local = self._between.broadcast(local, in_place)
+            return self._within.broadcast(local, in_place)
 
     def close(self) -> None:
         """See `Ring.close`."""
@@ -152,14 +166,16 @@ class HierarchicalRing:
         own = cuts[first : first + machines + 1]
         return cuts[::machines], [cut - own[0] for cut in own]
 
-    def _reduce_scatter(self, local: np.ndarray, cuts: Cuts, add: Add, what: str) -> np.ndarray:
+    def _reduce_scatter(self, total: np.ndarray, cuts: Cuts, add: Add, what: str) -> np.ndarray:
         within, between = self._levels(cuts)
-        of_machine = self._within.reduce_scatter(local, within, add, what)
-        return self._between.reduce_scatter(of_machine, between, add, what)
+        of_machine = self._within.reduce_scatter(total, within, add, what, in_place=True)
+        return self._between.reduce_scatter(of_machine, between, add, what, in_place=True)
 
-    def _all_gather(self, own: np.ndarray, cuts: Cuts, what: str) -> np.ndarray:
+    def _all_gather(self, own: np.ndarray, cuts: Cuts, what: str, total: np.ndarray) -> np.ndarray:
         within, between = self._levels(cuts)
-        return self._within.all_gather(self._between.all_gather(own, between, what), within, what)
+        of_machine = total[self._within.own_part(within)]
+        self._between.all_gather(own, between, what, of_machine)
+        return self._within.all_gather(of_machine, within, what, total)
 
     def _gather(self, local: list[np.ndarray]) -> list[np.ndarray]:
         return self._within.gather(self._between.gather(local))

@@ -185,9 +185,11 @@ class _OverRing:
     def __init__(self, ring: AnyRing, pack_bytes: int):
         self.ring = ring
         self._pack = pack_bytes
-        ring.free_memory()  # of the previous model
         with tf.init_scope(), tf.device("cpu:0"):
             self._turn = tf.Variable(0, dtype=tf.int64, trainable=False)
+            # Of no shape that TensorFlow knows in advance: it would compute what does not depend on
+            # the step once for all steps, into memory that the ring then overwrites.
+            self._nowhere = tf.Variable(tf.zeros([0, 1], tf.int64), False, shape=[None, 1])
 
     def __call__(self, grads: list[Any]) -> list[Any]:
         """Gradients of this replica -> their sums over all replicas."""
@@ -227,47 +229,82 @@ class _OverRing:
     def summed(self, flat: tf.Tensor, what: str = "gradients") -> tf.Tensor:
         """The sum over all workers: [n] -> [n]."""
         options = _options_for(flat.dtype)
-        (total,) = self._in_turn(
-            lambda local: [self.ring.sum(local, what=what, **options)], [flat], what
-        )
+
+        def exchange(array: np.ndarray) -> None:
+            self.ring.sum(array, what=what, in_place=True, **options)
+
+        total = self._in_memory(exchange, [flat], what)
         total.set_shape(flat.shape)
         return total
 
     def scattered(self, flat: tf.Tensor, cuts: Cuts) -> tf.Tensor:
         """See `Ring.reduce_scatter`."""
+        options = _options_for(flat.dtype)
 
-        def exchange(local: np.ndarray) -> list[np.ndarray]:
-            return [
-                self.ring.reduce_scatter(local, cuts, what="gradients", **_options_for(flat.dtype))
-            ]
+        def exchange(array: np.ndarray) -> None:
+            self.ring.reduce_scatter(array, cuts, what="gradients", in_place=True, **options)
 
-        (own,) = self._in_turn(exchange, [flat])
-        part = self.ring.own_part(cuts)
-        own.set_shape([part.stop - part.start])
-        return own
+        # Without a copy, as parts begin at aligned bytes.
+        return self._in_memory(exchange, [flat])[self.ring.own_part(cuts)]
 
     def gathered(self, own: tf.Tensor, cuts: Cuts) -> tf.Tensor:
         """See `Ring.all_gather`."""
-        (total,) = self._in_turn(
-            lambda local: [self.ring.all_gather(local, cuts, what="weights")], [own], "weights"
-        )
-        total.set_shape([cuts[-1]])
-        return total
+
+        def exchange(array: np.ndarray, own: np.ndarray) -> None:
+            self.ring.all_gather(own, cuts, what="weights", out=array)
+
+        if tf.executing_eagerly():
+            return tf.constant(self.ring.all_gather(own.numpy(), cuts, what="weights"))
+        # Not before its turn: all packs would be in memory at once.
+        with tf.device("cpu:0"), tf.control_dependencies([self._turn.read_value(), own]):
+            new = tf.raw_ops.Empty(shape=[cuts[-1]], dtype=own.dtype)
+        return self._in_memory(exchange, [new, own], "weights")
 
     def _gathered(self, grad: tf.IndexedSlices) -> tf.IndexedSlices:
         parts = [grad.values, grad.indices]
-        values, indices = self._in_turn(lambda *local: self.ring.gather(local), parts)
+        if tf.executing_eagerly():
+            values, indices = map(tf.constant, self.ring.gather([p.numpy() for p in parts]))
+        else:
+            values, indices = self._in_turn(lambda *local: self.ring.gather(local), parts, parts)
         values.set_shape([None, *grad.values.shape[1:]])
         indices.set_shape([None])
         return tf.IndexedSlices(values, indices, grad.dense_shape)
+
+    def _in_memory(
+        self, exchange: Callable[..., None], tensors: list[tf.Tensor], what: str = "gradients"
+    ) -> tf.Tensor:
+        """Runs `exchange(*arrays)` after the earlier ones; returns what the first array is then.
+
+        That array is the memory of the first tensor, or of a copy where others still use it. So the
+        ring needs no memory of its own, beside that which TensorFlow keeps for tensors.
+        """
+        first, *others = tensors
+        if tf.executing_eagerly():
+            array = np.array(first)
+            exchange(array, *map(np.asarray, others))
+            return tf.constant(array)
+
+        def run(*arrays: np.ndarray) -> list[Any]:
+            exchange(*arrays)
+            return []
+
+        with tf.device("cpu:0"):
+            # Changes nothing, in the memory of `first` if that has no other use.
+            alone = tf.raw_ops.ScatterNdNonAliasingAdd(
+                input=first, indices=self._nowhere.read_value(), updates=tf.zeros([0], first.dtype)
+            )
+            self._in_turn(run, [alone, *others], [], what)
+            with tf.control_dependencies([self._turn.read_value()]):
+                return tf.identity(alone)
 
     def _in_turn(
         self,
         exchange: Callable[..., Sequence[np.ndarray]],
         local: list[tf.Tensor],
+        like: list[tf.Tensor],
         what: str = "gradients",
     ) -> list[tf.Tensor]:
-        """Runs an exchange after the earlier ones; its results have the dtypes of `local`."""
+        """Runs an exchange after the earlier ones; its results have the dtypes of `like`."""
 
         def run(turn: np.int64, *arrays: np.ndarray) -> list[Any]:
             recorder.begun(what, sum(array.nbytes for array in arrays))
@@ -276,7 +313,7 @@ class _OverRing:
             return [turn + 1, *totals]
 
         with tf.device("cpu:0"):
-            types = [tf.int64, *(tensor.dtype for tensor in local)]
+            types = [tf.int64, *(tensor.dtype for tensor in like)]
             turn, *out = tf.numpy_function(run, [self._turn.read_value(), *local], types)
             self._turn.assign(turn)
         return out

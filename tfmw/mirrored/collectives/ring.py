@@ -26,7 +26,6 @@ import math
 import select
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +44,8 @@ Cuts = Sequence[int]  # of an array into a part for each worker: N + 1 numbers f
 QUIET_S = 5.0  # seconds without a byte after which neighbours are probed
 _MISSES = 2  # probes in a row without a response: a busy worker may miss one
 
-_ALIGNED = 64  # bytes: TensorFlow uses arrays of this alignment without a copy
+# Elements; of 64 bytes and more. TensorFlow cuts an array there without a copy.
+_ALIGNED, _LARGE = 32, 1024
 _HEADER = struct.Struct(
     "!QQ16s"
 )  # number of the exchange, number of bytes that follow, kind of exchange
@@ -62,8 +62,10 @@ def add_arrays(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
 
 def even_cuts(elements: int, workers: int) -> list[int]:
-    """An array of `elements`, cut into parts of as equal sizes as can be."""
-    return [elements * part // workers for part in range(workers + 1)]
+    """An array of `elements`, cut into parts of about equal sizes; large ones at aligned bytes."""
+    unit = _ALIGNED if elements >= _LARGE * workers else 1
+    cuts = [elements * part // workers // unit * unit for part in range(workers)]
+    return [*cuts, elements]
 
 
 class Ring:
@@ -103,27 +105,35 @@ class Ring:
         self._next, self._previous = to_next, from_previous
         self._probe_peer = probe_peer
         self.timeout_s = timeout_s
-        self._memory = _Memory()
         self._what = b""  # kind of the current exchange, padded to 16 bytes
         self.exchanges = 0
         self.counts: collections.Counter[str] = collections.Counter()
         self.on_exchange: OnExchange | None = None
         self._one_at_a_time = threading.Lock()
 
-    def sum(self, local: np.ndarray, add: Add = add_arrays, what: str = "sum") -> np.ndarray:
+    def sum(
+        self,
+        local: np.ndarray,
+        add: Add = add_arrays,
+        what: str = "sum",
+        in_place: bool = False,
+    ) -> np.ndarray:
         """The sum of all workers' arrays. All workers make all calls, in the same order.
 
         Args:
-            local: [n], of the same n and dtype on all workers; it is not changed.
-            add: (a, b, out): writes the sum of two arrays to a third.
+            local: [n], of the same n and dtype on all workers.
+            add: (a, b, out): writes the sum of two arrays to a third, or to b.
             what: kind of the exchange, at most 16 bytes; must be the same on all workers.
+            in_place: whether the result is put into `local`; otherwise `local` is not changed.
 
         Raises:
             RingBroken: a worker is lost. The ring is closed then.
             RuntimeError: workers are in different exchanges. The ring is closed then.
         """
         with self._exchange(what):
-            return self._sum(np.ascontiguousarray(local), add)
+            total = local if in_place else local.copy()
+            self._turn(total, even_cuts(len(total), self.size), range(2 * self.size - 2), add)
+            return total
 
     def part_number(self, rank: int) -> int:
         """Which part of a sum a worker has first: the one that comes to it last."""
@@ -139,7 +149,12 @@ class Ring:
         return self.part_of(cuts, self.rank)
 
     def reduce_scatter(
-        self, local: np.ndarray, cuts: Cuts, add: Add = add_arrays, what: str = "reduce_scatter"
+        self,
+        local: np.ndarray,
+        cuts: Cuts,
+        add: Add = add_arrays,
+        what: str = "reduce_scatter",
+        in_place: bool = False,
     ) -> np.ndarray:
         """This worker's part of the sum of all workers' arrays: the first half of `sum`.
 
@@ -148,6 +163,8 @@ class Ring:
         Args:
             local, add, what: as in `sum`.
             cuts: where the array is cut into a part for each worker; the same on all.
+            in_place: whether `local` is overwritten: its own part by the result, and the others by
+                other values. Otherwise it is not changed.
 
         Returns:
             [m], of the elements `own_part(cuts)`.
@@ -156,19 +173,24 @@ class Ring:
             RingBroken, RuntimeError: as in `sum`.
         """
         with self._exchange(what):
-            local = np.ascontiguousarray(local)
-            own = self._memory.like(local[self.own_part(cuts)])
-            # With two workers the first part that comes is the own one.
-            between = self._memory.like(local) if self.size > 2 else local
-            self._turn(local, between, cuts, range(self.size - 1), add, own)
+            total = local if in_place else local.copy()
+            self._turn(total, cuts, range(self.size - 1), add)
+            own = total[self.own_part(cuts)]
             return own
 
-    def all_gather(self, own: np.ndarray, cuts: Cuts, what: str = "all_gather") -> np.ndarray:
+    def all_gather(
+        self,
+        own: np.ndarray,
+        cuts: Cuts,
+        what: str = "all_gather",
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
         """The parts of all workers, in order: the second half of `sum`.
 
         Args:
             own: [m], of the elements `own_part(cuts)`.
             cuts, what: as in `reduce_scatter`.
+            out: [n], where the result is put; by default a new array.
 
         Returns:
             [n], the same on all workers.
@@ -177,9 +199,11 @@ class Ring:
             RingBroken, RuntimeError: as in `sum`.
         """
         with self._exchange(what):
-            total = self._memory.array(cuts[-1], own.dtype)
-            total[self.own_part(cuts)] = own
-            self._turn(total, total, cuts, range(self.size - 1, 2 * (self.size - 1)), add_arrays)
+            total = np.empty(cuts[-1], own.dtype) if out is None else out
+            here = total[self.own_part(cuts)]
+            if here.ctypes.data != own.ctypes.data:
+                here[...] = own
+            self._turn(total, cuts, range(self.size - 1, 2 * (self.size - 1)), add_arrays)
             return total
 
     def gather(self, local: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -195,21 +219,18 @@ class Ring:
         with self._exchange("gather"):
             return self._gather([np.ascontiguousarray(array) for array in local])
 
-    def broadcast(self, local: np.ndarray) -> np.ndarray:
+    def broadcast(self, local: np.ndarray, in_place: bool = False) -> np.ndarray:
         """The first worker's array. All workers must call it.
 
         Args:
             local: [n], of the same n and dtype on all workers.
+            in_place: whether the result is put into `local`; otherwise `local` is not changed.
 
         Raises:
             RingBroken, RuntimeError: as in `sum`.
         """
         with self._exchange("broadcast"):
-            return self._broadcast(np.ascontiguousarray(local))
-
-    def free_memory(self) -> None:
-        """Frees the memory that is kept for the results of sums."""
-        self._memory = _Memory()
+            return self._broadcast(np.ascontiguousarray(local), in_place)
 
     @contextlib.contextmanager
     def _exchange(self, what: str) -> Iterator[None]:
@@ -242,55 +263,40 @@ class Ring:
         self._next.peer.close()
         self._previous.peer.close()
 
-    def _sum(self, local: np.ndarray, add: Add) -> np.ndarray:
-        total = self._memory.like(local)
-        self._turn(local, total, even_cuts(len(local), self.size), range(2 * self.size - 2), add)
-        return total
-
-    def _turn(
-        self,
-        local: np.ndarray,
-        total: np.ndarray,
-        cuts: Cuts,
-        rounds: range,
-        add: Add,
-        last: np.ndarray | None = None,
-    ) -> None:
+    def _turn(self, total: np.ndarray, cuts: Cuts, rounds: range, add: Add) -> None:
         """Passes parts from worker to worker, one in each round.
 
-        In the first N - 1 rounds this worker's values are added to what comes, and in the others
-        what comes is complete.
+        In the first N - 1 rounds what comes is added to this worker's values, and in the others it
+        is complete and replaces them. A piece is replaced only when it has been sent: the complete
+        one has passed the next worker, which has added this worker's values to it.
 
         Args:
-            local: [n], this worker's values.
-            total: [n], where what comes is put.
-            cuts: of both.
+            total: [n], this worker's values; what comes is put there.
+            cuts: of it.
             rounds: of the 2 (N - 1), those to make.
-            add: puts the sum of two arrays into a third.
-            last: where the part of the last round is put instead.
+            add: writes the sum of its first two arguments to the third.
         """
         adding = self.size - 1
+        scratch: np.ndarray = np.empty(_piece_length(total), total.dtype)
 
-        def part(array: np.ndarray, number: int) -> np.ndarray:
+        def part(number: int) -> np.ndarray:
             number %= self.size
-            return array[cuts[number] : cuts[number + 1]]
+            return total[cuts[number] : cuts[number + 1]]
 
         # Message k is the received message k - 1; in the first rounds with local values added.
-        first = part(local if rounds.start == 0 else total, self.rank - rounds.start)
-        self._next.add(self._header(local.nbytes), first, may_go=True)
-        self._next.add(*(part(total, self.rank - k) for k in rounds[1:]))
+        first, *others = (part(self.rank - k) for k in rounds)
+        self._next.add(self._header(total.nbytes), first, may_go=True)
+        self._next.add(*others)
         remote = self._incoming_bytes()
-        if remote != local.nbytes:
-            raise self._differ(f"{remote} bytes", f"{local.nbytes} bytes")
+        if remote != total.nbytes:
+            raise self._differ(f"{remote} bytes", f"{total.nbytes} bytes")
         for k in rounds:
-            coming, summand = (part(array, self.rank - 1 - k) for array in (total, local))
-            if last is not None and k == rounds[-1]:
-                coming = last
+            coming = part(self.rank - 1 - k)
             for piece in _pieces(coming):
                 here = coming[piece]
-                with self._received(here) as values:
+                with self._received(scratch[: len(here)] if k < adding else here) as values:
                     if k < adding:
-                        add(values, summand[piece], here)
+                        add(values, here, here)
                     elif values is not here:
                         here[...] = values
                 if k != rounds[-1]:
@@ -315,7 +321,7 @@ class Ring:
         self._finish()
         return [np.concatenate(arrays) for arrays in zip(*everyone, strict=True)]
 
-    def _broadcast(self, local: np.ndarray) -> np.ndarray:
+    def _broadcast(self, local: np.ndarray, in_place: bool) -> np.ndarray:
         if self.rank == 0:
             self._next.add(self._header(local.nbytes), local, may_go=True)
             self._finish()
@@ -323,7 +329,7 @@ class Ring:
         remote = self._incoming_bytes()
         if remote != local.nbytes:
             raise self._differ(f"{remote} bytes", f"{local.nbytes} bytes")
-        first = np.empty_like(local)
+        first = local if in_place else np.empty_like(local)
         passes_on = self.rank < self.size - 1
         if passes_on:
             self._next.add(self._header(remote), may_go=True)
@@ -424,42 +430,13 @@ class Ring:
         return RingBroken(f"lost worker {worker} while gradients were summed: {why}")
 
 
-class _Memory:
-    """Reuses arrays that are no longer referenced.
-
-    New memory costs more than the sum itself, because the system clears each page: an addition into
-    100 MB takes 14 ms, and 6 ms into reused memory. TensorFlow uses results without a copy, and
-    keeps them for an unknown time, so reference counts decide when an array is free.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: dict[int, list[np.ndarray]] = {}
-
-    def like(self, array: np.ndarray) -> np.ndarray:
-        """An uninitialized array of the same length and dtype."""
-        return self.array(len(array), array.dtype)
-
-    def array(self, length: int, dtype: Any) -> np.ndarray:
-        """An uninitialized array [length]."""
-        nbytes = length * dtype.itemsize
-        blocks = self._blocks.setdefault(nbytes, [])
-        for block in blocks:
-            if sys.getrefcount(block) == _UNUSED:
-                break
-        else:
-            block = np.empty(nbytes + _ALIGNED, np.uint8)
-            blocks.append(block)
-        start = -block.ctypes.data % _ALIGNED
-        return block[start : start + nbytes].view(dtype)
-
-
-# References to a free block, counted as in `like`: by the list, the loop over it, and getrefcount's
-# argument, which some versions of Python do not count.
-_UNUSED = next(sys.getrefcount(block) for block in [np.empty(1)])
+def _piece_length(array: np.ndarray) -> int:
+    """Elements of a piece."""
+    return max(1, PIECE_BYTES // array.itemsize)
 
 
 def _pieces(array: np.ndarray) -> Iterator[slice]:
-    step = max(1, PIECE_BYTES // array.itemsize)
+    step = _piece_length(array)
     for start in range(0, len(array), step):
         yield slice(start, start + step)
 
