@@ -2,7 +2,7 @@
 
     check()                        # raises Fenced in a task of an attempt that another one followed
 
-Hosts that were cut off from the others cannot know at once that these went on without them. So
+Hosts that were cut off from the others cannot know at once that these continued without them. So
 what several hosts share is put in its place only by tasks whose attempt (TFMW_ATTEMPT) is the last
 one in the record of the run's leader. TFMW_FENCE names the record: a file, or a key of etcd. In a
 process without it, everybody may write.
@@ -35,7 +35,7 @@ def attempt() -> int:
 
 
 def is_fenced() -> bool:
-    """Whether other hosts may go on with this run without this process."""
+    """Whether other hosts may continue this run without this process."""
     return bool(os.environ.get(FENCE))
 
 
@@ -73,10 +73,10 @@ def precedes(text: str) -> bool:
     Raises:
         OSError: the record cannot be read.
     """
-    theirs, ours = (re.search(r"attempt (\d+) of run (\w+)", t) for t in (text, owner()))
-    if theirs is None or ours is None:
+    holder, own = (re.search(r"attempt (\d+) of run (\w+)", t) for t in (text, owner()))
+    if holder is None or own is None:
         return False
-    return theirs[2] == ours[2] and int(theirs[1]) < int(ours[1])
+    return holder[2] == own[2] and int(holder[1]) < int(own[1])
 
 
 def recorded(place: str) -> int:

@@ -17,12 +17,12 @@ from typing import Any
 
 from tfmw.launcher.hosts.actions import (
     SILENCE_S,
-    AskToLeave,
     Campaign,
     Dial,
     Drop,
     EndTasks,
     Exit,
+    Preempt,
     Prepare,
     Publish,
     Record,
@@ -432,7 +432,7 @@ class World:
             case EndTasks():
                 if host.tasks is not None and host.tasks.end_at is None:
                     host.tasks.end_at = self.now + self.random.uniform(0.0, 0.5)
-            case AskToLeave():
+            case Preempt():
                 if host.tasks is not None:
                     host.tasks.leave_at = self.now + self.random.uniform(0.0, 2.0)
             case Exit(status):

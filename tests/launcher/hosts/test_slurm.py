@@ -59,7 +59,7 @@ def test_a_supervisor_that_dies_comes_back_and_a_node_that_is_down_is_left_out(s
     path = f"{Path(sys.executable).parent}:{slurm.env['PATH']}"
     job = slurm.begin(
         *("--nodes=2", "--no-kill", f"--output={tmp_path}/log", SCRIPT, *program),
-        env={"PATH": path, "TFMW_MIN_HOSTS": "1"},
+        env={"PATH": path, "TFMW_MIN_HOSTS": "1", "TFMW_RESULT": str(tmp_path)},
     )
     log.wait_for("attempt 0 on 127.0.0.1, 127.0.0.2")
     log.wait_for(r"\] step \d+ at")

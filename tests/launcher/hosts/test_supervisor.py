@@ -185,7 +185,7 @@ def test_the_policys_count_moves_with_the_lead():
     assert world.record.policy["restarts"] == 2
 
 
-def test_a_host_told_to_leave_goes_with_75_and_the_others_go_on():
+def test_a_preempted_host_exits_with_75_and_the_others_continue():
     world = training(min_hosts=2, expires=False)
     victim = (leader_of(world) + 1) % HOSTS
     host = world.hosts[victim]

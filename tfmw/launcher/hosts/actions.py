@@ -154,12 +154,12 @@ class EndTasks:
 
 
 @dataclasses.dataclass(frozen=True)
-class AskToLeave:
+class Preempt:
     """Have this host's tasks save their state and leave."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Say:
+class Notify:
     """Print a line for the user."""
 
     text: str
@@ -184,7 +184,7 @@ Action = (
     | Prepare
     | StartTasks
     | EndTasks
-    | AskToLeave
-    | Say
+    | Preempt
+    | Notify
     | Exit
 )

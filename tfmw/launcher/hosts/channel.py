@@ -1,8 +1,8 @@
 """Authenticated messages over one connection: HMAC-SHA256, a nonce of each side, sequence numbers.
 
-    seal = Sealer(session_key(token, theirs, ours), "leader")
+    seal = Sealer(session_key(token, nonce, other_nonce), "leader")
     frame = seal(b"...")                                   # length, MAC, bytes
-    unseal = Unsealer(session_key(token, theirs, ours), "leader")
+    unseal = Unsealer(session_key(token, nonce, other_nonce), "leader")
     unseal(b"...", mac)                                    # raises Forged unless it is the next
 
 The token never travels. A frame that is altered, repeated, left out, sent back to its sender or

@@ -36,7 +36,7 @@ class HostTasks:
         self._ports = contextlib.ExitStack()
         self._wanted = 0  # ports, until they are prepared
         self._ready_by = 0.0
-        self._asks_to_leave = False
+        self._preempts = False
         self._policy = RestartPolicy(context.options, 0)
         self._restarts_before = 0
 
@@ -66,13 +66,13 @@ class HostTasks:
         for task in self._attempt.tasks:
             rank = workers.index(task) if task in workers else None
             task.env |= visible_devices(rank, len(workers), self._context.env)
-        self._asks_to_leave = False
+        self._preempts = False
         self._ports.close()
         self._attempt.start()
 
-    def ask_to_leave(self) -> None:
+    def preempt(self) -> None:
         """Has the tasks save their state and leave, as soon as they can."""
-        self._asks_to_leave = True
+        self._preempts = True
 
     def end(self) -> tuple[Any, ...] | None:
         """Ends the tasks at once; returns the event, if any ran."""
@@ -95,8 +95,8 @@ class HostTasks:
         """
         attempt = self._attempt
         if attempt is not None:
-            if self._asks_to_leave and attempt.ask_to_leave():
-                self._asks_to_leave = False
+            if self._preempts and attempt.ask_to_leave():
+                self._preempts = False
             return self.end() if attempt.is_over(wait_s) else None
         spawner = self._context.spawner
         if not self._wanted or not (spawner.is_ready(wait_s) or time.monotonic() > self._ready_by):

@@ -141,7 +141,7 @@ def _check_options(options: HostOptions, run_options: RunOptions, hosts: int) ->
     if run_options.min_workers is not None:
         raise UsageError(
             "--min-workers is about one machine; with --hosts give --min-hosts, the number of "
-            "hosts that may go on."
+            "hosts that may continue."
         )
 
 

@@ -13,8 +13,8 @@ its connection is lost
 with parameter servers, a     its workers start again once it is back; see `placement`
 host with workers only is
 lost
-a host joins                  the tasks save their state and leave; the next attempt has all hosts
-a host is told to leave       the same, and the next attempt goes on without it
+a host joins                  the tasks save their state and exit; the next attempt has all hosts
+a host is preempted           the same, and the next attempt is without it
 fewer than `min_hosts`        wait; give up the lock now and then, as another host may see more
 ============================  ====================================================================
 """
@@ -32,10 +32,10 @@ from tfmw.launcher.hosts.actions import (
     SILENCE_S,
     Action,
     Drop,
+    Notify,
     Publish,
     Record,
     Resign,
-    Say,
     Settings,
     ToMember,
 )
@@ -75,7 +75,7 @@ class Member:
         ports: for its tasks, once it is ready.
         attempt: in which its tasks run.
         last: the last attempt that it took part in, and its largest step.
-        leaving: whether it was told to leave.
+        leaving: whether it is preempted.
     """
 
     ports: tuple[int, ...] | None = None
@@ -101,7 +101,7 @@ class Leader:
         self._settings = settings
         self._out = out
         self._members: dict[int, Member] = {}
-        self._left: set[int] = set()  # hosts that were told to leave, and are not waited for
+        self._left: set[int] = set()  # preempted hosts, which are not waited for
         self._policy = RestartPolicy(settings.options, settings.workers_per_host)
         if record is None or record.status is not None:
             attempt = -1 if record is None else record.attempt
@@ -150,27 +150,27 @@ class Leader:
             if member.attempt is None:
                 self._dismiss()
             else:
-                self._ask_to_leave()
+                self._preempt_all()
 
     def _ready(self, host: int, member: Member) -> None:
         """A host could take part in the attempt that runs."""
         if self._plan is None or self._ending_since is not None or member.leaving:
             return
         if host not in self._plan.tasks:
-            self._say(f"{self._settings.name(host)} joins after the next backup")
-            self._ask_to_leave()
+            self._notify(f"{self._settings.name(host)} joins after the next backup")
+            self._preempt_all()
         elif member.attempt is None and host not in self._reports:  # it was lost, and is back
             self._again[host] = self._again.get(host, 0) + 1
             self._send_start(host, self._plan)
 
     def _join(self, host: int, join: Join) -> None:
-        mine = self._settings.facts
-        for name in sorted({*mine, *join.facts}):
-            here, there = mine.get(name, "nothing"), join.facts.get(name, "nothing")
-            if here != there:
+        facts = self._settings.facts
+        for name in sorted({*facts, *join.facts}):
+            expected, received = facts.get(name, "nothing"), join.facts.get(name, "nothing")
+            if received != expected:
                 problem = (
-                    f"hosts disagree about {name}: the one that leads has {here}, "
-                    f"{self._settings.name(host)} has {there}. Use the same on every host."
+                    f"hosts disagree about {name}: the one that leads has {expected}, "
+                    f"{self._settings.name(host)} has {received}. Use the same on every host."
                 )
                 self._send(host, Refused(problem))
                 return
@@ -178,11 +178,11 @@ class Leader:
         self._left.discard(host)
 
     def lost(self, host: int, why: str, now: float) -> None:
-        """The connection to a member is gone."""
+        """The connection to a member is lost."""
         member = self._members.pop(host, None)
         if member is None or member.attempt is None or self.over:
             return
-        self._say(f"{self._settings.name(host)} is lost: {why}")
+        self._notify(f"{self._settings.name(host)} is lost: {why}")
         if self._chief_is_done():
             self._conclude(now)
             return
@@ -205,7 +205,7 @@ class Leader:
         self._policy.restarts += 1
         self._publish(policy=self._policy.saved())
         tasks = ", ".join(f"{kind} {index}" for kind, index in self._plan.tasks[host])
-        self._say(
+        self._notify(
             f"restart {self._policy.restarts} of {self._settings.options.max_restarts}, of {tasks} "
             f"alone, when {self._settings.name(host)} is back"
         )
@@ -257,7 +257,7 @@ class Leader:
                 self._send(host, End(self.record.attempt))
         self._conclude(now)
 
-    def _ask_to_leave(self) -> None:
+    def _preempt_all(self) -> None:
         # No deadline here: tasks are asked once they can save their state, which may take a while.
         for host in self._running():
             self._send(host, Leave(self.record.attempt))
@@ -279,7 +279,7 @@ class Leader:
             self._finish(0, ())
             return
         decision = self._policy.decide(outcome)
-        self._say(decision.message)
+        self._notify(decision.message)
         if not decision.restart:
             status = 2 if failures and failures[0].usage else 1 if failures else PREEMPTED
             self._finish(status, summary(failures, self._settings))
@@ -289,7 +289,7 @@ class Leader:
         self._dismiss()
 
     def _dismiss(self) -> None:
-        """Lets hosts go that were told to leave."""
+        """Dismisses preempted hosts whose tasks have ended."""
         leaving = [h for h, m in self._members.items() if m.leaving and m.attempt is None]
         if leaving and len(leaving) == len(self._members):
             self._finish(PREEMPTED, ())
@@ -381,7 +381,7 @@ class Leader:
         )
         report = Report(step=step)
         decision = self._policy.decide(outcome_of(attempt, [report], merged([lost])))
-        self._say(decision.message)
+        self._notify(decision.message)
         if not decision.restart:
             self._finish(1, summary(merged([lost]), self._settings))
             return False
@@ -404,7 +404,7 @@ class Leader:
             self._send_start(host, self._plan)
         missing = set(range(len(self._settings.hosts))) - set(hosts)
         without = f", without {self._settings.names(missing)}" if missing else ""
-        self._say(f"attempt {self.record.attempt} on {self._settings.names(hosts)}{without}")
+        self._notify(f"attempt {self.record.attempt} on {self._settings.names(hosts)}{without}")
 
     def _send_start(self, host: int, plan: Plan) -> None:
         member = self._members[host]
@@ -435,6 +435,6 @@ class Leader:
     def _send(self, host: int, message: Message) -> None:
         self._out.append(ToMember(host, message))
 
-    def _say(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         if text:
-            self._out.append(Say(text))
+            self._out.append(Notify(text))

@@ -11,7 +11,7 @@ Two kinds. They differ in what happens to a leader that is cut off.
 - `DirectoryLease`: `flock` on a file of a directory that all hosts share. The lock ends with its
   holder's process. A holder that is cut off from the other hosts, and not from the directory, keeps
   it; it gives it up by itself where it has too few hosts (`leader.RESIGN_S`). Where the holder's
-  machine is gone, a network file system frees the lock after its own lease (NFS 4: 90 s usually).
+  machine has died, a network file system frees the lock after its own lease (NFS 4: 90 s usually).
 - `EtcdLease`: a key with a lease of TTL_S seconds. A holder that cannot reach etcd loses it, and
   stops before that: `held_until` is earlier than the end of the lease.
 """

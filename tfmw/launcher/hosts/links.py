@@ -236,8 +236,8 @@ class Links:
         nonce = secrets.token_bytes(channel.NONCE_BYTES)
         writer.write(nonce)
         async with asyncio.timeout(HELLO_S):
-            theirs = await reader.readexactly(channel.NONCE_BYTES)
-        key = session_key(self._token, nonce, theirs)
+            other_nonce = await reader.readexactly(channel.NONCE_BYTES)
+        key = session_key(self._token, nonce, other_nonce)
         link = _Link(reader, writer, Sealer(key, "server"), Unsealer(key, "client"))
         hello = json.loads(await link.receive(HELLO_S))
         if hello["to"] != self._host or hello["hosts"] != list(self._hosts):
@@ -285,9 +285,9 @@ class Links:
                 name, port, local_addr=local, limit=channel.LARGEST
             )
             try:
-                theirs = await reader.readexactly(channel.NONCE_BYTES)
+                other_nonce = await reader.readexactly(channel.NONCE_BYTES)
                 nonce = secrets.token_bytes(channel.NONCE_BYTES)
-                key = session_key(self._token, theirs, nonce)
+                key = session_key(self._token, other_nonce, nonce)
                 link = _Link(reader, writer, Sealer(key, "client"), Unsealer(key, "server"))
                 writer.write(nonce)
                 hello = {"from": self._host, "to": host, "hosts": list(self._hosts)}

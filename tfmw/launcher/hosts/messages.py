@@ -101,7 +101,7 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True)
 class Leaving:
-    """This host's supervisor got a signal: save the state, and go on without it."""
+    """This host's supervisor got a signal: save the state, and continue without it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,16 +24,16 @@ from typing import Any
 from tfmw.launcher.attempts import Job, make_context
 from tfmw.launcher.hosts.actions import (
     Action,
-    AskToLeave,
     Campaign,
     Dial,
     Drop,
     EndTasks,
     Exit,
+    Notify,
+    Preempt,
     Prepare,
     Publish,
     Resign,
-    Say,
     Settings,
     StartTasks,
     ToLeader,
@@ -130,7 +130,7 @@ class _Keeper:
                 self._events.put(("lease_lost", str(error)))
             except OSError as error:
                 if str(error) != problem:
-                    self._events.put(("say", f"the lock cannot be asked for: {error}"))
+                    self._events.put(("notify", f"the lock cannot be asked for: {error}"))
                 problem = str(error)
 
     def _look(self) -> None:
@@ -206,11 +206,11 @@ class _Loop:
 
     def _hand_over(self, event: tuple[Any, ...]) -> None:
         name, *arguments = event
-        if name == "say":
-            self._say(*arguments)
+        if name == "notify":
+            self._notify(*arguments)
         elif name == "not_connected":
             host, why = arguments
-            self._say(f"{self._settings.name(host)} cannot be reached: {why}")
+            self._notify(f"{self._settings.name(host)} cannot be reached: {why}")
         else:
             getattr(self._supervisor, name)(*arguments, time.monotonic())
 
@@ -250,14 +250,14 @@ class _Loop:
                 self._tasks.prepare(self._settings.ports_per_host)
             case StartTasks(start):
                 self._tasks.start(start)
-            case AskToLeave():
-                self._tasks.ask_to_leave()
+            case Preempt():
+                self._tasks.preempt()
             case EndTasks():
                 event = self._tasks.end()
                 if event is not None:
                     self._hand_over(event)
-            case Say(text):
-                self._say(text)
+            case Notify(text):
+                self._notify(text)
 
-    def _say(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         self._display.line(f"tfmw: {text}")

@@ -10,7 +10,7 @@ returns what to do about it, in order. `run.py` is the process around it, and te
 network, lock and clock there.
 
 Who has the lock leads (`leader.py`). All others are connected to it. A supervisor whose connection
-to the leader is gone ends its tasks at once, and one that has lost the lock does too.
+to the leader is lost ends its tasks at once, and one that has lost the lock does too.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from collections.abc import Sequence
 from tfmw.errors import PREEMPTED
 from tfmw.launcher.hosts.actions import (
     Action,
-    AskToLeave,
     Campaign,
     Dial,
     Drop,
     EndTasks,
     Exit,
+    Notify,
+    Preempt,
     Prepare,
     Publish,
     Record,
     Resign,
-    Say,
     Settings,
     StartTasks,
     ToLeader,
@@ -87,7 +87,7 @@ class Supervisor:
         self._last = (-1, -1)  # the last attempt that ran here, and its largest step
         self._started = (-1, 0)  # the attempt whose tasks started here last, and how often before
         self._alone_since = now
-        self._leave_by: float | None = None  # when a signal to leave is obeyed at the latest
+        self._leave_by: float | None = None  # when a preempted host exits at the latest
         self._exit: Exit | None = None
 
     def take(self) -> list[Action]:
@@ -117,7 +117,7 @@ class Supervisor:
         """This host has no lock any more, or cannot know."""
         if self.leader is None:
             return
-        self._say(f"this host does not lead any more: {why}")
+        self._notify(f"this host does not lead any more: {why}")
         self._step_down(now)
 
     def not_published(self, undone: Sequence[Action], why: str, now: float) -> None:
@@ -157,10 +157,10 @@ class Supervisor:
             self._out.append(Dial(record.leader))
         if not self._linked and now >= self._notice_at:
             self._notice_at = now + NOTICE_S
-            goes_on = f"; attempt {record.attempt} runs on {self._settings.names(record.hosts)}"
-            self._say(
+            running = f"; attempt {record.attempt} runs on {self._settings.names(record.hosts)}"
+            self._notify(
                 f"{self._settings.name(record.leader)} has the lock and cannot be reached from "
-                f"this host{goes_on if record.running else ''}; trying again"
+                f"this host{running if record.running else ''}; trying again"
             )
 
     # ---- connections ---------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Supervisor:
             self._out.append(Drop(host))
 
     def member_lost(self, host: int, why: str, now: float) -> None:
-        """The connection that another host has made is gone."""
+        """The connection that another host has made is lost."""
         if self.leader is not None:
             self.leader.lost(host, why, now)
             self._deliver(now)
@@ -189,16 +189,16 @@ class Supervisor:
             self._join(now)
 
     def leader_lost(self, host: int, why: str, now: float) -> None:
-        """The connection to the host that leads is gone."""
+        """The connection to the host that leads is lost."""
         if host == self._dialed and self.leader is None and self._linked:
             if self._attempt is not None and self._exit is None:
-                self._say(f"{self._settings.name(host)}, which leads, is lost: {why}")
+                self._notify(f"{self._settings.name(host)}, which leads, is lost: {why}")
             self._unlink(now)
 
     def from_leader(self, message: Message, now: float) -> None:
         """A message of the host that leads."""
         if self.leader is None and self._linked:
-            self._obey(message, now)
+            self._execute(message, now)
 
     def _unlink(self, now: float) -> None:
         if self._linked:
@@ -240,14 +240,14 @@ class Supervisor:
             self._out.append(ToLeader(message))
 
     def _deliver(self, now: float) -> None:
-        """Obeys what this host, which leads, has sent to itself."""
+        """Executes what this host, which leads, has sent to itself."""
         while own := next(
             (a for a in self._out if isinstance(a, ToMember) and a.host == self._host), None
         ):
             self._out.remove(own)
-            self._obey(own.message, now)
+            self._execute(own.message, now)
 
-    def _obey(self, message: Message, now: float) -> None:
+    def _execute(self, message: Message, now: float) -> None:
         """What the leader wants of this host."""
         match message:
             case Start() if (
@@ -264,7 +264,7 @@ class Supervisor:
             case End(attempt=attempt) if attempt == self._attempt:
                 self._end_tasks()
             case Leave(attempt=attempt) if attempt == self._attempt:
-                self._out.append(AskToLeave())
+                self._out.append(Preempt())
             case Over(status=status, lines=lines):
                 self._leave(Exit(status, lines))
             case Refused(problem=problem):
@@ -315,5 +315,5 @@ class Supervisor:
                 self._step_down(now)
             self._deliver(now)
 
-    def _say(self, text: str) -> None:
-        self._out.append(Say(text))
+    def _notify(self, text: str) -> None:
+        self._out.append(Notify(text))
