@@ -1,7 +1,8 @@
 """Every cell of the matrix: tfmw on several replicas against Keras in one process.
 
 A test is one cell. Of a column, those rows run whose cells were asked for (`-k AdamW`), all in one
-launch. `make test-fast` runs a few rows on two virtual devices.
+launch. `make test` runs every row on two processes, and the core of the rows on everything else;
+`make test-long` runs the rest, and `make test-fast` a few rows on two virtual devices.
 """
 
 from __future__ import annotations
@@ -50,10 +51,26 @@ CLUSTERS = {
     "two_by_two": (2, 2, CORE),
 }
 
+# Test -> the column that its cells are in.
+COLUMN_OF = {
+    "test_the_reference_learns": "reference",
+    "test_two_devices": "devices",
+    "test_two_devices_rest": "devices",
+    "test_two_processes": "two",
+    "test_two_processes_that_share_the_update": "two_sharded",
+    "test_three_processes": "three",
+    "test_two_processes_of_two_devices": "two_by_two",
+}
+
 pytestmark = pytest.mark.timeout(1800)  # a column is one launch, in the fixture of its first cell
 
 CORE_CELLS = [
     pytest.param(name, marks=[] if ROWS[name].fast else [pytest.mark.slow]) for name in CORE
+]
+
+
+SHARDED_CELLS = [
+    pytest.param(name, marks=[] if ROWS[name].core else [pytest.mark.long]) for name in SHARDED
 ]
 
 
@@ -75,13 +92,14 @@ def _start(folder: Path, column: str, names: list[str]) -> subprocess.Popen[str]
     )
 
 
-def _single_process(folder: Path, names: list[str]) -> dict[str, Any]:
+def _single_process(folder: Path, some: list[str], asked: dict[str, set[str]]) -> dict[str, Any]:
     """Runs the reference and the devices' column side by side; returns their reports."""
-    on_devices = [name for name in names if name in {*CORE, *REST_ON_DEVICES}]
-    processes = {
-        "reference": _start(folder, "reference", names),
-        "devices": _start(folder, "devices", on_devices),
+    anywhere = set[str]().union(*asked.values())
+    columns = {
+        "reference": [name for name in some if name in anywhere],
+        "devices": [name for name in some if name in asked["devices"]],
     }
+    processes = {c: _start(folder, c, names) for c, names in columns.items() if names}
     try:
         for column, process in processes.items():
             output, _ = process.communicate(timeout=1500)
@@ -93,25 +111,29 @@ def _single_process(folder: Path, names: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def asked(request: pytest.FixtureRequest) -> set[str]:
-    """The rows that a test to be run is about."""
-    cells = [item for item in request.session.items if item.path == Path(__file__)]
-    return {item.callspec.params["name"] for item in cells if hasattr(item, "callspec")}
+def asked(request: pytest.FixtureRequest) -> dict[str, set[str]]:
+    """Column -> the rows that a test to be run is about."""
+    found: dict[str, set[str]] = {column: set() for column in ("reference", "devices", *CLUSTERS)}
+    items: list[Any] = request.session.items
+    for item in items:
+        if item.path == Path(__file__) and hasattr(item, "callspec"):
+            found[COLUMN_OF[item.originalname]].add(item.callspec.params["name"])
+    return found
 
 
 @pytest.fixture(scope="session")
-def core(folder: Path, asked: set[str]) -> dict[str, Any]:
-    return _single_process(folder, [name for name in CORE if name in asked])
+def core(folder: Path, asked: dict[str, set[str]]) -> dict[str, Any]:
+    return _single_process(folder, CORE, asked)
 
 
 @pytest.fixture(scope="session")
-def rest(folder: Path, asked: set[str]) -> dict[str, Any]:
-    return _single_process(folder, [name for name in REST if name in asked])
+def rest(folder: Path, asked: dict[str, set[str]]) -> dict[str, Any]:
+    return _single_process(folder, REST, asked)
 
 
-def _cluster_column(folder: Path, column: str, asked: set[str]) -> list[dict[str, Any]]:
+def _cluster_column(folder: Path, column: str, asked: dict[str, set[str]]) -> list[dict[str, Any]]:
     workers, devices, names = CLUSTERS[column]
-    names = [name for name in names if name in asked]
+    names = [name for name in names if name in asked[column]]
     run = cluster.run_cluster(
         "matrix.py",
         str(folder),
@@ -128,22 +150,24 @@ def _cluster_column(folder: Path, column: str, asked: set[str]) -> list[dict[str
 
 
 @pytest.fixture(scope="session")
-def two(folder: Path, asked: set[str], core: Any, rest: Any) -> list[dict[str, Any]]:
+def two(folder: Path, asked: dict[str, set[str]], core: Any, rest: Any) -> list[dict[str, Any]]:
     return _cluster_column(folder, "two", asked)
 
 
 @pytest.fixture(scope="session")
-def two_sharded(folder: Path, asked: set[str], core: Any, rest: Any) -> list[dict[str, Any]]:
+def two_sharded(
+    folder: Path, asked: dict[str, set[str]], core: Any, rest: Any
+) -> list[dict[str, Any]]:
     return _cluster_column(folder, "two_sharded", asked)
 
 
 @pytest.fixture(scope="session")
-def three(folder: Path, asked: set[str], core: Any) -> list[dict[str, Any]]:
+def three(folder: Path, asked: dict[str, set[str]], core: Any) -> list[dict[str, Any]]:
     return _cluster_column(folder, "three", asked)
 
 
 @pytest.fixture(scope="session")
-def two_by_two(folder: Path, asked: set[str], core: Any) -> list[dict[str, Any]]:
+def two_by_two(folder: Path, asked: dict[str, set[str]], core: Any) -> list[dict[str, Any]]:
     return _cluster_column(folder, "two_by_two", asked)
 
 
@@ -175,6 +199,7 @@ def test_two_devices(name: str, folder: Path, core: dict[str, Any]) -> None:
     _check(folder, "devices", ROWS[name], core["devices"])
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", REST_ON_DEVICES)
 def test_two_devices_rest(name: str, folder: Path, rest: dict[str, Any]) -> None:
@@ -188,7 +213,7 @@ def test_two_processes(name: str, folder: Path, two: list[dict[str, Any]]) -> No
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", SHARDED_CELLS)
 def test_two_processes_that_share_the_update(
     name: str, folder: Path, two_sharded: list[dict[str, Any]]
 ) -> None:
