@@ -178,6 +178,7 @@ def test_a_validation_and_an_export_that_are_longer_than_the_hang_timeout(undist
     assert verify(export) == []
 
 
+@pytest.mark.long
 def test_chaos_many_kills_at_random_moments(undisturbed, tmp_path):
     chance = random.Random(20)
     # One kill in each of four attempts, some steps after the last, at either worker.
