@@ -7,9 +7,9 @@
     read_exchanges(path)            # in the launcher: [Exchange(number=57, ...), ...], in order
 
 Each worker of a launcher has a file, named by TFMW_EXCHANGES_FILE, with room for KEPT exchanges. It
-is mapped into memory: a record takes about two microseconds and no system call, and is there after
-SIGKILL too. Workers make the same exchanges in the same order, so their numbers are the same. Times
-are monotonic, and so comparable between the tasks of one machine.
+is mapped into memory: a record takes a microsecond (bench/recorder.py) and no system call, and is
+there after SIGKILL too. Workers make the same exchanges in the same order, so their numbers are the
+same. Times are monotonic, and so comparable between the tasks of one machine.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Recorder:
     """This process's file; opened at the first exchange."""
 
     def __init__(self) -> None:
-        self._path: str | None = None
+        self._is_open = False
         self._map: mmap.mmap | None = None
         self._number = 0
         self._at = 0  # offset of the current record
@@ -99,9 +99,9 @@ class _Recorder:
         self._of_a_step = 0  # exchanges of a step; 0 while unknown
 
     def begun(self, what: str, nbytes: int) -> None:
-        path = os.environ.get(EXCHANGES_FILE)
-        if path != self._path:
-            self._open(path)
+        """Records that an exchange has begun: its kind, and the bytes of this worker's values."""
+        if not self._is_open:
+            self._open(os.environ.get(EXCHANGES_FILE))
         self._number += 1
         self._bytes += nbytes
         self._what, self._of_exchange, self._waited = what, nbytes, 0.0
@@ -117,56 +117,51 @@ class _Recorder:
         _LAYOUT.pack_into(self._map, self._at, *values)
 
     def waits_for(self, rank: int) -> None:
+        """Records the rank of the worker without which the exchange does not go on."""
         if self._map is not None:
             _RANK.pack_into(self._map, self._at + _WAITING_AT, rank)
 
     def waited(self, seconds: float) -> None:
+        """Records the end of a wait."""
         self._waited += seconds
         self.waits_for(NOBODY)
 
     def done(self) -> None:
+        """Records that the exchange is done."""
         now = time.monotonic()
         self._seconds += now - self._begun
-        tracing.add(
-            tracing.EXCHANGES,
-            self._what,
-            self._begun,
-            now,
-            number=self._number,
-            bytes=self._of_exchange,
-            waited_ms=round(1000 * self._waited, 3),
-        )
+        if tracing.is_on():
+            waited_ms = round(1000 * self._waited, 3)
+            details = {"number": self._number, "bytes": self._of_exchange, "waited_ms": waited_ms}
+            tracing.add(tracing.EXCHANGES, self._what, self._begun, now, **details)
         if self._map is not None:
             _DONE.pack_into(self._map, self._at + _DONE_AT, now, self._waited, NOBODY)
 
     def totals(self) -> Totals:
+        """The sums over all exchanges of this process."""
         return Totals(self._number, self._bytes, self._seconds)
 
     def steps_done(self, steps: int) -> None:
+        """Records the number of training steps so far; `report_progress` calls it."""
         if steps > self._steps and self._since:
             self._of_a_step = max(1, self._since // (steps - self._steps))
         self._steps, self._since = steps, 0
 
     def _open(self, path: str | None) -> None:
-        self._path, self._map = path, None
+        self._is_open = True
         if path:
             with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
                 self._map = mmap.mmap(file.fileno(), _LAYOUT.size * KEPT)
 
 
 _recorder = _Recorder()
-begun = _recorder.begun
-"""Records that an exchange has begun: (kind, bytes of this worker's values)."""
-waits_for = _recorder.waits_for
-"""Records the rank of the worker without which the exchange does not go on."""
-waited = _recorder.waited
-"""Records the end of a wait: (seconds)."""
-done = _recorder.done
-"""Records that the exchange is done."""
-totals = _recorder.totals
-"""The sums over all exchanges of this process."""
-steps_done = _recorder.steps_done
-"""Records the number of training steps so far; `report_progress` calls it."""
+begun, waits_for, waited, done = (
+    _recorder.begun,
+    _recorder.waits_for,
+    _recorder.waited,
+    _recorder.done,
+)
+totals, steps_done = _recorder.totals, _recorder.steps_done
 
 
 def make_file(path: Path) -> None:

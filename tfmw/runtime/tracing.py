@@ -54,9 +54,11 @@ class _Tracer:
         self._directory: str | None = None
         self._window = (0, sys.maxsize)
         self._step = 0
+        self.on = False  # whether events are kept
         self._events: list[dict[str, Any]] = []
 
     def is_wanted(self, environ: Mapping[str, str] = os.environ) -> bool:
+        """Whether a trace is asked for: then each call of the driver runs one step."""
         return bool(environ.get(TRACE))
 
     def at_step(self, step: int) -> None:
@@ -68,18 +70,16 @@ class _Tracer:
             self._directory = directory
             self._window = window(os.environ.get(TRACE_STEPS) or "0:")
         self._step = max(step, 0)
+        begin, end = self._window
+        self.on = directory is not None and begin <= self._step < end
         self._write()
 
     @property
     def step(self) -> int:
         return self._step
 
-    @property
-    def on(self) -> bool:
-        begin, end = self._window
-        return self._directory is not None and begin <= self._step < end
-
     def add(self, row: str, name: str, begin: float, end: float, **details: Any) -> None:
+        """Adds an event; its times are monotonic seconds."""
         if self.on:
             times = {"begin": begin, "end": end}
             self._events.append({"row": row, "name": name, **times, "details": details})
@@ -97,12 +97,12 @@ class _Tracer:
 
 
 _tracer = _Tracer()
-is_wanted = _tracer.is_wanted
-"""Whether a trace is asked for: then each call of the driver runs one step."""
-at_step = _tracer.at_step
-"""Sets how many steps are done; `report_progress` calls it."""
-add = _tracer.add
-"""Adds an event: (row, name, begin and end in monotonic seconds, details)."""
+is_wanted, at_step, add = _tracer.is_wanted, _tracer.at_step, _tracer.add
+
+
+def is_on() -> bool:
+    """Whether events are kept at this step."""
+    return _tracer.on
 
 
 def current_step() -> int:
