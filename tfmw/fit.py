@@ -113,7 +113,7 @@ def fit(
     """
     arguments = FitArguments(**locals()).limited()
     if workers is not None:
-        return _fit_on_new_workers(arguments)
+        return autologged(model, arguments, _fit_on_new_workers)  # type: ignore[no-any-return]
     if on != "local":
         raise UsageError(
             f"received on={on!r} without a number of processes: add workers=, such as workers=2."
@@ -128,7 +128,7 @@ def fit(
             return _evaluate_beside(session, arguments)
         with Backups.of(session.group, arguments.backup) as backups:
             train = functools.partial(_train, session, backups=backups)
-            element_spec = autologged(session, backups, arguments, train)
+            element_spec = autologged(session.model, arguments, train, session.group.is_chief)
         if export_dir is not None:
             signature = _signature(session.model, element_spec)
             export(session.model, export_dir, input_signature=signature)

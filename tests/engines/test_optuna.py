@@ -62,6 +62,7 @@ def studied(folder: Path, workers: int | None) -> list[optuna.trial.FrozenTrial]
     return optuna.load_study(study_name=study.study_name, storage=storage).trials
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_trials_are_as_with_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

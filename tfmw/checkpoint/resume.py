@@ -205,6 +205,8 @@ class DirectoryBackups(Backups):
 
     def __enter__(self) -> Backups:
         self.record = self._group.from_chief(self._open)
+        if self.record is not None and self._group.is_chief:
+            trackers.resume(self.record.get("trackers", {}))
         self._install_signals()
         self._last = self._clock()
         return self

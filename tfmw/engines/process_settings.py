@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from tfmw import keras_compat
+from tfmw import keras_compat, trackers
 from tfmw.checkpoint import state
 
 
@@ -28,6 +28,7 @@ class ProcessSettings:
         epsilon: the small number that Keras's functions add.
         image_data_format: "channels_last" or "channels_first".
         dtype_policy: the configuration of the policy that new layers take.
+        trackers: the active runs of MLflow and W&B, to which the chief logs.
     """
 
     random: Mapping[str, Any]
@@ -36,6 +37,7 @@ class ProcessSettings:
     epsilon: float
     image_data_format: str
     dtype_policy: Any
+    trackers: Mapping[str, Any]
 
     @classmethod
     def of_this_process(cls) -> ProcessSettings:
@@ -47,6 +49,7 @@ class ProcessSettings:
             epsilon=keras.config.epsilon(),
             image_data_format=keras.config.image_data_format(),
             dtype_policy=keras.dtype_policies.serialize(keras.config.dtype_policy()),
+            trackers=trackers.active_runs(),
         )
 
     def apply(self) -> None:
@@ -58,3 +61,4 @@ class ProcessSettings:
         keras.config.set_image_data_format(self.image_data_format)
         policy = keras.dtype_policies.deserialize(self.dtype_policy)
         keras.config.set_dtype_policy(policy)
+        trackers.adopt(self.trackers)

@@ -24,13 +24,23 @@ from tfmw.trackers import mlflow_run, wandb_run
 from tfmw.trackers.imports import when_imported
 from tfmw.trackers.rule import logs_to_tracker
 
-__all__ = ["RUN_ID", "flush", "join", "logs_to_tracker", "positions", "resume"]
+__all__ = [
+    "RUN_ID",
+    "active_runs",
+    "adopt",
+    "flush",
+    "join",
+    "logs_to_tracker",
+    "positions",
+    "resume",
+]
 
 RUN_ID = "TFMW_RUN_ID"
 """Variable that names the run over all of its attempts; `tfmw run` sets it."""
 
 _LIBRARIES = {"mlflow": mlflow_run, "wandb": wandb_run}
 _joined = False
+_is_chief = True
 
 
 def join(is_chief: bool, environ: Mapping[str, str] = os.environ) -> None:
@@ -40,10 +50,10 @@ def join(is_chief: bool, environ: Mapping[str, str] = os.environ) -> None:
         is_chief: whether this task is the one that writes.
         environ: TFMW_RUN_ID identifies the run; without it a restart begins a new one.
     """
-    global _joined
+    global _joined, _is_chief
     if _joined:
         return
-    _joined = True
+    _joined, _is_chief = True, is_chief
     run = environ.get(RUN_ID, "")
     for name, library in _LIBRARIES.items():
         when_imported(name, library.Chief(run) if is_chief else library.silence)
@@ -63,6 +73,22 @@ def resume(saved: Mapping[str, Any]) -> None:
     for name, module in _imported():
         if name in saved:
             module.resume(saved[name])
+
+
+def active_runs() -> dict[str, Any]:
+    """The active run of each library, for `adopt` in another process."""
+    return {name: run for name, module in _imported() if (run := module.active()) is not None}
+
+
+def adopt(runs: Mapping[str, Any]) -> None:
+    """Lets this process, if it is the chief, log to runs that another process has begun.
+
+    Args:
+        runs: what `active_runs` returned there.
+    """
+    if _is_chief:
+        for name, run in runs.items():
+            _LIBRARIES[name].adopt(run)
 
 
 def flush() -> None:

@@ -267,3 +267,17 @@ def flush() -> None:
     import mlflow
 
     mlflow.flush_async_logging()
+
+
+def active() -> dict[str, str] | None:
+    """Where the active run is: its id and the URI of its store."""
+    import mlflow
+
+    run_id = position()
+    return None if run_id is None else {"id": run_id, "uri": mlflow.get_tracking_uri()}
+
+
+def adopt(run: dict[str, str]) -> None:
+    """Lets MLflow's functions log to a run of another process; MLflow need not be imported yet."""
+    os.environ["MLFLOW_TRACKING_URI"] = run["uri"]
+    os.environ["MLFLOW_RUN_ID"] = run["id"]

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 import os
+import pickle
 import struct
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ logger = logging.getLogger("tfmw")
 FLUSH_S = 0.5
 """Seconds between two writes of the transaction log; with W&B's own 15, a kill loses more."""
 
+_SERVICE = "WANDB_SERVICE"  # variable with the address of W&B's service, as W&B sets it
 _PATIENCE_S = 10.0  # for the transaction log, before a backup
 _POLL_S = 0.05
 
@@ -233,3 +235,27 @@ def _active() -> _Rows | None:
     import wandb
 
     return None if wandb.run is None else _rows.get(wandb.run.id)
+
+
+def active() -> dict[str, Any] | None:
+    """The active run, which travels with the address of its service."""
+    import wandb
+
+    if wandb.run is None or wandb.run.disabled:
+        return None
+    service = os.environ.get(_SERVICE)
+    return {"run": pickle.dumps(wandb.run), "service": service}
+
+
+def adopt(sent: dict[str, Any]) -> None:
+    """Lets `wandb.log` log to a run of another process of this machine."""
+    import wandb
+
+    try:
+        if sent["service"]:
+            os.environ[_SERVICE] = sent["service"]
+        run = pickle.loads(sent["run"])
+        wandb.run, wandb.log = run, run.log
+        wandb.log_artifact, wandb.define_metric = run.log_artifact, run.define_metric
+    except Exception as error:  # of another machine, say
+        logger.warning("the caller's W&B run cannot be joined here: %s", error)

@@ -17,43 +17,42 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw import trackers
-from tfmw.checkpoint.resume import Backups
 from tfmw.keras_compat import wrapped_fit
 from tfmw.training.arguments import FitArguments
-from tfmw.training.session import Session
 
 
 def autologged(
-    session: Session,
-    backups: Backups,
-    arguments: FitArguments,
-    train: Callable[[FitArguments], Any],
+    model: Any, arguments: FitArguments, train: Callable[[FitArguments], Any], is_chief: bool = True
 ) -> Any:
     """Calls `train`, on the chief within the wrappers; returns its result.
 
     Args:
-        session: of the call.
-        backups: of the run; runs of trackers go on with those of its record.
+        model: a compiled Keras model; without one (a function that makes it) there are no wrappers.
         arguments: of the call.
         train: trains with the arguments that the wrappers pass on.
+        is_chief: whether this task is the one that logs.
     """
-    if not session.group.is_chief:
-        return train(arguments)
-    if backups.record is not None:
-        trackers.resume(backups.record.get("trackers", {}))
-    if not wrapped_fit.is_wrapped():
+    if not is_chief or not isinstance(model, keras.Model) or not wrapped_fit.is_wrapped():
         return train(arguments)
     result: Any = None
 
     def instead(**changed: Any) -> keras.callbacks.History:
         nonlocal result
         result = train(dataclasses.replace(arguments, **changed))
-        return session.model.history
+        return model.history
 
-    own = inspect.signature(keras.Model.fit).parameters.keys() - {"self"}
-    given = {name: value for name, value in vars(arguments).items() if name in own}
-    if given["callbacks"] is not None:
+    given = {
+        name: getattr(arguments, name)
+        for name, parameter in inspect.signature(keras.Model.fit).parameters.items()
+        if name != "self" and not _is(getattr(arguments, name), parameter.default)
+    }
+    if "callbacks" in given:
         given["callbacks"] = tf.nest.flatten(given["callbacks"])
-    wrapped_fit.run_wrapped(session.model, given, instead)
+    wrapped_fit.run_wrapped(model, given, instead)
     return result
+
+
+def _is(value: Any, default: Any) -> bool:
+    """Whether an argument has its default; arrays do not."""
+    simple = isinstance(value, bool | int | float | str)
+    return value is default or (simple and type(value) is type(default) and value == default)
