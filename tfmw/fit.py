@@ -113,7 +113,7 @@ def fit(
     """
     arguments = FitArguments(**locals()).limited()
     if workers is not None:
-        return autologged(model, arguments, _fit_on_new_workers)  # type: ignore[no-any-return]
+        return autologged(model, arguments, _fit_on_new_workers)
     if on != "local":
         raise UsageError(
             f"received on={on!r} without a number of processes: add workers=, such as workers=2."
