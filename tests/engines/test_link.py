@@ -46,7 +46,7 @@ def test_who_does_not_know_the_token_is_not_heard(server: LinkServer, inbox: Any
     link = connect([("127.0.0.1", server.port)], "another secret")
     link.send("hello", rank=1)
     with pytest.raises((OSError, Forged)):
-        link.receive()
+        link.receive()  # closed by the server, which sends nothing before
     link.close()
     with socket.create_connection(("127.0.0.1", server.port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)

@@ -12,11 +12,14 @@ import pytest
 from tfmw.engines.engine import Contact, JobSpec, Tasks
 from tfmw.engines.link import Message
 from tfmw.engines.members import LOST_S, SETTLE_S, Members
+from tfmw.errors import TaskFailed
 from tfmw.launcher.hosts import messages
 from tfmw.launcher.hosts.messages import Ended, HostFailure, Report
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.output import Display
 from tfmw.launcher.preemption import GRACE_S
+from tfmw.launcher.result import Result
+from tfmw.launcher.run import return_values
 
 FACTS = {"Python": "3.12", "keras": "3.15.1"}
 
@@ -218,6 +221,16 @@ def test_task_that_the_engine_lost_may_still_report() -> None:
     early.tasks.gone = {0: "no such command"}
     assert early.members.look()
     assert (early.cause.task, early.cause.how) == ("worker 0", "no such command")
+
+
+def test_result_of_a_job_whose_first_task_never_connected() -> None:
+    world = World()
+    world.tasks.gone = {0: "no such command"}
+    assert world.members.look()
+    failures = tuple(world.members.outcome().failures)
+    result = Result(1, {}, failures, None)
+    with pytest.raises(TaskFailed, match=r"worker 0 failed after 0\.0 s: no such command"):
+        return_values(result, {})
 
 
 def test_task_that_does_not_connect_is_named() -> None:

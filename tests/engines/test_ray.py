@@ -90,6 +90,7 @@ def goes_on_alone(folder: str) -> int:
     return int(os.environ["TFMW_ATTEMPT"])
 
 
+@pytest.mark.long
 def test_goes_on_with_fewer_nodes_and_grows(cluster: Any, engine: Ray, tmp_path: Path) -> None:
     """A node is removed from a job with workers=(1, 2); another joins the next one."""
     plain = {"TFMW_NO_INIT": "1"}

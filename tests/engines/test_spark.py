@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import tfmw
-from tests.engines.contract import Contract
+from tests.engines.contract import Contract, wait_for
 from tests.helpers.cluster import ONE_THREAD, PYTHONPATH
 from tfmw.engines import Spark
 from tfmw.errors import UsageError
@@ -36,11 +36,12 @@ def context() -> Iterator[Any]:
             patch.setitem(os.environ, name, value)
         conf = SparkConf().setMaster("local-cluster[2,2,1024]").setAppName("tests")
         conf.set("spark.ui.enabled", "false").set("spark.executor.memory", "1g")
-        # Until both executors are there, a barrier stage has no place: seconds between two looks.
-        conf.set("spark.scheduler.barrier.maxConcurrentTasksCheck.interval", "1s")
         context = SparkContext(conf=conf)
         context.setLogLevel("OFF")
         try:
+            # Until both executors are there a barrier stage has no place, and is tried again late.
+            executors = context._jsc.sc().getExecutorMemoryStatus  # the driver is one of them
+            wait_for(lambda: executors().size() == 3)
             yield context
         finally:
             context.stop()

@@ -106,10 +106,11 @@ class SparkTasks(Tasks):
         rows = context.parallelize(range(count), count).barrier()
         try:
             rows.mapPartitions(functools.partial(_run_partition, contact, self._payload)).collect()
-        except Exception as error:  # of the stage; Spark's own text has its executors' stacks
-            first = (str(error) or type(error).__name__).splitlines()
-            causes = [line for line in first if "SparkException" in line or "Error:" in line]
-            self._why = f"its barrier stage failed: {(causes or first)[0].strip()}"
+        except Exception as error:
+            # "An error occurred while calling ...\n: org.apache.spark.SparkException: ...\n\tat"
+            lines = (str(error) or type(error).__name__).splitlines()
+            cause = next((line for line in lines if line.startswith(": ")), lines[0])
+            self._why = f"its barrier stage failed: {cause.removeprefix(': ').strip()}"
 
     def lost(self) -> dict[int, str]:
         if self._stage is None or self._stage.is_alive():

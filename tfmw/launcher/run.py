@@ -207,7 +207,7 @@ def return_values(result: Result, outcomes: Mapping[str, call.Outcome | None]) -
 def _raise_failure(result: Result, outcomes: Mapping[str, call.Outcome | None]) -> NoReturn:
     """Raises the error of the task that failed first, as that task raised it."""
     cause = result.failures[0]
-    outcome = outcomes[cause.task]
+    outcome = outcomes.get(cause.task)  # None: it has never connected
     if outcome is None or outcome[1] is None:
         raise TaskFailed("\n".join(result.summary()))
     _, error, text = outcome
