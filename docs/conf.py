@@ -53,6 +53,7 @@ navigation = {
     "Notebooks": [
         "notebooks/first_fit",
         "notebooks/many_workers",
+        "notebooks/on_a_cluster",
         "notebooks/surviving_a_crash",
         "notebooks/parameter_servers",
         "notebooks/reading_a_benchmark",

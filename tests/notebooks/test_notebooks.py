@@ -15,7 +15,7 @@ from tests.helpers.cluster import ROOT
 from tfmw.launcher.log_filter import is_notice
 
 NAMES = ["first_fit", "many_workers", "surviving_a_crash", "parameter_servers"]
-NAMES += ["reading_a_benchmark"]
+NAMES += ["reading_a_benchmark", "on_a_cluster"]
 
 
 def text_of(notebook: Any) -> str:
@@ -90,7 +90,18 @@ def shows_reading_a_benchmark(text: str) -> None:
     assert exchange == pytest.approx(max(both - float(half), 0), abs=0.2)
 
 
-PLOTS = {"first_fit": 2}  # one, where no other number is given
+def shows_on_a_cluster(text: str) -> None:
+    (accuracy,) = numbers(r"accuracy on the test data ([\d.]+)", text)
+    assert 1 > accuracy > 0.8
+    assert text.count("Epoch ") == 5, "one bar for each epoch, without labels"
+    assert re.search(r"job ray:\w+ on the Ray cluster at \S+:\d+", text)
+    assert "updates by the optimizer 115 in 5 epochs" in text  # 5 x 23 batches
+    assert "jobs on the cluster: []" in text
+    assert "[(42, 'worker 0'), (42, 'worker 1')] done" in text
+    assert "'saved_model.pb'" in text
+
+
+PLOTS = {"first_fit": 2, "on_a_cluster": 0}  # one, where no other number is given
 SHOWS = {name: globals()[f"shows_{name}"] for name in NAMES}
 
 
@@ -128,6 +139,12 @@ def test_parameter_servers() -> None:
 @pytest.mark.multiprocess
 def test_reading_a_benchmark() -> None:
     run("reading_a_benchmark")
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_on_a_cluster() -> None:
+    run("on_a_cluster")
 
 
 def test_every_notebook_is_run() -> None:
