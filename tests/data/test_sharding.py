@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tfmw import data
+from tfmw.data.by_index import Indexed
 from tfmw.errors import UsageError
 
 SHARDINGS = [(2, 1), (3, 1), (2, 2)]
@@ -58,6 +60,7 @@ MOVES = {
     "shuffle": lambda d: d.shuffle(5).repeat(2),
     "shuffle, seeded": lambda d: d.shuffle(30, seed=4),
     "shuffle, once": lambda d: d.shuffle(30, reshuffle_each_iteration=False).repeat(2),
+    "cache": lambda d: d.cache().shuffle(30, seed=4).repeat(2),
     "all": lambda d: d.skip(2).shuffle(4, seed=1).repeat(3).take(33).prefetch(2),
 }
 
@@ -69,8 +72,10 @@ def test_arrays_are_divided_by_indices_as_examples_are(name: str, drop: bool, sk
     """A worker has the examples, in order, that it has where each of them is walked past."""
     numbers = np.arange(17)
     whole = tf.data.Dataset.from_tensor_slices(({"a": np.eye(17), "b": numbers}, numbers))
-    # A cache is not seen through.
-    walked, indexed = (MOVES[name](d).batch(5, drop_remainder=drop) for d in (whole.cache(), whole))
+    # A map is not seen through.
+    alike = whole.map(lambda x, y: (x, y))
+    walked, indexed = (MOVES[name](d).batch(5, drop_remainder=drop) for d in (alike, whole))
+    assert Indexed.of(MOVES[name](whole)) is not None
     for rank in range(3):
         found = []
         for dataset in (walked, indexed):
@@ -89,6 +94,13 @@ def test_arrays_are_divided_by_indices_as_examples_are(name: str, drop: bool, sk
             found.append(facts)
         assert found[0] == found[1]
         assert any(rows for rows, _, _ in found[1][-1])
+
+
+def test_an_order_that_a_cache_keeps_is_walked(tmp_path: Path) -> None:
+    whole = tf.data.Dataset.from_tensor_slices(np.arange(8))
+    assert Indexed.of(whole.take(7).cache().shuffle(8)) is not None
+    assert Indexed.of(whole.shuffle(8).cache()) is None
+    assert Indexed.of(whole.cache(str(tmp_path / "cache"))) is None
 
 
 def test_a_worker_copies_its_own_examples_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Pipelines over arrays in memory, by the indices of examples in place of the examples.
 
-    found = Indexed.of(dataset)                # from_tensor_slices, shuffle, repeat, take, skip
+    found = Indexed.of(dataset)         # from_tensor_slices, shuffle, repeat, take, skip, cache
     batches = found.indices.batch(32).map(found.examples)
 
 Such transformations do not look at elements. So their order is that of a pipeline of indices, and
@@ -46,8 +46,14 @@ class Indexed:
         """None where the pipeline does anything else, or has sparse or ragged examples."""
         chain = []
         node = dataset
-        while isinstance(node, _MOVES):
-            chain.append(node)
+        is_cached = False
+        while (cache := keras_compat.is_memory_cache(node)) or isinstance(node, _MOVES):
+            if cache:
+                is_cached = True  # of arrays, which are in memory: it changes nothing
+            elif is_cached and isinstance(node, keras_compat.Shuffle):
+                return None  # every pass has the order of the first one
+            else:
+                chain.append(node)
             node = input_of(node)
         tensors = keras_compat.sliced_tensors(node)
         if tensors is None:

@@ -18,6 +18,7 @@ from keras.src.trainers.data_adapters import (
 from keras.src.trainers.data_adapters import tf_dataset_adapter as _tf_dataset_adapter
 from tensorflow.python.data.ops import (
     batch_op,
+    cache_op,
     dataset_ops,
     from_tensor_slices_op,
     map_op,
@@ -110,6 +111,11 @@ def sliced_tensors(node: tf.data.Dataset) -> list[tf.Tensor] | None:
     tensors: list[tf.Tensor] = node._tensors
     eager = all(hasattr(tensor, "numpy") for tensor in tensors)
     return list(tensors) if dense and eager else None
+
+
+def is_memory_cache(node: tf.data.Dataset) -> bool:
+    """Whether `node` caches elements in memory, and not in a file."""
+    return type(node) is cache_op.CacheDataset and tf.get_static_value(node._filename) == b""
 
 
 def batch_arguments(node: tf.data.Dataset) -> tuple[int, bool] | None:
@@ -356,6 +362,7 @@ def set_seed_state(state: Mapping[str, Any]) -> None:
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
+    (cache_op, "CacheDataset"),
     (from_tensor_slices_op, "_TensorSliceDataset"),
     (dataset_ops.DatasetV2, "_inputs"),
     (dataset_ops.DatasetV2, "_functions"),
