@@ -6,7 +6,7 @@
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-fast test-hosts test-oldest test-keras survey bench lint type docs diagrams notebooks clean
+.PHONY: help demo test test-long test-updates test-fast test-hosts test-oldest test-keras survey bench lint type docs diagrams notebooks clean
 
 SHELL := bash
 VENV  := .venv
@@ -24,7 +24,7 @@ WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
-	@echo "make test-long, make test-fast, make test-hosts, make test-oldest, make test-keras, make survey, make lint, make type,"
+	@echo "make test-long, make test-updates, make test-fast, make test-hosts, make test-oldest, make test-keras, make survey, make lint, make type,"
 	@echo "make notebooks, make diagrams, make clean"
 
 $(STAMP): pyproject.toml
@@ -67,6 +67,14 @@ test: lint type docs
 # More cases of what make test has examples of: they take long, and rarely break.
 test-long: $(STAMP)
 	@$(PYTEST) -m "long$(if $(MISSING), and $(MISSING))"
+
+# The matrix, backups and resuming with each way to make the update forced: shared between workers or
+# not, compiled or not. An hour.
+test-updates: $(STAMP)
+	@for shared in on off; do for fused in on off; do \
+	  TFMW_SHARD_OPTIMIZER=$$shared TFMW_FUSED_UPDATE=$$fused $(BIN)/python -m pytest --timeout 1800 \
+	    tests/matrix tests/checkpoint/test_restart_fit.py tests/checkpoint/test_resume.py || exit 1; \
+	done; done
 
 # Hosts that come and go, at every point and by many more schedules than make test has. Best as root,
 # for network namespaces, and with etcd.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from tests.helpers.cluster import ONE_THREAD, run_cluster
 from tfmw.errors import UsageError
 from tfmw.keras_compat import optimizer_part
+from tfmw.mirrored.sharded_update import SHARD_OPTIMIZER, SharedUpdate
 
 o = keras.optimizers
 
@@ -216,3 +218,24 @@ def test_an_unknown_choice_is_refused() -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     with pytest.raises(UsageError, match="received shard_optimizer='yes': expected True, False"):
         tfmw.fit(model, np.zeros([4, 2]), np.zeros([4]), shard_optimizer="yes")
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [("auto", "0.0 MB of weights are few"), ("on", None), ("off", "shard_optimizer=False")],
+)
+def test_the_environment_says_what_auto_is(
+    monkeypatch: pytest.MonkeyPatch, value: str, why: str | None
+) -> None:
+    monkeypatch.setenv(SHARD_OPTIMIZER, value)
+    reduction: Any = types.SimpleNamespace(ring=object())
+    assert SharedUpdate(_built(o.Adam()), reduction, "auto").reason == why
+    assert SharedUpdate(_built(o.Adam()), reduction, True).reason is None
+    assert SharedUpdate(_built(o.Adam()), reduction, False).reason == "shard_optimizer=False"
+
+
+def test_a_wrong_choice_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SHARD_OPTIMIZER, "yes")
+    reduction: Any = types.SimpleNamespace(ring=object())
+    with pytest.raises(UsageError, match="TFMW_SHARD_OPTIMIZER is 'yes': expected auto, on or off"):
+        SharedUpdate(_built(o.Adam()), reduction, "auto")

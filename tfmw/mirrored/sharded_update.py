@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,9 @@ logger = logging.getLogger("tfmw")
 _UPDATES = "_self_tfmw_updates"  # so called, it does not count as the model's own
 _SHARED = "shared by"
 _LAST = "_self_tfmw_last_updates"
+
+SHARD_OPTIMIZER = "TFMW_SHARD_OPTIMIZER"
+"""Environment variable: what "auto" is. "on" is True, "off" is False, "auto" the default."""
 
 MIN_BYTES = 8 << 20
 """Trainable weights below which "auto" shares no update: it saves less than it costs."""
@@ -71,7 +75,7 @@ class SharedUpdate:
     ):
         self.optimizer = optimizer
         self._reduction = reduction
-        self._choice = choice
+        self._choice = _environments_choice() if choice == "auto" else choice
         self._variables = optimizer_part.variables_of(optimizer)
         self._index = {id(v): i for i, v in enumerate(self._variables)}
         self._packs: list[Pack] = []
@@ -428,6 +432,19 @@ def is_shared(model: Any) -> bool:
 def description(model: Any) -> str:
     """How the steps of the last call updated the weights."""
     return "; ".join(vars(model).get(_LAST, []))
+
+
+def _environments_choice() -> Any:
+    """True, False or "auto".
+
+    Raises:
+        UsageError: the environment has another value.
+    """
+    value = os.environ.get(SHARD_OPTIMIZER, "auto")
+    choices = {"auto": "auto", "on": True, "off": False}
+    if value not in choices:
+        raise UsageError(f"{SHARD_OPTIMIZER} is {value!r}: expected auto, on or off.")
+    return choices[value]
 
 
 def _split(flat: tf.Tensor, sizes: list[int]) -> list[tf.Tensor]:
