@@ -77,9 +77,10 @@ test-updates: $(STAMP)
 	done; done
 
 # Hosts that come and go, at every point and by many more schedules than make test has. Best as root,
-# for network namespaces, and with etcd.
+# for network namespaces (TFMW_TEST_NAMESPACES=0: without them), and with etcd and Slurm.
 test-hosts: $(STAMP)
-	@TFMW_TEST_HOSTS=all TFMW_TEST_SCHEDULES=5000 $(BIN)/python -m pytest --timeout 1200 tests/launcher/hosts
+	@TFMW_TEST_HOSTS=all TFMW_TEST_SCHEDULES=5000 $(BIN)/python -m pytest --timeout 1200 \
+	  $(if $(MISSING),-m "$(MISSING)") tests/launcher/hosts
 
 # The oldest TensorFlow and Keras that tfmw works with, in an environment of their own.
 OLDEST := build/oldest

@@ -5,12 +5,15 @@ ps_faulty.py [--epochs=8] [--steps=50] [--backup=DIR] [--result=FILE] [--pause=2
 
 After each epoch in --pause it waits for a line on its standard input. With --phases, each phase
 lasts until an epoch to which so many workers have contributed, and a line is waited for after each.
+With --say FILE these lines are in "FILE.<attempt>", as supervised tasks have no standard input.
 """
 
 import argparse
 import json
 import logging
+import os
 import sys
+import threading
 from pathlib import Path
 
 import keras
@@ -26,7 +29,25 @@ parser.add_argument("--backup")
 parser.add_argument("--result")
 parser.add_argument("--pause", default="")
 parser.add_argument("--phases", default="")
+parser.add_argument("--say")
 options = parser.parse_args()
+phases = [
+    p for p in options.phases.split(",") if p
+]  # not the callback's: a backup would restore it
+read_lines: list[str] = []
+
+
+def next_line() -> None:
+    """Waits for a line from the test."""
+    if options.say is None:
+        sys.stdin.readline()
+        return
+    path = Path(f"{options.say}.{os.environ['TFMW_ATTEMPT']}")
+    while not path.exists() or len(path.read_text().splitlines()) <= len(read_lines):
+        tfmw.report_progress(0)
+        threading.Event().wait(0.05)
+    read_lines.append("")
+
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 logging.getLogger("tensorflow").setLevel(logging.WARNING)
@@ -34,10 +55,6 @@ tfmw.init()
 
 
 class Say(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.phases = [p for p in options.phases.split(",") if p]
-
     def on_train_begin(self, logs=None):
         print(f"training begins at {int(self.model.optimizer.iterations)}", flush=True)
 
@@ -47,12 +64,12 @@ class Say(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         print(f"epoch {epoch + 1} ends at {int(self.model.optimizer.iterations)}", flush=True)
         if str(epoch + 1) in options.pause.split(","):
-            sys.stdin.readline()
+            next_line()
         workers = "both" if 0 < logs["by_worker_1"] < 1 else "one"
-        if self.phases and self.phases[0] in (workers, "any"):
-            print(f"phase over: {self.phases.pop(0)}, epoch {epoch}", flush=True)
-            self.model.stop_training = not self.phases
-            sys.stdin.readline()
+        if phases and phases[0] in (workers, "any"):
+            print(f"phase over: {phases.pop(0)}, epoch {epoch}", flush=True)
+            self.model.stop_training = not phases
+            next_line()
 
 
 def read(context):
