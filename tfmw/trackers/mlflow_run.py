@@ -104,11 +104,13 @@ class Chief:
             store = get_store(registry, *args, **kwargs)
             if "create_run" not in vars(store):  # MLflow caches its stores
                 _continue_runs(store, self._run)
+                _stores.append(store)
             return store
 
         TrackingStoreRegistry.get_store = continued
 
 
+_stores: list[Any] = []  # of this chief
 _number = 0  # of runs that this process has created
 _logged: dict[str, _Logged] = {}  # by id of a run that is continued
 
@@ -263,10 +265,12 @@ def resume(run_id: str) -> None:
 
 
 def flush() -> None:
-    """Waits for what MLflow logs in the background."""
-    import mlflow
+    """Waits for what MLflow logs in the background.
 
-    mlflow.flush_async_logging()
+    Only stores in use are asked: MLflow's own function would create one where there is none.
+    """
+    for store in _stores:
+        store.flush_async_logging()
 
 
 def active() -> dict[str, str] | None:
