@@ -15,6 +15,7 @@ PROGRAM = str(PROGRAMS / "trackers_of_caller.py")
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.multiprocess
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow
 def test_the_chief_logs_to_the_callers_runs(tmp_path: Path) -> None:
@@ -25,7 +26,7 @@ def test_the_chief_logs_to_the_callers_runs(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = Tracked(tmp_path, done.stdout, {})

@@ -60,6 +60,15 @@ class Holds(keras.callbacks.Callback):
         self.client = tracker.Run()
 
 
+class Given(keras.callbacks.Callback):
+    def __init__(self, client: Any) -> None:
+        super().__init__()
+        self.client = client
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.client.log(logs)
+
+
 class Inherits(Holds):
     pass
 
@@ -81,6 +90,7 @@ class OfPackage(keras.callbacks.Callback):
         ImportsInside,
         WithinHelper,
         Holds,
+        lambda: Given(tracker.Run()),
         Inherits,
         lambda_callback,
         OfPackage,

@@ -22,6 +22,7 @@ from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH, tfmw_command
 
 pytestmark = [
     pytest.mark.multiprocess,
+    pytest.mark.timeout(900),  # three starts of two workers, which import a lot
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of MLflow and TensorBoard
 ]
 
@@ -131,7 +132,7 @@ def killed_twice(tmp_path_factory: pytest.TempPathFactory) -> Tracked:
     command = ["run", "--workers", "2", "--max-restarts", "2", PROGRAM, str(folder)]
     env = {**QUIET, "TFMW_RESULT": str(folder / "results")}
     with tfmw_command(*command, env=env, cwd=folder) as run:
-        output, _ = run.communicate(timeout=280)
+        output, _ = run.communicate(timeout=600)
     assert run.returncode == 0, output
     workers = {f.stem: json.loads(f.read_text()) for f in (folder / "results").glob("*.json")}
     return Tracked(folder, output, workers)

@@ -254,9 +254,9 @@ def test_a_controller_that_is_gone_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kubeflow = Kubeflow("https://127.0.0.1:9/status", None, str(tmp_path / "none"), interval_s=0.0)
-    kubeflow.write(report(), final=False)
     kubeflow.write(report(), final=True)
     assert not kubeflow._thread.is_alive()
+    kubeflow._send(status_of(report(), final=True))
     assert caplog.text.count("cannot be sent to Kubeflow's controller") == 1
 
 
