@@ -84,6 +84,8 @@ class Controller:
         failures: list[Any] = []
         for number in itertools.count():
             count = self._placed()
+            if not count and self._stop.received and self._tasks.requeues:
+                return "queued", ""
             if not count:
                 return "cancelled", "it was cancelled before its tasks had a place"
             self._say(state="starting" if number == 0 else "restarting", attempt=number)
@@ -106,17 +108,24 @@ class Controller:
             if not decision.restart:
                 return self._finish(members, found, failures)
             self._say(state="restarting", restarts=self._policy.restarts, step=found.step)
-            time.sleep(decision.delay_s)
+            self._pause(decision.delay_s)
         raise AssertionError("unreachable")
 
     def _placed(self) -> int:
         """Waits until the engine has a place for the tasks: how many; 0 if cancelled."""
-        self._say(state="queued") if not self._written else None
+        if not self._written:
+            self._say(state="queued")
         while not self._cancelled() and not self._stop.received:
             if count := self._tasks.available(*self._spec.workers):
                 return count
             time.sleep(_POLL_S)
         return 0
+
+    def _pause(self, seconds: float) -> None:
+        """Waits before the next attempt; not any longer where the job is to end."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._cancelled() and not self._stop.received:
+            time.sleep(_POLL_S)
 
     def _watch(self, members: Members, display: Display) -> None:
         """Returns when the attempt is over, or the job is to end."""
