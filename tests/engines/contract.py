@@ -38,9 +38,9 @@ def rank() -> int:
     return int(os.environ["TFMW_TASK"].removeprefix("worker "))
 
 
-def doubled(value: int) -> tuple[int, int, int]:
+def doubled(value: int) -> tuple[int, str, int]:
     print(f"hello from {rank()}")
-    return rank(), int(os.environ["TFMW_LOCAL_TASKS"]), 2 * value
+    return rank(), os.environ["TFMW_RUN_ID"], 2 * value
 
 
 def raises_on_1() -> None:
@@ -103,6 +103,9 @@ class Contract:
         assert first.id != second.id
         assert [row[::2] for row in second.result(TIMEOUT_S)] == [(0, 8), (1, 8)]
         assert [row[::2] for row in first.result(TIMEOUT_S)] == [(0, 42), (1, 42)]
+        runs = [{row[1] for row in job.result()} for job in (first, second)]
+        assert [len(ids) for ids in runs] == [1, 1], "trackers know a run by it"
+        assert runs[0] != runs[1]
         assert first.status() == "done"
         lines = sorted(first.logs().splitlines())
         hosts = first.details()["hosts"]

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from tfmw.launcher.attempt import GRACE_S
 from tfmw.launcher.options import AutoOnOff, RunOptions
 from tfmw.launcher.output import is_watched
 from tfmw.launcher.spawn import terminal_size
+from tfmw.trackers import RUN_ID
 
 # name -> (module, class)
 _ENGINES = {
@@ -225,7 +227,7 @@ def call_spec(
         command=tuple(command),
         workers=(least, most),
         options=options,
-        env={**travels, **env},
+        env={RUN_ID: os.environ.get(RUN_ID) or secrets.token_hex(8), **travels, **env},
         folder=os.getcwd(),
         **fields,
     )

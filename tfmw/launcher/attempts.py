@@ -33,6 +33,7 @@ from tfmw.launcher.snapshot import Board
 from tfmw.launcher.spawn import Spawner
 from tfmw.launcher.status_socket import Server
 from tfmw.runtime.signals import Signals
+from tfmw.trackers import RUN_ID
 
 _ORDER = ("chief", "worker", "ps", "evaluator")
 
@@ -130,7 +131,9 @@ def make_context(
     spawner = stack.enter_context(Spawner(network.namespaces if network else ()))
     env = task_environment(environ, terminal)
     if _uses_standby(job, env):
-        spawner.fork_from_now_on(job.command, env, keep=job.payload is not None)
+        # Tasks get their run's id when they are forked: the next run can use the same fork server.
+        shared = {name: value for name, value in env.items() if name != RUN_ID}
+        spawner.fork_from_now_on(job.command, shared, keep=job.payload is not None)
     if note and (job.payload is None or note not in _printed_notes):
         _printed_notes.add(note)  # a notebook may launch from each cell
         print(f"tfmw: {note}", file=sys.stderr, flush=True)
