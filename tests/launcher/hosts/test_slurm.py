@@ -68,7 +68,7 @@ def test_a_supervisor_that_dies_comes_back_and_a_node_that_is_down_is_left_out(s
     steps = slurm.run("squeue", "--steps", "--noheader", f"--job={job}", "--format=%i %N").stdout
     on_node = {node: step for step, node in map(str.split, steps.splitlines())}
     slurm.run("scancel", "--signal=KILL", on_node[NODES[1]])
-    log.wait_for(f"{NODES[1]} is lost")
+    log.wait_for(rf"{NODES[1]}(, which leads,)? is lost")
     log.wait_for(f"attempt [12] on {NODES[0]}, {NODES[1]}\n")
     log.wait_for(r"\] step \d+ at")
 
