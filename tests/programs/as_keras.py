@@ -357,6 +357,19 @@ def callbacks_see_an_ordinary_model(trainer: Any) -> Any:
     return [looks.seen, history.history["loss"], [w.tolist() for w in model.get_weights()]]
 
 
+class Resets(keras.callbacks.Callback):
+    """Counts anew from the third batch on."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1:
+            self.model.reset_metrics()
+
+
+def metrics_reset_by_a_callback(trainer: Any) -> Any:
+    history = trainer.fit(compiled(metrics=["mae"]), dataset(X, Y), epochs=2, callbacks=[Resets()])
+    return history.history
+
+
 def swapped_moving_averages_of_weights(trainer: Any) -> Any:
     model = compiled(optimizer=keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5))
     swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
@@ -438,6 +451,7 @@ SCENARIOS: list[Callable[[Any], Any]] = [
     batch_numbers,
     stopping,
     callbacks_see_an_ordinary_model,
+    metrics_reset_by_a_callback,
     swapped_moving_averages_of_weights,
     moving_averages_resumed_within_an_epoch,
     replicas_keep_seeds_of_their_own,

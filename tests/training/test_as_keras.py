@@ -110,6 +110,7 @@ SCENARIOS = [
     "batch_numbers",
     "stopping",
     "callbacks_see_an_ordinary_model",
+    "metrics_reset_by_a_callback",
     "swapped_moving_averages_of_weights",
     "moving_averages_resumed_within_an_epoch",
     "replicas_keep_seeds_of_their_own",

@@ -6,6 +6,8 @@ the installed versions lack. A test calls it, so an incompatible release fails t
 * `losses`: each replica's weight in the global batch. Read it first: it is why N workers have the
   results of one process.
 * `batch_reduction`, `coupling`: which losses are sums or means, and which compare examples.
+* `increments`: what steps add to variables of users' own metrics and layers.
+* `masked_norm`: synchronized batch normalization of masked inputs.
 * `optimizers`: updates on each replica, after one reduction of the gradients.
 * `fused_update`: an optimizer's update as one compiled function.
 * `optimizer_part`: the part of an optimizer's state that one worker keeps.
@@ -25,6 +27,7 @@ May import: `tfmw.errors`, `tfmw.runtime`.
 from tfmw.keras_compat import (
     datasets,
     losses,
+    masked_norm,
     metrics,
     models,
     optimizer_part,
@@ -74,11 +77,17 @@ from tfmw.keras_compat.datasets import (
     zipped_inputs,
 )
 from tfmw.keras_compat.fused_update import fused_update
+from tfmw.keras_compat.increments import (
+    assigned_in_layer,
+    counting_batches_once,
+    note_metric_update,
+)
 from tfmw.keras_compat.losses import (
     CannotCompile,
     ReplicaWeight,
     weighting_losses,
 )
+from tfmw.keras_compat.masked_norm import synchronize_masked_moments
 from tfmw.keras_compat.metrics import (
     combination,
     flatten_metrics,
@@ -177,6 +186,7 @@ __all__ = [
     "Skip",
     "Take",
     "Zip",
+    "assigned_in_layer",
     "backend_switch",
     "batch_arguments",
     "batches_of_slices",
@@ -191,6 +201,7 @@ __all__ = [
     "coordination_get",
     "coordination_report_error",
     "coordination_set",
+    "counting_batches_once",
     "current_learning_rate",
     "data_adapter",
     "dataset_constants",
@@ -232,6 +243,7 @@ __all__ = [
     "native",
     "needs_build",
     "new_native",
+    "note_metric_update",
     "one_op",
     "optimized_variables",
     "optimizer_slots",
@@ -263,6 +275,7 @@ __all__ = [
     "stable_variable_keys",
     "state_variables_of",
     "substituted_global_seed",
+    "synchronize_masked_moments",
     "train_validation_split",
     "uses_weight_decay",
     "variable_state",
@@ -278,6 +291,7 @@ def missing_names() -> list[str]:
     """Private names that tfmw uses and the installed versions lack; [] if all exist."""
     modules = (
         losses,
+        masked_norm,
         optimizers,
         optimizer_part,
         models,

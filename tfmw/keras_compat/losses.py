@@ -28,7 +28,7 @@ from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as loss_module
 from keras.src.trainers import trainer as base_trainer
 
-from tfmw.keras_compat.batch_reduction import batch_reduction
+from tfmw.keras_compat.batch_reduction import batch_reduction, increment_kind
 from tfmw.keras_compat.coupling import couples_examples
 
 
@@ -42,6 +42,7 @@ class ReplicaWeight:
     Attributes:
         examples: int32 [], examples of this replica.
         global_examples: int32 [], examples of the global batch, over all replicas.
+        static_rows: the number of this replica's examples, if the shape of its batch has it.
         fraction: float64 [], `examples / global_examples`; 0 for a replica without examples. It
             is rounded only where it meets a value of lower precision.
         uneven: whether shards differ in size, so that this replica may have no examples.
@@ -52,6 +53,7 @@ class ReplicaWeight:
         has_keras_loss: whether some loss of the step was reduced by Keras or `tf.nn`.
         has_scalar_loss: whether a loss function returned a scalar, taken for a mean.
         coupled_losses: names of losses that compare the examples of a batch.
+        unclear_metrics: names of metrics that are neither sums nor means over examples.
         loss_weighted: whether the weight was applied to the loss that is differentiated.
         layer_losses: id of a layer -> the losses that it passed to `add_loss` on this replica.
         deferred: (gradients, what reduces and applies them), while XLA compiles the step: a
@@ -66,8 +68,10 @@ class ReplicaWeight:
         uneven: bool,
         size_known: bool,
         in_loss: bool,
+        static_rows: int | None = None,
     ):
         self.examples = examples
+        self.static_rows = static_rows
         self.global_examples = global_examples
         self.fraction = tf.math.divide_no_nan(
             tf.cast(examples, tf.float64), tf.cast(global_examples, tf.float64)
@@ -78,6 +82,7 @@ class ReplicaWeight:
         self.has_keras_loss = False
         self.has_scalar_loss = False
         self.coupled_losses: set[str] = set()
+        self.unclear_metrics: set[str] = set()
         self.loss_weighted = False
         self.layer_losses: dict[int, list[tf.Tensor]] = {}
         self.deferred: list[tuple[list[Any], Callable[[list[Any]], None]]] | None = None
@@ -110,7 +115,11 @@ class ReplicaWeight:
 
     def estimate_of_scalar(self, local: tf.Tensor) -> tf.Tensor:
         """A scalar -> an estimate; taken for a mean or a weight penalty if not seen to be a sum."""
-        return self.estimate_of_sum(local) if batch_reduction(local) == "sum" else local
+        return self.estimate_of_sum(local) if self.reduction_of(local) == "sum" else local
+
+    def reduction_of(self, local: Any) -> str | None:
+        """See `batch_reduction`."""
+        return batch_reduction(local, self.static_rows)
 
     def weighted_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """The loss that Keras's own `train_step` differentiates."""
@@ -124,8 +133,7 @@ class ReplicaWeight:
         """
         if not values.shape.rank:
             return False
-        rows = tf.get_static_value(self.examples)
-        return values.shape[0] == (None if rows is None else int(rows))
+        return values.shape[0] == self.static_rows
 
 
 # Loss -> whether its values for one example depend on other examples.
@@ -319,6 +327,10 @@ def _hook_metrics() -> None:
         if weight is not None and sample_weight is None:
             values = tf.convert_to_tensor(values)
             if values.shape == ():
+                of_function = isinstance(self, keras.metrics.MeanMetricWrapper)
+                if of_function and increment_kind(values, weight.static_rows) == "unknown":
+                    if hasattr(values, "graph"):
+                        weight.unclear_metrics.add(self.name)
                 if values.dtype.is_floating:
                     values = weight.estimate_of_scalar(values)
                 sample_weight = weight.fraction
@@ -327,7 +339,7 @@ def _hook_metrics() -> None:
     def update_sum(self: Any, values: Any, sample_weight: Any = None) -> Any:
         # Sums of replicas add up; means of replicas do when weighted by their fractions.
         weight = current_weight()
-        if weight is not None and batch_reduction(values) == "mean":
+        if weight is not None and weight.reduction_of(values) == "mean":
             values = values * tf.cast(weight.fraction, values.dtype)
         return keras_update_sum(self, values, sample_weight)
 

@@ -53,17 +53,10 @@ def combination(variable: Any, value: Any) -> str | None:
     """
     if not isinstance(value, tf.Tensor) or not hasattr(value, "graph"):
         return "sum"  # eager: there is no graph to inspect
-    replica = tf.distribute.get_replica_context()
-    here = replica.strategy.experimental_local_results(native(variable))
-    handles = {id(value.graph.capture(copy.handle)) for copy in here}
+    handles = _handles(variable, value)
 
     def reads(tensor: Any, seen: set[Any]) -> bool:
-        if id(tensor) in seen:
-            return False
-        seen.add(id(tensor))
-        if id(tensor) in handles:
-            return True
-        return any(reads(t, seen) for t in tensor.op.inputs)
+        return _reads(tensor, handles, seen)
 
     def kind(tensor: Any) -> str | None:
         operation = tensor.op
@@ -90,6 +83,34 @@ def combination(variable: Any, value: Any) -> str | None:
     return kind(value)
 
 
+def increment(variable: Any, value: Any) -> Any | None:
+    """The tensor x of an update to f(variable) + x, where only f reads the variable; else None."""
+    if not isinstance(value, tf.Tensor) or not hasattr(value, "graph"):
+        return None
+    handles, operation = _handles(variable, value), value.op
+    while operation.type in ("Identity", "EnsureShape", "StopGradient"):
+        operation = operation.inputs[0].op
+    if operation.type not in ("AddV2", "Add"):
+        return None
+    others = [t for t in operation.inputs if not _reads(t, handles, set())]
+    return others[0] if len(others) == 1 else None
+
+
+def _handles(variable: Any, value: Any) -> set[int]:
+    """Ids of the tensors by which the graph of `value` refers to a Keras variable."""
+    replica = tf.distribute.get_replica_context()
+    here = replica.strategy.experimental_local_results(native(variable))
+    return {id(value.graph.capture(copy.handle)) for copy in here}
+
+
+def _reads(tensor: Any, handles: set[int], seen: set[int]) -> bool:
+    """Whether a tensor depends on one of these."""
+    if id(tensor) in seen:
+        return False
+    seen.add(id(tensor))
+    return id(tensor) in handles or any(_reads(t, handles, seen) for t in tensor.op.inputs)
+
+
 def flatten_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
     """Logs in the order in which Keras reports them."""
     return model._flatten_metrics_in_order(logs)
@@ -97,13 +118,13 @@ def flatten_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def recorded_assignments(
-    seen: list[Any], note: Callable[[Any, Any], None] | None = None
+    seen: list[Any], note: Callable[[Any, Any], Any] | None = None
 ) -> Iterator[None]:
     """Collects the Keras variables that are assigned to while a step is traced.
 
     Args:
         seen: list to which each variable is added once.
-        note: called with (variable, value) at each assignment.
+        note: called with (variable, value) at each assignment; returns what is assigned.
     """
     cls = keras.Variable
     keras_direct_assign = cls._direct_assign
@@ -112,7 +133,7 @@ def recorded_assignments(
         if all(self is not s for s in seen):
             seen.append(self)
         if note is not None:
-            note(self, value)
+            value = note(self, value)
         return keras_direct_assign(self, value)
 
     cls._direct_assign = direct_assign

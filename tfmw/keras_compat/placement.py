@@ -97,7 +97,8 @@ class Placement:
 
         Args:
             replicas_own: variables that differ between replicas, such as metrics: they have the
-                value of the first local replica, and changes are lost.
+                value of the first local replica. Only where that is changed, as by
+                `reset_metrics`, all local replicas have the new one afterwards.
         """
         if not self.variables:
             yield
@@ -107,6 +108,7 @@ class Placement:
         placed_here = {id(variable) for variable in self.variables}
         seeds = [seed for seed in seeds_of(self.model) if id(seed) in placed_here]
         self.bring_back()
+        of_first = {i: native(v).numpy() for v in self.variables if (i := id(v)) in own}
         _vary_seeds(self.strategy, seeds)
         was_placed = vars(self.model).pop(_PLACED)
         try:
@@ -117,8 +119,9 @@ class Placement:
                 self.variables, self.originals, copies, strict=True
             ):
                 set_native(variable, copy)
-                if id(variable) not in own:
-                    value = self.strategy.experimental_local_results(original)[0].read_value()
+                value = self.strategy.experimental_local_results(original)[0].read_value()
+                before = of_first.get(id(variable))
+                if before is None or not np.array_equal(before, value.numpy(), equal_nan=True):
                     for each in local_copies(self.strategy, variable):
                         each.assign(value)
             _vary_seeds(self.strategy, seeds)

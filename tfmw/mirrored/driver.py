@@ -32,7 +32,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw import keras_compat
-from tfmw.data import ShardSizes
+from tfmw.data import ShardSizes, static_batch_size
 from tfmw.keras_compat import placement
 from tfmw.mirrored import prediction
 from tfmw.mirrored.agreement import agree
@@ -149,6 +149,9 @@ class SyncDriver:
             for update in self.updates:
                 reduced = functools.partial(self._reduced, update)
                 enter(keras_compat.replica_local_updates(update.optimizer, reduced))
+            enter(keras_compat.overridden(keras_compat.counting_batches_once(self.model)))
+        if self._has_synchronized_norm:
+            keras_compat.synchronize_masked_moments()
         if any(keras_compat.overrides_step(self.model, f"{k}_step") for k in ("train", "test")):
             enter(noting_results(self.model))
         return self
@@ -275,6 +278,7 @@ class SyncDriver:
             uneven=uneven,
             size_known=size_known,
             in_loss=not keras_compat.overrides_step(self.model, "train_step"),
+            static_rows=None if uneven else static_batch_size(batch),
         )
         with keras_compat.weighting_losses(weight):
             if uneven:
@@ -330,6 +334,13 @@ class SyncDriver:
             self._warn_once(
                 "a loss function returned one number instead of one per example: it is taken for "
                 "a mean over the examples of each replica."
+            )
+        if weight is not None and weight.unclear_metrics:
+            self._warn_once(
+                f"the metric {', '.join(sorted(weight.unclear_metrics))} is neither a sum nor a "
+                "mean over the examples of a batch: it is the mean of what replicas find in their "
+                "parts of the batch. Return one value per example, or keep sums and counts in "
+                "variables and divide in result()."
             )
         if weight is not None and weight.coupled_losses:
             self._warn_once(

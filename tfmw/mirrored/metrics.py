@@ -43,16 +43,19 @@ class ReplicaMetrics:
         """The logs of "train" or "test" steps."""
         return self._logs.setdefault(kind, StepLogs())
 
-    def note_update(self, variable: Any, value: Any) -> None:
+    def note_update(self, variable: Any, value: Any) -> Any:
         """Records how replicas' values of a metric's variable are combined, from its update.
+
+        Returns:
+            What the replica assigns: `value`, or its estimate for a variable of a layer.
 
         Raises:
             UsageError: the update is neither a sum over examples nor a maximum or minimum.
         """
-        if self._replicas.count == 1 or all(
-            variable is not v for v in keras_compat.metric_variables(self._model)
-        ):
-            return
+        if self._replicas.count == 1:
+            return value
+        if all(variable is not v for v in keras_compat.metric_variables(self._model)):
+            return keras_compat.assigned_in_layer(variable, value)
         how = keras_compat.combination(variable, value)
         if how is None:
             raise UsageError(
@@ -62,6 +65,8 @@ class ReplicaMetrics:
             )
         if how != "unchanged":
             self._combined[id(variable)] = how
+        keras_compat.note_metric_update(variable, value)
+        return value
 
     def reset(self) -> None:
         """Sets all metrics to their initial state."""

@@ -4,6 +4,7 @@ from tests.matrix.rows import (
     applications,
     data,
     execution,
+    increments,
     layers,
     losses,
     models,
@@ -11,4 +12,14 @@ from tests.matrix.rows import (
     steps,
 )
 
-__all__ = ["applications", "data", "execution", "layers", "losses", "models", "optimizers", "steps"]
+__all__ = [
+    "applications",
+    "data",
+    "execution",
+    "increments",
+    "layers",
+    "losses",
+    "models",
+    "optimizers",
+    "steps",
+]

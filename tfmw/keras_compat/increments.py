@@ -1,0 +1,96 @@
+"""What steps add to variables of users' own: once for a batch, or for each example.
+
+In one process a batch is added to a variable once. Here each replica adds its own part:
+
+* A metric of a user's own adds up over replicas. Sums over examples are right as they are. What
+  one process adds once for a batch, its mean or the number 1, is multiplied by the replica's
+  fraction of the batch.
+* A variable of a layer is averaged over replicas, by their numbers of examples. Means are right as
+  they are. A sum over a replica's examples is made an estimate of that over the batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfmw.keras_compat.batch_reduction import increment_kind
+from tfmw.keras_compat.losses import ReplicaWeight, current_weight
+from tfmw.keras_compat.metrics import combination, increment, leaf_metrics
+
+_collecting = threading.local()
+
+
+def assigned_in_layer(variable: Any, value: Any) -> Any:
+    """What a step of a replica assigns to a variable of a layer, in place of `value`."""
+    weight = current_weight()
+    if weight is None or not variable.dtype.startswith(("float", "bfloat")):
+        return value
+    added = increment(variable, value)
+    # A number in the graph may be one of examples only by chance.
+    if added is None or tf.get_static_value(added) is not None:
+        return value
+    if increment_kind(added, weight.static_rows) != "sum":
+        return value
+    return value + (weight.estimate_of_sum(added) - added)
+
+
+def note_metric_update(variable: Any, value: Any) -> None:
+    """Notes an assignment to a variable of a metric, within its `update_state`."""
+    updates = getattr(_collecting, "updates", None)
+    if updates is not None:
+        updates.append((variable, value))
+
+
+def counting_batches_once(model: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """(metric, "update_state", replacement) of each metric of a class that is not Keras's."""
+    own = [
+        metric
+        for metric in leaf_metrics(model)
+        if not type(metric).update_state.__module__.startswith(("keras.", "tfmw."))
+    ]
+    return [(metric, "update_state", _counted_once(metric)) for metric in own]
+
+
+def _counted_once(metric: Any) -> Callable[..., Any]:
+    update_state = metric.update_state
+
+    def wrapper(*arguments: Any, **named: Any) -> Any:
+        before = getattr(_collecting, "updates", None)
+        updates: list[tuple[Any, Any]] = []
+        _collecting.updates = updates
+        try:
+            out = update_state(*arguments, **named)
+        finally:
+            _collecting.updates = before
+        weight = current_weight()
+        if weight is not None:
+            _correct(metric, updates, weight)
+        return out
+
+    return wrapper
+
+
+def _correct(metric: Any, updates: list[tuple[Any, Any]], weight: ReplicaWeight) -> None:
+    """Takes back what replicas add too much; of what is unknown, nothing, but it is noted."""
+    kinds, once = set(), []
+    for variable, value in updates:
+        if combination(variable, value) != "sum":
+            continue
+        added = increment(variable, value)
+        kind = increment_kind(added, weight.static_rows)
+        if kind == "once" and added is not None and added.dtype.is_floating:
+            once.append((variable, added))
+        elif kind == "once":  # an integer: no part of it can be added
+            kind = "unknown"
+        kinds.add(kind)
+    if "unknown" in kinds:
+        if once:
+            weight.unclear_metrics.add(metric.name)
+        return
+    for variable, added in once:
+        much = added * tf.cast(1 - weight.fraction, added.dtype)
+        variable.assign(variable.value - tf.cast(much, variable.dtype))
