@@ -96,11 +96,8 @@ def test_a_slow_worker_and_one_that_is_stopped(tmp_path: Path, runtime: None) ->
         assert_documented(stopped.partition(" | own")[0])
         if "never entered" in text:  # it depends on where the signal finds it
             assert_documented(text.splitlines()[3])
+        # TensorFlow ends the others ten seconds after a stop.
         assert "stopped by a signal" in shown("stacks").partition("== worker 1")[2]
-
-        os.kill(pid, signal.SIGCONT)
-        steps = json.loads(shown("status", "--json"))[0]["tasks"][1]["step"]
-        until(lambda _: json.loads(shown("status", "--json"))[0]["tasks"][1]["step"] > steps, run)
     assert "no run of this user is alive" in shown("status")
 
 
