@@ -43,6 +43,7 @@ from tfmw.launcher.watchdog import (
 )
 from tfmw.runtime.ports import reserved_ports
 from tfmw.runtime.signals import Signals
+from tfmw.trackers import RUN_ID
 
 GRACE_S = 1.0
 """Seconds between SIGTERM and SIGKILL. TensorFlow's strategy replaces SIGTERM's handler."""
@@ -71,7 +72,7 @@ class AttemptContext:
         command: the arguments of `task.py`: "script", its path, its flags.
         directory: of the run; each attempt creates its folder in it.
         board: what is known of the run, for `tfmw status`.
-        env: environment variables that all tasks share.
+        env: environment variables that all tasks share; a fork server is kept for the same ones.
         spawner: starts the processes.
         display: prints the tasks' output.
         live: name of the task whose output is a terminal.
@@ -80,6 +81,7 @@ class AttemptContext:
         options: of the run.
         grace_s: seconds between SIGTERM and SIGKILL.
         farewell_s: seconds in which serving tasks exit once the chief is done.
+        run_id: identifies the run over its attempts; "": as the environment says.
     """
 
     command: Sequence[str]
@@ -94,6 +96,7 @@ class AttemptContext:
     options: RunOptions
     grace_s: float = GRACE_S
     farewell_s: float = FAREWELL_S
+    run_id: str = ""
 
 
 class Attempt:
@@ -131,6 +134,7 @@ class Attempt:
         self._directory = context.directory / f"attempt_{number}"
         self._env = {
             **context.env,
+            **({RUN_ID: context.run_id} if context.run_id else {}),
             "TFMW_ATTEMPT": str(number),
             "TFMW_MAX_RESTARTS": str(context.options.max_restarts),
         }

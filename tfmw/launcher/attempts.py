@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import secrets
 import shutil
 import sys
 import time
@@ -143,6 +144,7 @@ def make_context(
         command=job.command,
         directory=directory,
         board=board,
+        run_id=env.get(RUN_ID) or secrets.token_hex(8),
         env=env,
         spawner=spawner,
         display=display,

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from tfmw.errors import UsageError
 from tfmw.launcher.spawn import terminal_size
-from tfmw.trackers import RUN_ID
 
 
 def make_run_directory(log_dir: str | os.PathLike[str] | None) -> Path:
@@ -47,7 +46,6 @@ def task_environment(environ: Mapping[str, str], terminal: bool) -> dict[str, st
     )  # hides the notices that TensorFlow prints in each task
     compute_with_onednn(env)
     env.setdefault("TFMW_TOKEN", _token())
-    env.setdefault(RUN_ID, secrets.token_hex(8))
     env["PYTHONUNBUFFERED"] = "1"
     env.pop("TFMW_TTY", None)
     if terminal:

@@ -93,9 +93,11 @@ class Server:
         self._closed.set()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-        if self._thread.is_alive():
-            self._thread.join(timeout=2 * _SAMPLE_S)
         if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # accept returns at once
+            if self._thread.is_alive():
+                self._thread.join(timeout=2 * _SAMPLE_S)
             self._socket.close()
 
     def _serve(self) -> None:
