@@ -92,9 +92,12 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         if self._path is not None:
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as wakes:
-                with _short(self._path) as name:
-                    wakes.connect(name)  # the thread need not wait for its time-out
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(socket.AF_UNIX) as wakes,
+                _short(self._path) as name,
+            ):
+                wakes.connect(name)  # the thread need not wait for its time-out
             self._path.unlink(missing_ok=True)
         if self._socket is not None:
             if self._thread.is_alive():
