@@ -291,6 +291,40 @@ def test_silent_neighbour_is_probed_until_the_timeout(joined, monkeypatch):
     assert asked == [1, 1]
 
 
+def test_both_neighbours_are_probed_and_a_waiting_worker_sleeps(joined, monkeypatch):
+    monkeypatch.setattr(ring, "QUIET_S", 0.05)
+    probed: dict[int, set[int]] = {0: set(), 2: set()}
+    taken: dict[int, int] = {0: 0, 2: 0}
+    waits: set[int] = set()
+    monkeypatch.setattr(ring.recorder, "waits_for", waits.add)
+    own = threading.local()
+
+    def probe(neighbour: int) -> None:
+        probed[own.rank].add(neighbour)
+
+    rings = joined(3, probe_peer=probe, timeout_s=2)
+
+    def work(rank: int) -> Any:
+        if rank == 1:  # takes no part
+            return None
+        own.rank = rank
+        take = rings[rank]._previous.take
+
+        def counted(into: Array) -> Array | None:
+            taken[rank] += 1
+            came: Array | None = take(into)
+            return came
+
+        monkeypatch.setattr(rings[rank]._previous, "take", counted)
+        return rings[rank].sum(np.ones(10, "f"))
+
+    errors = in_threads(3, work)
+    assert {type(errors[rank]) for rank in (0, 2)} == {RingBroken}
+    assert probed == {0: {1, 2}, 2: {0, 1}}
+    assert waits == {1, 2}  # each of them for the worker before it
+    assert max(taken.values()) < 20
+
+
 def test_neighbour_that_misses_one_probe_is_not_lost(joined, monkeypatch):
     monkeypatch.setattr(ring, "QUIET_S", 0.05)
     answers = ["busy", "there", "busy", "there"]
