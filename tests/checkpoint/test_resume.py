@@ -117,9 +117,8 @@ def test_row_24_workers_with_different_amounts_of_data_neither_hang_nor_give_nan
     result = together[0]["of_input_context"]["resumed"]
     assert np.isfinite(result["history"]["loss"]).all()
     # The first worker has 20 examples, the second 13, in batches of 4; both make the steps of the
-    # longer one. What a layer counts on each replica is averaged by their numbers of examples.
-    whole, uneven, alone = 4 + 4, 2 * (4 * 4 + 1 * 1) / (4 + 1), 2 * 4
-    assert sum(result["counts"]) == pytest.approx(3 * (3 * whole + uneven + alone))
+    # longer one.
+    assert sum(result["counts"]) == pytest.approx(3 * (20 + 13))
     assert result["steps"] == 3 * 5
 
 
@@ -183,23 +182,12 @@ def steps_of(backups: Path) -> int:
     return newest.step
 
 
-def assert_each_once_per_epoch(run: dict[str, Any], was: int, now: int, steps: int) -> None:
-    """Each example three times in three epochs, `steps` steps of it on `was` workers.
-
-    A count is a mean over the workers: those that an example had before, a of 3, are left in it as
-    a / was, and the others as (3 - a) / now.
-    """
-    before = (np.array(run["counts"]) / now - 3 / now) / (1 / was - 1 / now)
-    np.testing.assert_allclose(before, before.round(), atol=0.02)
-    assert set(before.round()) == {1.0, 2.0}  # all in the first epoch, some in the second
-    assert before.round().sum() == steps * 12
-
-
 @pytest.mark.parametrize("workers", [1, 3])
 def test_two_workers_are_preempted_and_another_number_resumes(
     folder, undisturbed, left_by_two, workers
 ):
     mine = folder / f"two_to_{workers}"
+    assert 4 < steps_of(left_by_two) < 8  # in the middle of the second epoch
     shutil.copytree(left_by_two, mine)
     runs, _ = faults(mine, workers=workers)
     assert len(runs) == workers
@@ -207,7 +195,7 @@ def test_two_workers_are_preempted_and_another_number_resumes(
         assert run["made"] < 8, "it began anew"
         assert run["update"] == ("shared by 3 workers" if workers == 3 else "")
         assert run["bits"] == runs[0]["bits"]
-        assert_each_once_per_epoch(run, 2, workers, steps_of(left_by_two))
+        assert run["counts"] == [3.0] * 48
         for mine_, theirs in zip(run["weights"], undisturbed[0]["weights"], strict=True):
             np.testing.assert_allclose(mine_, theirs, rtol=1e-4, atol=1e-6)
         for name, values in undisturbed[0]["history"].items():
@@ -216,11 +204,11 @@ def test_two_workers_are_preempted_and_another_number_resumes(
 
 def test_one_worker_is_preempted_and_two_resume(folder, undisturbed):
     faults(folder / "one", "leave 5@0:0", workers=1, status=PREEMPTED)
-    steps = steps_of(folder / "one")
+    assert 4 < steps_of(folder / "one") < 8
     runs, _ = faults(folder / "one", workers=2)
     for run in runs:
         assert run["made"] < 8
-        assert_each_once_per_epoch(run, 1, 2, steps)
+        assert run["counts"] == [3.0] * 48
         for mine, theirs in zip(run["weights"], undisturbed[0]["weights"], strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 

@@ -8,7 +8,7 @@ class Counts(keras.layers.Layer):
     """Takes the number of each example out of the last feature.
 
     `counts`, float32 [examples], is a part of the model's state, so it is backed up and restored
-    with it. Each replica counts its own; what is left after training is their mean.
+    with it. Each replica counts the examples of its part of a batch; together they count all.
     """
 
     def __init__(self, examples: int):

@@ -75,7 +75,7 @@ _result.write(
     {
         "bits": hashlib.sha256(b"".join(w.tobytes() for w in weights)).hexdigest(),
         "weights": [w.tolist() for w in weights],
-        "counts": (model.layers[0].counts.numpy() * cluster.num_workers).round(3).tolist(),
+        "counts": model.layers[0].counts.numpy().round(3).tolist(),
         "history": history.history,
         "made": Die.made,
         "update": sharded_update.description(model),

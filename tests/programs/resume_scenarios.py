@@ -172,9 +172,7 @@ def state_of(model: keras.Model) -> list[Any]:
 def counts_of(model: keras.Model) -> list[float] | None:
     for layer in model.layers:
         if isinstance(layer, Counts):
-            # Each replica counts its own; what is left is their mean.
-            total = np.asarray(layer.counts.value) * cluster.num_workers
-            return [round(float(c), 3) for c in total]
+            return [round(float(c), 3) for c in np.asarray(layer.counts.value)]
     return None
 
 

@@ -36,6 +36,12 @@ def slow_generator() -> Any:
         yield i
 
 
+def slow_in_threads(x: tf.Tensor) -> tf.Tensor:
+    """Has no side effect: tf.data runs it in threads even where operations are deterministic."""
+    large = tf.fill([900, 900], tf.cast(x, tf.float32))
+    return tf.reduce_sum(large @ large)
+
+
 NUMBERS = tf.data.Dataset.range(1000)
 
 
@@ -44,7 +50,7 @@ NUMBERS = tf.data.Dataset.range(1000)
     [
         (NUMBERS.map(slow).shuffle(5).prefetch(2), "Map"),
         (NUMBERS.batch(2).map(slow).prefetch(2), "Map"),
-        (NUMBERS.map(slow, num_parallel_calls=2).take(50), "ParallelMap"),
+        (NUMBERS.map(slow_in_threads, num_parallel_calls=2).take(50), "ParallelMap"),
         (tf.data.Dataset.from_generator(slow_generator, output_types=tf.int64), "Generator"),
     ],
 )

@@ -64,6 +64,11 @@ class FolderEngine(Engine):
                 f"there is no job {self.name}:{number} in {self.root}; the last jobs there: "
                 f"{known}. tfmw jobs lists them."
             )
+        if (owner := folder.stat().st_uid) != os.getuid():  # its files are unpickled
+            raise UsageError(
+                f"job {self.name}:{number} in {self.root} is of user {owner}, and you are "
+                f"{os.getuid()}: a job is attached to by the user who has submitted it."
+            )
         return folder
 
 

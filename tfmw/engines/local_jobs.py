@@ -113,10 +113,14 @@ class LocalTasks(FolderTasks):
 def _controls(pid: int, folder: Path) -> bool:
     """Whether this process is the controller of the job, and runs."""
     try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    return os.fsencode(folder) in command.split(b"\0")
+    if state in "ZX":
+        return False
+    # A process that has just been started has no command line for a moment.
+    return not command or os.fsencode(folder) in command.split(b"\0")
 
 
 if __name__ == "__main__":
