@@ -19,6 +19,7 @@ from tests.helpers.cluster import run_cluster
 from tests.helpers.threads import Exchange, in_threads
 from tfmw.mirrored.collectives import links, listener, ring
 from tfmw.mirrored.collectives.ring import Ring, RingBroken
+from tfmw.runtime import recorder
 
 Array = np.ndarray[Any, Any]
 KEY = b"k" * 32
@@ -296,7 +297,7 @@ def test_both_neighbours_are_probed_and_a_waiting_worker_sleeps(joined, monkeypa
     probed: dict[int, set[int]] = {0: set(), 2: set()}
     taken: dict[int, int] = {0: 0, 2: 0}
     waits: set[int] = set()
-    monkeypatch.setattr(ring.recorder, "waits_for", waits.add)
+    monkeypatch.setattr(recorder, "waits_for", waits.add)
     own = threading.local()
 
     def probe(neighbour: int) -> None:
