@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,11 @@ def test_reading_a_benchmark() -> None:
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_on_a_cluster() -> None:
-    run("on_a_cluster")
+def test_on_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The names of Ray's sockets may have 107 bytes.
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as short:
+        monkeypatch.setenv("RAY_TMPDIR", short)
+        run("on_a_cluster")
 
 
 def test_every_notebook_is_run() -> None:
