@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 
 from tfmw.mirrored.collectives import ring
-from tfmw.mirrored.collectives.ring import Add, Cuts, OnExchange, Ring, add_arrays, even_cuts
+from tfmw.mirrored.collectives.ring import Add, Cuts, OnExchange, Parts, Ring, add_arrays, even_cuts
 
 HIERARCHY = "TFMW_HIERARCHY"
 """Variable: with 0, one ring connects all workers, whatever machines they are on."""
 
 
-class HierarchicalRing:
+class HierarchicalRing(Parts):
     """The sum over workers in two levels, with the methods and attributes of `Ring`.
 
     Args:
@@ -88,15 +88,6 @@ class HierarchicalRing:
         machine, place = self._place[rank]
         first = self._within.part_number(place) * len(self._machines)
         return first + self._between.part_number(machine)
-
-    def part_of(self, cuts: Cuts, rank: int) -> slice:
-        """See `Ring.part_of`."""
-        number = self.part_number(rank)
-        return slice(cuts[number], cuts[number + 1])
-
-    def own_part(self, cuts: Cuts) -> slice:
-        """See `Ring.own_part`."""
-        return self.part_of(cuts, self.rank)
 
     def reduce_scatter(
         self,

@@ -20,6 +20,7 @@ here, between authenticated workers (listener.py).
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextlib
 import math
@@ -68,7 +69,26 @@ def even_cuts(elements: int, workers: int) -> list[int]:
     return [*cuts, elements]
 
 
-class Ring:
+class Parts(abc.ABC):
+    """Which part of a sum each worker has first; see `Ring.reduce_scatter`."""
+
+    rank: int
+
+    @abc.abstractmethod
+    def part_number(self, rank: int) -> int:
+        """The number of the part that a worker has first."""
+
+    def part_of(self, cuts: Cuts, rank: int) -> slice:
+        """Which elements of a sum a worker has first."""
+        number = self.part_number(rank)
+        return slice(cuts[number], cuts[number + 1])
+
+    def own_part(self, cuts: Cuts) -> slice:
+        """Which elements of a sum this worker has first."""
+        return self.part_of(cuts, self.rank)
+
+
+class Ring(Parts):
     """The ring all-reduce, as one of its workers.
 
     Args:
@@ -139,15 +159,6 @@ class Ring:
         """Which part of a sum a worker has first: the one that comes to it last."""
         return (rank + 1) % self.size
 
-    def part_of(self, cuts: Cuts, rank: int) -> slice:
-        """Which elements of a sum a worker has first; see `reduce_scatter`."""
-        number = self.part_number(rank)
-        return slice(cuts[number], cuts[number + 1])
-
-    def own_part(self, cuts: Cuts) -> slice:
-        """Which elements of a sum this worker has first."""
-        return self.part_of(cuts, self.rank)
-
     def reduce_scatter(
         self,
         local: np.ndarray,
@@ -175,8 +186,7 @@ class Ring:
         with self._exchange(what):
             total = local if in_place else local.copy()
             self._turn(total, cuts, range(self.size - 1), add)
-            own = total[self.own_part(cuts)]
-            return own
+            return total[self.own_part(cuts)]
 
     def all_gather(
         self,
