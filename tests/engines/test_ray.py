@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -21,8 +22,8 @@ from tfmw.errors import UsageError
 pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+@contextlib.contextmanager
+def two_nodes() -> Iterator[Any]:
     """A head with one core, which has all controllers, and one more node with one core."""
     import ray
     from ray.cluster_utils import Cluster
@@ -44,6 +45,12 @@ def cluster() -> Iterator[Any]:
             finally:
                 ray.shutdown()
                 cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with two_nodes() as nodes:
+        yield nodes
 
 
 @pytest.fixture(scope="module")

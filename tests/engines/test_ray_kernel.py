@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +12,7 @@ import pytest
 import tfmw
 from tests.engines.contract import TIMEOUT_S, wait_for
 from tests.engines.test_kernel import FIRST_CELL, Cell, Kernel
-from tests.engines.test_ray import nothing_is_left
-from tests.helpers.cluster import ONE_THREAD
+from tests.engines.test_ray import nothing_is_left, two_nodes
 from tfmw.engines import Ray
 
 pytestmark = [
@@ -27,24 +25,9 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """Of a cluster of two nodes, which this process looks at as well."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**ONE_THREAD, "RAY_USAGE_STATS_ENABLED": "0"}.items():
-            patch.setitem(os.environ, name, value)
-        with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as short:
-            patch.setitem(os.environ, "RAY_TMPDIR", short)
-            head = {"num_cpus": 1, "include_dashboard": False}
-            cluster = Cluster(initialize_head=True, head_node_args=head)
-            try:
-                cluster.add_node(num_cpus=1)
-                ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-                patch.setitem(os.environ, "RAY_ADDRESS", cluster.address)
-                yield cluster.address
-            finally:
-                ray.shutdown()
-                cluster.shutdown()
+    with two_nodes() as nodes, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "RAY_ADDRESS", nodes.address)
+        yield nodes.address
 
 
 @pytest.fixture
