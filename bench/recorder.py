@@ -1,13 +1,16 @@
-"""Processor time of a record of the flight recorder, beside that of an exchange over the ring.
+"""Processor time of the flight recorder, beside that of the exchanges over the ring it records.
 
     .venv/bin/python -m bench.recorder
 
-Two workers are two threads of this process, which exchange small arrays.
+Two workers are two threads of this process, which exchange arrays. Exchanges, and records of as
+many with as many waits, are measured in turns; the cost is the median of their ratios.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,48 +23,71 @@ from tests.helpers.threads import Exchange, in_threads
 from tfmw.mirrored.collectives import ring
 from tfmw.runtime import recorder
 
-ELEMENTS, ROUNDS, REPEATS = 1000, 2000, 7
+ROUNDS, REPEATS = {1000: 2000, 1_000_000: 100}, 9
 
 
-def processor_us(act: Callable[[], Any], times: int) -> float:
-    """The least processor time of one of `times` acts that `act` makes, in microseconds."""
-    found = []
-    for _ in range(REPEATS):
-        begin = time.process_time()
+def processor_s(act: Callable[[], Any]) -> float:
+    """The processor time of one call."""
+    begin = time.process_time()
+    act()
+    return time.process_time() - begin
+
+
+def record(exchanges: int, waits: int) -> None:
+    """Records exchanges as the ring does, with `waits` in all of them."""
+    for i in range(exchanges):
+        recorder.begun("gradients", 4000)
+        for _ in range((i + 1) * waits // exchanges - i * waits // exchanges):
+            recorder.waits_for(1)
+            recorder.waited(0.001)
+        recorder.done()
+
+
+def waits_in(act: Callable[[], Any]) -> int:
+    """The number of waits that the ring records in a call."""
+    counted, waited = [0], recorder.waited
+
+    def count(seconds: float) -> None:
+        counted[0] += 1
+        waited(seconds)
+
+    recorder.waited = count  # type: ignore[assignment]
+    try:
         act()
-        found.append((time.process_time() - begin) / times)
-    return 1e6 * min(found)
+    finally:
+        recorder.waited = waited
+    return counted[0]
 
 
 def main() -> None:
-    """Prints both times."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "exchanges")
-        recorder.make_file(path)
-        os.environ[recorder.EXCHANGES_FILE] = str(path)
-
-        def record() -> None:
-            for _ in range(ROUNDS):
-                recorder.begun("gradients", 4000)
-                recorder.waits_for(1)
-                recorder.waited(0.001)
-                recorder.done()
-
-        own = processor_us(record, ROUNDS)
+    """Prints the cost for small and for large exchanges."""
+    folder = tempfile.TemporaryDirectory()
+    path = Path(folder.name, "exchanges")
+    recorder.make_file(path)
+    os.environ[recorder.EXCHANGES_FILE] = str(path)
     meeting = Exchange(2)
     rings = in_threads(
         2,
         lambda rank: ring.connect(rank, ["127.0.0.1"] * 2, b"k" * 32, meeting.of(rank)),
     )
-    local = np.ones(ELEMENTS, np.float32)
+    for elements, rounds in ROUNDS.items():
+        local = np.ones(elements, np.float32)
 
-    def exchange() -> None:
-        in_threads(2, lambda rank: [rings[rank].sum(local) for _ in range(ROUNDS)] and None)
+        def exchange(local: np.ndarray = local, rounds: int = rounds) -> None:
+            in_threads(2, lambda rank: [rings[rank].sum(local) for _ in range(rounds)] and None)
 
-    both = processor_us(exchange, 2 * ROUNDS)
+        waits = waits_in(exchange)
+        own_part = functools.partial(record, 2 * rounds, waits)
+        pairs = [(processor_s(own_part), processor_s(exchange)) for _ in range(REPEATS)]
+        own, whole = (1e6 * statistics.median(s) / (2 * rounds) for s in zip(*pairs, strict=True))
+        cost = statistics.median(a / b for a, b in pairs)
+        print(
+            f"{elements:>9,} floats: an exchange {whole:8.1f} us with {waits / (2 * rounds):.1f} "
+            f"waits, its record {own:.2f} us: {100 * cost:.2f} %"
+        )
     for one in rings:
         one.close()
-    print(f"a record {own:.2f} us, an exchange of {ELEMENTS} floats {both:.0f} us on each worker")
+    folder.cleanup()
 
 
 if __name__ == "__main__":

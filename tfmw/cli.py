@@ -228,9 +228,9 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
     run.add_argument("--trace-steps", metavar="A:B", help="only of steps A to B, without B (all)")
     run.add_argument(
         "--metrics-port",
-        type=int,
-        metavar="PORT",
-        help="serve step, rate, loss and more for Prometheus on this port (needs tfmw[metrics])",
+        metavar="[ADDRESS:]PORT",
+        help="serve step, rate, loss and more for Prometheus on this port, of loopback or of "
+        "ADDRESS: 0.0.0.0 for all of the machine's (needs tfmw[metrics])",
     )
     _add_hosts(run)
     _add_supervised_hosts(run)
@@ -436,6 +436,11 @@ def _run(options: argparse.Namespace, program: list[str]) -> int:
     if options.trace_steps is not None and options.trace is None:
         raise UsageError("--trace-steps needs --trace, the directory for the trace.")
     if options.trace is not None:
+        if options.workers is None:
+            raise UsageError(
+                "--trace joins what the workers of this machine have written, and needs --workers; "
+                "elsewhere use tfmw.callbacks.Trace."
+            )
         tracing.window(options.trace_steps or "0:")
         os.environ[tracing.TRACE] = str(options.trace.resolve())
         os.environ[tracing.TRACE_STEPS] = options.trace_steps or ""

@@ -97,6 +97,11 @@ def test_every_task_runs_callbacks_that_do_not_write(writers: ClusterRun) -> Non
     assert writers[1]["calls"] == [[0, 1], [], 0, 0]
 
 
+def test_only_the_chief_logs_to_a_client(writers: ClusterRun) -> None:
+    assert writers[0]["logged"] == [[0, 1], [0, 1]]
+    assert writers[1]["logged"] == [[], []]
+
+
 def test_checkpoint_has_the_weights_of_all_workers(writers: ClusterRun) -> None:
     assert writers[0]["loaded"] == writers[0]["fit"]["sha"] == writers[1]["fit"]["sha"]
 

@@ -13,10 +13,12 @@ import pytest
 
 import tfmw
 from tests.helpers.cluster import ONE_THREAD
+from tests.programs._killed import KilledOnce
+from tfmw.errors import TaskFailed
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
-RATES = [0.1, 1e-6]  # the second one is pruned
+RATES = [0.1, 1e-6, 0.01]  # the second one is pruned; of the last one a worker may be killed
 
 
 class Prune(keras.callbacks.Callback):
@@ -45,6 +47,8 @@ def studied(folder: Path, workers: int | None) -> list[optuna.trial.FrozenTrial]
             "callbacks": [Prune(trial)],
             "verbose": 0,
         }
+        if rate == RATES[-1] and workers is not None:
+            given["callbacks"].append(KilledOnce(str(folder)))
         fitted = (
             model.fit(X, Y, shuffle=False, **given)
             if workers is None
@@ -58,7 +62,7 @@ def studied(folder: Path, workers: int | None) -> list[optuna.trial.FrozenTrial]
     study = optuna.create_study(storage=storage, pruner=pruner)
     for rate in RATES:
         study.enqueue_trial({"rate": rate})
-    study.optimize(objective, n_trials=len(RATES))
+    study.optimize(objective, n_trials=len(RATES), catch=(TaskFailed,))
     return optuna.load_study(study_name=study.study_name, storage=storage).trials
 
 
@@ -70,9 +74,10 @@ def test_trials_are_as_with_one_process(
     for name, value in ONE_THREAD.items():
         monkeypatch.setenv(name, value)
     expected, found = studied(tmp_path, None), studied(tmp_path, 2)
-    assert [trial.state.name for trial in expected] == ["COMPLETE", "PRUNED"]
-    assert [trial.state for trial in found] == [trial.state for trial in expected]
-    for one, other in zip(found, expected, strict=True):
+    assert [trial.state.name for trial in expected] == ["COMPLETE", "PRUNED", "COMPLETE"]
+    # The study goes on after a trial that has failed.
+    assert [trial.state.name for trial in found] == ["COMPLETE", "PRUNED", "FAIL"]
+    for one, other in zip(found[:2], expected[:2], strict=True):
         assert one.params == other.params
         # Reported once for each epoch, by one worker.
         assert one.intermediate_values.keys() == other.intermediate_values.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import stat
 from pathlib import Path
@@ -9,21 +10,23 @@ from pathlib import Path
 import pytest
 
 from tfmw.errors import UsageError
-from tfmw.launcher import status_socket
-from tfmw.launcher.exchanges import missing, own_seconds, straggler
+from tfmw.launcher import snapshot, status_socket
+from tfmw.launcher.exchanges import ended_at, input_seconds, missing, own_seconds, straggler
 from tfmw.launcher.snapshot import Board, innermost
 from tfmw.runtime import recorder
 from tfmw.runtime.recorder import NOBODY, Exchange
 
 
 def exchange(number: int, done: bool = True, waiting_for: int = NOBODY) -> Exchange:
-    return Exchange(number, number, 8, number, number + 0.5 if done else 0.0, 0.1, waiting_for, "g")
+    at = number + 0.5 if done else 0.0
+    return Exchange(number, number, 8, number, 0.0, at, 0.1, waiting_for, "g")
 
 
-def run_of(own_s: float, steps: int = 30) -> list[Exchange]:
+def run_of(own_s: float, steps: int = 30, input_s: float = 0.0) -> list[Exchange]:
     """The exchanges of a worker: one a second, `own_s` after the last one."""
     return [
-        Exchange(n, n, 8, n + own_s, n + 1.0, 0.0, NOBODY, "gradients") for n in range(1, steps + 1)
+        Exchange(n, n, 8, n + own_s, n * input_s, n + 1.0, 0.0, NOBODY, "gradients")
+        for n in range(1, steps + 1)
     ]
 
 
@@ -41,14 +44,16 @@ def test_records_are_read_back(own_recorder: Path) -> None:
     recording.waits_for(1)
     recording.waited(0.25)
     recording.done()
+    recording.waited_for_input(0.75)
     recording.steps_done(1)
     recording.begun("metrics", 80)
     recording.waits_for(2)
     first, second = recorder.read_exchanges(own_recorder)
     assert (first.number, first.step, first.nbytes, first.what) == (1, 1, 4000, "gradients")
     assert first.done >= first.begun
-    assert (first.waited, first.waiting_for) == (0.25, NOBODY)
+    assert (first.waited, first.waiting_for, first.input_s) == (0.25, NOBODY, 0.0)
     assert (second.number, second.done, second.waiting_for) == (2, 0.0, 2)
+    assert second.input_s == 0.75
     assert (str(first), str(second)) == ("exchange 1 (gradients of step 1)", "exchange 2 (metrics)")
 
 
@@ -123,6 +128,19 @@ def test_who_does_not_go_on_in_an_exchange() -> None:
     assert str(late) == "worker 1 entered exchange 7 (g of step 7), and does not go on"
 
 
+def test_where_a_killed_task_was() -> None:
+    before = {"worker 0": [exchange(7, done=False, waiting_for=1)], "worker 1": [exchange(6)]}
+    assert ended_at("worker 1", before) == "worker 1 never entered exchange 7 (g of step 7)"
+    within = {
+        "worker 0": [exchange(7, done=False, waiting_for=1)],
+        "worker 1": [exchange(7, done=False, waiting_for=0)],
+    }
+    assert ended_at("worker 1", within) == "worker 1 ended in exchange 7 (g of step 7)"
+    nobody_waits = {"worker 0": [exchange(6)], "worker 1": [exchange(6)]}
+    assert ended_at("worker 1", nobody_waits) is None
+    assert ended_at("worker 1", {}) is None
+
+
 @pytest.mark.parametrize("found", [[], [exchange(7)]])
 def test_nobody_is_missing(found: list[Exchange]) -> None:
     assert missing({"worker 0": found, "worker 1": found}) is None
@@ -134,6 +152,57 @@ def test_the_slowest_is_named() -> None:
     clause = straggler(by_task)
     assert clause is not None
     assert clause.startswith("worker 1 is the slowest: 3")
+
+
+def test_whether_the_slowest_waits_for_its_input() -> None:
+    slow_map = run_of(0.4, input_s=0.25)
+    assert input_seconds(slow_map) == pytest.approx(0.25)
+    clause = straggler({"worker 0": run_of(0.1), "worker 1": slow_map})
+    assert clause is not None
+    assert clause.endswith("the others 96 ms; it waits 250 ms for its input")
+    clause = straggler({"worker 0": run_of(0.1), "worker 1": run_of(0.4, input_s=0.1)})
+    assert clause is not None
+    assert clause.endswith("the others 96 ms")
+    assert input_seconds(run_of(0.1, steps=5)) is None
+
+
+@dataclasses.dataclass
+class MadeTask:
+    """A task, as far as its exchanges go."""
+
+    name: str
+    made: list[Exchange]
+    kind: str = "worker"
+    status: int | None = None
+
+    def exchanges(self) -> list[Exchange]:
+        return self.made
+
+
+def test_the_run_names_a_straggler_once_when_two_looks_have_found_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(snapshot, "STRAGGLER_S", 0.0)
+    board, tasks = Board(Path("run7"), ["script"]), [MadeTask("worker 0", run_of(0.1))]
+    board.watch([*tasks, MadeTask("worker 1", run_of(0.4))], 0)  # type: ignore[list-item]
+    assert board.new_straggler() == []
+    (line,) = board.new_straggler()
+    assert line.startswith("worker 1 is the slowest")
+    assert board.new_straggler() == []
+
+
+def test_what_the_run_reports_of_killed_tasks() -> None:
+    board = Board(Path("run7"), ["script"])
+    first = MadeTask("worker 0", [exchange(7, done=False, waiting_for=1)])
+    second, other = MadeTask("worker 1", [exchange(6)], status=-9), MadeTask("worker 2", [])
+    other.status = 1
+    board.watch([first, second, other], 0)  # type: ignore[list-item]
+    assert board.killed([second]) == []  # worker 2 is missing, too
+    board.watch([first, second], 0)  # type: ignore[list-item]
+    never = "worker 1 never entered exchange 7 (g of step 7); SIGKILL ended it"
+    assert board.killed([first, second]) == [never]
+    second.status = 1  # it has an error of its own
+    assert board.killed([first, second]) == []
 
 
 @pytest.mark.parametrize("own_s", [(0.1, 0.12), (0.0001, 0.0002)])

@@ -37,7 +37,7 @@ def shown(*command: str) -> str:
     return out.getvalue()
 
 
-def until(condition: Callable[[str], bool], run: subprocess.Popen[str]) -> str:
+def until(condition: Callable[[str], object], run: subprocess.Popen[str]) -> str:
     """What `tfmw status` shows once it shows something."""
     deadline, last = time.monotonic() + PATIENCE_S, ""
     while time.monotonic() < deadline:
@@ -49,13 +49,15 @@ def until(condition: Callable[[str], bool], run: subprocess.Popen[str]) -> str:
 
 
 def numbers_aside(line: str) -> str:
-    return re.sub(r" *\d[\d.,]*", " N", line).replace("worker N", "worker 1")
+    """With N for each; and which exchange it is depends on where a signal finds the worker."""
+    line = re.sub(r" *\d[\d.,]*", " N", line).replace("worker N", "worker 1")
+    return line.replace("(metrics)", "(gradients of step N)")
 
 
-def assert_documented(line: str) -> None:
-    """The page has the line, up to numbers."""
-    page = PAGE.replace("\\|", "|")
-    assert numbers_aside(line) in page, numbers_aside(line)
+def assert_documented(fault: str, line: str) -> None:
+    """The page has the line, up to numbers, in its table's row of the fault."""
+    (row,) = [row for row in PAGE.splitlines() if row.startswith(f"| {fault} ")]
+    assert f"`{numbers_aside(line)}`" in row.replace("\\|", "|"), numbers_aside(line)
 
 
 def line_of(text: str, part: str) -> str:
@@ -70,18 +72,30 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def started(tmp_path: Path, fault: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+    (tmp_path / "fault").write_text(fault)
     env = {status_socket.RUNTIME_DIRECTORY: os.environ[status_socket.RUNTIME_DIRECTORY]}
     command = ["run", "--workers", "2", "--log-dir", str(tmp_path / "logs"), *options]
-    with tfmw_command(*command, PROGRAM, fault, str(tmp_path), env=env) as run:
+    with tfmw_command(*command, PROGRAM, str(tmp_path), env=env) as run:
         yield run
         run.terminate()
         run.communicate(timeout=60)
 
 
-def test_a_slow_worker_and_one_that_is_stopped(tmp_path: Path, runtime: None) -> None:
-    with started(tmp_path, "slow") as run:
-        text = until(lambda text: "is the slowest" in text, run)
-        assert_documented(line_of(text, "is the slowest"))
+def test_what_is_reported_of_one_worker(tmp_path: Path, runtime: None) -> None:
+    """Its map is slow, then its steps are; then it is stopped, and killed."""
+    with started(tmp_path, "slow map") as run:
+        text = until(lambda text: "for its input" in text, run)
+        assert_documented("its input is slow", line_of(text, "is the slowest"))
+        assert re.search(r"worker 1 \|.* own [\d.]+ ms/step \| input [\d.]+ \|", text)
+        (log,) = tmp_path.glob("logs/*/attempt_0/worker_1/output.log")
+        until(lambda text: "waits for its input" in log.read_text(), run)
+        (named,) = [x for x in log.read_text().splitlines() if "waits for its input" in x]
+        assert_documented("its input is slow", named[named.index("training waits") :])
+        assert "waits for its input" not in (log.parents[1] / "worker_0/output.log").read_text()
+
+        (tmp_path / "fault").write_text("slow")
+        text = until(lambda text: re.search(r"slowest: .* the others \d+ ms$", text, re.M), run)
+        assert_documented("its steps are slow", line_of(text, "is the slowest"))
         assert line_of(text, "is the slowest").startswith("worker 1 is")
 
         assert "in slowly" in (stacks := shown("stacks")) or "in wait" in stacks
@@ -93,18 +107,31 @@ def test_a_slow_worker_and_one_that_is_stopped(tmp_path: Path, runtime: None) ->
         os.kill(pid, signal.SIGSTOP)
         text = until(lambda text: "worker 1 never entered" in text or "not go on" in text, run)
         stopped = line_of(text, "stopped by a signal")
-        assert_documented(stopped.partition(" | own")[0])
-        if "never entered" in text:  # it depends on where the signal finds it
-            assert_documented(text.splitlines()[3])
+        assert_documented("it is stopped (SIGSTOP)", stopped.partition(" | own")[0])
+        assert_documented("it is stopped (SIGSTOP)", text.splitlines()[3])
         # TensorFlow ends the others ten seconds after a stop.
         assert "stopped by a signal" in shown("stacks").partition("== worker 1")[2]
+
+        os.kill(pid, signal.SIGKILL)
+        output, _ = run.communicate(timeout=PATIENCE_S)
+    (line,) = re.findall("tfmw: (worker 1 (?:never entered|ended in) .*)", output)
+    assert_documented("it is killed (SIGKILL)", line)
     assert "no run of this user is alive" in shown("status")
+
+
+@pytest.mark.long
+def test_a_worker_on_a_slow_core(tmp_path: Path, runtime: None) -> None:
+    """Each worker has a core, and that of worker 1 has other work."""
+    with started(tmp_path, "slow core") as run:
+        text = until(lambda text: "is the slowest" in text, run)
+        assert_documented("its core is slow", line_of(text, "is the slowest"))
+        assert line_of(text, "is the slowest").startswith("worker 1 is")
 
 
 def test_a_worker_that_does_not_enter_an_exchange(tmp_path: Path, runtime: None) -> None:
     with started(tmp_path, "skips", "--hang-timeout", "6") as run:
         text = until(lambda text: "never entered" in text, run)
-        assert_documented(line_of(text, "never entered"))
+        assert_documented("the user's code does not return", line_of(text, "never entered"))
         assert re.search(r"worker 0 \|.* in exchange \d+ .*, waits for worker 1", text)
         output, _ = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 1

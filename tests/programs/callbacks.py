@@ -101,6 +101,42 @@ class Counting(keras.callbacks.Callback):
         self.calls += 1
 
 
+class OwnClient:
+    """A client of no known tracker."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def log_metric(self, step: int) -> None:
+        self.rows.append(step)
+
+
+class NeptuneRun:
+    """As if it were of a known one."""
+
+    __module__ = "neptune.metadata_containers.run"
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def append(self, step: int) -> None:
+        self.rows.append(step)
+
+
+class Logs(keras.callbacks.Callback):
+    """Logs to a client that it was made with, as the callbacks of Comet, Neptune and Aim do."""
+
+    def __init__(self, client: OwnClient | NeptuneRun) -> None:
+        super().__init__()
+        self.client = client
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if isinstance(self.client, NeptuneRun):
+            self.client.append(epoch)
+        else:
+            self.client.log_metric(epoch)
+
+
 def decisions() -> dict[str, Any]:
     """Keras's callbacks that decide, and users' own."""
     best = keras.callbacks.EarlyStopping("loss", mode="max", patience=1, restore_best_weights=True)
@@ -133,6 +169,7 @@ def writers() -> dict[str, Any]:
     sent: list[Any] = []
     monitor = keras.callbacks.RemoteMonitor(root="http://192.0.2.1")
     monitor.on_epoch_end = lambda epoch, logs=None: sent.append(epoch)
+    clients = [NeptuneRun(), OwnClient()]
     out = fit(
         [
             keras.callbacks.ModelCheckpoint(
@@ -145,6 +182,7 @@ def writers() -> dict[str, Any]:
             monitor,
             counting,
             tfmw.callbacks.ChiefOnly(third_party),
+            *map(Logs, clients),
         ],
         epochs=2,
     )
@@ -158,6 +196,7 @@ def writers() -> dict[str, Any]:
         "files": files,
         "csv": (mine / "log.csv").read_text() if "log.csv" in files else "",
         "calls": [calls, sent, counting.calls, third_party.calls],
+        "logged": [client.rows for client in clients],
         "loaded": again,
     }
 

@@ -7,10 +7,13 @@ With `--go FILE` steps are slow, and the last epoch does not begin, before the f
 """
 
 import argparse
+import contextlib
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -52,11 +55,26 @@ def squares(y, predicted):
     return y[:, 1] ** 2
 
 
+@contextlib.contextmanager
+def tracked(store: str | None) -> Iterator[list[Any]]:
+    """Callbacks that log to a run of MLflow; none without a store."""
+    if store is None:
+        yield []
+        return
+    import mlflow
+
+    mlflow.set_tracking_uri(f"sqlite:///{store}")
+    mlflow.set_experiment("hosts")
+    with mlflow.start_run():
+        yield [mlflow.keras.MlflowCallback()]
+
+
 def main() -> None:
     flags = argparse.ArgumentParser()
     flags.add_argument("--backup_dir")
     flags.add_argument("--log", help="CSVLogger's file")
     flags.add_argument("--board", help="TensorBoard's folder")
+    flags.add_argument("--mlflow", help="MLflow's store in SQLite")
     flags.add_argument("--export_dir")
     flags.add_argument("--epochs", type=int, default=3)
     flags.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
@@ -73,24 +91,26 @@ def main() -> None:
     callbacks = [report, *([keras.callbacks.CSVLogger(options.log)] if options.log else [])]
     if options.board:
         callbacks.append(keras.callbacks.TensorBoard(options.board, write_graph=False))
-    history = tfmw.fit(
-        model,
-        x,
-        y.astype("float32"),
-        batch_size=BATCH,
-        epochs=options.epochs,
-        verbose=0,
-        callbacks=callbacks,
-        backup_dir=options.backup_dir,
-        export_dir=options.export_dir,
-        backup_every=4,
-        seed=11,
-    )
+    with tracked(options.mlflow) as loggers:
+        history = tfmw.fit(
+            model,
+            x,
+            y.astype("float32"),
+            batch_size=BATCH,
+            epochs=options.epochs,
+            verbose=0,
+            callbacks=[*callbacks, *loggers],
+            backup_dir=options.backup_dir,
+            export_dir=options.export_dir,
+            backup_every=4,
+            seed=11,
+        )
     _result.write(
         {
             "weights": [w.tolist() for w in model.get_weights()],
             "history": history.history,
             "attempt": int(os.environ.get("TFMW_ATTEMPT", 0)),
+            "run": os.environ["TFMW_RUN_ID"],
         }
     )
 

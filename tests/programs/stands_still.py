@@ -1,8 +1,11 @@
-"""Trains until the test ends it; one worker has a fault: `stands_still.py FAULT FOLDER`.
+"""Trains until the test ends it; one worker has a fault: `stands_still.py FOLDER`.
 
-FAULT: "none"; "skips", worker 1 does not enter an exchange; "slow", its steps take longer.
+The file "fault" in FOLDER names it, and may change: "skips", worker 1 does not enter an exchange;
+"slow", its steps take longer; "slow map", its input does; "slow core", its core has other work.
 """
 
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,9 +16,20 @@ import tensorflow as tf
 
 import tfmw
 
-fault, folder = sys.argv[1], Path(sys.argv[2])
-cluster = tfmw.init()
+folder = Path(sys.argv[1])
 STEP, SLOW_S = 40, 0.03
+HIDDEN, BUSY = 1500, 3
+
+
+def fault() -> str:
+    return (folder / "fault").read_text() if cluster.index == 1 else ""
+
+
+def take_a_core(index: int, busy: int) -> None:
+    """Leaves this process one core, and other work on it; its processes end with its group."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[index]})
+    for _ in range(busy):
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
 
 
 def sleeping_in_the_users_code() -> None:
@@ -23,38 +37,50 @@ def sleeping_in_the_users_code() -> None:
         time.sleep(0.05)
 
 
-def slowly(loss: tf.Tensor) -> tf.Tensor:
+def slowly(value: tf.Tensor) -> tf.Tensor:
     def wait(value: np.ndarray) -> np.ndarray:
         seen.append(1)
-        if fault == "skips" and cluster.index == 1 and len(seen) == STEP:
+        if len(seen) == STEP and fault() == "skips":
             sleeping_in_the_users_code()
-        if fault == "slow" and cluster.index == 1:
+        if fault() == "slow":
             time.sleep(SLOW_S)
         return value
 
-    out = tf.numpy_function(wait, [loss], tf.float32)
-    return tf.ensure_shape(out, loss.shape)
+    out = tf.numpy_function(wait, [value], tf.float32)
+    return tf.ensure_shape(out, value.shape)
+
+
+def slow_map(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def wait(value: np.ndarray) -> np.ndarray:
+        if fault() == "slow map":
+            time.sleep(SLOW_S)
+        return value
+
+    return tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32), x.shape), y
 
 
 class Model(keras.Model):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
+        self.hidden = [keras.layers.Dense(hidden, trainable=False) for _ in range(hidden and 2)]
         self.dense = keras.layers.Dense(1)
 
     def call(self, x: tf.Tensor) -> tf.Tensor:
+        for layer in self.hidden:
+            x = layer(x)
         return self.dense(x) * tf.stop_gradient(slowly(tf.ones([])))
 
 
-class Begun(keras.callbacks.Callback):
-    """Tells the test that the training is under way."""
-
-    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
-        if batch >= 20:
-            (folder / f"begun {cluster.index}").touch()
-
-
+on_slow_core = (folder / "fault").read_text() == "slow core"
+if on_slow_core:
+    task = int(os.environ["TFMW_LOCAL_RANK"])
+    take_a_core(task, busy=BUSY * task)
+cluster = tfmw.init()
 seen: list[int] = []
-model = Model()
+model = Model(HIDDEN if on_slow_core else 0)
 model.compile(keras.optimizers.SGD(0.01), "mse")
-data = tf.data.Dataset.from_tensors((tf.ones([8, 4]), tf.ones([8, 1]))).repeat()
-tfmw.fit(model, data, steps_per_epoch=1_000_000, verbose=0, callbacks=[Begun()])
+rows = 256 if on_slow_core else 8
+data = tf.data.Dataset.from_tensors((tf.ones([rows, 4]), tf.ones([rows, 1]))).repeat().map(slow_map)
+# A callback between batches, so that each call of the driver runs one step and reports it.
+each_step = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+tfmw.fit(model, data, steps_per_epoch=1_000_000, verbose=0, callbacks=[each_step])

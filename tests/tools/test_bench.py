@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 
 import pytest
@@ -129,10 +130,19 @@ def test_report_names_the_bound_and_the_remedy():
 @pytest.mark.multiprocess
 def test_the_command_on_two_workers(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "import keras, numpy as np, tensorflow as tf\n"
+        "import os, time, keras, numpy as np, tensorflow as tf\n"
+        "def wait(value):\n"
+        "    time.sleep(0.03 * (os.environ['TFMW_TASK'] == 'worker 1'))\n"
+        "    return value\n"
+        "class Slow(keras.layers.Layer):\n"
+        "    def call(self, x):\n"
+        "        one = tf.ensure_shape(tf.numpy_function(wait, [tf.ones([])], tf.float32), [])\n"
+        "        return x * one\n"
+        "    def compute_output_shape(self, shape):\n"
+        "        return shape\n"
         "def make():\n"
         # Much to send and little to compute, so that a busy machine cannot hide what is sent.
-        "    model = keras.Sequential([keras.Input((1500,)), keras.layers.Dense(1500)])\n"
+        "    model = keras.Sequential([keras.Input((1500,)), keras.layers.Dense(1500), Slow()])\n"
         "    model.compile('adam', 'mse')\n"
         "    x = np.random.rand(64, 1500).astype('float32')\n"
         "    return model, tf.data.Dataset.from_tensor_slices((x, x)).batch(16)\n"
@@ -153,6 +163,62 @@ def test_the_command_on_two_workers(tmp_path):
     assert parts["update"] > 0
     assert "a step sums 2 times" in output  # 9 MB of weights, and the bias
     assert "expected on N such workers" in output
+    assert re.search(r"^worker 1 is the slowest: \d+ ms of a step before its", output, re.MULTILINE)
+
+
+ASLEEP = """
+import time, keras, numpy as np, tensorflow as tf
+
+def asleep(x):
+    def wait(value):
+        time.sleep(0.04)
+        return value
+    return tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32), x.shape)
+
+class Asleep(keras.layers.Layer):
+    def call(self, x):
+        return x * asleep(tf.ones([]))
+    def compute_output_shape(self, shape):
+        return shape
+
+def make():
+    model = keras.Sequential([keras.Input([8]), keras.layers.Dense(1), Asleep()])
+    model.compile("sgd", "mse")
+    x = np.ones([160, 8], "float32")
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(16)
+    return model, data.map(lambda x, y: (asleep(x), y))
+
+if __name__ == "__main__":
+    import tfmw
+    tfmw.fit(*make(), epochs=2, verbose=0)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_a_trace_has_the_same_totals(tmp_path):
+    """Input and compute are mostly sleep, so that a busy machine changes neither much."""
+    (tmp_path / "asleep.py").write_text(ASLEEP)
+    with tfmw_command("bench", "--steps", "10", f"{tmp_path}/asleep.py:make") as process:
+        output = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, output
+    by_bench = {
+        name: float(ms)
+        for name, ms in re.findall(r"^(compute|input|step) +([\d.]+)", output, re.MULTILINE)
+    }
+    traced = ["run", "--workers", "2", "--trace", f"{tmp_path}/traces", "--trace-steps", "10:20"]
+    with tfmw_command(*traced, f"{tmp_path}/asleep.py") as process:
+        output = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, output
+    events = json.loads((tmp_path / "traces/trace.json").read_text())["traceEvents"]
+    total = {
+        row: sum(e["dur"] for e in events if e.get("cat") == row and e["pid"] == 0) / 10_000
+        for row in ("steps", "input", "exchanges")
+    }
+    assert total["steps"] == pytest.approx(by_bench["step"], rel=0.05)
+    assert total["input"] == pytest.approx(by_bench["input"], rel=0.05)
+    compute = total["steps"] - total["input"] - total["exchanges"]
+    assert compute == pytest.approx(by_bench["compute"], rel=0.05)
 
 
 @pytest.mark.parametrize(

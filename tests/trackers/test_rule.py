@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import pytest
+import tensorflow as tf
 
 from tfmw.trackers import logs_to_tracker
 
@@ -82,6 +83,83 @@ class OfPackage(keras.callbacks.Callback):
     __module__ = "aim.keras"
 
 
+class OwnClient:
+    """Of no known library; it is a client by what it does."""
+
+    def log_metric(self, name: str, value: float) -> None: ...
+
+
+class SummaryWriter:
+    """As TensorFlow, tensorboardX and PyTorch call theirs."""
+
+
+class OwnBoard(SummaryWriter):
+    pass
+
+
+own_client = OwnClient()
+
+
+class HoldsInDict(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.boards = {"train": OwnBoard()}
+
+
+class NamesOwnClient(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        for name, value in (logs or {}).items():
+            own_client.log_metric(name, value)
+
+
+class LogsItself(keras.callbacks.Callback):
+    """Has such a method, and holds no client."""
+
+    def log_metric(self, name: str) -> None: ...
+
+
+# As the libraries' own callbacks for Keras are made, in 2024 and 2025.
+
+
+def of_comet() -> keras.callbacks.Callback:
+    """comet_ml.integration.keras: a class of the package, which holds the experiment."""
+    base = type("CometBaseKerasCallback", (keras.callbacks.Callback,), {"__module__": "comet_ml.k"})
+    return type("Own", (base,), {"__module__": "__main__"})()
+
+
+def of_neptune() -> keras.callbacks.Callback:
+    """neptune_tensorflow_keras: of a package of its own, which holds a handler of the run."""
+
+    class NeptuneCallback(keras.callbacks.Callback):
+        __module__ = "neptune_tensorflow_keras.impl"
+
+    return NeptuneCallback()
+
+
+def of_aim() -> keras.callbacks.Callback:
+    """aim.sdk.adapters.keras: a method makes the callback's class, which begins the run later."""
+
+    def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
+        self._run.track(logs)
+
+    members = {"__module__": "aim.sdk.adapters.keras", "on_epoch_end": on_epoch_end}
+    return type("KerasCallback", (keras.callbacks.Callback,), members)()
+
+
+def of_dvclive() -> keras.callbacks.Callback:
+    """dvclive.keras: holds a `Live`; users inherit from it."""
+
+    class Live:
+        __module__ = "dvclive.live"
+
+    class Own(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.live = Live()
+
+    return Own()
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -94,6 +172,15 @@ class OfPackage(keras.callbacks.Callback):
         Inherits,
         lambda_callback,
         OfPackage,
+        lambda: Given(OwnClient()),
+        lambda: Given(own_client.log_metric),
+        HoldsInDict,
+        NamesOwnClient,
+        of_comet,
+        of_neptune,
+        of_aim,
+        of_dvclive,
+        lambda: Given(tf.summary.create_noop_writer()),
     ],
 )
 def test_callbacks_that_log(make: Any) -> None:
@@ -104,6 +191,7 @@ def test_callbacks_that_log(make: Any) -> None:
     "make",
     [
         Plain,
+        LogsItself,
         keras.callbacks.EarlyStopping,
         keras.callbacks.History,
         keras.callbacks.SwapEMAWeights,

@@ -65,7 +65,7 @@ def test_without_a_model_there_is_no_stage() -> None:
     assert keras_compat.slowest_stage(iter([1, 2])) is None
 
 
-BOUND = StepTimes(steps=100, seconds=20.0, input_s=15.0)
+BOUND = StepTimes(steps=1000, seconds=20.0, input_s=15.0)
 
 
 def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -77,6 +77,11 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         "training waits for its input 75 % of the time; its slowest stage is Map, "
     )
     assert record.getMessage().endswith("use dataset.map(fn, num_parallel_calls=tf.data.AUTOTUNE)")
+
+
+def test_a_stage_that_does_not_explain_the_wait_is_not_named() -> None:
+    line = input_bound.described(BOUND, ("ParallelMap", 0.0005))  # of 15 ms
+    assert line.startswith("training waits for its input 75 % of the time; to read ahead: ")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import http.server
 import json
 import math
 import re
+import socket
 import ssl
 import threading
 import time
@@ -146,6 +147,8 @@ def test_a_training_is_seen_everywhere(
                     metrics = parsed(response.read().decode())
             except OSError:  # the launcher starts
                 time.sleep(0.2)
+        with pytest.raises(ConnectionRefusedError):  # all of 127.0.0.0/8 is this machine
+            socket.create_connection(("127.0.0.2", port)).close()
         (tmp_path / "seen").touch()
         output, _ = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 0, output
@@ -236,10 +239,17 @@ def test_only_the_chief_reports(tmp_path: Path) -> None:
 
 def test_a_taken_port_is_named() -> None:
     with http.server.HTTPServer(("", 0), Controller) as server:
+        port = str(server.server_port)
         with pytest.raises(UsageError, match="cannot be served on port"):
-            Reporter.of(True, 1, {"TFMW_METRICS_PORT": str(server.server_port)})
+            Reporter.of(True, 1, {"TFMW_METRICS_PORT": port})
         with pytest.raises(UsageError, match="give another port"):
-            metrics_server.serve(server.server_port, from_file=True, environ={})
+            metrics_server.serve(port, from_file=True, environ={})
+
+
+def test_other_machines_read_where_an_address_is_given() -> None:
+    port = metrics_server.serve("0.0.0.0:0", from_file=True, environ={"TFMW_METRICS_FILE": "none"})
+    socket.create_connection(("127.0.0.2", port)).close()
+    assert metrics_server._server("::1").address_family == socket.AF_INET6
 
 
 def test_a_progress_of_unknown_length() -> None:

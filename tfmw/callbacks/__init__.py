@@ -1,7 +1,8 @@
 """Callbacks on many workers: which tasks run them, which write, and the progress display.
 
 Read `roles.py` first. `ordinary_model.py` is what callbacks see of the model, `progress.py` the
-progress bar, and lines for log files; `log.py` a user's own log, `boards.py` TensorBoard's files.
+progress bar, and lines for log files; `log.py` a user's own log, `trace.py` a trace of all workers,
+`boards.py` TensorBoard's files.
 
 May import: `tfmw.keras_compat`, `tfmw.runtime`, `tfmw.errors`.
 """
@@ -18,6 +19,7 @@ from tfmw.callbacks.roles import (
     without_backup,
     writes,
 )
+from tfmw.callbacks.trace import Trace, begin_traces
 
 __all__ = [
     "BackupAndRestore",
@@ -25,7 +27,9 @@ __all__ = [
     "ChiefOnly",
     "Log",
     "OnOrdinaryModel",
+    "Trace",
     "Training",
+    "begin_traces",
     "for_task",
     "may_read_optimizer",
     "wants_every_batch",

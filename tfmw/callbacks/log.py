@@ -16,18 +16,20 @@ Write = Callable[[dict[str, Any], int], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What `Log` reports of a training, beside Keras's logs.
+    """What `Log` and `Trace` know of a training.
 
     Args:
         rank: of this worker.
         workers: their number.
         times: returns where the time of this worker's steps went; None on parameter
             servers, whose coordinator makes no steps.
+        meet: waits until all workers have called it.
     """
 
     rank: int
     workers: int
     times: Callable[[], StepTimes | None]
+    meet: Callable[[], object] = lambda: None
 
 
 class Log(keras.callbacks.Callback):

@@ -41,7 +41,7 @@ import tensorflow as tf
 
 from tfmw import storage
 from tfmw.errors import TfmwError, UsageError
-from tfmw.runtime import fence, file_lock
+from tfmw.runtime import fence, file_lock, tracing
 from tfmw.runtime.progress import blocking_call
 
 logger = logging.getLogger("tfmw")
@@ -451,7 +451,8 @@ class BackgroundWriter:
             # On Linux each thread has its own priority: training threads run first.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
-            self._write(*arguments)
+            with tracing.span(tracing.OTHER, "backup"):
+                self._write(*arguments)
         except (OSError, tf.errors.OpError) as e:
             self._on_error(e)
         except BaseException as e:  # raised again by wait(), in the thread that trains

@@ -384,6 +384,10 @@ class Attempt:
         grace_s = self._context.grace_s if grace_s is None else grace_s
         self._diagnosis.ended_at = min(self._diagnosis.ended_at, time.monotonic())
         self._due.clear()
+        if not self._stop.received:
+            failed = [task for task in self.tasks if self._failed(task)]
+            for line in self._context.board.killed(failed):
+                self._context.display.line(f"tfmw: {line}")
         if grace_s > 0:
             for task in [task for task in self.tasks if not task.has_ended()]:
                 task.signal(signal.SIGTERM)

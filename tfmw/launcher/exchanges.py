@@ -3,6 +3,7 @@
 by_task = {"worker 0": read_exchanges(...), "worker 1": read_exchanges(...)}
 missing(by_task)     # Missing("worker 1", "never entered exchange 57 (gradients of step 12)")
 own_seconds(found)   # seconds of a step that a worker takes before its exchanges
+input_seconds(found) # of them, those in which it waits for its input
 """
 
 from __future__ import annotations
@@ -66,6 +67,15 @@ def missing(by_task: ByTask, clock: Callable[[], float] = time.monotonic) -> Mis
     return None
 
 
+def ended_at(task: str, by_task: ByTask) -> str | None:
+    """One sentence: in or before which exchange a task ended by itself; None if unknown."""
+    late = missing(by_task)
+    if late is not None and late.task == task:
+        return str(late)
+    found = by_task.get(task)
+    return f"{task} ended in {found[-1]}" if found and not found[-1].done else None
+
+
 def own_seconds(found: Sequence[Exchange]) -> float | None:
     """Seconds of a step that a worker takes before and between its exchanges; None if unknown.
 
@@ -88,6 +98,18 @@ def own_seconds(found: Sequence[Exchange]) -> float | None:
     return sum(min(gap, 20 * usual) for gap in gaps) / steps
 
 
+def input_seconds(found: Sequence[Exchange]) -> float | None:
+    """Seconds of a step in which a worker waits for its input; None if unknown.
+
+    It is known after each call of the driver, of some steps.
+    """
+    complete = [exchange for exchange in found if exchange.done]
+    steps = complete[-1].step - complete[0].step if complete else 0
+    if steps < _ENOUGH_STEPS:
+        return None
+    return (complete[-1].input_s - complete[0].input_s) / steps
+
+
 def waiting_share(found: Sequence[Exchange]) -> float | None:
     """The part of a worker's time in which it waits for others; None if unknown."""
     complete = [exchange for exchange in found if exchange.done]
@@ -104,7 +126,11 @@ def straggler(by_task: ByTask) -> str | None:
     others = statistics.median(seconds for task, seconds in own.items() if task != slowest)
     if own[slowest] < SLOWER * others or own[slowest] < others + SLOWER_S:
         return None
-    return (
+    clause = (
         f"{slowest} is the slowest: {1000 * own[slowest]:.0f} ms of a step before its exchanges, "
         f"the others {1000 * others:.0f} ms"
     )
+    waiting = input_seconds(by_task[slowest]) or 0.0
+    if waiting < (own[slowest] - others) / 2:
+        return clause
+    return f"{clause}; it waits {1000 * waiting:.0f} ms for its input"

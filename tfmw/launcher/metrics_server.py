@@ -1,4 +1,4 @@
-"""`tfmw run --metrics-port`: the numbers that the chief writes to a file, for Prometheus.
+"""`tfmw run --metrics-port`: the metrics that the chief writes to a file, for Prometheus.
 
 The tasks may be in a private network, so the launcher serves them. A task without a launcher
 serves its own.
@@ -11,24 +11,25 @@ import http.server
 import importlib.util
 import os
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import MutableMapping
 from pathlib import Path
 
 from tfmw.errors import UsageError
+from tfmw.runtime.metrics_address import METRICS_FILE, METRICS_PORT, listens_at
 
-METRICS_FILE, METRICS_PORT = "TFMW_METRICS_FILE", "TFMW_METRICS_PORT"
 _TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus's text format
 
 
 def serve(
-    port: int, *, from_file: bool, environ: MutableMapping[str, str] = os.environ
+    at: str, *, from_file: bool, environ: MutableMapping[str, str] = os.environ
 ) -> int | None:
-    """Serves numbers of the run until this process ends.
+    """Serves metrics of the run until this process ends.
 
     Args:
-        port: on all addresses; 0: any that is free.
+        at: the port, of loopback, or "address:port"; port 0: any that is free.
         from_file: whether tasks of this process write them; otherwise the task that this process
             becomes serves them.
         environ: gets the variable for the tasks; a file that is set already is the one.
@@ -37,12 +38,13 @@ def serve(
         The port on which this process serves, or None.
 
     Raises:
-        UsageError: prometheus_client is not installed, or the port is taken.
+        UsageError: `at` has another form, prometheus_client is not installed, or the port is taken.
     """
+    address, port = listens_at(at)
     if importlib.util.find_spec("prometheus_client") is None:
         raise UsageError("--metrics-port needs prometheus_client: pip install 'tfmw[metrics]'.")
     if not from_file:
-        environ[METRICS_PORT] = str(port)
+        environ[METRICS_PORT] = at
         return None
     file = environ.get(METRICS_FILE)
     if file is None:
@@ -51,11 +53,17 @@ def serve(
         file = os.path.join(folder, "metrics.prom")
         environ[METRICS_FILE] = file
     try:
-        server = http.server.ThreadingHTTPServer(("", port), _handler(Path(file)))
-    except (OSError, OverflowError) as error:
-        raise UsageError(f"--metrics-port {port}: {error}; give another port.") from None
+        server = _server(address)((address, port), _handler(Path(file)))
+    except OSError as error:
+        raise UsageError(f"--metrics-port {at}: {error}; give another port.") from None
     threading.Thread(target=server.serve_forever, name="tfmw-metrics", daemon=True).start()
     return int(server.server_address[1])
+
+
+def _server(address: str) -> type[http.server.ThreadingHTTPServer]:
+    """A server for IPv4 or IPv6, whichever the address is of. Raises OSError."""
+    family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
+    return type("Server", (http.server.ThreadingHTTPServer,), {"address_family": family})
 
 
 def _handler(file: Path) -> type[http.server.BaseHTTPRequestHandler]:

@@ -21,7 +21,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfmw.launcher.exchanges import Missing, missing, own_seconds, straggler, waiting_share
+from tfmw.launcher.exchanges import (
+    Missing,
+    ended_at,
+    input_seconds,
+    missing,
+    own_seconds,
+    straggler,
+    waiting_share,
+)
+from tfmw.launcher.failure import describe_status
 from tfmw.launcher.process import Task
 from tfmw.runtime.progress import JOINED, NOT_UP, UP
 from tfmw.runtime.recorder import NOBODY, Exchange
@@ -88,6 +97,21 @@ class Board:
         self._named = name
         return [found]
 
+    def killed(self, tasks: Sequence[Task]) -> list[str]:
+        """Log lines: in or before which exchange tasks were killed, of those that a signal ended.
+
+        Args:
+            tasks: that failed by themselves.
+        """
+        by_task = self.exchanges()
+        return [
+            f"{where}; {describe_status(task.status).partition(' (')[0]} ended it"
+            for task in tasks
+            if task.status is not None
+            and task.status < 0
+            and (where := ended_at(task.name, by_task)) is not None
+        ]
+
     def dump(self, path: Path) -> None:
         """Writes the last exchanges of all tasks as JSON: {task: [{"number": ..., ...}, ...]}."""
         found = self.exchanges()
@@ -151,6 +175,7 @@ class Board:
                 else None
             ),
             "own_s": own_seconds(found),
+            "input_s": input_seconds(found),
             "waiting": waiting_share(found),
         }
 

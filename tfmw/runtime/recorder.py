@@ -15,6 +15,7 @@ same. Times are monotonic, and so comparable between the tasks of one machine.
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import struct
@@ -32,12 +33,10 @@ KEPT = 512
 
 NOBODY = -1
 
-# number, step, bytes, begun, done, seconds of waiting, rank that is waited for, kind
-_LAYOUT = struct.Struct("=qqqdddq16s")
-_DONE = struct.Struct("=ddq")
-_DONE_AT = struct.calcsize("=qqqd")
-_WAITING_AT = struct.calcsize("=qqqddd")
-_RANK = struct.Struct("=q")
+# Words of 8 bytes, those of `Exchange` in order; the kind has two.
+_LAYOUT = struct.Struct("=qqqddddq16s")
+_WORDS = _LAYOUT.size // 8
+_DONE, _WAITED, _WAITING_FOR = 5, 6, 7  # what is written later, each as one word
 _BETWEEN_STEPS = frozenset({"metrics", "broadcast", "sum"})  # kinds that are not part of a step
 
 
@@ -49,6 +48,7 @@ class Exchange(NamedTuple):
         step: the training step that it belongs to, from 1.
         nbytes: of this worker's values.
         begun, done: monotonic seconds; done is 0 where it is not.
+        input_s: seconds in which this process has waited for input, in its calls before this one.
         waited: seconds of it in which the worker waited for others.
         waiting_for: rank of the worker that it waits for; NOBODY for none.
         what: its kind: "gradients", "weights", "metrics", ...
@@ -58,6 +58,7 @@ class Exchange(NamedTuple):
     step: int
     nbytes: int
     begun: float
+    input_s: float
     done: float
     waited: float
     waiting_for: int
@@ -82,18 +83,27 @@ class Totals(NamedTuple):
     seconds: float = 0.0
 
 
+@functools.cache
+def _kind(what: str) -> tuple[bytes, bool]:
+    """A kind as it is written, and whether it is part of a step."""
+    return what.encode()[:16], what not in _BETWEEN_STEPS
+
+
 class _Recorder:
     """This process's file; opened at the first exchange."""
 
     def __init__(self) -> None:
         self._is_open = False
         self._map: mmap.mmap | None = None
+        # The same memory as words: to write one of them takes a third of the time of a struct.
+        self._integers = self._seconds_of = memoryview(b"")
         self._number = 0
-        self._at = 0  # offset of the current record
+        self._at = 0  # the first word of the current record
         self._what, self._of_exchange, self._begun = "", 0, 0.0
         self._bytes = 0
         self._seconds = 0.0  # in exchanges
         self._waited = 0.0
+        self._input_s = 0.0
         self._steps = 0  # training steps that were reported
         self._since = 0  # exchanges of steps since then
         self._of_a_step = 0  # exchanges of a step; 0 while unknown
@@ -102,40 +112,49 @@ class _Recorder:
         """Records that an exchange has begun: its kind, and the bytes of this worker's values."""
         if not self._is_open:
             self._open(os.environ.get(EXCHANGES_FILE))
-        self._number += 1
+        self._number = number = self._number + 1
         self._bytes += nbytes
         self._what, self._of_exchange, self._waited = what, nbytes, 0.0
-        self._begun = time.monotonic()
+        self._begun = now = time.monotonic()
         if self._map is None:
             return
+        kind, is_of_step = _kind(what)
         step = self._steps + 1
-        if what not in _BETWEEN_STEPS:
-            step += self._since // self._of_a_step if self._of_a_step else 0
+        if is_of_step:
+            if self._of_a_step:
+                step += self._since // self._of_a_step
             self._since += 1
-        self._at = self._number % KEPT * _LAYOUT.size
-        values = self._number, step, nbytes, self._begun, 0.0, 0.0, NOBODY, what.encode()[:16]
-        _LAYOUT.pack_into(self._map, self._at, *values)
+        place = number % KEPT
+        self._at = place * _WORDS
+        values = number, step, nbytes, now, self._input_s, 0.0, 0.0, NOBODY, kind
+        _LAYOUT.pack_into(self._map, place * _LAYOUT.size, *values)
 
     def waits_for(self, rank: int) -> None:
         """Records the rank of the worker without which the exchange does not go on."""
         if self._map is not None:
-            _RANK.pack_into(self._map, self._at + _WAITING_AT, rank)
+            self._integers[self._at + _WAITING_FOR] = rank
 
     def waited(self, seconds: float) -> None:
         """Records the end of a wait."""
         self._waited += seconds
-        self.waits_for(NOBODY)
+        if self._map is not None:
+            self._integers[self._at + _WAITING_FOR] = NOBODY
 
     def done(self) -> None:
         """Records that the exchange is done."""
         now = time.monotonic()
         self._seconds += now - self._begun
-        if tracing.is_on():
+        if tracing.tracer.on:
             waited_ms = round(1000 * self._waited, 3)
             details = {"number": self._number, "bytes": self._of_exchange, "waited_ms": waited_ms}
             tracing.add(tracing.EXCHANGES, self._what, self._begun, now, **details)
         if self._map is not None:
-            _DONE.pack_into(self._map, self._at + _DONE_AT, now, self._waited, NOBODY)
+            self._seconds_of[self._at + _WAITED] = self._waited
+            self._seconds_of[self._at + _DONE] = now
+
+    def waited_for_input(self, seconds: float) -> None:
+        """Records how long a call of the driver has waited for batches."""
+        self._input_s += seconds
 
     def totals(self) -> Totals:
         """The sums over all exchanges of this process."""
@@ -152,6 +171,8 @@ class _Recorder:
         if path:
             with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
                 self._map = mmap.mmap(file.fileno(), _LAYOUT.size * KEPT)
+                self._integers = memoryview(self._map).cast("q")
+                self._seconds_of = memoryview(self._map).cast("d")
 
 
 _recorder = _Recorder()
@@ -162,6 +183,7 @@ begun, waits_for, waited, done = (
     _recorder.done,
 )
 totals, steps_done = _recorder.totals, _recorder.steps_done
+waited_for_input = _recorder.waited_for_input
 
 
 def make_file(path: Path) -> None:

@@ -68,6 +68,7 @@ class StepTimes:
         if not call.steps:
             return
         self._trace(call, begin)
+        recorder.waited_for_input(call.input_s)
         self.calls += 1
         if self.calls == 1:
             return

@@ -1,10 +1,12 @@
 """One trace of all workers: steps, input, exchanges, backups and other long calls, on one clock.
 
     tfmw run --workers 4 --trace DIR --trace-steps 100:110 train.py      # DIR/trace.json
+    tfmw.fit(..., callbacks=[tfmw.callbacks.Trace(DIR, steps=(100, 110))])
 
-Each task appends its events to DIR/<task>.<attempt>.jsonl, named by TFMW_TRACE, while its step is
-within TFMW_TRACE_STEPS. The launcher joins them in Chrome's format, which Perfetto
-(ui.perfetto.dev) opens. Times are monotonic, and so on one clock for the tasks of one machine.
+Each task appends its events to DIR/<task>.<attempt>.jsonl while its step is within the window. The
+launcher, or the chief, joins them in Chrome's format, which Perfetto (ui.perfetto.dev) opens. Times
+are monotonic, and so on one clock for the tasks of one machine. The first line of a file relates
+them to the time of day, by which the clocks of several machines are compared.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,8 +27,10 @@ from tfmw.errors import UsageError
 TRACE, TRACE_STEPS = "TFMW_TRACE", "TFMW_TRACE_STEPS"
 
 # Rows of a worker in the trace, in order.
-STEPS, INPUT, EXCHANGES, OTHER = "steps", "input", "exchanges", "other"
-_ROWS = (STEPS, INPUT, EXCHANGES, OTHER)
+STEPS, INPUT, EXCHANGES, OTHER, BACKGROUND = "steps", "input", "exchanges", "other", "background"
+_ROWS = (STEPS, INPUT, EXCHANGES, OTHER, BACKGROUND)
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # random(4): the same for all of one machine
 
 
 def window(text: str) -> tuple[int, int]:
@@ -51,32 +56,67 @@ class _Tracer:
     """The events of this process."""
 
     def __init__(self) -> None:
-        self._directory: str | None = None
+        self._chosen: tuple[str, tuple[int, int], str] | None = None  # by `start`
+        self._file: Path | None = None
+        self._source: tuple[Any, ...] | None = None  # of the file and the window
         self._window = (0, sys.maxsize)
         self._step = 0
+        self.thread = 0  # the one that trains
         self.on = False  # whether events are kept
         self._events: list[dict[str, Any]] = []
 
-    def is_wanted(self, environ: Mapping[str, str] = os.environ) -> bool:
-        """Whether a trace is asked for: then each call of the driver runs one step."""
-        return bool(environ.get(TRACE))
+    def start(self, directory: str, steps: tuple[int, int], task: str, step: int) -> None:
+        """Traces from now on, whatever the environment says.
+
+        Args:
+            directory: where the events go.
+            steps: the first one and the one after the last.
+            task: "worker 1".
+            step: how many steps are done.
+        """
+        self._chosen = directory, steps, task
+        path = _path(directory, task)
+        if os.environ.get("TFMW_ATTEMPT", "0") == "0":  # another run may have left some
+            for old in path.parent.glob(f"{path.name.partition('.')[0]}.*.jsonl"):
+                old.unlink()
+        self.at_step(step)
+
+    def stop(self) -> None:
+        """Writes the events since `start`, and ends it."""
+        self._write()
+        self._chosen = None
+        self.at_step(self._step)
 
     def at_step(self, step: int) -> None:
         """Sets how many steps are done, and writes the events so far."""
-        directory = os.environ.get(TRACE)
-        if directory != self._directory:
-            if self._directory is None:
-                atexit.register(self._write)
-            self._directory = directory
-            self._window = window(os.environ.get(TRACE_STEPS) or "0:")
-        self._step = max(step, 0)
+        source = self._chosen or (os.environ.get(TRACE), os.environ.get(TRACE_STEPS))
+        if source != self._source:
+            self._write()
+            self._choose(source)
+        self._step, self.thread = max(step, 0), threading.get_ident()
         begin, end = self._window
-        self.on = directory is not None and begin <= self._step < end
+        self.on = self._file is not None and begin <= self._step < end
         self._write()
+
+    def _choose(self, source: tuple[Any, ...]) -> None:
+        if self._source is None:
+            atexit.register(self._write)
+        self._source = source
+        if self._chosen is not None:
+            directory, self._window, task = self._chosen
+        else:
+            directory, steps = source
+            self._window = window(steps or "0:")
+            task = os.environ.get("TFMW_TASK", "worker 0")
+        self._file = _path(directory, task) if directory else None
 
     @property
     def step(self) -> int:
         return self._step
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._file is not None
 
     def add(self, row: str, name: str, begin: float, end: float, **details: Any) -> None:
         """Adds an event; its times are monotonic seconds."""
@@ -85,51 +125,64 @@ class _Tracer:
             self._events.append({"row": row, "name": name, **times, "details": details})
 
     def _write(self) -> None:
-        if self._directory is None or not self._events:
+        if self._file is None or not self._events:
             return
-        task = os.environ.get("TFMW_TASK", "worker 0").replace(" ", "_")
-        path = Path(self._directory, f"{task}.{os.environ.get('TFMW_ATTEMPT', '0')}.jsonl")
+        events, self._events = self._events, []  # another thread may add some
         with contextlib.suppress(OSError):  # a full disk must not end the training
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a") as file:
-                file.writelines(json.dumps(event) + "\n" for event in self._events)
-        self._events.clear()
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            lines: list[dict[str, Any]] = [] if self._file.exists() else [_clock()]
+            with open(self._file, "a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in [*lines, *events])
 
 
-_tracer = _Tracer()
-is_wanted, at_step, add = _tracer.is_wanted, _tracer.at_step, _tracer.add
+def _path(directory: str, task: str) -> Path:
+    attempt = os.environ.get("TFMW_ATTEMPT", "0")
+    return Path(directory, f"{task.replace(' ', '_')}.{attempt}.jsonl")
 
 
-def is_on() -> bool:
-    """Whether events are kept at this step."""
-    return _tracer.on
+def _clock() -> dict[str, Any]:
+    """Which machine's monotonic clock it is, and the time of day at its zero."""
+    boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
+    return {"machine": boot, "zero": time.time() - time.monotonic()}
+
+
+tracer = _Tracer()
+start, stop, at_step, add = tracer.start, tracer.stop, tracer.at_step, tracer.add
+
+
+def is_wanted() -> bool:
+    """Whether there is to be a trace: then each call of the driver runs one step."""
+    return tracer.is_wanted
 
 
 def current_step() -> int:
     """The number of steps that are done."""
-    return _tracer.step
+    return tracer.step
 
 
 @contextlib.contextmanager
 def span(row: str, name: str) -> Iterator[None]:
-    """An event around a call."""
+    """An event around a call. Those of other threads have a row of their own: they may overlap."""
     begin = time.monotonic()
     try:
         yield
     finally:
+        row = row if threading.get_ident() == tracer.thread else BACKGROUND
         add(row, name, begin, time.monotonic())
 
 
 def join(directory: Path) -> Path | None:
     """Joins the events of all tasks in <directory>/trace.json; None if there are none."""
-    events: list[dict[str, Any]] = []
     paths = sorted(directory.glob("*.jsonl"))
-    tasks = sorted({path.name.partition(".")[0] for path in paths})
-    for path in paths:
-        task = tasks.index(path.name.partition(".")[0])
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # the last line of a task that was killed
-                events.append(_event(task, json.loads(line)))
+    tasks = sorted({path.name.partition(".")[0] for path in paths}, key=_in_order)
+    files = [(tasks.index(path.name.partition(".")[0]), _lines(path)) for path in paths]
+    shifts = _shifts([lines for _, lines in files])
+    events = [
+        _event(task, line, shift)
+        for (task, lines), shift in zip(files, shifts, strict=True)
+        for line in lines
+        if "row" in line
+    ]
     if not events:
         return None
     names = [
@@ -148,7 +201,33 @@ def join(directory: Path) -> Path | None:
     return out
 
 
-def _event(task: int, found: Mapping[str, Any]) -> dict[str, Any]:
+def _in_order(task: str) -> tuple[str, int]:
+    """worker_2 before worker_10."""
+    kind, _, index = task.rpartition("_")
+    return (kind, int(index)) if index.isdigit() else (task, 0)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):  # the last line of a task that was killed
+            found.append(json.loads(line))
+    return found
+
+
+def _shifts(files: list[list[dict[str, Any]]]) -> list[float]:
+    """Seconds to add to the times of each file; 0 for those of the first one's machine."""
+    clocks = [next((line for line in lines if "machine" in line), None) for lines in files]
+    first = next((clock for clock in clocks if clock is not None), None)
+    return [
+        0.0
+        if clock is None or first is None or clock["machine"] == first["machine"]
+        else clock["zero"] - first["zero"]
+        for clock in clocks
+    ]
+
+
+def _event(task: int, found: Mapping[str, Any], shift: float) -> dict[str, Any]:
     """A complete event of Chrome's trace format; its times are microseconds."""
     return {
         "ph": "X",
@@ -156,7 +235,7 @@ def _event(task: int, found: Mapping[str, Any]) -> dict[str, Any]:
         "tid": _ROWS.index(found["row"]),
         "cat": found["row"],
         "name": found["name"],
-        "ts": 1e6 * found["begin"],
+        "ts": 1e6 * (found["begin"] + shift),
         "dur": 1e6 * (found["end"] - found["begin"]),
         "args": found["details"],
     }

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tfmw.errors import UsageError
+from tfmw.launcher.exchanges import straggler
+from tfmw.runtime.recorder import EXCHANGES_FILE, Exchange, read_exchanges
 from tfmw.tools.cost import Cost, report
 from tfmw.tools.overlap import exchanges_of, overlap
 
@@ -43,7 +45,11 @@ def main(target: str, workers: int, steps: int) -> int:
     from tfmw.launcher.run import launch
 
     measured = launch(_measure, (target, steps), workers)
-    print(report(*measured[0]))
+    cost, size, parameters, update, _ = measured[0]
+    print(report(cost, size, parameters, update))
+    slowest = straggler({f"worker {rank}": made for rank, (*_, made) in enumerate(measured)})
+    if slowest is not None:
+        print(slowest)
     return 0
 
 
@@ -83,8 +89,8 @@ def _load(target: str) -> Callable[[], Any]:
     return make
 
 
-def _measure(target: str, steps: int) -> tuple[Cost, int | None, int, str]:
-    """On each worker: (cost, global batch, parameters, how the weights are updated)."""
+def _measure(target: str, steps: int) -> tuple[Cost, int | None, int, str, list[Exchange]]:
+    """On each worker: (cost, global batch, parameters, how weights are updated, exchanges)."""
     import keras
     import numpy as np
 
@@ -105,6 +111,7 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int, str]:
     before, made = _reductions(ring), (ROUNDS + WARM_UP) * steps
     with exchanges_of(ring) as spans:
         whole = _seconds(model, dataset, options, steps)
+    exchanges = read_exchanges(Path(os.environ[EXCHANGES_FILE]))
     sums = (_reductions(ring) - before) / made if ring is not None else 1.0
     update = sharded_update.description(model)
     with reduction.left_out():
@@ -136,7 +143,7 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int, str]:
         latency=_latency(strategy),
         sums=sums,
     )
-    return cost, size, parameters, update
+    return cost, size, parameters, update, exchanges
 
 
 def _reductions(ring: Any) -> int:

@@ -97,6 +97,8 @@ def lines(answer: dict[str, Any]) -> list[str]:
             fields.append(f"{answer['steps_per_s']:.1f} steps/s")
         if task["own_s"] is not None:
             fields.append(f"own {1000 * task['own_s']:.1f} ms/step")
+        if task["input_s"] is not None:
+            fields.append(f"input {1000 * task['input_s']:.1f}")
         if task["waiting"] is not None:
             fields.append(f"waits {100 * task['waiting']:.0f} %")
         if task["exchange"] is not None and task["seconds"] > _SLOW_S:

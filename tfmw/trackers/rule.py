@@ -8,28 +8,43 @@ class Report(keras.callbacks.Callback):
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 PACKAGES = frozenset(
     {
         "aim",
+        "azureml",
         "clearml",
         "comet_ml",
+        "dagshub",
+        "determined",
         "dvclive",
+        "labml",
         "mlflow",
         "neptune",
         "neptune_scale",
+        "neptune_tensorflow_keras",
         "optuna",
+        "polyaxon",
         "sacred",
         "swanlab",
         "tensorboardX",
+        "traceml",
         "trackio",
+        "visdom",
         "wandb",
     }
 )
 """Top-level packages of trackers, and of Optuna, whose trials are told; integrations included."""
+
+CLIENT_METHODS = frozenset(
+    {"add_scalar", "log_artifact", "log_metric", "log_metrics", "log_scalar", "report_scalar"}
+)
+"""An object with one of these methods is the client of a tracker, whatever its package is."""
+
+_WRITERS_OF_EVENTS = "SummaryWriter"  # of TensorFlow, tensorboardX and PyTorch
 
 _BASES = frozenset({"keras", "builtins"})  # packages of what every callback inherits from
 
@@ -37,13 +52,14 @@ _BASES = frozenset({"keras", "builtins"})  # packages of what every callback inh
 def logs_to_tracker(callback: Any) -> bool:
     """Whether a callback writes to a tracker, so that only one task may run it.
 
-    True if its class, or one that it inherits from, is of one of `PACKAGES`; if it holds an object
-    of one (a run, an experiment, a client); or if one of its methods names one.
+    True if its class, or one that it inherits from, is of one of `PACKAGES`; if it holds, by itself
+    or in a list or dict, an object of one (a run, an experiment), a client or a writer of
+    TensorBoard's events; or if one of its methods names such a package or object.
     """
     kinds = [kind for kind in type(callback).__mro__ if _package(kind) not in _BASES]
     if any(_is_of_tracker(kind) for kind in kinds):
         return True
-    held = vars(callback).values() if hasattr(callback, "__dict__") else ()
+    held = [*_flat(vars(callback).values())] if hasattr(callback, "__dict__") else []
     if any(_is_of_tracker(value) for value in held):
         return True
     functions = [member for kind in kinds for member in vars(kind).values()]
@@ -55,11 +71,32 @@ def _package(thing: Any) -> str:
     return name.partition(".")[0] if isinstance(name, str) else ""
 
 
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """The values, and those within lists, tuples and dicts."""
+    for value in values:
+        yield value
+        if isinstance(value, dict):
+            yield from value.values()
+        elif isinstance(value, (list, tuple)):
+            yield from value
+
+
 def _is_of_tracker(value: Any) -> bool:
     if isinstance(value, ModuleType):
         return value.__name__.partition(".")[0] in PACKAGES
+    if isinstance(value, MethodType):  # run.log
+        value = value.__self__
     kind = value if isinstance(value, type) else type(value)
-    return _package(kind) in PACKAGES
+    if _package(kind) in PACKAGES:
+        return True
+    return not isinstance(value, type) and _is_client(kind)
+
+
+def _is_client(kind: type) -> bool:
+    """Whether objects of a class send metrics, or write events of TensorBoard."""
+    if any(base.__name__ == _WRITERS_OF_EVENTS for base in kind.__mro__):
+        return True
+    return any(callable(getattr(kind, name, None)) for name in CLIENT_METHODS)
 
 
 def _names_tracker(member: Any) -> bool:

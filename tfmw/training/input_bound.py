@@ -13,6 +13,8 @@ logger = logging.getLogger("tfmw")
 ENOUGH_S, ENOUGH_STEPS, SHARE = 10.0, 20, 0.5
 """It is said after this time and this many steps, if more than this share is waiting."""
 
+_EXPLAINS = 0.3  # of the wait for a batch: a stage that takes less is not the cause
+
 _MENDS = {
     "Map": "dataset.map(fn, num_parallel_calls=tf.data.AUTOTUNE)",
     "MapAndBatch": "dataset.map(fn, num_parallel_calls=tf.data.AUTOTUNE) before batch, and a "
@@ -55,7 +57,8 @@ def described(times: StepTimes, slowest: tuple[str, float] | None) -> str:
         slowest: (stage of the pipeline, its seconds per batch); None if unknown.
     """
     share = f"training waits for its input {100 * times.input_s / times.seconds:.0f} % of the time"
-    if slowest is None:
+    # tf.data forgets a stage that is made anew, as one behind a repeat() is in each epoch.
+    if slowest is None or slowest[1] < _EXPLAINS * times.input_s / times.steps:
         return f"{share}; to read ahead: {_OTHER}"
     stage, seconds = slowest
     mend = _MENDS.get(stage, _OTHER)

@@ -231,6 +231,7 @@ class TrainingLoop:
         driver, found, callbacks = self._driver, self._backups.record, self._callbacks.callbacks
         wants = map(callbacks_lib.wants_every_batch, callbacks)
         self._every_batch = any(driver.group.from_all(any(wants)))
+        callbacks_lib.begin_traces(callbacks, 0 if found is None else found["step"])
         driver.start(self._every_batch, self._is_model_read(), self._optimizer_read())
         if found is not None:
             self._initial_epoch, self._step = found["epoch"], found["step"]

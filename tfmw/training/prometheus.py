@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from tfmw.errors import UsageError
 from tfmw.runtime import recorder
+from tfmw.runtime.metrics_address import listens_at
 
 if TYPE_CHECKING:
     from tfmw.training.reporter import Report
@@ -21,7 +22,7 @@ class Prometheus:
 
     Args:
         file: path; None for none.
-        port: TCP port, on all addresses; None for none.
+        port: where to serve them, see `listens_at`; None for none.
 
     Raises:
         UsageError: the port is not one, or it is taken.
@@ -57,12 +58,13 @@ class Prometheus:
     def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
         return Gauge(name, what, labels, registry=self._registry)
 
-    def _serve(self, port: str) -> None:
+    def _serve(self, text: str) -> None:
+        address, port = listens_at(text)
         try:
-            prometheus_client.start_http_server(int(port), registry=self._registry)
-        except (OSError, ValueError) as error:
+            prometheus_client.start_http_server(port, addr=address, registry=self._registry)
+        except OSError as error:
             raise UsageError(
-                f"metrics cannot be served on port {port} ({error}): give --metrics-port, or "
+                f"metrics cannot be served on port {text} ({error}): give --metrics-port, or "
                 "TFMW_METRICS_PORT, another one."
             ) from None
 

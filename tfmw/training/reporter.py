@@ -19,10 +19,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from tfmw.errors import UsageError
+from tfmw.runtime.metrics_address import METRICS_FILE, METRICS_PORT
 from tfmw.runtime.step_times import StepTimes
 from tfmw.training.kubeflow import Kubeflow
-
-METRICS_FILE, METRICS_PORT = "TFMW_METRICS_FILE", "TFMW_METRICS_PORT"
 
 _INTERVAL_S = 1.0
 

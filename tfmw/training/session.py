@@ -17,6 +17,7 @@ from tfmw.cluster import membership
 from tfmw.cluster.group import Group
 from tfmw.errors import UsageError
 from tfmw.keras_compat import placement
+from tfmw.runtime import tracing
 from tfmw.runtime.recorded_errors import record_error
 from tfmw.runtime.step_times import StepTimes
 
@@ -99,9 +100,13 @@ class Session:
         """
         shows = self.group.is_chief and verbose != 0 and not silent
         local = callbacks_lib.for_task(callbacks, self.group.is_chief, self.group.size)
+        group = self.group
+        training = callbacks_lib.Training(
+            group.rank, group.size, times, meet=lambda: group.from_all(None)
+        )
         for callback in local:
-            if isinstance(callback, callbacks_lib.Log):
-                callback.observe(callbacks_lib.Training(self.group.rank, self.group.size, times))
+            if isinstance(callback, callbacks_lib.Log | callbacks_lib.Trace):
+                callback.observe(training)
         callback_list = keras.callbacks.CallbackList(
             with_progress(local, shows, verbose, examples, overlapping),
             add_history=history,
@@ -142,6 +147,7 @@ def errors_reported() -> Iterator[None]:
     try:
         yield
     except BaseException as e:
+        tracing.stop()
         if not isinstance(e, KeyboardInterrupt | SystemExit | GeneratorExit):
             record_error(e)
             membership.report_failure(e)

@@ -59,6 +59,7 @@ def test_hosts_come_and_go(cables, tmp_path):
     epochs, go = 10, tmp_path / "go"
     flags = [f"--backup_dir={tmp_path}/backup", f"--log={tmp_path}/log.csv", f"--epochs={epochs}"]
     flags += ["--pause=0.7", f"--go={go}", f"--board={tmp_path}/board"]
+    flags += [f"--mlflow={tmp_path}/mlflow.db"] if ALL else []
     options = ["--max-restarts=20", "--min-hosts=2", "--rejoin-timeout=2"]
     env = {"TFMW_TOKEN": TOKEN}
     with Hosts(tmp_path, cables, *options, program="hosts_fit.py", flags=flags, env=env) as h:
@@ -102,12 +103,22 @@ def test_hosts_come_and_go(cables, tmp_path):
     assert len(results) == 3
     for worker in results:
         assert_same_to_rounding(worker, alone[0])
+        assert worker["run"] == record["run"]  # what trackers go on with, wherever the chief is
     assert record["status"] == 0
     expected = alone[0]["history"]["loss"]
     with open(tmp_path / "log.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["epoch"]) for row in rows] == list(range(epochs))
     np.testing.assert_allclose([float(row["loss"]) for row in rows], expected, rtol=2e-5)
+    if ALL:  # one run in the tracker, with each epoch once, though the chief has moved
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+        (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+        assert run.info.status == "FINISHED"
+        logged = sorted(client.get_metric_history(run.info.run_id, "loss"), key=lambda m: m.step)
+        assert [metric.step for metric in logged] == list(range(epochs))
+        np.testing.assert_allclose([metric.value for metric in logged], expected, rtol=2e-5)
     shown = scalars(tmp_path / "board" / "train", "epoch_loss")
     assert sorted(shown) == list(range(epochs))
     np.testing.assert_allclose([shown[epoch] for epoch in range(epochs)], expected, rtol=2e-5)
@@ -135,5 +146,6 @@ def test_with_etcd_the_host_that_leads_dies_and_comes_back(tmp_path):
             assert h.end() == [0, 0], h.output()
             results = h.results()
     assert [worker["attempt"] for worker in results] == [2, 2]
+    assert results[0]["run"] == results[1]["run"]
     assert results[0]["weights"] == results[1]["weights"]
     np.testing.assert_allclose(results[0]["history"]["ids"], [47.5] * epochs, rtol=1e-6)

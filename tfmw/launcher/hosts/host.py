@@ -19,6 +19,7 @@ from tfmw.launcher.hosts.gpus import visible_devices
 from tfmw.launcher.hosts.messages import HostFailure, Report, Start
 from tfmw.launcher.restart import RestartPolicy
 from tfmw.runtime.ports import reserved_ports
+from tfmw.trackers import RUN_ID
 
 
 class HostTasks:
@@ -50,7 +51,9 @@ class HostTasks:
         """Starts the tasks. Their ports were held until now."""
         self._policy = RestartPolicy(self._context.options, len(start.tasks))
         self._policy.restarts = self._restarts_before = start.restarts
-        context = self._context
+        # The tracker's run goes on where another host has the chief.
+        run_id = self._context.env.get(RUN_ID) or start.run
+        context = dataclasses.replace(self._context, run_id=run_id)
         if start.again:  # each start has a folder of its own
             folder = context.directory / f"again_{start.again}"
             context = dataclasses.replace(context, directory=folder)

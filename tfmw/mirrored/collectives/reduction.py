@@ -307,7 +307,10 @@ class _OverRing:
         """Runs an exchange after the earlier ones; its results have the dtypes of `like`."""
 
         def run(turn: np.int64, *arrays: np.ndarray) -> list[Any]:
-            recorder.begun(what, sum(array.nbytes for array in arrays))
+            nbytes = 0
+            for array in arrays:  # sum() takes twice as long
+                nbytes += array.nbytes
+            recorder.begun(what, nbytes)
             totals = exchange(*arrays)
             recorder.done()
             return [turn + 1, *totals]
