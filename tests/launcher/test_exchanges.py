@@ -6,6 +6,7 @@ import dataclasses
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -179,12 +180,17 @@ class MadeTask:
         return self.made
 
 
+def watched(*tasks: Any) -> Board:
+    board = Board(Path("run7"), ["script"])
+    board.watch([*tasks], 0)
+    return board
+
+
 def test_the_run_names_a_straggler_once_when_two_looks_have_found_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(snapshot, "STRAGGLER_S", 0.0)
-    board, tasks = Board(Path("run7"), ["script"]), [MadeTask("worker 0", run_of(0.1))]
-    board.watch([*tasks, MadeTask("worker 1", run_of(0.4))], 0)  # type: ignore[list-item]
+    board = watched(MadeTask("worker 0", run_of(0.1)), MadeTask("worker 1", run_of(0.4)))
     assert board.new_straggler() == []
     (line,) = board.new_straggler()
     assert line.startswith("worker 1 is the slowest")
@@ -192,17 +198,14 @@ def test_the_run_names_a_straggler_once_when_two_looks_have_found_it(
 
 
 def test_what_the_run_reports_of_killed_tasks() -> None:
-    board = Board(Path("run7"), ["script"])
-    first = MadeTask("worker 0", [exchange(7, done=False, waiting_for=1)])
-    second, other = MadeTask("worker 1", [exchange(6)], status=-9), MadeTask("worker 2", [])
-    other.status = 1
-    board.watch([first, second, other], 0)  # type: ignore[list-item]
-    assert board.killed([second]) == []  # worker 2 is missing, too
-    board.watch([first, second], 0)  # type: ignore[list-item]
+    first: Any = MadeTask("worker 0", [exchange(7, done=False, waiting_for=1)])
+    second: Any = MadeTask("worker 1", [exchange(6)], status=-9)
+    other = MadeTask("worker 2", [])  # the others wait for it, too
+    assert watched(first, second, other).killed([second]) == []
     never = "worker 1 never entered exchange 7 (g of step 7); SIGKILL ended it"
-    assert board.killed([first, second]) == [never]
+    assert watched(first, second).killed([first, second]) == [never]
     second.status = 1  # it has an error of its own
-    assert board.killed([first, second]) == []
+    assert watched(first, second).killed([first, second]) == []
 
 
 @pytest.mark.parametrize("own_s", [(0.1, 0.12), (0.0001, 0.0002)])

@@ -169,7 +169,7 @@ def writers() -> dict[str, Any]:
     sent: list[Any] = []
     monitor = keras.callbacks.RemoteMonitor(root="http://192.0.2.1")
     monitor.on_epoch_end = lambda epoch, logs=None: sent.append(epoch)
-    clients = [NeptuneRun(), OwnClient()]
+    clients: list[OwnClient | NeptuneRun] = [NeptuneRun(), OwnClient()]
     out = fit(
         [
             keras.callbacks.ModelCheckpoint(

@@ -21,7 +21,7 @@ import os
 import struct
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tfmw.runtime import tracing
 
@@ -96,7 +96,8 @@ class _Recorder:
         self._is_open = False
         self._map: mmap.mmap | None = None
         # The same memory as words: to write one of them takes a third of the time of a struct.
-        self._integers = self._seconds_of = memoryview(b"")
+        self._integers: memoryview[Any] = memoryview(b"")
+        self._seconds_of: memoryview[Any] = memoryview(b"")
         self._number = 0
         self._at = 0  # the first word of the current record
         self._what, self._of_exchange, self._begun = "", 0, 0.0
