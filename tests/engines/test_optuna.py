@@ -18,7 +18,7 @@ from tfmw.errors import TaskFailed
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
-RATES = [0.1, 1e-6, 0.01]  # the second one is pruned; of the last one a worker may be killed
+RATES = [0.1, 1e-6, 0.12]  # the second one is pruned; of the last one a worker may be killed
 
 
 class Prune(keras.callbacks.Callback):
