@@ -32,6 +32,7 @@ from typing import Any
 from tfmw.cluster import check_directories
 from tfmw.cluster.check_findings import Findings
 from tfmw.engines import link as links
+from tfmw.engines import own_files
 from tfmw.engines.engine import Contact, versions
 from tfmw.engines.link import Link, Message
 from tfmw.launcher import call
@@ -289,14 +290,14 @@ def main(folder: Path, rank: int, host: str | None) -> None:
         host: this machine's name in messages.
     """
     try:
-        contact = Contact(**json.loads((folder / CONTACT).read_text()))
+        contact = Contact(**json.loads(own_files.read(folder, CONTACT)))
     except OSError as error:
         sys.exit(
             f"tfmw: the folder of the job, {folder}, cannot be read here ({error.strerror}): it "
             "must be one that all hosts share; see directory= of the engine."
         )
     contact = dataclasses.replace(contact, hosts=tuple(contact.hosts))
-    run_task(contact, rank, (folder / PAYLOAD).read_bytes, host)
+    run_task(contact, rank, lambda: own_files.read(folder, PAYLOAD), host)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import pickle
 import queue
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tfmw.engines import job as jobs
+from tfmw.engines import own_files
 from tfmw.engines.engine import JobSpec, Tasks
 from tfmw.engines.link import Link, LinkServer, Message
 from tfmw.engines.members import LIVE, Members
@@ -61,7 +61,7 @@ class Controller:
     def run(self) -> str:
         """Runs the job; returns its last state, which `status.json` then has too."""
         state, problem, backup = "failed", "", b""
-        with open(self._folder / jobs.OUTPUT, "a", encoding="utf-8") as output:
+        with own_files.append(self._folder / jobs.OUTPUT) as output:
             self._output = output
             try:
                 with LinkServer(self._spec.token, self._inbox.put) as server:
@@ -76,7 +76,7 @@ class Controller:
                 except Exception:
                     traceback.print_exc(file=output)
         if backup:
-            write(self._folder / jobs.BACKUP, backup)
+            own_files.write(self._folder / jobs.BACKUP, backup)
         self._say(state=state, problem=problem)
         return state
 
@@ -181,7 +181,7 @@ class Controller:
         for line in lines:
             self._output.write(f"{line}\n")
         self._output.flush()
-        write(self._folder / jobs.RESULT, pickle.dumps((result, members.results())))
+        own_files.write(self._folder / jobs.RESULT, pickle.dumps((result, members.results())))
         if status == PREEMPTED and self._tasks.requeues:
             return "queued", ""
         return _ENDED[status], lines[-1] if lines else ""
@@ -194,11 +194,4 @@ class Controller:
         status = {**self._written, **known}
         if status != self._written:
             self._written = status
-            write(self._folder / jobs.STATUS, json.dumps(status).encode())
-
-
-def write(path: Path, data: bytes) -> None:
-    """Replaces a file as a whole: others may be reading it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+            own_files.write(self._folder / jobs.STATUS, json.dumps(status).encode())

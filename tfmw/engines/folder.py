@@ -4,7 +4,7 @@
     control(folder, tasks)                                 # in the controller's process
     FolderPlace(folder, ...).read("status.json")           # from everywhere that sees the folder
 
-The folder is readable by its owner only, as it holds the job's token, and pickles.
+The folder is its owner's only, as it holds the job's token, and pickles (`own_files.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from tfmw.engines import own_files
 from tfmw.engines.agent import CONTACT, PAYLOAD
-from tfmw.engines.controller import CANCEL, Controller, write
+from tfmw.engines.controller import CANCEL, Controller
 from tfmw.engines.engine import Contact, Engine, JobSpec, Tasks
 from tfmw.engines.job import BACKUP
 from tfmw.errors import UsageError
@@ -47,28 +48,25 @@ class FolderEngine(Engine):
         return root.absolute() / self.name
 
     def numbers(self) -> list[str]:
-        """Numbers of the jobs whose folders are there, the oldest first."""
-        folders = [p for p in self.root.glob("*") if (p / SPEC).exists()]
+        """Numbers of this user's jobs whose folders are there, the oldest first."""
+        folders = [p for p in self.root.glob("*") if own_files.is_own(p) and (p / SPEC).exists()]
         return [p.name for p in sorted(folders, key=lambda p: (p / SPEC).stat().st_mtime)]
 
     def folder(self, number: str) -> Path:
         """The folder of a job.
 
         Raises:
-            UsageError: there is none.
+            UsageError: there is none, or others can have written to it.
         """
         folder = self.root / number
-        if not (folder / SPEC).exists():
+        try:
+            own_files.read(folder, SPEC)
+        except FileNotFoundError:
             known = ", ".join(f"{self.name}:{n}" for n in self.numbers()[-5:]) or "none"
             raise UsageError(
                 f"there is no job {self.name}:{number} in {self.root}; the last jobs there: "
                 f"{known}. tfmw jobs lists them."
-            )
-        if (owner := folder.stat().st_uid) != os.getuid():  # its files are unpickled
-            raise UsageError(
-                f"job {self.name}:{number} in {self.root} is of user {owner}, and you are "
-                f"{os.getuid()}: a job is attached to by the user who has submitted it."
-            )
+            ) from None
         return folder
 
 
@@ -81,8 +79,8 @@ def write_job(root: Path, spec: JobSpec, payload: bytes) -> Path:
     folder = root / secrets.token_hex(4)
     try:
         folder.mkdir(parents=True, mode=0o700)
-        (folder / PAYLOAD).write_bytes(payload)
-        (folder / SPEC).write_bytes(pickle.dumps(spec))
+        own_files.write(folder / PAYLOAD, payload)
+        own_files.write(folder / SPEC, pickle.dumps(spec))
     except OSError as error:
         raise UsageError(
             f"the job's folder {folder} cannot be written ({error.strerror}): name another one "
@@ -93,12 +91,7 @@ def write_job(root: Path, spec: JobSpec, payload: bytes) -> Path:
 
 def write_contact(folder: Path, contact: Contact) -> None:
     """Tells tasks how to reach the controller."""
-    path = folder / CONTACT
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        json.dump(dataclasses.asdict(contact), file)
+    own_files.write(folder / CONTACT, json.dumps(dataclasses.asdict(contact)).encode())
 
 
 class FolderTasks(Tasks):
@@ -112,17 +105,17 @@ class FolderTasks(Tasks):
         self.folder = folder
 
     def keep(self, backup: bytes) -> None:
-        write(self.folder / BACKUP, backup)
+        own_files.write(self.folder / BACKUP, backup)
 
     def kept(self) -> bytes:
         with contextlib.suppress(FileNotFoundError):
-            return (self.folder / BACKUP).read_bytes()
+            return own_files.read(self.folder, BACKUP)
         return b""
 
 
 def control(folder: Path, make_tasks: Callable[[Path], Tasks]) -> str:
     """Runs the controller of the job in a folder, in this process; returns its last state."""
-    spec: JobSpec = pickle.loads((folder / SPEC).read_bytes())
+    spec: JobSpec = pickle.loads(own_files.read(folder, SPEC))
     with Signals() as stop:
         return Controller(spec, make_tasks(folder), folder, stop).run()
 
@@ -148,9 +141,7 @@ class FolderPlace:
     def read(self, name: str, offset: int = 0) -> bytes:
         """See `Place.read`."""
         try:
-            with open(self._folder / name, "rb") as file:
-                file.seek(offset)
-                return file.read()
+            return own_files.read(self._folder, name, offset)
         except FileNotFoundError:
             return b""
 

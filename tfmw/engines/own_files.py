@@ -1,0 +1,92 @@
+"""Files of a job that only this user can have written.
+
+    write(folder / "result.pickle", data)     # in the controller
+    read(folder, "result.pickle")             # in whoever holds the job
+
+What a folder of a job holds is unpickled, or executed, by whoever reads it. So `read` takes a file
+only if it and its folder belong to this user, and no other user can write to the folder. The checks
+are made on what is open, not on a name that may mean something else a moment later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+from typing import IO
+
+from tfmw.errors import UsageError
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def read(folder: Path, name: str, offset: int = 0) -> bytes:
+    """A file of a folder, from `offset` on.
+
+    Raises:
+        FileNotFoundError: there is none.
+        UsageError: another user can have written it.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, directory)
+            if problem := _problem_of_folder(os.fstat(directory)):
+                raise _refused(folder, problem)
+            # No link is followed, and a pipe is not waited for.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            file = stack.enter_context(open(os.open(name, flags, dir_fd=directory), "rb"))
+        except FileNotFoundError:
+            raise
+        except OSError as error:  # such as ELOOP, of a link
+            raise _refused(folder / name, f"cannot be opened ({error.strerror})") from error
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid():
+            raise _refused(folder / name, f"is of user {found.st_uid}")
+        if not stat.S_ISREG(found.st_mode):
+            raise _refused(folder / name, "is no regular file")
+        file.seek(offset)
+        return file.read()
+
+
+def is_own(folder: Path) -> bool:
+    """Whether a folder is there, belongs to this user, and no other user can write to it."""
+    try:
+        return not _problem_of_folder(folder.stat())
+    except OSError:
+        return False
+
+
+def write(path: Path, data: bytes) -> None:
+    """Replaces a file as a whole, as others may be reading it; only this user can read it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "wb", opener=private) as file:
+        file.write(data)
+    os.replace(temporary, path)
+
+
+def append(path: Path) -> IO[str]:
+    """Opens a text file that only this user can read, to append to it."""
+    return open(path, "a", encoding="utf-8", opener=private)  # the caller closes it
+
+
+def private(path: str, flags: int) -> int:
+    """An `opener` for `open`: only this user can read what it creates."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def _problem_of_folder(found: os.stat_result) -> str:
+    if found.st_uid != os.geteuid():
+        return f"is of user {found.st_uid}"
+    if found.st_mode & _OTHERS_WRITE:
+        return f"can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
+
+
+def _refused(path: Path, problem: str) -> UsageError:
+    return UsageError(
+        f"{path} {problem}, and you are user {os.geteuid()}: what a job has left is unpickled, so "
+        "tfmw reads it only where nobody else can have written it. Attach to a job as the user who "
+        "has submitted it, and submit it again if its folder was changed."
+    )
