@@ -20,6 +20,8 @@ import sys
 import time
 import types
 import uuid
+from collections.abc import Iterator
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ import pytest
 import tfmw
 from tests.helpers.cluster import MARK, ONE_THREAD, PYTHONPATH, marked, wait_gone
 from tfmw.engines import Engine, Job
+from tfmw.engines.agent import BACKUPS
+from tfmw.engines.job import ENDED
 from tfmw.errors import TaskFailed, UsageError
 
 PLAIN = {"TFMW_NO_INIT": "1"}
@@ -71,11 +75,65 @@ def meet(folder: str, name: str) -> None:
     wait_for(lambda: len(list(Path(folder).glob(f"{name}_*"))) == 2)
 
 
+def saves_and_waits(folder: str) -> str:
+    """In the first attempt the chief saves a state, and both wait; later it returns that state."""
+    backups = Path(os.environ[BACKUPS])
+    if os.environ["TFMW_ATTEMPT"] != "0":
+        return "".join(path.read_text() for path in backups.glob("step_7/state"))
+    if rank() == 0:
+        (backups / "new").mkdir(parents=True)
+        (backups / "new/state").write_text("saved")
+        (backups / "new").rename(backups / "step_7")
+    tfmw.report_progress(7)
+    Path(folder, f"pid_{rank()}").write_text(str(os.getpid()))
+    wait_for(lambda: False)
+    raise AssertionError
+
+
+def waits_for_a_file(path: str) -> tuple[int, str, int]:
+    wait_for(Path(path).exists)
+    return doubled(21)
+
+
 def wait_for(condition: Any, timeout_s: float = TIMEOUT_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def ancestor(pid: int, program: str) -> int:
+    """The nearest process above, with this in its command line."""
+    while True:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        assert pid > 1, f"no {program}"
+        if program in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "):
+            return pid
+
+
+SUBMIT_AND_DIE = """
+import os, pickle, signal, sys
+import tfmw
+from tests.engines import contract
+
+engine = pickle.loads(bytes.fromhex(sys.argv[1]))
+job = tfmw.submit(contract.waits_for_a_file, (sys.argv[2],), 2, on=engine, env=contract.PLAIN)
+print(job.id, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def submitted_by_a_process_that_dies(engine: Engine, path: Path) -> Job:
+    """A job that returns once there is the file."""
+    done = subprocess.run(
+        [sys.executable, "-c", SUBMIT_AND_DIE, pickle.dumps(engine).hex(), str(path)],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return tfmw.attach(done.stdout.split()[-1], on=engine)
 
 
 def of_a_module_that_is_not_there() -> Any:
@@ -90,17 +148,40 @@ class Contract:
     """The promises; see the module."""
 
     attaches = True
-    """Whether another process can attach to a job."""
+    """Whether a job outlives the process that submits it, and another can attach to it."""
+
+    host = "tfmw.engines.agent"
+    """In the command line of what the engine runs a task in, above the task's process."""
+
+    def lose(self, job: Job, pid: int) -> None:
+        """Kills the actor, executor or other process in which the engine runs a task."""
+        os.kill(ancestor(pid, self.host), signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def tasks_that_find(self, engine: Engine, path: Path) -> Iterator[Engine]:
+        """An engine whose tasks look for packages in this folder first."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(os.environ, "PYTHONPATH", f"{path}{os.pathsep}{PYTHONPATH}")
+            yield engine
 
     def submit(self, engine: Engine, fn: Any, *args: Any, **options: Any) -> Job:
         env = {**PLAIN, **options.pop("env", {})}
         return tfmw.submit(fn, args, 2, on=engine, env=env, **options)
 
-    def test_two_jobs_at_once_and_from_another_process(self, engine: Engine) -> None:
-        first = self.submit(engine, doubled, 21)
+    def test_two_jobs_at_once_one_of_a_process_that_died(
+        self, engine: Engine, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "go"
+        first = (
+            submitted_by_a_process_that_dies(engine, path)
+            if self.attaches
+            else self.submit(engine, waits_for_a_file, str(path))
+        )
         second = self.submit(engine, doubled, 4)
         assert first.id.startswith(f"{engine.name}:")
         assert first.id != second.id
+        assert first.status() not in ENDED
+        path.touch()
         assert [row[::2] for row in second.result(TIMEOUT_S)] == [(0, 8), (1, 8)]
         assert [row[::2] for row in first.result(TIMEOUT_S)] == [(0, 42), (1, 42)]
         runs = [{row[1] for row in job.result()} for job in (first, second)]
@@ -111,20 +192,6 @@ class Contract:
         hosts = first.details()["hosts"]
         assert lines == [f"[worker {i} on {hosts[i]}] hello from {i}" for i in (0, 1)]
         assert {job.id for job in tfmw.jobs(engine)} >= {first.id, second.id}
-        if self.attaches:
-            code = (
-                "import sys, pickle, tfmw; from tests.engines import contract;"
-                "job = tfmw.attach(sys.argv[1], on=pickle.loads(bytes.fromhex(sys.argv[2])));"
-                "print(job.status(), job.result(60)[1][2])"
-            )
-            done = subprocess.run(
-                [sys.executable, "-c", code, first.id, pickle.dumps(engine).hex()],
-                env={**os.environ, "PYTHONPATH": PYTHONPATH},
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-            )
-            assert done.stdout.split()[-2:] == ["done", "42"], done.stderr
         first.forget()
         second.forget()
         with pytest.raises(UsageError, match="there is no job"):
@@ -141,11 +208,36 @@ class Contract:
         assert job.logs().splitlines()[-1].startswith("tfmw: worker 1 on ")
         job.forget()
 
+    @pytest.mark.long  # a fit whose worker is killed, and a lost host, are below
     def test_killed_task_is_restarted(self, engine: Engine, tmp_path: Path) -> None:
         job = self.submit(engine, dies_once, str(tmp_path), max_restarts=1)
         assert job.result(TIMEOUT_S) == [1, 1]
         assert job.details()["restarts"] == 1
         assert "tfmw: restart 1 of 1 in 1 s: worker 1 on " in job.logs()
+        job.forget()
+
+    def test_lost_host_of_a_task_costs_nothing(self, engine: Engine, tmp_path: Path) -> None:
+        """The job goes on from the newest backup, which it keeps itself."""
+        job = self.submit(engine, saves_and_waits, str(tmp_path), max_restarts=1)
+        wait_for(lambda: job.details().get("backup") == "step_7")
+        wait_for((tmp_path / "pid_1").exists)
+        self.lose(job, int((tmp_path / "pid_1").read_text()))
+        assert job.result(TIMEOUT_S) == ["saved", ""]
+        assert job.details()["attempt"] >= 1
+        job.forget()
+
+    def test_other_versions_are_refused(self, engine: Engine, tmp_path: Path) -> None:
+        metadata = tmp_path / "keras-0.0.1.dist-info/METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text("Metadata-Version: 2.1\nName: keras\nVersion: 0.0.1\n")
+        with self.tasks_that_find(engine, tmp_path) as other:
+            job = self.submit(other, doubled, 1, max_restarts=3)
+        ours = version_of("keras")
+        expected = rf"keras is 0\.0\.1 on \S+, and {ours} where the job was submitted: install"
+        with pytest.raises(TaskFailed, match=expected):
+            job.result(TIMEOUT_S)
+        assert job.details()["attempt"] == 0, "no restart mends it"
+        assert "hello" not in job.logs(), "before the first step"
         job.forget()
 
     def test_missing_module_is_named(self, engine: Engine) -> None:

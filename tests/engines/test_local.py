@@ -21,6 +21,7 @@ from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
 from tfmw import keras_compat
 from tfmw.engines import serialization
 from tfmw.errors import UsageError
+from tfmw.launcher import call
 
 X = np.random.default_rng(0).normal(size=(203, 12)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int32")
@@ -126,6 +127,25 @@ tfmw.fit(model, test_local.X, test_local.Y, verbose=0)
     np.testing.assert_array_equal(predicted, model.predict(X, verbose=0))
 
 
+def test_large_arrays_are_not_copied_into_the_pickle(monkeypatch):
+    """Neither into the model's nor into the call's."""
+    monkeypatch.setattr(call, "LARGE", 1000)
+    sent = {"x": X, "y": Y[:10], "model": compiled(keras.Sequential([keras.layers.Dense(2)]))}
+    large: list[pickle.PickleBuffer] = []
+    packed = serialization.pack(sent, large)
+    payload = call.pack(print, (packed, large))
+    assert [len(part) for part in payload[1:]] == [X.nbytes]
+    assert np.shares_memory(np.frombuffer(payload[1], np.uint8), X)
+    assert X.tobytes()[:100] not in payload[0]
+    _, blob, sizes = pickle.loads(payload[0])
+    assert sizes == [X.nbytes]
+    fn, (packed, large) = call.loads(blob, payload[1:])
+    assert fn is print
+    arrived = serialization.unpack(packed, large)
+    np.testing.assert_array_equal(arrived["x"], X)
+    np.testing.assert_array_equal(arrived["y"], Y[:10])
+
+
 def test_function_that_uses_tfmw_can_be_pickled():
     scope = {"__name__": "__main__", "tfmw": tfmw}
     exec("def of_a_notebook():\n    return tfmw", scope)
@@ -143,8 +163,9 @@ def test_unpicklable_arguments_are_refused_with_an_alternative():
         (stateful, r"uses state of this process.*pass a callable"),
         (iter([(X, Y)]), r"is a generator.*pass a callable"),
     ]:
-        with pytest.raises(UsageError, match=said):
-            tfmw.fit(model, x, workers=2)
+        for on in ("local", "slurm"):  # before an engine is asked for anything
+            with pytest.raises(UsageError, match=said):
+                tfmw.fit(model, x, workers=2, on=on)
     table = compiled(keras.Sequential([keras.layers.StringLookup(vocabulary=["a"])]))
     with pytest.raises(UsageError, match=r"cannot be sent to other processes.*pass callables"):
         serialization.pack(table)

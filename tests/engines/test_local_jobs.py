@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -57,7 +58,8 @@ def test_commands(tmp_path: Path) -> None:
     """Submitted, listed, read and cancelled from four processes."""
     script = tmp_path / "train.py"
     script.write_text(
-        "import os, sys, time\n"
+        "import os, sys, time, tfmw\n"
+        "tfmw.report_progress(3)\n"
         "print('up', *sys.argv[1:], flush=True)\n"
         "while sys.argv[1] == '--forever': time.sleep(0.1)\n"
     )
@@ -74,6 +76,13 @@ def test_commands(tmp_path: Path) -> None:
             line.split()[:2] for line in shell("jobs", "--on=local", "--set", place).splitlines()
         ]
         assert listed == [[job_id, "done"], [forever, "running"]]
+        wait_for(lambda: job.details().get("steps") == [3, 3])
+        shown = shell("status", forever, "--set", place).splitlines()
+        host = job.details()["hosts"][0]
+        assert shown[0] == f"job {forever}: running, attempt 0"
+        assert shown[2:] == [f"worker {i} on {host} | step       3" for i in (0, 1)]
+        told = json.loads(shell("status", "--json", job_id, "--set", place))
+        assert (told["job"], told["state"]) == (job_id, "done")
         assert shell("logs", job_id, "--set", place) == "".join(f"{line}\n" for line in lines)
         assert shell("cancel", forever, "--set", place) == f"{forever} cancelled\n"
     finally:

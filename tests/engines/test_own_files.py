@@ -24,13 +24,13 @@ OTHER = 54321  # a user without an account
 
 
 class Trap:
-    """Leaves a file when it is unpickled."""
+    """Makes a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
 
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
-        return open, (self.path, "w")
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, (self.path,)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def trap(tmp_path: Path) -> Path:
 def folder(tmp_path: Path, trap: Path) -> Path:
     """Of a job that has ended, in which every pickle is a trap."""
     spec = JobSpec(("call",), (1, 1), RunOptions(), facts={})
-    folder = write_job(tmp_path / "local", spec, b"")
+    folder = write_job(tmp_path / "local", spec, ())
     write_contact(folder, Contact(("127.0.0.1",), 1, "token", 0))
     for name in (SPEC, RESULT, PAYLOAD, BACKUP):
         own_files.write(folder / name, pickle.dumps(Trap(trap)))
@@ -78,7 +78,7 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_traps_work(folder: Path, trap: Path) -> None:
     assert attach(folder).status() == "done"
-    with pytest.raises(TypeError):  # what the trap returns is no result
+    with pytest.raises(TypeError):  # what mkdir returns is no result
         job_of(folder).result(1)
     assert trap.exists()
 
@@ -133,7 +133,7 @@ def test_what_a_job_writes_is_its_users_only(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         spec = JobSpec(("call",), (1, 1), RunOptions(), facts={})
-        folder = write_job(tmp_path / "local", spec, b"")
+        folder = write_job(tmp_path / "local", spec, ())
         own_files.append(folder / "output.log").close()
     finally:
         os.umask(before)

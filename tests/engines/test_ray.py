@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tfmw
 from tests.engines.contract import TIMEOUT_S, Contract, runs_forever, wait_for
-from tests.helpers.cluster import ONE_THREAD
-from tfmw.engines import Ray
-from tfmw.errors import UsageError
+from tests.helpers.cluster import ONE_THREAD, PYTHONPATH
+from tfmw.engines import Engine, Job, Ray, ray_place
+from tfmw.engines.ray import RayTasks
+from tfmw.engines.ray_place import RayPlace
+from tfmw.errors import TaskFailed, UsageError
+from tfmw.launcher import call
+from tfmw.runtime.ports import reserved_ports
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
@@ -39,7 +46,7 @@ def two_nodes() -> Iterator[Any]:
             patch.setitem(os.environ, "RAY_TMPDIR", short)
             cluster = Cluster(initialize_head=True, head_node_args=head)
             try:
-                cluster.add_node(num_cpus=1)
+                cluster.add_node(num_cpus=1, num_gpus=2)
                 ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
                 yield cluster
             finally:
@@ -69,6 +76,14 @@ def nothing_is_left() -> bool:
 
 
 class TestRay(Contract):
+    host = "ray::_TaskActor"
+
+    @contextlib.contextmanager
+    def tasks_that_find(self, engine: Engine, path: Path) -> Iterator[Engine]:
+        assert isinstance(engine, Ray)
+        variables = {"PYTHONPATH": f"{path}{os.pathsep}{PYTHONPATH}"}
+        yield dataclasses.replace(engine, runtime_env={"env_vars": variables})
+
     @pytest.fixture(autouse=True)
     def _leaves_nothing(self, engine: Ray) -> Iterator[None]:
         yield
@@ -95,6 +110,140 @@ def goes_on_alone(folder: str) -> int:
     if os.environ["TFMW_ATTEMPT"] == "0":
         runs_forever(folder)
     return int(os.environ["TFMW_ATTEMPT"])
+
+
+class BusyActor:
+    """The controller's actor: the first calls get lost, and in the end it dies.
+
+    Args:
+        replies: what each call raises or returns.
+    """
+
+    def __init__(self, *replies: Any) -> None:
+        self.replies = list(replies)
+        self.read = self.cancel = self.remove = self
+        self.calls = 0
+
+    def remote(self, *args: Any) -> Any:
+        self.calls += 1
+        return self.replies.pop(0)
+
+
+class FakeRay:
+    """`ray.get` of what `BusyActor` returns."""
+
+    def __init__(self) -> None:
+        import ray
+
+        self.exceptions = ray.exceptions
+
+    def get(self, reply: Any, timeout: float | None = None) -> Any:
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+
+def test_controller_that_is_not_reached_is_not_lost() -> None:
+    """Ray's error of an actor that it cannot reach now is a kind of its error of a dead one."""
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+
+    away = ActorUnavailableError("RpcError: keepalive watchdog timeout", None)
+    status = b'{"state": "running", "attempt": 0}'
+    actor = BusyActor(status, away)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        head = f"127.0.0.1:{server.getsockname()[1]}"
+        job = Job("ray", "4711", RayPlace(FakeRay(), actor, head), "here")
+        assert job.status() == "running"
+        assert actor.calls == 2
+        actor = BusyActor(away, GetTimeoutError(), b"some output")
+        assert RayPlace(FakeRay(), actor, head).read("output.log") == b"some output"
+        actor = BusyActor(status, ActorDiedError(), status)
+        lost = Job("ray", "4711", RayPlace(FakeRay(), actor, head), "here").details()
+    assert lost["state"] == "lost"
+    assert lost["problem"].startswith("its controller on the cluster was lost: The actor died unex")
+
+
+def test_without_its_head_ray_has_lost_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one sentence, and before Ray ends this process, after a minute."""
+    from ray.exceptions import GetTimeoutError
+
+    monkeypatch.setattr(ray_place, "_HEAD_S", 0.3)
+    with reserved_ports(1) as (port,):
+        head = f"127.0.0.1:{port}"
+    actor = BusyActor(*[GetTimeoutError()] * 100)
+    job = Job("ray", "4711", RayPlace(FakeRay(), actor, head), "here")
+    sentence = rf"ray:4711 has no result: Ray's head at {head} has not been reachable for 0\.3 s \("
+    with pytest.raises(TaskFailed, match=sentence):
+        job.result()
+    calls = actor.calls
+    job.cancel()
+    job.forget()
+    assert job.status() == "lost"
+    assert actor.calls == calls, "what is gone is not waited for again"
+
+
+def test_task_whose_actor_is_not_reached_may_be_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+    from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+    tasks = RayTasks(Ray(), [])
+    tasks._runs = [ActorUnavailableError("RpcError", None), ActorDiedError()]
+    monkeypatch.setattr(ray, "wait", lambda runs, **_: (runs, []))
+    monkeypatch.setattr(ray, "get", FakeRay().get)
+    assert tasks.lost() == {
+        1: "its actor was lost: The actor died unexpectedly before finishing this task."
+    }
+
+
+def test_large_arrays_go_into_the_object_store_once(
+    engine: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not into the pickle: not even copied by this process, and put once for both tasks."""
+    import ray
+
+    monkeypatch.setattr(call, "LARGE", 1 << 20)
+    array: Any = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
+    puts: list[tuple[int, int]] = []
+    put = ray.put
+
+    def counted(value: Any) -> Any:
+        puts.append((value.nbytes, value.__array_interface__["data"][0]))
+        return put(value)
+
+    monkeypatch.setattr(ray, "put", counted)
+    plain = {"TFMW_NO_INIT": "1"}
+    job = tfmw.submit(sums, ({"x": array, "small": np.ones(3)},), 2, on=engine, env=plain)
+    assert job.result(TIMEOUT_S) == [(float(array.sum()), 4.0, True)] * 2
+    (pickled, _), *large = puts
+    assert pickled < 100_000
+    assert large == [(array.nbytes, array.__array_interface__["data"][0])]
+    job.forget()
+
+
+def sums(arrays: dict[str, Any]) -> tuple[float, float, bool]:
+    """Both can be written to, as in one process; a task's changes are its own."""
+    total = float(arrays["x"].sum())
+    arrays["x"][0] = 0
+    arrays["small"][0] = 2
+    return total, float(arrays["small"].sum()), arrays["x"].flags.aligned
+
+
+def visible() -> tuple[str, ...]:
+    return os.environ["CUDA_VISIBLE_DEVICES"], os.environ["TFMW_TASK"]
+
+
+def test_each_task_sees_its_own_gpu(engine: Ray) -> None:
+    """Two tasks on the node with two GPUs, which only Ray believes to be there."""
+    share = dataclasses.replace(engine, gpus_per_worker=1, resources={"CPU": 0.5})
+    job = tfmw.submit(visible, workers=2, on=share, env={"TFMW_NO_INIT": "1"})
+    devices = [devices for devices, _ in job.result(TIMEOUT_S)]
+    assert sorted(devices) == ["0", "1"]
+    assert job.details()["hosts"]
+    job.forget()
+    whole = dataclasses.replace(engine, gpus_per_worker=2)
+    job = tfmw.submit(visible, workers=1, on=whole, env={"TFMW_NO_INIT": "1"})
+    assert job.result(TIMEOUT_S) == [("0,1", "worker 0")]
+    job.forget()
 
 
 @pytest.mark.long
@@ -125,4 +274,4 @@ def test_goes_on_with_fewer_nodes_and_grows(cluster: Any, engine: Ray, tmp_path:
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match=r"on='ray' needs the package ray.*'tfmw\[ray\]'"):
-        tfmw.submit(print, on="ray")
+        tfmw.submit(visible, on="ray")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import signal
 import sys
@@ -13,8 +15,12 @@ import pytest
 import tfmw
 from tests.engines.contract import TIMEOUT_S, Contract, meet, runs_forever, wait_for
 from tests.helpers.slurm import NODES, OneMachine
-from tfmw.engines import Slurm
-from tfmw.errors import PREEMPTED, UsageError
+from tfmw.engines import Job, Slurm, own_files
+from tfmw.engines.engine import JobSpec
+from tfmw.engines.folder import write_job
+from tfmw.engines.job import STATUS
+from tfmw.errors import PREEMPTED, TaskFailed, UsageError
+from tfmw.launcher.options import RunOptions
 from tfmw.runtime.signals import LEAVE
 
 pytestmark = [pytest.mark.slurm, pytest.mark.multiprocess]
@@ -45,7 +51,30 @@ def leaves_once(folder: str) -> str:
     sys.exit(PREEMPTED)
 
 
+def needs_two(folder: str) -> int:
+    """Waits for ever in the first attempt and on one worker; returns on two, later."""
+    if os.environ["TFMW_ATTEMPT"] == "0":
+        runs_forever(folder)
+    if len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]) == 1:
+        for number in LEAVE:
+            signal.signal(number, lambda *_: sys.exit(PREEMPTED))
+        tfmw.report_progress(7)
+        Path(folder, "alone").touch()
+        wait_for(lambda: False)
+    return 2
+
+
 class TestSlurm(Contract):
+    @pytest.fixture(autouse=True)
+    def _knows(self, slurm: OneMachine) -> None:
+        self.slurm = slurm
+
+    def lose(self, job: Job, pid: int) -> None:
+        """A node is lost; Slurm queues the job again, which has a place once the node is back."""
+        self.slurm.lose(NODES[1])
+        wait_for(lambda: job.status() == "queued")
+        self.slurm.bring_back(NODES[1])
+
     def test_queue_is_as_slurm_has_it(
         self, slurm: OneMachine, engine: Slurm, tmp_path: Path
     ) -> None:
@@ -76,11 +105,60 @@ class TestSlurm(Contract):
         assert (tmp_path / "asked").exists()
         job.forget()
 
+    @pytest.mark.long
+    def test_goes_on_without_a_lost_node_and_grows(
+        self, slurm: OneMachine, engine: Slurm, tmp_path: Path
+    ) -> None:
+        """workers=(1, 2): a node is lost; once it is back, the job is queued again to have both."""
+        alone = dataclasses.replace(engine, nodes=None)
+        env = {"TFMW_NO_INIT": "1"}
+        job = tfmw.submit(needs_two, (str(tmp_path),), (1, 2), on=alone, env=env, max_restarts=2)
+        wait_for(lambda: len(list(tmp_path.glob("up_*"))) == 2)
+        slurm.lose(NODES[1])
+        wait_for((tmp_path / "alone").exists)
+        assert job.details()["workers"] == 1
+        assert job.details()["hosts"] == [NODES[0]]
+        slurm.bring_back(NODES[1])
+        assert job.result(TIMEOUT_S) == [2, 2]
+        assert "tfmw: there is a place for more tasks" in job.logs()
+        job.forget()
+
+    def test_node_range_has_one_task_on_each_node(self, engine: Slurm) -> None:
+        with pytest.raises(UsageError, match=r"received nodes=2 and workers=\(1, 2\): "):
+            tfmw.submit(print, (), (1, 2), on=engine)
+
     def test_refused_job_says_why(self, engine: Slurm) -> None:
         wrong = Slurm(directory=engine.directory, partition="none")
         with pytest.raises(UsageError, match=r"sbatch failed: .*[Ii]nvalid partition"):
             self.submit(wrong, runs_forever)
         assert not [n for n in wrong.numbers() if not n.isdecimal()]
+
+
+def test_slurm_that_cannot_be_asked_has_not_lost_a_job(
+    engine: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its controller may be away for a while, or be busy."""
+    scontrol = tmp_path / "scontrol"
+    monkeypatch.setitem(os.environ, "PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    shown = {
+        "slurm_load_jobs error: Unable to contact slurm controller (connect failure)": "running",
+        "slurm_load_jobs error: Socket timed out on send/recv operation": "running",
+        "slurm_load_jobs error: Invalid job id specified": "lost",
+    }
+    folder = write_job(engine.root, JobSpec(("call",), (1, 1), RunOptions()), ())
+    own_files.write(folder / STATUS, b'{"state": "running"}')
+    for message, state in shown.items():
+        scontrol.write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 1\n")
+        scontrol.chmod(0o755)
+        assert engine.attach(folder.name).state() == ("" if state == "running" else "lost")
+        job = Job("slurm", folder.name, engine.attach(folder.name), "here")
+        assert job.status() == state
+    scontrol.write_text("#!/bin/sh\necho JobId=1 JobState=NODE_FAIL Reason=None\n")
+    job = Job("slurm", folder.name, engine.attach(folder.name), "here")
+    assert job.details()["problem"] == f"Slurm ended job {folder.name}: NODE_FAIL"
+    with pytest.raises(TaskFailed, match=r"has no result: Slurm ended job \w+: NODE_FAIL\."):
+        job.result()
+    job.forget()
 
 
 def test_without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ Marked `spark`: `make test` leaves these out, and says so, where Java is not ins
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import pytest
 import tfmw
 from tests.engines.contract import Contract, wait_for
 from tests.helpers.cluster import ONE_THREAD, PYTHONPATH
-from tfmw.engines import Spark
+from tfmw.engines import Engine, Spark
 from tfmw.errors import UsageError
 
 pytestmark = [
@@ -23,6 +25,12 @@ pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
+
+
+def executors(context: Any) -> int:
+    """How many there are now."""
+    count: int = context._jsc.sc().getExecutorMemoryStatus().size() - 1  # the driver is one of them
+    return count
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +48,7 @@ def context() -> Iterator[Any]:
         context.setLogLevel("OFF")
         try:
             # Until both executors are there a barrier stage has no place, and is tried again late.
-            executors = context._jsc.sc().getExecutorMemoryStatus  # the driver is one of them
-            wait_for(lambda: executors().size() == 3)
+            wait_for(lambda: executors(context) == 2)
             yield context
         finally:
             context.stop()
@@ -54,6 +61,28 @@ def engine(context: Any) -> Spark:
 
 class TestSpark(Contract):
     attaches = False
+    host = "CoarseGrainedExecutorBackend"
+
+    @pytest.fixture(autouse=True)
+    def _has_both_executors(self, context: Any) -> None:
+        wait_for(lambda: executors(context) == 2)
+
+    @pytest.mark.long
+    def test_lost_host_of_a_task_costs_nothing(self, engine: Engine, tmp_path: Path) -> None:
+        super().test_lost_host_of_a_task_costs_nothing(engine, tmp_path)
+
+    @pytest.mark.long
+    def test_other_versions_are_refused(self, engine: Engine, tmp_path: Path) -> None:
+        super().test_other_versions_are_refused(engine, tmp_path)
+
+    @contextlib.contextmanager
+    def tasks_that_find(self, engine: Engine, path: Path) -> Iterator[Engine]:
+        from pyspark import SparkContext
+
+        context = SparkContext.getOrCreate()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(context.environment, "PYTHONPATH", f"{path}{os.pathsep}{PYTHONPATH}")
+            yield engine
 
     @pytest.fixture(autouse=True)
     def _leaves_nothing(self, context: Any) -> Iterator[None]:

@@ -4,7 +4,7 @@
         slurm.run("srun", "--ntasks=2", "hostname").stdout
 
 One controller and two nodes, all on loopback. The nodes are called 127.0.0.1 and 127.0.0.2, names
-that resolve everywhere, as a real cluster's do.
+that resolve everywhere, as a real cluster's do. With `Machines` each node has a network of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import getpass
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -21,13 +22,14 @@ from typing import Any
 
 from tests.cluster.test_rendezvous import ports
 from tests.helpers.cluster import ONE_THREAD, PYTHONPATH, ROOT
+from tests.helpers.network import Machines
 
 INSTALL = "apt-get install slurm-wlm"
 
 # slurm.conf(5). Nothing here is installed, authenticated or accounted: a test's Slurm.
 CONF = """
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({controller})
 SlurmctldPort={ctld_port}
 SlurmUser={user}
 SlurmdUser={user}
@@ -54,8 +56,9 @@ MpiDefault=none
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,sched_min_interval=0
 MinJobAge=300
 KillWait=5
-NodeName={first} NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port} CPUs={cpus}
-NodeName={second} NodeHostname={host} NodeAddr=127.0.0.1 Port={second_port} CPUs={cpus}
+SlurmdTimeout={lost_s}
+NodeName={first} NodeHostname={host} NodeAddr={first_address} Port={first_port} CPUs={cpus}
+NodeName={second} NodeHostname={host} NodeAddr={second_address} Port={second_port} CPUs={cpus}
 PartitionName=all Nodes={first},{second} Default=YES MaxTime=INFINITE State=UP
 """
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -67,11 +70,14 @@ class OneMachine:
 
     Args:
         folder: for configuration, state and logs.
+        machines: the nodes; None: both are on loopback.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, machines: Machines | None = None):
         self._folder = folder
-        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._machines = machines
+        self.nodes = NODES if machines is None else tuple(machines.addresses)
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TF_CONFIG"))}
         self.env = {**environ, **ONE_THREAD, "SLURM_CONF": str(folder / "slurm.conf")}
         self.env["PYTHONPATH"] = PYTHONPATH
@@ -85,8 +91,12 @@ class OneMachine:
             folder=self._folder,
             plugins=library,
             ctld_port=ctld_port,
-            first=NODES[0],
-            second=NODES[1],
+            controller="127.0.0.1" if self._machines is None else self._machines.gateway,
+            lost_s=300 if self._machines is None else 10,
+            first=self.nodes[0],
+            second=self.nodes[1],
+            first_address="127.0.0.1" if self._machines is None else self.nodes[0],
+            second_address="127.0.0.1" if self._machines is None else self.nodes[1],
             first_port=first_port,
             second_port=second_port,
             cpus=CPUS,
@@ -97,10 +107,10 @@ class OneMachine:
         with contextlib.ExitStack() as undo:
             undo.callback(self.stop)
             self._start("slurmctld", "-D", "-i")
-            for node in NODES:
+            for node in self.nodes:
                 (self._folder / f"spool-{node}").mkdir()
                 self._start("slurmd", "-D", "-N", node)
-            self._wait_until_idle()
+            self.wait_until_idle()
             undo.pop_all()
         return self
 
@@ -139,6 +149,29 @@ class OneMachine:
             assert time.monotonic() < deadline, f"the job is {job['JobState']}:\n{self.logs()}"
             time.sleep(0.2)
 
+    def lose(self, node: str) -> None:
+        """A node dies, and Slurm learns of it."""
+        daemon = self._daemons.pop(f"slurmd -D -N {node}")
+        daemon.kill()
+        daemon.wait()
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                variables = environ.read_bytes().split(b"\0")
+                here = f"SLURM_CONF={self.env['SLURM_CONF']}".encode() in variables
+                if here and f"SLURMD_NODENAME={node}".encode() in variables:
+                    os.kill(int(environ.parent.name), signal.SIGKILL)
+        self._update(node, "DOWN")
+
+    def bring_back(self, node: str) -> None:
+        """A node that was lost starts again."""
+        self._start("slurmd", "-D", "-N", node)
+        self._update(node, "RESUME")
+
+    def _update(self, node: str, state: str) -> None:
+        words = (f"NodeName={node}", f"State={state}", "Reason=test")
+        done = self.run("scontrol", "update", *words)
+        assert done.returncode == 0, done.stderr
+
     def logs(self) -> str:
         """What the daemons wrote, for messages."""
         return "\n".join(f"{p.name}:\n{p.read_text()}" for p in self._folder.glob("*.log"))
@@ -147,31 +180,36 @@ class OneMachine:
         """Ends all jobs and daemons."""
         if self._daemons:
             self.run("scancel", "--full", "--user", getpass.getuser())
-        for daemon in reversed(self._daemons):
+        for daemon in reversed(self._daemons.values()):
             daemon.terminate()
-        for daemon in self._daemons:
+        for daemon in self._daemons.values():
             try:
                 daemon.wait(timeout=20)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        self._daemons = []
+        self._daemons = {}
 
     def _start(self, *command: str) -> None:
         program = shutil.which(command[0], path=f"{os.environ['PATH']}:/usr/sbin")
         assert program is not None, f"{command[0]} is not installed: {INSTALL}"
-        log = (self._folder / f"{'-'.join(command)}.out.log").open("wb")
+        if self._machines is not None and command[0] == "slurmd":
+            within = self._machines.command(self.nodes.index(command[-1]))
+        else:
+            within = []
+        log = (self._folder / f"{'-'.join(command)}.out.log").open("ab")
         with log:
-            self._daemons.append(
-                subprocess.Popen([program, *command[1:]], env=self.env, stdout=log, stderr=log)
+            self._daemons[" ".join(command)] = subprocess.Popen(
+                [*within, program, *command[1:]], env=self.env, stdout=log, stderr=log
             )
 
-    def _wait_until_idle(self, timeout_s: float = 60) -> None:
+    def wait_until_idle(self, timeout_s: float = 60) -> None:
+        """Waits until both nodes are there, and have no job."""
         deadline = time.monotonic() + timeout_s
         while True:
             states = self.run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()
             if states == ["idle", "idle"]:
                 return
-            assert all(d.poll() is None for d in self._daemons), self.logs()
+            assert all(d.poll() is None for d in self._daemons.values()), self.logs()
             assert time.monotonic() < deadline, f"the nodes are {states}:\n{self.logs()}"
             time.sleep(0.1)

@@ -4,7 +4,8 @@ Read `local.py` first: `tfmw.fit(..., workers=2)`, on this machine and, with `on
 `serialization.py` packs models.
 
 Read `engine.py` next: what an engine is. `ray.py`, `slurm.py`, `spark.py` and `local_jobs.py` are
-engines; `folder.py` is what those with a shared folder have in common. What all of them share:
+engines; `folder.py` is what those with a shared folder have in common, `own_files.py` why what is
+in it can be unpickled. What all of them share:
 `submit.py`, the entry points, and `job.py`, what they return; `controller.py`, which restarts, and
 `members.py`, one attempt; `agent.py`, the process of each task; `link.py`, its connection.
 

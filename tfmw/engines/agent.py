@@ -1,6 +1,6 @@
 """What an engine starts for each task: runs it as a child process, and connects it to its job.
 
-    run_task(contact, rank=1, payload=lambda: data, host="h1")
+    run_task(contact, rank=1, payload=lambda: [data], host="h1")
     python -m tfmw.engines.agent FOLDER RANK      # the same, by the files of a shared folder
 
 The agent reserves a port, introduces itself to the controller and does what that asks for: look at
@@ -62,14 +62,14 @@ _FAREWELL_S = 60.0  # in which the controller takes the result
 
 
 def run_task(
-    contact: Contact, rank: int, payload: Callable[[], bytes], host: str | None = None
+    contact: Contact, rank: int, payload: Callable[[], call.Payload], host: str | None = None
 ) -> None:
     """Runs one task of a job, until it has ended and its result is sent.
 
     Args:
         contact: how to reach the controller.
         rank: which task.
-        payload: returns the pickled call; called just before the task starts.
+        payload: returns the packed call; called just before the task starts.
         host: this machine's name in messages; by default the system's.
 
     Raises:
@@ -115,7 +115,7 @@ class _Agent:
         link: Link,
         contact: Contact,
         rank: int,
-        payload: Callable[[], bytes],
+        payload: Callable[[], call.Payload],
         host: str,
         folder: Path,
     ) -> None:
@@ -297,7 +297,7 @@ def main(folder: Path, rank: int, host: str | None) -> None:
             "must be one that all hosts share; see directory= of the engine."
         )
     contact = dataclasses.replace(contact, hosts=tuple(contact.hosts))
-    run_task(contact, rank, lambda: own_files.read(folder, PAYLOAD), host)
+    run_task(contact, rank, lambda: [own_files.read(folder, PAYLOAD)], host)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ driver. What it writes into its folder is all that others see of the job (`job.F
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -31,6 +32,10 @@ from tfmw.launcher.result import Result
 from tfmw.runtime.signals import Signals
 
 CANCEL = "cancel"
+
+INTERRUPTED = "interrupted"
+"""Of a controller that its engine ends while tasks fail, as when a node is lost. Only the engine
+knows whether the job is queued again, so the controller writes no last state."""
 
 _POLL_S = 0.1
 _GROW_EVERY_S = 10.0
@@ -57,9 +62,10 @@ class Controller:
         self._inbox: queue.SimpleQueue[tuple[Link, Message | None]] = queue.SimpleQueue()
         self._policy = RestartPolicy(spec.options, spec.workers[1])
         self._written: dict[str, Any] = {}
+        self._growing = False
 
     def run(self) -> str:
-        """Runs the job; returns its last state, which `status.json` then has too."""
+        """Runs the job; returns its last state, which `status.json` has then, or INTERRUPTED."""
         state, problem, backup = "failed", "", b""
         with own_files.append(self._folder / jobs.OUTPUT) as output:
             self._output = output
@@ -77,12 +83,13 @@ class Controller:
                     traceback.print_exc(file=output)
         if backup:
             own_files.write(self._folder / jobs.BACKUP, backup)
-        self._say(state=state, problem=problem)
+        if state != INTERRUPTED:
+            self._say(state=state, problem=problem)
         return state
 
     def _run_attempts(self, port: int) -> tuple[str, str]:
         failures: list[Any] = []
-        for number in itertools.count():
+        for number in itertools.count(self._first_attempt()):
             count = self._placed()
             if not count and self._stop.received and self._tasks.requeues:
                 return "queued", ""
@@ -101,6 +108,11 @@ class Controller:
             found = dataclasses.replace(
                 members.outcome(), signals=tuple(self._stop.received), attempt=number
             )
+            if self._growing and found.preempted and self._tasks.requeues:
+                return "queued", ""  # the engine starts the job again with more tasks
+            self._growing = False
+            if self._stop.received and found.failures and self._tasks.requeues:
+                return INTERRUPTED, ""
             failures += found.failures if not failures else found.failures[:1]
             decision = self._policy.decide(found)
             if decision.message:
@@ -111,10 +123,17 @@ class Controller:
             self._pause(decision.delay_s)
         raise AssertionError("unreachable")
 
+    def _first_attempt(self) -> int:
+        """0, or the next one of a job that was queued again."""
+        before: dict[str, Any] = {}
+        with contextlib.suppress(FileNotFoundError):
+            before = json.loads(own_files.read(self._folder, jobs.STATUS))
+        self._written = {k: before[k] for k in ("attempt", "restarts", "backup") if k in before}
+        self._say(state="queued")
+        return int(before.get("attempt", -1)) + 1
+
     def _placed(self) -> int:
         """Waits until the engine has a place for the tasks: how many; 0 if cancelled."""
-        if not self._written:
-            self._say(state="queued")
         while not self._cancelled() and not self._stop.received:
             if count := self._tasks.available(*self._spec.workers):
                 return count
@@ -148,7 +167,7 @@ class Controller:
             if not asked and time.monotonic() > grow_at:
                 grow_at = time.monotonic() + _GROW_EVERY_S
                 if self._can_grow(members):
-                    asked = True
+                    asked = self._growing = True
                     display.line("tfmw: there is a place for more tasks: all save their state")
                     members.ask_to_leave()
 
@@ -156,6 +175,7 @@ class Controller:
         least, most = self._spec.workers
         return (
             least < most
+            and self._spec.options.max_restarts > 0
             and members.count < most
             and members.step() > 0
             and self._tasks.room(most) > members.count

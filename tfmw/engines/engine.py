@@ -26,6 +26,7 @@ from importlib import metadata
 from typing import Any, Protocol
 
 from tfmw.errors import UsageError
+from tfmw.launcher.call import Payload
 from tfmw.launcher.options import RunOptions
 
 
@@ -141,11 +142,18 @@ class Tasks(abc.ABC):
 class Place(Protocol):
     """Where a job's controller runs, and how other processes reach its files."""
 
+    why: str
+    """Why the engine lost the job, as a clause, once `state` has returned "lost"; "": unknown."""
+
     def read(self, name: str, offset: int = 0) -> bytes:
         """A file of the job from `offset` on; b"" if there is none."""
 
     def state(self) -> str:
-        """What the engine knows where the controller has said nothing: "queued", "lost"..."""
+        """What the engine knows of a job whose controller has not written its last state.
+
+        Returns:
+            "queued", "running", "cancelled" or "lost"; "" where the engine cannot be asked now.
+        """
 
     def cancel(self) -> None:
         """Asks the controller to end the job."""
@@ -171,7 +179,7 @@ class Engine(abc.ABC):
     """Before the colon in a job's id: "slurm" in "slurm:4711"."""
 
     @abc.abstractmethod
-    def submit(self, spec: JobSpec, payload: bytes) -> tuple[str, Place]:
+    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, Place]:
         """Starts a job's controller; returns the job's number and its place."""
 
     @abc.abstractmethod

@@ -25,6 +25,8 @@ from tfmw.engines.controller import CANCEL, Controller
 from tfmw.engines.engine import Contact, Engine, JobSpec, Tasks
 from tfmw.engines.job import BACKUP
 from tfmw.errors import UsageError
+from tfmw.launcher import call
+from tfmw.launcher.call import Payload
 from tfmw.runtime.signals import Signals
 
 SPEC = "spec.pickle"
@@ -70,7 +72,7 @@ class FolderEngine(Engine):
         return folder
 
 
-def write_job(root: Path, spec: JobSpec, payload: bytes) -> Path:
+def write_job(root: Path, spec: JobSpec, payload: Payload) -> Path:
     """Makes the folder of a job; returns it.
 
     Raises:
@@ -79,7 +81,8 @@ def write_job(root: Path, spec: JobSpec, payload: bytes) -> Path:
     folder = root / secrets.token_hex(4)
     try:
         folder.mkdir(parents=True, mode=0o700)
-        own_files.write(folder / PAYLOAD, payload)
+        with open(folder / PAYLOAD, "wb", opener=own_files.private) as file:
+            call.write(payload, file)
         own_files.write(folder / SPEC, pickle.dumps(spec))
     except OSError as error:
         raise UsageError(
@@ -133,6 +136,7 @@ class FolderPlace:
         self._folder = folder
         self.state = state
         self.kill = kill
+        self.why = ""
 
     def exists(self) -> bool:
         """Whether the job's files are there."""

@@ -70,9 +70,9 @@ class Job:
         """Its state, and where its tasks run.
 
         Returns:
-            "state" as in `status`; "attempt", "restarts", "step" and "hosts" of the tasks, once
-            they have started; "backup", the newest one that the job keeps; "problem", one sentence,
-            where it has failed.
+            "state" as in `status`; "attempt", "restarts", "step", and "hosts" and "steps" of the
+            tasks, once they have started; "backup", the newest one that the job keeps; "problem",
+            one sentence, where it has failed or was lost.
         """
         data = self._place.read(STATUS)
         found: dict[str, Any] = json.loads(data) if data else {"state": "queued"}
@@ -84,6 +84,8 @@ class Job:
                 found = json.loads(data) if data else found
                 if found["state"] not in ENDED:
                     found["state"] = known
+                    if self._place.why:
+                        found["problem"] = self._place.why
             elif known == "queued":  # again, after a failure of a node
                 found["state"] = known
         return found

@@ -14,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pickle
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def _train_here(fit: Callable[..., Any], sent: _FitCall, workers: Any) -> dict[s
     """Trains on processes of this machine; returns what the chief returned."""
     with _with_backups(sent) as sent:
         try:
-            chief, *_ = launch(_train, (fit, serialization.pack(sent)), workers=workers)
+            chief, *_ = launch(_train, _packed(fit, sent), workers=workers)
         except KeyboardInterrupt:
             _restore_newest_backup(sent.model, sent.settings["backup_dir"])
             raise
@@ -161,7 +162,7 @@ def _train_on_engine(
     if not directories:
         paths |= {"backup_dir": _KEPT_BY_JOB, "backup_every": _BACKUP_OF_JOB_EVERY}
     sent = sent.with_settings(**paths)
-    payload = call.pack(_train, (fit, serialization.pack(sent)))
+    payload = call.pack(_train, _packed(fit, sent))
     spec = submit.call_spec(workers, engine.max_restarts, {}, directories=directories)
     live = is_watched(sys.stdout)
     with submit.held(submit.start(engine, spec, payload, live)) as job:
@@ -180,9 +181,15 @@ def _train_on_engine(
             raise
 
 
-def _train(fit: Callable[..., Any], packed: bytes) -> dict[str, Any]:
+def _packed(fit: Callable[..., Any], sent: _FitCall) -> tuple[Any, ...]:
+    """The arguments of `_train`."""
+    large: list[pickle.PickleBuffer] = []
+    return fit, serialization.pack(sent, large), large
+
+
+def _train(fit: Callable[..., Any], packed: bytes, large: Sequence[Any]) -> dict[str, Any]:
     """In a worker: trains. The chief returns the values for the caller's objects."""
-    sent: _FitCall = serialization.unpack(packed)
+    sent: _FitCall = serialization.unpack(packed, large)
     sent.process.apply()
     settings = dict(sent.settings)
     if settings["backup_dir"] == _KEPT_BY_JOB:

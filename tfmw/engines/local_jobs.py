@@ -23,6 +23,7 @@ from tfmw.engines.folder import (
     write_contact,
     write_job,
 )
+from tfmw.launcher.call import Payload
 from tfmw.launcher.failure import describe_status, tail
 
 _END_S = 10.0  # in which a task ends by itself
@@ -40,7 +41,7 @@ class Local(FolderEngine):
 
     name = "local"
 
-    def submit(self, spec: JobSpec, payload: bytes) -> tuple[str, Place]:
+    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, Place]:
         folder = write_job(self.root, spec, payload)
         with open(folder / "controller.log", "wb") as log:
             process = subprocess.Popen(

@@ -333,5 +333,6 @@ class Members:
             "workers": self.count,
             "hosts": hosts,
             "step": self.step(),
-            "backup": self._backup,
+            "steps": [self.members[rank].step for rank in sorted(self.members)],
+            **({"backup": self._backup} if self._backup else {}),
         }

@@ -14,7 +14,7 @@ import contextlib
 import os
 import stat
 from pathlib import Path
-from typing import IO
+from typing import TextIO
 
 from tfmw.errors import UsageError
 
@@ -66,7 +66,7 @@ def write(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
 
 
-def append(path: Path) -> IO[str]:
+def append(path: Path) -> TextIO:
     """Opens a text file that only this user can read, to append to it."""
     return open(path, "a", encoding="utf-8", opener=private)  # the caller closes it
 

@@ -8,7 +8,6 @@ belongs to the controller's actor, and goes with it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -23,11 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from tfmw.engines import job as jobs
 from tfmw.engines.agent import run_task
 from tfmw.engines.controller import CANCEL, Controller
 from tfmw.engines.engine import Contact, Engine, JobSpec, Place, Tasks, library
+from tfmw.engines.ray_place import READ, RayPlace, reason
 from tfmw.errors import UsageError
+from tfmw.launcher.call import Payload
 
 NAMESPACE = "tfmw"
 """Of the actors that control jobs; the jobs' tasks have no names."""
@@ -36,7 +36,6 @@ _KEEP_S = 24 * 3600.0
 """Seconds for which the result of a job that has ended can be fetched."""
 
 _FEWER_S = 10.0  # after which a job with workers=(2, 8) that finds no room tries with fewer
-_READ = 4 << 20  # bytes of a file in one call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Ray(Engine):
 
     name = "ray"
 
-    def submit(self, spec: JobSpec, payload: bytes) -> tuple[str, Place]:
+    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, Place]:
         ray = self._connect()
         number = secrets.token_hex(4)
         here = ray.get_runtime_context().get_node_id()
@@ -81,17 +80,19 @@ class Ray(Engine):
             .remote()
         )
         try:
-            # As an array, which the object store does not copy for those who read it.
-            ray.get(actor.begin.remote(spec, np.frombuffer(payload, np.uint8), self))
+            # As arrays, which the object store does not copy for those who read them. The large
+            # arrays of the call go there from where the caller has them.
+            parts = [ray.put(np.frombuffer(part, np.uint8)) for part in payload]
+            ray.get(actor.begin.remote(spec, parts, self))
         except BaseException:
             ray.kill(actor)
             raise
-        return number, _RayPlace(ray, actor)
+        return number, self._place(ray, actor)
 
     def attach(self, number: str) -> Place:
         ray = self._connect(start=False)
         try:
-            return _RayPlace(ray, ray.get_actor(number, namespace=NAMESPACE))
+            return self._place(ray, ray.get_actor(number, namespace=NAMESPACE))
         except ValueError as error:
             known = ", ".join(f"ray:{n}" for n in self.numbers()) or "none"
             raise UsageError(
@@ -113,6 +114,9 @@ class Ray(Engine):
         gpus = {"GPU": float(self.gpus_per_worker)} if self.gpus_per_worker else {}
         return {"CPU": 1.0, **gpus, **self.resources}
 
+    def _place(self, ray: Any, actor: Any) -> Place:
+        return RayPlace(ray, actor, ray.get_runtime_context().gcs_address)
+
     def _connect(self, start: bool = True) -> Any:
         """Ray, connected; `start`: to a new cluster of this machine where there is none."""
         ray = library("ray")
@@ -128,60 +132,18 @@ class Ray(Engine):
         return ray
 
 
-class _RayPlace:
-    """A job's controller actor, from any process of the cluster."""
-
-    def __init__(self, ray: Any, actor: Any) -> None:
-        self._ray = ray
-        self._actor = actor
-
-    def read(self, name: str, offset: int = 0) -> bytes:
-        """See `Place.read`."""
-        found = bytearray()
-        with contextlib.suppress(self._ray.exceptions.RayActorError):
-            while True:
-                piece = self._ray.get(self._actor.read.remote(name, offset + len(found)))
-                found += piece
-                if len(piece) < _READ:  # another call could read a file that has been replaced
-                    break
-        return bytes(found)
-
-    def state(self) -> str:
-        """See `Place.state`."""
-        try:
-            self._ray.get(self._actor.read.remote(jobs.STATUS, 0))
-            return "running"
-        except self._ray.exceptions.RayActorError:
-            return "lost"
-
-    def cancel(self) -> None:
-        """See `Place.cancel`."""
-        with contextlib.suppress(self._ray.exceptions.RayActorError):
-            self._ray.get(self._actor.cancel.remote())
-
-    def kill(self) -> None:
-        """See `Place.kill`: tasks and placement group belong to the actor."""
-        self._ray.kill(self._actor)
-
-    def forget(self) -> None:
-        """See `Place.forget`."""
-        with contextlib.suppress(self._ray.exceptions.RayActorError):
-            self._ray.get(self._actor.remove.remote())
-        self._ray.kill(self._actor)
-
-
 class _ControllerActor:
     """Controls one job, and lets others read its files."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="tfmw-job-"))
 
-    def begin(self, spec: JobSpec, payload: Any, engine: Ray) -> None:
+    def begin(self, spec: JobSpec, payload: list[Any], engine: Ray) -> None:
         """Starts the controller."""
         import ray
 
         # Put again: what this actor owns outlives the caller's process.
-        tasks = RayTasks(engine, [ray.put(payload)])
+        tasks = RayTasks(engine, [ray.put(ray.get(part)) for part in payload])
         threading.Thread(target=self._control, args=(spec, tasks), daemon=True).start()
 
     def _control(self, spec: JobSpec, tasks: RayTasks) -> None:
@@ -195,7 +157,7 @@ class _ControllerActor:
         try:
             with open(self._folder / name, "rb") as file:
                 file.seek(offset)
-                return file.read(_READ)
+                return file.read(READ)
         except FileNotFoundError:
             return b""
 
@@ -218,7 +180,7 @@ class _TaskActor:
         run_task(
             contact,
             rank,
-            lambda: ray.get(payload[0]).tobytes(),
+            lambda: [memoryview(part) for part in ray.get(payload)],
             host=ray.util.get_node_ip_address(),
         )
 
@@ -228,7 +190,7 @@ class RayTasks(Tasks):
 
     Args:
         engine: its settings.
-        payload: [reference of the call in the object store].
+        payload: references of the packed call's parts in the object store.
     """
 
     def __init__(self, engine: Ray, payload: list[Any]) -> None:
@@ -291,8 +253,10 @@ class RayTasks(Tasks):
             try:
                 self._ray.get(run)
                 why = "its actor has ended"
+            except self._ray.exceptions.ActorUnavailableError:
+                continue  # it may be alive: its connection decides
             except Exception as error:
-                why = f"its actor was lost: {(str(error) or type(error).__name__).splitlines()[0]}"
+                why = f"its actor was lost: {reason(error)}"
             found[self._runs.index(run)] = why
         return found
 

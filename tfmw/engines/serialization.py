@@ -1,7 +1,7 @@
 """Pickles Keras models for child processes of this one.
 
-    packed = pack((model, settings))                 # bytes
-    model, settings = unpack(packed)                 # in a child process
+    packed = pack((model, settings), large)          # bytes; large arrays go into the list
+    model, settings = unpack(packed, large)          # in a child process
 
 Keras's own archive needs a `get_config` and registered classes, which models of a notebook often
 lack. Here layers, losses, metrics and optimizers are pickled attribute by attribute, and variables
@@ -16,6 +16,7 @@ import io
 import pickle
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -29,8 +30,12 @@ from tfmw.launcher import call
 _REFUSALS = (TypeError, ValueError, AttributeError, NotImplementedError, tf.errors.OpError)
 
 
-def pack(value: Any) -> bytes:
+def pack(value: Any, large: list[pickle.PickleBuffer] | None = None) -> bytes:
     """Pickles a structure of models, data and settings.
+
+    Args:
+        value: the structure.
+        large: gets the arrays that are too large to be copied into the pickle; None: all are.
 
     Raises:
         UsageError: an object in it cannot be pickled, or cloudpickle is not installed.
@@ -50,7 +55,7 @@ def pack(value: Any) -> bytes:
 
     buffer = io.BytesIO()
     try:
-        Pickler(buffer).dump(value)
+        Pickler(buffer, 5, None if large is None else call.apart(large)).dump(value)
     except (*_REFUSALS, pickle.PicklingError) as e:
         reason = (str(e) or type(e).__name__).splitlines()[0]
         raise UsageError(
@@ -60,13 +65,17 @@ def pack(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def unpack(packed: bytes) -> Any:
+def unpack(packed: bytes, large: Sequence[Any] = ()) -> Any:
     """The reverse of `pack`, in a task that the process that packed has started.
+
+    Args:
+        packed: what `pack` returned.
+        large: the arrays that are not in it.
 
     Raises:
         UsageError: it needs a module that is not installed here.
     """
-    return call.loads(packed)
+    return call.loads(packed, large)
 
 
 def settled(model: keras.Model) -> keras.Model:

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from tfmw.engines.folder import (
     write_job,
 )
 from tfmw.errors import PREEMPTED, UsageError
+from tfmw.launcher.call import Payload
 from tfmw.launcher.failure import describe_status, tail
 
 SCRIPT = """#!/bin/bash
@@ -60,6 +62,15 @@ _STATES = {
     "COMPLETING": "running",
     "CANCELLED": "cancelled",
 }
+_UNKNOWN_JOB = "Invalid job id"  # slurm_strerror(3) of a number that Slurm does not have
+
+# sinfo(1), NODE STATE CODES, of nodes that run tasks; with a mark behind, such as "idle*", a node
+# does not respond.
+_USABLE = {"alloc", "comp", "drng", "idle", "maint", "mix", "plnd", "resv"}
+_LOOK_EVERY_S = 2.0  # between two looks at the job's nodes
+_SHORT_S = 30.0  # after which a job that has too few nodes left is queued again
+_GROW_EVERY_S = 30.0  # between two questions whether there are more nodes
+_GREW_FROM = "grew_from"  # file with the number of tasks that the job had when it asked for more
 _TIMEOUT_S = 60.0  # of a command of Slurm
 _END_S = 20.0  # in which the tasks of an attempt end
 
@@ -98,7 +109,7 @@ class Slurm(FolderEngine):
 
     name = "slurm"
 
-    def submit(self, spec: JobSpec, payload: bytes) -> tuple[str, Place]:
+    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, Place]:
         folder = write_job(self.root, spec, payload)
         script = SCRIPT.format(
             notice_s=self.notice_s,
@@ -133,7 +144,12 @@ class Slurm(FolderEngine):
 
     def _options(self, workers: tuple[int, int]) -> list[str]:
         least, most = workers
-        if least != most and self.nodes is None:
+        if least != most and self.nodes is not None:
+            raise UsageError(
+                f"received nodes={self.nodes} and workers={workers}: with a range each node has "
+                "one task; drop nodes=, or give one number of workers."
+            )
+        if least != most:
             # One task on each node: Slurm then may grant fewer of them.
             size = [f"--nodes={least}-{most}", "--ntasks-per-node=1", "--no-kill"]
         else:
@@ -154,29 +170,38 @@ class _SlurmPlace(FolderPlace):
     """
 
     def __init__(self, folder: Path, number: str) -> None:
-        super().__init__(folder, lambda: job_state(number), lambda: self._end())
+        super().__init__(folder, self._state, self._end)
         self._number = number
 
     def cancel(self) -> None:
         """See `Place.cancel`; a job that is still queued has no controller."""
         super().cancel()
-        if job_state(self._number) == "queued":
+        if self._state() == "queued":
             self._end()
+
+    def _state(self) -> str:
+        name = state_name(self._number)
+        if name is None:
+            return ""
+        state = _STATES.get(name, "lost")
+        if state == "lost":
+            self.why = f"Slurm ended job {self._number}: {name}" if name else ""
+        return state
 
     def _end(self) -> None:
         with contextlib.suppress(UsageError):
             _command("scancel", self._number)
 
 
-def job_state(number: str) -> str:
-    """`Job.status` of a job as far as Slurm knows; "lost" for one that it has forgotten."""
+def state_name(number: str) -> str | None:
+    """Slurm's name for the state of a job; "": it has no such job; None: it cannot be asked now."""
     # "JobId=3 ... JobState=COMPLETED Reason=None ...", for some minutes after its end
     try:
         shown = _command("scontrol", "--oneliner", "show", "job", number)
-    except UsageError:
-        return "lost"
+    except UsageError as error:
+        return "" if _UNKNOWN_JOB in str(error) else None
     _, _, rest = shown.partition("JobState=")
-    return _STATES.get(rest.split()[0] if rest else "", "lost")
+    return rest.split()[0] if rest else None
 
 
 def _command(*command: str, env: Mapping[str, str] | None = None) -> str:
@@ -201,6 +226,11 @@ def _command(*command: str, env: Mapping[str, str] | None = None) -> str:
             f"on='slurm' needs the command {command[0]}, which is not on PATH: call tfmw on a "
             "machine from which jobs can be submitted."
         ) from error
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"{command[0]} did not return within {_TIMEOUT_S:g} s; the command was: "
+            f"{shlex.join(command)}"
+        ) from None
     if done.returncode != 0:
         why = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
         raise UsageError(f"{command[0]} failed: {why}; the command was: {shlex.join(command)}")
@@ -220,6 +250,10 @@ class SlurmTasks(FolderTasks):
         super().__init__(folder)
         self._srun: subprocess.Popen[bytes] | None = None
         self._count = 0
+        self._one_on_each_node = False
+        self._look_at = 0.0
+        self._short_since: float | None = None
+        self._grow_at = time.monotonic() + _GROW_EVERY_S
 
     def hosts(self) -> tuple[str, ...]:
         node = os.environ.get("SLURMD_NODENAME", "")
@@ -228,11 +262,41 @@ class SlurmTasks(FolderTasks):
     def available(self, least: int, most: int) -> int:
         if least == most:
             return most
-        # "h1,h2": the nodes of the job that Slurm can still reach.
-        up = _command("sinfo", "--noheader", "--Node", "--format=%N %t", "--nodes", _nodes())
-        usable = {n for n, state in map(str.split, up.splitlines()) if state.isalpha()}
-        count = min(most, len(usable))
-        return count if count >= least else 0
+        self._one_on_each_node = True
+        if time.monotonic() < self._look_at:
+            return 0
+        self._look_at = time.monotonic() + _LOOK_EVERY_S
+        try:
+            # The nodes of the job that Slurm can still reach.
+            count = min(most, len(_usable("--nodes", os.environ["SLURM_JOB_NODELIST"])))
+            if count >= least:
+                self._short_since = None
+                return count
+            self._short_since = self._short_since or time.monotonic()
+            if time.monotonic() - self._short_since > _SHORT_S:
+                _command("scontrol", "requeue", os.environ["SLURM_JOB_ID"])  # ends this process
+        except UsageError:  # Slurm's controller is away
+            pass
+        return 0
+
+    def room(self, most: int) -> int:
+        """The tasks that run, and as many as there are idle nodes for which no other job waits."""
+        if time.monotonic() < self._grow_at or not self._one_on_each_node:
+            return 0
+        self._grow_at = time.monotonic() + _GROW_EVERY_S
+        had = self.folder / _GREW_FROM
+        if had.exists() and int(had.read_text()) >= self._count:
+            return 0  # it was queued again, and got no more: the idle nodes are not for it
+        partition = os.environ["SLURM_JOB_PARTITION"]
+        try:
+            if _command("squeue", "--noheader", "--states=PENDING", "--partition", partition):
+                return 0
+            idle = len(_usable("--partition", partition, "--states=IDLE"))
+        except UsageError:  # Slurm's controller is away
+            return 0
+        if idle:
+            had.write_text(str(self._count))
+        return min(most, self._count + idle)
 
     def start(self, count: int, contact: Contact) -> None:
         write_contact(self.folder, contact)
@@ -243,6 +307,7 @@ class SlurmTasks(FolderTasks):
                 [
                     "srun",
                     f"--ntasks={count}",
+                    *([f"--nodes={count}"] if self._one_on_each_node else []),
                     "--kill-on-bad-exit=0",
                     "--no-kill",
                     f"--output={log}",
@@ -277,8 +342,10 @@ class SlurmTasks(FolderTasks):
         self._srun = None
 
 
-def _nodes() -> str:
-    return os.environ["SLURM_JOB_NODELIST"]
+def _usable(*which: str) -> set[str]:
+    """Those of the nodes, by options of sinfo(1), on which tasks can run."""
+    listed = _command("sinfo", "--noheader", "--Node", "--format=%N %t", *which)
+    return {name for name, state in map(str.split, listed.splitlines()) if state in _USABLE}
 
 
 def main(role: str, folder: Path) -> int:

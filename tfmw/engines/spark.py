@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import os
 import secrets
 import tempfile
@@ -23,6 +24,8 @@ from tfmw.engines.controller import Controller
 from tfmw.engines.engine import Contact, Engine, JobSpec, Place, Tasks, library
 from tfmw.engines.folder import FolderPlace
 from tfmw.errors import UsageError
+from tfmw.launcher import call
+from tfmw.launcher.call import Payload
 
 _END_S = 20.0  # in which a stage ends by itself
 
@@ -43,7 +46,7 @@ class Spark(Engine):
 
     name = "spark"
 
-    def submit(self, spec: JobSpec, payload: bytes) -> tuple[str, Place]:
+    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, Place]:
         context = _context()
         number = secrets.token_hex(4)
         folder = Path(tempfile.mkdtemp(prefix="tfmw-job-"))
@@ -80,13 +83,15 @@ class SparkTasks(Tasks):
 
     Args:
         context: the SparkContext.
-        payload: the pickled call.
+        payload: the packed call.
         group: name of the group of Spark's jobs.
     """
 
-    def __init__(self, context: Any, payload: bytes, group: str) -> None:
+    def __init__(self, context: Any, payload: Payload, group: str) -> None:
         self._context = context
-        self._payload = context.broadcast(payload)
+        whole = io.BytesIO()
+        call.write(payload, whole)
+        self._payload = context.broadcast(whole.getvalue())
         self._group = group
         self._stage: threading.Thread | None = None
         self._count = 0
@@ -141,7 +146,7 @@ def _run_partition(contact: Contact, payload: Any, rows: Iterator[int]) -> Itera
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses)
     host = context.getTaskInfos()[rank].address.partition(":")[0]
-    run_task(contact, rank, lambda: bytes(payload.value), host=host)
+    run_task(contact, rank, lambda: [bytes(payload.value)], host=host)
     return iter(())
 
 

@@ -171,7 +171,7 @@ def submit(
         command=("script", str(path), *map(str, args)),
         script=path.read_bytes() if path.is_file() else b"",
     )
-    return start(engine, spec, b"")
+    return start(engine, spec, ())
 
 
 def attach(job_id: str, on: Engine | None = None) -> Job:
@@ -233,13 +233,13 @@ def call_spec(
     )
 
 
-def start(engine: Engine, spec: JobSpec, payload: bytes, live: bool = False) -> Job:
+def start(engine: Engine, spec: JobSpec, payload: call.Payload, live: bool = False) -> Job:
     """Submits a job.
 
     Args:
         engine: where it runs.
         spec: from `call_spec`.
-        payload: the pickled call; b"" for a script.
+        payload: the packed call; empty for a script.
         live: whether the first task's output is for a terminal or a notebook.
     """
     if os.environ.get("TF_CONFIG", "").strip():

@@ -91,7 +91,7 @@ class AttemptContext:
     spawner: Spawner
     display: Display
     live: str | None
-    payload: bytes | None
+    payload: call.Payload | None
     stop: Signals
     options: RunOptions
     grace_s: float = GRACE_S
@@ -186,7 +186,7 @@ class Attempt:
         if self._context.payload is None:
             return subprocess.DEVNULL, []
         stdin = inputs.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        stdin.write(self._context.payload)
+        call.write(self._context.payload, stdin)
         stdin.seek(0)
         result = tempfile.TemporaryFile()  # noqa: SIM115  (closed in outcomes)
         self._results[task.name] = result

@@ -69,7 +69,7 @@ class Job:
     live: bool | None = None
     grace_s: float = GRACE_S
     farewell_s: float = FAREWELL_S
-    payload: bytes | None = None
+    payload: call.Payload | None = None
 
     @property
     def workers(self) -> int:

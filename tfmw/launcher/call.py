@@ -2,6 +2,9 @@
 
 Both are pickles in unnamed temporary files that only the launcher and its own child have open. No
 data from any other process is ever unpickled.
+
+Large arrays are not copied into the pickle (PEP 574). They follow it in the file, which the child
+maps into its memory.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import io
+import mmap
 import os
 import pickle
 import sys
@@ -23,6 +27,14 @@ RESULT_FD = "TFMW_RESULT_FD"
 ELSEWHERE = "TFMW_ELSEWHERE"
 """Variable of tasks that may run on other machines than the caller: the host's name."""
 
+LARGE = 100 << 20
+"""Bytes from which an array is not copied into the pickle."""
+
+Payload = Sequence[bytes | memoryview]
+"""A packed call: the pickle, then its large arrays; empty for a script."""
+
+_ALIGNED = 64  # bytes; of what lies in the file, for vector instructions
+
 Outcome = tuple[Any, BaseException | None, str]
 """The outcome in a child: (result, exception or None, its traceback as text)."""
 
@@ -35,7 +47,19 @@ def _pickler() -> Any:
         return pickle
 
 
-def pack(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+def apart(large: list[pickle.PickleBuffer]) -> Callable[[pickle.PickleBuffer], bool]:
+    """A pickler's `buffer_callback` that puts large arrays into a list."""
+
+    def take(array: pickle.PickleBuffer) -> bool:
+        if array.raw().nbytes < LARGE:
+            return True  # into the pickle
+        large.append(array)
+        return False
+
+    return take
+
+
+def pack(fn: Callable[..., Any], args: Sequence[Any]) -> Payload:
     """Pickles the call.
 
     Raises:
@@ -49,13 +73,22 @@ def pack(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
             f"tfmw.launch can't send {name} to other processes, which only import functions by "
             "name; move it to a module of its own or install cloudpickle."
         )
+    large: list[pickle.PickleBuffer] = []
     try:
-        blob = pickler.dumps((fn, tuple(args)))
+        blob = pickler.dumps((fn, tuple(args)), protocol=5, buffer_callback=apart(large))
     except Exception as error:
         raise UsageError(
             f"tfmw.launch can't send {name} and its arguments to other processes: {error}."
         ) from error
-    return pickle.dumps((list(sys.path), blob))
+    arrays = [array.raw() for array in large]
+    return [pickle.dumps((list(sys.path), blob, [a.nbytes for a in arrays])), *arrays]
+
+
+def write(payload: Payload, file: IO[bytes]) -> None:
+    """Writes a packed call to a file, as `receive` expects it."""
+    for part in payload:
+        file.write(part)
+        file.write(bytes(-file.tell() % _ALIGNED))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +97,12 @@ class Call:
 
     blob: bytes
     result: IO[bytes]
+    arrays: Sequence[memoryview] = ()
 
     def run(self) -> None:
         """Calls the function and sends the result; sends and raises an exception."""
         try:
-            fn, args = loads(self.blob)
+            fn, args = loads(self.blob, self.arrays)
             value = fn(*args)
             data = _pickler().dumps((value, None, ""))
         except BaseException as error:
@@ -83,22 +117,35 @@ class Call:
 
 def receive() -> Call:
     """In the child: reads the call from standard input."""
-    path, blob = pickle.load(sys.stdin.buffer)
+    path, blob, sizes = pickle.load(sys.stdin.buffer)
+    arrays = []
+    if sizes:
+        # What the child changes stays its own.
+        mapped = memoryview(mmap.mmap(sys.stdin.fileno(), 0, access=mmap.ACCESS_COPY))
+        start = sys.stdin.buffer.tell()
+        for size in sizes:
+            start += -start % _ALIGNED
+            arrays.append(mapped[start : start + size])
+            start += size
     if ELSEWHERE in os.environ:  # packages may lie in other folders there
         path = [*sys.path, *(p for p in path if p not in sys.path and os.path.isdir(p))]
     sys.path[:] = path
     result = open(int(os.environ.pop(RESULT_FD)), "wb")  # noqa: SIM115  (the call closes it)
-    return Call(blob, result)
+    return Call(blob, result, arrays)
 
 
-def loads(data: bytes) -> Any:
+def loads(data: bytes, arrays: Sequence[Any] = ()) -> Any:
     """Unpickles what the caller has sent.
+
+    Args:
+        data: the pickle.
+        arrays: those that were not copied into it.
 
     Raises:
         UsageError: it needs a module that is not installed here.
     """
     try:
-        return pickle.loads(data)
+        return pickle.loads(data, buffers=arrays)
     except ModuleNotFoundError as error:
         if ELSEWHERE not in os.environ:
             raise

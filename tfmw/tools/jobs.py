@@ -9,16 +9,14 @@ tfmw cancel slurm:4711
 from __future__ import annotations
 
 import argparse
-import ast
-import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfmw.errors import PREEMPTED, UsageError
+from tfmw.tools.engine_options import add_settings, attached, engine_with
 
-if TYPE_CHECKING:  # `tfmw run --help` must not wait for their import
-    from tfmw.engines.engine import Engine
+if TYPE_CHECKING:  # `tfmw run --help` must not wait for its import
     from tfmw.engines.job import Job
 
 COMMANDS = ("submit", "jobs", "logs", "cancel")
@@ -54,27 +52,16 @@ def add_parsers(commands: Any) -> None:
     run.add_argument(
         "--follow", action="store_true", help="print the tasks' output until the job ends"
     )
-    _add_settings(run)
+    add_settings(run)
     listed = commands.add_parser("jobs", help="list the jobs of an engine", allow_abbrev=False)
     listed.add_argument("--on", required=True, metavar="ENGINE", help="slurm, ray or local")
-    _add_settings(listed)
+    add_settings(listed)
     for name, what in (("logs", "print the output of a job"), ("cancel", "end a job")):
         command = commands.add_parser(name, help=what, allow_abbrev=False)
         command.add_argument("id", metavar="ID", help="such as slurm:4711")
-        _add_settings(command)
+        add_settings(command)
         if name == "logs":
             command.add_argument("--follow", action="store_true", help="until the job ends")
-
-
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="settings",
-        metavar="NAME=VALUE",
-        help="a setting of the engine, such as partition=gpu; may be repeated",
-    )
 
 
 def main(options: argparse.Namespace, program: Sequence[str]) -> int:
@@ -103,10 +90,7 @@ def main(options: argparse.Namespace, program: Sequence[str]) -> int:
             at = f"step {step}" if step >= 0 else ""
             print(f"{job.id:<20} {details['state']:<11} {at:<12} {hosts}".rstrip())
         return 0
-    name = options.id.partition(":")[0]
-    job = submit.attach(
-        options.id, on=engine_with(name, options.settings) if options.settings else None
-    )
+    job = attached(options.id, options.settings)
     if options.command == "cancel":
         job.cancel()
         print(f"{job.id} {job.status()}")
@@ -115,31 +99,6 @@ def main(options: argparse.Namespace, program: Sequence[str]) -> int:
         return _followed(job)
     sys.stdout.write(job.logs())
     return 0
-
-
-def engine_with(name: str, settings: Sequence[str]) -> Engine:
-    """The engine of a name, with settings as "partition=gpu".
-
-    Raises:
-        UsageError: an unknown engine or setting.
-    """
-    from tfmw.engines import submit
-
-    engine = submit.engine_of(name)
-    known = {field.name for field in dataclasses.fields(engine)}
-    values = {}
-    for setting in settings:
-        field, equals, text = setting.partition("=")
-        if not equals or field not in known:
-            raise UsageError(
-                f"received --set {setting}: expected NAME=VALUE with a setting of {name}: "
-                f"{', '.join(sorted(known))}."
-            )
-        try:
-            values[field] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            values[field] = text
-    return dataclasses.replace(engine, **values)
 
 
 def _workers(text: str) -> Any:

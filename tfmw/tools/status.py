@@ -4,11 +4,18 @@ run 20260131-120000-4242, attempt 0: train.py --epochs 3
 worker 0 | step   1,279 | training | 82.1 steps/s | own 9.1 ms/step | waits for worker 1 ...
 worker 1 | step   1,279 | training | own 31.0 ms/step
 worker 1 never entered exchange 5,121 (gradients of step 1,280), for 12 s
+
+`tfmw status slurm:4711` shows what a job on an engine does:
+
+job slurm:4711: running, attempt 1, 1 restart
+worker 0 on h1 | step   1,279
+worker 1 on h2 | step   1,279
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -16,6 +23,7 @@ from typing import Any
 
 from tfmw.errors import UsageError
 from tfmw.launcher import status_socket
+from tfmw.tools.engine_options import add_settings, attached
 
 COMMANDS = ("status", "stacks")
 
@@ -32,7 +40,13 @@ def add_parsers(commands: Any) -> None:
         "the exchange that it is in, and for whom it waits.",
         allow_abbrev=False,
     )
-    status.add_argument("run", nargs="?", metavar="RUN", help=f"{which} (all)")
+    status.add_argument(
+        "run",
+        nargs="?",
+        metavar="RUN",
+        help=f"{which}; or a job on an engine, such as slurm:4711 (all runs of this machine)",
+    )
+    add_settings(status)
     status.add_argument("--json", action="store_true", help="everything, as JSON")
     stacks = commands.add_parser(
         "stacks",
@@ -53,6 +67,11 @@ def main(options: argparse.Namespace, out: Callable[[str], None] = print) -> int
 
 
 def _main(options: argparse.Namespace, out: Callable[[str], None]) -> int:
+    if options.command == "status" and ":" in (options.run or ""):
+        job = attached(options.run, options.settings)
+        found_out = {"job": job.id, "where": job.where, **job.details()}
+        out(json.dumps(found_out, indent=2) if options.json else "\n".join(job_lines(found_out)))
+        return 0
     found = _chosen(options.run)
     if options.command == "stacks" and len(found) > 1:
         names = ", ".join(run.name for run in found)
@@ -65,8 +84,6 @@ def _main(options: argparse.Namespace, out: Callable[[str], None]) -> int:
         for task, text in answers[0].items():
             out(f"== {task}\n{text.rstrip()}\n")
     elif options.json:
-        import json
-
         out(json.dumps(answers, indent=2))
     else:
         out("\n\n".join("\n".join(lines(answer)) for answer in answers))
@@ -82,6 +99,25 @@ def _chosen(name: str | None) -> list[status_socket.Run]:
         alive = ", ".join(run.name for run in found) or "none"
         raise UsageError(f"no run of this user is called {name!r}; alive on this machine: {alive}.")
     return chosen
+
+
+def job_lines(details: dict[str, Any]) -> list[str]:
+    """What `tfmw status` shows of one job on an engine: `Job.details`, and its id."""
+    about = [details["state"]]
+    if "attempt" in details:
+        about.append(f"attempt {details['attempt']}")
+    if restarts := details.get("restarts"):
+        about.append(f"{restarts} restart{'s' if restarts > 1 else ''}")
+    if details.get("backup"):
+        about.append(f"keeps {details['backup']}")
+    out = [f"job {details['job']}: {', '.join(about)}", details["where"]]
+    tasks = [f"worker {i} on {host}" for i, host in enumerate(details.get("hosts", ()))]
+    width = max(map(len, tasks), default=0)
+    for task, step in zip(tasks, details.get("steps", [-1] * len(tasks)), strict=True):
+        out.append(f"{task:{width}}" + (f" | step {step:7,}" if step >= 0 else ""))
+    if details.get("problem"):
+        out.append(details["problem"])
+    return out
 
 
 def lines(answer: dict[str, Any]) -> list[str]:

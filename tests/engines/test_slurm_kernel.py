@@ -1,0 +1,37 @@
+"""`on="slurm"` in cells of real notebook kernels; see `kernels`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.contract import wait_for
+from tests.engines.kernels import KernelContract, OutlivesKernel
+from tests.engines.test_kernel import Kernel
+from tests.helpers.slurm import OneMachine
+from tfmw.engines import Slurm
+
+pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.multiprocess]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneMachine]:
+    with OneMachine(tmp_path_factory.mktemp("slurm")) as one, pytest.MonkeyPatch.context() as patch:
+        for name, value in one.env.items():
+            patch.setitem(os.environ, name, value)
+        yield one
+
+
+class TestSlurmKernel(OutlivesKernel, KernelContract):
+    on = "tfmw.engines.Slurm(directory='jobs', nodes=2, options=('--mem=0',))"
+
+    @pytest.fixture
+    def engine(self, slurm: OneMachine, tmp_path: Path) -> Slurm:
+        self.slurm = slurm
+        return Slurm(directory=tmp_path / "jobs")  # the kernel's working directory
+
+    def wait_until_nothing_is_left(self, kernel: Kernel) -> None:
+        wait_for(lambda: not self.slurm.run("squeue", "--noheader").stdout.strip())

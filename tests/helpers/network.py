@@ -1,0 +1,78 @@
+"""Machines on one machine, for engines: each has an address, and a folder that no other one sees.
+
+    with Machines(2, folder) as machines:
+        subprocess.Popen([*machines.command(0), "slurmd", ...])
+        machines.unplug(1)
+
+Network namespaces on a bridge, and a mount namespace for each command; as root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from pathlib import Path
+
+_BRIDGE, _NETWORK = "tfmwenginebr", "10.88.9"
+
+
+class Machines:
+    """See the module.
+
+    Args:
+        count: how many.
+        folder: its folder `own` is another one on each machine.
+    """
+
+    gateway = f"{_NETWORK}.254"
+    """The address of the machine on which the tests run."""
+
+    def __init__(self, count: int, folder: Path) -> None:
+        self.addresses = [f"{_NETWORK}.{i + 1}" for i in range(count)]
+        self.own = folder / "own"
+        """A folder whose content is another one on each machine."""
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Machines:
+        with contextlib.ExitStack() as stack:
+            _ip("link", "add", _BRIDGE, "type", "bridge")
+            stack.callback(_ip, "link", "del", _BRIDGE)
+            _ip("addr", "add", f"{self.gateway}/24", "dev", _BRIDGE)
+            _ip("link", "set", _BRIDGE, "up")
+            for i, address in enumerate(self.addresses):
+                name, cable = self._name(i), self._cable(i)
+                _ip("netns", "add", name)
+                stack.callback(_ip, "netns", "del", name)
+                _ip("link", "add", cable, "type", "veth", "peer", "eth0", "netns", name)
+                _ip("link", "set", cable, "master", _BRIDGE, "up")
+                _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+                _ip("-n", name, "link", "set", "eth0", "up")
+                _ip("-n", name, "link", "set", "lo", "up")
+                # By it programs find out which address is theirs; nothing is sent there.
+                _ip("-n", name, "route", "add", "default", "via", self.gateway)
+            self.own.mkdir()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def command(self, machine: int) -> list[str]:
+        """What runs a command on a machine; not `ip netns exec`, which hides /sys/fs/cgroup."""
+        mounted = f'mount -t tmpfs none {self.own} && exec "$@"'
+        enter = ["nsenter", f"--net=/var/run/netns/{self._name(machine)}"]
+        return [*enter, "unshare", "--mount", "sh", "-c", mounted, "sh"]
+
+    def unplug(self, machine: int) -> None:
+        """Takes a machine's cable out: not a word comes through any more."""
+        _ip("link", "set", self._cable(machine), "down")
+
+    def _name(self, machine: int) -> str:
+        return f"tfmwengine{machine}"
+
+    def _cable(self, machine: int) -> str:
+        return f"tfmwenginev{machine}"
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
