@@ -150,13 +150,15 @@ class Slurm(FolderEngine):
                 "one task; drop nodes=, or give one number of workers."
             )
         if least != most:
-            # One task on each node: Slurm then may grant fewer of them.
-            size = [f"--nodes={least}-{most}", "--ntasks-per-node=1", "--no-kill"]
+            # One task on each node. With a number of tasks, also of those per node, Slurm grants
+            # no more nodes than the least.
+            size, gpus = [f"--nodes={least}-{most}", "--no-kill"], "--gpus-per-node"
         else:
             size = [f"--ntasks={most}", *([f"--nodes={self.nodes}"] if self.nodes else [])]
+            gpus = "--gpus-per-task"
         size.append(f"--cpus-per-task={self.cpus_per_task}")
         if self.gpus_per_task:
-            size.append(f"--gpus-per-task={self.gpus_per_task}")
+            size.append(f"{gpus}={self.gpus_per_task}")
         named = {"partition": self.partition, "time": self.time, "account": self.account}
         return [*size, *(f"--{k}={v}" for k, v in named.items() if v), *self.options]
 
