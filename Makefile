@@ -1,7 +1,7 @@
 # make demo    two worker processes train on real digits; a fresh process then predicts
 # make test    what CI runs: lint, types, documentation, every test
 # make docs    the site, with guides, notebooks and API reference: build/docs/index.html
-# make bench   time of a step beside every other way to do it
+# make bench   time of a step, memory and a whole training beside every other way to do it
 #
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
@@ -122,7 +122,7 @@ bench: pyproject.toml
 	@test -x $(BENCH)/bin/python || "$(PYTHON)" -m venv $(BENCH)
 	@$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  'torch==2.13.0' --editable '.[bench]'
-	@$(BENCH)/bin/python -m bench.steps
+	@$(BENCH)/bin/python -m bench
 
 # The site. A broken link, or a public name without a docstring, is an error.
 docs: $(STAMP)

@@ -117,7 +117,7 @@ def ddp(width: int, backups: str) -> tuple[int, int]:
 CONTENDERS = {f.__name__: f for f in (stock_fit, tfmw, tfmw_unshared, ddp)}
 
 
-def _measured(name: str, workers: int, mb: float, with_backups: bool) -> float:
+def measured(name: str, workers: int, mb: float, with_backups: bool) -> float:
     """Mean over workers of the peak memory in multiples of the weights."""
     with tempfile.TemporaryDirectory() as folder:
         results, backups = Path(folder, "results"), Path(folder, "backups")
@@ -148,7 +148,7 @@ def main() -> None:
     for name in options.only:
         for workers in [1] if name == "stock_fit" else options.workers:
             for mb in options.mb:
-                plain, saved = (_measured(name, workers, mb, saves) for saves in (False, True))
+                plain, saved = (measured(name, workers, mb, saves) for saves in (False, True))
                 row = f"| {name} | {workers} | {mb:g} | {plain:.1f} | {saved:.1f} |"
                 print(row, flush=True)
 

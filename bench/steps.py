@@ -4,8 +4,8 @@
 
 Contenders take turns, so that what else the machine does hits all alike: as often as there are
 rounds. Each turn is a fresh set of processes with one core each. A figure is the median over all
-epochs of all rounds but each one's first two. `make bench` runs one round, in half an hour, and
-needs the extra `bench` (tf_keras, PyTorch).
+epochs of all rounds but each one's first two. Needs the extra `bench` (tf_keras, PyTorch). `make
+bench` runs one round of it, in half an hour, with what memory and a whole training take.
 """
 
 from __future__ import annotations
@@ -233,6 +233,16 @@ def plot(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def keep(rows: list[Row], folder: Path) -> None:
+    """Writes the table, its figures and a plot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "steps.json").write_text(
+        json.dumps([dataclasses.asdict(row) for row in rows], indent=1)
+    )
+    (folder / "steps.md").write_text(table(rows) + "\n")
+    plot(rows, folder / "steps.png")
+
+
 def main() -> None:
     """Measures, prints the table, and keeps it with its figures and a plot."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -243,12 +253,7 @@ def main() -> None:
     options = parser.parse_args()
     only = [name for name in options.contenders.split(",") if name]
     rows = measure(options.works.split(","), options.rounds, only)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "steps.json").write_text(
-        json.dumps([dataclasses.asdict(row) for row in rows], indent=1)
-    )
-    (options.out / "steps.md").write_text(table(rows) + "\n")
-    plot(rows, options.out / "steps.png")
+    keep(rows, options.out)
     print(table(rows))
     print(f"kept in {options.out}: steps.md, steps.json, steps.png")
 

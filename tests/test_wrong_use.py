@@ -221,6 +221,20 @@ def test_a_model_of_another_scope_is_refused(strategy: str) -> None:
     assert not np.array_equal(before, after), "it trains in its own scope"
 
 
+def test_states_of_examples_on_one_replica_are_those_of_keras() -> None:
+    x = np.random.default_rng(0).normal(size=[12, 5, 3]).astype(np.float32)
+    found = []
+    for train in (keras.Model.fit, tfmw.fit):
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.GRU(2, stateful=True), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input(batch_shape=(4, 5, 3)), *layers])
+        model.compile("sgd", "mse")
+        train(model, x, x[:, 0, :1], batch_size=4, epochs=2, shuffle=False, verbose=0)
+        found.append([np.asarray(v) for v in [*model.weights, *model.non_trainable_variables]])
+    for keras_has, tfmw_has in zip(*found, strict=True):
+        np.testing.assert_allclose(tfmw_has, keras_has, rtol=1e-6)
+
+
 def test_a_backup_of_parameter_servers_is_refused_in_synchronous_training(tmp_path, monkeypatch):
     # What a training on parameter servers writes as its place in the data.
     backup = tfmw.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)

@@ -438,6 +438,22 @@ def replicas_keep_seeds_of_their_own(trainer: Any) -> Any:
     return []
 
 
+def states_of_examples(trainer: Any) -> Any:
+    """Errors of each method, of tfmw; nothing of Keras."""
+    x, y = np.ones([8, 5, 3], "float32"), np.ones([8, 1], "float32")
+    errors = []
+    for wrapper in (lambda layer: layer, keras.layers.Bidirectional):
+        memory = wrapper(keras.layers.GRU(2, stateful=True))
+        model = compiled(keras.Input(batch_shape=(4, 5, 3)), memory)
+        for method in (trainer.fit, trainer.evaluate, trainer.predict):
+            data = (x,) if method == trainer.predict else (x, y)
+            try:
+                method(model, *data, batch_size=4)
+            except tfmw.errors.UsageError as e:
+                errors.append(str(e))
+    return errors
+
+
 SCENARIOS: list[Callable[[Any], Any]] = [
     a_trained_layer,
     sparse_inputs,
@@ -455,6 +471,7 @@ SCENARIOS: list[Callable[[Any], Any]] = [
     swapped_moving_averages_of_weights,
     moving_averages_resumed_within_an_epoch,
     replicas_keep_seeds_of_their_own,
+    states_of_examples,
 ]
 
 

@@ -166,3 +166,13 @@ def test_two_workers_do_as_keras_in_one_process(
 ) -> None:
     for task in workers:
         _assert_equal(task[name], devices["keras"][name])
+
+
+@pytest.mark.multiprocess
+def test_states_of_examples_need_one_replica(devices: dict[str, Any], workers: ClusterRun) -> None:
+    assert devices["keras"]["states_of_examples"] == []
+    for errors in (devices["tfmw"], *workers):
+        for error in errors["states_of_examples"]:
+            assert "stateful=True" in error
+            assert "2 replicas divide each batch" in error
+        assert len(errors["states_of_examples"]) == 6

@@ -37,6 +37,11 @@ def layers_of(model: keras.Model) -> list[Any]:
     return list(model._flatten_layers())
 
 
+def keeps_state_of_examples(layer: Any) -> bool:
+    """Whether a layer carries a state of each example over to the next batch (`stateful=True`)."""
+    return isinstance(layer, keras.layers.RNN) and bool(layer.stateful)
+
+
 def seed_generators_of(model: keras.Model) -> list[Any]:
     """The seed generators of a model's layers, each once."""
     found: list[Any] = []

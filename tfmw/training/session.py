@@ -49,6 +49,7 @@ class Session:
         model = _checked(model, method)
         choose = strategies.choose if method == "fit" else strategies.beside_training
         strategy = choose(strategy)
+        _refuse_states_of_examples(model, strategy)
         if strategies.servers_of(strategy) is not None:
             return cls(model, strategy, Group(0, 1), data.Sharding())  # only the coordinator
         group = Group.of(strategy)
@@ -139,6 +140,19 @@ def _checked(model: Any, method: str) -> keras.Model:
             f"tfmw.{method}()."
         )
     return model
+
+
+def _refuse_states_of_examples(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """Raises UsageError if a layer keeps a state of each example, and batches are divided."""
+    if strategy.num_replicas_in_sync == 1 and strategies.servers_of(strategy) is None:
+        return
+    for layer in keras_compat.layers_of(model):
+        if keras_compat.keeps_state_of_examples(layer):
+            raise UsageError(
+                f"the layer {layer.name} has stateful=True: it keeps a state of each example of "
+                f"its batch, and {strategy.num_replicas_in_sync} replicas divide each batch. "
+                "Expected stateful=False; or train on one replica, tfmw.fit(strategy='default')."
+            )
 
 
 @contextlib.contextmanager

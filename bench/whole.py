@@ -1,0 +1,90 @@
+"""A tiny training as a whole, from its command to its end: `tfmw run` beside plain Keras.
+
+    python -m bench.whole [--workers 2 8] [--rounds 3]
+
+What counts here is what a step's time leaves out: imports, the start of processes, tracing and the
+end. The model has 8,000 parameters and makes 40 steps; contenders take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS, INPUTS, CLASSES, BATCH = 40, 64, 10, 64
+
+
+def train(with_tfmw: bool) -> None:
+    """The training itself, in each process."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    random = np.random.default_rng(0)
+    x = random.random((STEPS * BATCH, INPUTS), np.float32)
+    y = random.integers(0, CLASSES, STEPS * BATCH)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    layers = [keras.layers.Dense(108, activation="relu"), keras.layers.Dense(CLASSES)]
+    model = keras.Sequential([keras.Input((INPUTS,)), *layers])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=["accuracy"])
+    if with_tfmw:
+        import tfmw
+
+        tfmw.fit(model, data, verbose=0)
+    else:
+        model.fit(data, verbose=0)
+
+
+def seconds(workers: int | None) -> float:
+    """Of the whole command.
+
+    Args:
+        workers: of `tfmw run`; None: plain Keras in one process.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    run = ["-m", "tfmw", "run", "--workers", str(workers), "-m"] if workers else ["-m"]
+    command = [sys.executable, *run, "bench.whole", "--train", "tfmw" if workers else "keras"]
+    began = time.perf_counter()
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - began
+
+
+def measure(workers: list[int], rounds: int) -> dict[int | None, float]:
+    """Median seconds by the number of workers; under None those of plain Keras."""
+    contenders: list[int | None] = [None, *workers]
+    times = {number: [] for number in contenders}  # type: dict[int | None, list[float]]
+    for _ in range(rounds):
+        for number in contenders:
+            times[number].append(seconds(number))
+    return {number: statistics.median(found) for number, found in times.items()}
+
+
+def main() -> None:
+    """Prints a line for each contender."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--train", choices=["keras", "tfmw"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        train(options.train == "tfmw")
+        return
+    found = measure(options.workers, options.rounds)
+    plain = found[None]
+    print(f"plain Keras: {plain:.1f} s")
+    for number in options.workers:
+        print(f"tfmw run --workers {number}: {found[number]:.1f} s, {found[number] / plain:.2f}")
+
+
+if __name__ == "__main__":
+    main()
