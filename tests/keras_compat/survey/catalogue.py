@@ -26,6 +26,7 @@ from tests.keras_compat.survey.layer_recipes import (
     BINNING,
     DRAWING,
     NOT_LAYERS_OF_A_STEP,
+    OF_THE_BATCH,
     RECIPES,
     TOGETHER,
 )
@@ -43,6 +44,7 @@ class Item:
         tol: greatest difference that rounding explains.
         together: items of the same value may be tried in one model; None for each by itself.
         branch: what this item adds to such a model.
+        draws: whether it draws random numbers, so that replicas differ.
     """
 
     kind: str
@@ -51,6 +53,7 @@ class Item:
     tol: float = 1e-4
     together: Any = None
     branch: Any = None
+    draws: bool = False
 
 
 def in_groups(chosen: list[Item], size: int = 8) -> list[list[Item]]:
@@ -381,7 +384,7 @@ def _layers() -> list[Item]:
 
             branch = ("layers", (recipe[0], dtype), make)
             draws = name.startswith("Random") or name in DRAWING
-            alone = name == "BatchNormalization" or name in BINNING or variant
+            alone = name in OF_THE_BATCH or name in BINNING or variant
             together = None if alone else (draws, *branch[:2])
             item_name = f"{name} {variant}".strip()
             found.append(
@@ -392,6 +395,7 @@ def _layers() -> list[Item]:
                     tol=1e-2 if name in BINNING else 1e-4,
                     together=together,
                     branch=branch,
+                    draws=draws,
                 )
             )
     return found

@@ -41,6 +41,9 @@ DRAWING = {
 # Layers that put values into bins: where rounding moves one over an edge, it is far off.
 BINNING = {"ContrastLimitedAdaptiveHistogramEqualization", "Discretization"}
 
+# Layers that look at the whole batch.
+OF_THE_BATCH = {"BatchNormalization", "Equalization"}
+
 Recipe = tuple[Any, ...]  # shape, arguments (or what makes the layer), type of the input
 
 _IMAGE = (8, 8, 3)

@@ -75,7 +75,7 @@ def attempt(item: Item, context: Context, strategy: tf.distribute.Strategy) -> O
     greatest = float(differences[worst])
     if greatest <= item.tol:
         return outcome("equal", greatest)
-    reason = _documented(item, row)
+    reason = _documented(item)
     if reason and np.isfinite(greatest):
         return outcome("documented", greatest, reason)
     if warned:
@@ -106,21 +106,18 @@ def attempt_together(
     """Tries items in one model, and each by itself where that differs."""
     if len(group) > 1:
         name = ", ".join(item.name for item in group)
-        together = Item(group[0].kind, name, combined([i.branch for i in group]), group[0].tol)
+        together = dataclasses.replace(
+            group[0], name=name, build=combined([item.branch for item in group])
+        )
         outcome = attempt(together, context, strategy)
         if outcome.verdict in ("equal", "documented"):
             return [dataclasses.replace(outcome, item=item) for item in group]
     return [attempt(item, context, strategy) for item in group]
 
 
-def _documented(item: Item, row: Row) -> str:
-    if item.kind != "layers":
-        return ""
-    if item.name in DOCUMENTED["layers"]:
-        return DOCUMENTED["layers"][item.name]
-    model = row.build().model
-    draws = any(getattr(layer, "_seed_generators", []) for layer in model._flatten_layers())
-    return DOCUMENTED["layers"]["random"] if draws else ""
+def _documented(item: Item) -> str:
+    reasons = DOCUMENTED.get(item.kind, {})
+    return reasons.get(item.name, reasons["random"] if item.draws else "")
 
 
 def _first(error: Exception) -> str:
