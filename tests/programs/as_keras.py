@@ -440,7 +440,8 @@ def replicas_keep_seeds_of_their_own(trainer: Any) -> Any:
 
 def states_of_examples(trainer: Any) -> Any:
     """Errors of each method, of tfmw; nothing of Keras."""
-    x, y = np.ones([8, 5, 3], "float32"), np.ones([8, 1], "float32")
+    x: np.ndarray = np.ones([8, 5, 3], "float32")
+    y: np.ndarray = np.ones([8, 1], "float32")
     errors = []
     for wrapper in (lambda layer: layer, keras.layers.Bidirectional):
         memory = wrapper(keras.layers.GRU(2, stateful=True))
