@@ -15,7 +15,6 @@ same. Times are monotonic, and so comparable between the tasks of one machine.
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
 import os
 import struct
@@ -35,7 +34,7 @@ NOBODY = -1
 
 # Words of 8 bytes, those of `Exchange` in order; the kind has two.
 _LAYOUT = struct.Struct("=qqqddddq16s")
-_WORDS = _LAYOUT.size // 8
+_SIZE, _pack = _LAYOUT.size, _LAYOUT.pack_into
 _DONE, _WAITED, _WAITING_FOR = 5, 6, 7  # what is written later, each as one word
 _BETWEEN_STEPS = frozenset({"metrics", "broadcast", "sum"})  # kinds that are not part of a step
 
@@ -83,10 +82,15 @@ class Totals(NamedTuple):
     seconds: float = 0.0
 
 
-@functools.cache
-def _kind(what: str) -> tuple[bytes, bool]:
-    """A kind as it is written, and whether it is part of a step."""
-    return what.encode()[:16], what not in _BETWEEN_STEPS
+class _Kinds(dict[str, tuple[bytes, bool]]):
+    """Kind -> as it is written, and whether it is part of a step."""
+
+    def __missing__(self, what: str) -> tuple[bytes, bool]:
+        found = self[what] = what.encode()[:16], what not in _BETWEEN_STEPS
+        return found
+
+
+_kinds = _Kinds()
 
 
 class _Recorder:
@@ -99,7 +103,7 @@ class _Recorder:
         self._integers: memoryview[Any] = memoryview(b"")
         self._seconds_of: memoryview[Any] = memoryview(b"")
         self._number = 0
-        self._at = 0  # the first word of the current record
+        self._at = 0  # offset of the current record
         self._what, self._of_exchange, self._begun = "", 0, 0.0
         self._bytes = 0
         self._seconds = 0.0  # in exchanges
@@ -111,35 +115,37 @@ class _Recorder:
 
     def begun(self, what: str, nbytes: int) -> None:
         """Records that an exchange has begun: its kind, and the bytes of this worker's values."""
-        if not self._is_open:
-            self._open(os.environ.get(EXCHANGES_FILE))
         self._number = number = self._number + 1
         self._bytes += nbytes
-        self._what, self._of_exchange, self._waited = what, nbytes, 0.0
+        self._what = what
+        self._of_exchange = nbytes
+        self._waited = 0.0
+        memory = self._map
         self._begun = now = time.monotonic()
-        if self._map is None:
-            return
-        kind, is_of_step = _kind(what)
+        if memory is None:
+            memory = None if self._is_open else self._open(os.environ.get(EXCHANGES_FILE))
+            if memory is None:
+                return
+        kind, is_of_step = _kinds[what]
         step = self._steps + 1
         if is_of_step:
+            since = self._since
             if self._of_a_step:
-                step += self._since // self._of_a_step
-            self._since += 1
-        place = number % KEPT
-        self._at = place * _WORDS
-        values = number, step, nbytes, now, self._input_s, 0.0, 0.0, NOBODY, kind
-        _LAYOUT.pack_into(self._map, place * _LAYOUT.size, *values)
+                step += since // self._of_a_step
+            self._since = since + 1
+        self._at = at = number % KEPT * _SIZE
+        _pack(memory, at, number, step, nbytes, now, self._input_s, 0.0, 0.0, NOBODY, kind)
 
     def waits_for(self, rank: int) -> None:
         """Records the rank of the worker without which the exchange does not go on."""
         if self._map is not None:
-            self._integers[self._at + _WAITING_FOR] = rank
+            self._integers[(self._at >> 3) + _WAITING_FOR] = rank
 
     def waited(self, seconds: float) -> None:
         """Records the end of a wait."""
         self._waited += seconds
         if self._map is not None:
-            self._integers[self._at + _WAITING_FOR] = NOBODY
+            self._integers[(self._at >> 3) + _WAITING_FOR] = NOBODY
 
     def done(self) -> None:
         """Records that the exchange is done."""
@@ -150,8 +156,10 @@ class _Recorder:
             details = {"number": self._number, "bytes": self._of_exchange, "waited_ms": waited_ms}
             tracing.add(tracing.EXCHANGES, self._what, self._begun, now, **details)
         if self._map is not None:
-            self._seconds_of[self._at + _WAITED] = self._waited
-            self._seconds_of[self._at + _DONE] = now
+            word = self._at >> 3
+            if self._waited:
+                self._seconds_of[word + _WAITED] = self._waited
+            self._seconds_of[word + _DONE] = now
 
     def waited_for_input(self, seconds: float) -> None:
         """Records how long a call of the driver has waited for batches."""
@@ -167,13 +175,15 @@ class _Recorder:
             self._of_a_step = max(1, self._since // (steps - self._steps))
         self._steps, self._since = steps, 0
 
-    def _open(self, path: str | None) -> None:
+    def _open(self, path: str | None) -> mmap.mmap | None:
+        """Maps the file, if there is one."""
         self._is_open = True
         if path:
             with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
                 self._map = mmap.mmap(file.fileno(), _LAYOUT.size * KEPT)
                 self._integers = memoryview(self._map).cast("q")
                 self._seconds_of = memoryview(self._map).cast("d")
+        return self._map
 
 
 _recorder = _Recorder()

@@ -121,6 +121,7 @@ class Ring(Parts):
     ):
         self.rank, self.size = rank, size
         self._workers = range(size) if workers is None else workers
+        self._before, self._after = self._workers[rank - 1], self._workers[(rank + 1) % size]
         self.broken: Exception | None = None
         self._next, self._previous = to_next, from_previous
         self._probe_peer = probe_peer
@@ -413,7 +414,7 @@ class Ring(Parts):
         if self._next.may_go:
             self._next.watch(poll)
         begin, misses = time.monotonic(), 0
-        recorder.waits_for(self._workers[(self.rank + (-1 if reading else 1)) % self.size])
+        recorder.waits_for(self._before if reading else self._after)
         while not poll.poll(1000 * min(QUIET_S, self.timeout_s or QUIET_S)):
             try:
                 for rank in {(self.rank + 1) % self.size, (self.rank - 1) % self.size}:
