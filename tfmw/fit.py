@@ -96,10 +96,10 @@ def fit(
             are trained; weights, optimizer and losses stay float32, and the model is a float32
             model again afterwards. "mixed_float16" needs a `keras.optimizers.LossScaleOptimizer`.
             None or "float32": each layer's own dtype policy.
-        shard_optimizer: True, False or "auto": whether workers whose gradients travel over tfmw's
-            own ring share the update of the weights. Each updates an N-th of them and keeps an
-            N-th of the optimizer's slots, with the same result. "auto": for large models, where it
-            saves time. True: wherever the optimizer allows it, and otherwise a warning says why.
+        shard_optimizer: True, False or "auto": whether replicas share the update of the weights.
+            Each updates an N-th of them and keeps an N-th of the optimizer's slots, with the same
+            result. "auto": over tfmw's own ring, for large models, where it saves time. True:
+            wherever the optimizer allows it, and otherwise a warning gives the reason.
 
     Returns:
         A `keras.callbacks.History`, the same on every worker.

@@ -31,7 +31,7 @@ _LEFTOVER = re.compile(rf"\.(.+)\.({_WRITING}|{_REPLACED})-[0-9a-f]{{12}}")
 
 
 @contextlib.contextmanager
-def atomic_directory(target: str) -> Iterator[str]:
+def atomic_directory(target: str, temporary: str | None = None) -> Iterator[str]:
     """Yields the name of a directory to create and fill; at the end it replaces `target`.
 
     If the block raises, the temporary directory is removed and `target` is unchanged. The same
@@ -40,11 +40,12 @@ def atomic_directory(target: str) -> Iterator[str]:
 
     Args:
         target: an absolute local path or a URL, without a slash at the end. Its parent is created.
+        temporary: an earlier result of `name_beside(target)`, to fill that directory.
     """
     parent = posixpath.dirname(target)
     if parent and not tf.io.gfile.isdir(parent):
         tf.io.gfile.makedirs(parent)
-    temporary = _beside(target, _WRITING)
+    temporary = temporary or name_beside(target)
     try:
         yield temporary
         flush_tree(temporary)
@@ -143,6 +144,17 @@ def sha256(path: str) -> str:
 def is_local(path: str) -> bool:
     """Whether a path is not a URL."""
     return "://" not in path
+
+
+def flush_files(prefix: str) -> None:
+    """Flushes the local files whose paths begin with `prefix`."""
+    for path in tf.io.gfile.glob(f"{prefix}*"):
+        flush(path)
+
+
+def name_beside(target: str) -> str:
+    """A new name for what will replace `target`; `clean_up` removes it after a crash."""
+    return _beside(target, _WRITING)
 
 
 def _beside(target: str, state: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -148,19 +149,29 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(folder):
-    return faults(folder / "undisturbed", workers=2)[0]
+    runs = faults(folder / "undisturbed", "apart@0:1", workers=2)[0]
+    assert data_files(folder / "undisturbed") == 1, "only the chief can write there"
+    return runs
 
 
-def test_row_35_killed_again_during_a_restore(folder, undisturbed):
+def data_files(backups: Path) -> int:
+    """How many tasks have written each of the backups."""
+    (number,) = {len(list(step.glob("tensors.data-*"))) for step in backups.glob("step_*")}
+    return number
+
+
+def test_row_35_killed_while_a_part_is_written_and_again_during_a_restore(folder, undisturbed):
     runs, output = faults(
         folder / "killed",
-        "step 8@0:1",  # the backup of step 6 waited until that of step 3 was on disk
+        "part 3@0:1",  # of step 9; the backup of step 6 stays the newest
         "restore@1:0",
         "step 10@2:1",
         workers=2,
         restarts=4,
     )
     assert [run["attempt"] for run in runs] == ["3", "3"], output
+    assert re.search(r"restored step 6 from", output)
+    assert not list((folder / "killed").glob(".*writing*")), "a part of a backup was left"
     assert runs[0]["bits"] == runs[1]["bits"] == undisturbed[0]["bits"]
     assert runs[0]["counts"] == [3.0] * 48
     assert undisturbed[0]["update"] == runs[0]["update"] == "shared by 2 workers"
@@ -172,6 +183,7 @@ def left_by_two(folder):
     """The backups of two workers that were told to leave in the middle of the second epoch."""
     faults(folder / "two", "leave 5@0:1", workers=2, status=PREEMPTED)
     assert verify(folder / "two") == []
+    assert data_files(folder / "two") == 2
     return folder / "two"
 
 

@@ -32,10 +32,12 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     write = BackupStore.write
 
-    def noted(store: BackupStore, step: int, tensors: Any, record: dict[str, Any]) -> Any:
+    def noted(
+        store: BackupStore, step: int, tensors: Any, record: dict[str, Any], *parts: Any
+    ) -> Any:
         within = "validation" if record["logs"] else "epoch" if record["feed"]["begun"] else ""
         found.append((step, within))
-        return write(store, step, tensors, record)
+        return write(store, step, tensors, record, *parts)
 
     monkeypatch.setattr(BackupStore, "write", noted)
     return found

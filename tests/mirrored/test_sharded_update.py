@@ -58,7 +58,7 @@ def two() -> Any:
 
 @pytest.fixture(scope="module")
 def three() -> Any:
-    names = ["Adam | on", "AdamW | on", "Nadam | on", "Lamb | off", "constraint"]
+    names = ["Adam | on", "Lamb | off"]
     return run_cluster("shared_update.py", *names, workers=3, env=ONE_THREAD, timeout_s=600)
 
 
@@ -108,17 +108,15 @@ def test_each_worker_updates_all_where_an_optimizer_must_see_all(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["Adam | on", "AdamW | on", "Nadam | on"])
-def test_three_workers_share_it_to_the_last_bit(three: Any, name: str) -> None:
-    plain, shared = _same(three, name)
+def test_three_workers_share_it_to_the_last_bit(three: Any) -> None:
+    plain, shared = _same(three, "Adam | on")
     assert shared["update"] == "shared by 3 workers"
     assert (shared["weights"], shared["state"]) == (plain["weights"], plain["state"])
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["Lamb | off", "constraint"])
-def test_three_workers_share_whole_variables(three: Any, name: str) -> None:
-    plain, shared = _same(three, name)
+def test_three_workers_share_whole_variables(three: Any) -> None:
+    plain, shared = _same(three, "Lamb | off")
     assert shared["update"] == "shared by 3 workers"
     for ours, wanted in zip(shared["values"], plain["values"], strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-5)
@@ -220,6 +218,9 @@ def test_an_unknown_choice_is_refused() -> None:
         tfmw.fit(model, np.zeros([4, 2]), np.zeros([4]), shard_optimizer="yes")
 
 
+OVER_RING: Any = types.SimpleNamespace(ring=types.SimpleNamespace(size=2, rank=0))
+
+
 @pytest.mark.parametrize(
     ("value", "why"),
     [("auto", "0.0 MB of weights are few"), ("on", None), ("off", "shard_optimizer=False")],
@@ -228,14 +229,12 @@ def test_the_environment_says_what_auto_is(
     monkeypatch: pytest.MonkeyPatch, value: str, why: str | None
 ) -> None:
     monkeypatch.setenv(SHARD_OPTIMIZER, value)
-    reduction: Any = types.SimpleNamespace(ring=object())
-    assert SharedUpdate(_built(o.Adam()), reduction, "auto").reason == why
-    assert SharedUpdate(_built(o.Adam()), reduction, True).reason is None
-    assert SharedUpdate(_built(o.Adam()), reduction, False).reason == "shard_optimizer=False"
+    assert SharedUpdate(_built(o.Adam()), OVER_RING, "auto").reason == why
+    assert SharedUpdate(_built(o.Adam()), OVER_RING, True).reason is None
+    assert SharedUpdate(_built(o.Adam()), OVER_RING, False).reason == "shard_optimizer=False"
 
 
 def test_a_wrong_choice_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARD_OPTIMIZER, "yes")
-    reduction: Any = types.SimpleNamespace(ring=object())
     with pytest.raises(UsageError, match="TFMW_SHARD_OPTIMIZER is 'yes': expected auto, on or off"):
-        SharedUpdate(_built(o.Adam()), reduction, "auto")
+        SharedUpdate(_built(o.Adam()), OVER_RING, "auto")

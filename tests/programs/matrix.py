@@ -2,25 +2,11 @@
 
 import sys
 from pathlib import Path
-from typing import Any
-
-from tensorflow.python.distribute import collective_all_reduce_strategy
 
 import tfmw
 from tests.matrix import columns
 from tests.programs import _result
-
-
-def several_devices(number: int) -> None:
-    """Gives this task several replicas, as GPUs would; of CPUs TensorFlow takes one per task."""
-    columns.virtual_devices(number)
-
-    def devices(self: Any, resolver: Any, task: str) -> tuple[tuple[str, ...], str]:
-        return tuple(f"{task}/device:CPU:{i}" for i in range(number)), "CPU"
-
-    extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
-    extended._initialize_local_devices = devices
-
+from tests.programs.several_devices import several_devices
 
 folder, column, devices, *names = sys.argv[1:]
 if devices != "1":

@@ -1,7 +1,8 @@
 """One run, killed where its flags say: resume_faults.py BACKUPS [PLACE@ATTEMPT:TASK...]
 
-Places: "step N" after that training step, "restore" when the state is being put back. "leave N"
-asks to leave after that step instead.
+Places: "step N" after that training step, "restore" when the state is being put back, "part N" when
+the task has written its part of its Nth backup, and the chief does not know. "leave N" asks to
+leave after that step instead. "apart": the task has another disk than the chief.
 
 Workers share the update of the weights: at each place each has its part of the optimizer's state.
 """
@@ -22,7 +23,7 @@ import tensorflow as tf
 import tfmw
 from tests.programs import _result
 from tests.programs.counting import Counts
-from tfmw.checkpoint import resume
+from tfmw.checkpoint import parts, resume
 from tfmw.mirrored import sharded_update
 
 N, BATCH, EPOCHS = 48, 12, 3  # 4 steps in an epoch; 12 can be shared by 1, 2 and 3 workers
@@ -49,6 +50,28 @@ class Die(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class DiesInPart(parts.SharedWrite):
+    """Of the task that dies there, and not of the chief."""
+
+    count = 0
+
+    def write_part(self, pieces):
+        with mock.patch.object(self._group, "post", self._die_or(self._group.post)):
+            super().write_part(pieces)
+
+    def _die_or(self, post):
+        def posted(key, value):
+            DiesInPart.count += 1
+            if f"part {DiesInPart.count}" in places:
+                die()
+            post(key, value)
+
+        return posted
+
+
+mock.patch.object(parts, "SharedWrite", DiesInPart).start()
+mock.patch.object(resume, "SharedWrite", DiesInPart).start()  # whose method is called
+directory = sys.argv[1] + (".of-this-host" if "apart" in places else "")
 if "restore" in places:
     mock.patch.object(resume.DirectoryBackups, "kept_by_replicas", side_effect=die).start()
 
@@ -68,7 +91,7 @@ history = tfmw.fit(
     verbose=0,
     seed=5,
     shard_optimizer=True,
-    callbacks=[Die(), tfmw.callbacks.BackupAndRestore(sys.argv[1], 3, delete_checkpoint=False)],
+    callbacks=[Die(), tfmw.callbacks.BackupAndRestore(directory, 3, delete_checkpoint=False)],
 )
 weights = [np.asarray(w) for w in model.get_weights()[1:]]
 _result.write(

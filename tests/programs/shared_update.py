@@ -4,9 +4,12 @@
 
 "Adam | on" is that optimizer with a compiled update, on variables; a name without a bar is a model
 in two calls of fit. Writes, of each, both ways: checksums of the weights and of the optimizer's
-state, the weights, and how they were updated.
+state, the weights, how they were updated, and how many elements of slots each replica held.
+
+COLLECTIVES=ring: over TensorFlow's collectives. DEVICES=2: that many replicas in each process.
 """
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -19,9 +22,10 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs._result import write
+from tests.programs.several_devices import several_devices
 from tfmw import keras_compat
 from tfmw.keras_compat.fused_update import FUSED_UPDATE
-from tfmw.mirrored import sharded_update
+from tfmw.mirrored import halves, sharded_update
 from tfmw.mirrored.collectives import connection, listener, reduction
 from tfmw.mirrored.sharded_update import SharedUpdate
 
@@ -83,7 +87,6 @@ STEPS = 4
 def updated(name: str, fused: str, shard: bool) -> dict[str, Any]:
     """What becomes of variables by a few updates, with gradients of each worker's own."""
     os.environ[FUSED_UPDATE] = fused
-    strategy = tfmw.strategies.current_strategy()
     random = np.random.default_rng(0)
     weights = [
         keras.Variable(random.normal(size=s).astype("f"), name="bias"[: len(s) * 4]) for s in SHAPES
@@ -102,7 +105,7 @@ def updated(name: str, fused: str, shard: bool) -> dict[str, Any]:
     def step(grads: Any) -> None:
         def on_replica() -> None:
             with keras_compat.weighting_losses(weight):
-                optimizer.apply(list(grads), weights)
+                optimizer.apply([tf.identity(g) for g in grads], weights)  # on a device
 
         strategy.run(on_replica)
 
@@ -114,8 +117,10 @@ def updated(name: str, fused: str, shard: bool) -> dict[str, Any]:
             traced = step.get_concrete_function(grads)
             update.before_steps()
             traced(grads)
+    held = held_by([update])
     update.restore_whole()
     return {
+        "held": held,
         "weights": digest(weights),
         "state": digest(optimizer.variables),
         "values": [np.asarray(w.value).ravel().tolist() for w in weights],
@@ -169,6 +174,38 @@ class Look(keras.callbacks.Callback):
         self.seen.append(digest(self.model.optimizer.variables))
 
 
+class Held(keras.callbacks.Callback):
+    """Which replica holds how much, and an exception after the second step of the first call."""
+
+    reads_optimizer = False
+
+    def __init__(self, interrupts: bool) -> None:
+        super().__init__()
+        self.held: Any = None
+        self.interrupts = interrupts
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.held = held_by(vars(self.model)["_self_tfmw_updates"])
+        if self.interrupts and batch == 1:
+            self.interrupts = False
+            raise KeyboardInterrupt
+
+
+def held_by(updates: list[SharedUpdate]) -> list[int]:
+    """Elements of slots: whole ones in the optimizer, and in the part of each replica here."""
+    (update,) = updates
+    whole = sum(int(tf.size(keras_compat.native(v))) for v in slots_of(update.optimizer))
+    parts = [
+        sum(value.shape.num_elements() for _, _, value in part.slot_values())
+        for part in update._parts
+    ]
+    return [whole, *parts]
+
+
+def slots_of(optimizer: Any) -> list[Any]:
+    return [v for v in optimizer.variables if len(v.shape)]
+
+
 def digest(variables: Any) -> str:
     hashed = hashlib.sha256()
     for variable in variables:
@@ -189,13 +226,25 @@ def trained(name: str, shard: bool) -> dict[str, Any]:
         else random.integers(0, 23, (76, 6))
     )
     data = tf.data.Dataset.from_tensor_slices((x, random.integers(0, 3, 76))).batch(12)
-    look = Look()
-    options: dict[str, Any] = {"callbacks": [look] if name == "between steps" else []}
+    look, held = Look(), Held(name == "interrupted")
+    callbacks = {"between steps": [look], "interrupted": [held]}
+    options: dict[str, Any] = {"callbacks": callbacks.get(name, [])}
     if name == "16 bits":
         options["gradient_compression"] = "bf16"
     for _ in range(2):
-        tfmw.fit(model, data, epochs=1, verbose=0, shard_optimizer=shard, **options)
+        with contextlib.suppress(KeyboardInterrupt):
+            tfmw.fit(
+                model,
+                data,
+                epochs=1,
+                verbose=0,
+                shard_optimizer=shard,
+                strategy=strategy,
+                **options,
+            )
     return {
+        "held": held.held,
+        "slots": sum(v.value.shape.num_elements() for v in slots_of(model.optimizer)),
         "weights": digest(model.weights),
         "state": digest(model.optimizer.variables),
         "values": [np.asarray(w.value).ravel().tolist() for w in model.weights],
@@ -207,7 +256,14 @@ def trained(name: str, shard: bool) -> dict[str, Any]:
 if os.environ.get("MACHINES"):  # of two workers each: links between them are TCP
     machine = int(os.environ["TFMW_TASK"].split()[1]) // 2
     mock.patch.object(listener, "machine", return_value=[f"machine {machine}"]).start()
-cluster = tfmw.init(bytes_per_pack=2000)  # several packs
+halves.PACK = 400  # several packs
+devices = int(os.environ.get("DEVICES", 1))
+if devices > 1:
+    several_devices(devices)
+cluster = tfmw.init(bytes_per_pack=2000, collectives=os.environ.get("COLLECTIVES", "auto"))
+strategy = tfmw.strategies.current_strategy()
+if cluster.is_single:
+    strategy = tfmw.strategies.mirrored([f"CPU:{i}" for i in range(devices)])
 found: dict[str, Any] = {}
 for asked in sys.argv[1:]:
     name, _, how = asked.partition(" | ")

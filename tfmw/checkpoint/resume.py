@@ -4,9 +4,11 @@
         if backups.record: ...                   # the newest complete backup, the same on all tasks
         if backups.due(...): backups.save(...)
 
-Only the chief reads and writes. It broadcasts the state to the other tasks, so only tasks that may
-become the chief need access to the directory. SIGTERM or SIGUSR1 to any one task ends all of them
-after the same step, with a backup, and with the exit status that requests another run.
+The chief reads, and broadcasts the state to the other tasks. The chief writes, too; where workers
+have parts of the optimizer's slots and all can write to the directory, each writes its own
+(`parts.py`). So only tasks that may become the chief need access to it. SIGTERM or SIGUSR1 to any
+one task ends all of them after the same step, with a backup, and with the exit status that requests
+another run.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import tensorflow as tf
 from tfmw import trackers
 from tfmw.callbacks import BackupAndRestore, boards
 from tfmw.checkpoint import state
+from tfmw.checkpoint.parts import BackupDirectory, Piece, SharedWrite, SlotParts
 from tfmw.checkpoint.schedule import Schedule
 from tfmw.checkpoint.store import BackgroundWriter, BackupStore, Damaged
 from tfmw.cluster import membership
@@ -127,6 +130,10 @@ class Backups:
         """State outside of variables: of callbacks and random generators."""
         return state.callback_states(callbacks), state.random_state()
 
+    def takes_parts(self) -> bool:
+        """Whether each task can write its part of the state. All tasks must call it."""
+        return True
+
     def save(
         self,
         step: int,
@@ -137,6 +144,7 @@ class Backups:
         record: dict[str, Any],
         busy: bool = True,
         python_state: PythonState | None = None,
+        parts: SlotParts | None = None,
     ) -> None:
         """Saves the state; call it if `due_after_step` or `due_after_epoch` returned True."""
 
@@ -189,8 +197,11 @@ class DirectoryBackups(Backups):
         self._save_nan = save_nan
         self._clock = clock
         self._store = BackupStore(directory) if group.is_chief else None
+        self._directory = BackupDirectory(group, self.path)
+        self._shared: SharedWrite | None = None  # the last one
         self._snapshots = state.Snapshots()
-        self._writer = BackgroundWriter(self._write, self._not_written, clock)
+        write = self._write if group.is_chief else SharedWrite.write_part
+        self._writer = BackgroundWriter(write, self._not_written, clock)
         self._signature: list[str] = []
         self._stack = contextlib.ExitStack()
         self._last = clock()
@@ -212,6 +223,8 @@ class DirectoryBackups(Backups):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is not None and self._shared is not None:
+            self._shared.give_up()
         try:
             self._writer.wait()
         finally:
@@ -345,6 +358,10 @@ class DirectoryBackups(Backups):
 
     # ------------------------------------------------------------ save
 
+    def takes_parts(self) -> bool:
+        """See `Backups.takes_parts`."""
+        return self._directory.is_shared()
+
     def save(
         self,
         step: int,
@@ -355,8 +372,9 @@ class DirectoryBackups(Backups):
         record: dict[str, Any],
         busy: bool = True,
         python_state: PythonState | None = None,
+        parts: SlotParts | None = None,
     ) -> None:
-        """Copies the state out; the chief writes it in the background.
+        """Copies the state out; the chief writes it in the background. All tasks must call it.
 
         Args:
             step: training steps since the run began.
@@ -365,17 +383,28 @@ class DirectoryBackups(Backups):
             record: JSON values: the position in the data.
             busy: whether every step assigns to the model's variables.
             python_state: an earlier result of `python_state`; by default the current state.
+            parts: of slots that no task has whole; each task writes its own.
 
         Raises:
             TfmwError: a weight has not been finite since the last call, and no loss has shown it.
         """
         self._last = self._clock()
+        self._writer.wait()  # the writer still uses the last snapshot
+        shared, pieces = None, []
+        if parts is not None:
+            try:
+                shared = self._shared = self._directory.begin(lambda: self._path_of(step))
+            except OSError as e:
+                self._not_written(e)
+                return
+            pieces = self._snapshots.take_parts(model, parts)
         if not self._group.is_chief:
+            if shared is not None:
+                self._writer.submit(shared, pieces)
             return
         (states, arrays), random = python_state or self.python_state(callbacks)
         boards.flush(callbacks)
-        self._writer.wait()  # the writer still uses the last snapshot
-        taken = self._snapshots.take(model, strategy, busy)
+        taken = self._snapshots.take(model, strategy, busy, parts)
         tensors = state.with_replicas({**taken, **arrays}, *kept)
         if self._spoiled is not None and not _is_finite(tensors[self._spoiled[0]]):
             self._refuse_spoiled()
@@ -390,10 +419,20 @@ class DirectoryBackups(Backups):
             "random": random,
             "trackers": trackers.positions(),
         }
-        self._writer.submit(step, tensors, full, must_be_finite)
+        self._writer.submit(step, tensors, full, must_be_finite, shared, pieces)
+
+    def _path_of(self, step: int) -> str:
+        assert self._store is not None
+        return self._store.path_of(step)
 
     def _write(
-        self, step: int, tensors: dict[str, Any], record: dict[str, Any], finite: list[str]
+        self,
+        step: int,
+        tensors: dict[str, Any],
+        record: dict[str, Any],
+        finite: list[str],
+        shared: SharedWrite | None,
+        pieces: list[Piece],
     ) -> None:
         assert self._store is not None
         if not self._save_nan:
@@ -405,9 +444,11 @@ class DirectoryBackups(Backups):
                         step,
                         name,
                     )
+                    if shared is not None:
+                        shared.abandon()
                     return
         trackers.flush()  # what a resumed run will not log again
-        self._store.write(step, tensors, record)
+        self._store.write(step, tensors, record, shared, pieces)
         self.saved_at = time.time()
         self._spoiled = self._lost = None
 

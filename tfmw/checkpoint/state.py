@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import math
 import os
 import random
 import re
@@ -28,6 +29,7 @@ import tensorflow as tf
 from tfmw import callbacks as callbacks_lib
 from tfmw import keras_compat
 from tfmw.callbacks import boards
+from tfmw.checkpoint.parts import Piece, SlotParts
 from tfmw.errors import UsageError
 from tfmw.keras_compat import optimizer_part, placement
 from tfmw.keras_compat.memory import new_tensor, view_of
@@ -152,7 +154,11 @@ class Snapshots:
         self._copies: dict[str, tuple[np.ndarray, tf.Tensor]] = {}  # views of the same memory
 
     def take(
-        self, model: keras.Model, strategy: tf.distribute.Strategy, busy: bool = True
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        busy: bool = True,
+        parts: SlotParts | None = None,
     ) -> dict[str, tf.Tensor]:
         """Copies the current values of all shared variables.
 
@@ -160,17 +166,34 @@ class Snapshots:
 
         Args:
             busy: whether every step assigns to the variables; then copies are worth their memory.
+            parts: the variables that are left out, as `take_parts` copies them.
         """
+        apart = {id(v) for v in parts.variables} if parts is not None else set()
         found = {}
         for name, variable in named(model).items():
+            if id(variable) in apart:
+                continue
             value = placement.local_copies(strategy, variable)[0].read_value()
-            size = value.shape.num_elements() * value.dtype.size
-            large = size >= _WORTH_KEEPING_BYTES and value.dtype in _KEPT_TYPES
-            large = large and not optimizer_part.was_put(variable)  # no step assigns to it
-            found[name] = self._copied(name, value) if busy and large else value
+            assigned = busy and not optimizer_part.was_put(variable)  # by every step
+            found[name] = self._copied(name, value) if assigned else value
         return found
 
+    def take_parts(self, model: keras.Model, parts: SlotParts) -> list[Piece]:
+        """Copies this task's parts of slots; overwrites those of the previous call."""
+        names = {id(variable): name for name, variable in named(model).items()}
+        pieces = []
+        for part in parts.own:
+            name, begin = names[id(part.variable)], part.elements.start
+            value = self._copied(f"{name}/{begin}", part.value)
+            size = math.prod(part.variable.shape)
+            pieces.append(Piece(name, part.elements, size, value))
+        return pieces
+
     def _copied(self, name: str, value: tf.Tensor) -> tf.Tensor:
+        """A copy, or the value itself where that is not worth it."""
+        size = value.shape.num_elements() * value.dtype.size
+        if size < _WORTH_KEEPING_BYTES or value.dtype not in _KEPT_TYPES:
+            return value
         if "CPU" not in value.device:
             return value
         if name not in self._copies:

@@ -6,10 +6,10 @@
         found = store.newest()                    # None, or a Backup that passed every check
         found.record["epoch"], found.tensors()["v/0"]
 
-One backup is one directory `step_<n>` with three files:
+One backup is one directory `step_<n>` with these files:
 
 * `tensors.index`, `tensors.data-00000-of-00001`: a TensorFlow checkpoint (its tensor bundle
-  format: named tensors, a CRC-32C for each);
+  format: named tensors, a CRC-32C for each). Where several tasks write, each has a file of data;
 * `record.json`: everything else as JSON, with the SHA-256 of itself and the sizes of the other
   files. It is written last: a directory without a valid record is not a backup.
 
@@ -33,13 +33,14 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfmw import storage
+from tfmw.checkpoint.parts import Piece, SharedWrite, save
 from tfmw.errors import TfmwError, UsageError
 from tfmw.runtime import fence, file_lock, tracing
 from tfmw.runtime.progress import blocking_call
@@ -176,9 +177,10 @@ class BackupStore:
         storage.clean_up(self.path, _NAME)
 
     def _remove(self, step: int) -> None:
-        storage.remove(self._path_of(step))
+        storage.remove(self.path_of(step))
 
-    def _path_of(self, step: int) -> str:
+    def path_of(self, step: int) -> str:
+        """The directory of the backup of one step."""
         return os.path.join(self.path, f"step_{step:012d}")
 
     def _names(self) -> list[str]:
@@ -188,13 +190,22 @@ class BackupStore:
 
     # ------------------------------------------------------------ writing
 
-    def write(self, step: int, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> str:
+    def write(
+        self,
+        step: int,
+        tensors: Mapping[str, np.ndarray],
+        record: Mapping[str, Any],
+        shared: SharedWrite | None = None,
+        pieces: Sequence[Piece] = (),
+    ) -> str:
         """Writes one backup and removes all but the newest ones.
 
         Args:
             step: training steps so far; a backup of the same step is replaced.
             tensors: name -> array, of any dtype of TensorFlow.
             record: JSON values.
+            shared: the writing by several tasks, of a local directory.
+            pieces: this task's.
 
         Returns:
             The backup's directory.
@@ -202,10 +213,11 @@ class BackupStore:
         Raises:
             OSError or tf.errors.OpError: it could not be written; older backups are untouched.
         """
-        final = self._path_of(step)
+        final = self.path_of(step)
         if self._local:
-            with storage.atomic_directory(final) as temporary:
-                _write_files(temporary, step, tensors, record)
+            named = None if shared is None else shared.directory
+            with storage.atomic_directory(final, named) as temporary:
+                _write_files(temporary, step, tensors, record, shared, pieces)
         else:
             # Without an atomic rename, a record that is written last marks a complete backup.
             with contextlib.suppress(tf.errors.NotFoundError):
@@ -282,7 +294,7 @@ class BackupStore:
             Incomplete, Damaged: it has no record, or its content has changed.
             UsageError: it has a format that this version does not read.
         """
-        path = self._path_of(step)
+        path = self.path_of(step)
         target = os.path.join(path, _RECORD)
         try:
             if self._local:
@@ -355,18 +367,20 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _write_files(
-    directory: str, step: int, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]
+    directory: str,
+    step: int,
+    tensors: Mapping[str, np.ndarray],
+    record: Mapping[str, Any],
+    shared: SharedWrite | None = None,
+    pieces: Sequence[Piece] = (),
 ) -> None:
     """Writes the files of one backup, the record last."""
     tf.io.gfile.makedirs(directory)
-    names = sorted(tensors)
-    with tf.device("/CPU:0"):
-        tf.raw_ops.SaveV2(
-            prefix=os.path.join(directory, _PREFIX),
-            tensor_names=names,
-            shape_and_slices=[""] * len(names),
-            tensors=[tf.convert_to_tensor(tensors[n]) for n in names],
-        )
+    prefix = os.path.join(directory, _PREFIX)
+    if shared is None:
+        save(prefix, tensors)
+    else:
+        shared.write(prefix, tensors, pieces)
     files = sorted(name for name in tf.io.gfile.listdir(directory) if name.startswith(_PREFIX))
     text = json.dumps(
         {

@@ -162,6 +162,36 @@ class Group:
         """Every task's value, in order of rank."""
         return [value] if self.size == 1 else self._exchange(self._next_key(), value)
 
+    def post(self, key: str, value: Any) -> None:
+        """Sets a value that another task waits for by `posted`. From any thread.
+
+        Args:
+            key: unique in this training.
+        """
+        keras_compat.coordination_set(key, json.dumps(value))
+
+    def posted(self, key: str, rank: int, wait_s: float) -> Any:
+        """What task `rank` posts; None if that takes longer than `wait_s`. From any thread.
+
+        Raises:
+            OSError: that task was lost.
+        """
+        try:
+            return json.loads(keras_compat.coordination_get(key, wait_s))
+        except tf.errors.DeadlineExceededError:
+            pass
+        except tf.errors.OpError as e:
+            raise OSError(f"the coordination service failed: {e}") from None
+        try:
+            self.require_peer(rank)
+        except tf.errors.OpError as e:
+            raise OSError(f"worker {rank} was lost: {e}") from None
+        return None
+
+    def forget(self, key: str) -> None:
+        """Removes what was posted under keys that begin with `key`."""
+        keras_compat.coordination_delete(key)
+
     def arrays_from_chief(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The chief's arrays on every task; for small arrays: see the module's docstring.
 

@@ -10,7 +10,8 @@ the installed versions lack. A test calls it, so an incompatible release fails t
 * `masked_norm`: synchronized batch normalization of masked inputs.
 * `optimizers`: updates on each replica, after one reduction of the gradients.
 * `fused_update`: an optimizer's update as one compiled function.
-* `optimizer_part`: the part of an optimizer's state that one worker keeps.
+* `optimizer_part`: the part of an optimizer's state that one worker keeps; `emptied`, variables
+  whose memory it frees.
 * `models`, `metrics`, `objects`: the parts and variables of a model, and how it is built.
 * `placement`: a model's variables on the devices of a strategy, and back.
 * `guards`: `model.fit` refused, and one writer, in a process that has joined a cluster.

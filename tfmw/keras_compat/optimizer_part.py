@@ -22,7 +22,9 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops as _resource_variables
 
 from tfmw.errors import UsageError
+from tfmw.keras_compat import emptied
 from tfmw.keras_compat.memory import view_of
+from tfmw.keras_compat.models import native
 from tfmw.keras_compat.objects import overridden
 from tfmw.keras_compat.optimizers import slot_lists, with_inner_optimizers
 
@@ -152,29 +154,39 @@ class OptimizerPart:
         own: index of a variable -> the elements that this worker updates, in a flat form; None for
             the whole variable.
         shared: indices of the variables that some worker updates. Each worker updates the others.
+        replica: of this process's, which of them has the part.
 
     It begins with what `take` takes.
     """
 
-    def __init__(self, optimizer: Any, own: dict[int, slice | None], shared: set[int]):
+    def __init__(
+        self, optimizer: Any, own: dict[int, slice | None], shared: set[int], replica: int = 0
+    ):
         self._optimizer = optimizer
         self._own = own
         self._shared = shared
+        self._replica = replica
         self._variables = variables_of(optimizer)
         self._slots = _state_of(optimizer)
         self._slot_parts: dict[tuple[str, int], tf.Variable] = {}
-        with tf.init_scope(), tf.device("cpu:0"):
+        with tf.init_scope():
             self.take()
             self._weight_parts = {i: self._new_part(i, self._variables[i]) for i in own}
 
+    def _copy(self, variable: Any) -> tf.Variable:
+        """The replica's own `tf.Variable` of a Keras variable."""
+        copies = emptied.copies_of(native(variable))
+        return copies[self._replica] if len(copies) > 1 else copies[0]
+
     def _new_part(self, index: int, variable: Any) -> tf.Variable:
         # A `tf.Variable` would be the strategy's, and all workers would get the chief's value.
-        return _resource_variables.ResourceVariable(
-            self._part_of(index, variable), trainable=False, name=variable.name.split(":")[0]
-        )
+        with tf.device(self._copy(variable).device or "cpu:0"):
+            return _resource_variables.ResourceVariable(
+                self._part_of(index, variable), trainable=False, name=variable.name.split(":")[0]
+            )
 
     def _part_of(self, index: int, variable: Any) -> tf.Tensor:
-        value, part = variable._value.read_value(), self._own[index]
+        value, part = self._copy(variable).read_value(), self._own[index]
         return value if part is None else tf.reshape(value, [-1])[part]
 
     # ------------------------------------------------------------ values
@@ -189,24 +201,25 @@ class OptimizerPart:
                 if i in self._own and (name, i) not in self._slot_parts:
                     self._slot_parts[name, i] = self._new_part(i, slots[i])
                 elif i in self._own:
-                    _fill(self._slot_parts[name, i], self._part_of(i, slots[i]))
-                empty(slots[i])
+                    emptied.fill(self._slot_parts[name, i], self._part_of(i, slots[i]))
+                vars(slots[i]).pop(_PUT, None)
+                emptied.empty(self._copy(slots[i]))
 
     def refresh(self) -> None:
         """This worker's part of the weights, as the model has them now."""
         for i, part in self._weight_parts.items():
-            _fill(part, self._part_of(i, self._variables[i]))
+            emptied.fill(part, self._part_of(i, self._variables[i]))
 
     def free_weights(self) -> None:
         """Frees the parts of the weights, until `refresh`."""
         for part in self._weight_parts.values():
-            _fill(part, tf.zeros([0], part.dtype))
+            emptied.empty(part)
 
     def free_slot(self, name: str, index: int) -> None:
         """Frees the part of a slot, where there is one, until `take`."""
         part = self._slot_parts.get((name, index))
         if part is not None:
-            _fill(part, tf.zeros([0], part.dtype))
+            emptied.empty(part)
 
     def weight(self, index: int) -> tf.Tensor:
         """[m], the part of a variable."""
@@ -223,6 +236,14 @@ class OptimizerPart:
         if part is None:
             return np.zeros([0], np.uint8)
         return view_of(part.read_value()).reshape(-1).view(np.uint8)
+
+    def slot_values(self) -> Iterator[tuple[Any, slice, tf.Tensor]]:
+        """(slot, which of its elements in a flat form, [m] of them) of each part."""
+        slots = dict(self._slots)
+        for (name, index), part in self._slot_parts.items():
+            slot = slots[name][index]
+            elements = self._own[index] or slice(0, slot._value.shape.num_elements())
+            yield slot, elements, tf.reshape(part.read_value(), [-1])
 
     # ------------------------------------------------------------ while an update is traced
 
@@ -270,7 +291,7 @@ def put(slot: Any, values: tf.Tensor) -> None:
     vars(slot)[_PUT] = True
     dtype = slot._value.dtype
     flat = tf.bitcast(tf.reshape(values, [-1, dtype.size]), dtype)
-    _fill(slot._value, tf.reshape(flat, slot._value.shape))
+    emptied.fill(slot._value, tf.reshape(flat, slot._value.shape))
 
 
 def was_put(variable: Any) -> bool:
@@ -281,13 +302,13 @@ def was_put(variable: Any) -> bool:
 def empty(slot: Any) -> None:
     """Frees the memory of a slot."""
     vars(slot).pop(_PUT, None)
-    _fill(slot._value, tf.zeros([0], slot._value.dtype))
+    emptied.empty(slot._value)
 
 
 def refuse_empty(optimizer: Any) -> None:
     """Raises UsageError where the state of the optimizer is not there."""
     for _, slots in _state_of(optimizer):
-        if any(slot is not None and _is_empty(slot._value) for slot in slots):
+        if any(slot is not None and emptied.is_emptied(slot._value) for slot in slots):
             raise UsageError(
                 f"the state of the optimizer {optimizer.name!r} was lost when the last call ended "
                 "with an error, as each worker had a part of it: compile the model again, or "
@@ -303,15 +324,6 @@ def _state_of(optimizer: Any) -> list[tuple[str, list[Any]]]:
         for each in with_inner_optimizers(optimizer)
         for name, slots in slot_lists(each)
     ]
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, tf.Variable) and value.shape.num_elements() > 0 and not tf.size(value)
-
-
-def _fill(variable: tf.Variable, value: tf.Tensor) -> None:
-    """Assigns a value of another shape, too."""
-    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value, validate_shape=False)
 
 
 def _set(variable: Any, native: Any, shape: tuple[int, ...], ndim: int) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.errors import UsageError
+from tfmw.keras_compat import emptied
 from tfmw.keras_compat.metrics import metric_variables
 from tfmw.keras_compat.models import layers_of, native, seed_generators_of, set_native
 from tfmw.keras_compat.objects import items_in
@@ -86,8 +87,14 @@ class Placement:
         # In the scope, as the model may have been made in it: then each original has copies.
         with self.strategy.scope():
             for variable, original in zip(self.variables, self.originals, strict=True):
-                original.assign(local_copies(self.strategy, variable)[0].read_value())
+                _assign(original, local_copies(self.strategy, variable)[0])
                 set_native(variable, original)
+
+    def free_originals(self) -> None:
+        """Frees the original of each variable whose copies are empty, as slots that are shared."""
+        for variable, original in zip(self.variables, self.originals, strict=True):
+            if emptied.is_emptied(native(variable)):
+                emptied.empty(original)
 
     @contextlib.contextmanager
     def suspended(self, replicas_own: list[Any]) -> Iterator[None]:
@@ -119,12 +126,22 @@ class Placement:
                 self.variables, self.originals, copies, strict=True
             ):
                 set_native(variable, copy)
-                value = self.strategy.experimental_local_results(original)[0].read_value()
+                value = self.strategy.experimental_local_results(original)[0]
                 before = of_first.get(id(variable))
                 if before is None or not np.array_equal(before, value.numpy(), equal_nan=True):
                     for each in local_copies(self.strategy, variable):
-                        each.assign(value)
+                        _assign(each, value)
             _vary_seeds(self.strategy, seeds)
+
+
+def _assign(to: tf.Variable, value: tf.Variable) -> None:
+    """Assigns the value of another variable; empties the one where the other is."""
+    if emptied.is_emptied(value):
+        emptied.empty(to)
+    elif emptied.is_emptied(to):
+        emptied.fill(to, value.read_value())
+    else:
+        to.assign(value.read_value())
 
 
 @contextlib.contextmanager

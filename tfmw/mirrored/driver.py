@@ -32,6 +32,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw import keras_compat
+from tfmw.checkpoint.parts import SlotParts
 from tfmw.data import ShardSizes, static_batch_size
 from tfmw.keras_compat import placement
 from tfmw.mirrored import prediction
@@ -197,8 +198,9 @@ class SyncDriver:
             lambda: self._step_loop(kind, uneven, size_known, iterator),
         )
         if trains:
-            for update in self.updates:
-                update.before_steps()
+            taken = [update.before_steps() for update in self.updates]
+            if any(taken):
+                self._placement.free_originals()
         with self._lost_peer_named():
             if not self._gathers:
                 return self._run(loop, iterator, max_steps, trains)
@@ -458,6 +460,16 @@ class SyncDriver:
         with self._lost_peer_named():
             for update in self.updates:
                 update.copy_to_chief()
+
+    def slot_parts(self) -> SlotParts | None:
+        """This process's parts of the optimizers' slots; None where the model has all of them."""
+        found = [parts for update in self.updates if (parts := update.slot_parts()) is not None]
+        if not found:
+            return None
+        return SlotParts(
+            [variable for parts in found for variable in parts.variables],
+            [part for parts in found for part in parts.own],
+        )
 
     def restore_optimizer(self, between_steps: bool = False) -> None:
         """Gives the optimizer its whole state on all workers until the next step; a collective.

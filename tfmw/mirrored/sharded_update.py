@@ -1,17 +1,18 @@
-"""The update of the weights, which the workers of a ring share.
+"""The update of the weights, which replicas share.
 
     update = SharedUpdate(optimizer, reduction, choice="auto")
     with update.reduced(grads, variables) as (own_grads, own_variables):
         optimizer.apply(own_grads, own_variables)
 
-Without sharing, gradients are summed over all workers, and each worker makes the whole update. With
-it, a sum stops half way, where each worker has one part of it; each updates that part, and the
-parts of the weights travel on as the second half of the sum would have. The same bytes travel, and
-each worker has an N-th of the update's work and of the optimizer's slots (Xu et al., Automatic
-Cross-Replica Sharding of Weight Update in Data-Parallel Training, 2020; ZeRO stage 1).
+Without sharing, gradients are summed over all replicas, and each makes the whole update. With it, a
+sum stops half way, where each replica has one part of it; each updates that part, and the parts of
+the weights travel on as the second half of the sum would have. Each has an N-th of the update's
+work and of the optimizer's slots (Xu et al., Automatic Cross-Replica Sharding of Weight Update in
+Data-Parallel Training, 2020; ZeRO stage 1).
 
-A pack of gradients is cut into parts as the ring cuts it anyway, so the sums are the same to the
-last bit. Where an optimizer looks at whole variables, packs are cut between variables.
+`halves.py` has the two transports: tfmw's ring, where a worker is a replica, and tf.distribute's
+collectives. A pack of gradients is cut into parts as the ring cuts it anyway, so the sums are the
+same to the last bit. Where an optimizer looks at whole variables, packs are cut between variables.
 """
 
 from __future__ import annotations
@@ -25,22 +26,26 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmw.checkpoint.parts import SlotParts
 from tfmw.errors import UsageError
 from tfmw.keras_compat import optimizer_part
 from tfmw.keras_compat.fused_update import fuses
 from tfmw.keras_compat.optimizer_part import OptimizerPart
 from tfmw.mirrored.collectives import reduction as reduction_lib
-from tfmw.mirrored.collectives.hierarchy import AnyRing
 from tfmw.mirrored.collectives.reduction import Reduction
 from tfmw.mirrored.collectives.ring import even_cuts
+from tfmw.mirrored.halves import Halves, halves_of, split
 from tfmw.mirrored.packs import Pack
-from tfmw.mirrored.slots import forget_slots, gather_slots
+from tfmw.mirrored.slots import forget_slots, gather_slots, slot_parts
 
 logger = logging.getLogger("tfmw")
 
 _UPDATES = "_self_tfmw_updates"  # so called, it does not count as the model's own
 _SHARED = "shared by"
 _LAST = "_self_tfmw_last_updates"
+
+# What TensorFlow's collectives gather. Variables of other types are updated on every replica.
+_GATHERED = (tf.float16, tf.float32, tf.float64)
 
 SHARD_OPTIMIZER = "TFMW_SHARD_OPTIMIZER"
 """Environment variable: what "auto" is. "on" is True, "off" is False, "auto" the default."""
@@ -75,12 +80,14 @@ class SharedUpdate:
     ):
         self.optimizer = optimizer
         self._reduction = reduction
+        self._transport = halves_of(reduction)
         self._choice = _environments_choice() if choice == "auto" else choice
         self._variables = optimizer_part.variables_of(optimizer)
         self._index = {id(v): i for i, v in enumerate(self._variables)}
         self._packs: list[Pack] = []
-        self._part: OptimizerPart | None = None
+        self._parts: list[OptimizerPart] = []  # of this process's replicas
         self._whole = True  # whether the optimizer's own variables have the state
+        self._taken = False
         self._copied = False  # to the chief alone
         self._stale = False
         self.made = False
@@ -106,13 +113,15 @@ class SharedUpdate:
     def _why_not(self, eager: bool, compressed: bool) -> str | None:
         if self._choice is False:
             return "shard_optimizer=False"
-        if self._reduction.ring is None:
-            return "gradients do not travel over tfmw's ring"
+        if self._transport is None:
+            return "there is one replica"
         if eager:
             return "run_eagerly"
         refused = optimizer_part.refuses_parts(self.optimizer)
         if refused or self._choice is True:
             return refused
+        if self._transport.whole_sums:
+            return "TensorFlow's collectives would send half as many bytes again"
         if compressed:
             return "gradient_compression halves gradients, and not weights"
         size = sum(v.shape.num_elements() * v.value.dtype.size for v in self._variables)
@@ -127,13 +136,12 @@ class SharedUpdate:
         """One line for people."""
         if self.reason is not None:
             return f"on every worker ({self.reason})"
-        return f"{_SHARED} {self._ring.size} workers"
+        return f"{_SHARED} {self._halves.size} {self._halves.of}"
 
     @property
-    def _ring(self) -> AnyRing:
-        ring = self._reduction.ring
-        assert ring is not None  # else there is a reason
-        return ring
+    def _halves(self) -> Halves:
+        assert self._transport is not None  # else there is a reason
+        return self._transport
 
     # ------------------------------------------------------------ within a step
 
@@ -141,9 +149,9 @@ class SharedUpdate:
     def reduced(
         self, grads: list[Any], variables: list[Any]
     ) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Sums gradients; within the context the optimizer makes this worker's part of the update.
+        """Sums gradients; within the context the optimizer makes its part of the update.
 
-        All workers enter it. In a replica context.
+        All replicas enter it. In a replica context.
 
         Args:
             grads: of this replica, as in `Reduction`.
@@ -152,73 +160,55 @@ class SharedUpdate:
         Returns:
             The gradients to apply, and the variables to apply them to.
         """
-        if self.reason is None and self._part is None:
+        if self.reason is None and not self._parts:
             self._plan(grads, variables)
         if not self.made:
             self._log()
         self.made = True
-        if self._part is None or self.reason is not None:
+        if not self._parts or self.reason is not None:
             yield self._reduction(grads), variables
             return
+        local = self._local_replica()
         given = {
             self._index[id(v)]: g for g, v in zip(grads, variables, strict=True) if g is not None
         }
         self._refuse_idle(given)
-        own, rest = self._scattered(given), self._rest(given)
+        own, rest = self._halves.sums(given, self._packs, self._halves.ranks[local])
+        own = {index: self._in_shape(index, total) for index, total in own.items()}
         totals, updated = [], []
         for variable, grad in zip(variables, grads, strict=True):
             index = self._index[id(variable)]
             if grad is None or index in own or index in rest:
                 totals.append(own.get(index, rest.get(index)))
                 updated.append(variable)
-        with self._known_of_all(own, rest), self._part.in_place():
+        with self._known_of_all(own, rest), self._parts[local].in_place():
             yield totals, updated
-        self._gather_weights()
+        self._gather_weights(local)
 
-    def _scattered(self, given: dict[int, Any]) -> dict[int, tf.Tensor]:
-        """Index of a variable -> the sum of its gradients, in this worker's part of them."""
-        own: dict[int, tf.Tensor] = {}
-        for pack in self._packs:
-            # Without a gradient this time, a variable's place in the pack stays.
-            flat = [self._flat(given.get(i), i) for i in pack.indices]
-            total = self._reduction.scattered(
-                flat[0] if len(flat) == 1 else tf.concat(flat, axis=0), pack.cuts
-            )
-            parts = self._own_elements(pack)
-            sizes = [part.stop - part.start for _, part in parts]
-            values = _split(total, sizes)
-            for (index, part), value in zip(parts, values, strict=True):
-                if index in given:
-                    whole = part.stop - part.start == self._elements(index)
-                    own[index] = value
-                    if whole and self._own[index] is None:
-                        own[index] = tf.reshape(value, self._variables[index].shape)
-        return own
+    def _local_replica(self) -> int:
+        """Which of this process's replicas runs. In a replica context."""
+        if len(self._parts) == 1:
+            return 0
+        replica = tf.distribute.get_replica_context()
+        rank = int(tf.get_static_value(replica.replica_id_in_sync_group))
+        return rank - self._halves.ranks[0]
+
+    def _in_shape(self, index: int, own: tf.Tensor) -> tf.Tensor:
+        """Elements of a variable in its shape, where they are all of them."""
+        whole = own.shape.num_elements() == self._elements(index)
+        return tf.reshape(own, self._variables[index].shape) if whole else own
 
     def _refuse_idle(self, given: dict[int, Any]) -> None:
-        """Raises UsageError on all workers where one would have nothing to update."""
-        ring = self._ring
+        """Raises UsageError on all workers where a replica would have nothing to update."""
         packed = {i for pack in self._packs for i in pack.indices}
-        for rank in range(ring.size):
-            parts = (pack.elements_in(ring.part_of(pack.cuts, rank)) for pack in self._packs)
-            own = {index for part in parts for index, _ in part}
+        for rank in range(self._halves.size):
+            own = {index for pack in self._packs for index, _ in self._elements_of(pack, rank)}
             if not any(i in own or i not in packed for i in given):
                 raise UsageError(
                     f"{self.optimizer.name!r} updates {len(given)} of {len(self._variables)} "
                     "variables here, and a worker has a part of none of them: train with "
                     "shard_optimizer=False."
                 )
-
-    def _rest(self, given: dict[int, Any]) -> dict[int, Any]:
-        """Index of a variable that each worker updates -> the sum of its gradients."""
-        packed = {i for pack in self._packs for i in pack.indices}
-        rest = {i: g for i, g in given.items() if i not in packed}
-        return dict(zip(rest, self._reduction(list(rest.values())), strict=True))
-
-    def _flat(self, grad: Any, index: int) -> tf.Tensor:
-        if grad is None:
-            return tf.zeros([self._elements(index)], self._dtype(index))
-        return tf.reshape(tf.convert_to_tensor(grad), [-1])
 
     @contextlib.contextmanager
     def _known_of_all(self, own: dict[int, Any], rest: dict[int, Any]) -> Iterator[None]:
@@ -236,21 +226,20 @@ class SharedUpdate:
         with optimizer_part.all_gradients_known(self.optimizer, finite, norm):
             yield
 
-    def _gather_weights(self) -> None:
-        """Gives all workers the updated weights."""
+    def _gather_weights(self, local: int) -> None:
+        """Gives a replica of this process the updated weights of all."""
         if reduction_lib.nothing() is not None:
             return
-        assert self._part is not None
+        part, rank = self._parts[local], self._halves.ranks[local]
         assigned: list[Any] = []
         for pack in self._packs:
-            own = [self._part.weight(i) for i, _ in self._own_elements(pack)]
+            own = [part.weight(i) for i, _ in self._elements_of(pack, rank)]
             flat = tf.concat(own, axis=0) if own else tf.zeros([0], pack.dtype)
             # The memory of the weights before is for the next pack: it must be free by then.
             with tf.control_dependencies(assigned):
-                total = self._reduction.gathered(own[0] if len(own) == 1 else flat, pack.cuts)
+                total = self._halves.gathered(own[0] if len(own) == 1 else flat, pack.cuts)
             assigned = []
-            values = _split(total, pack.sizes)
-            for index, value in zip(pack.indices, values, strict=True):
+            for index, value in zip(pack.indices, split(total, pack.sizes), strict=True):
                 variable = self._variables[index]
                 update = variable.value.assign(tf.reshape(value, variable.shape))
                 assigned.append(update.op if update is not None else tf.no_op())
@@ -259,40 +248,45 @@ class SharedUpdate:
 
     def _plan(self, grads: list[Any], variables: list[Any]) -> None:
         """Divides the variables, while the first step is traced: the same on all workers."""
-        ring = self._ring
-        loads = [0] * ring.size
+        loads = [0] * self._halves.size
         packs = []
-        for positions in self._reduction.packs(grads):
+        for positions in self._halves.packs(grads):
             if not all(self._may_share(grads[p], variables[p]) for p in positions):
                 continue
             indices = [self._index[id(variables[p])] for p in positions]
             packs.append(self._pack(indices, loads))
-            for worker in range(ring.size):
-                part = ring.part_of(packs[-1].cuts, worker)
-                loads[worker] += part.stop - part.start
+            for rank in range(self._halves.size):
+                part = self._halves.part_of(packs[-1].cuts, rank)
+                loads[rank] += part.stop - part.start
         clips = optimizer_part.global_clipnorm(self.optimizer) is not None
         if {id(v) for v in variables} != self._index.keys():
-            # A worker that updates none of them would not count the update.
+            # A replica that updates none of them would not count the update.
             self._refused = "the step updates some of the variables at a time"
         elif clips and any(isinstance(g, tf.IndexedSlices) for g in grads):
             self._refused = "global_clipnorm looks at sparse gradients"
         elif not all(loads):
-            self._refused = "there are fewer variables than workers"
+            self._refused = f"there are fewer variables than {self._halves.of}"
         if self.reason is None:
             self._packs = packs
-            self._own = {
-                index: part
-                for pack in packs
-                for index, part in self._as_parts(self._own_elements(pack))
-            }
             shared = {i for pack in packs for i in pack.indices}
-            self._part = OptimizerPart(self.optimizer, self._own, shared)
-            self._whole = False
+            self._parts = [
+                OptimizerPart(self.optimizer, self._own(rank), shared, replica)
+                for replica, rank in enumerate(self._halves.ranks)
+            ]
+            self._whole, self._taken = False, True
+
+    def _own(self, rank: int) -> dict[int, slice | None]:
+        """Index of a variable -> the elements that a replica updates; None for all of them."""
+        return {
+            index: None if part.stop - part.start == self._elements(index) else part
+            for pack in self._packs
+            for index, part in self._elements_of(pack, rank)
+        }
 
     def _log(self) -> None:
         """Tells people how the weights are updated, where they chose or might wonder."""
-        ring = self._reduction.ring
-        if ring is not None and ring.rank == 0 and self._choice is not False:
+        first = self._transport is not None and self._transport.ranks[0] == 0
+        if first and self._choice is not False:
             level = logging.WARNING if self.reason and self._choice is True else logging.INFO
             logger.log(level, "%s updates the weights %s", self.optimizer.name, self.description)
 
@@ -302,6 +296,7 @@ class SharedUpdate:
             and grad.shape.is_fully_defined()
             and id(variable) in self._index
             and grad.dtype == self._dtype(self._index[id(variable)])
+            and (grad.dtype in _GATHERED or not self._halves.whole_sums)
             and not variable.overwrite_with_gradient
         )
 
@@ -322,7 +317,7 @@ class SharedUpdate:
             for index in sorted(indices, key=self._elements, reverse=True):
                 worker = int(np.argmin(loads))
                 loads[worker] += self._elements(index)
-                parts[self._ring.part_number(worker)].append(index)
+                parts[self._halves.part_number(worker)].append(index)
             indices = [index for part in parts for index in part]
             starts = self._starts(indices)
             cuts = [starts[sum(map(len, parts[:number]))] for number in range(workers + 1)]
@@ -332,16 +327,9 @@ class SharedUpdate:
         starts: list[int] = np.cumsum([0, *map(self._elements, indices)]).tolist()
         return starts
 
-    def _own_elements(self, pack: Pack) -> list[tuple[int, slice]]:
-        """(index, elements) of the variables of a pack that have some in this worker's part."""
-        return pack.elements_in(self._ring.own_part(pack.cuts))
-
-    def _as_parts(self, elements: list[tuple[int, slice]]) -> list[tuple[int, slice | None]]:
-        """The same, with None for whole variables."""
-        return [
-            (index, None if part.stop - part.start == self._elements(index) else part)
-            for index, part in elements
-        ]
+    def _elements_of(self, pack: Pack, rank: int) -> list[tuple[int, slice]]:
+        """(index, elements) of the variables of a pack that have some in a replica's part."""
+        return pack.elements_in(self._halves.part_of(pack.cuts, rank))
 
     def _elements(self, index: int) -> int:
         return int(np.prod(self._variables[index].shape))
@@ -355,17 +343,23 @@ class SharedUpdate:
         """Others than the steps may have assigned to the weights."""
         self._stale = True
 
-    def before_steps(self) -> None:
-        """Takes this worker's part of the state, where the optimizer has all of it."""
-        if self._part is None or self.reason is not None:
-            return
+    def before_steps(self) -> bool:
+        """Takes this process's parts of the state, where the optimizer has all of it.
+
+        Returns:
+            Whether the optimizer's own slots are empty since the last call.
+        """
+        if not self._parts or self.reason is not None:
+            return False
         self.forget_copy()
-        if self._whole:
-            self._part.take()
-            self._whole = False
-        if self._stale:
-            self._part.refresh()
-            self._stale = False
+        for part in self._parts:
+            if self._whole:
+                part.take()
+            if self._stale:
+                part.refresh()
+        taken = self._taken or self._whole
+        self._whole = self._stale = self._taken = False
+        return taken
 
     def after_steps(self) -> None:
         """Lets callbacks between steps see the whole state. All workers call it."""
@@ -375,25 +369,35 @@ class SharedUpdate:
 
     def restore_whole(self) -> None:
         """Gives the optimizer the whole state, on all workers. All workers call it."""
-        if self._part is None or self._whole:
+        if not self._parts or self._whole:
             return
         self.forget_copy()
-        self._part.free_weights()
-        gather_slots(self._part, self._packs, self._ring, keep=True, free=True)
+        for part in self._parts:
+            part.free_weights()
+        gather_slots(self._parts, self._packs, self._halves, keep=True, free=True)
         self._whole = self._stale = True
+
+    def restore_alone(self) -> None:
+        """The same after an error, where this process has all parts."""
+        if self._parts and self._halves.in_one_process:
+            with contextlib.suppress(Exception):
+                self.restore_whole()
 
     def copy_to_chief(self) -> None:
         """Gives the chief's optimizer the whole state, until the next step. All workers call it."""
-        ring = self._reduction.ring
-        if self._part is not None and not self._whole and not self._copied:
-            assert ring is not None
-            gather_slots(self._part, self._packs, ring, keep=ring.rank == 0)
+        if self._parts and not self._whole and not self._copied:
+            keep = self._halves.ranks[0] == 0
+            gather_slots(self._parts, self._packs, self._halves, keep=keep)
             self._copied = True
+
+    def slot_parts(self) -> SlotParts | None:
+        """This process's parts of the slots; None where the optimizer has all of them."""
+        return None if not self._parts or self._whole else slot_parts(self._parts, self._packs)
 
     def forget_copy(self) -> None:
         """Frees what `copy_to_chief` made."""
-        if self._copied and self._part is not None:
-            forget_slots(self._part, self._packs)
+        if self._copied:
+            forget_slots(self._parts[0], self._packs)
             self._copied = False
 
 
@@ -401,7 +405,7 @@ class SharedUpdate:
 def shared_updates(model: Any, updates: list[SharedUpdate]) -> Iterator[None]:
     """In the end the optimizers have their whole state again; all workers enter and leave it.
 
-    After an error they have not, as workers may be gone; the model is refused from then on.
+    After an error they have not where workers may be gone; the model is refused from then on.
 
     Raises:
         UsageError: the state of an optimizer was lost so.
@@ -420,6 +424,10 @@ def shared_updates(model: Any, updates: list[SharedUpdate]) -> Iterator[None]:
             update.restore_whole()
         if any(update.made for update in updates):
             vars(model)[_LAST] = [update.description for update in updates]
+    except BaseException:
+        for update in updates:
+            update.restore_alone()
+        raise
     finally:
         vars(model)[_UPDATES] = outer
 
@@ -445,14 +453,6 @@ def _environments_choice() -> Any:
     if value not in choices:
         raise UsageError(f"{SHARD_OPTIMIZER} is {value!r}: expected auto, on or off.")
     return choices[value]
-
-
-def _split(flat: tf.Tensor, sizes: list[int]) -> list[tf.Tensor]:
-    """[n] -> one [size] for each of `sizes`, without a copy for one alone."""
-    if len(sizes) < 2:
-        return [flat][: len(sizes)]
-    parts: list[tf.Tensor] = tf.split(flat, sizes)
-    return parts
 
 
 def _facts(grads: list[Any], scale: Any) -> tf.Tensor:

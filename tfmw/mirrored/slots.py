@@ -1,4 +1,4 @@
-"""An optimizer's slots, of which each worker has a part, put together again.
+"""An optimizer's slots, of which each replica has a part, for backups and put together again.
 
 Pack by pack, and each in the memory in which it came: that takes least of it.
 """
@@ -11,35 +11,40 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmw.checkpoint.parts import SlotPart, SlotParts
 from tfmw.keras_compat import optimizer_part
 from tfmw.keras_compat.memory import new_tensor
 from tfmw.keras_compat.optimizer_part import OptimizerPart
-from tfmw.mirrored.collectives.hierarchy import AnyRing
+from tfmw.mirrored.halves import Halves
 from tfmw.mirrored.packs import Pack
 
 
 def gather_slots(
-    part: OptimizerPart, packs: Sequence[Pack], ring: AnyRing, keep: bool, free: bool = False
+    parts: Sequence[OptimizerPart],
+    packs: Sequence[Pack],
+    halves: Halves,
+    keep: bool,
+    free: bool = False,
 ) -> None:
     """Gathers the parts of all slots. All workers call it.
 
     Args:
-        part: this worker's part of them.
-        packs: of the variables that workers share.
-        ring: of the workers.
-        keep: whether this worker puts them into the optimizer.
-        free: whether this worker then frees its parts.
+        parts: of them, of this process's replicas.
+        packs: of the variables that replicas share.
+        halves: the transport.
+        keep: whether this process puts them into the optimizer.
+        free: whether it then frees its parts.
     """
-    for name, slots in part.slots:
+    for name, slots in parts[0].slots:
         for pack in packs:
-            cuts = _cuts_in_bytes(slots, pack, ring)
+            cuts = _cuts_in_bytes(slots, pack, halves)
             own = [
-                part.slot(name, index) for index, _ in pack.elements_in(ring.own_part(pack.cuts))
+                _joined(part, name, pack.elements_in(halves.part_of(pack.cuts, rank)))
+                for part, rank in zip(parts, halves.ranks, strict=True)
             ]
-            flat = own[0] if len(own) == 1 else np.concatenate([np.zeros([0], np.uint8), *own])
             array, tensor = new_tensor([cuts[-1]], tf.uint8)
-            ring.all_gather(flat, cuts, what="slots", out=array)
-            del own, flat
+            halves.all_gather(own, cuts, array)
+            del own
             begin = 0
             for index in pack.indices:
                 slot = slots[index]
@@ -48,7 +53,31 @@ def gather_slots(
                     optimizer_part.put(slot, tensor[begin : begin + size])
                 begin += size
                 if free:
-                    part.free_slot(name, index)
+                    for part in parts:
+                        part.free_slot(name, index)
+
+
+def _joined(part: OptimizerPart, name: str, elements: list[tuple[int, slice]]) -> np.ndarray:
+    """uint8 [n], the bytes of a replica's part of a slot of each variable of a pack."""
+    own = [part.slot(name, index) for index, _ in elements]
+    return own[0] if len(own) == 1 else np.concatenate([np.zeros([0], np.uint8), *own])
+
+
+def slot_parts(parts: Sequence[OptimizerPart], packs: Sequence[Pack]) -> SlotParts:
+    """The parts of this process's replicas, for a backup to which all workers write theirs."""
+    variables = [
+        slots[index]
+        for _, slots in parts[0].slots
+        for pack in packs
+        for index in pack.indices
+        if slots[index] is not None
+    ]
+    own = [
+        SlotPart(variable, elements, value)
+        for part in parts
+        for variable, elements, value in part.slot_values()
+    ]
+    return SlotParts(variables, own)
 
 
 def forget_slots(part: OptimizerPart, packs: Sequence[Pack]) -> None:
@@ -60,16 +89,16 @@ def forget_slots(part: OptimizerPart, packs: Sequence[Pack]) -> None:
                     optimizer_part.empty(slots[index])
 
 
-def _cuts_in_bytes(slots: list[Any], pack: Pack, ring: AnyRing) -> list[int]:
-    """The bytes of a pack's slots, one after the other, cut into a part for each worker."""
+def _cuts_in_bytes(slots: list[Any], pack: Pack, halves: Halves) -> list[int]:
+    """The bytes of a pack's slots, one after the other, cut into a part for each replica."""
     elements_of = dict(zip(pack.indices, pack.sizes, strict=True))
-    sizes = [0] * ring.size
-    for rank in range(ring.size):
-        for index, elements in pack.elements_in(ring.part_of(pack.cuts, rank)):
+    sizes = [0] * halves.size
+    for rank in range(halves.size):
+        for index, elements in pack.elements_in(halves.part_of(pack.cuts, rank)):
             if slots[index] is not None:
                 # Where a variable is cut, its slots are of its shape.
                 whole = optimizer_part.bytes_of(slots[index])
                 share = whole * (elements.stop - elements.start) // elements_of[index]
-                sizes[ring.part_number(rank)] += share
+                sizes[halves.part_number(rank)] += share
     cuts: list[int] = np.cumsum([0, *sizes]).tolist()
     return cuts

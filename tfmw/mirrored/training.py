@@ -8,6 +8,7 @@ from typing import Any
 
 from tfmw import callbacks as callbacks_lib
 from tfmw import keras_compat
+from tfmw.checkpoint.parts import SlotParts
 from tfmw.cluster.group import Group
 from tfmw.mirrored.cached_driver import cached_driver
 from tfmw.mirrored.driver import SyncDriver
@@ -188,8 +189,12 @@ class MirroredTraining:
         if self._optimizer_is_read:
             self.driver.restore_optimizer()
 
-    def replica_state(self) -> tuple[Any, Any]:
-        self.driver.copy_optimizer_to_chief()
+    def slot_parts(self) -> SlotParts | None:
+        return self.driver.slot_parts()
+
+    def replica_state(self, slots: bool) -> tuple[Any, Any]:
+        if slots:
+            self.driver.copy_optimizer_to_chief()
         return self.driver.replica_state()
 
     def position(self, in_epoch: bool) -> dict[str, Any]:

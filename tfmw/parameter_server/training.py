@@ -164,8 +164,11 @@ class ParameterServerTraining:
         if self._model_is_read:
             self._fetch(slots=False)
 
-    def replica_state(self) -> tuple[np.ndarray, np.ndarray]:
-        self._fetch(slots=True)
+    def slot_parts(self) -> None:
+        """The servers' slots are fetched by the coordinator."""
+
+    def replica_state(self, slots: bool) -> tuple[np.ndarray, np.ndarray]:
+        self._fetch(slots)
         variables = keras_compat.metric_variables(self.model)
         values = [np.ravel(keras_compat.native(v).numpy()) for v in variables]
         metrics = np.concatenate([np.zeros([0]), *values])[None].astype(np.float64)

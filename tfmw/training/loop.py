@@ -29,6 +29,7 @@ import tensorflow as tf
 from tfmw import callbacks as callbacks_lib
 from tfmw import keras_compat
 from tfmw.checkpoint import state
+from tfmw.checkpoint.parts import SlotParts
 from tfmw.checkpoint.resume import Backups, PythonState
 from tfmw.cluster.group import Group
 from tfmw.keras_compat.guards import saves_by_callbacks
@@ -132,8 +133,14 @@ class Driver(Protocol):
     def update_model(self) -> None:
         """Copies the trained values into the user's model."""
 
-    def replica_state(self) -> tuple[Any, Any]:
+    def slot_parts(self) -> SlotParts | None:
+        """This task's parts of the optimizer's slots; None where tasks have them whole."""
+
+    def replica_state(self, slots: bool) -> tuple[Any, Any]:
         """Updates the user's model; returns the state of a backup that is not in it.
+
+        Args:
+            slots: whether the chief's model gets the optimizer's slots, too.
 
         Returns:
             float64 [replicas, values] of metrics, and the same of moving averages.
@@ -406,11 +413,14 @@ class TrainingLoop:
         python_state: PythonState | None = None,
     ) -> None:
         driver = self._driver
+        parts = driver.slot_parts()
+        if parts is not None and not self._backups.takes_parts():
+            parts = None
         self._backups.save(
             self._step,
             self._model,
             driver.strategy,
-            driver.replica_state(),
+            driver.replica_state(slots=parts is None),
             self._callbacks.callbacks,
             {
                 "epoch": epoch,
@@ -423,6 +433,7 @@ class TrainingLoop:
             },
             busy=driver.trains_in_place,
             python_state=python_state,
+            parts=parts,
         )
 
 

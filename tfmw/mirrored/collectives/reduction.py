@@ -67,9 +67,13 @@ class Reduction:
         strategy: the strategy of the replicas.
         compression: "fp16" or "bf16": the type in which dense float32 gradients are sent and
             summed; None for their own.
+
+    Attributes:
+        strategy: of the replicas.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, compression: str | None = None):
+        self.strategy = strategy
         self._options = membership.reduction_options(strategy)
         self._wire = None if compression is None else COMPRESSIONS[compression]
         self._pack = self._options.bytes_per_pack if self._options is not None else 0
@@ -116,6 +120,11 @@ class Reduction:
             return self._ring.summed(flat, "metrics")
         replica = tf.distribute.get_replica_context()
         return replica.all_reduce(SUM, flat)
+
+    @property
+    def options(self) -> Any:
+        """TensorFlow's options for collectives; None for its defaults."""
+        return self._options
 
     # ------------------------------------------------------------ the sum, in two halves
 
@@ -208,23 +217,8 @@ class _OverRing:
         return out
 
     def packs(self, grads: list[Any]) -> Iterator[list[int]]:
-        """Positions of the gradients of each pack: neighbours of one dtype, last ones first."""
-        pack: list[int] = []
-        room = 0
-        for i in reversed(range(len(grads))):
-            alone = isinstance(grads[i], tf.IndexedSlices) or not grads[i].shape.is_fully_defined()
-            nbytes = 0 if alone else grads[i].shape.num_elements() * grads[i].dtype.size
-            if pack and (alone or nbytes > room or grads[i].dtype != grads[pack[0]].dtype):
-                yield pack
-                pack = []
-            pack.append(i)
-            if alone:
-                yield pack
-                pack = []
-            else:
-                room = (room if len(pack) > 1 else self._pack) - nbytes
-        if pack:
-            yield pack
+        """See `packs_of`."""
+        return packs_of(grads, self._pack)
 
     def summed(self, flat: tf.Tensor, what: str = "gradients") -> tf.Tensor:
         """The sum over all workers: [n] -> [n]."""
@@ -320,6 +314,31 @@ class _OverRing:
             turn, *out = tf.numpy_function(run, [self._turn.read_value(), *local], types)
             self._turn.assign(turn)
         return out
+
+
+def packs_of(grads: list[Any], pack_bytes: int) -> Iterator[list[int]]:
+    """Positions of the gradients of each pack: neighbours of one dtype, last ones first.
+
+    Args:
+        grads: dense tensors or `tf.IndexedSlices`; sparse ones are alone, as are unknown shapes.
+        pack_bytes: of a pack of more than one.
+    """
+    pack: list[int] = []
+    room = 0
+    for i in reversed(range(len(grads))):
+        alone = isinstance(grads[i], tf.IndexedSlices) or not grads[i].shape.is_fully_defined()
+        nbytes = 0 if alone else grads[i].shape.num_elements() * grads[i].dtype.size
+        if pack and (alone or nbytes > room or grads[i].dtype != grads[pack[0]].dtype):
+            yield pack
+            pack = []
+        pack.append(i)
+        if alone:
+            yield pack
+            pack = []
+        else:
+            room = (room if len(pack) > 1 else pack_bytes) - nbytes
+    if pack:
+        yield pack
 
 
 def _options_for(dtype: tf.DType) -> dict[str, Any]:

@@ -1,0 +1,231 @@
+"""A sum of gradients in two halves, between which each replica updates its part of the weights.
+
+    halves = halves_of(reduction)
+    own, rest = halves.sums(gradients, packs, rank)    # the first half
+    ...                                                # each replica updates its part of a pack
+    weights = halves.gathered(own_weights, pack.cuts)  # the second half
+
+tfmw's ring stops its all-reduce half way, so the same bytes travel as without sharing.
+tf.distribute has an all-reduce and an all-gather, and no reduce-scatter: there each replica takes
+its part of a whole sum, and half as many bytes again travel. Update and slots are an N-th in both.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmw.keras_compat import placement
+from tfmw.mirrored.collectives.reduction import Reduction, packs_of
+from tfmw.mirrored.collectives.ring import Cuts
+from tfmw.mirrored.packs import Pack
+
+PACK = 32 << 20
+"""Bytes of weights that TensorFlow gathers at a time."""
+
+
+class Halves(abc.ABC):
+    """Both halves over one transport.
+
+    Attributes:
+        size: number of replicas.
+        ranks: of this process's replicas.
+        whole_sums: whether the first half sends as many bytes as a whole sum.
+        of: what shares the update, for people.
+    """
+
+    size: int
+    ranks: Sequence[int]
+    whole_sums: bool
+    of: str
+
+    @abc.abstractmethod
+    def part_number(self, rank: int) -> int:
+        """The number of the part of a pack that a replica has."""
+
+    def part_of(self, cuts: Cuts, rank: int) -> slice:
+        """Which elements of a pack a replica has."""
+        number = self.part_number(rank)
+        return slice(cuts[number], cuts[number + 1])
+
+    @abc.abstractmethod
+    def packs(self, grads: list[Any]) -> list[list[int]]:
+        """Positions of gradients that form a pack."""
+
+    @abc.abstractmethod
+    def sums(
+        self, given: dict[int, Any], packs: Sequence[Pack], rank: int
+    ) -> tuple[dict[int, tf.Tensor], dict[int, Any]]:
+        """The first half. In a replica context.
+
+        Args:
+            given: index of a variable -> this replica's gradient.
+            packs: of the variables that replicas share.
+            rank: of this replica.
+
+        Returns:
+            (index -> this replica's elements of the sum, in a flat form; index -> the whole sum, of
+            variables in no pack).
+        """
+
+    @abc.abstractmethod
+    def gathered(self, own: tf.Tensor, cuts: Cuts) -> tf.Tensor:
+        """The parts of all replicas, in order: [m] -> [n]. In a replica context."""
+
+    @abc.abstractmethod
+    def all_gather(self, own: Sequence[np.ndarray], cuts: Cuts, out: np.ndarray) -> None:
+        """Gathers the parts of a value between steps. All workers call it.
+
+        Args:
+            own: uint8 [m] each, of this process's replicas.
+            cuts: into a part for each replica.
+            out: uint8 [n], to fill.
+        """
+
+    @property
+    def in_one_process(self) -> bool:
+        """Whether this process has all parts."""
+        return len(self.ranks) == self.size
+
+
+def halves_of(reduction: Reduction) -> Halves | None:
+    """What sums the gradients of `reduction` in two halves; None where there is one replica."""
+    if reduction.ring is not None:
+        return _OverRing(reduction)
+    if reduction.strategy.num_replicas_in_sync > 1:
+        return _OverTensorFlow(reduction)
+    return None
+
+
+class _OverRing(Halves):
+    whole_sums, of = False, "workers"
+
+    def __init__(self, reduction: Reduction):
+        assert reduction.ring is not None
+        self._reduction, self._ring = reduction, reduction.ring
+        self.size, self.ranks = self._ring.size, [self._ring.rank]
+
+    def part_number(self, rank: int) -> int:
+        return self._ring.part_number(rank)
+
+    def packs(self, grads: list[Any]) -> list[list[int]]:
+        return self._reduction.packs(grads)
+
+    def sums(
+        self, given: dict[int, Any], packs: Sequence[Pack], rank: int
+    ) -> tuple[dict[int, tf.Tensor], dict[int, Any]]:
+        own: dict[int, tf.Tensor] = {}
+        for pack in packs:
+            # Without a gradient this time, a variable's place in the pack stays.
+            flat = [
+                _flat(given.get(index), size, pack.dtype)
+                for index, size in zip(pack.indices, pack.sizes, strict=True)
+            ]
+            total = self._reduction.scattered(
+                flat[0] if len(flat) == 1 else tf.concat(flat, axis=0), pack.cuts
+            )
+            parts = pack.elements_in(self.part_of(pack.cuts, rank))
+            values = split(total, [part.stop - part.start for _, part in parts])
+            for (index, _), value in zip(parts, values, strict=True):
+                if index in given:
+                    own[index] = value
+        rest = _in_no_pack(given, packs)
+        return own, dict(zip(rest, self._reduction(list(rest.values())), strict=True))
+
+    def gathered(self, own: tf.Tensor, cuts: Cuts) -> tf.Tensor:
+        return self._reduction.gathered(own, cuts)
+
+    def all_gather(self, own: Sequence[np.ndarray], cuts: Cuts, out: np.ndarray) -> None:
+        self._ring.all_gather(own[0], cuts, what="slots", out=out)
+
+
+class _OverTensorFlow(Halves):
+    whole_sums, of = True, "replicas"
+
+    def __init__(self, reduction: Reduction):
+        self._reduction, self._strategy = reduction, reduction.strategy
+        self.size = self._strategy.num_replicas_in_sync
+        first = placement.first_local_replica(self._strategy)
+        self.ranks = range(first, first + placement.local_replicas(self._strategy))
+        self._exchange: Any = None
+
+    def part_number(self, rank: int) -> int:
+        return rank
+
+    def packs(self, grads: list[Any]) -> list[list[int]]:
+        return list(packs_of(grads, PACK))
+
+    def sums(
+        self, given: dict[int, Any], packs: Sequence[Pack], rank: int
+    ) -> tuple[dict[int, tf.Tensor], dict[int, Any]]:
+        # All of them as without sharing: TensorFlow adds in an order that depends on its packs.
+        totals = dict(zip(given, self._reduction(list(given.values())), strict=True))
+        own = {
+            index: tf.reshape(totals[index], [-1])[part]
+            for pack in packs
+            for index, part in pack.elements_in(self.part_of(pack.cuts, rank))
+            if index in totals
+        }
+        return own, _in_no_pack(totals, packs)
+
+    def gathered(self, own: tf.Tensor, cuts: Cuts) -> tf.Tensor:
+        replica = tf.distribute.get_replica_context()
+        total = replica.all_gather(own, axis=0, options=self._reduction.options)
+        total.set_shape([cuts[-1]])
+        return total
+
+    def all_gather(self, own: Sequence[np.ndarray], cuts: Cuts, out: np.ndarray) -> None:
+        if self.in_one_process:
+            np.concatenate(own, out=out)
+            return
+        # Parts of one length, as values that collectives know, and that nothing computes with.
+        sizes = np.diff(cuts)
+        length = -(-max(sizes) // 4) * 4
+        padded = [np.pad(part, (0, length - len(part))).view(np.float32) for part in own]
+        gathered: np.ndarray = self._gather_between_steps(padded).view(np.uint8)
+        gathered = gathered.reshape(self.size, length)
+        for part, size, begin in zip(gathered, sizes, cuts, strict=False):
+            out[begin : begin + size] = part[:size]
+
+    def _gather_between_steps(self, own: list[np.ndarray]) -> np.ndarray:
+        if self._exchange is None:
+            self._exchange = self._traced_exchange()
+        results = self._exchange([tf.constant(part) for part in own])
+        return np.asarray(self._strategy.experimental_local_results(results)[0].numpy())
+
+    def _traced_exchange(self) -> Any:
+        def on_replica(own: list[tf.Tensor]) -> tf.Tensor:
+            replica = tf.distribute.get_replica_context()
+            rank = int(tf.get_static_value(replica.replica_id_in_sync_group))
+            value = tf.identity(own[rank - self.ranks[0]])  # on the replica's device
+            return replica.all_gather(value, axis=0, options=self._reduction.options)
+
+        spec = [tf.TensorSpec([None], tf.float32)] * len(self.ranks)
+        return tf.function(
+            lambda own: self._strategy.run(on_replica, args=(own,)),
+            autograph=False,
+            input_signature=[spec],
+        )
+
+
+def split(flat: tf.Tensor, sizes: list[int]) -> list[tf.Tensor]:
+    """[n] -> one [size] for each of `sizes`, without a copy for one alone."""
+    if len(sizes) < 2:
+        return [flat][: len(sizes)]
+    parts: list[tf.Tensor] = tf.split(flat, sizes)
+    return parts
+
+
+def _in_no_pack(values: dict[int, Any], packs: Sequence[Pack]) -> dict[int, Any]:
+    packed = {index for pack in packs for index in pack.indices}
+    return {index: value for index, value in values.items() if index not in packed}
+
+
+def _flat(grad: Any, elements: int, dtype: tf.DType) -> tf.Tensor:
+    if grad is None:
+        return tf.zeros([elements], dtype)
+    return tf.reshape(tf.convert_to_tensor(grad), [-1])
