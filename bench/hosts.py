@@ -7,6 +7,10 @@ of `bench/recovery.py`, with a backup every 20 steps, and two hosts are enough t
 in seconds: from `kill -9` of a worker to the first new step of all three; and from a cable that is
 taken out to the first new step of the other two. Goodput is the steps made under a seeded schedule
 of faults, by the steps made in the same time without any.
+
+torchrun gets time-outs of seconds in place of its defaults: half a minute for a host that is
+missing, half an hour for a link that is gone. An agent of it that has given up is started again,
+as a service manager would.
 """
 
 from __future__ import annotations
@@ -37,6 +41,17 @@ WARM_STEPS = 40
 TIMEOUT_S = 300.0
 TOKEN = "0123456789abcdef" * 4  # of this benchmark only
 
+TORCHRUN_TIMEOUTS = {
+    # Seconds to wait for more hosts, as --rejoin-timeout; the default is 30.
+    "last_call_timeout": 2,
+    # A host is gone after 5 signs of life, one each second, as for tfmw; the default is 3 of 5 s.
+    "keep_alive_interval": 1,
+    "keep_alive_max_attempt": 5,
+    # Seconds until an agent that does not reach the store gives up, and starts again.
+    "read_timeout": 10,
+}
+"""In bench/recovery.py, gloo's."""
+
 Way = Callable[[int, Sequence[str], str], list[str]]
 """(host, addresses of all, folder for backups) -> the command of that host."""
 
@@ -61,7 +76,8 @@ def ways(recovery: str, torch_python: str | None) -> dict[str, Way]:
         command += ["--max-restarts", "99", "--rdzv-backend", "c10d", "--rdzv-id", "bench"]
         command += ["--rdzv-endpoint", f"{addresses[0]}:29400", "--local-addr", addresses[host]]
         # A namespace does not show it: all of them have this machine's name.
-        command += ["--rdzv-conf", f"is_host={'true' if host == 0 else 'false'}"]
+        conf = {"is_host": "true" if host == 0 else "false", **TORCHRUN_TIMEOUTS}
+        command += ["--rdzv-conf", ",".join(f"{name}={value}" for name, value in conf.items())]
         return [*command, recovery, "--train", "torch", "--backup_dir", folder]
 
     return {"tfmw run --hosts": tfmw, **({"torchrun": torchrun} if torch_python else {})}
@@ -125,6 +141,11 @@ class Training:
         with contextlib.suppress(ValueError):
             for line in process.stdout:
                 self._events.put((time.monotonic(), host, line))
+
+    def has_ended(self, host: int) -> bool:
+        """Whether the agent of a host has given up."""
+        process = self._current.get(host)
+        return process is not None and process.poll() is not None
 
     def stop(self, host: int) -> None:
         """Ends a host at once: its agent, and its worker."""
@@ -216,6 +237,9 @@ def steps_in(way: Way, network: Namespaces, seconds: float, seed: int | None) ->
                     os.kill(training.workers[host], signal.SIGKILL)
             elif what in ("cut", "mend"):
                 getattr(network, what)(None, host)
+                if what == "mend" and training.has_ended(host):
+                    training.stop(host)
+                    training.start(host)
             elif what == "stop":
                 training.stop(host)
             elif what == "start":

@@ -12,6 +12,7 @@ in another environment, whose Python is named.
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.util
 import os
 import re
@@ -26,6 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 KILL_AT_STEP = 60
+GLOO_TIMEOUT_S = 10
 
 
 # ---- what is trained ----------------------------------------------------------------------------
@@ -68,7 +70,9 @@ def train_torch(folder: str) -> None:
     import torch
     from torch import nn
 
-    torch.distributed.init_process_group("gloo")
+    # Only by this time-out does gloo detect a link that is gone; it is 30 minutes by default.
+    timeout = datetime.timedelta(seconds=GLOO_TIMEOUT_S)
+    torch.distributed.init_process_group("gloo", timeout=timeout)
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(20, 10), nn.Linear(10, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     path, step = Path(folder, "backup.pt"), 0

@@ -13,12 +13,14 @@ cables can be cut.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -89,6 +91,9 @@ class Namespaces:
         self.addresses = [f"{NETWORK}.{i + 1}" for i in range(count)]
 
     def __enter__(self) -> Namespaces:
+        # One at a time on this machine: names and addresses are the same for all.
+        self._turn = open(Path(tempfile.gettempdir()) / "tfmw-namespaces.lock", "w")
+        fcntl.flock(self._turn, fcntl.LOCK_EX)
         self._remove()
         try:
             _ip("link", "add", BRIDGE, "type", "bridge")
@@ -104,7 +109,7 @@ class Namespaces:
                 _ip("-n", f"tfmwh{i}", "link", "set", "eth0", "up")
                 _ip("-n", f"tfmwh{i}", "link", "set", "lo", "up")
         except (OSError, subprocess.CalledProcessError) as error:
-            self._remove()
+            self._leave()
             detail = getattr(error, "stderr", None) or error
             raise PermissionError(
                 f"no network namespaces: CAP_SYS_ADMIN and CAP_NET_ADMIN are needed ({detail})"
@@ -112,7 +117,11 @@ class Namespaces:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
         self._remove()
+        self._turn.close()
 
     def _remove(self) -> None:
         for i in range(self._count):
@@ -162,6 +171,8 @@ class Hosts:
     ) -> None:
         self._first = first
         self.folder = folder
+        self.lock = folder / "backup" / "supervisors"
+        """Where the lock is, and the leader's record beside it."""
         self.cables = Loopback(cables) if isinstance(cables, int) else cables
         count = len(self.cables.addresses)
         with reserved_ports(1) as (port,):
@@ -209,15 +220,15 @@ class Hosts:
         for reader in self._readers:
             reader.join()
 
+    def command(self, host: int) -> list[str]:
+        """The command of a host's supervisor."""
+        run = [sys.executable, "-m", "tfmw", "run", "--host-index", str(host)]
+        return [*run, *self._command, *self._program]
+
     def start(self, host: int, **env: str) -> None:
         """Starts a host's supervisor."""
         process = subprocess.Popen(
-            [
-                *self.cables.command(host),
-                *(sys.executable, "-m", "tfmw", "run", "--host-index", str(host)),
-                *self._command,
-                *self._program,
-            ],
+            [*self.cables.command(host), *self.command(host)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -345,9 +356,7 @@ class Hosts:
 
     def record(self) -> dict[str, Any]:
         """What the leader has written last."""
-        found: dict[str, Any] = json.loads(
-            (self.folder / "backup/supervisors/record.json").read_text()
-        )
+        found: dict[str, Any] = json.loads((self.lock / "record.json").read_text())
         return found
 
     def end(self, timeout_s: float = 120.0) -> list[int]:

@@ -1,11 +1,12 @@
 """Trains on parameter servers and says how far it is, so that a test knows when to kill what.
 
 ps_faulty.py [--epochs=8] [--steps=50] [--backup=DIR] [--result=FILE] [--pause=2,4]
-             [--phases=both,any,one,both]
+             [--phases=both,any,one,free,both] [--validate]
 
 After each epoch in --pause it waits for a line on its standard input. With --phases, each phase
 lasts until an epoch to which so many workers have contributed, and a line is waited for after each.
-With --say FILE these lines are in "FILE.<attempt>", as supervised tasks have no standard input.
+"free" lasts until there is a line. With --say FILE these lines are in "FILE.<attempt>", as
+supervised tasks have no standard input. With --validate an evaluator has something to evaluate.
 """
 
 import argparse
@@ -30,6 +31,7 @@ parser.add_argument("--result")
 parser.add_argument("--pause", default="")
 parser.add_argument("--phases", default="")
 parser.add_argument("--say")
+parser.add_argument("--validate", action="store_true")
 options = parser.parse_args()
 phases = [
     p for p in options.phases.split(",") if p
@@ -37,21 +39,27 @@ phases = [
 read_lines: list[str] = []
 
 
+def line_is_there() -> bool:
+    """Whether `next_line` with --say would not wait."""
+    path = Path(f"{options.say}.{os.environ['TFMW_ATTEMPT']}")
+    return path.exists() and len(path.read_text().splitlines()) > len(read_lines)
+
+
 def next_line() -> None:
     """Waits for a line from the test."""
     if options.say is None:
         sys.stdin.readline()
         return
-    path = Path(f"{options.say}.{os.environ['TFMW_ATTEMPT']}")
-    while not path.exists() or len(path.read_text().splitlines()) <= len(read_lines):
+    while not line_is_there():
         tfmw.report_progress(0)
         threading.Event().wait(0.05)
     read_lines.append("")
 
 
+print(f"{os.environ.get('TFMW_TASK')} is process {os.getpid()}", flush=True)
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 logging.getLogger("tensorflow").setLevel(logging.WARNING)
-tfmw.init()
+cluster = tfmw.init()
 
 
 class Say(keras.callbacks.Callback):
@@ -66,7 +74,7 @@ class Say(keras.callbacks.Callback):
         if str(epoch + 1) in options.pause.split(","):
             next_line()
         workers = "both" if 0 < logs["by_worker_1"] < 1 else "one"
-        if phases and phases[0] in (workers, "any"):
+        if phases and (phases[0] in (workers, "any") or (phases[0] == "free" and line_is_there())):
             print(f"phase over: {phases.pop(0)}, epoch {epoch}", flush=True)
             self.model.stop_training = not phases
             next_line()
@@ -115,7 +123,10 @@ history = tfmw.fit(
     callbacks=[Say()],
     backup_dir=options.backup,
     verbose=0,
+    validation_data=(np.pad(x, ((0, 0), (0, 1))), y) if options.validate else None,
 )
+if cluster.task == "evaluator":
+    sys.exit()
 result = {
     "iterations": int(model.optimizer.iterations.numpy()),
     "accuracy": history.history["accuracy"],

@@ -12,6 +12,9 @@ free (the coordinator's own TensorFlow port is another one). It sends its hello 
 response. At the end it receives a message "done". If the connection closes without one, the
 coordinator has died: the server keeps its variables and waits for the next coordinator, for a
 limited time. Standard library only.
+
+If the connection of a server is lost, so are TensorFlow's own connections to it, which would not
+notice that its machine is gone: the coordinator ends them.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tfmw.cluster import Cluster
+from tfmw.cluster import Cluster, addresses
 from tfmw.cluster.handshake import (
     Channel,
     Hello,
@@ -33,6 +36,7 @@ from tfmw.cluster.handshake import (
     notice_of_waiting,
 )
 from tfmw.errors import ClusterError, TaskFailed, TfmwError
+from tfmw.runtime.connections import addresses_of, end_connections
 from tfmw.runtime.recorded_errors import ECHO
 
 logger = logging.getLogger("tfmw")
@@ -71,6 +75,7 @@ class ControlServer:
         self._changed = threading.Condition()
         self._servers: dict[str, Channel] = {}
         self._problem: str | None = None
+        self._is_over = False
         try:
             self._listener = HelloServer(cluster.chief[0], _PROTOCOL, self._greet)
         except ClusterError:
@@ -126,6 +131,7 @@ class ControlServer:
         """Closes all connections, as the end of this process would."""
         self._listener.close()
         with self._changed:
+            self._is_over = True
             servers = list(self._servers.values())
             self._servers.clear()
         for channel in servers:
@@ -133,6 +139,7 @@ class ControlServer:
 
     def _send_all(self, message: dict[str, Any]) -> None:
         with self._changed:
+            self._is_over = True
             servers = list(self._servers.values())
         for channel in servers:
             with contextlib.suppress(OSError):
@@ -145,10 +152,13 @@ class ControlServer:
             with channel, contextlib.suppress(OSError):
                 channel.send({"coordinator": True})
             return
+        host = channel.peer_host()
         with self._changed:
-            if problem is None and hello.task in self._servers:
-                # A restarted task: its old connection may still be open.
-                self._servers.pop(hello.task).close()
+            before = self._servers.pop(hello.task, None) if problem is None else None
+        if before is not None:  # a restarted task: its old connections may still be open
+            before.close()
+            self._end_connections(hello.task, host)
+        with self._changed:
             with contextlib.suppress(OSError):
                 channel.send({"problem": problem})  # before what is sent to all
             if problem is None:
@@ -159,14 +169,24 @@ class ControlServer:
         if problem is None:
             channel.keep_alive()
             channel.wait_closed(None)  # servers send nothing more
-        self._forget(hello.task, channel)
+        self._forget(hello.task, channel, host)
 
-    def _forget(self, name: str, channel: Channel) -> None:
+    def _forget(self, name: str, channel: Channel, host: str) -> None:
         channel.close()
         with self._changed:
-            if self._servers.get(name) is channel:
+            is_lost = self._servers.get(name) is channel
+            if is_lost:
                 del self._servers[name]
-                logger.info("%s has left", name)
+        if is_lost:
+            logger.info("%s has left", name)
+            self._end_connections(name, host)
+
+    def _end_connections(self, name: str, host: str) -> None:
+        """Ends TensorFlow's connections to a server that is gone; its calls fail at once."""
+        if self._is_over:  # servers end, and TensorFlow frees what this process has there
+            return
+        server, port = addresses.split(self._hello.tasks[name])
+        end_connections({*addresses_of(server), *([host] if host else [])}, port)
 
 
 def _is_coordinated(hello: Hello) -> bool:

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from tfmw.launcher import call, preemption
 from tfmw.launcher.diagnosis import Diagnosis, is_secondary
@@ -31,7 +31,7 @@ from tfmw.launcher.options import RunOptions
 from tfmw.launcher.output import Display, OutputPump
 from tfmw.launcher.preemption import Preemption
 from tfmw.launcher.process import Task
-from tfmw.launcher.restart import RestartPolicy, backoff_s, restarts_alone
+from tfmw.launcher.restart import backoff_s, restarts_alone
 from tfmw.launcher.snapshot import Board, sentence
 from tfmw.launcher.spawn import Spawner
 from tfmw.launcher.watchdog import (
@@ -51,6 +51,9 @@ GRACE_S = 1.0
 SETTLE_S = 0.5
 """Seconds to wait for the root cause if the first failure only reports a lost peer."""
 
+EXIT_S = 5.0
+"""Seconds in which a task that has recorded its error exits, where it restarts alone."""
+
 FAREWELL_S = 10.0
 """Seconds in which serving tasks (ps, and workers beside them) exit once the chief is done."""
 
@@ -62,6 +65,16 @@ PROGRESS_CHECK_S = 0.2
 
 DUMP_S = 1.0
 """Seconds in which the tasks of an attempt that hangs write their stacks."""
+
+
+class Restarts(Protocol):
+    """Decides whether single tasks restart; `RestartPolicy` does, and over hosts their leader."""
+
+    restarts: int
+    """How many the run has used up."""
+
+    def allows_restart_alone(self, failure: Failure) -> bool | None:
+        """Whether this task restarts alone, and counts it; None: not known yet, ask again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +119,7 @@ class Attempt:
         context: of the run.
         layout: (kind, index) of each task.
         number: which attempt of the run, from 0.
-        policy: decides whether single tasks restart, and counts all restarts.
+        policy: decides whether single tasks restart.
         cluster: addresses of all tasks by kind, where some are on other hosts; None: they are
             these, on ports of loopback.
         settle_s: seconds to wait for the cause where the first failure only reports a lost peer.
@@ -118,7 +131,7 @@ class Attempt:
         context: AttemptContext,
         layout: Sequence[tuple[str, int]],
         number: int,
-        policy: RestartPolicy,
+        policy: Restarts,
         *,
         cluster: Mapping[str, Sequence[str]] | None = None,
         settle_s: float = SETTLE_S,
@@ -142,7 +155,8 @@ class Attempt:
         kinds = {kind for kind, _ in layout} if cluster is None else set(cluster)
         self._has_ps = "ps" in kinds
         self._replaced: list[Task] = []  # ended tasks that were restarted alone
-        self._due: dict[str, float] = {}  # task -> when to restart it alone
+        # Task -> when to restart it alone; infinity: that is not decided yet.
+        self._due: dict[str, float] = {}
         self._results: dict[str, IO[bytes]] = {}
         self._output = OutputPump(context.display)
         self._preemption = Preemption(context.options, context.stop)
@@ -331,15 +345,21 @@ class Attempt:
     # ---- restarts of single tasks --------------------------------------------------------------
 
     def _restart_alone(self) -> bool:
-        """Replaces the tasks that failed, if each of them may be restarted alone."""
+        """Replaces the tasks that failed; whether the attempt continues."""
         failed = [task for task in self.tasks if self._failed(task)]
         if self._stop.received or self._preemption.begun:
             return False
-        if not all(restarts_alone(task.kind, self._has_ps) and task.has_ended() for task in failed):
+        if not all(restarts_alone(task.kind, self._has_ps) for task in failed):
             return False
         for task in failed:
+            if self._is_exiting(task):
+                continue
             failure = self._diagnosis.failure(task, task.error())
-            if not self._policy.allows_restart_alone(failure):
+            allowed = self._policy.allows_restart_alone(failure)
+            if allowed is None:
+                self._due[task.name] = float("inf")
+                continue
+            if not allowed:
                 return False
             self._replace(task)
             delay_s = backoff_s(task.restart)
@@ -350,6 +370,15 @@ class Attempt:
                 f"{when}, of {task.name} alone: it failed in attempt {self.number} after "
                 f"{failure.seconds:.1f} s: {failure.description}"
             )
+        return True
+
+    def _is_exiting(self, task: Task) -> bool:
+        """Whether a failed task still runs; it is killed if it does not exit soon."""
+        if task.has_ended():
+            return False
+        record = task.error()
+        if record is not None and time.monotonic() - record["monotonic"] >= EXIT_S:
+            task.signal(signal.SIGKILL)
         return True
 
     def _replace(self, task: Task) -> None:

@@ -27,6 +27,7 @@ from tfmw.launcher.hosts.actions import (
     Publish,
     Record,
     Resign,
+    RestartTask,
     Settings,
     StartTasks,
     ToLeader,
@@ -109,6 +110,7 @@ class World:
         seed: of everything that varies.
         ps: how many parameter servers.
         rejoin_timeout_s: to wait for hosts that are not there.
+        max_restarts: of the run.
     """
 
     def __init__(
@@ -119,13 +121,14 @@ class World:
         seed: int = 0,
         ps: int = 0,
         rejoin_timeout_s: float = 3.0,
+        max_restarts: int = 10**6,
     ) -> None:
         self.settings = Settings(
             hosts=tuple(f"h{i}:1" for i in range(hosts)),
             workers_per_host=1,
             min_hosts=min_hosts,
             rejoin_timeout_s=rejoin_timeout_s,
-            options=RunOptions(max_restarts=10**6, start_timeout_s=0.0),
+            options=RunOptions(max_restarts=max_restarts, start_timeout_s=0.0),
             ps=ps,
         )
         self.now = 0.0
@@ -139,6 +142,7 @@ class World:
         self.record: Record | None = None
         self.starts: dict[int, Start] = {}  # of each attempt, as first seen
         self.started: set[tuple[int, int, int]] = set()  # (attempt, host, how often before)
+        self.restarts: list[int] = []  # the number of each restart of a single task
         self.writes: list[tuple[int, int]] = []  # (attempt, host) of each backup
         self.trained = 0.0
         self.vanished: list[tuple[int, Link]] = []  # connections that dead hosts had made
@@ -170,6 +174,12 @@ class World:
         host = self.hosts[index]
         if host is not None and host.tasks is not None and host.tasks.report is None:
             host.tasks.report = Report(failures=(failure(index, False),), step=self.step())
+
+    def kill_task_alone(self, index: int) -> None:
+        """A task that could restart alone, beside servers."""
+        host = self.hosts[index]
+        if host is not None and host.tasks is not None and self.settings.ps:
+            host.machine.restart_wanted(host.tasks.start.attempt, f"task of {index}", self.now)
 
     def cut(self, one: int, other: int) -> None:
         self.cuts.add(frozenset({one, other}))
@@ -432,6 +442,12 @@ class World:
             case EndTasks():
                 if host.tasks is not None and host.tasks.end_at is None:
                     host.tasks.end_at = self.now + self.random.uniform(0.0, 0.5)
+            case RestartTask(reply) if reply.allowed:
+                assert reply.restarts not in self.restarts, "two restarts are counted as one"
+                assert reply.restarts <= self.settings.options.max_restarts
+                self.restarts.append(reply.restarts)
+            case RestartTask() if host.tasks is not None and host.tasks.report is None:
+                host.tasks.report = Report(failures=(failure(index, False),), step=self.step())
             case Preempt():
                 if host.tasks is not None:
                     host.tasks.leave_at = self.now + self.random.uniform(0.0, 2.0)

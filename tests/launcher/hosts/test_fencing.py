@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import tfmw
-from tests.helpers.hosts import Hosts
+from tests.helpers.hosts import Hosts, Namespaces, network
 from tests.programs._hold import hold_at
 from tfmw.runtime import fence
 
@@ -74,6 +74,42 @@ def test_a_slow_writer_of_a_host_that_was_cut_off_writes_nothing(tmp_path):
         assert worker["iterations"] == EPOCHS * STEPS
         assert len(worker["history"]["loss"]) == EPOCHS
     assert attempt not in attempts_of_backups(tmp_path / "backup").values()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_of_two_halves_of_a_cut_network_one_trains_and_the_other_reports_it(tmp_path):
+    """Either would be enough by itself."""
+    epochs, go = 6, tmp_path / "go"
+    flags = [f"--backup_dir={tmp_path}/backup", f"--epochs={epochs}", "--pause=0.7", f"--go={go}"]
+    options = ["--max-restarts=9", "--min-hosts=1", "--rejoin-timeout=1"]
+    env = {"TFMW_TOKEN": "0123456789abcdef" * 4}
+    with (
+        network(2) as cables,
+        Hosts(tmp_path, cables, *options, program="hosts_fit.py", flags=flags, env=env) as hosts,
+    ):
+        hosts.steps(0, hosts=2)
+        leader = hosts.leader()
+        other = 1 - leader
+        cables.cut(hosts, other)
+        hosts.wait_for(leader, f"attempt 1 on {hosts.name(leader)}, without {hosts.name(other)}")
+        since = hosts.now(other)
+        hosts.steps(leader, count=2, hosts=1)
+        if isinstance(cables, Namespaces):  # a host that is stopped instead cannot report
+            hosts.wait_for(
+                other,
+                f"{hosts.name(leader)} has the lock and cannot be reached from this host; "
+                f"attempt 1 runs on {hosts.name(leader)}; trying again",
+            )
+        assert not [line for line in hosts.lines[other][since:] if "] step " in line]
+        cables.mend(hosts, other)
+        hosts.steps(other, hosts=2)
+        go.touch()
+        assert hosts.end() == [0, 0], hosts.output()
+    assert [worker["attempt"] for worker in hosts.results()] == [2, 2]
+    for worker in hosts.results():
+        np.testing.assert_allclose(worker["history"]["ids"], [47.5] * epochs, rtol=1e-6)
 
 
 @pytest.mark.parametrize("fenced", [True, False])

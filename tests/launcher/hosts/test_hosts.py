@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,21 @@ def test_hosts_come_and_go(cables, tmp_path):
     shown = scalars(tmp_path / "board" / "train", "epoch_loss")
     assert sorted(shown) == list(range(epochs))
     np.testing.assert_allclose([shown[epoch] for epoch in range(epochs)], expected, rtol=2e-5)
+
+
+@pytest.mark.long
+def test_hosts_with_several_workers_each(tmp_path):
+    """All of them restart with the one that dies."""
+    flags, options = [f"--backup_dir={tmp_path}/backup"], ["--workers-per-host=2"]
+    with Hosts(tmp_path, 2, *options, "--max-restarts=2", flags=flags) as hosts:
+        _, found = hosts.wait_for(1, r"made step [5-9] (\d+)")
+        os.kill(int(found[1]), signal.SIGKILL)
+        assert hosts.end() == [0, 0], hosts.output()
+    results = hosts.results()
+    assert [worker["attempt"] for worker in results] == [1] * 4
+    assert len({worker["weights"] for worker in results}) == 1
+    for worker in results:
+        assert set(worker["seen"]) == {3.0}  # epochs
 
 
 @pytest.mark.etcd

@@ -7,6 +7,7 @@ import os
 import queue
 import re
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -101,13 +102,18 @@ def test_strangers_change_nothing(hosts, leader):
                 with contextlib.suppress(ConnectionError):
                     other.sendall(garbage)
                 assert_closed(other)
-        knocked = threading.Event()
+        knocked, made = threading.Event(), []
 
         def knock() -> None:
-            for _ in range(STRANGERS):
-                with contextlib.suppress(OSError):
-                    stranger(hosts).close()
-            knocked.set()
+            try:
+                for _ in range(STRANGERS):
+                    with stranger(hosts) as other:  # closed by a reset: no port stays in TIME_WAIT
+                        other.setsockopt(
+                            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                        )
+                    made.append(1)
+            finally:
+                knocked.set()
 
         thread = threading.Thread(target=knock)
         thread.start()
@@ -117,6 +123,7 @@ def test_strangers_change_nothing(hosts, leader):
             assert leader.next() == ("from_member", 1, Ready((said,)))  # nothing else in between
             said += 1
         thread.join()
+        assert len(made) == STRANGERS
         for other in silent:
             assert_closed(other)  # they had HELLO_S
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
-from tests.helpers.hosts import Hosts
+from tests.helpers.hosts import Hosts, Loopback, Namespaces, network
 from tfmw.launcher.hosts.actions import Settings
 from tfmw.launcher.hosts.placement import placed
 from tfmw.launcher.options import RunOptions
+
+TOKEN = "0123456789abcdef" * 4
 
 SETTINGS = Settings(
     hosts=("h0:2222", "h1:2222", "h2:2222"),
@@ -44,52 +50,158 @@ def test_hosts_without_a_server_have_workers_only():
     assert not any(map(plan.restarts_alone, range(3)))  # collectives cannot be rebuilt
 
 
+class Training:
+    """ps_faulty.py on two hosts: its phases, and the lines for which its chief waits."""
+
+    def __init__(self, hosts: Hosts, folder: Path) -> None:
+        self._hosts = hosts
+        self._folder = folder
+
+    def over(self, phase: str) -> int:
+        """The host whose chief ends the phase; it waits for a line."""
+        return self._hosts.wait_for_any(f"phase over: {phase}, epoch")[0]
+
+    def go_on(self) -> None:
+        with open(self._folder / f"say.{self._hosts.record()['attempt']}", "a") as file:
+            file.write("go on\n")
+
+    def until_a_backup(self) -> int:
+        """That of the first of these epochs is there."""
+        for phase in ("both", "any"):
+            self.over(phase)
+            self.go_on()
+        return self.over("any")
+
+
+@pytest.fixture
+def training(
+    cables: Loopback | Namespaces | int, phases: str, options: Sequence[str], tmp_path: Path
+) -> Iterator[tuple[Hosts, Training]]:
+    flags = [f"--phases={phases}", "--epochs=100000", f"--say={tmp_path}/say", "--validate"]
+    flags.append(f"--backup={tmp_path}/backup")
+    rendezvous = f"--rendezvous=dir:{tmp_path}/backup/supervisors"
+    options = ["--max-restarts=9", "--standby=on", rendezvous, *options]
+    # The program joins the cluster, after it has said which process it is.
+    env = {"TFMW_NO_INIT": "1", "TFMW_TOKEN": TOKEN}
+    with Hosts(tmp_path, cables, *options, program="ps_faulty.py", flags=flags, env=env) as hosts:
+        yield hosts, Training(hosts, tmp_path)
+
+
+@pytest.fixture
+def cables(request: pytest.FixtureRequest) -> Iterator[Loopback | Namespaces | int]:
+    """Hosts; namespaces, where a cable is cut and this machine allows them."""
+    if request.param == "cut":
+        with network(2) as found:
+            yield found
+    else:
+        yield 2
+
+
+def lose(hosts: Hosts, host: int) -> None:
+    """A host is gone, without a word where it has a cable to cut."""
+    if isinstance(hosts.cables, Namespaces):
+        hosts.cables.cut(hosts, host)
+    else:
+        hosts.kill(host)
+
+
+def bring_back(hosts: Hosts, host: int) -> None:
+    if isinstance(hosts.cables, Namespaces):
+        hosts.cables.mend(hosts, host)
+    else:
+        hosts.restart(host)
+
+
+def assert_resumed_once(hosts: Hosts, restarts: int) -> None:
+    """There were two attempts, the second from a backup, and so many restarts that count."""
+    record = hosts.record()
+    assert (record["attempt"], record["policy"]["restarts"]) == (1, restarts)
+    said = [line for lines in hosts.lines for line in lines]
+    begun = sorted(int(line.split()[-1]) for line in said if "training begins at " in line)
+    assert len(begun) == 2
+    assert begun[1] > begun[0] == 0
+
+
+CUT = pytest.param("cut", marks=pytest.mark.long)
+
+
 @pytest.mark.multiprocess
 @pytest.mark.timeout(400)
-def test_a_workers_host_is_lost_alone_and_a_servers_host_with_its_attempt(tmp_path):
-    flags = ["--phases=both,any,any,one,both", "--epochs=100000", f"--say={tmp_path}/say"]
-    flags.append(f"--backup={tmp_path}/backup")
-    options = ["--ps=1", "--max-restarts=9", f"--rendezvous=dir:{tmp_path}/backup/supervisors"]
-    with Hosts(tmp_path, 2, *options, program="ps_faulty.py", flags=flags) as hosts:
+@pytest.mark.parametrize("cables", ["killed", CUT], indirect=True)
+@pytest.mark.parametrize("phases", ["both,any,any,one,both"])
+@pytest.mark.parametrize("options", [["--ps=1", "--evaluator"]])
+def test_a_workers_host_is_lost_alone_and_a_servers_host_with_its_attempt(training):
+    hosts, program = training
+    # The leader's host has the chief, the server and the evaluator.
+    leader = program.until_a_backup()
+    assert leader == hosts.leader()
+    hosts.wait_for(leader, r"evaluated step \d+")
+    hosts.kill(leader)
+    hosts.restart(leader)
+    leader = program.until_a_backup()
+    assert leader == hosts.leader()
+    assert hosts.record()["attempt"] == 1
+    started, _ = hosts.wait_for(leader, "training begins at [1-9]")
+    hosts.wait_for(leader, r"evaluated step \d+", since=started)
 
-        def over(phase: str) -> int:
-            """The host whose chief ends the phase; it waits for a line."""
-            return hosts.wait_for_any(f"phase over: {phase}, epoch")[0]
+    # The other host has a worker only; the chief has calls under way to it.
+    worker = 1 - leader
+    now = hosts.now(leader)
+    program.go_on()
+    hosts.wait_for(leader, "batch ", since=now)
+    lose(hosts, worker)
+    hosts.wait_for(leader, f"of worker {worker} alone, when {hosts.name(worker)} is back")
+    program.over("one")
+    bring_back(hosts, worker)
+    program.go_on()
+    program.over("both")
+    program.go_on()
+    assert hosts.end() == [0, 0], hosts.output()
+    assert_resumed_once(hosts, restarts=2)
 
-        def go_on() -> None:
-            with open(tmp_path / f"say.{hosts.record()['attempt']}", "a") as file:
-                file.write("go on\n")
 
-        def until_a_backup() -> int:
-            """That of the first of these epochs is there."""
-            for phase in ("both", "any"):
-                over(phase)
-                go_on()
-            return over("any")
+@pytest.mark.multiprocess
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("cables", ["cut"], indirect=True)
+@pytest.mark.parametrize("phases", ["both,any,any,free"])
+@pytest.mark.parametrize("options", [["--ps=2"]])
+def test_a_servers_host_behind_a_cut_link_is_lost_with_its_attempt(training):
+    """Neither its workers nor the chief wait for the server for longer than the supervisors do."""
+    hosts, program = training
+    leader = program.until_a_backup()
+    assert leader == hosts.leader()
+    other, now = 1 - leader, hosts.now(leader)
+    program.go_on()
+    hosts.wait_for(leader, "batch ", since=now)
+    lose(hosts, other)
+    hosts.wait_for(leader, f"{hosts.name(other)} is lost: ")
+    bring_back(hosts, other)
+    program.until_a_backup()
+    program.go_on()
+    program.go_on()
+    assert hosts.end() == [0, 0], hosts.output()
+    assert_resumed_once(hosts, restarts=1)
 
-        # The leader's host has the chief and the server.
-        leader = until_a_backup()
-        assert leader == hosts.leader()
-        hosts.kill(leader)
-        hosts.restart(leader)
-        leader = until_a_backup()
-        assert leader == hosts.leader()
-        assert hosts.record()["attempt"] == 1
 
-        # The other host has a worker only.
-        worker = 1 - leader
-        hosts.kill(worker)
-        hosts.wait_for(leader, f"of worker {worker} alone, when {hosts.name(worker)} is back")
-        go_on()
-        over("one")
-        hosts.restart(worker)
-        go_on()
-        over("both")
-        go_on()
-        assert hosts.end() == [0, 0], hosts.output()
+@pytest.mark.multiprocess
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("cables", ["killed"], indirect=True)
+@pytest.mark.parametrize("phases", ["both,free"])
+@pytest.mark.parametrize("options", [["--ps=1", "--max-restarts=1"]])
+def test_restarts_of_single_workers_are_counted_for_all_hosts_together(training):
+    hosts, program = training
+    program.over("both")
+    program.go_on()
+    for worker in range(2):  # each on the host of its number
+        _, found = hosts.wait_for(worker, rf"worker {worker} is process (\d+)")
+        # The first records its error before it exits.
+        os.kill(int(found[1]), signal.SIGINT if worker == 0 else signal.SIGKILL)
+        if worker == 0:
+            hosts.wait_for(0, "restart 1 of 1 at once, of worker 0 alone")
+    assert hosts.end() == [1, 1], hosts.output()
     record = hosts.record()
-    assert (record["attempt"], record["policy"]["restarts"]) == (1, 2)
-    said = [line for lines in hosts.lines for line in lines]
-    begun = [int(line.split()[-1]) for line in said if "training begins at " in line]
-    assert len(begun) == 2
-    assert max(begun) > min(begun) == 0  # from the backup
+    assert (record["attempt"], record["policy"]["restarts"]) == (0, 1)
+    assert hosts.said(0)[-1] == hosts.said(1)[-1]
+    assert "worker 1 failed" in hosts.said(0)[-1]

@@ -1,4 +1,4 @@
-"""recipes/schedulers/slurm-hosts.sbatch under a real Slurm: a supervisor dies, a node goes down.
+"""recipes/schedulers/slurm-hosts.sbatch under a real Slurm: nodes are drained, and go down.
 
 `make test-hosts` runs it, and `make test` does not (conftest.py).
 """
@@ -52,7 +52,9 @@ class Log:
         return self._path.read_text() if self._path.exists() else ""
 
 
-def test_a_supervisor_that_dies_comes_back_and_a_node_that_is_down_is_left_out(slurm, tmp_path):
+def test_a_supervisor_comes_back_on_a_drained_node_and_a_node_that_is_down_is_left_out(
+    slurm, tmp_path
+):
     log, go = Log(tmp_path / "log"), tmp_path / "go"
     program = [str(PROGRAMS / "hosts_fit.py"), f"--backup_dir={tmp_path}/backup"]
     program += [f"--log={tmp_path}/log.csv", f"--epochs={EPOCHS}", "--pause=0.3", f"--go={go}"]
@@ -64,13 +66,16 @@ def test_a_supervisor_that_dies_comes_back_and_a_node_that_is_down_is_left_out(s
     log.wait_for("attempt 0 on 127.0.0.1, 127.0.0.2")
     log.wait_for(r"\] step \d+ at")
 
-    # The step of one node is killed; it starts again, and joins.
+    # A node is drained: no other job starts there, and this one stays. Its step is killed, starts
+    # again, and joins. The node is given back.
+    slurm.run("scontrol", "update", f"NodeName={NODES[1]}", "State=DRAIN", "Reason=test")
     steps = slurm.run("squeue", "--steps", "--noheader", f"--job={job}", "--format=%i %N").stdout
     on_node = {node: step for step, node in map(str.split, steps.splitlines())}
     slurm.run("scancel", "--signal=KILL", on_node[NODES[1]])
     log.wait_for(rf"{NODES[1]}(, which leads,)? is lost")
     log.wait_for(f"attempt [12] on {NODES[0]}, {NODES[1]}\n")
     log.wait_for(r"\] step \d+ at")
+    slurm.run("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")
 
     # A node goes down: Slurm takes it out of the job, which has --no-kill.
     slurm.run("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=test")

@@ -15,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.launcher.hosts.simulation import World
 from tfmw.errors import PREEMPTED
-from tfmw.launcher.hosts.actions import SILENCE_S
-from tfmw.launcher.hosts.messages import Report
+from tfmw.launcher.hosts.actions import SILENCE_S, Publish, Record, StartTasks, ToLeader
+from tfmw.launcher.hosts.messages import Ended, Ready, Report, Start
+from tfmw.launcher.hosts.supervisor import Supervisor
 
 HOSTS = 3
 PATIENCE_S = 90.0  # simulated
@@ -58,6 +59,10 @@ class Schedules(RuleBasedStateMachine):
     @rule(host=INDEX)
     def kill_task(self, host: int) -> None:
         self.world.kill_task(host)
+
+    @rule(host=INDEX)
+    def kill_task_alone(self, host: int) -> None:
+        self.world.kill_task_alone(host)
 
     @rule(one=INDEX, other=INDEX)
     def cut(self, one: int, other: int) -> None:
@@ -174,6 +179,39 @@ def test_a_leader_that_cannot_write_is_ready_for_the_next_attempt():
     assert max(world.starts) == 2
 
 
+def test_an_attempt_that_could_not_be_recorded_starts_later_with_the_same_number():
+    supervisor = Supervisor(World(HOSTS, 1, expires=True, rejoin_timeout_s=0.0).settings, 0, 0.0)
+    supervisor.lease_gained(None, 0.1)
+    written = [a.record for a in supervisor.take() if isinstance(a, Publish)][-1]
+    supervisor.prepared((1000,), 0.2)
+    supervisor.tick(0.3)
+    actions = supervisor.take()
+    at = next(i for i, action in enumerate(actions) if isinstance(action, Publish))
+    supervisor.not_published(actions[at + 1 :], "no etcd", 0.4)
+    supervisor.prepared((1000,), 0.5)
+    supervisor.tick(10.0)
+    supervisor.lease_gained(written, 10.1)
+    supervisor.tick(10.2)
+    started = [a.start.attempt for a in supervisor.take() if isinstance(a, StartTasks)]
+    assert started == [0]
+
+
+def test_a_host_that_starts_nothing_is_still_ready():
+    """A start that came twice; else the leader would wait for its ports for ever."""
+    supervisor = Supervisor(World(HOSTS, 1, expires=False).settings, 0, 0.0)
+    supervisor.record_seen(Record("run", leader=1), 0.1)
+    supervisor.leader_connected(1, 0.2)
+    supervisor.prepared((1000,), 0.3)
+    start = Start("run", 0, (0, 1), {}, (("worker", 0),))
+    supervisor.from_leader(start, 0.4)
+    supervisor.ended(0, Report(), 0.5)
+    supervisor.prepared((1001,), 0.6)
+    supervisor.take()
+    supervisor.from_leader(start, 0.7)
+    sent = [a.message for a in supervisor.take() if isinstance(a, ToLeader)]
+    assert sent == [Ended(0, Report()), Ready((1001,))]
+
+
 def test_the_policys_count_moves_with_the_lead():
     world = training(min_hosts=2, expires=False)
     world.kill_task(leader_of(world))
@@ -220,6 +258,25 @@ def test_a_host_with_workers_only_is_lost_beside_servers():
     assert world.record.attempt == 0
     world.run(60.0)
     assert sorted(world.statuses) == [(host, 0) for host in range(HOSTS)]
+
+
+def test_restarts_of_single_tasks_are_counted_for_all_hosts_together():
+    """Two hosts ask at the same time for the one that is left: the attempt ends, and the run."""
+    world = World(HOSTS, 2, expires=False, ps=1, max_restarts=3)
+    world.run(6.0)
+    assert world.trains() == (0, 1, 2)
+    for host in (0, 1):
+        world.kill_task_alone(host)
+        world.run(2.0)
+    assert world.trains() == (0, 1, 2)
+    for host in (1, 2):
+        world.kill_task_alone(host)
+    world.run(6.0)
+    assert sorted(world.restarts) == [1, 2, 3]
+    assert world.record is not None
+    assert (world.record.attempt, world.record.policy["restarts"]) == (0, 3)
+    assert sorted(world.statuses) == [(host, 1) for host in range(HOSTS)]
+    assert "task of" in world.record.lines[-1]
 
 
 @pytest.mark.parametrize("behind_the_leader", [0, 1])

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfmw.cluster import addresses
-from tfmw.launcher.hosts.messages import Message, Start
+from tfmw.launcher.hosts.messages import Message, RestartReply, Start
 from tfmw.launcher.options import RunOptions
 
 HEARTBEAT_S = 1.0
@@ -149,6 +149,13 @@ class StartTasks:
 
 
 @dataclasses.dataclass(frozen=True)
+class RestartTask:
+    """Restart one task alone, or end this host's tasks, as the reply says."""
+
+    reply: RestartReply
+
+
+@dataclasses.dataclass(frozen=True)
 class EndTasks:
     """End this host's tasks now; `ended` reports how."""
 
@@ -183,6 +190,7 @@ Action = (
     | Publish
     | Prepare
     | StartTasks
+    | RestartTask
     | EndTasks
     | Preempt
     | Notify

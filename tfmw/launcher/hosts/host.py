@@ -4,6 +4,7 @@ tasks = HostTasks(context, host=1, start_timeout_s=120)
 tasks.prepare(count=2)
 tasks.look(0.05)              # ("prepared", (12001, 12002)) once tasks can start at once
 tasks.start(message)
+tasks.look(0.05)              # ("restart_wanted", attempt, task); `restart` has the reply
 tasks.look(0.05)              # ("ended", attempt, report) once none of them runs
 """
 
@@ -15,9 +16,9 @@ import time
 from typing import Any
 
 from tfmw.launcher.attempt import Attempt, AttemptContext
+from tfmw.launcher.failure import Failure
 from tfmw.launcher.hosts.gpus import visible_devices
-from tfmw.launcher.hosts.messages import HostFailure, Report, Start
-from tfmw.launcher.restart import RestartPolicy
+from tfmw.launcher.hosts.messages import HostFailure, Report, RestartReply, Start
 from tfmw.runtime.ports import reserved_ports
 from tfmw.trackers import RUN_ID
 
@@ -38,8 +39,7 @@ class HostTasks:
         self._wanted = 0  # ports, until they are prepared
         self._ready_by = 0.0
         self._preempts = False
-        self._policy = RestartPolicy(context.options, 0)
-        self._restarts_before = 0
+        self._restarts = _Restarts()
 
     def prepare(self, count: int) -> None:
         """Begins to get ready for tasks that need `count` ports."""
@@ -49,8 +49,7 @@ class HostTasks:
 
     def start(self, start: Start) -> None:
         """Starts the tasks. Their ports were held until now."""
-        self._policy = RestartPolicy(self._context.options, len(start.tasks))
-        self._policy.restarts = self._restarts_before = start.restarts
+        self._restarts = _Restarts()
         # The tracker's run goes on where another host has the chief.
         run_id = self._context.env.get(RUN_ID) or start.run
         context = dataclasses.replace(self._context, run_id=run_id)
@@ -61,7 +60,7 @@ class HostTasks:
             context,
             start.tasks,
             start.attempt,
-            self._policy,
+            self._restarts,
             cluster=start.cluster,
             settle_s=0.0,  # the cause may be on another host
         )
@@ -72,6 +71,10 @@ class HostTasks:
         self._preempts = False
         self._ports.close()
         self._attempt.start()
+
+    def restart(self, reply: RestartReply) -> None:
+        """Restarts a task alone; or `look` returns the end of this host's tasks."""
+        self._restarts.decide(reply)
 
     def preempt(self) -> None:
         """Has the tasks save their state and leave, as soon as they can."""
@@ -84,11 +87,7 @@ class HostTasks:
             return None
         attempt.is_over(0.0)  # what has failed until now has failed by itself
         attempt.end(0.0)
-        return (
-            "ended",
-            attempt.number,
-            report_of(attempt, self._host, self._policy.restarts - self._restarts_before),
-        )
+        return "ended", attempt.number, report_of(attempt, self._host)
 
     def look(self, wait_s: float) -> tuple[Any, ...] | None:
         """Looks at the tasks once; returns an event, if there is one.
@@ -100,7 +99,10 @@ class HostTasks:
         if attempt is not None:
             if self._preempts and attempt.ask_to_leave():
                 self._preempts = False
-            return self.end() if attempt.is_over(wait_s) else None
+            if attempt.is_over(wait_s):
+                return self.end()
+            task = self._restarts.next_request()
+            return None if task is None else ("restart_wanted", attempt.number, task)
         spawner = self._context.spawner
         if not self._wanted or not (spawner.is_ready(wait_s) or time.monotonic() > self._ready_by):
             return None
@@ -115,13 +117,48 @@ class HostTasks:
         self._ports.close()
 
 
-def report_of(attempt: Attempt, host: int, restarts: int = 0) -> Report:
+class _Restarts:
+    """Restarts of single tasks of this host: the leader decides, as it counts those of all hosts.
+
+    Attributes:
+        restarts: how many the run has used up, as far as this host knows.
+    """
+
+    def __init__(self) -> None:
+        self.restarts = 0
+        self._requests: list[str] = []  # tasks that the leader is to be asked about
+        self._asked: set[str] = set()
+        self._replies: dict[str, bool] = {}
+
+    def allows_restart_alone(self, failure: Failure) -> bool | None:
+        """Whether a task that died restarts alone; None while the leader has not replied."""
+        task = failure.task
+        if failure.usage:
+            return False
+        if task in self._replies:
+            self._asked.remove(task)
+            return self._replies.pop(task)
+        if task not in self._asked:
+            self._asked.add(task)
+            self._requests.append(task)
+        return None
+
+    def next_request(self) -> str | None:
+        """A task that the leader is to be asked about, once each."""
+        return self._requests.pop(0) if self._requests else None
+
+    def decide(self, reply: RestartReply) -> None:
+        """The leader's reply."""
+        self.restarts = reply.restarts
+        self._replies[reply.task] = reply.allowed
+
+
+def report_of(attempt: Attempt, host: int) -> Report:
     """How an attempt ended on one host; call it after `Attempt.end`.
 
     Args:
         attempt: of the tasks of this host.
         host: its index.
-        restarts: of single tasks, in this attempt.
     """
     failures = tuple(
         HostFailure(
@@ -146,5 +183,4 @@ def report_of(attempt: Attempt, host: int, restarts: int = 0) -> Report:
         seconds=attempt.seconds(),
         preempted=attempt.preempted(),
         failures=failures,
-        restarts=restarts,
     )

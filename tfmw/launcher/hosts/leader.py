@@ -45,11 +45,14 @@ from tfmw.launcher.hosts.messages import (
     HostFailure,
     Join,
     Leave,
+    Leaving,
     Message,
     Over,
     Ready,
     Refused,
     Report,
+    RestartReply,
+    RestartRequest,
     Start,
 )
 from tfmw.launcher.hosts.outcome import merged, outcome_of, summary
@@ -140,11 +143,14 @@ class Leader:
         elif isinstance(message, Ended) and message.attempt == member.attempt:
             member.attempt = None
             self._reports[host] = message.report
-            self._policy.restarts += message.report.restarts
             if not self._chief_is_done():
                 self._failures += message.report.failures
             self._ended(host, message.report, now)
-        elif not isinstance(message, Join | Ready | Ended):  # Leaving
+        elif isinstance(message, RestartRequest) and message.attempt == member.attempt:
+            allowed = not self._ends() and self._counts_restart()
+            restarts = self._policy.restarts
+            self._send(host, RestartReply(message.attempt, message.task, allowed, restarts))
+        elif isinstance(message, Leaving):
             member.leaving = True
             self._left.add(host)
             if member.attempt is None:
@@ -198,17 +204,27 @@ class Leader:
 
     def _continues_without(self, host: int) -> bool:
         """Whether the attempt continues until the host is back; that is a restart of its tasks."""
-        ending = self._ending_since is not None or self._leave_by is not None
-        left = self._settings.options.max_restarts - self._policy.restarts
-        if self._plan is None or ending or left <= 0 or not self._plan.restarts_alone(host):
+        if self._plan is None or self._ends() or not self._plan.restarts_alone(host):
             return False
-        self._policy.restarts += 1
-        self._publish(policy=self._policy.saved())
+        if not self._counts_restart():
+            return False
         tasks = ", ".join(f"{kind} {index}" for kind, index in self._plan.tasks[host])
         self._notify(
             f"restart {self._policy.restarts} of {self._settings.options.max_restarts}, of {tasks} "
             f"alone, when {self._settings.name(host)} is back"
         )
+        return True
+
+    def _ends(self) -> bool:
+        """Whether the attempt that runs ends soon."""
+        return self._ending_since is not None or self._leave_by is not None
+
+    def _counts_restart(self) -> bool:
+        """Counts a restart of single tasks, if one is left for all hosts together."""
+        if self._policy.restarts >= self._settings.options.max_restarts:
+            return False
+        self._policy.restarts += 1
+        self._publish(policy=self._policy.saved())
         return True
 
     def _lost_host(self, host: int, why: str) -> HostFailure:
@@ -416,7 +432,6 @@ class Leader:
             cluster=plan.cluster,
             tasks=plan.tasks[host],
             again=self._again.get(host, 0),
-            restarts=self._policy.restarts,
         )
         self._send(host, start)
 

@@ -3,8 +3,8 @@
     data = encode(Ended(attempt=3, report=report))      # bytes of JSON
     decode(data)                                        # the same value, or raises Malformed
 
-A member sends `Join`, `Ready`, `Ended` and `Leaving` to the leader; the leader sends `Start`,
-`End`, `Leave`, `Over` and `Refused` to members.
+A member sends `Join`, `Ready`, `Ended`, `RestartRequest` and `Leaving` to the leader; the leader
+sends `Start`, `RestartReply`, `End`, `Leave`, `Over` and `Refused` to members.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Report:
         seconds: how long it took.
         preempted: whether tasks saved their state and exited.
         failures: of tasks that failed on their own, the root cause first.
-        restarts: of single tasks, while the attempt continued.
     """
 
     done: bool = False
@@ -62,7 +61,6 @@ class Report:
     seconds: float = 0.0
     preempted: bool = False
     failures: tuple[HostFailure, ...] = ()
-    restarts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +98,19 @@ class Ended:
 
 
 @dataclasses.dataclass(frozen=True)
+class RestartRequest:
+    """A task has died that could restart alone. Its host waits for the `RestartReply`.
+
+    Attributes:
+        attempt: that continues meanwhile.
+        task: "worker 1".
+    """
+
+    attempt: int
+    task: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Leaving:
     """This host's supervisor got a signal: save the state, and continue without it."""
 
@@ -115,7 +126,6 @@ class Start:
         cluster: addresses of all tasks by kind, as in TF_CONFIG.
         tasks: (kind, index) of the receiving host's tasks.
         again: how often these tasks have been started before in this attempt.
-        restarts: how many restarts the run has used up.
     """
 
     run: str
@@ -124,7 +134,23 @@ class Start:
     cluster: dict[str, tuple[str, ...]]
     tasks: tuple[tuple[str, int], ...]
     again: int = 0
-    restarts: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class RestartReply:
+    """Whether a task restarts alone; otherwise the attempt ends.
+
+    Attributes:
+        attempt: of the request.
+        task: of the request.
+        allowed: whether the run has a restart left.
+        restarts: how many the run has used up, this one included.
+    """
+
+    attempt: int
+    task: str
+    allowed: bool
+    restarts: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +187,9 @@ class Refused:
     problem: str
 
 
-Message = Join | Ready | Ended | Leaving | Start | End | Leave | Over | Refused
+FromMember = Join | Ready | Ended | RestartRequest | Leaving
+FromLeader = Start | RestartReply | End | Leave | Over | Refused
+Message = FromMember | FromLeader
 
 _BY_NAME: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}
 

@@ -34,6 +34,7 @@ from tfmw.launcher.hosts.actions import (
     Prepare,
     Publish,
     Resign,
+    RestartTask,
     Settings,
     StartTasks,
     ToLeader,
@@ -250,6 +251,8 @@ class _Loop:
                 self._tasks.prepare(self._settings.ports_per_host)
             case StartTasks(start):
                 self._tasks.start(start)
+            case RestartTask(reply):
+                self._tasks.restart(reply)
             case Preempt():
                 self._tasks.preempt()
             case EndTasks():

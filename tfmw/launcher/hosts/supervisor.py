@@ -32,6 +32,7 @@ from tfmw.launcher.hosts.actions import (
     Publish,
     Record,
     Resign,
+    RestartTask,
     Settings,
     StartTasks,
     ToLeader,
@@ -41,6 +42,7 @@ from tfmw.launcher.hosts.leader import Leader
 from tfmw.launcher.hosts.messages import (
     End,
     Ended,
+    FromMember,
     Join,
     Leave,
     Leaving,
@@ -49,6 +51,8 @@ from tfmw.launcher.hosts.messages import (
     Ready,
     Refused,
     Report,
+    RestartReply,
+    RestartRequest,
     Start,
 )
 from tfmw.launcher.preemption import GRACE_S
@@ -122,11 +126,13 @@ class Supervisor:
 
     def not_published(self, undone: Sequence[Action], why: str, now: float) -> None:
         """A `Publish` has failed; `undone` are the actions that followed it."""
-        dependent = (Publish, ToMember, StartTasks, Exit)
+        dependent = (Publish, ToMember, StartTasks, RestartTask, Exit)
         self._out += [action for action in undone if not isinstance(action, dependent)]
-        if any(isinstance(action, StartTasks) for action in undone):
-            self._attempt = None
-            self._out.append(Prepare())
+        for action in undone:
+            if isinstance(action, StartTasks):  # the next attempt may have this number again
+                self._attempt = None
+                self._started = action.start.attempt, action.start.again - 1
+                self._out.append(Prepare())
         if any(isinstance(action, Exit) for action in undone):  # nobody knows of it
             self._exit = None
             self._out.append(Prepare())
@@ -178,7 +184,7 @@ class Supervisor:
 
     def from_member(self, host: int, message: Message, now: float) -> None:
         """A message over such a connection."""
-        if self.leader is not None and isinstance(message, Join | Ready | Ended | Leaving):
+        if self.leader is not None and isinstance(message, FromMember):
             self.leader.receive(host, message, now)
             self._deliver(now)
 
@@ -213,6 +219,11 @@ class Supervisor:
         self._ports = ports
         self._tell(Ready(ports), now)
 
+    def restart_wanted(self, attempt: int, task: str, now: float) -> None:
+        """A task has died that could restart alone: the leader counts for all hosts."""
+        if attempt == self._attempt:
+            self._tell(RestartRequest(attempt, task), now)
+
     def ended(self, attempt: int, report: Report, now: float) -> None:
         """No task of the attempt runs here any more."""
         self._attempt = None
@@ -231,7 +242,7 @@ class Supervisor:
         if self._leave_by is not None:
             self._tell(Leaving(), now)
 
-    def _tell(self, message: Join | Ready | Ended | Leaving, now: float) -> None:
+    def _tell(self, message: FromMember, now: float) -> None:
         """Sends a message to whoever leads."""
         if self.leader is not None:
             self.leader.receive(self._host, message, now)
@@ -261,6 +272,10 @@ class Supervisor:
                 self._out.append(StartTasks(message))
             case Start():
                 self._tell(Ended(message.attempt, Report()), now)
+                if self._ports is not None:
+                    self._tell(Ready(self._ports), now)
+            case RestartReply(attempt=attempt) if attempt == self._attempt:
+                self._out.append(RestartTask(message))
             case End(attempt=attempt) if attempt == self._attempt:
                 self._end_tasks()
             case Leave(attempt=attempt) if attempt == self._attempt:

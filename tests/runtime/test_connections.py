@@ -1,0 +1,43 @@
+"""Connections to a machine that is gone are ended, whoever made them, and no others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+import pytest
+
+from tfmw.runtime.connections import addresses_of, end_connections
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(
+    ("family", "at"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::ffff:127.0.0.1")]
+)
+def test_only_those_to_that_port_of_these_hosts_end(family, at):
+    """TensorFlow's sockets speak both versions of IP: the peer is ::ffff:10.0.0.7 there."""
+    with contextlib.ExitStack() as stack:
+        gone, here = (stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))
+        ends = []
+        for server in (gone, gone, here):
+            client = stack.enter_context(socket.socket(family))
+            client.connect((at, server.getsockname()[1]))
+            ends.append((client, stack.enter_context(server.accept()[0])))
+        before = open_files()
+        assert end_connections(["127.0.0.2"], gone.getsockname()[1]) == 0
+        assert end_connections(["127.0.0.1"], gone.getsockname()[1]) == 2
+        assert open_files() == before
+        for client, _ in ends[:2]:
+            assert client.recv(1) == b""  # at once
+        client, peer = ends[2]
+        peer.sendall(b"alive")
+        assert client.recv(5) == b"alive"
+
+
+def test_a_name_that_cannot_be_resolved_has_no_addresses():
+    assert addresses_of("no-such-host.invalid") == set()
+    assert addresses_of("127.0.0.1") == {"127.0.0.1"}
