@@ -125,6 +125,27 @@ def test_rows_add_up(workers: int, local: int) -> None:
         assert sum(rows) == total
 
 
+@pytest.mark.parametrize(("workers", "local"), SHARDINGS)
+def test_every_example_belongs_to_one_worker_and_as_many_as_its_rows(workers, local) -> None:
+    for total in range(20):
+        of = [data.Sharding(workers, rank, local) for rank in range(workers)]
+        owners = [[rank for rank in range(workers) if of[rank].is_local(i)] for i in range(total)]
+        assert all(len(found) == 1 for found in owners)
+        for rank in range(workers):
+            assert of[rank].local_rows(total) == owners.count([rank])
+            assert of[rank].first_replica == rank * local
+            assert of[rank].replicas == workers * local
+
+
+def test_sizes_of_the_shards_of_a_batch() -> None:
+    assert data.Sharding() == data.Sharding(workers=1, rank=0, local_replicas=1)
+    for replicas in (1, 2, 3, 4):
+        for total in range(10):
+            rows = [len(range(replica, total, replicas)) for replica in range(replicas)]
+            sizes = data.ShardSizes.of(total, data.Sharding(replicas))
+            assert sizes == data.ShardSizes(uneven=len(set(rows)) > 1, empty=0 in rows)
+
+
 def _sparse(examples: int) -> tf.SparseTensor:
     return tf.sparse.from_dense(np.eye(examples, dtype="float32"))
 
