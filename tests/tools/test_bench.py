@@ -169,15 +169,15 @@ def test_the_command_on_two_workers(tmp_path):
 ASLEEP = """
 import time, keras, numpy as np, tensorflow as tf
 
-def asleep(x):
+def asleep(x, seconds):
     def wait(value):
-        time.sleep(0.04)
+        time.sleep(seconds)
         return value
     return tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32), x.shape)
 
 class Asleep(keras.layers.Layer):
     def call(self, x):
-        return x * asleep(tf.ones([]))
+        return x * asleep(tf.ones([]), 0.15)
     def compute_output_shape(self, shape):
         return shape
 
@@ -186,7 +186,7 @@ def make():
     model.compile("sgd", "mse")
     x = np.ones([160, 8], "float32")
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(16)
-    return model, data.map(lambda x, y: (asleep(x), y))
+    return model, data.map(lambda x, y: (asleep(x, 0.3), y))
 
 if __name__ == "__main__":
     import tfmw
@@ -196,29 +196,25 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-def test_a_trace_has_the_same_totals(tmp_path):
-    """Input and compute are mostly sleep, so that a busy machine changes neither much."""
+def test_steps_take_as_long_in_a_trace(tmp_path):
+    """Steps mostly sleep, so that a busy machine changes their time little.
+
+    The parts of a step are differences of runs here; `tests/callbacks/test_trace.py` compares those
+    of a trace with other accounts of the same steps.
+    """
     (tmp_path / "asleep.py").write_text(ASLEEP)
-    with tfmw_command("bench", "--steps", "10", f"{tmp_path}/asleep.py:make") as process:
+    with tfmw_command("bench", "--steps", "4", f"{tmp_path}/asleep.py:make") as process:
         output = process.communicate(timeout=200)[0]
     assert process.returncode == 0, output
-    by_bench = {
-        name: float(ms)
-        for name, ms in re.findall(r"^(compute|input|step) +([\d.]+)", output, re.MULTILINE)
-    }
+    (by_bench,) = re.findall(r"^step +([\d.]+)", output, re.MULTILINE)
     traced = ["run", "--workers", "2", "--trace", f"{tmp_path}/traces", "--trace-steps", "10:20"]
     with tfmw_command(*traced, f"{tmp_path}/asleep.py") as process:
         output = process.communicate(timeout=200)[0]
     assert process.returncode == 0, output
     events = json.loads((tmp_path / "traces/trace.json").read_text())["traceEvents"]
-    total = {
-        row: sum(e["dur"] for e in events if e.get("cat") == row and e["pid"] == 0) / 10_000
-        for row in ("steps", "input", "exchanges")
-    }
-    assert total["steps"] == pytest.approx(by_bench["step"], rel=0.05)
-    assert total["input"] == pytest.approx(by_bench["input"], rel=0.05)
-    compute = total["steps"] - total["input"] - total["exchanges"]
-    assert compute == pytest.approx(by_bench["compute"], rel=0.05)
+    steps = [e for e in events if e.get("cat") == "steps" and e["pid"] == 0]
+    mean_ms = sum(e["dur"] for e in steps) / len(steps) / 1000
+    assert mean_ms == pytest.approx(float(by_bench), rel=0.05)
 
 
 @pytest.mark.parametrize(
