@@ -161,6 +161,16 @@ def test_slurm_that_cannot_be_asked_has_not_lost_a_job(
     job.forget()
 
 
+def test_what_sbatch_is_asked_for() -> None:
+    engine = Slurm(partition="gpu", time="02:00:00", gpus_per_task=2, options=("--qos=high",))
+    named = ["--partition=gpu", "--time=02:00:00", "--qos=high"]
+    one = ["--ntasks=4", "--cpus-per-task=1", "--gpus-per-task=2", *named]
+    assert engine._options((4, 4)) == one
+    # sbatch(1): --gpus-per-task needs a number of tasks, and with one it grants the fewest nodes
+    each = ["--nodes=2-8", "--no-kill", "--cpus-per-task=1", "--gpus-per-node=2", *named]
+    assert engine._options((2, 8)) == each
+
+
 def test_without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(os.environ, "PATH", str(tmp_path))
     with pytest.raises(UsageError, match="on='slurm' needs the command sbatch"):
