@@ -34,6 +34,10 @@ class Machines:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Machines:
+        for i in range(len(self.addresses)):  # of a test that was killed
+            _ip("netns", "del", self._name(i), check=False)
+            _ip("link", "del", self._cable(i), check=False)
+        _ip("link", "del", _BRIDGE, check=False)
         with contextlib.ExitStack() as stack:
             _ip("link", "add", _BRIDGE, "type", "bridge")
             stack.callback(_ip, "link", "del", _BRIDGE)
@@ -74,5 +78,5 @@ class Machines:
         return f"tfmwenginev{machine}"
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def _ip(*words: str, check: bool = True) -> None:
+    subprocess.run(["ip", *words], check=check, capture_output=True, text=True)
