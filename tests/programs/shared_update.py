@@ -182,10 +182,12 @@ class Held(keras.callbacks.Callback):
     def __init__(self, interrupts: bool) -> None:
         super().__init__()
         self.held: Any = None
+        self.originals: list[Any] = []  # slots before the model was placed
         self.interrupts = interrupts
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.held = held_by(vars(self.model)["_self_tfmw_updates"])
+        self.held.append(sum(int(tf.size(original)) for original in self.originals))
         if self.interrupts and batch == 1:
             self.interrupts = False
             raise KeyboardInterrupt
@@ -232,6 +234,7 @@ def trained(name: str, shard: bool) -> dict[str, Any]:
     if name == "16 bits":
         options["gradient_compression"] = "bf16"
     for _ in range(2):
+        held.originals = [keras_compat.native(v) for v in slots_of(model.optimizer)]
         with contextlib.suppress(KeyboardInterrupt):
             tfmw.fit(
                 model,
