@@ -23,6 +23,7 @@ from tests.keras_compat.survey.feeding import (
     plain,
 )
 from tests.keras_compat.survey.layer_recipes import (
+    ASSIGNING_WITHOUT_DATA,
     BINNING,
     DRAWING,
     NOT_LAYERS_OF_A_STEP,
@@ -351,8 +352,7 @@ def _optimizers() -> list[Item]:
                 context: Context, name: str = name, cls: Any = cls, options: Any = options
             ) -> Case:
                 # Keras counts one step more at the end of data of unknown length.
-                known = "dataset" if context.feed == "unknown length" else context.feed
-                context = plain(context, feed=known)
+                context = plain(_of_known_length(context))
                 model = keras.Sequential(network(context, "tanh"))
                 optimizer = _optimizer(name, cls, **options)
                 y = labels_of(context, "number")
@@ -365,6 +365,11 @@ def _optimizers() -> list[Item]:
 
             found.append(Item("optimizers", f"{name} {variant}".strip(), build, tol=2e-3))
     return found
+
+
+def _of_known_length(context: Context) -> Context:
+    known = "dataset" if context.feed == "unknown length" else context.feed
+    return dataclasses.replace(context, feed=known)
 
 
 # ---------------------------------------------------------------- layers
@@ -417,6 +422,8 @@ def _around_layers(
     outputs = []
     for make in makes:
         layer = make()
+        if type(layer).__name__ in ASSIGNING_WITHOUT_DATA:
+            context = _of_known_length(context)
         after = layer([before, before * 0.5] if type(layer).__name__ in TOGETHER else before)
         outputs.append(layers.Dense(CLASSES)(layers.Flatten()(keras.ops.cast(after, "float32"))))
     model = keras.Model(inputs, sum(outputs))

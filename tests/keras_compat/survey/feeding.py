@@ -16,9 +16,9 @@ from tests.matrix.row import Case
 _TOKENS = 9
 
 
-def plain(context: Context, **changed: Any) -> Context:
+def plain(context: Context) -> Context:
     """The same context, for items that have neither sequences nor labels of classes."""
-    return dataclasses.replace(context, masked=False, by_class=False, **changed)
+    return dataclasses.replace(context, masked=False, by_class=False)
 
 
 def inputs_of(context: Context) -> np.ndarray:

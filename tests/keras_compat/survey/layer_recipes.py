@@ -44,6 +44,10 @@ BINNING = {"ContrastLimitedAdaptiveHistogramEqualization", "Discretization"}
 # Layers that look at the whole batch.
 OF_THE_BATCH = {"BatchNormalization", "Equalization"}
 
+# Layers that assign values which do not depend on data. At the end of data of unknown length Keras
+# runs that part of a step once more.
+ASSIGNING_WITHOUT_DATA = {"SpectralNormalization"}
+
 Recipe = tuple[Any, ...]  # shape, arguments (or what makes the layer), type of the input
 
 _IMAGE = (8, 8, 3)
