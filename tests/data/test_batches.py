@@ -78,3 +78,64 @@ def _any_rows(spec: Any) -> Any:
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
     return type(spec)(shape, spec.dtype)
+
+
+EMPTY = {
+    "dense": (tf.TensorSpec([None, None, 3], tf.int32), [0, 0, 3]),
+    "ragged": (tf.RaggedTensorSpec([None, None, 7, 5], tf.float32, ragged_rank=1), [0, None, 7, 5]),
+    "of a size": (tf.RaggedTensorSpec([None, None, 4], tf.float32, ragged_rank=1), [0, None, 4]),
+    "twice ragged": (tf.RaggedTensorSpec([None, None, None, 2], tf.int64, 2), [0, None, None, 2]),
+    "sparse": (tf.SparseTensorSpec([None, None, 4], tf.string), [0, 0, 4]),
+}
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+def test_an_empty_batch_is_of_its_spec(kind: str) -> None:
+    spec, shape = EMPTY[kind]
+    batch = batches.empty_batch({"x": spec, "none": None})
+    assert batch["none"] is None
+    assert batch["x"].shape.as_list() == shape
+    assert batch["x"].dtype == spec.dtype
+    assert spec.is_compatible_with(batch["x"])
+    assert batch_rows(batch["x"]) == 0
+
+
+def test_batches_without_examples_have_the_dimensions_of_the_last_one_that_had_some() -> None:
+    """Of two local replicas: shapes of x, which the batches choose; y has its own."""
+    first: list[list[tuple[int, ...]]] = [[(0, 9, 9), (0, 9, 9)], [(2, 3, 4), (0, 1, 1)]]
+    later: list[list[tuple[int, ...]]] = [[(0, 1, 1), (0, 2, 2)], [(1, 5, 6), (1, 5, 6)]]
+    shapes = [*first, *later, [(0, 7, 7), (0, 7, 7)]]
+    spec = (tf.TensorSpec([None, None, None]), tf.TensorSpec([None, 2]))
+
+    def parts() -> Any:
+        for step in shapes:
+            yield tuple((np.ones(shape, np.float32), np.ones([shape[0], 2])) for shape in step)
+
+    dataset = tf.data.Dataset.from_generator(parts, output_signature=(spec, spec))
+    found = batches.empty_as_the_last(dataset, spec)
+    assert found.element_spec == (spec, spec)
+    assert [[tuple(x.shape) for x, _ in step] for step in found] == [
+        [(0, 0, 0), (0, 0, 0)],
+        [(2, 3, 4), (0, 3, 4)],
+        [(0, 3, 4), (0, 3, 4)],
+        [(1, 5, 6), (1, 5, 6)],
+        [(0, 5, 6), (0, 5, 6)],
+    ]
+    assert all(float(tf.reduce_sum(x)) == float(tf.size(x)) for step in found for x, _ in step)
+    fixed = (tf.TensorSpec([None, 2]), tf.TensorSpec([None]))
+    assert batches.empty_as_the_last(dataset, fixed) is dataset, "nothing to choose"
+
+
+def test_an_element_is_restored_as_the_model_gets_it() -> None:
+    x: np.ndarray = np.arange(4)
+    for tensors, expected in (
+        (x, 0),
+        ((x,), (0,)),
+        ((x, (x, x)), (0, (0, 0))),
+        ({"a": x}, {"a": 0}),
+    ):
+        dataset = tf.data.Dataset.from_tensor_slices(tensors)
+        element = batches.element_of(dataset)
+        found = next(iter(dataset.map(lambda *b, element=element: element(b)).as_numpy_iterator()))
+        assert found == expected
+        assert type(found) is type(next(iter(dataset.as_numpy_iterator())))
