@@ -80,7 +80,7 @@ def _any_rows(spec: Any) -> Any:
     return type(spec)(shape, spec.dtype)
 
 
-EMPTY = {
+EMPTY: dict[str, tuple[Any, Any]] = {
     "dense": (tf.TensorSpec([None, None, 3], tf.int32), [0, 0, 3]),
     "ragged": (tf.RaggedTensorSpec([None, None, 7, 5], tf.float32, ragged_rank=1), [0, None, 7, 5]),
     "of a size": (tf.RaggedTensorSpec([None, None, 4], tf.float32, ragged_rank=1), [0, None, 4]),
