@@ -102,9 +102,13 @@ def test_an_empty_batch_is_of_its_spec(kind: str) -> None:
 
 def test_batches_without_examples_have_the_dimensions_of_the_last_one_that_had_some() -> None:
     """Of two local replicas: shapes of x, which the batches choose; y has its own."""
-    first: list[list[tuple[int, ...]]] = [[(0, 9, 9), (0, 9, 9)], [(2, 3, 4), (0, 1, 1)]]
-    later: list[list[tuple[int, ...]]] = [[(0, 1, 1), (0, 2, 2)], [(1, 5, 6), (1, 5, 6)]]
-    shapes = [*first, *later, [(0, 7, 7), (0, 7, 7)]]
+    shapes: list[list[tuple[int, ...]]] = [
+        [(0, 9, 9), (0, 9, 9)],
+        [(2, 3, 4), (0, 1, 1)],
+        [(0, 1, 1), (0, 2, 2)],
+        [(1, 5, 6), (1, 5, 6)],
+        [(0, 7, 7), (0, 7, 7)],
+    ]
     spec = (tf.TensorSpec([None, None, None]), tf.TensorSpec([None, 2]))
 
     def parts() -> Any:
