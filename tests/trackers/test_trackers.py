@@ -198,3 +198,31 @@ def test_the_other_worker_logs_to_itself(killed_twice: Tracked) -> None:
     # It shows its script the tracker that the script has chosen.
     tracker = killed_twice.workers["worker_0"]["mlflow"]
     assert killed_twice.workers["worker_1"]["mlflow"] == tracker
+
+
+IN_BACKGROUND = """
+import sys, threading, mlflow
+from tfmw.trackers import mlflow_run
+
+mlflow_run.Chief("")(mlflow)
+mlflow.set_tracking_uri("sqlite:///" + sys.argv[1])
+with mlflow.start_run() as run:
+    flushes = [threading.Thread(target=mlflow_run.flush) for _ in range(2)]
+    steps = 0
+    for thread in flushes:
+        thread.start()
+        while steps == 0 or thread.is_alive():
+            mlflow.log_metric("loss", steps, step=steps, synchronous=False)
+            steps += 1
+    mlflow_run.flush()
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+    print(len(history) == steps)
+"""
+
+
+@pytest.mark.long
+def test_a_backup_waits_for_mlflow_while_the_training_logs(tmp_path: Path) -> None:
+    """MLflow's own flush waits for ever then, or forgets some."""
+    command = [sys.executable, "-c", IN_BACKGROUND, str(tmp_path / "mlflow.db")]
+    run = subprocess.run(command, timeout=120, check=True, stdout=subprocess.PIPE, text=True)
+    assert run.stdout.split()[-1] == "True"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import functools
 import logging
 import os
@@ -104,13 +105,13 @@ class Chief:
             store = get_store(registry, *args, **kwargs)
             if "create_run" not in vars(store):  # MLflow caches its stores
                 _continue_runs(store, self._run)
-                _stores.append(store)
             return store
 
         TrackingStoreRegistry.get_store = continued
 
 
-_stores: list[Any] = []  # of this chief
+_in_background: collections.deque[Any] = collections.deque()  # what MLflow has not logged yet
+_MOST = 1000  # of these
 _number = 0  # of runs that this process has created
 _logged: dict[str, _Logged] = {}  # by id of a run that is continued
 
@@ -137,8 +138,9 @@ def _continue_runs(store: Any, training: str) -> None:
     store.create_run = create_run
     for name in ("log_metric", "log_metric_async", "log_param", "log_param_async"):
         setattr(store, name, _of_one(getattr(store, name)))
-    for name in ("log_batch", "log_batch_async"):
-        setattr(store, name, _of_batch(getattr(store, name)))
+    store.log_batch = _of_batch(store.log_batch)
+    # MLflow's other functions in the background call this one.
+    store.log_batch_async = _of_batch(_noted(store.log_batch_async))
 
 
 def _run_named(store: Any, experiment_id: str, name: str) -> Any:
@@ -265,12 +267,34 @@ def resume(run_id: str) -> None:
 
 
 def flush() -> None:
-    """Waits for what MLflow logs in the background.
+    """Waits for what MLflow logs in the background, up to now; from any thread.
 
-    Only stores in use are asked: MLflow's own function would create one where there is none.
+    MLflow's own function shuts its threads down, and waits for ever where another thread logs
+    meanwhile, as a training does while its backup is written.
     """
-    for store in _stores:
-        store.flush_async_logging()
+    for _ in range(len(_in_background)):
+        _wait_for_one()
+
+
+def _wait_for_one() -> None:
+    from mlflow.exceptions import MlflowException
+
+    with contextlib.suppress(IndexError, MlflowException):  # MLflow itself reports failures
+        _in_background.popleft().wait()
+
+
+def _noted(log: Any) -> Any:
+    """`log_batch_async`, for which `flush` waits."""
+
+    @functools.wraps(log)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        operation = log(*args, **kwargs)
+        _in_background.append(operation)
+        if len(_in_background) > _MOST:
+            _wait_for_one()
+        return operation
+
+    return noted
 
 
 def active() -> dict[str, str] | None:
