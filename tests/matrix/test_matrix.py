@@ -213,6 +213,7 @@ def test_two_processes(name: str, folder: Path, two: list[dict[str, Any]]) -> No
 
 
 @pytest.mark.multiprocess
+@pytest.mark.long
 @pytest.mark.parametrize("name", SHARDED_CELLS)
 def test_two_processes_that_share_the_update(
     name: str, folder: Path, two_sharded: list[dict[str, Any]]

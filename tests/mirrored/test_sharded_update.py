@@ -130,6 +130,7 @@ def two_machines() -> Any:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Adam | on", "Nadam | on", "constraint", "sparse"])
 def test_workers_of_two_machines_share_it_to_the_last_bit(two_machines: Any, name: str) -> None:
     assert two_machines[0]["ring"] == "HierarchicalRing"
@@ -139,6 +140,7 @@ def test_workers_of_two_machines_share_it_to_the_last_bit(two_machines: Any, nam
 
 
 @pytest.mark.multiprocess
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["constraint", "sparse"])
 def test_two_levels_of_sums_differ_from_one_by_rounding(
     two: Any, two_machines: Any, name: str

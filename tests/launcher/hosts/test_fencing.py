@@ -40,6 +40,7 @@ def has_ended(pid: int) -> bool:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_slow_writer_of_a_host_that_was_cut_off_writes_nothing(tmp_path):
     """Its supervisor is stopped, so it cannot even end its tasks."""
