@@ -112,14 +112,22 @@ def assert_accounts_agree(result: dict[str, Any], row: Callable[[str], list[Even
         if any(s["ts"] <= exchange["ts"] < s["ts"] + s["dur"] for s in steps)
     ]
     total, waiting, exchanging = seconds(steps), seconds(of_epoch("input")), seconds(inside)
-    assert total == pytest.approx(8 * split["step_s"], rel=0.05)
-    assert waiting == pytest.approx(8 * split["input_s"], rel=0.05)
-    assert exchanging == pytest.approx(8 * split["communication_s"], rel=0.05)
-    assert total - waiting - exchanging == pytest.approx(8 * split["compute_s"], rel=0.05)
+    assert total == agreeing(8 * split["step_s"])
+    assert waiting == agreeing(8 * split["input_s"])
+    assert exchanging == agreeing(8 * split["communication_s"])
+    assert total - waiting - exchanging == agreeing(8 * split["compute_s"])
     # `tfmw bench` takes the time of gradients from the ring.
     last = [took for what, took in result["spans"] if what == "gradients"][-len(inside) :]
     assert {exchange["name"] for exchange in inside} == {"gradients"}
-    assert exchanging == pytest.approx(sum(last), rel=0.05)
+    assert exchanging == agreeing(sum(last))
+
+
+def agreeing(expected: float) -> Any:
+    """Of eight steps, within 5 %, and half a ms a step: other clocks are read a few lines later.
+
+    On a busy machine a thread may lose its core between two lines.
+    """
+    return pytest.approx(expected, rel=0.05, abs=0.004)
 
 
 @pytest.mark.parametrize("steps", [(3, 3), (-1, 4), (5, 2)])
