@@ -63,7 +63,9 @@ class Row:
             and everything else need only be finite and the same on every worker.
         equal: prefixes of result names that must be equal to one process.
         core: in the small set that runs on the oldest supported versions.
-        fast: of the core, in the smaller set that `make test-fast` runs.
+        fast: of the core, in the smaller set that `make test-fast` runs, and `make test` on three
+            processes and on two of two devices.
+        long: takes so long that only `make test-long` runs it.
         warns: part of a warning that tfmw must give on several replicas.
         only: the columns that run it; all, where there are none.
         floatx: Keras's default type while it runs.
@@ -77,6 +79,7 @@ class Row:
     equal: tuple[str, ...] = ("",)
     core: bool = False
     fast: bool = False
+    long: bool = False
     warns: str = ""
     only: tuple[str, ...] = ()
     floatx: str = "float32"

@@ -1,8 +1,9 @@
 """Every cell of the matrix: tfmw on several replicas against Keras in one process.
 
 A test is one cell. Of a column, those rows run whose cells were asked for (`-k AdamW`), all in one
-launch. `make test` runs every row on two processes, and the core of the rows on everything else;
-`make test-long` runs the rest, and `make test-fast` a few rows on two virtual devices.
+launch. `make test` runs nearly every row on two processes, the core of the rows on two virtual
+devices, and a few on everything else, which are those of `make test-fast` on two virtual devices;
+`make test-long` runs the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +66,13 @@ COLUMN_OF = {
 
 pytestmark = pytest.mark.timeout(1800)  # a column is one launch, in the fixture of its first cell
 
-CORE_CELLS = [
-    pytest.param(name, marks=[] if ROWS[name].fast else [pytest.mark.slow]) for name in CORE
-]
+
+def _cells(names: list[str], often: Callable[[Row], bool], otherwise: pytest.MarkDecorator) -> Any:
+    """Rows, of which those that do not run often are marked."""
+    return [pytest.param(n, marks=[] if often(ROWS[n]) else [otherwise]) for n in names]
 
 
-SHARDED_CELLS = [
-    pytest.param(name, marks=[] if ROWS[name].core else [pytest.mark.long]) for name in SHARDED
-]
+CORE_CELLS = _cells(CORE, lambda row: row.fast, pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
@@ -207,14 +208,16 @@ def test_two_devices_rest(name: str, folder: Path, rest: dict[str, Any]) -> None
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", CLUSTERS["two"][2])
+@pytest.mark.parametrize(
+    "name", _cells(CLUSTERS["two"][2], lambda row: not row.long, pytest.mark.long)
+)
 def test_two_processes(name: str, folder: Path, two: list[dict[str, Any]]) -> None:
     _check(folder, "two", ROWS[name], two)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.long
-@pytest.mark.parametrize("name", SHARDED_CELLS)
+@pytest.mark.parametrize("name", SHARDED)
 def test_two_processes_that_share_the_update(
     name: str, folder: Path, two_sharded: list[dict[str, Any]]
 ) -> None:
@@ -222,13 +225,13 @@ def test_two_processes_that_share_the_update(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", CLUSTERS["three"][2])
+@pytest.mark.parametrize("name", _cells(CORE, lambda row: row.fast, pytest.mark.long))
 def test_three_processes(name: str, folder: Path, three: list[dict[str, Any]]) -> None:
     _check(folder, "three", ROWS[name], three)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", CLUSTERS["two_by_two"][2])
+@pytest.mark.parametrize("name", _cells(CORE, lambda row: row.fast, pytest.mark.long))
 def test_two_processes_of_two_devices(
     name: str, folder: Path, two_by_two: list[dict[str, Any]]
 ) -> None:

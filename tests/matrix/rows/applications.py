@@ -39,6 +39,6 @@ def mobile_net_synchronized() -> Case:
     return _images(_mobile_net())
 
 
-@row("ResNet50, synchronized statistics", floatx="float64", tol=1e-9, only=("two",))
+@row("ResNet50, synchronized statistics", floatx="float64", tol=1e-9, only=("two",), long=True)
 def res_net_synchronized() -> Case:
     return _images(_res_net())
