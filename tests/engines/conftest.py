@@ -1,13 +1,15 @@
-"""What several engines are compared with."""
+"""What tests of several engines share."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.helpers.cluster import ONE_THREAD
+from tests.helpers.slurm import OneMachine
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +21,12 @@ def fit_on_two_workers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, A
         for name, value in ONE_THREAD.items():
             patch.setitem(os.environ, name, value)
         return training.fit("local", tmp_path_factory.mktemp("local"))
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneMachine]:
+    """A Slurm of this machine, whose commands this process finds."""
+    with OneMachine(tmp_path_factory.mktemp("slurm")) as one, pytest.MonkeyPatch.context() as patch:
+        for name, value in one.env.items():
+            patch.setitem(os.environ, name, value)
+        yield one

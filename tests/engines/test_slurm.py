@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,14 +23,6 @@ from tfmw.launcher.options import RunOptions
 from tfmw.runtime.signals import LEAVE
 
 pytestmark = [pytest.mark.slurm, pytest.mark.multiprocess]
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneMachine]:
-    with OneMachine(tmp_path_factory.mktemp("slurm")) as one, pytest.MonkeyPatch.context() as patch:
-        for name, value in one.env.items():
-            patch.setitem(os.environ, name, value)
-        yield one
 
 
 @pytest.fixture(scope="module")

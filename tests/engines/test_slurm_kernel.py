@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +13,6 @@ from tests.helpers.slurm import OneMachine
 from tfmw.engines import Slurm
 
 pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.multiprocess]
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneMachine]:
-    with OneMachine(tmp_path_factory.mktemp("slurm")) as one, pytest.MonkeyPatch.context() as patch:
-        for name, value in one.env.items():
-            patch.setitem(os.environ, name, value)
-        yield one
 
 
 class TestSlurmKernel(OutlivesKernel, KernelContract):
