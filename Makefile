@@ -48,7 +48,9 @@ ETCD := $(shell command -v etcd)
 NO_ETCD := make test: without the tests of etcd, which is not installed: apt-get install etcd-server
 JAVA := $(shell command -v java)
 NO_JAVA := make test: without the tests of Spark, which needs Java: apt-get install default-jre-headless
-LACKS := $(strip $(if $(SLURM),,slurm) $(if $(ETCD),,etcd) $(if $(JAVA),,spark))
+NODEJS := $(shell command -v node)
+NO_NODEJS := make test-long: without Perfetto's trace processor, which needs Node.js: apt-get install nodejs
+LACKS := $(strip $(if $(SLURM),,slurm) $(if $(ETCD),,etcd) $(if $(JAVA),,spark) $(if $(NODEJS),,nodejs))
 NOTHING :=
 OR := $(NOTHING) or $(NOTHING)
 MISSING := $(if $(LACKS),not ($(subst $(NOTHING) $(NOTHING),$(OR),$(LACKS))))
@@ -66,6 +68,7 @@ test: lint type docs
 
 # More cases of what make test has examples of: they take long, and rarely break.
 test-long: $(STAMP)
+	@$(if $(NODEJS),,echo "$(NO_NODEJS)")
 	@$(PYTEST) -m "long$(if $(MISSING), and $(MISSING))"
 
 # The matrix, backups and resuming with each way to make the update forced: shared between workers or

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import tfmw
+from tests.helpers import perfetto
 from tests.helpers.cluster import PROGRAMS, tfmw_command
 from tfmw.errors import UsageError
 from tfmw.runtime import tracing
@@ -21,31 +22,63 @@ def seconds(events: list[Event]) -> float:
     return sum(event["dur"] for event in events) / 1e6
 
 
-@pytest.mark.multiprocess
-def test_a_trace_of_a_run_that_was_killed(tmp_path: Path) -> None:
-    (tmp_path / "results").mkdir()
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two workers, which was killed once."""
+    folder = tmp_path_factory.mktemp("killed")
+    (folder / "results").mkdir()
     command = ["run", "--workers", "2", "--max-restarts", "1", str(PROGRAMS / "traced.py")]
-    env = {"TFMW_RESULT": str(tmp_path / "results")}
-    with tfmw_command(*command, str(tmp_path), env=env) as run:
+    with tfmw_command(*command, str(folder), env={"TFMW_RESULT": str(folder / "results")}) as run:
         output, _ = run.communicate(timeout=200)
     assert run.returncode == 0, output
-    assert {path.name for path in (tmp_path / "traces").iterdir()} == {"plugins", "trace.json"}
-    events = json.loads((tmp_path / "traces/trace.json").read_text())["traceEvents"]
+    return folder
+
+
+@pytest.mark.multiprocess
+def test_a_trace_of_a_run_that_was_killed(killed: Path) -> None:
+    assert {path.name for path in (killed / "traces").iterdir()} == {"plugins", "trace.json"}
+    events = json.loads((killed / "traces/trace.json").read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "worker 0", 1: "worker 1"}
     assert_in_chromes_format(events)
-    assert_in_the_profilers_format(tmp_path / "traces", events)
+    assert_in_the_profilers_format(killed / "traces", events)
     assert {"backup"} <= {e["name"] for e in events if e.get("cat") == "background"}
+    assert_all_steps(killed, events)
+
+
+@pytest.mark.long
+@pytest.mark.nodejs
+@pytest.mark.multiprocess
+def test_perfetto_reads_a_trace(killed: Path) -> None:
+    """Its trace processor finds every event in its row, and totals that other accounts have."""
+    path = killed / "traces/trace.json"
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    expected = [
+        ((f"worker {e['pid']}", rows[e["pid"], e["tid"]], e["cat"], e["name"]), e["ts"], e["dur"])
+        for e in events
+        if "ts" in e
+    ]
+    found = perfetto.read(path)
+    seen = [((e["process"], e["thread"], e["cat"], e["name"]), e["ts"], e["dur"]) for e in found]
+    assert len(seen) == len(expected)
+    for one, other in zip(sorted(seen), sorted(expected), strict=True):
+        assert one[0] == other[0]
+        assert one[1:] == pytest.approx(other[1:], rel=0, abs=0.01)
+    assert_all_steps(killed, found)
+
+
+def assert_all_steps(folder: Path, events: list[Event]) -> None:
+    """Each worker's steps of both attempts, and the accounts of the last epoch."""
     for rank in (0, 1):
 
         def row(name: str, rank: int = rank) -> list[Event]:
             return [e for e in events if e.get("cat") == name and e["pid"] == rank]
 
-        steps = row("steps")
-        numbers = [int(step["name"].split()[1]) for step in steps]
+        numbers = [int(step["name"].split()[1]) for step in row("steps")]
         assert set(numbers) == set(range(3, 25))  # of both attempts
         assert len(numbers) > len(set(numbers))  # those after the backup were trained again
-        result = json.loads((tmp_path / f"results/worker_{rank}.json").read_text())
+        result = json.loads((folder / f"results/worker_{rank}.json").read_text())
         assert_accounts_agree(result, row)
 
 
@@ -53,6 +86,8 @@ def assert_in_chromes_format(events: list[Event]) -> None:
     """As Perfetto wants it: known fields, and events of one row that do not overlap, but nest."""
     rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    # To Perfetto a thread's number is its own over all processes, and 0 is a process's main one.
+    assert len({tid for _, tid in named} - {0, 1}) == len(named)
     for event in events:
         assert type(event["pid"]) is type(event["tid"]) is int
         assert isinstance(event["args"], dict)

@@ -24,12 +24,15 @@ RATES = [0.1, 1e-6, 0.12]  # the second one is pruned; of the last one a worker 
 class Prune(keras.callbacks.Callback):
     """Reports to the trial and ends it early, as Optuna's callback for Keras does."""
 
-    def __init__(self, trial: optuna.Trial) -> None:
+    def __init__(self, trial: optuna.Trial, reports: Path) -> None:
         super().__init__()
         self.trial = trial
+        self.reports = reports
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.trial.report(logs["val_loss"], epoch)
+        with open(self.reports, "a") as file:
+            print(self.trial.number, epoch, file=file)
         if self.trial.should_prune():
             raise optuna.TrialPruned(f"pruned after epoch {epoch}")
 
@@ -44,7 +47,7 @@ def studied(folder: Path, workers: int | None) -> list[optuna.trial.FrozenTrial]
             "epochs": 3,
             "batch_size": 16,
             "validation_data": (X, Y),
-            "callbacks": [Prune(trial)],
+            "callbacks": [Prune(trial, folder / f"{workers}.reports")],
             "verbose": 0,
         }
         if rate == RATES[-1] and workers is not None:
@@ -77,9 +80,11 @@ def test_trials_are_as_with_one_process(
     assert [trial.state.name for trial in expected] == ["COMPLETE", "PRUNED", "COMPLETE"]
     # The study goes on after a trial that has failed.
     assert [trial.state.name for trial in found] == ["COMPLETE", "PRUNED", "FAIL"]
+    # Once for each epoch, by one worker.
+    reports = (tmp_path / "2.reports").read_text().splitlines()
+    assert sorted(reports) == sorted(set(reports))
     for one, other in zip(found[:2], expected[:2], strict=True):
         assert one.params == other.params
-        # Reported once for each epoch, by one worker.
         assert one.intermediate_values.keys() == other.intermediate_values.keys()
         for epoch, value in other.intermediate_values.items():
             assert math.isclose(one.intermediate_values[epoch], value, rel_tol=1e-5)

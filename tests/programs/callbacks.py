@@ -126,15 +126,13 @@ class NeptuneRun:
 class Logs(keras.callbacks.Callback):
     """Logs to a client that it was made with, as the callbacks of Comet, Neptune and Aim do."""
 
-    def __init__(self, client: OwnClient | NeptuneRun) -> None:
+    def __init__(self, client: OwnClient | NeptuneRun, method: str) -> None:
         super().__init__()
         self.client = client
+        self.method = method  # its code names no tracker
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if isinstance(self.client, NeptuneRun):
-            self.client.append(epoch)
-        else:
-            self.client.log_metric(epoch)
+        getattr(self.client, self.method)(epoch)
 
 
 def decisions() -> dict[str, Any]:
@@ -182,7 +180,7 @@ def writers() -> dict[str, Any]:
             monitor,
             counting,
             tfmw.callbacks.ChiefOnly(third_party),
-            *map(Logs, clients),
+            *map(Logs, clients, ["append", "log_metric"]),
         ],
         epochs=2,
     )

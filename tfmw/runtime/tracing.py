@@ -195,9 +195,9 @@ def join(directory: Path) -> Path | None:
         _named("process_name", task, 0, name.replace("_", " ")) for task, name in enumerate(tasks)
     ]
     names += [
-        _named("thread_name", task, row, name)
+        _named("thread_name", task, _thread(task, row), row)
         for task in range(len(tasks))
-        for row, name in enumerate(_ROWS)
+        for row in _ROWS
     ]
     text = json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"})
     out = directory / "trace.json"
@@ -239,7 +239,7 @@ def _event(task: int, found: Mapping[str, Any], shift: float) -> dict[str, Any]:
     return {
         "ph": "X",
         "pid": task,
-        "tid": _ROWS.index(found["row"]),
+        "tid": _thread(task, found["row"]),
         "cat": found["row"],
         "name": found["name"],
         "ts": 1e6 * (found["begin"] + shift),
@@ -259,5 +259,10 @@ def _by_row(tasks: Sequence[str], events: Iterable[Mapping[str, Any]]) -> dict[s
     return dict(zip(tasks, found, strict=True))
 
 
-def _named(what: str, task: int, row: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": task, "tid": row, "name": what, "args": {"name": name}}
+def _thread(task: int, row: str) -> int:
+    """A number of its own for each row: to Perfetto 0, and a process's number, are its main one."""
+    return 1000 * (task + 1) + _ROWS.index(row)
+
+
+def _named(what: str, task: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": task, "tid": thread, "name": what, "args": {"name": name}}
