@@ -102,6 +102,10 @@ def test_only_the_chief_logs_to_a_client(writers: ClusterRun) -> None:
     assert writers[1]["logged"] == [[], []]
 
 
+def test_what_wraps_fit_runs_on_the_chief(writers: ClusterRun) -> None:
+    assert [task["runs"] for task in writers] == [1, 0]
+
+
 def test_checkpoint_has_the_weights_of_all_workers(writers: ClusterRun) -> None:
     assert writers[0]["loaded"] == writers[0]["fit"]["sha"] == writers[1]["fit"]["sha"]
 

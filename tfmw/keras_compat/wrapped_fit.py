@@ -9,6 +9,7 @@ adds callbacks, and calls the method that it has replaced. Here that method trai
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,13 @@ def is_wrapped() -> bool:
     return not guards.is_guard(keras.Model.fit) and (
         keras.Model.fit is not tf_trainer.TensorFlowTrainer.fit
     )
+
+
+def parameters() -> dict[str, inspect.Parameter]:
+    """The arguments of Keras's `fit`, by name; what has replaced it need not name them."""
+    found = dict(inspect.signature(tf_trainer.TensorFlowTrainer.fit).parameters)
+    del found["self"]
+    return found
 
 
 def run_wrapped(model: keras.Model, arguments: dict[str, Any], train: Callable[..., Any]) -> Any:

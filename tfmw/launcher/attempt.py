@@ -176,7 +176,7 @@ class Attempt:
     def start(self) -> None:
         """Starts all tasks. Their ports stay reserved until just before."""
         self._began_at = time.monotonic()
-        self._context.board.watch(self.tasks, self.number)
+        self._context.board.watch(self.tasks, self.number, self._cluster)
         with contextlib.ExitStack() as inputs:
             prepared = [self._prepare(task, inputs) for task in self.tasks]
             if self._cluster is None:

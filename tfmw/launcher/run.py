@@ -21,6 +21,7 @@ This module uses the standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import os
 import signal
@@ -30,11 +31,12 @@ from typing import Any, NoReturn, TextIO
 
 from tfmw.cluster import Cluster
 from tfmw.errors import PREEMPTED, TaskFailed, UsageError
-from tfmw.launcher import call
+from tfmw.launcher import call, status_socket
 from tfmw.launcher.attempt import FAREWELL_S, GRACE_S
 from tfmw.launcher.attempts import Job, run_job
 from tfmw.launcher.environment import compute_with_onednn
 from tfmw.launcher.failure import Failure
+from tfmw.launcher.lone import keep_files
 from tfmw.launcher.options import AutoOnOff, RunOptions
 from tfmw.launcher.result import Result
 from tfmw.launcher.spawn import TASK_COMMAND
@@ -124,11 +126,14 @@ def run_here(argv: Sequence[str], *, module: bool = False) -> NoReturn:
         UsageError: the script does not exist, or a wrong cluster description.
     """
     check_program(argv, module)
-    Cluster.resolve(os.environ)
+    cluster = Cluster.resolve(os.environ)
     compute_with_onednn(os.environ)
+    command = ["module" if module else "script", *argv]
+    with contextlib.suppress(OSError, UsageError):  # it runs without `tfmw status` then
+        os.environ.update(keep_files(status_socket.directory(make=True), cluster, command))
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [*TASK_COMMAND, "module" if module else "script", *argv])
+    os.execv(sys.executable, [*TASK_COMMAND, *command])
 
 
 def launch(

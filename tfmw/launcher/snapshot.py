@@ -17,10 +17,11 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfmw.cluster.addresses import split
 from tfmw.launcher.exchanges import (
     Missing,
     ended_at,
@@ -31,7 +32,7 @@ from tfmw.launcher.exchanges import (
     waiting_share,
 )
 from tfmw.launcher.failure import describe_status
-from tfmw.launcher.process import Task
+from tfmw.launcher.process import Task, task_name
 from tfmw.runtime.progress import JOINED, NOT_UP, UP
 from tfmw.runtime.recorder import NOBODY, Exchange
 
@@ -62,15 +63,34 @@ class Board:
         self._command = list(command)
         self._attempt = 0
         self._tasks: list[Task] = []
+        self._elsewhere: dict[str, str] = {}  # task -> its host
         self._since = time.time()
         self._samples: collections.deque[tuple[float, int]] = collections.deque(maxlen=_SAMPLES)
         self._look_at = 0.0  # for a straggler
         self._slowest: str | None = None  # in the last look
         self._named: str | None = None  # the straggler that a line has named
 
-    def watch(self, tasks: list[Task], attempt: int) -> None:
-        """Begins with the tasks of an attempt; those that replace them appear in the same list."""
+    def watch(
+        self,
+        tasks: list[Task],
+        attempt: int,
+        cluster: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Begins with the tasks of an attempt.
+
+        Args:
+            tasks: on this host; those that replace them appear in the same list.
+            attempt: its number.
+            cluster: addresses of all tasks by kind, where some are on other hosts.
+        """
         self._tasks, self._attempt = tasks, attempt
+        own = {task.name for task in tasks}
+        self._elsewhere = {
+            name: split(address)[0]
+            for kind, addresses in (cluster or {}).items()
+            for index, address in enumerate(addresses)
+            if (name := task_name(kind, index)) not in own
+        }
         self._samples.clear()
 
     def sample(self) -> None:
@@ -134,6 +154,7 @@ class Board:
             "steps_per_s": self._rate(),
             "missing": None if late is None else {"sentence": str(late), "seconds": late.seconds},
             "straggler": straggler(by_task),
+            "elsewhere": self._elsewhere,
             "tasks": [self._state(task, by_task.get(task.name, [])) for task in list(self._tasks)],
         }
 
@@ -147,7 +168,7 @@ class Board:
                 found[task.name] = "it is stopped by a signal; kill -CONT lets it go on"
             else:
                 found[task.name] = task.stacks(STACKS_S) or "it writes no stacks"
-        return found
+        return found | {task: f"it runs on {host}" for task, host in self._elsewhere.items()}
 
     def _rate(self) -> float | None:
         training = [(at, step) for at, step in self._samples if step >= 0]

@@ -6,7 +6,8 @@
 
 One socket for each run, in a directory of the user alone (mode 0700), itself of mode 0600. The
 server closes connections of other users, and a client does not use a directory that others could
-write. The protocol is one line each way: a question, and JSON.
+write. The protocol is one line each way: a question, and JSON. A task without a launcher has its
+files there instead (`lone`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tfmw.errors import UsageError
+from tfmw.launcher.lone import LoneRun
 from tfmw.launcher.snapshot import Board
 
 RUNTIME_DIRECTORY = "TFMW_RUNTIME_DIR"
@@ -154,7 +156,7 @@ class Run:
         return json.loads(data) if data else None
 
 
-def runs() -> list[Run]:
+def runs() -> list[Run | LoneRun]:
     """The runs of this user, oldest first.
 
     Raises:
@@ -164,7 +166,8 @@ def runs() -> list[Run]:
         paths = sorted(directory().iterdir(), key=lambda path: path.stat().st_mtime)
     except FileNotFoundError:
         return []
-    return [Run(path) for path in paths if path.name.partition("-")[0].isdecimal()]
+    named = [path for path in paths if path.name.partition("-")[0].isdecimal()]
+    return [LoneRun(path) if path.is_dir() else Run(path) for path in named]
 
 
 def _user(connection: socket.socket) -> int:

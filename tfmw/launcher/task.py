@@ -84,6 +84,12 @@ def _write_stacks_on_request() -> None:
         faulthandler.register(STACKS, file=file, all_threads=True)
 
 
+def _remove_own_files() -> None:
+    from tfmw.launcher.lone import remove_files
+
+    remove_files(os.environ)
+
+
 def _call() -> None:
     from tfmw.launcher.call import receive
     from tfmw.runtime import progress
@@ -156,4 +162,8 @@ if __name__ == "__main__":
         sys.argv[1:] = fork_server.serve(int(sys.argv[2]))  # returns in forked tasks only
     _enter_namespaces()  # resets the setting of the next line
     _die_with_the_launcher()
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    finally:
+        if "TFMW_OWN_FILES" in os.environ:
+            _remove_own_files()

@@ -23,10 +23,12 @@ from typing import Any
 
 from tfmw.errors import UsageError
 from tfmw.launcher import status_socket
+from tfmw.launcher.lone import LoneRun
 from tfmw.tools.engine_options import add_settings, attached
 
 COMMANDS = ("status", "stacks")
 
+_SHOWN_HOSTS = 8
 _SLOW_S = 1.0  # an exchange that takes longer is worth a line
 
 
@@ -90,7 +92,7 @@ def _main(options: argparse.Namespace, out: Callable[[str], None]) -> int:
     return 0
 
 
-def _chosen(name: str | None) -> list[status_socket.Run]:
+def _chosen(name: str | None) -> list[status_socket.Run | LoneRun]:
     found = status_socket.runs()
     if name is None:
         return found
@@ -139,6 +141,8 @@ def lines(answer: dict[str, Any]) -> list[str]:
             fields.append(f"waits {100 * task['waiting']:.0f} %")
         if task["exchange"] is not None and task["seconds"] > _SLOW_S:
             waits = f", waits for {task['waiting_for']}" if task["waiting_for"] else ""
+            if task["waiting_for"] in answer["elsewhere"]:
+                waits += f" on {answer['elsewhere'][task['waiting_for']]}"
             fields.append(f"in {task['exchange']} for {task['seconds']:.0f} s{waits}")
         out.append(" | ".join(fields))
     late = answer["missing"]
@@ -146,4 +150,16 @@ def lines(answer: dict[str, Any]) -> list[str]:
         out.append(f"{late['sentence']}, for {late['seconds']:.0f} s")
     if answer["straggler"] is not None:
         out.append(answer["straggler"])
+    if answer["elsewhere"]:
+        out.append(_elsewhere(answer["elsewhere"]))
     return out
+
+
+def _elsewhere(hosts: dict[str, str]) -> str:
+    """One line: which tasks run on which other hosts."""
+    tasks: dict[str, list[str]] = {}
+    for task, host in hosts.items():
+        tasks.setdefault(host, []).append(task)
+    shown = [f"{', '.join(names)} on {host}" for host, names in tasks.items()]
+    more = [f"and {len(shown) - _SHOWN_HOSTS} more"] if len(shown) > _SHOWN_HOSTS else []
+    return "on other hosts: " + "; ".join([*shown[:_SHOWN_HOSTS], *more])

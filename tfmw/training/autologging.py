@@ -10,7 +10,6 @@ after the training. The callbacks that they add run on the chief.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -43,8 +42,8 @@ def autologged(
 
     given = {
         name: getattr(arguments, name)
-        for name, parameter in inspect.signature(keras.Model.fit).parameters.items()
-        if name != "self" and not _is(getattr(arguments, name), parameter.default)
+        for name, parameter in wrapped_fit.parameters().items()
+        if not _is(getattr(arguments, name), parameter.default)
     }
     if "callbacks" in given:
         given["callbacks"] = tf.nest.flatten(given["callbacks"])

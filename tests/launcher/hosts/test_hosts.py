@@ -20,6 +20,7 @@ import tensorflow as tf
 from tests.helpers.cluster import run_cluster
 from tests.helpers.etcd import etcd
 from tests.helpers.hosts import Hosts, Loopback, Namespaces, network
+from tfmw.launcher import status_socket
 
 pytestmark = pytest.mark.multiprocess
 
@@ -126,11 +127,19 @@ def test_hosts_come_and_go(cables, tmp_path):
 
 
 @pytest.mark.long
-def test_hosts_with_several_workers_each(tmp_path):
-    """All of them restart with the one that dies."""
+def test_hosts_with_several_workers_each(tmp_path, monkeypatch):
+    """All of them restart with the one that dies. Each host's status shows its own."""
     flags, options = [f"--backup_dir={tmp_path}/backup"], ["--workers-per-host=2"]
+    monkeypatch.setenv(status_socket.RUNTIME_DIRECTORY, str(tmp_path / "runtime"))
     with Hosts(tmp_path, 2, *options, "--max-restarts=2", flags=flags) as hosts:
         _, found = hosts.wait_for(1, r"made step [5-9] (\d+)")
+        shown = {run.pid: run.ask("status") for run in status_socket.runs()}
+        for host, process in enumerate(hosts.processes):
+            assert process is not None
+            status = shown[process.pid]
+            own, others = (2 * host, 2 * host + 1), (2 - 2 * host, 3 - 2 * host)
+            assert [task["task"] for task in status["tasks"]] == [f"worker {i}" for i in own]
+            assert status["elsewhere"] == {f"worker {i}": f"127.0.0.{2 - host}" for i in others}
         os.kill(int(found[1]), signal.SIGKILL)
         assert hosts.end() == [0, 0], hosts.output()
     results = hosts.results()
