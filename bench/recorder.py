@@ -3,7 +3,8 @@
     .venv/bin/python -m bench.recorder
 
 Two workers are two threads of this process, which exchange arrays. Exchanges, and records of as
-many with as many waits, are measured in turns; the cost is the median of their ratios.
+many with as many waits, are measured in many short turns. The cost is the median of the ratios of
+neighbours: on a machine that does other things, too, both of a pair take longer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.helpers.threads import Exchange, in_threads
 from tfmw.mirrored.collectives import ring
 from tfmw.runtime import recorder
 
-ROUNDS, REPEATS = {1000: 2000, 1_000_000: 100}, 9
+ROUNDS, TURNS = {1000: 400, 1_000_000: 20}, 60
 
 
 def processor_s(act: Callable[[], Any]) -> float:
@@ -78,7 +79,7 @@ def main() -> None:
 
         waits = waits_in(exchange)
         own_part = functools.partial(record, 2 * rounds, waits)
-        pairs = [(processor_s(own_part), processor_s(exchange)) for _ in range(REPEATS)]
+        pairs = [(processor_s(own_part), processor_s(exchange)) for _ in range(TURNS)]
         own, whole = (1e6 * statistics.median(s) / (2 * rounds) for s in zip(*pairs, strict=True))
         cost = statistics.median(a / b for a, b in pairs)
         print(

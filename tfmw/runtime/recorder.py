@@ -34,7 +34,7 @@ NOBODY = -1
 
 # Words of 8 bytes, those of `Exchange` in order; the kind has two.
 _LAYOUT = struct.Struct("=qqqddddq16s")
-_SIZE, _pack = _LAYOUT.size, _LAYOUT.pack_into
+_WORDS, _pack, _clock = _LAYOUT.size // 8, _LAYOUT.pack_into, time.monotonic
 _DONE, _WAITED, _WAITING_FOR = 5, 6, 7  # what is written later, each as one word
 _BETWEEN_STEPS = frozenset({"metrics", "broadcast", "sum"})  # kinds that are not part of a step
 
@@ -103,7 +103,7 @@ class _Recorder:
         self._integers: memoryview[Any] = memoryview(b"")
         self._seconds_of: memoryview[Any] = memoryview(b"")
         self._number = 0
-        self._at = 0  # offset of the current record
+        self._word = 0  # offset of the current record
         self._what, self._of_exchange, self._begun = "", 0, 0.0
         self._bytes = 0
         self._seconds = 0.0  # in exchanges
@@ -121,7 +121,7 @@ class _Recorder:
         self._of_exchange = nbytes
         self._waited = 0.0
         memory = self._map
-        self._begun = now = time.monotonic()
+        self._begun = now = _clock()
         if memory is None:
             memory = None if self._is_open else self._open(os.environ.get(EXCHANGES_FILE))
             if memory is None:
@@ -133,33 +133,32 @@ class _Recorder:
             if self._of_a_step:
                 step += since // self._of_a_step
             self._since = since + 1
-        self._at = at = number % KEPT * _SIZE
-        _pack(memory, at, number, step, nbytes, now, self._input_s, 0.0, 0.0, NOBODY, kind)
+        self._word = word = number % KEPT * _WORDS
+        _pack(memory, 8 * word, number, step, nbytes, now, self._input_s, 0.0, 0.0, NOBODY, kind)
 
     def waits_for(self, rank: int) -> None:
         """Records the rank of the worker without which the exchange does not go on."""
         if self._map is not None:
-            self._integers[(self._at >> 3) + _WAITING_FOR] = rank
+            self._integers[self._word + _WAITING_FOR] = rank
 
     def waited(self, seconds: float) -> None:
         """Records the end of a wait."""
         self._waited += seconds
         if self._map is not None:
-            self._integers[(self._at >> 3) + _WAITING_FOR] = NOBODY
+            self._integers[self._word + _WAITING_FOR] = NOBODY
 
     def done(self) -> None:
         """Records that the exchange is done."""
-        now = time.monotonic()
+        now = _clock()
         self._seconds += now - self._begun
         if tracing.tracer.on:
             waited_ms = round(1000 * self._waited, 3)
             details = {"number": self._number, "bytes": self._of_exchange, "waited_ms": waited_ms}
             tracing.add(tracing.EXCHANGES, self._what, self._begun, now, **details)
         if self._map is not None:
-            word = self._at >> 3
             if self._waited:
-                self._seconds_of[word + _WAITED] = self._waited
-            self._seconds_of[word + _DONE] = now
+                self._seconds_of[self._word + _WAITED] = self._waited
+            self._seconds_of[self._word + _DONE] = now
 
     def waited_for_input(self, seconds: float) -> None:
         """Records how long a call of the driver has waited for batches."""
