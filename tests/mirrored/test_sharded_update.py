@@ -47,7 +47,8 @@ BY_EACH = {
     "user's apply | off": "on every worker (OwnApply has its own apply)",
     "own step": "on every worker (the step updates some of the variables at a time)",
 }
-MODELS = ["constraint", "sparse", "compiled model", "16 bits", "between steps"]
+ASSIGNED = ["assigned by a layer", "assigned after the update"]
+MODELS = ["constraint", "sparse", "compiled model", "16 bits", "between steps", *ASSIGNED]
 
 
 @pytest.fixture(scope="module")

@@ -249,8 +249,12 @@ class SyncDriver:
             lambda iterator, max_steps: traced_loop(one_step, iterator, max_steps),
             reduce_retracing=True,
         )
-        # Traced now, because the trace shows whether sparse gradients are gathered.
-        loop.get_concrete_function(iterator, tf.constant(1, tf.int64))
+        # Traced now: the trace shows whether sparse gradients are gathered, and weights assigned.
+        traced = loop.get_concrete_function(iterator, tf.constant(1, tf.int64))
+        if kind == "train":
+            followed = [update.follows(traced) for update in self.updates]
+            if not all(followed):
+                return self._step_loop(kind, uneven, size_known, iterator)
         return loop
 
     def _replica_step(

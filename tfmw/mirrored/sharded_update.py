@@ -29,8 +29,11 @@ import tensorflow as tf
 from tfmw.checkpoint.parts import SlotParts
 from tfmw.errors import UsageError
 from tfmw.keras_compat import optimizer_part
+from tfmw.keras_compat.emptied import copies_of
 from tfmw.keras_compat.fused_update import fuses
+from tfmw.keras_compat.models import native
 from tfmw.keras_compat.optimizer_part import OptimizerPart
+from tfmw.mirrored.assignments import assignments
 from tfmw.mirrored.collectives import reduction as reduction_lib
 from tfmw.mirrored.collectives.reduction import Reduction
 from tfmw.mirrored.collectives.ring import even_cuts
@@ -91,6 +94,7 @@ class SharedUpdate:
         self._copied = False  # to the chief alone
         self._stale = False
         self.made = False
+        self._assigned_in_steps = False
         self._read_between_steps = False
         self.of_call: str | None = None
         self._refused = self._why_not(eager, compressed)
@@ -181,6 +185,8 @@ class SharedUpdate:
             if grad is None or index in own or index in rest:
                 totals.append(own.get(index, rest.get(index)))
                 updated.append(variable)
+        if self._assigned_in_steps:
+            self._parts[local].refresh()
         with self._known_of_all(own, rest), self._parts[local].in_place():
             yield totals, updated
         self._gather_weights(local)
@@ -243,6 +249,28 @@ class SharedUpdate:
                 variable = self._variables[index]
                 update = variable.value.assign(tf.reshape(value, variable.shape))
                 assigned.append(update.op if update is not None else tf.no_op())
+
+    def follows(self, step: Any) -> bool:
+        """Whether a step that was traced follows all that it assigns to weights.
+
+        A layer may assign to its own weights (keras.layers.SpectralNormalization does), or a user's
+        train_step. This worker's part is a copy, and from now on each update copies it anew.
+
+        Args:
+            step: the traced function.
+
+        Returns:
+            Whether it did so, or needn't; else it must be traced again.
+        """
+        if not self._parts or self.reason is not None or self._assigned_in_steps:
+            return True
+        counts = assignments(step)
+        handles = (h for pack in self._packs for i in pack.indices for h in self._handles(i))
+        self._assigned_in_steps = any(counts[id(handle)] > 1 for handle in handles)
+        return not self._assigned_in_steps
+
+    def _handles(self, index: int) -> list[Any]:
+        return [copy.handle for copy in copies_of(native(self._variables[index]))]
 
     # ------------------------------------------------------------ who updates what
 
