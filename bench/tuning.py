@@ -1,5 +1,7 @@
 """Seconds of a tuner's trial: `tfmw.fit(workers=2)` beside Keras's `fit`, in one process, in turns.
 
+The model is small: what a trial takes beyond Keras's is the start and the end of the workers.
+
     .venv/bin/python -m bench.tuning --trials 5
 
 The first trial of tfmw starts the process that imports TensorFlow for the workers; later trials
@@ -50,10 +52,14 @@ def main() -> None:
         for rate in np.geomspace(1e-3, 1e-2, options.trials)
     ]
     alone, several = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
-    print(f"first trial: Keras {first_of_keras:.2f} s, tfmw {first:.2f} s")
+    ratio = statistics.median(several / alone for alone, several in pairs)
     print(
-        f"median of {options.trials} more: Keras {alone:.2f} s, tfmw on {options.workers} workers "
-        f"{several:.2f} s, {several - alone:.2f} s more"
+        f"first trial: Keras {first_of_keras:.2f} s, tfmw on {options.workers} workers "
+        f"{first:.2f} s, {first / first_of_keras:.1f} times as long"
+    )
+    print(
+        f"median of {options.trials} more: Keras {alone:.2f} s, tfmw {several:.2f} s, "
+        f"{ratio:.1f} times as long; {several - alone:.2f} s more"
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 from tfmw.errors import UsageError
 from tfmw.launcher import snapshot, status_socket
 from tfmw.launcher.exchanges import ended_at, input_seconds, missing, own_seconds, straggler
+from tfmw.launcher.process import Task
 from tfmw.launcher.snapshot import Board, innermost
 from tfmw.runtime import recorder
 from tfmw.runtime.recorder import NOBODY, Exchange
@@ -184,6 +185,12 @@ def watched(*tasks: Any) -> Board:
     board = Board(Path("run7"), ["script"])
     board.watch([*tasks], 0)
     return board
+
+
+def test_a_task_that_has_not_started(tmp_path: Path) -> None:
+    board = watched(Task("worker", 0, tmp_path, {}))
+    assert board.status()["tasks"][0]["stage"] == "starting"
+    assert board.stacks() == {"worker 0": "it has not started yet"}
 
 
 def test_the_run_names_a_straggler_once_when_two_looks_have_found_it(

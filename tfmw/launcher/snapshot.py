@@ -162,7 +162,9 @@ class Board:
         """The stacks of each task's threads; of one that cannot write them, why."""
         found = {}
         for task in list(self._tasks):
-            if task.has_ended():
+            if not task.pid:
+                found[task.name] = "it has not started yet"
+            elif task.has_ended():
                 found[task.name] = "it has ended"
             elif task.stopped():
                 found[task.name] = "it is stopped by a signal; kill -CONT lets it go on"
@@ -202,6 +204,8 @@ class Board:
 
 
 def _stage(task: Task, step: int, blocked_in: str) -> str:
+    if not task.pid:
+        return _STAGES[NOT_UP]
     if task.has_ended():
         return f"ended with status {task.status}"
     if task.stopped():
