@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -214,7 +215,26 @@ def cut_of_a_link(way: Way, network: Namespaces) -> float:
             network.mend(None, HOSTS - 1)
 
 
-def steps_in(way: Way, network: Namespaces, seconds: float, seed: int | None) -> int:
+class Useful(NamedTuple):
+    """What a training made in a time.
+
+    Attributes:
+        steps: how many.
+        lost: {kind of fault: seconds from each of them until a step that was not made before}.
+    """
+
+    steps: int
+    lost: dict[str, list[float]]
+
+    def described(self) -> str:
+        """The seconds lost by each kind: median, and how many there were."""
+        return ", ".join(
+            f"{kind} {statistics.median(lost):.1f} ({len(lost)})"
+            for kind, lost in self.lost.items()
+        )
+
+
+def steps_in(way: Way, network: Namespaces, seconds: float, seed: int | None) -> Useful:
     """Steps made in a time, from the first one on.
 
     Args:
@@ -223,15 +243,18 @@ def steps_in(way: Way, network: Namespaces, seconds: float, seed: int | None) ->
         seconds: the time.
         seed: of the schedule of faults; None: without any.
     """
+    lost: dict[str, list[float]] = {}
     faults = schedule(seconds, seed) if seed is not None else []
     with tempfile.TemporaryDirectory() as folder, Training(way, network, folder) as training:
         if math.isinf(training.new_steps(set(range(HOSTS)), 1)):
             raise RuntimeError("no first step")
         began = time.monotonic()
+        happened: list[tuple[float, str]] = []
         for at, fault in [*faults, (seconds, "end:0")]:
             for _ in training.lines(began + at - time.monotonic()):
                 pass
             what, host = fault.split(":")[0], int(fault.split(":")[1])
+            happened.append((time.monotonic(), what))
             if what == "kill" and host in training.workers:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(training.workers[host], signal.SIGKILL)
@@ -244,7 +267,11 @@ def steps_in(way: Way, network: Namespaces, seconds: float, seed: int | None) ->
                 training.stop(host)
             elif what == "start":
                 training.start(host)
-        return max(training.steps) - min(training.steps)
+        for when, what in happened[:-1]:
+            made = max(step for step, at in training.steps.items() if at <= when)
+            again = [at for step, at in training.steps.items() if step > made]
+            lost.setdefault(what, []).append(min(again, default=math.inf) - when)
+        return Useful(max(training.steps) - min(training.steps), lost)
 
 
 def schedule(seconds: float, seed: int) -> list[tuple[float, str]]:
@@ -274,8 +301,9 @@ def main(recovery: str, torch_python: str | None, repeat: int, goodput_minutes: 
             row = f"{name:20}{statistics.median(kills):22.2f}{statistics.median(cuts):12.2f}"
             if goodput_minutes:
                 seconds = 60.0 * goodput_minutes
-                undisturbed = steps_in(way, network, seconds, None)
-                row += f"{steps_in(way, network, seconds, 7) / undisturbed:10.2f}"
+                undisturbed = steps_in(way, network, seconds, None).steps
+                useful = steps_in(way, network, seconds, 7)
+                row += f"{useful.steps / undisturbed:10.2f}  seconds lost: {useful.described()}"
             print(row, flush=True)
     if not torch_python:
         print("torchrun: torch is not installed; pip install torch, or --torch-python")

@@ -28,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 KILL_AT_STEP = 60
 GLOO_TIMEOUT_S = 10
+START_TIMEOUT_S = 60
 
 
 # ---- what is trained ----------------------------------------------------------------------------
@@ -70,10 +71,13 @@ def train_torch(folder: str) -> None:
     import torch
     from torch import nn
 
-    # Only by this time-out does gloo detect a link that is gone; it is 30 minutes by default.
-    timeout = datetime.timedelta(seconds=GLOO_TIMEOUT_S)
-    torch.distributed.init_process_group("gloo", timeout=timeout)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(20, 10), nn.Linear(10, 1)))
+    # Only by a time-out does gloo detect a link that is gone; it is 30 minutes by default. Workers
+    # that start may need longer than one step.
+    seconds = datetime.timedelta(seconds=1)
+    torch.distributed.init_process_group("gloo", timeout=START_TIMEOUT_S * seconds)
+    group = torch.distributed.new_group(timeout=GLOO_TIMEOUT_S * seconds)
+    network = nn.Sequential(nn.Linear(20, 10), nn.Linear(10, 1))
+    model = nn.parallel.DistributedDataParallel(network, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     path, step = Path(folder, "backup.pt"), 0
     if path.exists():

@@ -16,6 +16,7 @@ from collections import deque
 from typing import Any
 
 from tfmw.launcher.hosts.actions import (
+    HEARTBEAT_S,
     SILENCE_S,
     Campaign,
     Dial,
@@ -166,6 +167,10 @@ class World:
     def _vanish(self, index: int, host: Host) -> None:
         """A process is gone: its connections close, where the other end can be reached."""
         self.hosts[index] = None
+        for made in self._links_to(index).values():  # no other process takes part in them
+            made.open[1] = False
+            made.to_leader.clear()
+            made.to_member.clear()
         link = host.link
         if link is not None and link.up and link.open[1]:
             self.vanished.append((index, link))
@@ -306,7 +311,7 @@ class World:
             self._act(index, host)
         gone = reaches and (peer is None or not all(link.open))
         for end in (0, 1):
-            silent = self.now - link.alive[end] >= SILENCE_S + self.random.uniform(0.0, 1.0)
+            silent = self.now - link.alive[end] >= SILENCE_S + self.random.uniform(0.0, HEARTBEAT_S)
             if link.open[end] and (gone or silent):
                 link.open[end] = False
                 if end == 0:

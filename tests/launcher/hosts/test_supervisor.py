@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.launcher.hosts.simulation import World
 from tfmw.errors import PREEMPTED
 from tfmw.launcher.hosts.actions import SILENCE_S, Publish, Record, StartTasks, ToLeader
+from tfmw.launcher.hosts.leader import DRAIN_S
 from tfmw.launcher.hosts.messages import Ended, Ready, Report, Start
 from tfmw.launcher.hosts.supervisor import Supervisor
 
@@ -155,7 +156,8 @@ def test_a_host_that_is_cut_off_ends_its_tasks(leads):
     host = world.hosts[victim]
     assert host is not None
     assert host.tasks is None  # those of the others may still wait for it
-    world.run(20.0)
+    # Its lock has passed on as soon as no task of it can run any more.
+    world.run(DRAIN_S + 1.0)
     assert set(world.trains()) == set(range(HOSTS)) - {victim}
     world.cuts.clear()
     world.run(10.0)

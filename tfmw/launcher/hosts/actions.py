@@ -11,11 +11,11 @@ from tfmw.cluster import addresses
 from tfmw.launcher.hosts.messages import Message, RestartReply, Start
 from tfmw.launcher.options import RunOptions
 
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = 0.5
 """Seconds between two signs of life on a connection."""
 
-SILENCE_S = 5.0
-"""Seconds of silence after which a connection is taken for lost."""
+SILENCE_S = 3.0
+"""Seconds of silence after which a connection is taken for lost: six signs of life."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ host with workers only is
 lost
 a host joins                  the tasks save their state and exit; the next attempt has all hosts
 a host is preempted           the same, and the next attempt is without it
-fewer than `min_hosts`        wait; give up the lock now and then, as another host may see more
+fewer than `min_hosts`        give up the lock, as another host may see more
 ============================  ====================================================================
 """
 
@@ -61,7 +61,7 @@ from tfmw.launcher.preemption import GRACE_S
 from tfmw.launcher.restart import RestartPolicy
 
 RESIGN_S = 2.0
-"""Seconds with too few hosts after which another host may try to lead."""
+"""Seconds in which hosts reach a new leader; with too few of them, another host may try to lead."""
 
 DRAIN_S = 2.0
 """Seconds by which a host that was cut off may notice later than the leader, and end its tasks."""
@@ -122,6 +122,7 @@ class Leader:
         self._ending_since: float | None = None
         self._leave_by: float | None = None
         self._short_since: float | None = None  # since when there are too few hosts
+        self._has_led = False  # whether it has started an attempt: then hosts have reached it
         self._gathering_since = now
         self._not_before = now
         self.over = False
@@ -382,7 +383,7 @@ class Leader:
                     "there, or allow fewer",
                 ),
             )
-        elif now - self._short_since >= RESIGN_S:
+        elif self._has_led or now - self._short_since >= RESIGN_S:
             self._out.append(Resign())
 
     def _judge_inherited(self, now: float) -> bool:
@@ -414,6 +415,7 @@ class Leader:
             hosts=hosts,
             policy=self._policy.saved(),
         )
+        self._has_led = True
         ports = {host: self._members[host].ports or () for host in hosts}
         self._plan = placed(self._settings, self._host, ports)
         for host in hosts:

@@ -5,7 +5,7 @@
         links.to_leader(message)
         links.to_member(2, message)         # a host that has connected to this one
         ("from_member", 2, message)         # what `post` gets; and when silent for SILENCE_S:
-        ("member_lost", 2, "no sign of life for 5 s")
+        ("member_lost", 2, "no sign of life for 3 s")
 
 A connection begins with a nonce of each side; then every frame carries a MAC (`channel.py`). Both
 sides send an empty frame every HEARTBEAT_S. Connections that prove nothing are closed after
