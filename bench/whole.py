@@ -14,10 +14,13 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, INPUTS, CLASSES, BATCH = 40, 64, 10, 64
+WORKERS = (2, 8)
+GOALS = {2: "0.92 of plain Keras", 8: "15 s on two cores"}  # by the number of workers
 
 
 def train(with_tfmw: bool) -> None:
@@ -59,7 +62,7 @@ def seconds(workers: int | None) -> float:
     return time.perf_counter() - began
 
 
-def measure(workers: list[int], rounds: int) -> dict[int | None, float]:
+def measure(workers: Sequence[int], rounds: int) -> dict[int | None, float]:
     """Median seconds by the number of workers; under None those of plain Keras."""
     contenders: list[int | None] = [None, *workers]
     times = {number: [] for number in contenders}  # type: dict[int | None, list[float]]
@@ -69,21 +72,29 @@ def measure(workers: list[int], rounds: int) -> dict[int | None, float]:
     return {number: statistics.median(found) for number, found in times.items()}
 
 
+def table(workers: Sequence[int] = WORKERS, rounds: int = 3) -> str:
+    """Measures; Markdown."""
+    found = measure(workers, rounds)
+    plain = found[None]
+    lines = ["| a tiny training, whole | s | / plain Keras | goal |", "| --- " * 4 + "|"]
+    lines.append(f"| plain Keras, one process | {plain:.1f} | 1 | |")
+    for number in workers:
+        times = f"{found[number]:.1f} | {found[number] / plain:.2f}"
+        lines.append(f"| `tfmw run --workers {number}` | {times} | {GOALS.get(number, '')} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    """Prints a line for each contender."""
+    """Measures, prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--workers", type=int, nargs="+", default=WORKERS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--train", choices=["keras", "tfmw"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
         train(options.train == "tfmw")
         return
-    found = measure(options.workers, options.rounds)
-    plain = found[None]
-    print(f"plain Keras: {plain:.1f} s")
-    for number in options.workers:
-        print(f"tfmw run --workers {number}: {found[number]:.1f} s, {found[number] / plain:.2f}")
+    print(table(options.workers, options.rounds))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import pytest
 from tests.helpers.threads import Exchange, in_threads
 from tfmw.mirrored.collectives import hierarchy
 from tfmw.mirrored.collectives.hierarchy import HierarchicalRing
-from tfmw.mirrored.collectives.ring import Ring, RingBroken, even_cuts
+from tfmw.mirrored.collectives.parts import even_cuts
+from tfmw.mirrored.collectives.ring import Ring, RingBroken
 
 KEY = b"k" * 32
 MACHINES = {

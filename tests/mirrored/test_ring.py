@@ -18,6 +18,7 @@ from tests.helpers.by_hand import ByHand
 from tests.helpers.cluster import run_cluster
 from tests.helpers.threads import Exchange, in_threads
 from tfmw.mirrored.collectives import links, listener, ring
+from tfmw.mirrored.collectives.parts import even_cuts
 from tfmw.mirrored.collectives.ring import Ring, RingBroken
 from tfmw.runtime import recorder
 
@@ -87,7 +88,7 @@ def test_sums_in_place_are_the_same_to_the_last_bit(joined, size):
     for length in (0, 1, 1_000_003):
         arrays = [np.random.default_rng(r).normal(size=length).astype("f") for r in range(size)]
         sums = in_threads(size, sums_of(rings, arrays))
-        cuts = ring.even_cuts(length, size)
+        cuts = even_cuts(length, size)
 
         def in_place(
             rank: int, arrays: list[Array] = arrays, cuts: list[int] = cuts
@@ -115,7 +116,7 @@ def test_sums_are_bitwise_equal_on_all_workers(joined):
 def test_a_sum_in_two_halves_is_the_sum_to_the_last_bit(joined, size, length):
     rings = joined(size)
     arrays = [np.random.default_rng(r).normal(size=length).astype("f") for r in range(size)]
-    cuts = ring.even_cuts(length, size)
+    cuts = even_cuts(length, size)
 
     def halves(rank: int) -> tuple[Array, Array]:
         own = rings[rank].reduce_scatter(arrays[rank], cuts).copy()

@@ -20,16 +20,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.keras_compat import placement
+from tfmw.mirrored.collectives.parts import Cuts, Parts
 from tfmw.mirrored.collectives.reduction import Reduction, packs_of
-from tfmw.mirrored.collectives.ring import Cuts
 from tfmw.mirrored.packs import Pack
 
 PACK = 32 << 20
 """Bytes of weights that TensorFlow gathers at a time."""
 
 
-class Halves(abc.ABC):
-    """Both halves over one transport.
+class Halves(Parts):
+    """Both halves over one transport, and which part of a pack each replica has.
 
     Attributes:
         size: number of replicas.
@@ -42,15 +42,6 @@ class Halves(abc.ABC):
     ranks: Sequence[int]
     whole_sums: bool
     of: str
-
-    @abc.abstractmethod
-    def part_number(self, rank: int) -> int:
-        """The number of the part of a pack that a replica has."""
-
-    def part_of(self, cuts: Cuts, rank: int) -> slice:
-        """Which elements of a pack a replica has."""
-        number = self.part_number(rank)
-        return slice(cuts[number], cuts[number + 1])
 
     @abc.abstractmethod
     def packs(self, grads: list[Any]) -> list[list[int]]:

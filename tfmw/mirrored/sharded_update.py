@@ -35,8 +35,8 @@ from tfmw.keras_compat.models import native
 from tfmw.keras_compat.optimizer_part import OptimizerPart
 from tfmw.mirrored.assignments import assignments
 from tfmw.mirrored.collectives import reduction as reduction_lib
+from tfmw.mirrored.collectives.parts import even_cuts
 from tfmw.mirrored.collectives.reduction import Reduction
-from tfmw.mirrored.collectives.ring import even_cuts
 from tfmw.mirrored.halves import Halves, halves_of, split
 from tfmw.mirrored.packs import Pack
 from tfmw.mirrored.slots import forget_slots, gather_slots, slot_parts

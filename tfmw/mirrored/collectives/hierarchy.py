@@ -26,13 +26,14 @@ from typing import Any
 import numpy as np
 
 from tfmw.mirrored.collectives import ring
-from tfmw.mirrored.collectives.ring import Add, Cuts, OnExchange, Parts, Ring, add_arrays, even_cuts
+from tfmw.mirrored.collectives.parts import Cuts, OwnPart, even_cuts
+from tfmw.mirrored.collectives.ring import Add, OnExchange, Ring, add_arrays
 
 HIERARCHY = "TFMW_HIERARCHY"
 """Variable: with 0, one ring connects all workers, whatever machines they are on."""
 
 
-class HierarchicalRing(Parts):
+class HierarchicalRing(OwnPart):
     """The sum over workers in two levels, with the methods and attributes of `Ring`.
 
     Args:

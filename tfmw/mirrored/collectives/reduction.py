@@ -26,7 +26,7 @@ import tensorflow as tf
 from tfmw.cluster import membership
 from tfmw.mirrored.collectives.connection import ring_of
 from tfmw.mirrored.collectives.hierarchy import AnyRing
-from tfmw.mirrored.collectives.ring import Cuts
+from tfmw.mirrored.collectives.parts import Cuts
 from tfmw.precision import COMPRESSIONS
 from tfmw.runtime import recorder
 

@@ -20,7 +20,6 @@ here, between authenticated workers (listener.py).
 
 from __future__ import annotations
 
-import abc
 import collections
 import contextlib
 import math
@@ -36,17 +35,15 @@ import numpy as np
 
 from tfmw.mirrored.collectives import listener
 from tfmw.mirrored.collectives.links import PIECE_BYTES, Receiver, Sender
+from tfmw.mirrored.collectives.parts import Cuts, OwnPart, even_cuts
 from tfmw.runtime import recorder
 
 Add = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]  # (a, b, out)
 OnExchange = Callable[[str, float, float], object]  # (kind, begin, end)
-Cuts = Sequence[int]  # of an array into a part for each worker: N + 1 numbers from 0 to its length
 
 QUIET_S = 5.0  # seconds without a byte after which neighbours are probed
 _MISSES = 2  # probes in a row without a response: a busy worker may miss one
 
-# Elements; of 64 bytes and more. TensorFlow cuts an array there without a copy.
-_ALIGNED, _LARGE = 32, 1024
 _HEADER = struct.Struct(
     "!QQ16s"
 )  # number of the exchange, number of bytes that follow, kind of exchange
@@ -62,33 +59,7 @@ def add_arrays(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
         np.add(a, b, out=out)
 
 
-def even_cuts(elements: int, workers: int) -> list[int]:
-    """An array of `elements`, cut into parts of about equal sizes; large ones at aligned bytes."""
-    unit = _ALIGNED if elements >= _LARGE * workers else 1
-    cuts = [elements * part // workers // unit * unit for part in range(workers)]
-    return [*cuts, elements]
-
-
-class Parts(abc.ABC):
-    """Which part of a sum each worker has first; see `Ring.reduce_scatter`."""
-
-    rank: int
-
-    @abc.abstractmethod
-    def part_number(self, rank: int) -> int:
-        """The number of the part that a worker has first."""
-
-    def part_of(self, cuts: Cuts, rank: int) -> slice:
-        """Which elements of a sum a worker has first."""
-        number = self.part_number(rank)
-        return slice(cuts[number], cuts[number + 1])
-
-    def own_part(self, cuts: Cuts) -> slice:
-        """Which elements of a sum this worker has first."""
-        return self.part_of(cuts, self.rank)
-
-
-class Ring(Parts):
+class Ring(OwnPart):
     """The ring all-reduce, as one of its workers.
 
     Args:
