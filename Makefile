@@ -1,7 +1,7 @@
 # make demo    two worker processes train on real digits; a fresh process then predicts
 # make test    what CI runs: lint, types, documentation, every test
 # make docs    the site, with guides, notebooks and API reference: build/docs/index.html
-# make bench   time of a step, memory and a whole training beside every other way to do it
+# make bench   time of a step, memory and a whole training beside other ways, each with its goal
 #
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 

@@ -121,6 +121,9 @@ def ddp(width: int, backups: str) -> tuple[int, int]:
 CONTENDERS = {f.__name__: f for f in (stock_fit, tfmw, tfmw_unshared, ddp)}
 
 
+BESIDE = ("tfmw", "stock_fit", "ddp")  # what `make bench` measures
+
+
 def measured(name: str, workers: int, mb: float, with_backups: bool) -> float:
     """Mean over workers of the peak memory in multiples of the weights."""
     with tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,7 @@
 Contenders take turns, so that what else the machine does hits all alike: as often as there are
 rounds. Each turn is a fresh set of processes with one core each. A figure is the median over all
 epochs of all rounds but each one's first two. Needs the extra `bench` (tf_keras, PyTorch). `make
-bench` runs one round of it, in half an hour, with what memory and a whole training take.
+bench` runs one round of those with a goal, with what memory and a whole training take.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ GOALS = {
     ("transformer", 2, "ddp"): 0.75,
     ("resnet50", 2, "ddp"): 0.45,
 }
+ALWAYS = ("tfmw", "alone", "tfmw_xla")  # beside those of GOALS, where only these are measured
 PEERS = {
     "alone": "each worker alone, its part of the batch",
     "stock_fit": "Keras 3 `fit`",
@@ -147,11 +148,15 @@ def start(command: list[str], workers: int, through_tfmw: bool) -> list[str]:
     return outputs
 
 
-def measure(works: list[str], rounds: int, only: list[str]) -> list[Row]:
-    """Medians of all rounds."""
+def measure(turns: list[tuple[str, int, str]], rounds: int) -> list[Row]:
+    """Medians of all rounds.
+
+    Args:
+        turns: (work, workers, contender) of a round, in this order.
+    """
     seconds: dict[tuple[str, int, str], list[float]] = {}
     for number in range(rounds):
-        for work, workers, contender in _turns(works, only):
+        for work, workers, contender in turns:
             times = run(contender, work, workers)
             seconds.setdefault((work, workers, contender), []).extend(times)
             print(
@@ -166,7 +171,22 @@ def measure(works: list[str], rounds: int, only: list[str]) -> list[Row]:
     ]
 
 
-def _turns(works: list[str], only: list[str]) -> list[tuple[str, int, str]]:
+def with_goals() -> list[tuple[str, int, str]]:
+    """(work, workers, contender) of each ratio that has a goal, and how long each takes alone."""
+    found = []
+    for work, workers, contender in planned(list(PLAN), []):
+        goal = (work, workers, contender) in GOALS
+        if goal or (contender in ALWAYS and any(g[:2] == (work, workers) for g in GOALS)):
+            found.append((work, workers, contender))
+    return found
+
+
+def planned(works: list[str], only: list[str]) -> list[tuple[str, int, str]]:
+    """(work, workers, contender) of the plan.
+
+    Args:
+        only: contenders; all where it is empty.
+    """
     return [
         (work, workers, contender)
         for work in works
@@ -258,7 +278,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench")
     options = parser.parse_args()
     only = [name for name in options.contenders.split(",") if name]
-    rows = measure(options.works.split(","), options.rounds, only)
+    rows = measure(planned(options.works.split(","), only), options.rounds)
     keep(rows, options.out)
     print(table(rows))
     print(f"kept in {options.out}: steps.md, steps.json, steps.png")
