@@ -1,8 +1,8 @@
 """Whatever dies, whenever: real supervisors, real training, the weights of an undisturbed run.
 
 Each test is one run in which one kind of victim dies, or is cut off, in every phase. A worker holds
-in the phase until that has happened, so nothing depends on time. `make test` has two of the kinds,
-in two phases each; `make test-hosts` has all.
+in the phase until that has happened, so nothing depends on time. `make test` has three of the
+cells; `make test-hosts` has all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HOLDER = {
 }
 """The phases in the order of a run, and the worker that holds there: the chief, where it writes."""
 
-IN_MAKE_TEST = {"worker": ("step", "export"), "leader": ("recovery", "backup")}
+IN_MAKE_TEST = {"worker": ("step", "export"), "leader": ("backup",)}
 
 CASES = [
     (victim, tuple(HOLDER) if ALL else phases)
