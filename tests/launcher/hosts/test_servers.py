@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from tfmw.launcher.hosts.placement import placed
 from tfmw.launcher.options import RunOptions
 
 TOKEN = "0123456789abcdef" * 4
+Test = Callable[..., None]
 
 SETTINGS = Settings(
     hosts=("h0:2222", "h1:2222", "h2:2222"),
@@ -130,11 +132,18 @@ def assert_resumed(hosts: Hosts, attempt: int, restarts: int) -> None:
 CUT = pytest.param("cut", marks=pytest.mark.long)
 
 
-@pytest.mark.multiprocess
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("cables", ["killed", CUT], indirect=True)
-@pytest.mark.parametrize("phases", ["both,any,any,one,both"])
-@pytest.mark.parametrize("options", [["--ps=1"]])
+def trains(*cables: Any, phases: str, options: list[str]) -> Callable[[Test], Test]:
+    """A test on two hosts: how one is lost, phases of ps_faulty.py, options of `tfmw run`."""
+
+    def marked(test: Test) -> Test:
+        test = pytest.mark.parametrize("cables", cables, indirect=True)(test)
+        test = pytest.mark.parametrize(("phases", "options"), [(phases, options)])(test)
+        return pytest.mark.multiprocess(pytest.mark.timeout(400)(test))
+
+    return marked
+
+
+@trains("killed", CUT, phases="both,any,any,one,both", options=["--ps=1"])
 def test_a_host_with_a_worker_only_is_lost_alone(training):
     hosts, program = training
     leader = program.until_a_backup()
@@ -149,12 +158,8 @@ def test_a_host_with_a_worker_only_is_lost_alone(training):
     assert_resumed(hosts, attempt=0, restarts=1)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.long
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("cables", ["killed"], indirect=True)
-@pytest.mark.parametrize("phases", ["both,any,any,free"])
-@pytest.mark.parametrize("options", [["--ps=1", "--evaluator"]])
+@trains("killed", phases="both,any,any,free", options=["--ps=1", "--evaluator"])
 def test_a_host_with_the_server_the_chief_and_the_evaluator_is_lost_with_its_attempt(training):
     hosts, program = training
     leader = program.until_a_backup()
@@ -171,12 +176,8 @@ def test_a_host_with_the_server_the_chief_and_the_evaluator_is_lost_with_its_att
     assert_resumed(hosts, attempt=1, restarts=1)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.long
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("cables", ["cut"], indirect=True)
-@pytest.mark.parametrize("phases", ["both,any,any,free"])
-@pytest.mark.parametrize("options", [["--ps=2"]])
+@trains("cut", phases="both,any,any,free", options=["--ps=2"])
 def test_a_servers_host_behind_a_cut_link_is_lost_with_its_attempt(training):
     """Neither its workers nor the chief wait for the server for longer than the supervisors do."""
     hosts, program = training
@@ -191,12 +192,8 @@ def test_a_servers_host_behind_a_cut_link_is_lost_with_its_attempt(training):
     assert_resumed(hosts, attempt=1, restarts=1)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.long
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("cables", ["killed"], indirect=True)
-@pytest.mark.parametrize("phases", ["both,free"])
-@pytest.mark.parametrize("options", [["--ps=1", "--max-restarts=1"]])
+@trains("killed", phases="both,free", options=["--ps=1", "--max-restarts=1"])
 def test_restarts_of_single_workers_are_counted_for_all_hosts_together(training):
     hosts, program = training
     program.over("both")
