@@ -6,6 +6,7 @@ The hosts are addresses of loopback or, where a link is cut, network namespaces.
 from __future__ import annotations
 
 import csv
+import functools
 import os
 import re
 import signal
@@ -65,8 +66,8 @@ def test_hosts_come_and_go(cables, tmp_path):
     options = ["--max-restarts=20", "--min-hosts=2", "--rejoin-timeout=2"]
     env = {"TFMW_TOKEN": TOKEN}
     # Host 0 leads, unless the others start late: then the chief, its worker, moves with the lead.
-    fit = {"program": "hosts_fit.py", "flags": flags, "env": env, "first": 0}
-    with Hosts(tmp_path, cables, *options, **fit) as h:
+    fit = functools.partial(Hosts, program="hosts_fit.py", flags=flags, env=env, first=0)
+    with fit(tmp_path, cables, *options) as h:
         h.steps(0, count=2)
         leader = h.leader()
         if ALL:  # a host dies, and comes back
