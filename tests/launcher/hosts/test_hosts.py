@@ -57,6 +57,7 @@ def scalars(folder: Path, tag: str) -> dict[int, float]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow
 def test_hosts_come_and_go(cables, tmp_path):
     """The link of the host that leads goes down, and is back; `make test-hosts` has more of it."""
     epochs, go = 10, tmp_path / "go"
