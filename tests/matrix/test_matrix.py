@@ -40,7 +40,11 @@ REST_ON_DEVICES = _runs_on("devices", REST)
 SHARDED = sorted(
     {
         *CORE,
-        *(n for n, row in ROWS.items() if row.build.__module__.endswith((".optimizers", ".steps"))),
+        *(
+            n
+            for n, row in ROWS.items()
+            if row.build.__module__.endswith((".layers", ".optimizers", ".steps"))
+        ),
     }
     & set(_runs_on("two", list(ROWS)))
 )
