@@ -41,7 +41,11 @@ def assignments(function: Any) -> Counter[int]:
 
 
 class _Counts:
-    """Args: bodies: name of a function -> its `FunctionDef`."""
+    """The counts of a graph's functions, each computed once.
+
+    Args:
+        bodies: name of a function -> its `FunctionDef`.
+    """
 
     def __init__(self, bodies: dict[str, Any]) -> None:
         self._bodies = bodies

@@ -252,7 +252,7 @@ class SyncDriver:
         # Traced now: the trace shows whether sparse gradients are gathered, and weights assigned.
         traced = loop.get_concrete_function(iterator, tf.constant(1, tf.int64))
         if kind == "train":
-            followed = [update.follows(traced) for update in self.updates]
+            followed = [update.follows(traced) for update in self.updates]  # each must look at it
             if not all(followed):
                 return self._step_loop(kind, uneven, size_known, iterator)
         return loop
