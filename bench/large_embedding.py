@@ -2,10 +2,10 @@
 
     python bench/large_embedding.py [--gigabytes 2] [--optimizer adagrad]
 
-Two workers train a table that is divided over two parameter servers. Printed: the peak memory of
-every process, beside what it had before there was a model, and what went over the network in one
-step. The coordinator owns the model, so it holds the table, as any process with a
-Keras model does; a server holds its half and the optimizer's; a worker holds the rows of a batch.
+Two workers train a table that is divided over two parameter servers, with a backup after each
+epoch, then the model is evaluated. Printed: the peak memory of every process, beside what it had
+before there was a model, and what went over the network in one step. A server holds its half of
+the table and of the optimizer's slots; a worker and the coordinator hold the rows of a batch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -88,22 +89,25 @@ def train(table_bytes: int, optimizer: str) -> dict[str, Any]:
                 self.moved = moved_bytes() - self.begun
 
     watch = Watch()
-    history = tfmw.fit(
-        model,
-        read,
-        epochs=3,
-        steps_per_epoch=STEPS,
-        verbose=0,
-        strategy=strategy,
-        callbacks=[watch],
-    )
+    with tempfile.TemporaryDirectory() as backups:
+        history = tfmw.fit(
+            model,
+            read,
+            epochs=3,
+            steps_per_epoch=STEPS,
+            verbose=0,
+            strategy=strategy,
+            callbacks=[watch],
+            backup_dir=backups,
+        )
+    evaluated = tfmw.evaluate(model, read, steps=20, verbose=0)
     return {
         "table": rows * WIDTH * 4,
         "before": before,
         "peak": memory("VmHWM"),
         "moved per step": watch.moved / STEPS,
         "rows per step": BATCH * WIDTH * 4,
-        "loss": history.history["loss"],
+        "loss": [*history.history["loss"], evaluated],
     }
 
 

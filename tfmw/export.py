@@ -27,9 +27,10 @@ import keras
 import tensorflow as tf
 from tensorflow.core.protobuf import saved_model_pb2  # the format of saved_model.pb
 
-from tfmw import storage
+from tfmw import storage, tables
 from tfmw.cluster import membership
 from tfmw.errors import UsageError
+from tfmw.keras_compat import placement
 from tfmw.runtime.progress import blocking_call
 
 if TYPE_CHECKING:
@@ -89,14 +90,16 @@ def export(
         return None
     check_path(path)
     target = _normalize(path)
-    archive = _archive(model, _input_specs(model, input_signature), dict(pass_through or {}))
-
+    specs = _input_specs(model, input_signature)
     parent, name = posixpath.split(target)
-    storage.clean_up(parent, re.compile(re.escape(name)))
-    with storage.atomic_directory(target) as temporary:
-        archive.write_out(temporary, verbose=False)
-        _forget_cluster(temporary)
-        _write_manifest(temporary)
+    with tables.stand_ins(placement.all_variables(model)) as written:
+        archive = _archive(model, specs, dict(pass_through or {}))
+        storage.clean_up(parent, re.compile(re.escape(name)))
+        with storage.atomic_directory(target) as temporary:
+            archive.write_out(temporary, verbose=False)
+            written.write_into(posixpath.join(temporary, "variables", "variables"))
+            _forget_cluster(temporary)
+            _write_manifest(temporary)
     return target
 
 

@@ -91,10 +91,13 @@ def parameter_server(
     min_shard_bytes: int | None = None,
     sync_replicas: bool = False,
     replicas_to_aggregate: int | None = None,
+    max_whole_bytes: int = 256 << 20,
 ) -> tf.distribute.Strategy:
     """Training on parameter servers. Joins the cluster as its coordinator.
 
-    On a ps or worker of the cluster the call serves, as `init` does.
+    On a ps or worker of the cluster the call serves, as `init` does. Variables that are divided,
+    and their optimizer slots, are made on the servers if the model is made after this call: this
+    process then has a handle, and never the rows.
 
     Args:
         cluster: as in `init`, with `ps` and `workers`; this process is its chief.
@@ -105,6 +108,8 @@ def parameter_server(
         sync_replicas: updates wait for gradients of the same step from several workers.
         replicas_to_aggregate: the number of gradients in an update; by default one of each
             worker. With fewer, late gradients are dropped and counted.
+        max_whole_bytes: a divided variable of more bytes is never read or assigned as a whole:
+            `variable.numpy()`, or a layer that needs all rows, raises UsageError.
 
     Returns:
         A `tf.distribute.ParameterServerStrategy`, to pass to `fit`.
@@ -121,6 +126,7 @@ def parameter_server(
             f"parameter-server training needs at least one worker and one ps, received "
             f'{resolved!r}: add them to "cluster", or train synchronously.'
         )
+    from tfmw import tables
     from tfmw.cluster import servers
 
     workers = len(resolved.workers)
@@ -136,6 +142,7 @@ def parameter_server(
         )
     partition = servers.partition_of(partitioner, min_shard_bytes, len(resolved.ps))
     joined.servers.settings = servers.Settings(partition, sync_replicas, replicas_to_aggregate)
+    tables.create_on_servers(partition, len(resolved.ps), max_whole_bytes)
     return joined.strategy
 
 

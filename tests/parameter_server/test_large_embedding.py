@@ -1,4 +1,4 @@
-"""A table over two servers: its owner alone holds it whole, and a step moves the rows it uses."""
+"""A table over two servers: nobody holds it whole, and a step moves the rows that it uses."""
 
 from __future__ import annotations
 
@@ -40,6 +40,10 @@ class TestLargeEmbedding:
     def test_no_worker_has_the_whole_table(self, found):
         # Tracing and running a function takes about 50 MB, whatever the size of the table.
         assert max(self.gained(found, f"worker {i}") for i in range(2)) < 0.5
+
+    def test_coordinator_has_no_rows(self, found):
+        # Built, trained, backed up three times and evaluated.
+        assert self.gained(found, "chief") * found["table"] < 100 * MB
 
     def test_each_server_has_half_of_the_table_and_its_slots(self, found):
         # Two halves are 1, all of it would be 2. Blocks of 64 MB on their way, and what any process

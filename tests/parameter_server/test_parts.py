@@ -162,13 +162,22 @@ def test_steps_per_epoch_is_required():
         (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), False, "LossScaleOptimizer"),
         (keras.optimizers.SGD(gradient_accumulation_steps=2), False, "gradient_accumulation"),
         (keras.optimizers.SGD(use_ema=True), False, "use_ema"),
-        (keras.optimizers.RMSprop(), True, "expected SGD, Adagrad or Adam"),
-        (keras.optimizers.Adam(weight_decay=0.1), True, "weight_decay"),
+        (keras.optimizers.Nadam(), True, "row by row: expected SGD, Adagrad,.*Ftrl or Lion"),
     ],
 )
 def test_unsupported_optimizers_are_refused(optimizer, divided, said):
+    table = keras.Variable(np.zeros([4, 2]), name="table")
     with pytest.raises(UsageError, match=said):
-        refuse_unsupported([optimizer], divided)
+        refuse_unsupported([optimizer], [table] if divided else [])
+
+
+def test_constraint_of_a_divided_variable_is_refused():
+    table = keras.Variable(np.zeros([4, 2]), name="table")
+    table.constraint = keras.constraints.NonNeg()
+    with pytest.raises(
+        UsageError, match=r"table is divided.*constraint \(NonNeg\).*all of its rows"
+    ):
+        refuse_unsupported([keras.optimizers.SGD()], [table])
 
 
 def test_python_code_in_a_dataset_is_refused():

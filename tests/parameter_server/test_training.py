@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.helpers.cluster import examples_per_step
+from tfmw.checkpoint.store import verify
 
 STEPS, EPOCHS = 60, 2
 
@@ -75,6 +76,28 @@ class TestFiveProcesses:
         assert five.status == 0
 
 
+def check_rows(found):
+    """A table made and trained on servers, beside an ordinary model that Keras trained."""
+    assert found["equal_at_first"], "bit for bit"
+    assert found["only_used"]
+    assert found["changed"] == found["used"]
+    assert found["moved"] > 1e-3
+    assert found["off_by"] < 1e-6
+    assert found["slots_off_by"] < 1e-6
+    assert found["evaluated"] == pytest.approx(found["evaluated_alone"], rel=1e-6)
+    assert found["predicted_off_by"] < 1e-5
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long
+def test_every_optimizer_that_updates_rows(run_cluster):
+    names = ["Adam", "momentum", "RMSprop", "Ftrl", "Lion", "amsgrad"]
+    flags = [f"--optimizers={','.join(names)}", "--only_optimizers"]
+    found = run_cluster("ps_shards.py", *flags, workers=1, ps=2, timeout_s=300).chief
+    for name in names:
+        check_rows(found[name])
+
+
 @pytest.fixture(scope="module")
 def shards(run_cluster):
     """One worker trains a table that is divided over two servers, with three optimizers."""
@@ -86,18 +109,26 @@ class TestDividedVariables:
     def test_a_table_is_divided_over_the_servers(self, shards):
         assert shards["pieces"] == [[0, 0, 10000], [1, 10000, 20000]]
 
-    @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "Adam"])
-    def test_updates_change_only_rows_of_the_batch(self, shards, optimizer):
-        found = shards[optimizer]
-        assert found["only_used"]
-        assert found["changed"] == found["used"]
+    @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "AdamW"])
+    def test_updates_are_those_of_one_process(self, shards, optimizer):
+        check_rows(shards[optimizer])
 
-    @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "Adam"])
-    def test_updates_equal_those_of_one_process(self, shards, optimizer):
-        found = shards[optimizer]
-        assert found["moved"] > 1e-3
-        assert found["off_by"] < 1e-6
-        assert found["slots_off_by"] < 1e-6
+    def test_coordinator_has_handles_without_rows(self, shards):
+        found = shards["handle"]
+        assert (
+            found["repr"]
+            == "<Table large/embeddings: float32 [40000, 32], 5.1 MB on 2 parameter servers>"
+        )
+        for call in ("numpy", "assign", "softmax"):
+            assert "large/embeddings is a table of 5.1 MB" in found[call]
+            assert "max_whole_bytes=2560000" in found[call]
+        for call in ("default", "add"):
+            assert "only tfmw.fit on their strategy updates it" in found[call]
+
+    def test_coordinator_looks_up_rows(self, shards):
+        (first, last), (fifth, again) = shards["handle"]["looked_up"]
+        assert last == again != first
+        assert shards["handle"]["gathered"] == [fifth, first]
 
     def test_moments_of_earlier_batches_change_no_row(self, shards):
         assert shards["lazy"]
@@ -112,14 +143,33 @@ class TestDividedVariables:
 
 
 @pytest.mark.multiprocess
-def test_a_backup_of_two_servers_is_restored_on_one(run_cluster, tmp_path):
-    backup = f"--backup={tmp_path / 'backups'}"
-    first = run_cluster("ps_shards_backup.py", backup, "--epochs=2", workers=1, ps=2).chief
-    then = run_cluster("ps_shards_backup.py", backup, "--epochs=4", workers=1, ps=1).chief
-    assert (first["servers"], then["servers"]) == ([0, 1], [0])
-    assert (first["began_at"], then["began_at"]) == (0, 10)
-    assert then["iterations"] == 20
-    assert then["off_by"] < 1e-6, "from four epochs in one process"
+def test_servers_back_tables_up_and_restore_them_on_any_number(run_cluster, tmp_path):
+    backups = tmp_path / "backups"
+
+    def run(servers, epochs, *more):
+        flags = [f"--backup={backups}", f"--epochs={epochs}", *more]
+        return run_cluster("ps_shards_backup.py", *flags, workers=1, ps=servers).chief
+
+    first = run(2, 2, f"--export={tmp_path / 'exported'}")
+    (newest,) = backups.glob("step_*10")
+    names = {path.name for path in newest.iterdir()}
+    assert {f"tensors.data-0000{i}-of-00003" for i in range(3)} < names, "each server's, and ours"
+    assert "parts" not in names
+    assert not verify(backups)
+    then, last = run(3, 3), run(1, 4)
+    assert [found["servers"] for found in (first, then, last)] == [[0, 1], [0, 1, 2], [0]]
+    assert [found["began_at"] for found in (first, then, last)] == [0, 10, 15]
+    assert last["iterations"] == 20
+    for found in (first, then, last):
+        assert found["off_by"] < 1e-6, "from as many epochs in one process"
+    exported = first["exported"]
+    assert exported["files"] == [
+        *(f"variables.data-0000{i}-of-00003" for i in range(3)),
+        "variables.index",
+    ]
+    assert not exported["problems"]
+    assert exported["all_off_by"] == 0.0
+    assert exported["off_by"] < 1e-6, "from predict, after plain TensorFlow has loaded it"
 
 
 @pytest.mark.multiprocess

@@ -1,6 +1,6 @@
 """A table divided over the servers: which rows each optimizer changes, and what they become.
 
-ps_shards.py [--rows=20000] [--width=32]
+ps_shards.py [--rows=20000] [--width=32] [--optimizers=SGD,Adagrad] [--only_optimizers]
 """
 
 import argparse
@@ -12,14 +12,16 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs import _result
+from tfmw import tables
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--rows", type=int, default=20000)
 parser.add_argument("--width", type=int, default=32)
+parser.add_argument("--optimizers", default="SGD,Adagrad,AdamW")
+parser.add_argument("--only_optimizers", action="store_true")
 options = parser.parse_args()
 
 tfmw.init()
-strategy = tfmw.strategies.parameter_server(min_shard_bytes=options.rows * options.width)
 rng = np.random.default_rng(0)
 once = rng.permutation(options.rows)[: 256 * 3].reshape(256, 3)
 twice = once.copy()
@@ -42,35 +44,94 @@ def dataset(ids):
     return tf.data.Dataset.from_tensors((ids, y)).repeat()
 
 
-results: dict[str, Any] = {}
+of = keras.optimizers
 # Where a batch names a row twice Keras squares its gradients one by one, instead of their sum: with
-# duplicates its Adagrad and Adam are another algorithm.
-for name, ids, make_optimizer in (
-    ("SGD", twice, lambda: keras.optimizers.SGD(0.5)),
-    ("Adagrad", once, lambda: keras.optimizers.Adagrad(0.1)),
-    ("Adam", once, lambda: keras.optimizers.Adam(0.01)),
-):
+# duplicates all but SGD are another algorithm. Keras's weight decay and Ftrl move rows that no
+# batch has: those of these are compared that batches have.
+OPTIMIZERS: dict[str, tuple[Any, Any]] = {
+    "SGD": (twice, lambda: of.SGD(0.5)),
+    "Adagrad": (once, lambda: of.Adagrad(0.1)),
+    "Adam": (once, lambda: of.Adam(0.01)),
+    "momentum": (once, lambda: of.SGD(0.5, momentum=0.9, nesterov=True)),
+    "AdamW": (once, lambda: of.AdamW(0.01, weight_decay=0.1)),
+    "RMSprop": (once, lambda: of.RMSprop(0.01, momentum=0.5, centered=True)),
+    "Ftrl": (once, lambda: of.Ftrl(0.1, l1_regularization_strength=1e-3)),
+    "Lion": (once, lambda: of.Lion(0.001)),
+    "amsgrad": (once, lambda: of.Adam(0.01, amsgrad=True, clipnorm=0.5)),
+}
+chosen = {name: OPTIMIZERS[name] for name in options.optimizers.split(",")}
+# Models that are made before the servers are known are ordinary ones.
+ordinary = {name: make(optimizer()) for name, (_, optimizer) in chosen.items()}
+strategy = tfmw.strategies.parameter_server(
+    min_shard_bytes=options.rows * options.width, max_whole_bytes=options.rows * options.width * 4
+)
+
+
+def off_by(ours, others, rows=None):
+    """The largest difference between variables; of tables in these rows."""
+    largest = 0.0
+    for v, w in zip(ours, others, strict=True):
+        a, b = v.numpy(), w.numpy()
+        if rows is not None and a.shape[:1] == (options.rows,):
+            a, b = a[rows], b[rows]
+        largest = max(largest, float(np.abs(a - b).max()))
+    return largest
+
+
+results: dict[str, Any] = {}
+for name, (ids, make_optimizer) in chosen.items():
     used = np.unique(ids)
-    model, alone = make(make_optimizer()), make(make_optimizer())
+    model, alone = make(make_optimizer()), ordinary[name]
     before = model.get_layer("table").embeddings.numpy()
+    begun = bool((before == alone.get_layer("table").embeddings.numpy()).all())
     tfmw.fit(model, dataset(ids), steps_per_epoch=5, verbose=0, strategy=strategy)
     keras.Model.fit.__wrapped__(alone, dataset(ids), steps_per_epoch=5, verbose=0)
     after = model.get_layer("table").embeddings.numpy()
     changed = np.flatnonzero((before != after).any(axis=1))
     results[name] = {
+        "equal_at_first": begun,
         "changed": len(changed),
         "only_used": bool(set(changed) <= set(used)),
         "used": len(used),
-        "off_by": max(
-            float(np.abs(v.numpy() - w.numpy()).max())
-            for v, w in zip(model.weights, alone.weights, strict=True)
-        ),
+        "off_by": off_by(model.weights, alone.weights, used),
         "moved": float(np.abs(after - before).max()),
-        "slots_off_by": max(
-            float(np.abs(v.numpy() - w.numpy()).max())
-            for v, w in zip(model.optimizer.variables, alone.optimizer.variables, strict=True)
+        "slots_off_by": off_by(model.optimizer.variables, alone.optimizer.variables, used),
+        "evaluated": tfmw.evaluate(model, dataset(ids).take(2), verbose=0),
+        "evaluated_alone": alone.evaluate(dataset(ids).take(2), verbose=0),
+        "predicted_off_by": float(
+            np.abs(tfmw.predict(model, ids, verbose=0) - alone.predict(ids, verbose=0)).max()
         ),
     }
+
+if options.only_optimizers:
+    _result.write(results)
+    raise SystemExit(0)
+
+
+def refusal(call):
+    """The message of the UsageError that a call raises."""
+    try:
+        call()
+    except tfmw.UsageError as e:
+        return str(e)
+    return None
+
+
+# What cannot be done with a table, which has no rows in this process.
+inputs = keras.Input((), dtype="int64")
+large = keras.layers.Embedding(2 * options.rows, options.width, name="large")
+model = keras.Model(inputs, large(inputs))
+results["handle"] = {
+    "repr": repr(large.embeddings),
+    "numpy": refusal(large.embeddings.numpy),
+    "assign": refusal(lambda: large.embeddings.assign(np.zeros(large.embeddings.shape))),
+    "softmax": refusal(lambda: keras.ops.matmul(large(np.arange(2)), large.embeddings)),
+    # As tfmw.fit(strategy="default"), whose error would end the servers as well.
+    "default": refusal(lambda: tables.refuse_tables(model.variables)),
+    "add": refusal(lambda: large.embeddings._value.assign_add(1.0)),
+    "looked_up": large(np.array([[0, -1], [5, 2 * options.rows - 1]])).numpy().tolist(),
+    "gathered": tf.gather(large.embeddings, [5, 0]).numpy().tolist(),
+}
 
 # Rows that a later batch leaves alone: Adam's moments of before must not move them.
 model = make(keras.optimizers.Adam(0.01))

@@ -1,9 +1,10 @@
 """Trains a divided table, goes on where the backup is, and compares with one process.
 
-ps_shards_backup.py --backup=DIR --epochs=N
+ps_shards_backup.py --backup=DIR --epochs=N [--export=DIR]
 """
 
 import argparse
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -11,14 +12,15 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs import _result
+from tfmw.export import verify
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--backup", required=True)
 parser.add_argument("--epochs", type=int, required=True)
+parser.add_argument("--export")
 options = parser.parse_args()
 
 tfmw.init()
-strategy = tfmw.strategies.parameter_server(min_shard_bytes=1 << 16)
 ids = np.random.default_rng(0).permutation(5000)[:256]
 y = (ids % 2).astype(np.float32)
 began_at: list[int] = []
@@ -42,7 +44,9 @@ def dataset():
     return tf.data.Dataset.from_tensors((ids, y)).repeat()
 
 
-model, alone = make(), make()
+alone = make()  # an ordinary model: the servers are not known yet
+strategy = tfmw.strategies.parameter_server(min_shard_bytes=1 << 16)
+model = make()
 tfmw.fit(
     model,
     dataset(),
@@ -58,8 +62,25 @@ from tfmw.parameter_server.variables import ServerVariables  # noqa: E402
 servers = tfmw.strategies.servers_of(strategy)
 assert servers is not None
 server_variables = ServerVariables(model, len(servers.cluster.ps), servers.settings.partition)
+exported = {}
+if options.export:
+    tfmw.export(model, options.export)
+    predicted = tfmw.predict(model, ids, verbose=0)
+    loaded = tf.saved_model.load(options.export)
+    exported = {
+        "files": sorted(path.name for path in Path(options.export, "variables").iterdir()),
+        "off_by": float(np.abs(loaded.serve(tf.constant(ids)) - predicted).max()),
+        "all_off_by": float(
+            max(
+                np.abs(mine.numpy() - other.numpy()).max()
+                for mine, other in zip(model.weights, loaded.variables, strict=True)
+            )
+        ),
+        "problems": verify(options.export),
+    }
 _result.write(
     {
+        "exported": exported,
         "servers": [p.server for p in server_variables.shards(model.layers[0].embeddings)],
         "began_at": began_at[0],
         "iterations": int(model.optimizer.iterations.numpy()),

@@ -226,7 +226,7 @@ def _newest(store: BackupStore) -> Backup | None:
 def _tensors(backup: Backup) -> Any:
     """The tensors of a backup; None if it has been removed meanwhile."""
     try:
-        return backup.tensors()
+        return dict(backup.tensors())  # tables as well, while they are there
     except (Damaged, OSError, tf.errors.OpError):
         return None
 

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from tfmw import trackers
+from tfmw import tables, trackers
 from tfmw.callbacks import BackupAndRestore, boards
 from tfmw.checkpoint import state
 from tfmw.checkpoint.parts import BackupDirectory, Piece, SharedWrite, SlotParts
@@ -200,6 +200,7 @@ class DirectoryBackups(Backups):
         self._directory = BackupDirectory(group, self.path)
         self._shared: SharedWrite | None = None  # the last one
         self._snapshots = state.Snapshots()
+        self._table_files: tables.TableFiles | None = None
         write = self._write if group.is_chief else SharedWrite.write_part
         self._writer = BackgroundWriter(write, self._not_written, clock)
         self._signature: list[str] = []
@@ -238,7 +239,7 @@ class DirectoryBackups(Backups):
             if backup.record["done"] and backup.record["run"] == _run():
                 break  # of an earlier fit in this process, which has ended
             try:
-                self.tensors = backup.tensors()
+                self.tensors = backup.tensors(_servers())
             except Damaged as e:
                 self._store.skip_damaged(backup.step, e)
                 continue
@@ -406,7 +407,8 @@ class DirectoryBackups(Backups):
         boards.flush(callbacks)
         taken = self._snapshots.take(model, strategy, busy, parts)
         tensors = state.with_replicas({**taken, **arrays}, *kept)
-        if self._spoiled is not None and not _is_finite(tensors[self._spoiled[0]]):
+        spoiled = tensors.get(self._spoiled[0]) if self._spoiled is not None else None
+        if spoiled is not None and not _is_finite(spoiled):
             self._refuse_spoiled()
         trainable = {id(v) for v in model.trainable_variables}
         must_be_finite = [name for name, v in state.named(model).items() if id(v) in trainable]
@@ -419,7 +421,11 @@ class DirectoryBackups(Backups):
             "random": random,
             "trackers": trackers.positions(),
         }
+        if self._table_files is None:
+            self._table_files = state.table_files(model)
         self._writer.submit(step, tensors, full, must_be_finite, shared, pieces)
+        if self._table_files is not None:
+            self._writer.wait()  # the next step would change the rows that servers write
 
     def _path_of(self, step: int) -> str:
         assert self._store is not None
@@ -437,20 +443,28 @@ class DirectoryBackups(Backups):
         assert self._store is not None
         if not self._save_nan:
             for name in finite:
-                if not _is_finite(tensors[name]):
-                    self._spoiled, self._lost = (name, step), f"{name} is not finite"
-                    logger.warning(
-                        "no backup at step %d: %s is not finite; the previous backup is kept",
-                        step,
-                        name,
-                    )
+                if name in tensors and not _is_finite(tensors[name]):
+                    self._note_spoiled(name, step)
                     if shared is not None:
                         shared.abandon()
                     return
         trackers.flush()  # what a resumed run will not log again
-        self._store.write(step, tensors, record, shared, pieces)
+        finite = [] if self._save_nan else finite
+        try:
+            self._store.write(step, tensors, record, shared, pieces, self._table_files, finite)
+        except tables.NotFinite as e:
+            if self._spoiled is not None and self._spoiled[0] == e.name:
+                self._refuse_spoiled()
+            self._note_spoiled(e.name, step)
+            return
         self.saved_at = time.time()
         self._spoiled = self._lost = None
+
+    def _note_spoiled(self, name: str, step: int) -> None:
+        self._spoiled, self._lost = (name, step), f"{name} is not finite"
+        logger.warning(
+            "no backup at step %d: %s is not finite; the previous backup is kept", step, name
+        )
 
     def _not_written(self, error: Exception) -> None:
         self._lost = str(error) or type(error).__name__
@@ -528,6 +542,12 @@ class DirectoryBackups(Backups):
             restored = self.record["run"] if self.record is not None else _run()
             if newest is not None and newest.record["run"] in (_run(), restored):
                 self._store.clear()
+
+
+def _servers() -> int:
+    """Number of parameter servers of this process's cluster."""
+    joined = membership.joined()
+    return 0 if joined is None or joined.servers is None else len(joined.cluster.ps)
 
 
 def _is_finite(value: tf.Tensor) -> bool:

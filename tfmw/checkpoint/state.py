@@ -27,7 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
-from tfmw import keras_compat
+from tfmw import keras_compat, tables
 from tfmw.callbacks import boards
 from tfmw.checkpoint.parts import Piece, SlotParts
 from tfmw.errors import UsageError
@@ -160,7 +160,7 @@ class Snapshots:
         busy: bool = True,
         parts: SlotParts | None = None,
     ) -> dict[str, tf.Tensor]:
-        """Copies the current values of all shared variables.
+        """Copies the current values of all shared variables, but not of tables.
 
         Overwrites the values of the previous call.
 
@@ -171,8 +171,8 @@ class Snapshots:
         apart = {id(v) for v in parts.variables} if parts is not None else set()
         found = {}
         for name, variable in named(model).items():
-            if id(variable) in apart:
-                continue
+            if id(variable) in apart or tables.is_table(variable):
+                continue  # written in parts, by those that have them
             value = placement.local_copies(strategy, variable)[0].read_value()
             assigned = busy and not optimizer_part.was_put(variable)  # by every step
             found[name] = self._copied(name, value) if assigned else value
@@ -208,10 +208,31 @@ class Snapshots:
 
 
 def restore(model: keras.Model, tensors: Mapping[str, Any]) -> None:
-    """Restores the values of a backup with the same signature into a model that is not placed."""
+    """Restores the values of a backup with the same signature into a model that is not placed.
+
+    Args:
+        tensors: `SavedTensors`, of which servers read tables themselves; or arrays.
+    """
+    layout: tables.Layout = getattr(tensors, "layout", {})
+    of_servers = {}
     for name, variable in named(model).items():
         native = keras_compat.native(variable)
+        if isinstance(native, tables.Table):
+            if name in layout:
+                of_servers[name] = native
+            else:
+                native.replace(tf.reshape(tf.cast(tensors[name], native.dtype), native.shape))
+            continue
         native.assign(tf.reshape(tf.cast(tensors[name], native.dtype), native.shape))
+    if of_servers:
+        tables.TableFiles(of_servers).read(tensors.prefix, layout)  # type: ignore[attr-defined]
+
+
+def table_files(model: keras.Model) -> tables.TableFiles | None:
+    """The tables of a model by their names in a backup; None without any."""
+    found = {name: tables.table_of(v) for name, v in named(model).items()}
+    held = {name: table for name, table in found.items() if table is not None}
+    return tables.TableFiles(held) if held else None
 
 
 @contextlib.contextmanager
@@ -220,9 +241,13 @@ def unchanged(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[
     values = [
         (copy, copy.read_value())
         for variable in named(model).values()
+        if not tables.is_table(variable)
         for copy in placement.local_copies(strategy, variable)
     ]
-    yield
+    with contextlib.ExitStack() as stack:
+        for variable in tables.tables_among(named(model).values()):
+            stack.enter_context(keras_compat.native(variable).unchanged())
+        yield
     for copy, value in values:
         copy.assign(value)
 
@@ -371,7 +396,7 @@ def _values_of(state: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, An
 
 def callback_arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of callbacks among the tensors of a backup."""
-    return {name: value for name, value in tensors.items() if name.startswith(_CALLBACK)}
+    return {name: tensors[name] for name in tensors if name.startswith(_CALLBACK)}
 
 
 def prepare_for_resume(callbacks: Iterable[Any], epoch: int, step: int) -> None:

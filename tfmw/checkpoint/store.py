@@ -9,7 +9,8 @@
 One backup is one directory `step_<n>` with these files:
 
 * `tensors.index`, `tensors.data-00000-of-00001`: a TensorFlow checkpoint (its tensor bundle
-  format: named tensors, a CRC-32C for each). Where several tasks write, each has a file of data;
+  format: named tensors, a CRC-32C for each). Where several tasks write, each has files of data:
+  workers write parts of slots, parameter servers write tables (`tfmw.tables`) in slices;
 * `record.json`: everything else as JSON, with the SHA-256 of itself and the sizes of the other
   files. It is written last: a directory without a valid record is not a backup.
 
@@ -33,14 +34,16 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfmw import storage
-from tfmw.checkpoint.parts import Piece, SharedWrite, save
+from tfmw import storage, tables
+from tfmw.checkpoint import tensor_files
+from tfmw.checkpoint.parts import Piece, SharedWrite
+from tfmw.checkpoint.tensor_files import PREFIX, SavedTensors
 from tfmw.errors import TfmwError, UsageError
 from tfmw.runtime import fence, file_lock, tracing
 from tfmw.runtime.progress import blocking_call
@@ -54,10 +57,9 @@ FORMAT = 1
 KEPT = 2
 _PATIENCE_S = 15.0  # for the lock of an earlier attempt, on another host
 _NICE = 10  # niceness of the writing thread: a tenth of a training thread's processor time
-_PREFIX = "tensors"
 _RECORD = "record.json"
 _NAME = re.compile(r"step_(\d{12})")
-_FILES = re.compile(re.escape(_PREFIX) + r"\.(index|data-\d{5}-of-\d{5})")
+_FILES = re.compile(re.escape(PREFIX) + r"\.(index|data-\d{5}-of-\d{5})")
 _LARGEST_RECORD = 256 << 20  # bytes; enough for the histories of a million epochs
 
 
@@ -78,15 +80,23 @@ class Backup:
         record: the `record` of `BackupStore.write`.
     """
 
-    def __init__(self, path: str, step: int, record: dict[str, Any]):
+    def __init__(
+        self, path: str, step: int, record: dict[str, Any], layout: tables.Layout | None = None
+    ):
         self.path = path
         self.step = step
         self.record = record
+        self._layout = layout or {}
 
-    def tensors(self) -> dict[str, np.ndarray]:
-        """All tensors by name. Raises Damaged if a checksum does not match."""
+    def tensors(self, servers: int = 0) -> SavedTensors:
+        """All tensors by name. Raises Damaged if a checksum does not match.
+
+        Args:
+            servers: number of parameter servers, which read tables in place of this process.
+        """
+        prefix = os.path.join(self.path, PREFIX)
         try:
-            reader = tf.train.load_checkpoint(os.path.join(self.path, _PREFIX))
+            reader = tf.train.load_checkpoint(prefix)
             shapes = reader.get_variable_to_shape_map()
             types = reader.get_variable_to_dtype_map()
             # TensorFlow allocates the bytes that the index lists, so they must not exceed the
@@ -97,12 +107,22 @@ class Backup:
                     f"backup {self.path} is damaged: its index lists {listed} bytes, its files "
                     f"have {found}"
                 )
-            return {name: reader.get_tensor(name) for name in sorted(shapes)}
-        except (tf.errors.OpError, ValueError, RuntimeError, MemoryError) as e:
+            tables.verify(prefix, self._layout, shapes, types, servers)
+            arrays = {n: reader.get_tensor(n) for n in sorted(shapes) if n not in self._layout}
+            return SavedTensors(prefix, arrays, self._layout)
+        except (
+            tf.errors.OpError,
+            ValueError,
+            RuntimeError,
+            MemoryError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ) as e:
             raise Damaged(f"backup {self.path} is damaged: {_first_line(e)}") from e
 
     def _bytes_of_tensors(self) -> int:
-        names = [n for n in tf.io.gfile.listdir(self.path) if n.startswith(f"{_PREFIX}.data-")]
+        names = [n for n in tf.io.gfile.listdir(self.path) if n.startswith(f"{PREFIX}.data-")]
         return sum(tf.io.gfile.stat(os.path.join(self.path, n)).length for n in names)
 
 
@@ -197,6 +217,8 @@ class BackupStore:
         record: Mapping[str, Any],
         shared: SharedWrite | None = None,
         pieces: Sequence[Piece] = (),
+        table_files: tables.TableFiles | None = None,
+        must_be_finite: Collection[str] = (),
     ) -> str:
         """Writes one backup and removes all but the newest ones.
 
@@ -206,23 +228,33 @@ class BackupStore:
             record: JSON values.
             shared: the writing by several tasks, of a local directory.
             pieces: this task's.
+            table_files: tables, which their servers write.
+            must_be_finite: names of tables whose rows are checked.
 
         Returns:
             The backup's directory.
 
         Raises:
             OSError or tf.errors.OpError: it could not be written; older backups are untouched.
+            tables.NotFinite: of a table; older backups are untouched.
         """
         final = self.path_of(step)
+        layout = {} if table_files is None else table_files.layout
+
+        def write(directory: str) -> None:
+            tf.io.gfile.makedirs(directory)
+            tensor_files.write(directory, tensors, shared, pieces, table_files, must_be_finite)
+            _write_record(directory, step, layout, record)
+
         if self._local:
             named = None if shared is None else shared.directory
             with storage.atomic_directory(final, named) as temporary:
-                _write_files(temporary, step, tensors, record, shared, pieces)
+                write(temporary)
         else:
             # Without an atomic rename, a record that is written last marks a complete backup.
             with contextlib.suppress(tf.errors.NotFoundError):
                 storage.remove(final)
-            _write_files(final, step, tensors, record)
+            write(final)
         self._damaged.discard(step)
         self._prune(step)
         return final
@@ -320,7 +352,7 @@ class BackupStore:
                 found = tf.io.gfile.stat(os.path.join(path, name)).length
                 if found != size:
                     raise Damaged(f"backup {path} is damaged: {name} has {found} of {size} bytes")
-            if storage.sha256(os.path.join(path, f"{_PREFIX}.index")) != body["index_sha256"]:
+            if storage.sha256(os.path.join(path, f"{PREFIX}.index")) != body["index_sha256"]:
                 raise Damaged(f"backup {path} is damaged: its index does not match its checksum")
             if body["step"] != step or not isinstance(body["record"], dict):
                 raise Damaged(f"backup {path} is damaged: its record is of step {body['step']!r}")
@@ -336,7 +368,7 @@ class BackupStore:
             tf.errors.OpError,
         ) as e:
             raise Damaged(f"backup {path} is damaged: {_first_line(e)}") from e
-        return Backup(path, step, body["record"])
+        return Backup(path, step, body["record"], body.get("tables"))
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
@@ -366,28 +398,18 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
     return problems
 
 
-def _write_files(
-    directory: str,
-    step: int,
-    tensors: Mapping[str, np.ndarray],
-    record: Mapping[str, Any],
-    shared: SharedWrite | None = None,
-    pieces: Sequence[Piece] = (),
+def _write_record(
+    directory: str, step: int, layout: tables.Layout, record: Mapping[str, Any]
 ) -> None:
-    """Writes the files of one backup, the record last."""
-    tf.io.gfile.makedirs(directory)
-    prefix = os.path.join(directory, _PREFIX)
-    if shared is None:
-        save(prefix, tensors)
-    else:
-        shared.write(prefix, tensors, pieces)
-    files = sorted(name for name in tf.io.gfile.listdir(directory) if name.startswith(_PREFIX))
+    """Writes the last file of a backup, which makes it complete."""
+    files = sorted(name for name in tf.io.gfile.listdir(directory) if name.startswith(PREFIX))
     text = json.dumps(
         {
             "format": FORMAT,
             "step": step,
             "sizes": {n: tf.io.gfile.stat(os.path.join(directory, n)).length for n in files},
-            "index_sha256": storage.sha256(os.path.join(directory, f"{_PREFIX}.index")),
+            "index_sha256": storage.sha256(os.path.join(directory, f"{PREFIX}.index")),
+            "tables": layout,
             "record": dict(record),
         }
     )

@@ -21,6 +21,7 @@ the installed versions lack. A test calls it, so an incompatible release fails t
 * `serialization`: the state of a model, for another process.
 * `runtime`: TensorFlow's runtime and its coordination service.
 * `parameter_servers`: remote rows, iterators on workers, an optimizer's slots.
+* `table_variables`: Keras variables whose rows are made on parameter servers.
 
 May import: `tfmw.errors`, `tfmw.runtime`.
 """
@@ -36,6 +37,7 @@ from tfmw.keras_compat import (
     parameter_servers,
     pipelines,
     runtime,
+    table_variables,
     wrapped_fit,
 )
 from tfmw.keras_compat.datasets import (
@@ -117,6 +119,7 @@ from tfmw.keras_compat.models import (
     settable_learning_rate,
     should_validate,
     state_variables_of,
+    substituted,
 )
 from tfmw.keras_compat.objects import (
     items_in,
@@ -171,13 +174,22 @@ from tfmw.keras_compat.serialization import (
     saveable_state,
     variable_state,
 )
+from tfmw.keras_compat.table_variables import (
+    InitialRows,
+    NewVariable,
+    StandIn,
+    initial_rows,
+    make_variables_by,
+)
 
 __all__ = [
     "NOTES_OF_CALLS",
     "REBUILDABLE",
     "Batch",
     "CannotCompile",
+    "InitialRows",
     "Map",
+    "NewVariable",
     "NoneTensorSpec",
     "OptionsNode",
     "Prefetch",
@@ -186,6 +198,7 @@ __all__ = [
     "ReplicaWeight",
     "Shuffle",
     "Skip",
+    "StandIn",
     "Take",
     "Zip",
     "assigned_in_layer",
@@ -216,6 +229,7 @@ __all__ = [
     "fused_update",
     "global_seed",
     "has_own_readers",
+    "initial_rows",
     "inner_optimizer",
     "is_dataset",
     "is_deterministic",
@@ -237,6 +251,7 @@ __all__ = [
     "lookups_through",
     "make_class_weight_map",
     "make_functional",
+    "make_variables_by",
     "map_graph_nodes",
     "may_shuffle_inside",
     "metric_variables",
@@ -277,6 +292,7 @@ __all__ = [
     "source_of_seeds",
     "stable_variable_keys",
     "state_variables_of",
+    "substituted",
     "substituted_global_seed",
     "synchronize_masked_moments",
     "train_validation_split",
@@ -303,6 +319,7 @@ def missing_names() -> list[str]:
         runtime,
         parameter_servers,
         pipelines,
+        table_variables,
         wrapped_fit,
     )
     return [

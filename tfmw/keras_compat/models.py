@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -69,6 +70,23 @@ def native(variable: Any) -> Any:
 def set_native(variable: Any, value: Any) -> None:
     """Puts a `tf.Variable` into a Keras variable."""
     variable._value = value
+
+
+@contextlib.contextmanager
+def substituted(pairs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Within this context each Keras variable holds another object than its own `tf.Variable`.
+
+    Args:
+        pairs: (Keras variable, the object that it holds).
+    """
+    before = [(v, native(v)) for v, _ in pairs]
+    try:
+        for variable, value in pairs:
+            set_native(variable, value)
+        yield
+    finally:
+        for variable, value in before:
+            set_native(variable, value)
 
 
 def symbolic_build(model: keras.Model, batch: Any) -> None:

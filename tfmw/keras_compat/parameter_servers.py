@@ -127,6 +127,7 @@ class RemoteRows(_resource_variables.BaseResourceVariable):
     Args:
         look_up: int64 [n] -> [n, ...], the rows with these indices.
         read: () -> the whole value.
+        trainable: whether gradients are recorded.
     """
 
     def __init__(
@@ -136,8 +137,9 @@ class RemoteRows(_resource_variables.BaseResourceVariable):
         dtype: tf.DType,
         look_up: Callable[[tf.Tensor], tf.Tensor],
         read: Callable[[], tf.Tensor],
+        trainable: bool = True,
     ):
-        super().__init__(trainable=True, **_named_resource(name, shape, dtype))
+        super().__init__(trainable=trainable, **_named_resource(name, shape, dtype))
         self._look_up = look_up
         self._read = read
 

@@ -31,7 +31,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat
+from tfmw import keras_compat, tables
 from tfmw.checkpoint.parts import SlotParts
 from tfmw.data import ShardSizes, static_batch_size
 from tfmw.keras_compat import placement
@@ -97,6 +97,8 @@ class SyncDriver:
             keras_compat.is_synchronized_batch_norm(layer)
             for layer in keras_compat.layers_of(model)
         )
+        # XLA compiles for one device, and lookups run on servers.
+        self._has_tables = any(map(tables.is_table, model.variables))
         self._stack = contextlib.ExitStack()
         self._warned: set[str] = set()
         self._to_check = False
@@ -328,7 +330,7 @@ class SyncDriver:
         model = self.model
         step = model.train_step if kind == "train" else model.test_step
         is_own = keras_compat.overrides_step(model, f"{kind}_step")
-        if model.jit_compile and not model.run_eagerly:
+        if model.jit_compile and not model.run_eagerly and not self._has_tables:
             if weight is None:
                 step = tf.function(step, jit_compile=True, reduce_retracing=True)
             else:

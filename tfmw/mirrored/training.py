@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfmw import callbacks as callbacks_lib
-from tfmw import keras_compat
+from tfmw import keras_compat, tables
 from tfmw.checkpoint.parts import SlotParts
 from tfmw.cluster.group import Group
 from tfmw.mirrored.cached_driver import cached_driver
@@ -55,6 +55,7 @@ class MirroredTraining:
         self.batch_size = self._data.shard.batch_size
         self.element_spec = self._data.shard.element_spec
         session.build(self.element_spec)
+        tables.refuse_tables(self.model.variables)
         self._validation: EpochIterator | None = None
         self._every_batch = False
         self._optimizer_is_read = True

@@ -28,7 +28,8 @@ from tfmw import keras_compat
 from tfmw.errors import UsageError
 from tfmw.parameter_server.steps import WorkerSteps
 from tfmw.parameter_server.updates import Update
-from tfmw.parameter_server.variables import Bucket, ServerVariables, server
+from tfmw.parameter_server.variables import Bucket, ServerVariables
+from tfmw.tables import server
 
 
 class SynchronousSteps(WorkerSteps):

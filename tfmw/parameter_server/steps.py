@@ -36,17 +36,15 @@ import tensorflow as tf
 
 from tfmw import data, keras_compat
 from tfmw.errors import UsageError
-from tfmw.parameter_server.shards import look_up, read_whole, split_by_shard
+from tfmw.parameter_server.shards import split_by_shard
 from tfmw.parameter_server.updates import ReadOnlyScalar, ServerUpdates, Update
 from tfmw.parameter_server.variables import (
     BUCKET_BYTES,
     Bucket,
     ServerVariables,
-    VariableShard,
     contains,
-    server,
-    substituted,
 )
+from tfmw.tables import VariableShard, look_up, read_whole, server, table_of
 
 UNROLLED = 10
 """Steps in one iteration of the traced loop: each iteration costs messages between processes."""
@@ -89,10 +87,14 @@ class WorkerSteps:
         self._ops: dict[Any, Callable[..., Any]] = {}
         looked_up = keras_compat.looked_up_variables(model) if remote_lookups else []
         self._remote = [
-            v
-            for v in server_variables.trainable
-            if any(v is d for d in server_variables.divided)
-            or (any(v is e for e in looked_up) and v.shape.num_elements() * 4 > BUCKET_BYTES)
+            *server_variables.divided,
+            *(
+                v
+                for v in server_variables.trainable
+                if not contains(v, server_variables.divided)
+                and any(v is e for e in looked_up)
+                and v.shape.num_elements() * 4 > BUCKET_BYTES
+            ),
         ]
         pulled = [
             v
@@ -141,6 +143,8 @@ class WorkerSteps:
         for variable in self.metrics:
             locals_[id(variable)].assign(tf.zeros(variable.shape, _dtype(variable)))
         for variable in self.server_variables.frozen:
+            if contains(variable, self._remote):
+                continue
             locals_[id(variable)].assign(
                 _on_worker(self.server_variables.shard(variable).variable.read_value())
             )
@@ -184,12 +188,14 @@ class WorkerSteps:
             )
         for number, variable in enumerate(self._remote):
             shards = server_variables.shards(variable)
+            table = table_of(variable)  # refuses to be read if it is too large
+            read = functools.partial(read_whole, shards) if table is None else table.read_all
             found[id(variable)] = keras_compat.RemoteRows(
                 f"{self._name}/remote_{number}",
                 variable.shape,
                 _dtype(variable),
                 functools.partial(look_up, shards),
-                functools.partial(read_whole, shards),
+                read,
             )
         return found
 
@@ -232,7 +238,7 @@ class WorkerSteps:
                 enter(self._updating_servers(optimizer, applied))
             stack.enter_context(keras_compat.recorded_assignments(self._assigned))
             stack.enter_context(keras_compat.lookups_through(remote))
-            stack.enter_context(substituted(pairs))
+            stack.enter_context(keras_compat.substituted(pairs))
             batch = next(iterator)
             logs = model.train_step(batch)
         if not isinstance(logs, dict):

@@ -5,7 +5,7 @@
         updates.run(index, optimizer, [([gradient], update), ...])
 
 The user's own optimizer computes each update. While it runs, its Keras variables hold the server's
-variables and slots (`substituted`), or some of their rows (`Rows`).
+variables and slots (`keras_compat.substituted`), or some of their rows (`Rows`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import tensorflow as tf
 
 from tfmw import keras_compat
 from tfmw.parameter_server.shards import Rows
-from tfmw.parameter_server.variables import ServerVariables, VariableShard, contains, substituted
+from tfmw.parameter_server.variables import ServerVariables, contains
+from tfmw.tables import VariableShard
 
 Update = tuple[list[tf.Tensor], Callable[..., None]]
 """(tensors that a worker sent, what updates a server's variables with them)."""
@@ -43,7 +44,7 @@ class ServerUpdates:
         scalars = [
             (v, ReadOnlyScalar(copies[where])) for v, copies in self.server_variables.scalars
         ]
-        with substituted(scalars):
+        with keras_compat.substituted(scalars):
             for tensors, update in updates:
                 update(*tensors)
         for variable, copies in self.server_variables.scalars:
@@ -54,15 +55,9 @@ class ServerUpdates:
         """Updates a shard with a dense gradient of its shape, as `optimizer.apply` would."""
         slots = self.server_variables.slots_of(variable)
         pairs = [(variable, shard.variable), *((s, shard.slots[id(s)]) for s in slots)]
-        with substituted(pairs):
-            rate = keras_compat.current_learning_rate(optimizer)
-            if keras_compat.uses_weight_decay(optimizer, variable):
-                decay = tf.cast(optimizer.weight_decay, shard.variable.dtype)
-                rate_here = tf.cast(rate, shard.variable.dtype)
-                shard.variable.assign_sub(shard.variable.read_value() * decay * rate_here)
-            optimizer.update_step(grad, variable, rate)
-            if variable.constraint is not None:
-                shard.variable.assign(variable.constraint(shard.variable.read_value()))
+        _apply(optimizer, variable, grad, pairs)
+        if variable.constraint is not None:
+            shard.variable.assign(variable.constraint(shard.variable.read_value()))
 
     def update_rows(
         self,
@@ -72,7 +67,7 @@ class ServerUpdates:
         rows: tf.Tensor,
         ids: tf.Tensor | None = None,
     ) -> None:
-        """Updates some rows of a shard.
+        """Updates some rows of a shard; of a divided variable these only, whatever the optimizer.
 
         Args:
             optimizer: the optimizer of the variable.
@@ -95,8 +90,22 @@ class ServerUpdates:
             return
         pairs: list[tuple[Any, Any]] = [(variable, Rows(shard.variable, ids))]
         pairs += [(s, Rows(shard.slots[id(s)], ids)) for s in slots]
-        with substituted(pairs):
-            optimizer.update_step(rows, variable, keras_compat.current_learning_rate(optimizer))
+        _apply(optimizer, variable, rows, pairs)
+
+
+def _apply(optimizer: Any, variable: Any, grad: Any, pairs: list[tuple[Any, Any]]) -> None:
+    """Weight decay and the optimizer's own update.
+
+    Args:
+        pairs: (Keras variable or slot, what holds its values or rows here); `variable` first.
+    """
+    with keras_compat.substituted(pairs):
+        rate = keras_compat.current_learning_rate(optimizer)
+        if keras_compat.uses_weight_decay(optimizer, variable):
+            values = pairs[0][1]
+            decay = tf.cast(optimizer.weight_decay, values.dtype)
+            values.assign_sub(tf.convert_to_tensor(values) * decay * tf.cast(rate, values.dtype))
+        optimizer.update_step(grad, variable, rate)
 
 
 class ReadOnlyScalar:

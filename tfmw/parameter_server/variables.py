@@ -2,7 +2,7 @@
 
     server_variables = ServerVariables(model, servers=2)
     server_variables.fetch()                  # copies their values into the user's model
-    with substituted(pairs): ...              # while a worker's function is traced, see `steps`
+    with keras_compat.substituted(pairs): ... # while a worker's function is traced, see `steps`
 
 Three copies of a variable exist during training, and each has one purpose:
 
@@ -12,6 +12,8 @@ Three copies of a variable exist during training, and each has one purpose:
 * a local copy on each worker, which a step reads and differentiates. It gets the server variable's
   value at the beginning of each step.
 
+Of a table (`tfmw.tables`) and its slots there is one copy, on the servers.
+
 A server's small variables are sent in one tensor (a `Bucket`), because the time depends on the
 number of messages more than on their bytes. A variable and its optimizer slots share a server, so
 an update needs the gradient only. Every server has its own copy of the optimizer's scalars (the
@@ -20,10 +22,9 @@ step number, the learning rate).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -33,37 +34,19 @@ import tensorflow as tf
 from tfmw import keras_compat
 from tfmw.errors import UsageError
 from tfmw.keras_compat import placement
-
-BLOCK_BYTES = 64 << 20
-"""Values are sent to and from the coordinator in blocks of at most this many bytes."""
+from tfmw.tables import (
+    BLOCK_BYTES,
+    VariableShard,
+    blocks,
+    is_table,
+    server,
+    table_of,
+)
 
 _COORDINATOR = "/job:chief/replica:0/task:0/device:CPU:0"
 
 BUCKET_BYTES = 1 << 20
 """Variables of up to this many bytes are sent together; larger ones gain nothing from it."""
-
-
-def server(index: int) -> str:
-    """The device of a parameter server, which stores and updates its variables."""
-    return f"/job:ps/replica:0/task:{index}/device:CPU:0"
-
-
-@dataclasses.dataclass(frozen=True)
-class VariableShard:
-    """Some rows of a variable, on one server.
-
-    Attributes:
-        variable: the `tf.Variable` on the server.
-        server: its number.
-        start, stop: rows of the whole variable; 0 and 0 if it is not divided.
-        slots: the optimizer's slots for these rows, on the server, by id of the Keras variable.
-    """
-
-    variable: tf.Variable
-    server: int
-    start: int
-    stop: int
-    slots: dict[int, tf.Variable]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,14 +107,13 @@ class ServerVariables:
             id(v): partition(v.shape.as_list(), keras_compat.native(v).dtype)
             for v in self.trainable
         }
-        self.divided = [v for v in self.trainable if counts[id(v)] > 1]
-        self.whole = [v for v in self.trainable if counts[id(v)] <= 1]
-        refuse_unsupported(self.optimizers, bool(self.divided))
+        self.divided = [v for v in weights if is_table(v) or counts.get(id(v), 1) > 1]
+        refuse_unsupported(self.optimizers, self.divided)
         self._slots = {id(o): keras_compat.optimizer_slots(o) for o in self.optimizers}
         self._load = [0] * servers
         self._shards: dict[int, list[VariableShard]] = {}
-        # Large variables first, so that small ones even out the load.
-        by_size = sorted(weights, key=lambda v: -_bytes(v))
+        # Large variables first, so that small ones even out the load. Tables are there already.
+        by_size = sorted(weights, key=lambda v: (not is_table(v), -_bytes(v)))
         for variable in by_size:
             self._shards[id(variable)] = self._place(variable, counts.get(id(variable), 1))
         # Scalars of the optimizers, on every server: the step number, the learning rate.
@@ -155,6 +137,9 @@ class ServerVariables:
     # ------------------------------------------------------------ placing
 
     def _place(self, variable: Any, count: int) -> list[VariableShard]:
+        table = table_of(variable)
+        if table is not None:
+            return [self._with_slots(variable, number) for number in range(len(table.shards))]
         rows = int(variable.shape[0]) if len(variable.shape) else 0
         if count <= 1:
             where = int(np.argmin(self._load))
@@ -170,6 +155,21 @@ class ServerVariables:
         rows = (start, stop) if stop else None
         slots = {id(s): self._create(s, where, rows) for s in self.slots_of(variable)}
         return VariableShard(self._create(variable, where, rows), where, start, stop, slots)
+
+    def _with_slots(self, variable: Any, number: int) -> VariableShard:
+        """One shard of a table; of its slots only those are created that are no tables."""
+        shard: VariableShard = keras_compat.native(variable).shards[number]
+        slots = {}
+        for slot in self.slots_of(variable):
+            table = table_of(slot)
+            slots[id(slot)] = (
+                self._create(slot, shard.server, (shard.start, shard.stop))
+                if table is None
+                else table.shards[number].variable
+            )
+        own = shard.variable
+        self._load[shard.server] += (1 + len(slots)) * own.shape.num_elements() * own.dtype.size
+        return dataclasses.replace(shard, slots=slots)
 
     def _create(
         self, variable: Any, where: int, rows: tuple[int, int] | None = None
@@ -189,7 +189,7 @@ class ServerVariables:
             server_variable = tf.Variable(
                 lambda: tf.zeros(shape, own.dtype), trainable=own.trainable, name="server_variable"
             )
-        for a, b in _blocks(start, stop, size):
+        for a, b in blocks(start, stop, size):
             with tf.device(_COORDINATOR):
                 block = tf.gather(own, tf.range(a, b))
             with tf.device(server(where)):
@@ -241,7 +241,7 @@ class ServerVariables:
     # ------------------------------------------------------------ the coordinator's copies
 
     def fetch(self, weights: bool = True, slots: bool = False) -> None:
-        """Copies the servers' values into the user's model.
+        """Copies the servers' values into the user's model; not those of tables.
 
         Args:
             weights: whether to copy the model's own variables.
@@ -249,11 +249,12 @@ class ServerVariables:
         """
         for variable in _unique(self.trainable + self.state):
             for shard in self.shards(variable):
-                if weights:
+                if weights and not is_table(variable):
                     _fetch(shard.variable, variable, shard)
                 if slots:
                     for slot in self.slots_of(variable):
-                        _fetch(shard.slots[id(slot)], slot, shard)
+                        if not is_table(slot):
+                            _fetch(shard.slots[id(slot)], slot, shard)
         for variable, copies in self.scalars:
             if keras_compat.is_iterations(variable, self.optimizers):
                 keras_compat.native(variable).assign(copies[self.home].read_value())
@@ -293,8 +294,32 @@ class ServerVariables:
             self._sent[id(variable)] = value
 
 
-def refuse_unsupported(optimizers: list[Any], divided: bool) -> None:
-    """Raises UsageError for optimizers whose updates servers cannot compute separately."""
+# Optimizers whose update of an element depends on this element's gradient and slots, and on scalars
+# that they do not change themselves.
+_BY_ROW = (
+    keras.optimizers.SGD,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adam,
+    keras.optimizers.AdamW,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Lion,
+)
+
+
+def refuse_unsupported(optimizers: list[Any], divided: list[Any]) -> None:
+    """Raises UsageError for optimizers whose updates servers cannot compute separately.
+
+    Args:
+        divided: the Keras variables that are divided over servers.
+    """
+    for variable in divided:
+        if variable.constraint is not None:
+            raise UsageError(
+                f"{variable.path} is divided over servers and has a constraint "
+                f"({type(variable.constraint).__name__}), which would need all of its rows after "
+                "each step: leave the constraint out, or the partitioner."
+            )
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if len(list(keras_compat.with_inner_optimizers(optimizer))) > 1:
@@ -315,19 +340,11 @@ def refuse_unsupported(optimizers: list[Any], divided: bool) -> None:
             )
         if not divided:
             continue
-        if type(optimizer) not in (
-            keras.optimizers.SGD,
-            keras.optimizers.Adagrad,
-            keras.optimizers.Adam,
-        ):
+        if type(optimizer) not in _BY_ROW:
+            names = [kind.__name__ for kind in _BY_ROW]
             raise UsageError(
-                f"{name} cannot update variables that are divided over servers: expected SGD, "
-                "Adagrad or Adam; or leave the partitioner out."
-            )
-        if optimizer.weight_decay:
-            raise UsageError(
-                f"{name} has weight_decay={optimizer.weight_decay}, which would touch every row of "
-                "a variable that is divided over servers: use a regularizer on what is looked up."
+                f"{name} cannot update variables that are divided over servers row by row: "
+                f"expected {', '.join(names[:-1])} or {names[-1]}; or leave the partitioner out."
             )
 
 
@@ -339,19 +356,13 @@ def _fetch(server_variable: tf.Variable, variable: Any, shard: VariableShard) ->
     if not shard.stop and size <= BLOCK_BYTES:
         own.assign(server_variable.read_value())
         return
-    for a, b in _blocks(0, shape[0], size):
+    for a, b in blocks(0, shape[0], size):
         with tf.device(server(shard.server)):
             # Reading a variable that had sparse updates copies it whole; gathering rows does not.
             block = tf.gather(server_variable, tf.range(a, b))
         with tf.device(_COORDINATOR):
             rows = tf.range(shard.start + a, shard.start + b)
             own.scatter_update(tf.IndexedSlices(tf.identity(block), rows))
-
-
-def _blocks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    rows = max(1, (stop - start) * BLOCK_BYTES // max(size, 1))
-    for a in range(start, stop, rows):
-        yield a, min(a + rows, stop)
 
 
 def _bytes(variable: Any) -> int:
@@ -367,20 +378,3 @@ def contains(variable: Any, variables: Iterable[Any]) -> bool:
 def _unique(variables: Iterable[Any], without: Iterable[Any] = ()) -> list[Any]:
     skip = {id(v) for v in without}
     return list({id(v): v for v in variables if id(v) not in skip}.values())
-
-
-@contextlib.contextmanager
-def substituted(pairs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Within this context each Keras variable holds another object than its own `tf.Variable`.
-
-    Args:
-        pairs: (Keras variable, the object that it holds).
-    """
-    before = [(v, keras_compat.native(v)) for v, _ in pairs]
-    try:
-        for variable, value in pairs:
-            keras_compat.set_native(variable, value)
-        yield
-    finally:
-        for variable, value in before:
-            keras_compat.set_native(variable, value)

@@ -1,0 +1,54 @@
+"""Tables: variables that are divided over parameter servers, and made there.
+
+    tables.create_on_servers(partition, servers=2)      # from now on, in this process
+    model = keras.Sequential([keras.layers.Embedding(10**9, 64), ...])
+    tables.is_table(model.layers[0].embeddings)         # True: a handle, without rows
+
+Read `table.py` first: the handle that the Keras variable holds, and its shards. `shards.py` looks
+up rows of shards, from any process. `creation.py` decides which variables become tables, and fills
+them on their servers. `files.py` has tables in checkpoints,
+`exporting.py` in SavedModels.
+
+May import: `tfmw.keras_compat`, `tfmw.storage`, `tfmw.errors`.
+"""
+
+from tfmw.tables.creation import create_on_servers
+from tfmw.tables.exporting import stand_ins
+from tfmw.tables.files import Layout, NotFinite, TableFiles, verify
+from tfmw.tables.shards import (
+    BLOCK_BYTES,
+    VariableShard,
+    blocks,
+    look_up,
+    owners,
+    read_whole,
+    server,
+)
+from tfmw.tables.table import (
+    Table,
+    is_table,
+    refuse_tables,
+    table_of,
+    tables_among,
+)
+
+__all__ = [
+    "BLOCK_BYTES",
+    "Layout",
+    "NotFinite",
+    "Table",
+    "TableFiles",
+    "VariableShard",
+    "blocks",
+    "create_on_servers",
+    "is_table",
+    "look_up",
+    "owners",
+    "read_whole",
+    "refuse_tables",
+    "server",
+    "stand_ins",
+    "table_of",
+    "tables_among",
+    "verify",
+]

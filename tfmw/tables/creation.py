@@ -1,0 +1,99 @@
+"""Which variables become tables, and how their rows are first made: on their servers, in blocks."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.keras_compat import NewVariable
+from tfmw.tables.shards import VariableShard, blocks, server
+from tfmw.tables.table import Table, store_rows, table_of
+
+logger = logging.getLogger("tfmw")
+
+_INITIAL_BYTES = 16 << 20  # made at once: a draw takes three times its size on the server
+_TYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+
+Partition = Callable[[Sequence[int], tf.DType], int]
+
+
+def create_on_servers(partition: Partition, servers: int, max_whole_bytes: int) -> None:
+    """From now on Keras variables of this process that `partition` divides are tables.
+
+    An optimizer's slots are divided as the variable is, and share its servers.
+
+    Args:
+        partition: (shape, dtype) -> number of shards, along the first axis.
+        servers: number of parameter servers.
+        max_whole_bytes: larger tables are never read or assigned as a whole.
+    """
+    keras_compat.make_variables_by(_Creation(partition, servers, max_whole_bytes))
+
+
+class _Creation:
+    """Makes tables; its calls are those of `keras_compat.make_variables_by`."""
+
+    def __init__(self, partition: Partition, servers: int, max_whole_bytes: int):
+        self._partition = partition
+        self._most = max_whole_bytes
+        self._load = [0] * servers
+
+    def __call__(self, new: NewVariable) -> Table | None:
+        places = self._places(new)
+        if not places:
+            return None
+        rows = keras_compat.initial_rows(new.initializer, new.shape, new.dtype)
+        if rows is None:
+            logger.warning(
+                "%s is made in this process and then sent to the servers: its initializer (%s) "
+                "makes all rows at once. Keras's random and constant initializers make them on the "
+                "servers",
+                new.path,
+                type(new.initializer).__name__,
+            )
+            return None
+        with tf.init_scope():
+            shards = [self._shard(new, rows, *place) for place in places]
+            return Table(new.path, new.shape, new.dtype, shards, new.trainable, self._most)
+
+    def _places(self, new: NewVariable) -> list[tuple[int, int, int]]:
+        """(server, start, stop) of each shard; [] for a variable that is no table."""
+        if new.slot_of is not None:
+            table = table_of(new.slot_of)
+            if table is None or new.shape != table.shape.as_list():
+                return []
+            return [(shard.server, shard.start, shard.stop) for shard in table.shards]
+        if not new.trainable or new.dtype not in _TYPES or tf.distribute.has_strategy():
+            return []
+        count = self._partition(new.shape, new.dtype)
+        if count <= 1:
+            return []
+        bounds = [new.shape[0] * i // count for i in range(count + 1)]
+        width = math.prod(new.shape[1:]) * new.dtype.size
+        load, places = list(self._load), []
+        for start, stop in itertools.pairwise(bounds):
+            where = min(range(len(load)), key=load.__getitem__)
+            load[where] += (stop - start) * width
+            places.append((where, start, stop))
+        return places
+
+    def _shard(
+        self, new: NewVariable, rows: keras_compat.InitialRows, where: int, start: int, stop: int
+    ) -> VariableShard:
+        shape = [stop - start, *new.shape[1:]]
+        size = math.prod(shape) * new.dtype.size
+        self._load[where] += size
+        with tf.device(server(where)):
+            variable = tf.Variable(
+                lambda: tf.zeros(shape, new.dtype), trainable=new.trainable, name="table_shard"
+            )
+        shard = VariableShard(variable, where, start, stop)
+        for a, b in blocks(start, stop, size, _INITIAL_BYTES):
+            with tf.device(server(where)):
+                store_rows(shard, a, rows(a, b))
+        return shard

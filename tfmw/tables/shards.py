@@ -1,0 +1,90 @@
+"""Rows of a variable on parameter servers, looked up from any process of the cluster.
+
+    rows = look_up(shards, ids)                       # only these rows are sent
+
+A variable is divided along its first axis into contiguous ranges, one `VariableShard` each. The
+shards concatenated are the whole variable, so backups and exports do not depend on their number. A
+row that occurs several times in a batch is sent once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+BLOCK_BYTES = 64 << 20
+"""Values are made, sent and written in blocks of at most this many bytes."""
+
+
+def server(index: int) -> str:
+    """The device of a parameter server, which stores and updates its variables."""
+    return f"/job:ps/replica:0/task:{index}/device:CPU:0"
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableShard:
+    """Some rows of a variable, on one server.
+
+    Attributes:
+        variable: the `tf.Variable` on the server.
+        server: its number.
+        start, stop: rows of the whole variable; 0 and 0 if it is not divided.
+        slots: the optimizer's slots for these rows, on the server, by id of the Keras variable.
+    """
+
+    variable: tf.Variable
+    server: int
+    start: int
+    stop: int
+    slots: dict[int, tf.Variable] = dataclasses.field(default_factory=dict)
+
+
+def blocks(start: int, stop: int, size: int, most: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    """Ranges of rows from `start` to `stop`, which have `size` bytes, of at most `most` bytes."""
+    rows = max(1, (stop - start) * most // max(size, 1))
+    for a in range(start, stop, rows):
+        yield a, min(a + rows, stop)
+
+
+def look_up(shards: Sequence[VariableShard], ids: tf.Tensor) -> tf.Tensor:
+    """Rows of a divided variable.
+
+    Args:
+        shards: of the variable, in the order of its rows.
+        ids: int64 [n], rows of the whole, in any order, repeated or not.
+
+    Returns:
+        [n, ...] in the process that calls.
+    """
+    unique, positions = tf.unique(ids, out_idx=tf.int64)
+    if len(shards) == 1:
+        with tf.device(server(shards[0].server)):
+            rows = tf.gather(shards[0].variable, unique)
+        return tf.gather(tf.identity(rows), positions)
+    owned_by = owners(shards, unique)
+    asked = tf.dynamic_partition(unique, owned_by, len(shards))
+    places = tf.dynamic_partition(tf.range(tf.size(unique)), owned_by, len(shards))
+    found = []
+    for shard, local_ids in zip(shards, asked, strict=True):
+        with tf.device(server(shard.server)):
+            rows = tf.gather(shard.variable, local_ids - shard.start)
+        found.append(tf.identity(rows))
+    return tf.gather(tf.dynamic_stitch(places, found), positions)
+
+
+def read_whole(shards: Sequence[VariableShard]) -> tf.Tensor:
+    """All rows of a variable: for kernels, of which a step needs all rows."""
+    values = []
+    for shard in shards:
+        with tf.device(server(shard.server)):
+            value = shard.variable.read_value()
+        values.append(tf.identity(value))
+    return values[0] if len(values) == 1 else tf.concat(values, axis=0)
+
+
+def owners(shards: Sequence[VariableShard], ids: tf.Tensor) -> tf.Tensor:
+    """int32 [n], which shard each row is in."""
+    starts = tf.constant([shard.start for shard in shards[1:]], tf.int64)
+    return tf.searchsorted(starts, ids, side="right", out_type=tf.int32)

@@ -1,0 +1,174 @@
+"""A table: the handle that a Keras variable holds in place of rows that are on parameter servers.
+
+    table.sparse_read(ids)      # the rows of these ids, in the process that calls
+    table.numpy()               # all of it, if that is not too much
+
+The coordinator has the handle only: shape, dtype, and where the shards are. Lookups fetch rows, on
+the coordinator as on workers. Only parameter-server training updates rows, on their servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.errors import UsageError
+from tfmw.tables.shards import VariableShard, blocks, look_up, read_whole, server
+
+_numbers = itertools.count()
+
+
+class Table(keras_compat.RemoteRows):
+    """The rows of one Keras variable, on parameter servers.
+
+    Args:
+        path: of the Keras variable.
+        shape: of the whole.
+        shards: in the order of the rows.
+        trainable: whether gradients are recorded.
+        max_whole_bytes: larger tables are never read or assigned as a whole.
+
+    Attributes:
+        shards: as above.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        shape: list[int],
+        dtype: tf.DType,
+        shards: list[VariableShard],
+        trainable: bool,
+        max_whole_bytes: int,
+    ):
+        self.path = path
+        self.shards = shards
+        self._most = max_whole_bytes
+        self._keeps_rows = False
+        name = f"tfmw_table_{next(_numbers)}"
+        with tf.device("CPU:0"):
+            super().__init__(name, shape, dtype, self._rows, self.read_all, trainable)
+
+    @property
+    def bytes(self) -> int:
+        """Of all rows."""
+        return math.prod(self.shape.as_list()) * int(self.dtype.size)
+
+    @property
+    def may_be_whole(self) -> bool:
+        """Whether all rows may be read or assigned in one process."""
+        return self.bytes <= self._most
+
+    def _rows(self, ids: tf.Tensor) -> tf.Tensor:
+        return look_up(self.shards, ids)
+
+    def read_all(self) -> tf.Tensor:
+        """All rows, in the process that calls. Raises UsageError if they are too many."""
+        self._refuse_whole("reading")
+        return read_whole(self.shards)
+
+    def assign(self, value: Any, *arguments: Any, **options: Any) -> None:
+        """Replaces all rows. Raises UsageError if they are too many."""
+        del arguments, options  # of `tf.Variable.assign`: nothing of them applies here
+        self._refuse_whole("assigning")
+        if not self._keeps_rows:
+            self.replace(tf.cast(value, self.dtype))
+
+    def replace(self, value: Any) -> None:
+        """Sends all rows to their servers: `value` is in this process already."""
+        for shard in self.shards:
+            size = self.bytes * (shard.stop - shard.start) // int(self.shape[0])
+            for start, stop in blocks(shard.start, shard.stop, size):
+                store_rows(shard, start, value[start:stop])
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Within this context assignments have no effect."""
+        self._keeps_rows = True
+        try:
+            yield
+        finally:
+            self._keeps_rows = False
+
+    def _refuse_whole(self, what: str) -> None:
+        if not self.may_be_whole:
+            raise UsageError(
+                f"{self.path} is a table of {_size(self.bytes)} on {len(self.shards)} shards of "
+                f"parameter servers, and {what} it as a whole takes at least as much memory in one "
+                f"process, more than max_whole_bytes={self._most}: look up rows with "
+                "keras.ops.take(table, ids, axis=0); a layer, regularizer or callback that needs "
+                "all rows cannot be used with it, unless the memory is there and "
+                "tfmw.strategies.parameter_server(..., max_whole_bytes=) allows it."
+            )
+
+    def _refuse_update(self, *arguments: Any, **options: Any) -> NoReturn:
+        raise _updated_elsewhere(self.path)
+
+    assign_add = assign_sub = _refuse_update
+    scatter_add = scatter_sub = scatter_update = scatter_nd_update = _refuse_update
+
+    def is_initialized(self, name: str | None = None) -> tf.Tensor:
+        """True: tables are filled when they are made."""
+        del name
+        return tf.constant(True)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UsageError(
+            f"{self.path} is a table on parameter servers and cannot be copied with its model: "
+            "make another model by calling its constructor again."
+        )
+
+    def __repr__(self) -> str:
+        servers = len({shard.server for shard in self.shards})
+        return (
+            f"<Table {self.path}: {self.dtype.name} {self.shape.as_list()}, {_size(self.bytes)} on "
+            f"{servers} parameter servers>"
+        )
+
+
+def store_rows(shard: VariableShard, start: int, rows: Any) -> Any:
+    """Stores rows of the whole, from `start` on, in a shard on its server."""
+    with tf.device(server(shard.server)):
+        first = start - shard.start
+        ids = tf.range(first, first + tf.shape(rows, tf.int64)[0], dtype=tf.int64)
+        return shard.variable.scatter_update(tf.IndexedSlices(tf.identity(rows), ids))
+
+
+def table_of(variable: Any) -> Table | None:
+    """The table that a Keras variable holds, or None."""
+    held = keras_compat.native(variable)
+    return held if isinstance(held, Table) else None
+
+
+def is_table(variable: Any) -> bool:
+    """Whether a Keras variable holds a table."""
+    return table_of(variable) is not None
+
+
+def tables_among(variables: Iterable[Any]) -> list[Any]:
+    """The Keras variables that hold tables."""
+    return [variable for variable in variables if is_table(variable)]
+
+
+def refuse_tables(variables: Iterable[Any]) -> None:
+    """Raises UsageError if one of the Keras variables, which this process updates, is a table."""
+    for variable in tables_among(variables):
+        raise _updated_elsewhere(variable.path)
+
+
+def _updated_elsewhere(path: str) -> UsageError:
+    return UsageError(
+        f"{path} is a table on parameter servers, and only tfmw.fit on their strategy updates it: "
+        "leave strategy= out; to train on this machine, make the model before "
+        "tfmw.strategies.parameter_server(...)."
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
