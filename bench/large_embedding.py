@@ -56,7 +56,9 @@ def train(table_bytes: int, optimizer: str) -> dict[str, Any]:
 
     before = memory("VmRSS")
     rows = table_bytes // (4 * WIDTH)
-    strategy = tfmw.strategies.parameter_server(min_shard_bytes=table_bytes // 2)
+    strategy = tfmw.strategies.parameter_server(
+        min_shard_bytes=table_bytes // 2, max_whole_bytes=table_bytes // 2
+    )
     model = keras.Sequential(
         [
             keras.Input((), dtype="int64"),

@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmw.keras_compat.parameter_servers import RemoteRows
+
 
 def copies_of(variable: Any) -> list[tf.Variable]:
     """The `tf.Variable`s of this process in one of a strategy; the variable itself otherwise."""
@@ -29,6 +31,6 @@ def empty(variable: Any) -> None:
 def is_emptied(variable: Any) -> bool:
     """Whether the first copy has no value of its shape."""
     first = copies_of(variable)[0]
-    if not hasattr(first, "handle"):
-        return False
+    if isinstance(first, RemoteRows) or not hasattr(first, "handle"):
+        return False  # rows elsewhere are never read to see whether they are there
     return bool(first.shape.num_elements()) and not int(tf.size(first))

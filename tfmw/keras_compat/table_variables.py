@@ -182,9 +182,12 @@ class StandIn(_resource_variables.BaseResourceVariable):
 
 def initial_rows(initializer: Any, shape: list[int], dtype: tf.DType) -> InitialRows | None:
     """Rows of `initializer(shape, dtype)`, without the rest; None if it makes the whole only."""
-    if type(initializer) in (keras.initializers.Zeros, keras.initializers.Ones):
+    is_constant = type(initializer) is keras.initializers.Constant
+    if type(initializer) in (keras.initializers.Zeros, keras.initializers.Ones) or (
+        is_constant and np.ndim(initializer.value) == 0
+    ):
         return lambda start, stop: initializer([stop - start, *shape[1:]], dtype=dtype.name)
-    if type(initializer) is keras.initializers.Constant:
+    if is_constant:
         values = np.broadcast_to(np.asarray(initializer.value), shape)
         return lambda start, stop: tf.cast(tf.convert_to_tensor(values[start:stop]), dtype)
     is_of_keras = type(initializer).__module__.startswith("keras.")

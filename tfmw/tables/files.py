@@ -12,6 +12,7 @@ at the same time, and no row goes through the coordinator. `MergeV2Checkpoints` 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import posixpath
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent import futures
@@ -98,7 +99,7 @@ class TableFiles:
             tf.errors.OpError, OSError: a server could not write, or writes elsewhere.
         """
         finite = _on_each(
-            {where: (lambda w=w: w(tf.constant(directory))) for where, w in self._writers.items()}
+            {where: functools.partial(w, directory) for where, w in self._writers.items()}
         )
         for where, flags in finite.items():
             slices = [one for part in self._parts[where] for one in part]
@@ -167,7 +168,8 @@ class TableFiles:
                     flags = tf.stack(finite)
             return tf.identity(flags)
 
-        return tf.function(write, autograph=False)  # type: ignore[no-any-return]
+        signature = [tf.TensorSpec([], tf.string)]
+        return tf.function(write, autograph=False, input_signature=signature)
 
 
 def verify(
@@ -194,16 +196,15 @@ def verify(
     ]
     count = max(1, servers)
 
-    def check(where: int) -> int:
+    def check(where: int) -> None:
         for name, spec, dtype in every[where::count]:
             with tf.device(server(where) if servers else "/CPU:0"):
                 (rows,) = tf.raw_ops.RestoreV2(
                     prefix=prefix, tensor_names=[name], shape_and_slices=[spec], dtypes=[dtype]
                 )
                 int(tf.size(rows))  # waits for the server
-        return 0
 
-    _on_each({where: (lambda where=where: check(where)) for where in range(count)})
+    _on_each({where: functools.partial(check, where) for where in range(count)})
 
 
 def _reader(where: int, slices: list[_Slice], prefix: str) -> Callable[[], Any]:
@@ -226,7 +227,7 @@ def _reader(where: int, slices: list[_Slice], prefix: str) -> Callable[[], Any]:
                 end = tf.constant(0)
         return tf.identity(end)
 
-    return tf.function(read, autograph=False)  # type: ignore[no-any-return]
+    return tf.function(read, autograph=False)
 
 
 def _on_each(calls: dict[int, Callable[[], Any]]) -> dict[int, Any]:
