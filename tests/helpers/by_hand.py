@@ -56,7 +56,7 @@ class Process:
             self._new.put(line)
         self._new.put(None)
 
-    def wait_for(self, text: str, timeout_s: float = 90) -> str:
+    def wait_for(self, text: str, timeout_s: float = 240) -> str:
         """The next line that holds `text`."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -73,7 +73,7 @@ class Process:
         assert self._popen.stdin is not None
         print(line, file=self._popen.stdin, flush=True)
 
-    def end(self, timeout_s: float = 90) -> int:
+    def end(self, timeout_s: float = 240) -> int:
         """Its exit status."""
         try:
             status = self._popen.wait(timeout_s)
@@ -179,6 +179,6 @@ class ByHand:
         """kill -9."""
         self.tasks[name].kill()
 
-    def end(self, name: str, timeout_s: float = 60) -> int:
+    def end(self, name: str, timeout_s: float = 240) -> int:
         """The exit status of a task."""
         return self.tasks[name].end(timeout_s)

@@ -24,7 +24,7 @@ def found(tmp_path_factory):
         env={**os.environ, **ONE_THREAD},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(file.read_text())

@@ -28,7 +28,7 @@ from tensorflow.python.ops import gen_stateless_random_ops_v2 as _draws
 from tensorflow.python.ops import resource_variable_ops as _resource_variables
 from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY as VARIABLE_VALUE
 
-from tfmw.keras_compat.models import native
+from tfmw.keras_compat.models import native, set_native
 from tfmw.keras_compat.objects import overridden
 from tfmw.keras_compat.parameter_servers import RemoteRows
 
@@ -102,7 +102,7 @@ def _install() -> None:
         if rows is None:
             keras_initialize(self, initializer)
             return
-        self._initialize(rows)
+        set_native(self, rows)  # Keras has set the shape
         # `tf.gather` looks for this method, and otherwise reads the whole variable.
         self.__dict__["sparse_read"] = functools.partial(_sparse_read, self)
 
@@ -248,7 +248,6 @@ def _draw_rows(
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
     (_core.Variable, "_initialize_with_initializer"),
-    (_core.Variable, "_initialize"),
     (_tf_optimizer.TFOptimizer, "add_variable_from_reference"),
     (_numpy, "take"),
     (_resource_variables, "BaseResourceVariable"),

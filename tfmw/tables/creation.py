@@ -68,10 +68,17 @@ class _Creation:
             if table is None or new.shape != table.shape.as_list():
                 return []
             return [(shard.server, shard.start, shard.stop) for shard in table.shards]
-        if not new.trainable or new.dtype not in _TYPES or tf.distribute.has_strategy():
+        if not new.trainable or new.dtype not in _TYPES:
             return []
         count = self._partition(new.shape, new.dtype)
         if count <= 1:
+            return []
+        if tf.distribute.has_strategy():
+            logger.warning(
+                "%s is made whole, and divided when training begins, as its model is made in "
+                "strategy.scope(): make the model outside, so that the servers make the rows",
+                new.path,
+            )
             return []
         bounds = [new.shape[0] * i // count for i in range(count + 1)]
         width = math.prod(new.shape[1:]) * new.dtype.size
