@@ -42,11 +42,12 @@ def main() -> None:
     switch = Switch(options.seconds, 2 * options.pairs, options.every + 5.0)
     saves: list[float] = []
     writes: list[tuple[float, float]] = []
-    save, is_up, write = resume.Backups.save, resume.Backups._time_is_up, resume.Backups._write
+    backups = resume.DirectoryBackups
+    save, is_up, write = backups.save, backups._time_is_up, backups._write
 
-    def timed_save(self: Any, *args: Any) -> None:
+    def timed_save(self: Any, *args: Any, **named: Any) -> None:
         start = time.perf_counter()
-        save(self, *args)
+        save(self, *args, **named)
         saves.append(time.perf_counter() - start)
 
     def timed_write(self: Any, *args: Any) -> None:
@@ -62,7 +63,7 @@ def main() -> None:
         ("_write", timed_write),
         ("_time_is_up", is_up_now),
     ):
-        mock.patch.object(resume.Backups, name, timed).start()
+        mock.patch.object(backups, name, timed).start()
 
     class Watch(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -52,7 +52,8 @@ def child(began_at: float, megabytes: float, backups: str) -> None:
     first_step: list[float] = []
     times: dict[str, list[float]] = {"save": [], "_write": []}
     for name, seconds in times.items():
-        mock.patch.object(resume.Backups, name, _timed(resume.Backups, name, seconds)).start()
+        backups = resume.DirectoryBackups
+        mock.patch.object(backups, name, _timed(backups, name, seconds)).start()
 
     class FirstStep(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -101,9 +102,9 @@ def child(began_at: float, megabytes: float, backups: str) -> None:
 def _timed(of: type, name: str, seconds: list[float]) -> Any:
     method = getattr(of, name)
 
-    def timed(self: Any, *args: Any) -> None:
+    def timed(self: Any, *args: Any, **named: Any) -> None:
         begin = time.perf_counter()
-        method(self, *args)
+        method(self, *args, **named)
         seconds.append(time.perf_counter() - begin)
 
     return timed

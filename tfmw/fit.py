@@ -18,7 +18,8 @@ import tensorflow as tf
 from tfmw import data, keras_compat, strategies
 from tfmw.callbacks import BetweenCalls
 from tfmw.checkpoint import evaluator
-from tfmw.checkpoint.resume import Backups
+from tfmw.checkpoint.backups import Backups
+from tfmw.checkpoint.resume import backups_of
 from tfmw.cluster import membership
 from tfmw.engines import local
 from tfmw.errors import UsageError
@@ -126,7 +127,7 @@ def fit(
         arguments = arguments.split()
         if membership.is_evaluator():
             return _evaluate_beside(session, arguments)
-        with Backups.of(session.group, arguments.backup) as backups:
+        with backups_of(session.group, arguments.backup) as backups:
             train = functools.partial(_train, session, backups=backups)
             element_spec = autologged(session.model, arguments, train, session.group.is_chief)
         if export_dir is not None:

@@ -146,6 +146,11 @@ def is_local(path: str) -> bool:
     return "://" not in path
 
 
+def absolute(path: str) -> str:
+    """A path for processes that run in other directories; a URL as it is."""
+    return os.path.abspath(path) if is_local(path) else path
+
+
 def flush_files(prefix: str) -> None:
     """Flushes the local files whose paths begin with `prefix`."""
     for path in tf.io.gfile.glob(f"{prefix}*"):

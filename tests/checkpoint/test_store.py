@@ -200,7 +200,7 @@ def test_kill_during_a_write_leaves_a_complete_backup(tmp_path, step):
 
 
 def fall_back(store: BackupStore, caplog: pytest.LogCaptureFixture) -> int:
-    """The step that a run would go on from, as `resume.Backups` finds it."""
+    """The step that a run would go on from, as `resume.DirectoryBackups` finds it."""
     caplog.clear()
     with caplog.at_level(logging.WARNING, "tfmw"):
         for backup in store.candidates():

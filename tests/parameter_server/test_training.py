@@ -162,7 +162,7 @@ def test_servers_back_tables_up_and_restore_them_on_another_number(run_cluster, 
     first = run(2, 2, f"--export={tmp_path / 'exported'}")
     (newest,) = backups.glob("step_*10")
     names = {path.name for path in newest.iterdir()}
-    assert {f"tensors.data-0000{i}-of-00003" for i in range(3)} < names, "each server's, and ours"
+    assert {f"tensors.data-0000{i}-of-00003" for i in range(3)} < names, "of each server and of the coordinator"
     assert "parts" not in names
     assert not verify(backups)
     then = run(3, 4)

@@ -4,6 +4,7 @@ ps_shards_backup.py --backup=DIR --epochs=N [--export=DIR]
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import keras
@@ -21,6 +22,8 @@ parser.add_argument("--export")
 options = parser.parse_args()
 
 tfmw.init()
+backups = Path(options.backup)
+os.chdir(backups.parent)  # of the coordinator: servers, in another directory, get whole paths
 ids = np.random.default_rng(0).permutation(5000)[:256]
 y = (ids % 2).astype(np.float32)
 began_at: list[int] = []
@@ -54,7 +57,7 @@ tfmw.fit(
     steps_per_epoch=5,
     verbose=0,
     strategy=strategy,
-    callbacks=[Begin(), tfmw.callbacks.BackupAndRestore(options.backup, delete_checkpoint=False)],
+    callbacks=[Begin(), tfmw.callbacks.BackupAndRestore(backups.name, delete_checkpoint=False)],
 )
 keras.Model.fit.__wrapped__(alone, dataset(), epochs=options.epochs, steps_per_epoch=5, verbose=0)
 from tfmw.parameter_server.variables import ServerVariables  # noqa: E402
@@ -72,8 +75,8 @@ if options.export:
         "off_by": float(np.abs(loaded.serve(tf.constant(ids)) - predicted).max()),
         "all_off_by": float(
             max(
-                np.abs(mine.numpy() - other.numpy()).max()
-                for mine, other in zip(model.weights, loaded.variables, strict=True)
+                np.abs(own.numpy() - other.numpy()).max()
+                for own, other in zip(model.weights, loaded.variables, strict=True)
             )
         ),
         "problems": verify(options.export),

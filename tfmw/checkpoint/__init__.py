@@ -1,9 +1,10 @@
 """State on disk: backups, resume, and the evaluator that watches them.
 
-Read `resume.py` first: when a run is backed up and how it resumes. `schedule.py` parses the backup
-frequency, `state.py` collects the state, `store.py` writes and verifies it, `evaluator.py`
-evaluates backups beside the training.
+Read `backups.py` first: what the training loop asks; then `resume.py`: when a run is backed up and
+how it resumes. `schedule.py` parses the backup frequency, `state.py` collects the state, `store.py`
+writes and verifies it (`tensor_files.py` the tensors, `parts.py` where several workers write),
+`evaluator.py` evaluates backups beside the training.
 
-May import: `tfmw.export`, `tfmw.callbacks`, `tfmw.cluster`, `tfmw.storage`, `tfmw.keras_compat`,
-`tfmw.runtime`, `tfmw.errors`.
+May import: `tfmw.export`, `tfmw.callbacks`, `tfmw.cluster`, `tfmw.tables`, `tfmw.storage`,
+`tfmw.keras_compat`, `tfmw.runtime`, `tfmw.errors`.
 """

@@ -20,6 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmw import storage
 from tfmw.errors import TfmwError
 from tfmw.tables.shards import VariableShard, blocks, server
 from tfmw.tables.table import Table, store_rows
@@ -41,6 +42,17 @@ class NotFinite(TfmwError):
     def __init__(self, name: str):
         super().__init__(f"{name} is not finite")
         self.name = name
+
+
+class ServerCannotRead(TfmwError):
+    """A parameter server cannot read a checkpoint that the coordinator can read."""
+
+    def __init__(self, where: int, prefix: str, error: tf.errors.OpError):
+        reason = (error.message or type(error).__name__).splitlines()[0]
+        super().__init__(
+            f"parameter server {where} cannot read {prefix!r} ({reason[:200]}), and the "
+            "coordinator can: expected a running server, and a directory that all tasks share."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +110,7 @@ class TableFiles:
             NotFinite: a row is not finite; files may have been written all the same.
             tf.errors.OpError, OSError: a server could not write, or writes elsewhere.
         """
+        directory = storage.absolute(directory)  # servers may run in another directory
         finite = _on_each(
             {where: functools.partial(w, directory) for where, w in self._writers.items()}
         )
@@ -114,8 +127,8 @@ class TableFiles:
         for prefix in prefixes:
             if not tf.io.gfile.exists(f"{prefix}.index"):
                 raise OSError(
-                    f"parameter servers wrote tables to {directory!r}, and they are not there: "
-                    "backups of tables need a directory that all tasks share"
+                    f"parameter servers wrote tables to {directory!r}, and the coordinator does "
+                    "not find them there: expected a directory that all tasks share"
                 )
         return prefixes
 
@@ -126,6 +139,7 @@ class TableFiles:
             prefix: of the checkpoint.
             layout: the slices in it; tables that are not in it are left as they are.
         """
+        prefix = storage.absolute(prefix)
         stored = {name: t for name, t in self.tables.items() if name in layout}
         wanted: dict[int, list[_Slice]] = {}
         for name, table in stored.items():
@@ -185,7 +199,9 @@ def verify(
 
     Raises:
         tf.errors.OpError, ValueError: a checksum does not match, or rows are missing.
+        ServerCannotRead: of a server; this process reads the same rows.
     """
+    prefix = storage.absolute(prefix)
     for name, ranges in layout.items():
         if [0, *(b for _, b in ranges)] != [*(a for a, _ in ranges), shapes[name][0]]:
             raise ValueError(f"the slices {ranges} of {name} are not all of its {shapes[name]}")
@@ -197,14 +213,24 @@ def verify(
     count = max(1, servers)
 
     def check(where: int) -> None:
-        for name, spec, dtype in every[where::count]:
-            with tf.device(server(where) if servers else "/CPU:0"):
-                (rows,) = tf.raw_ops.RestoreV2(
-                    prefix=prefix, tensor_names=[name], shape_and_slices=[spec], dtypes=[dtype]
-                )
-                int(tf.size(rows))  # waits for the server
+        for one in every[where::count]:
+            try:
+                _read_and_drop(prefix, *one, server(where) if servers else "/CPU:0")
+            except tf.errors.OpError as e:
+                if not servers:
+                    raise
+                _read_and_drop(prefix, *one, "/CPU:0")  # raises if the file is damaged
+                raise ServerCannotRead(where, prefix, e) from e
 
     _on_each({where: functools.partial(check, where) for where in range(count)})
+
+
+def _read_and_drop(prefix: str, name: str, spec: str, dtype: tf.DType, device: str) -> None:
+    with tf.device(device):
+        (rows,) = tf.raw_ops.RestoreV2(
+            prefix=prefix, tensor_names=[name], shape_and_slices=[spec], dtypes=[dtype]
+        )
+        int(tf.size(rows))  # waits for the server
 
 
 def _reader(where: int, slices: list[_Slice], prefix: str) -> Callable[[], Any]:

@@ -29,8 +29,8 @@ import tensorflow as tf
 from tfmw import callbacks as callbacks_lib
 from tfmw import keras_compat
 from tfmw.checkpoint import state
+from tfmw.checkpoint.backups import Backups, PythonState
 from tfmw.checkpoint.parts import SlotParts
-from tfmw.checkpoint.resume import Backups, PythonState
 from tfmw.cluster.group import Group
 from tfmw.keras_compat.guards import saves_by_callbacks
 from tfmw.runtime import fence
