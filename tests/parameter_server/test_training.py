@@ -162,7 +162,7 @@ def test_servers_back_tables_up_and_restore_them_on_another_number(run_cluster, 
     first = run(2, 2, f"--export={tmp_path / 'exported'}")
     (newest,) = backups.glob("step_*10")
     names = {path.name for path in newest.iterdir()}
-    assert {f"tensors.data-0000{i}-of-00003" for i in range(3)} < names, "of each server and of the coordinator"
+    assert {f"tensors.data-0000{i}-of-00003" for i in range(3)} < names, "of three tasks"
     assert "parts" not in names
     assert not verify(backups)
     then = run(3, 4)
@@ -170,6 +170,9 @@ def test_servers_back_tables_up_and_restore_them_on_another_number(run_cluster, 
     assert (first["began_at"], then["began_at"]) == (0, 10)
     assert then["iterations"] == 20
     for found in (first, then):
+        assert not found["whole"], "a table is on the servers only"
+        (warned,) = found["whole_alone"]
+        assert "embedding/embeddings is divided" in warned, "made before the strategy"
         assert found["off_by"] < 1e-6, "from as many epochs in one process"
     exported = first["exported"]
     assert exported["files"] == [

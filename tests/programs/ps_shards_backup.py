@@ -4,6 +4,7 @@ ps_shards_backup.py --backup=DIR --epochs=N [--export=DIR]
 """
 
 import argparse
+import logging
 import os
 from pathlib import Path
 
@@ -27,6 +28,10 @@ os.chdir(backups.parent)  # of the coordinator: servers, in another directory, g
 ids = np.random.default_rng(0).permutation(5000)[:256]
 y = (ids % 2).astype(np.float32)
 began_at: list[int] = []
+warned: list[str] = []
+handler = logging.Handler()
+handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+logging.getLogger("tfmw").addHandler(handler)
 
 
 class Begin(keras.callbacks.Callback):
@@ -65,6 +70,9 @@ from tfmw.parameter_server.variables import ServerVariables  # noqa: E402
 servers = tfmw.strategies.servers_of(strategy)
 assert servers is not None
 server_variables = ServerVariables(model, len(servers.cluster.ps), servers.settings.partition)
+whole = [text for text in warned if "has all of its rows" in text]
+ServerVariables(alone, len(servers.cluster.ps), servers.settings.partition)
+whole_alone = [text for text in warned if "has all of its rows" in text]
 exported = {}
 if options.export:
     tfmw.export(model, options.export)
@@ -84,6 +92,8 @@ if options.export:
 _result.write(
     {
         "exported": exported,
+        "whole": whole,
+        "whole_alone": whole_alone,
         "servers": [p.server for p in server_variables.shards(model.layers[0].embeddings)],
         "began_at": began_at[0],
         "iterations": int(model.optimizer.iterations.numpy()),

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ from tfmw.tables import (
     server,
     table_of,
 )
+
+logger = logging.getLogger("tfmw")
 
 _COORDINATOR = "/job:chief/replica:0/task:0/device:CPU:0"
 
@@ -109,6 +112,14 @@ class ServerVariables:
         }
         self.divided = [v for v in weights if is_table(v) or counts.get(id(v), 1) > 1]
         refuse_unsupported(self.optimizers, self.divided)
+        for variable in self.divided:
+            if not is_table(variable):
+                logger.warning(
+                    "%s is divided over the servers, and this process has all of its rows, too: "
+                    "make the model after tfmw.strategies.parameter_server(...) and outside of "
+                    "strategy.scope(), so that only the servers have them",
+                    variable.path,
+                )
         self._slots = {id(o): keras_compat.optimizer_slots(o) for o in self.optimizers}
         self._load = [0] * servers
         self._shards: dict[int, list[VariableShard]] = {}
