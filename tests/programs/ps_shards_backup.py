@@ -15,6 +15,7 @@ import tensorflow as tf
 import tfmw
 from tests.programs import _result
 from tfmw.export import verify
+from tfmw.tables import creation, files
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--backup", required=True)
@@ -52,6 +53,9 @@ def dataset():
     return tf.data.Dataset.from_tensors((ids, y)).repeat()
 
 
+# Small enough that each server makes several blocks, and writes several slices and files.
+creation._INITIAL_BYTES = files.SLICE_BYTES = 1 << 16
+files.FILE_BYTES = 1 << 17
 alone = make()  # an ordinary model: the servers are not known yet
 strategy = tfmw.strategies.parameter_server(min_shard_bytes=1 << 16)
 model = make()
