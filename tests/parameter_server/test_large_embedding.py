@@ -31,6 +31,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.timeout(500)
 class TestLargeEmbedding:
     def gained(self, found, task):
         """How much memory a task took for the model at most, in tables."""
@@ -43,7 +44,7 @@ class TestLargeEmbedding:
 
     def test_coordinator_has_no_rows(self, found):
         # Built, trained, backed up three times and evaluated.
-        assert self.gained(found, "chief") * found["table"] < 100 * MB
+        assert self.gained(found, "chief") < 0.5
 
     def test_each_server_has_half_of_the_table_and_its_slots(self, found):
         # Two halves are 1, all of it would be 2. Blocks of 64 MB on their way, and what any process

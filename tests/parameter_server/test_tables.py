@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.by_hand import ByHand
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(900)]
 
 EPOCHS, STEPS = 4, 5
 

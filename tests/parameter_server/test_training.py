@@ -88,6 +88,7 @@ def check_rows(found):
 
 @pytest.mark.multiprocess
 @pytest.mark.long
+@pytest.mark.timeout(1000)
 def test_every_optimizer_that_updates_rows(run_cluster):
     names = ["Adam", "momentum", "RMSprop", "Ftrl", "Lion", "amsgrad"]
     flags = [f"--optimizers={','.join(names)}", "--only_optimizers"]
@@ -107,6 +108,7 @@ def shards(run_cluster):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.timeout(600)
 class TestDividedVariables:
     def test_a_table_is_divided_over_the_servers(self, shards):
         assert shards["pieces"] == [[0, 0, 10000], [1, 10000, 20000]]
@@ -150,6 +152,7 @@ class TestDividedVariables:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.timeout(700)
 def test_servers_back_tables_up_and_restore_them_on_another_number(run_cluster, tmp_path):
     backups = tmp_path / "backups"
 
