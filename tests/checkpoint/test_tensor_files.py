@@ -12,8 +12,8 @@ import tensorflow as tf
 from tfmw.checkpoint.store import Backup, BackupStore, Damaged, verify
 from tfmw.errors import TfmwError
 
-TABLE = np.arange(12, dtype=np.float32).reshape(6, 2)
-WEIGHTS = np.ones(3, np.float32)
+TABLE: np.ndarray = np.arange(12, dtype=np.float32).reshape(6, 2)
+WEIGHTS: np.ndarray = np.ones(3, np.float32)
 
 
 class Files:
