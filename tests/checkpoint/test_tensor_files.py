@@ -61,7 +61,7 @@ def test_server_that_cannot_read_is_named_and_no_backup_is_called_damaged(backup
 
 @pytest.mark.parametrize("servers", [0, 1])
 def test_damaged_rows_are_found(backup: Backup, servers: int) -> None:
-    (file,) = Path(backup.path).glob("tensors.data-00002-of-*")
+    (file,) = Path(backup.path).glob("tensors.data-00001-of-*")
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
