@@ -179,7 +179,7 @@ def test_servers_back_tables_up_and_restore_them_on_another_number(run_cluster, 
         assert found["off_by"] < 1e-6, "from as many epochs in one process"
     exported = first["exported"]
     assert exported["files"] == [
-        *(f"variables.data-0000{i}-of-00005" for i in range(5)),
+        *(f"variables.data-0000{i}-of-00007" for i in range(7)),
         "variables.index",
     ]
     assert not exported["problems"]
