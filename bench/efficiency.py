@@ -15,7 +15,7 @@ from typing import Any
 
 from tfmw.launcher.run import launch
 from tfmw.tools import bench
-from tfmw.tools.cost import MANY, Cost
+from tfmw.tools.cost import MANY, Cost, payload
 
 NETWORKS = {1: 100e-6, 10: 30e-6, 100: 10e-6}  # Gbit/s: seconds of one message
 STEPS = 6
@@ -52,7 +52,7 @@ def table(costs: dict[str, Cost]) -> str:
     lines.append("| --- | --- |" + " --- |" * len(MANY))
     for name, cost in costs.items():
         for gbits, latency in NETWORKS.items():
-            there = [cost.on(n, bandwidth=gbits * 1e9 / 8, latency=latency) for n in MANY]
+            there = [cost.on(n, bandwidth=payload(gbits * 1e9), latency=latency) for n in MANY]
             shares = " | ".join(f"{c.efficiency():.0%}" for c in there)
             lines.append(f"| {name} | {gbits} | {shares} |")
     return "\n".join(lines)
@@ -72,14 +72,15 @@ def draw(costs: dict[str, Cost], path: Path) -> None:
     )
     for (name, cost), panel in zip(costs.items(), panels[0], strict=True):
         for gbits, latency in NETWORKS.items():
-            there = [cost.on(n, bandwidth=gbits * 1e9 / 8, latency=latency) for n in MANY]
+            there = [cost.on(n, bandwidth=payload(gbits * 1e9), latency=latency) for n in MANY]
             panel.plot(MANY, [c.efficiency() for c in there], marker="o", label=f"{gbits} Gbit/s")
         panel.set_title(name)
         panel.set_xscale("log", base=2)
+        panel.set_xticks(MANY, [f"{n:,}" for n in MANY], rotation=45)
         panel.set_xlabel("workers")
         panel.set_ylim(0, 1.05)
         panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("examples/s per worker, of one worker alone")
+    panels[0][0].set_ylabel("efficiency")
     panels[0][0].yaxis.set_major_formatter(PercentFormatter(1.0))
     panels[0][-1].legend()
     figure.savefig(path, metadata={"Date": None})

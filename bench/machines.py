@@ -44,6 +44,7 @@ def machines(count: int, gbits: float) -> Iterator[list[str]]:
             _run(f"ip netns add {name}")
             undo.callback(_run, f"ip netns del {name}")
             _run(f"ip link add {name} type veth peer eth0 netns {name}")
+            undo.callback(_run, f"ip link del {name}")  # the kernel takes its time with namespaces
             _run(f"ip link set {name} master {NAME} up")
             _run(f"ip -n {name} addr add {address}/24 dev eth0")
             for device in ("eth0", "lo"):

@@ -2,32 +2,37 @@
 
     sudo python -m bench.network [--workers 2 3 4] [--rates 1000 300 100] [--delays 0.1 1 10]
 
-Every worker has a network namespace of its own, and its packets take their time on the way
-(bench/wire.py). What tfmw/tools/cost.py predicts comes from a single run: two workers, whose
-packets pass through as fast as they can. Rates, in Mbit/s, are those at which each worker may send;
-delays, in ms, are of one way. Needs root, and Linux with unshare, nsenter and ip (iproute2).
-Workers that outnumber the cores compute in turns, and the prediction knows it.
+Every worker has a network namespace of its own. Links are those of bench/machines.py, or, with a
+delay, of bench/wire.py. What tfmw/tools/cost.py predicts comes from a single run: two workers on
+links of 100 Gbit/s. Rates, in Mbit/s, are those at which each worker may send; delays, in ms, are
+of one way. Needs root, and Linux with unshare, nsenter, ip and tc (iproute2). Workers that
+outnumber the cores compute in turns, and the prediction knows it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
-import math
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from bench.machines import NAME, machines
 from bench.wire import Network
 from tfmw.launcher.run import compute_with_onednn
-from tfmw.tools.cost import Cost
+from tfmw.runtime.recorder import EXCHANGES_FILE, make_file
+from tfmw.tools.cost import Cost, payload
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 8  # of an epoch
 PORT = 20_000
+FREE = 100_000.0  # Mbit/s, more than the workers reach
 MARK = "cost: "
 
 
@@ -50,20 +55,39 @@ def child() -> None:
     print(MARK + json.dumps(dataclasses.asdict(cost)), flush=True)
 
 
-def measure(workers: int, mbit_per_s: float = math.inf, delay_ms: float = 0.0) -> Cost:
+@contextlib.contextmanager
+def links(
+    workers: int, mbit_per_s: float, delay_ms: float
+) -> Iterator[tuple[list[str], Callable[[int], list[str]]]]:
+    """The workers' addresses, and by worker what goes before a command that is to run there."""
+    if delay_ms:  # which few kernels can make themselves
+        with Network(workers, 1e6 * mbit_per_s, 1e-3 * delay_ms) as network:
+            yield network.addresses, network.inside
+    else:
+        with machines(workers, mbit_per_s / 1000) as addresses:
+            yield addresses, lambda worker: ["ip", "netns", "exec", f"{NAME}{worker}"]
+
+
+def measure(workers: int, mbit_per_s: float = FREE, delay_ms: float = 0.0) -> Cost:
     """What a step costs the chief.
 
     Raises:
         RuntimeError: a worker failed; the message is its output.
     """
-    with Network(workers, 1e6 * mbit_per_s, 1e-3 * delay_ms) as network:
-        addresses = [f"{address}:{PORT}" for address in network.addresses]
+    with (
+        links(workers, mbit_per_s, delay_ms) as (hosts, inside),
+        tempfile.TemporaryDirectory() as directory,
+    ):
+        addresses = [f"{address}:{PORT}" for address in hosts]
         processes = []
         for worker in range(workers):
             task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": worker}}
+            exchanges = Path(directory, f"worker-{worker}")
+            make_file(exchanges)
             environ = {
                 **os.environ,
                 "TF_CONFIG": json.dumps(task),
+                EXCHANGES_FILE: str(exchanges),
                 "TF_NUM_INTRAOP_THREADS": "1",
                 "TF_CPP_MIN_LOG_LEVEL": "3",
             }
@@ -71,7 +95,7 @@ def measure(workers: int, mbit_per_s: float = math.inf, delay_ms: float = 0.0) -
             command = [sys.executable, "-m", "bench.network", "--child"]
             processes.append(
                 subprocess.Popen(
-                    [*network.inside(worker), *command],
+                    [*inside(worker), *command],
                     cwd=ROOT,
                     env=environ,
                     stdout=subprocess.PIPE,
@@ -97,12 +121,12 @@ def main() -> None:
     )
     flags.add_argument("--workers", type=int, nargs="+", default=[2, 3, 4])
     flags.add_argument("--rates", type=float, nargs="+", default=[1000, 300, 100])
-    flags.add_argument("--delays", type=float, nargs="+", default=[0.1, 1, 10])
+    flags.add_argument("--delays", type=float, nargs="*", default=[0.1, 1, 10])
     flags.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = flags.parse_args()
     if options.child:
         return child()
-    missing = [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]
+    missing = [name for name in ("unshare", "nsenter", "ip", "tc") if shutil.which(name) is None]
     if missing:
         flags.error(f"{missing[0]} is not installed: apt-get install iproute2 util-linux")
 
@@ -117,7 +141,7 @@ def main() -> None:
     ]
     for workers, rate, delay in settings:
         latency = free.latency + 1e-3 * delay
-        there = free.on(workers, bandwidth=1e6 * rate / 8, latency=latency, processors=cores)
+        there = free.on(workers, bandwidth=payload(1e6 * rate), latency=latency, processors=cores)
         measured = measure(workers, rate, delay)
         print(
             f"| {workers} | {rate:g} | {delay:g} | {1e3 * there.step:.1f} | "

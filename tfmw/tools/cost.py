@@ -27,6 +27,10 @@ import dataclasses
 PARTS = ("compute", "update", "overhead", "communication", "input")
 MEMORY = 4.8e9  # bytes per second of a sum between two workers of one machine, see bench/ring.py
 
+# Of a full Ethernet frame: 1,500 bytes, less headers of IPv4 (20) and of TCP with timestamps (32),
+# after a header of 14 (IEEE 802.3, RFC 791, RFC 9293, RFC 7323).
+_PAYLOAD = (1500 - 20 - 32) / (1500 + 14)
+
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
@@ -88,7 +92,8 @@ class Cost:
         """The same on another number of workers, or another network.
 
         Args:
-            bandwidth: bytes per second; the measured bandwidth is the upper limit.
+            bandwidth: bytes of gradients per second, see `payload`; the measured bandwidth is the
+                upper limit.
             latency: seconds of one message, in place of the measured latency.
             machines: that have as many workers each; None for one worker on each.
             processors: number of workers that can compute at the same time; None for all. It was so
@@ -126,6 +131,11 @@ class Cost:
         """The largest part of a step."""
         parts = {n: getattr(self, n) for n in PARTS}
         return max(parts, key=parts.__getitem__)
+
+
+def payload(bits_per_s: float) -> float:
+    """Bytes per second that TCP moves over an Ethernet link of this rate."""
+    return _PAYLOAD * bits_per_s / 8
 
 
 def _all_reduce(members: int, nbytes: float, rate: float) -> float:
