@@ -143,7 +143,7 @@ def make_model(name: str) -> keras.Model:
         if name == "assigned by a layer":
             inner = [layers.SpectralNormalization(layer) for layer in inner]
         inner += [layers.Dense(7, activation="relu"), layers.Dense(3)]
-        kinds = {"own step": OwnStep, "assigned after the update": Shrinks}
+        kinds = {"own step": OwnStep, "assigned after the update": Shrinks, "interrupted": Notes}
         kind = kinds.get(name, keras.Sequential)
         model = kind([keras.Input((9,)), *inner])
     make = OPTIMIZERS.get(name, lambda: o.Adam(0.01))
@@ -176,6 +176,17 @@ class Shrinks(keras.Sequential):
         return logs
 
 
+class Notes(keras.Sequential):
+    """A step that calls `note`."""
+
+    note: Any = None
+
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        tf.py_function(lambda: self.note(), [], [])
+        return logs
+
+
 class Look(keras.callbacks.Callback):
     """The optimizer's state as a callback sees it after each step."""
 
@@ -196,11 +207,21 @@ class Held(keras.callbacks.Callback):
         super().__init__()
         self.held: Any = None
         self.originals: list[Any] = []  # slots before the model was placed
+        self.in_originals = 0  # their elements, in the first step
         self.interrupts = interrupts
+        self.first = True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.first = True
+
+    def note(self) -> None:
+        if self.first:
+            self.in_originals = sum(int(tf.size(original)) for original in self.originals)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.first = False
         self.held = held_by(vars(self.model)["_self_tfmw_updates"])
-        self.held.append(sum(int(tf.size(original)) for original in self.originals))
+        self.held.append(self.in_originals)
         if self.interrupts and batch == 1:
             self.interrupts = False
             raise KeyboardInterrupt
@@ -242,6 +263,8 @@ def trained(name: str, shard: bool) -> dict[str, Any]:
     )
     data = tf.data.Dataset.from_tensor_slices((x, random.integers(0, 3, 76))).batch(12)
     look, held = Look(), Held(name == "interrupted")
+    if name == "interrupted":
+        model.note = held.note
     callbacks = {"between steps": [look], "interrupted": [held]}
     options: dict[str, Any] = {"callbacks": callbacks.get(name, [])}
     if name == "16 bits":
