@@ -18,7 +18,7 @@ ROUNDED = "global_clipnorm | on"
 
 def shared_by(*names: str, **settings: Any) -> Any:
     workers = settings.pop("WORKERS")
-    env = {**ONE_THREAD, **settings}
+    env = {**ONE_THREAD, "TFMW_NO_INIT": "1", **settings}  # the program makes devices before
     return run_cluster("shared_update.py", *names, workers=workers, env=env, timeout_s=600)
 
 
