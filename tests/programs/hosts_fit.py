@@ -64,6 +64,8 @@ def tracked(store: str | None) -> Iterator[list[Any]]:
     import mlflow
 
     mlflow.set_tracking_uri(f"sqlite:///{store}")
+    with contextlib.suppress(mlflow.MlflowException):  # another worker has made it
+        mlflow.create_experiment("hosts", (Path(store).parent / "artifacts").as_uri())
     mlflow.set_experiment("hosts")
     with mlflow.start_run():
         yield [mlflow.keras.MlflowCallback()]
