@@ -171,18 +171,21 @@ class OptimizerPart:
         self._slot_parts: dict[tuple[str, int], tf.Variable] = {}
         with tf.init_scope():
             self.take()
-            self._weight_parts = {i: self._new_part(i, self._variables[i]) for i in own}
+            self._weight_parts = {
+                i: self._new_part(self._variables[i], self._part_of(i, self._variables[i]))
+                for i in own
+            }
 
     def _copy(self, variable: Any) -> tf.Variable:
         """The replica's own `tf.Variable` of a Keras variable."""
         copies = emptied.copies_of(native(variable))
         return copies[self._replica] if len(copies) > 1 else copies[0]
 
-    def _new_part(self, index: int, variable: Any) -> tf.Variable:
+    def _new_part(self, variable: Any, value: Any) -> tf.Variable:
         # A `tf.Variable` would be the strategy's, and all workers would get the chief's value.
         with tf.device(self._copy(variable).device or "cpu:0"):
             return _resource_variables.ResourceVariable(
-                self._part_of(index, variable), trainable=False, name=variable.name.split(":")[0]
+                value, trainable=False, name=variable.name.split(":")[0]
             )
 
     def _part_of(self, index: int, variable: Any) -> tf.Tensor:
@@ -193,17 +196,24 @@ class OptimizerPart:
 
     def take(self) -> None:
         """This worker's part of all slots; the optimizer's own variables are emptied."""
+        # One name after the other: all slots twice would be the most memory of a run. The parts of
+        # one wait outside of TensorFlow's memory until all its slots are freed. Then they lie side
+        # by side, and what is free beside them is large enough for gradients.
         for name, slots in self._slots:
+            parts: dict[int, np.ndarray] = {}
             for i in self._shared:
                 if slots[i] is None:
                     continue
-                # One after the other: all of them twice would be the most memory of a run.
-                if i in self._own and (name, i) not in self._slot_parts:
-                    self._slot_parts[name, i] = self._new_part(i, slots[i])
-                elif i in self._own:
-                    emptied.fill(self._slot_parts[name, i], self._part_of(i, slots[i]))
+                if i in self._own:
+                    parts[i] = np.array(view_of(self._part_of(i, slots[i])))
                 vars(slots[i]).pop(_PUT, None)
                 emptied.empty(self._copy(slots[i]))
+            for i in sorted(parts, key=lambda i: parts[i].nbytes, reverse=True):
+                value = parts.pop(i)
+                if (name, i) in self._slot_parts:
+                    emptied.fill(self._slot_parts[name, i], tf.constant(value))
+                else:
+                    self._slot_parts[name, i] = self._new_part(slots[i], value)
 
     def refresh(self) -> None:
         """This worker's part of the weights, as the model has them now."""
