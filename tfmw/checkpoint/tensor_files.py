@@ -8,11 +8,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfmw import storage, tables
+from tfmw import tables
 from tfmw.checkpoint.parts import Piece, SharedWrite, save
 
 PREFIX = "tensors"
-_PARTS = "parts"  # a directory: what each server has written, until all parts are one checkpoint
 
 
 class SavedTensors(Mapping[str, np.ndarray]):
@@ -72,13 +71,10 @@ def write(
     if table_files is None:
         save(prefix, tensors)
         return
-    parts = os.path.join(directory, _PARTS)
-    tf.io.gfile.makedirs(parts)
-    prefixes = table_files.write(parts, must_be_finite)
-    own = os.path.join(parts, "coordinator")
-    save(own, tensors)
-    with tf.device("/CPU:0"):
-        tf.raw_ops.MergeV2Checkpoints(
-            checkpoint_prefixes=[own, *prefixes], destination_prefix=prefix, delete_old_dirs=False
-        )
-    storage.remove(parts)
+    tables.write_checkpoint(
+        prefix,
+        os.path.join(directory, "parts"),
+        lambda own: save(own, tensors),
+        table_files,
+        must_be_finite,
+    )

@@ -14,7 +14,7 @@ May import: `tfmw.keras_compat`, `tfmw.storage`, `tfmw.errors`.
 
 from tfmw.tables.creation import create_on_servers
 from tfmw.tables.exporting import stand_ins
-from tfmw.tables.files import Layout, NotFinite, TableFiles, verify
+from tfmw.tables.files import Layout, NotFinite, TableFiles, verify, write_checkpoint
 from tfmw.tables.shards import (
     BLOCK_BYTES,
     VariableShard,
@@ -51,4 +51,5 @@ __all__ = [
     "table_of",
     "tables_among",
     "verify",
+    "write_checkpoint",
 ]

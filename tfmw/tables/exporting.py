@@ -11,17 +11,15 @@ a mark in its place. The servers then write the rows under the names of these ma
 from __future__ import annotations
 
 import contextlib
-import posixpath
 from collections.abc import Iterable, Iterator
 
 import tensorflow as tf
 
-from tfmw import keras_compat, storage
-from tfmw.tables.files import TableFiles
+from tfmw import keras_compat
+from tfmw.tables.files import TableFiles, write_checkpoint
 from tfmw.tables.table import Table, tables_among
 
 _MARK = "tfmw: the rows of table"
-_PARTS = ".parts"  # a directory beside the checkpoint, until all parts are one
 
 
 class StandIns:
@@ -54,26 +52,19 @@ class StandIns:
             else:
                 names.append(name)
                 tensors.append(tf.convert_to_tensor(tensor))
-        parts = prefix + _PARTS
-        tf.io.gfile.makedirs(parts)
-        own = posixpath.join(parts, "coordinator")
-        with tf.device("/CPU:0"):
-            tf.raw_ops.SaveV2(
-                prefix=own,
-                tensor_names=names,
-                shape_and_slices=[""] * len(names),
-                tensors=tensors,
-            )
-        prefixes = TableFiles(tables).write(parts)
         for file in tf.io.gfile.glob(f"{prefix}.index") + tf.io.gfile.glob(f"{prefix}.data-*"):
             tf.io.gfile.remove(file)
-        with tf.device("/CPU:0"):
-            tf.raw_ops.MergeV2Checkpoints(
-                checkpoint_prefixes=[own, *prefixes],
-                destination_prefix=prefix,
-                delete_old_dirs=False,
-            )
-        storage.remove(parts)
+
+        def save(own: str) -> None:
+            with tf.device("/CPU:0"):
+                tf.raw_ops.SaveV2(
+                    prefix=own,
+                    tensor_names=names,
+                    shape_and_slices=[""] * len(names),
+                    tensors=tensors,
+                )
+
+        write_checkpoint(prefix, f"{prefix}.parts", save, TableFiles(tables))
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class _Slice:
 
     @property
     def bytes(self) -> int:
-        return self.table.bytes // int(self.table.shape[0]) * (self.stop - self.start)
+        return self.table.row_bytes * (self.stop - self.start)
 
     @property
     def spec(self) -> str:
@@ -186,6 +186,36 @@ class TableFiles:
         return tf.function(write, autograph=False, input_signature=signature)
 
 
+def write_checkpoint(
+    prefix: str,
+    parts: str,
+    save: Callable[[str], None],
+    files: TableFiles,
+    must_be_finite: Collection[str] = (),
+) -> None:
+    """Writes one checkpoint: tables, each server its own rows, and what `save` writes here.
+
+    Args:
+        prefix: of the checkpoint; its directory exists, and is the same on all servers.
+        parts: a directory for the parts, until they are one.
+        save: writes a checkpoint, of other tensors, to the prefix that it is called with.
+        files: the tables.
+        must_be_finite: names of tables whose rows are checked.
+
+    Raises:
+        NotFinite, tf.errors.OpError, OSError: as `TableFiles.write`.
+    """
+    tf.io.gfile.makedirs(parts)
+    prefixes = files.write(parts, must_be_finite)
+    own = posixpath.join(parts, "coordinator")
+    save(own)
+    with tf.device("/CPU:0"):
+        tf.raw_ops.MergeV2Checkpoints(
+            checkpoint_prefixes=[own, *prefixes], destination_prefix=prefix, delete_old_dirs=False
+        )
+    storage.remove(parts)
+
+
 def verify(
     prefix: str, layout: Layout, shapes: Mapping[str, Any], types: Mapping[str, Any], servers: int
 ) -> None:
@@ -268,7 +298,7 @@ def _on_each(calls: dict[int, Callable[[], Any]]) -> dict[int, Any]:
 def _slices(name: str, table: Table) -> Iterator[_Slice]:
     """The slices in which a table is written."""
     for shard in table.shards:
-        size = table.bytes // int(table.shape[0]) * (shard.stop - shard.start)
+        size = table.row_bytes * (shard.stop - shard.start)
         for start, stop in blocks(shard.start, shard.stop, size, SLICE_BYTES):
             yield _Slice(name, table, shard, start, stop)
 

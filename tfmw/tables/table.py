@@ -61,6 +61,11 @@ class Table(keras_compat.RemoteRows):
         return math.prod(self.shape.as_list()) * int(self.dtype.size)
 
     @property
+    def row_bytes(self) -> int:
+        """Of one row."""
+        return self.bytes // int(self.shape[0])
+
+    @property
     def may_be_whole(self) -> bool:
         """Whether all rows may be read or assigned in one process."""
         return self.bytes <= self._most
@@ -83,7 +88,7 @@ class Table(keras_compat.RemoteRows):
     def replace(self, value: Any) -> None:
         """Sends all rows to their servers: `value` is in this process already."""
         for shard in self.shards:
-            size = self.bytes * (shard.stop - shard.start) // int(self.shape[0])
+            size = self.row_bytes * (shard.stop - shard.start)
             for start, stop in blocks(shard.start, shard.stop, size):
                 store_rows(shard, start, value[start:stop])
 
