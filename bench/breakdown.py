@@ -1,6 +1,6 @@
 """Where the processor time of a step goes: alone, with peers, and with parts of it left out.
 
-    python -m bench.profile [--work mlp] [--epochs 8] [--only alone two]
+    python -m bench.breakdown [--work mlp] [--epochs 8] [--only alone two]
 
 Processor time is little changed by what else the machine does, unlike time by the clock. Each
 setting is a fresh set of processes of one core each; figures are of the first, in ms per step. With
@@ -179,7 +179,7 @@ def _worker(setting: str, name: str, epochs: int) -> dict[str, dict[str, float]]
 def measured(setting: str, work: str, epochs: int) -> dict[str, dict[str, float]]:
     """Milliseconds per step of the first process: "times", and "kinds" of code."""
     workers = SETTINGS[setting][0]
-    command = ["bench.profile", "--worker", setting, work, str(epochs)]
+    command = ["bench.breakdown", "--worker", setting, work, str(epochs)]
     lines = start(command, workers, through_tfmw=True)[0].splitlines()
     found: dict[str, dict[str, float]] = json.loads(next(x for x in lines if x.startswith("{")))
     return found
