@@ -41,6 +41,11 @@ class HostTasks:
         self._preempts = False
         self._restarts = _Restarts()
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to look at: no task runs, and none is made ready."""
+        return self._attempt is None and not self._wanted
+
     def prepare(self, count: int) -> None:
         """Begins to get ready for tasks that need `count` ports."""
         self._wanted = count
@@ -90,7 +95,7 @@ class HostTasks:
         return "ended", attempt.number, report_of(attempt, self._host)
 
     def look(self, wait_s: float) -> tuple[Any, ...] | None:
-        """Looks at the tasks once; returns an event, if there is one.
+        """Looks at the tasks once; returns an event, if there is one. At once if it is `idle`.
 
         Args:
             wait_s: seconds to wait for output of the tasks.

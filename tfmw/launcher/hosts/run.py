@@ -186,14 +186,14 @@ class _Loop:
         """Returns how this supervisor ends."""
         interval_s = self._settings.options.monitor_interval_s
         while True:
-            event = self._tasks.look(min(interval_s, IDLE_S))
+            # It waits for whoever can bring news: its tasks, or the other hosts where none runs.
+            wait_s = min(interval_s, IDLE_S)
+            is_idle = self._tasks.idle
+            event = self._tasks.look(wait_s)
             if event is not None:
                 self._hand_over(event)
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    self._hand_over(events.get(block=False))
-                    if (way := self._act()) is not None:
-                        return way
+            if (way := self._receive(events, wait_s if is_idle else 0.0)) is not None:
+                return way
             if self._keeper.is_expired():
                 self._hand_over(("lease_lost", "the lock could not be renewed in time"))
             for number in stop.received[self._signals :]:
@@ -204,6 +204,16 @@ class _Loop:
             self._supervisor.tick(time.monotonic())
             if (way := self._act()) is not None:
                 return way
+
+    def _receive(self, events: queue.SimpleQueue[tuple[Any, ...]], wait_s: float) -> Exit | None:
+        """Hands over what has happened, after up to `wait_s` seconds until something does."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._hand_over(events.get(timeout=wait_s))
+                wait_s = 0.0
+                if (way := self._act()) is not None:
+                    return way
+        return None
 
     def _hand_over(self, event: tuple[Any, ...]) -> None:
         name, *arguments = event
