@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from tfmw.runtime.connections import addresses_of, end_connections
+from tfmw.runtime.connections import addresses_of, end_connections, limit_silence
 
 
 def open_files() -> int:
@@ -27,9 +27,10 @@ def test_only_those_to_that_port_of_these_hosts_end(family, at):
             client = stack.enter_context(socket.socket(family))
             client.connect((at, server.getsockname()[1]))
             ends.append((client, stack.enter_context(server.accept()[0])))
+        port = gone.getsockname()[1]
         before = open_files()
-        assert end_connections(["127.0.0.2"], gone.getsockname()[1]) == 0
-        assert end_connections(["127.0.0.1"], gone.getsockname()[1]) == 2
+        assert end_connections([("127.0.0.2", port)]) == 0
+        assert end_connections([("127.0.0.1", port)]) == 2
         assert open_files() == before
         for client, _ in ends[:2]:
             assert client.recv(1) == b""  # at once
@@ -41,3 +42,24 @@ def test_only_those_to_that_port_of_these_hosts_end(family, at):
 def test_a_name_that_cannot_be_resolved_has_no_addresses():
     assert addresses_of("no-such-host.invalid") == set()
     assert addresses_of("127.0.0.1") == {"127.0.0.1"}
+
+
+def test_the_kernel_limits_the_silence_of_those_to_a_peer():
+    with contextlib.ExitStack() as stack:
+        server, other = (
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)
+        )
+        client, beside = (
+            stack.enter_context(socket.create_connection(s.getsockname())) for s in (server, other)
+        )
+        before = open_files()
+        for _ in range(2):  # a second time nothing changes
+            assert limit_silence([server.getsockname()], 15.0) == 1
+        assert open_files() == before
+        tcp = socket.IPPROTO_TCP
+        assert client.getsockopt(tcp, socket.TCP_USER_TIMEOUT) == 15_000
+        assert client.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert client.getsockopt(tcp, socket.TCP_KEEPIDLE) == 5
+        assert client.getsockopt(tcp, socket.TCP_KEEPINTVL) == 2
+        assert beside.getsockopt(tcp, socket.TCP_USER_TIMEOUT) == 0
+        assert beside.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0

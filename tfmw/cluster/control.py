@@ -14,7 +14,9 @@ coordinator has died: the server keeps its variables and waits for the next coor
 limited time. Standard library only.
 
 If the connection of a server is lost, so are TensorFlow's own connections to it, which would not
-notice that its machine is gone: the coordinator ends them.
+notice that its machine is gone: the coordinator ends them. It cannot while TensorFlow waits for a
+server without letting other threads run (it traces a function, which all servers get). So a thread
+also sets a limit to the silence of each connection, and the kernel ends it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from tfmw.cluster.handshake import (
     notice_of_waiting,
 )
 from tfmw.errors import ClusterError, TaskFailed, TfmwError
-from tfmw.runtime.connections import addresses_of, end_connections
+from tfmw.runtime.connections import addresses_of, end_connections, limit_silence
 from tfmw.runtime.recorded_errors import ECHO
 
 logger = logging.getLogger("tfmw")
@@ -46,6 +48,13 @@ _RETRY_S = 0.1
 _CONNECT_S = 5.0
 _RESPONSE_S = 30.0  # for the response of a coordinator that has accepted the connection
 _GOODBYE_S = 30.0  # for the process of a coordinator that is done to end
+_LIMIT_EVERY_S = 2.0  # new connections are looked for
+
+SILENCE_S = 15.0
+"""Seconds until the kernel ends a connection of TensorFlow's to a server that is silent.
+
+Longer than it takes to notice it by the connection of this module, which also ends them.
+"""
 
 
 def _hello(cluster: Cluster, facts: Mapping[str, str]) -> Hello:
@@ -74,6 +83,7 @@ class ControlServer:
         self._hello = _hello(cluster, facts)
         self._changed = threading.Condition()
         self._servers: dict[str, Channel] = {}
+        self._peers: dict[str, set[tuple[str, int]]] = {}  # server -> (IP address, port)
         self._problem: str | None = None
         self._is_over = False
         try:
@@ -85,6 +95,7 @@ class ControlServer:
                     "it is done, or stop it."
                 ) from None
             raise
+        threading.Thread(target=self._limit_silence, name="tfmw-silence", daemon=True).start()
 
     @property
     def connected(self) -> set[str]:
@@ -134,6 +145,7 @@ class ControlServer:
             self._is_over = True
             servers = list(self._servers.values())
             self._servers.clear()
+            self._changed.notify_all()
         for channel in servers:
             channel.close()
 
@@ -152,12 +164,16 @@ class ControlServer:
             with channel, contextlib.suppress(OSError):
                 channel.send({"coordinator": True})
             return
-        host = channel.peer_host()
+        if problem is None:
+            host, port = addresses.split(self._hello.tasks[hello.task])
+            known = {(name, port) for name in {channel.peer_host(), *addresses_of(host)} if name}
         with self._changed:
             before = self._servers.pop(hello.task, None) if problem is None else None
+            if problem is None:
+                self._peers[hello.task] = known
         if before is not None:  # a restarted task: its old connections may still be open
             before.close()
-            self._end_connections(hello.task, host)
+            self._end_connections(hello.task)
         with self._changed:
             with contextlib.suppress(OSError):
                 channel.send({"problem": problem})  # before what is sent to all
@@ -169,9 +185,9 @@ class ControlServer:
         if problem is None:
             channel.keep_alive()
             channel.wait_closed(None)  # servers send nothing more
-        self._forget(hello.task, channel, host)
+        self._forget(hello.task, channel)
 
-    def _forget(self, name: str, channel: Channel, host: str) -> None:
+    def _forget(self, name: str, channel: Channel) -> None:
         channel.close()
         with self._changed:
             is_lost = self._servers.get(name) is channel
@@ -179,14 +195,21 @@ class ControlServer:
                 del self._servers[name]
         if is_lost:
             logger.info("%s has left", name)
-            self._end_connections(name, host)
+            self._end_connections(name)
 
-    def _end_connections(self, name: str, host: str) -> None:
+    def _end_connections(self, name: str) -> None:
         """Ends TensorFlow's connections to a server that is gone; its calls fail at once."""
-        if self._is_over:  # servers end, and TensorFlow frees what this process has there
-            return
-        server, port = addresses.split(self._hello.tasks[name])
-        end_connections({*addresses_of(server), *([host] if host else [])}, port)
+        if not self._is_over:  # else servers end, and TensorFlow frees what this process has there
+            end_connections(self._peers[name])
+
+    def _limit_silence(self) -> None:
+        """Limits the silence of TensorFlow's connections, until the training is over."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._is_over, _LIMIT_EVERY_S):
+                    return
+                peers = set().union(*(self._peers[name] for name in self._servers))
+            limit_silence(peers, SILENCE_S)
 
 
 def _is_coordinated(hello: Hello) -> bool:

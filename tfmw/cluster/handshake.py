@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tfmw.cluster import addresses
+from tfmw.runtime.connections import keep_alive
 
 logger = logging.getLogger("tfmw")
 
@@ -214,10 +215,7 @@ class Channel:
 
     def keep_alive(self) -> None:
         """Enables TCP keep-alive: the loss of the peer's machine is detected in 11 seconds."""
-        self._peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
-            if hasattr(socket, option):
-                self._peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        keep_alive(self._peer)
 
     def close(self) -> None:
         """Closes the connection; a thread that waits in `receive` gets an error."""

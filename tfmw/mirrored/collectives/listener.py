@@ -40,6 +40,7 @@ from tfmw.mirrored.collectives.links import (
     SharedSender,
     mapped,
 )
+from tfmw.runtime.connections import keep_alive
 
 CONNECT_S = 5.0
 HELLO_S = 2.0  # until a connection must have sent its proof; a worker sends it at once
@@ -48,10 +49,6 @@ SHARED_MEMORY = "TFMW_SHARED_MEMORY"
 
 _MAX_HELLOS = 64  # maximum of connections without a proof; then the oldest is closed
 _PROOF_BYTES = 32
-
-# Keep-alive, by which the kernel detects a lost machine; tcp(7), in seconds. TCP_USER_TIMEOUT would
-# treat a slow worker, which reads nothing for a while, as lost.
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 class Address(TypedDict):
@@ -297,8 +294,5 @@ def _listen(host: str) -> socket.socket:
 
 def _tuned(peer: socket.socket) -> socket.socket:
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):  # all of them on Linux
-            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    keep_alive(peer)
     return peer
