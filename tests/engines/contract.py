@@ -230,12 +230,12 @@ class Contract:
         metadata = tmp_path / "keras-0.0.1.dist-info/METADATA"
         metadata.parent.mkdir()
         metadata.write_text("Metadata-Version: 2.1\nName: keras\nVersion: 0.0.1\n")
-        with self.tasks_that_find(engine, tmp_path) as other:
-            job = self.submit(other, doubled, 1, max_restarts=3)
         ours = version_of("keras")
         expected = rf"keras is 0\.0\.1 on \S+, and {ours} where the job was submitted: install"
-        with pytest.raises(TaskFailed, match=expected):
-            job.result(TIMEOUT_S)
+        with self.tasks_that_find(engine, tmp_path) as other:
+            job = self.submit(other, doubled, 1, max_restarts=3)
+            with pytest.raises(TaskFailed, match=expected):
+                job.result(TIMEOUT_S)
         assert job.details()["attempt"] == 0, "no restart mends it"
         assert "hello" not in job.logs(), "before the first step"
         job.forget()
