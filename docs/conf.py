@@ -70,6 +70,7 @@ navigation = {
         "docs/reference/engines",
         "docs/reference/data",
         "docs/reference/callbacks",
+        "docs/reference/layers",
         "docs/reference/export",
         "docs/reference/errors",
         "docs/reference/command-line",

@@ -16,7 +16,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfmw import callbacks, data, engines, strategies
+    from tfmw import callbacks, data, engines, layers, strategies
     from tfmw.cluster import Cluster
     from tfmw.engines.submit import attach, jobs, launch, submit
     from tfmw.errors import ClusterError, TaskFailed, TfmwError, UsageError
@@ -43,6 +43,7 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "fit": ("tfmw.fit", "fit"),
     "init": ("tfmw.strategies", "init"),
     "jobs": ("tfmw.engines.submit", "jobs"),
+    "layers": ("tfmw.layers", None),
     "launch": ("tfmw.engines.submit", "launch"),
     "predict": ("tfmw.fit", "predict"),
     "report_progress": ("tfmw.runtime.progress", "report_progress"),
@@ -66,6 +67,7 @@ __all__ = [
     "init",
     "jobs",
     "launch",
+    "layers",
     "predict",
     "report_progress",
     "strategies",

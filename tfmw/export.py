@@ -14,6 +14,7 @@ crash leaves the old export, the new one or none, never a partial one.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import json
@@ -21,17 +22,18 @@ import os
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import keras
 import tensorflow as tf
 from tensorflow.core.protobuf import saved_model_pb2  # the format of saved_model.pb
 
-from tfmw import storage, tables
+from tfmw import storage
 from tfmw.cluster import membership
 from tfmw.errors import UsageError
 from tfmw.keras_compat import placement
 from tfmw.runtime.progress import blocking_call
+from tfmw.tables import tables_in_files, whole_tables
 
 if TYPE_CHECKING:
     from tfmw.cluster import Cluster
@@ -49,6 +51,7 @@ def export(
     *,
     pass_through: Mapping[str, tf.TensorSpec] | None = None,
     input_signature: Any = None,
+    tables: Literal["whole", "sharded"] = "whole",
     cluster: Cluster | None = None,
 ) -> str | None:
     """Writes `model` to `path` as a SavedModel, on the chief; does nothing on other tasks.
@@ -74,6 +77,9 @@ def export(
             whose first dimension is the batch (exported as unknown). By default the shapes that
             the model was built with. A subclassed model does not store the types of its inputs;
             their default is its float type.
+        tables: how tables on parameter servers are exported; of no effect on a model without any.
+            "whole": as variables, for machines that have the memory. "sharded": as files, in which
+            TensorFlow looks up the rows that an input needs, for machines that have not.
         cluster: the cluster whose chief writes; by default the one that this process joined.
 
     Returns:
@@ -81,23 +87,27 @@ def export(
 
     Raises:
         UsageError: `model` is not a Keras model, it is not built, its inputs are unknown, two
-            inputs or two outputs would have the same name, or `path` exists and is not a SavedModel
-            (it is not changed then).
+            inputs or two outputs would have the same name, `tables` is neither value, or `path`
+            exists and is not a SavedModel (it is not changed then).
+        TfmwError: a layer reads all rows of a table, which is to be sharded.
     """
     if not isinstance(model, keras.Model):
         raise UsageError(f"export takes a Keras model; received: {type(model).__name__}.")
+    if tables not in ("whole", "sharded"):
+        raise UsageError(f'export takes tables="whole" or tables="sharded"; received: {tables!r}.')
     if not _is_chief(cluster):
         return None
     check_path(path)
     target = _normalize(path)
     specs = _input_specs(model, input_signature)
     parent, name = posixpath.split(target)
-    with tables.stand_ins(placement.all_variables(model)) as written:
+    with _tables(model, sharded=tables == "sharded") as written:
         archive = _archive(model, specs, dict(pass_through or {}))
+        written.track(archive)
         storage.clean_up(parent, re.compile(re.escape(name)))
         with storage.atomic_directory(target) as temporary:
             archive.write_out(temporary, verbose=False)
-            written.write_into(posixpath.join(temporary, "variables", "variables"))
+            written.write_into(temporary)
             _forget_cluster(temporary)
             _write_manifest(temporary)
     return target
@@ -167,6 +177,11 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
         elif storage.sha256(file_path) != sha256:
             problems.append(f"{name} is damaged: its SHA-256 is not the one that was written.")
     return problems
+
+
+def _tables(model: keras.Model, sharded: bool) -> contextlib.AbstractContextManager[Any]:
+    every = placement.all_variables(model)
+    return tables_in_files(every, model.variables) if sharded else whole_tables(every)
 
 
 def _is_chief(cluster: Cluster | None) -> bool:

@@ -109,7 +109,7 @@ def parameter_server(
         replicas_to_aggregate: the number of gradients in an update; by default one of each
             worker. With fewer, late gradients are dropped and counted.
         max_whole_bytes: a divided variable of more bytes is never read or assigned as a whole:
-            `variable.numpy()`, or a layer that needs all rows, raises UsageError.
+            `variable.numpy()`, or a layer that needs all rows, raises `TfmwError`.
 
     Returns:
         A `tf.distribute.ParameterServerStrategy`, to pass to `fit`.

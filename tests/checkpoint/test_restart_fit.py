@@ -97,6 +97,7 @@ def assert_same(done: Trained, undisturbed: Trained) -> None:
 def test_uninterrupted_run_has_each_example_once_per_epoch(undisturbed):
     assert_same(undisturbed, undisturbed)
     assert undisturbed.restarts == 0
+    assert 16 < undisturbed.workers[0]["known_ids"] <= 32  # of its table, which is in its weights
 
 
 def test_rows_01_and_02_a_worker_then_the_chief_killed_in_a_step(undisturbed, tmp_path):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
 import json
 import logging
 import os
@@ -28,10 +27,12 @@ import tensorflow as tf
 import tfmw
 from tests.helpers.backup_points import failing, watched
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
+from tests.helpers.records import reseal
 from tfmw import keras_compat
 from tfmw.checkpoint import state
+from tfmw.checkpoint.background import BackgroundWriter
 from tfmw.checkpoint.schedule import Schedule
-from tfmw.checkpoint.store import BackgroundWriter, BackupStore, Damaged, verify
+from tfmw.checkpoint.store import BackupStore, Damaged, verify
 from tfmw.cluster import membership
 from tfmw.errors import TfmwError, UsageError
 
@@ -273,14 +274,6 @@ def test_backup_of_another_format_is_refused_and_not_changed(store, caplog):
 
 
 # ---------------------------------------------------------------- row 33: hostile backups
-
-
-def reseal(path: Path, **changes: Any) -> None:
-    """Changes the record of a backup and gives it the checksum that fits."""
-    body = json.loads(json.loads((path / "record.json").read_text())["body"])
-    text = json.dumps({**body, **changes})
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    (path / "record.json").write_text(json.dumps({"sha256": digest, "body": text}))
 
 
 def executed() -> None:

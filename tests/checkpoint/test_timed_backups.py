@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import tfmw
+from tfmw.checkpoint.background import BackgroundWriter
 from tfmw.checkpoint.resume import DirectoryBackups
-from tfmw.checkpoint.store import BackgroundWriter, BackupStore
+from tfmw.checkpoint.store import BackupStore
 from tfmw.cluster.group import Group
 
 

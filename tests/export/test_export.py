@@ -399,6 +399,25 @@ def test_pass_through_name_in_use_is_refused(tmp_path, name, what):
     assert os.listdir(tmp_path) == []
 
 
+def test_wrong_value_of_tables_is_refused(tmp_path):
+    wrong: Any = "rows"
+    with pytest.raises(UsageError, match=r"whole.* or .*sharded.*; received: 'rows'") as e:
+        export(sequential(), tmp_path / "model", tables=wrong)
+    assert len(str(e.value).splitlines()) == 1
+    assert not (tmp_path / "model").exists()
+
+
+def test_sharded_has_no_effect_on_a_model_without_tables(tmp_path):
+    model = sequential()
+    export(model, tmp_path / "whole")
+    export(model, tmp_path / "sharded", tables="sharded")
+    files = [
+        sorted(str(path.relative_to(tmp_path / tables)) for path in (tmp_path / tables).rglob("*"))
+        for tables in ("whole", "sharded")
+    ]
+    assert files[0] == files[1]
+
+
 @pytest.fixture(scope="module")
 def on_two_workers(tmp_path_factory):
     directory = tmp_path_factory.mktemp("two_workers")

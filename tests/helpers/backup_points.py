@@ -14,9 +14,11 @@ import tensorflow as tf
 _CHANGES = [
     (tf.io.gfile, "makedirs"),
     (tf.raw_ops, "SaveV2"),
+    (tf.raw_ops, "MergeV2Checkpoints"),
     (tf.io.gfile, "GFile"),
     (os, "fsync"),
     (os, "rename"),
+    (os, "link"),
     (os, "unlink"),
     (shutil, "rmtree"),
 ]

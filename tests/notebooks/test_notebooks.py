@@ -137,6 +137,7 @@ def test_parameter_servers() -> None:
     run("parameter_servers")
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_reading_a_benchmark() -> None:
     run("reading_a_benchmark")

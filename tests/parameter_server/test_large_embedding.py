@@ -9,16 +9,16 @@ import sys
 
 import pytest
 
-from tests.helpers.cluster import ONE_THREAD, ROOT
+from tests.helpers.cluster import ONE_THREAD, PROGRAMS, ROOT
 
 MB = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What bench/large_embedding.py finds with a table of 256 MB and as much of optimizer slots."""
+    """What bench/tables.py finds with a table of 256 MB and as much of optimizer slots."""
     file = tmp_path_factory.mktemp("large") / "found.json"
-    command = [ROOT / "bench" / "large_embedding.py", "--gigabytes=0.25", f"--json={file}"]
+    command = [ROOT / "bench" / "tables.py", "--gigabytes=0.25", "--no_exports", f"--json={file}"]
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         env={**os.environ, **ONE_THREAD},
@@ -57,3 +57,27 @@ class TestLargeEmbedding:
 
     def test_it_learns(self, found):
         assert found["loss"][-1] < 0.9 * found["loss"][0]
+
+
+def served(path):
+    """What a fresh process serves of an export, and by how much its memory grew."""
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "serve_rows.py", path],
+        env={**os.environ, **ONE_THREAD},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_sharded_export_is_served_without_the_memory_for_it(run_cluster, tmp_path):
+    run_cluster("ps_export.py", str(tmp_path), workers=1, ps=2, timeout_s=500)
+    whole, sharded = (served(tmp_path / name) for name in ("whole", "sharded"))
+    assert whole["outputs"] == sharded["outputs"]
+    assert whole["grew"] > 300e6
+    assert sharded["grew"] < 100e6

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import socket
 import threading
+import time
 from typing import Any, cast
 
 import keras
@@ -17,7 +19,7 @@ from tfmw import Cluster, ClusterError, TaskFailed, TfmwError, UsageError, data
 from tfmw.checkpoint import evaluator, state
 from tfmw.checkpoint.store import BackupStore
 from tfmw.cluster import servers as ps_cluster
-from tfmw.cluster.control import ControlServer, wait_for_end
+from tfmw.cluster.control import SILENCE_S, ControlServer, wait_for_end
 from tfmw.parameter_server.training import ParameterServerTraining
 from tfmw.parameter_server.variables import refuse_unsupported
 from tfmw.parameter_server.worker_data import for_workers
@@ -100,6 +102,24 @@ def test_existing_servers_serve_one_training_after_another(addresses):
         control.finish()
         control.close()
     assert all(thread.is_alive() for thread, _ in threads)
+
+
+def test_the_silence_of_tensorflows_connections_is_limited(addresses):
+    threads = servers(addresses)
+    control = ControlServer(cluster("chief", 0, addresses), FACTS)
+    host, _, port = addresses[1].rpartition(":")  # where a worker's gRPC listens
+    with socket.create_server((host, int(port))):
+        control.wait_for_all(10)
+        with socket.create_connection((host, int(port))) as connection:  # later than theirs
+            deadline = time.monotonic() + 60
+            while not connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT):
+                assert time.monotonic() < deadline
+                threading.Event().wait(0.05)
+            limit_ms = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert limit_ms == SILENCE_S * 1000
+    control.finish()
+    control.close()
+    assert joined(threads) == [[], []]
 
 
 def test_failed_coordinator_sends_its_error(addresses):

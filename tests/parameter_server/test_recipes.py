@@ -68,6 +68,7 @@ def test_four_terminals(terminals):
     assert not any("accuracy" in task.output for task in others)
 
 
+@pytest.mark.long
 def test_chief_in_a_fifth_terminal_coordinates(terminals):
     addresses = free_addresses(4)
     lines = old_lines(addresses)
@@ -104,6 +105,7 @@ def accuracy(chief):
     return float(re.findall(r"validation accuracy: (\d\.\d{4})", chief.output)[-1])
 
 
+@pytest.mark.long
 def test_five_terminals_whose_servers_serve_one_training_after_another(terminals):
     hosts = free_addresses(5)
     cluster = [

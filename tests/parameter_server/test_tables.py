@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 
@@ -46,9 +47,26 @@ def test_killed_task(undisturbed, tmp_path, dies):
     assert found == undisturbed
 
 
+def test_coordinator_killed_while_it_writes_changed_rows(undisturbed, tmp_path):
+    """The backups of epochs 1 and 2 have all rows; the one of epoch 3 has those that changed."""
+    result = tmp_path / "result.json"
+    arguments = [f"--backup={tmp_path / 'backups'}", f"--epochs={EPOCHS}", f"--result={result}"]
+    arguments += ["--killed_in_write=4"]
+    with ByHand("ps_tables.py", workers=1, ps=2, arguments=arguments) as cluster:
+        assert cluster.chief.end() == -signal.SIGKILL, cluster.chief.output
+        names = sorted(path.name for path in (tmp_path / "backups").iterdir())
+        assert [name for name in names if name.startswith(".step_000000000020.writing")], names
+        assert (tmp_path / "backups/step_000000000015/tensors.data-00002-of-00003").exists()
+        chief = cluster.start("chief")
+        assert chief.wait_for("training begins at").split()[-1] == str(3 * STEPS)
+        assert chief.end() == 0, chief.output
+    assert json.loads(result.read_text()) == undisturbed
+
+
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_restored_on_any_number_of_servers(undisturbed, tmp_path, servers):
-    run(tmp_path, epochs=2)
+    run(tmp_path, epochs=3)  # the last backup has the rows that changed
+    assert (tmp_path / "backups/step_000000000015/tensors.data-00002-of-00003").exists()
     found = run(tmp_path, ps=servers)
     assert found["checksum"] == undisturbed["checksum"]
     assert found["iterations"] == undisturbed["iterations"] == EPOCHS * STEPS

@@ -90,14 +90,14 @@ def check_rows(found):
 @pytest.mark.long
 @pytest.mark.timeout(1000)
 def test_every_optimizer_that_updates_rows(run_cluster):
-    names = ["Adam", "momentum", "RMSprop", "Ftrl", "Lion", "amsgrad"]
+    names = ["Adam", "momentum", "RMSprop", "Ftrl", "Lion", "amsgrad", "bfloat16", "float16"]
     flags = [f"--optimizers={','.join(names)}", "--only_optimizers"]
     found = run_cluster("ps_shards.py", *flags, workers=1, ps=2, timeout_s=900).chief
     for name in names:
         check_rows(found[name])
     # TensorFlow rounds a quotient by a square root (RMSprop) and a power (Ftrl) otherwise for the
     # last elements of an array than for those before: rows that are updated alone differ by that.
-    for name in ("Adam", "momentum", "Lion", "amsgrad"):
+    for name in ("Adam", "momentum", "Lion", "amsgrad", "bfloat16", "float16"):
         assert found[name]["off_by"] == found[name]["slots_off_by"] == 0.0, name
 
 
@@ -123,9 +123,12 @@ class TestDividedVariables:
             found["repr"]
             == "<Table large/embeddings: float32 [40000, 32], 5.1 MB on 2 parameter servers>"
         )
-        for call in ("numpy", "assign", "softmax"):
-            assert "large/embeddings is a table of 5.1 MB" in found[call]
-            assert "max_whole_bytes=2560000" in found[call]
+        for call in ("numpy", "assign", "softmax", "softmax_called"):
+            begin, _, end = found[call].rpartition("large/embeddings is a table of 5.1 MB")
+            assert "max_whole_bytes=2560000" in end
+            assert len(end.splitlines()) == 1
+            # Keras says first of which layer it has inferred the output's shape.
+            assert not begin or call == "softmax"
         for call in ("default", "add"):
             assert "only tfmw.fit on their strategy updates it" in found[call]
 
@@ -162,16 +165,25 @@ def test_servers_back_tables_up_and_restore_them_on_another_number(run_cluster, 
             "ps_shards_backup.py", *flags, workers=1, ps=servers, timeout_s=300
         ).chief
 
-    first = run(2, 2, f"--export={tmp_path / 'exported'}")
-    (newest,) = backups.glob("step_*10")
+    first = run(2, 4, f"--export={tmp_path / 'exported'}")
+    full, older, newest = sorted(backups.glob("step_*"))
+    assert [path.name[-2:] for path in (full, older, newest)] == ["05", "15", "20"]
     names = {path.name for path in newest.iterdir()}
-    assert {f"tensors.data-0000{i}-of-00007" for i in range(7)} < names, "3 of each server"
+    # The table, 3 files of each server, and what the coordinator and they have written since.
+    assert {f"tables.data-0000{i}-of-00006" for i in range(6)} < names
+    assert {f"tensors.data-0000{i}-of-00007" for i in range(7)} < names
     assert "parts" not in names
+    assert (newest / "tables.index").samefile(older / "tables.index")
+    assert not list(full.glob("tensors.data-00001-of-*"))
+    rows, table = (
+        sum(f.stat().st_size for f in newest.glob(f"{n}.*")) for n in ("tensors", "tables")
+    )
+    assert rows < 0.2 * table, "of 5000 rows 256 have changed"
     assert not verify(backups)
-    then = run(3, 4)
+    then = run(3, 6)
     assert (first["servers"], then["servers"]) == ([0, 1], [0, 1, 2])
-    assert (first["began_at"], then["began_at"]) == (0, 10)
-    assert then["iterations"] == 20
+    assert (first["began_at"], then["began_at"]) == (0, 20)
+    assert then["iterations"] == 30
     for found in (first, then):
         assert not found["whole"], "a table is on the servers only"
         (warned,) = found["whole_alone"]
@@ -185,6 +197,14 @@ def test_servers_back_tables_up_and_restore_them_on_another_number(run_cluster, 
     assert not exported["problems"]
     assert exported["all_off_by"] == 0.0
     assert exported["off_by"] < 1e-6, "from predict, after plain TensorFlow has loaded it"
+    sharded = exported["sharded"]
+    assert sharded["equal"], "bit for bit as of the export with whole tables"
+    files = [f"rows-{number:05d}.tfrecord" for number in range(6)]  # 3 of each server
+    assert sharded["files"] == [*files, "tables.json"]
+    assert sharded["shapes"] == [[0, 16], [16, 1], [1]], "no variable has the rows"
+    message, exists = sharded["refused"]
+    assert 'cannot be exported with tables="sharded": a layer reads all rows of it' in message
+    assert not exists
 
 
 @pytest.mark.multiprocess

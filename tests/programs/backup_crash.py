@@ -1,6 +1,9 @@
 """Die at every point of a write, as by SIGKILL, each time with a directory of its own.
 
-backup_crash.py DIRECTORY same|other     the step that is written: the one that is there, or another
+backup_crash.py DIRECTORY same|other|changed
+
+The step that is written is the one that is there, or another; or another with the changed rows of a
+table.
 
 Each point is tried in a child that is forked before TensorFlow's runtime starts.
 """
@@ -9,21 +12,30 @@ import itertools
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tests.helpers.backup_points import dying, watched
+from tests.helpers.local_tables import LocalTables
 from tfmw.checkpoint.store import BackupStore
 
-directory, step = Path(sys.argv[1]), {"same": 1, "other": 2}[sys.argv[2]]
+directory, step = Path(sys.argv[1]), {"same": 1}.get(sys.argv[2], 2)
+with_table = sys.argv[2] == "changed"
 
 
 def write_and_die(number: int) -> None:
     store = BackupStore(directory / str(number))
+    files: Any = LocalTables() if with_table else None
     with store.locked():
-        store.write(1, {"w": np.full(1000, 1.0)}, {"value": 1})
+        base = store.write(1, {"w": np.full(1000, 1.0)}, {"value": 1}, table_files=files)
+        options: dict[str, Any] = {}
+        if with_table:
+            files.clear_marks()
+            files.set([1, 5], 2.0)
+            options = {"table_files": files, "base": base}
         with watched(dying(number)):
-            store.write(step, {"w": np.full(1000, 2.0)}, {"value": 2})
+            store.write(step, {"w": np.full(1000, 2.0)}, {"value": 2}, **options)
 
 
 for number in itertools.count():

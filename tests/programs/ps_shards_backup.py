@@ -1,6 +1,8 @@
 """Trains a divided table, goes on where the backup is, and compares with one process.
 
 ps_shards_backup.py --backup=DIR --epochs=N [--export=DIR]
+
+The model is exported to DIR, whole, and to DIR.sharded.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import tensorflow as tf
 import tfmw
 from tests.programs import _result
 from tfmw.export import verify
-from tfmw.tables import creation, files
+from tfmw.tables import creation, files, row_files
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--backup", required=True)
@@ -54,7 +56,7 @@ def dataset():
 
 
 # Small enough that each server makes several blocks, and writes several slices and files.
-creation._INITIAL_BYTES = files.SLICE_BYTES = 1 << 16
+creation._INITIAL_BYTES = files.SLICE_BYTES = row_files.FILE_BYTES = 1 << 16
 files.FILE_BYTES = 1 << 17
 alone = make()  # an ordinary model: the servers are not known yet
 strategy = tfmw.strategies.parameter_server(min_shard_bytes=1 << 16)
@@ -77,9 +79,31 @@ server_variables = ServerVariables(model, len(servers.cluster.ps), servers.setti
 whole = [text for text in warned if "has all of its rows" in text]
 ServerVariables(alone, len(servers.cluster.ps), servers.settings.partition)
 whole_alone = [text for text in warned if "has all of its rows" in text]
+
+
+class AllRows(keras.layers.Layer):
+    """Multiplies by all rows of the table, as a tied softmax does."""
+
+    def call(self, x):
+        return x @ tf.transpose(tf.convert_to_tensor(model.layers[0].embeddings))
+
+
+def refused(path):
+    """Why no model with a layer that reads all rows is exported with sharded tables."""
+    tied = keras.Sequential([keras.Input((), dtype="int64"), model.layers[0], AllRows()])
+    try:
+        tfmw.export(tied, path, tables="sharded")
+    except tfmw.TfmwError as e:
+        return str(e), os.path.exists(path)
+
+
 exported = {}
 if options.export:
     tfmw.export(model, options.export)
+    sharded = Path(f"{options.export}.sharded")
+    tfmw.export(model, sharded.with_suffix(".new"), tables="sharded")
+    sharded.with_suffix(".new").rename(sharded)  # it works wherever it is
+    by_rows = tf.saved_model.load(sharded)
     predicted = tfmw.predict(model, ids, verbose=0)
     loaded = tf.saved_model.load(options.export)
     exported = {
@@ -91,7 +115,15 @@ if options.export:
                 for own, other in zip(model.weights, loaded.variables, strict=True)
             )
         ),
-        "problems": verify(options.export),
+        "problems": verify(options.export) + verify(sharded),
+        "sharded": {
+            "equal": bool(
+                (by_rows.serve(tf.constant(ids)) == loaded.serve(tf.constant(ids))).numpy().all()
+            ),
+            "files": sorted(path.name for path in (sharded / "assets").iterdir()),
+            "shapes": [variable.shape.as_list() for variable in by_rows.variables],
+            "refused": refused(str(sharded.with_suffix(".refused"))),
+        },
     }
 _result.write(
     {

@@ -169,6 +169,8 @@ def main() -> None:
     one_hot: np.ndarray[Any, Any] = np.eye(EXAMPLES, dtype="float32")
     inputs = keras.Input((4 + EXAMPLES,))
     hidden = keras.layers.Dense(8, activation="tanh")(Count()(inputs))
+    table = tfmw.layers.HashTableEmbedding(8, capacity=32, min_count=2, max_age=20, name="table")
+    hidden += table(keras.ops.argmax(inputs[:, 4:], axis=-1))
     hidden = keras.layers.Dropout(0.1)(hidden)
     model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
     model.compile(keras.optimizers.Adam(0.02), "mse")
@@ -198,6 +200,7 @@ def main() -> None:
             "weights": digest,
             "seen": [round(float(n), 3) for n in model.layers[1].seen.numpy()],
             "iterations": int(model.optimizer.iterations),
+            "known_ids": len(model.get_layer("table").known_ids()),
             "history": history.history,
             "validations": say_step.validations,
             "attempt": attempt,

@@ -30,10 +30,12 @@ import tensorflow as tf
 from tfmw import tables, trackers
 from tfmw.callbacks import BackupAndRestore, boards
 from tfmw.checkpoint import state
+from tfmw.checkpoint.background import BackgroundWriter
 from tfmw.checkpoint.backups import Backups, PythonState
 from tfmw.checkpoint.parts import BackupDirectory, Piece, SharedWrite, SlotParts
 from tfmw.checkpoint.schedule import Schedule
-from tfmw.checkpoint.store import BackgroundWriter, BackupStore, Damaged
+from tfmw.checkpoint.store import BackupStore, Damaged
+from tfmw.checkpoint.table_backups import TableBackups
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
 from tfmw.errors import Preempted, TfmwError
@@ -100,7 +102,7 @@ class DirectoryBackups(Backups):
         self._directory = BackupDirectory(group, self.path)
         self._shared: SharedWrite | None = None  # the last one
         self._snapshots = state.Snapshots()
-        self._table_files: tables.TableFiles | None = None
+        self._tables: TableBackups | None = None
         write = self._write if group.is_chief else SharedWrite.write_part
         self._writer = BackgroundWriter(write, self._not_written, clock)
         self._signature: list[str] = []
@@ -321,10 +323,10 @@ class DirectoryBackups(Backups):
             "random": random,
             "trackers": trackers.positions(),
         }
-        if self._table_files is None:
-            self._table_files = state.table_files(model)
+        if self._tables is None and (files := state.table_files(model)) is not None:
+            self._tables = TableBackups(files)
         self._writer.submit(step, tensors, full, must_be_finite, shared, pieces)
-        if self._table_files is not None:
+        if self._tables is not None:
             self._writer.wait()  # the next step would change the rows that servers write
 
     def _path_of(self, step: int) -> str:
@@ -350,8 +352,12 @@ class DirectoryBackups(Backups):
                     return
         trackers.flush()  # what a resumed run will not log again
         finite = [] if self._save_nan else finite
+        write = functools.partial(self._store.write, step, tensors, record, shared, pieces)
         try:
-            self._store.write(step, tensors, record, shared, pieces, self._table_files, finite)
+            if self._tables is None:
+                write()
+            else:
+                self._tables.write(functools.partial(write, self._tables.files, finite))
         except tables.NotFinite as e:
             if self._spoiled is not None and self._spoiled[0] == e.name:
                 self._refuse_spoiled()

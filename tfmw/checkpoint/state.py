@@ -225,7 +225,7 @@ def restore(model: keras.Model, tensors: Mapping[str, Any]) -> None:
             continue
         native.assign(tf.reshape(tf.cast(tensors[name], native.dtype), native.shape))
     if of_servers:
-        tables.TableFiles(of_servers).read(tensors.prefix, layout)  # type: ignore[attr-defined]
+        tensors.restore(tables.TableFiles(of_servers))  # type: ignore[attr-defined]
 
 
 def table_files(model: keras.Model) -> tables.TableFiles | None:

@@ -10,14 +10,18 @@ One backup is one directory `step_<n>` with these files:
 
 * `tensors.index`, `tensors.data-00000-of-00001`: a TensorFlow checkpoint (its tensor bundle
   format: named tensors, a CRC-32C for each). Where several tasks write, each has files of data:
-  workers write parts of slots, parameter servers write tables (`tfmw.tables`) in slices;
+  workers write parts of slots;
+* `tables.index`, `tables.data-...`, only with tables (`tfmw.tables`): the same format, with all
+  rows in slices, which the parameter servers write; or hard links to those of an earlier backup,
+  and the rows that have changed since are in `tensors`;
 * `record.json`: everything else as JSON, with the SHA-256 of itself and the sizes of the other
   files. It is written last: a directory without a valid record is not a backup.
 
 A backup is written under a temporary name, flushed and renamed (`tfmw.storage`). The two newest are
-kept. Reading is safe: no pickle, no code, no links followed, and never more memory than the files
-have bytes. Paths are local, or URLs that `tf.io.gfile` opens. Object stores have no atomic rename;
-there the record, written last, marks a backup as complete.
+kept, and one more if these share files of tables. Reading is safe: no pickle, no code, no links
+followed, and never more memory than the files have bytes. Paths are local, or URLs that
+`tf.io.gfile` opens. Object stores have no atomic rename; there the record, written last, marks a
+backup as complete.
 
     problems = verify("/shared/backups/run7")         # [] or one sentence for each problem
 """
@@ -32,9 +36,7 @@ import math
 import os
 import re
 import stat
-import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,23 +45,20 @@ import tensorflow as tf
 from tfmw import storage, tables
 from tfmw.checkpoint import tensor_files
 from tfmw.checkpoint.parts import Piece, SharedWrite
-from tfmw.checkpoint.tensor_files import PREFIX, SavedTensors
+from tfmw.checkpoint.tensor_files import PREFIX, TABLES, SavedTensors
 from tfmw.errors import TfmwError, UsageError
-from tfmw.runtime import fence, file_lock, tracing
-from tfmw.runtime.progress import blocking_call
+from tfmw.runtime import fence, file_lock
 
 logger = logging.getLogger("tfmw")
 
 EVALUATOR_LOCK = "EVALUATOR"
 """File that an evaluator locks while it watches, and removes after the last backup."""
 
-FORMAT = 1
 KEPT = 2
 _PATIENCE_S = 15.0  # for the lock of an earlier attempt, on another host
-_NICE = 10  # niceness of the writing thread: a tenth of a training thread's processor time
 _RECORD = "record.json"
 _NAME = re.compile(r"step_(\d{12})")
-_FILES = re.compile(re.escape(PREFIX) + r"\.(index|data-\d{5}-of-\d{5})")
+_FILES = re.compile(rf"({PREFIX}|{TABLES})\.(index|data-\d{{5}}-of-\d{{5}})")
 _LARGEST_RECORD = 256 << 20  # bytes; enough for the histories of a million epochs
 
 
@@ -81,12 +80,18 @@ class Backup:
     """
 
     def __init__(
-        self, path: str, step: int, record: dict[str, Any], layout: tables.Layout | None = None
+        self,
+        path: str,
+        step: int,
+        record: dict[str, Any],
+        layout: tables.Layout | None = None,
+        changed: bool = False,
     ):
         self.path = path
         self.step = step
         self.record = record
         self._layout = layout or {}
+        self._changed = changed
 
     def tensors(self, servers: int = 0) -> SavedTensors:
         """All tensors by name. Raises Damaged if a checksum does not match.
@@ -96,20 +101,16 @@ class Backup:
         """
         prefix = os.path.join(self.path, PREFIX)
         try:
-            reader = tf.train.load_checkpoint(prefix)
-            shapes = reader.get_variable_to_shape_map()
-            types = reader.get_variable_to_dtype_map()
-            # TensorFlow allocates the bytes that the index lists, so they must not exceed the
-            # files.
-            listed = sum(math.prod(shapes[name]) * types[name].size for name in shapes)
-            if listed > (found := self._bytes_of_tensors()):
-                raise Damaged(
-                    f"backup {self.path} is damaged: its index lists {listed} bytes, its files "
-                    f"have {found}"
-                )
-            tables.verify(prefix, self._layout, shapes, types, servers)
-            arrays = {n: reader.get_tensor(n) for n in sorted(shapes) if n not in self._layout}
-            return SavedTensors(prefix, arrays, self._layout)
+            reader, shapes, types = self._opened(PREFIX)
+            if self._layout:
+                _, of_tables, dtypes = self._opened(TABLES)
+                whole = os.path.join(self.path, TABLES)
+                tables.verify(whole, self._layout, of_tables, dtypes, servers)
+            if self._changed:
+                tables.verify_changed(prefix, self._layout, types, servers)
+            names = [name for name in sorted(shapes) if not tables.is_changed_rows(name)]
+            arrays = {name: reader.get_tensor(name) for name in names}
+            return SavedTensors(self.path, arrays, self._layout, self._changed)
         except (
             tf.errors.OpError,
             ValueError,
@@ -121,9 +122,21 @@ class Backup:
         ) as e:
             raise Damaged(f"backup {self.path} is damaged: {_first_line(e)}") from e
 
-    def _bytes_of_tensors(self) -> int:
-        names = [n for n in tf.io.gfile.listdir(self.path) if n.startswith(f"{PREFIX}.data-")]
-        return sum(tf.io.gfile.stat(os.path.join(self.path, n)).length for n in names)
+    def _opened(self, prefix: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        """A reader of a checkpoint, and the shapes and types of its tensors."""
+        reader = tf.train.load_checkpoint(os.path.join(self.path, prefix))
+        shapes = reader.get_variable_to_shape_map()
+        types = reader.get_variable_to_dtype_map()
+        # TensorFlow allocates the bytes that the index lists, so they must not exceed the files.
+        listed = sum(math.prod(shapes[name]) * types[name].size for name in shapes)
+        names = [n for n in tf.io.gfile.listdir(self.path) if n.startswith(f"{prefix}.data-")]
+        found = sum(tf.io.gfile.stat(os.path.join(self.path, n)).length for n in names)
+        if listed > found:
+            raise Damaged(
+                f"backup {self.path} is damaged: its index lists {listed} bytes, its files "
+                f"have {found}"
+            )
+        return reader, shapes, types
 
 
 class BackupStore:
@@ -219,6 +232,7 @@ class BackupStore:
         pieces: Sequence[Piece] = (),
         table_files: tables.TableFiles | None = None,
         must_be_finite: Collection[str] = (),
+        base: str | None = None,
     ) -> str:
         """Writes one backup and removes all but the newest ones.
 
@@ -230,6 +244,8 @@ class BackupStore:
             pieces: this task's.
             table_files: tables, which their servers write.
             must_be_finite: names of tables whose rows are checked.
+            base: the directory of a backup, since which few rows of tables have changed: its files
+                of tables are linked, and the changed rows are written. None to write all rows.
 
         Returns:
             The backup's directory.
@@ -243,8 +259,10 @@ class BackupStore:
 
         def write(directory: str) -> None:
             tf.io.gfile.makedirs(directory)
-            tensor_files.write(directory, tensors, shared, pieces, table_files, must_be_finite)
-            _write_record(directory, step, layout, record)
+            tensor_files.write(
+                directory, tensors, shared, pieces, table_files, must_be_finite, base
+            )
+            _write_record(directory, step, layout, base is not None, record)
 
         if self._local:
             named = None if shared is None else shared.directory
@@ -262,11 +280,23 @@ class BackupStore:
     def _prune(self, newest: int) -> None:
         steps = self.steps()
         intact = [s for s in steps if s <= newest and s not in self._damaged]
+        kept = intact[-KEPT:]
+        # Backups that share files of tables are damaged together: one that does not is kept, too.
+        shared = {self._file_of_tables(s) for s in kept}
+        if len(shared) == 1 and shared != {None}:
+            kept += [s for s in intact if self._file_of_tables(s) not in shared][-1:]
         for step in steps:
             # Higher steps belong to an abandoned run: the last write is valid.
-            if step not in intact[-KEPT:]:
+            if step not in kept:
                 with contextlib.suppress(OSError, tf.errors.OpError):
                     self._remove(step)
+
+    def _file_of_tables(self, step: int) -> int | None:
+        """The file of a backup's tables, the same for all links to it; None without tables."""
+        try:
+            return os.stat(os.path.join(self.path_of(step), f"{TABLES}.index")).st_ino
+        except OSError:
+            return None
 
     def clear(self) -> None:
         """Removes all backups."""
@@ -341,9 +371,10 @@ class BackupStore:
             if hashlib.sha256(text.encode()).hexdigest() != sealed["sha256"]:
                 raise Damaged(f"backup {path} is damaged: {_RECORD} does not match its checksum")
             body = json.loads(text)
-            if body["format"] != FORMAT:
+            expected = _format(body.get("tables"))
+            if body["format"] != expected:
                 raise UsageError(
-                    f"backup {path} has format {body['format']}, this version reads {FORMAT}: "
+                    f"backup {path} has format {body['format']}, this version reads {expected}: "
                     "resume with the version that wrote it, or use another backup_dir."
                 )
             for name, size in body["sizes"].items():
@@ -352,7 +383,9 @@ class BackupStore:
                 found = tf.io.gfile.stat(os.path.join(path, name)).length
                 if found != size:
                     raise Damaged(f"backup {path} is damaged: {name} has {found} of {size} bytes")
-            if storage.sha256(os.path.join(path, f"{PREFIX}.index")) != body["index_sha256"]:
+            index = storage.sha256(os.path.join(path, f"{PREFIX}.index"))
+            of_tables = _index_of_tables(path, body.get("tables", {}))
+            if (index, of_tables) != (body["index_sha256"], body.get("tables_index_sha256")):
                 raise Damaged(f"backup {path} is damaged: its index does not match its checksum")
             if body["step"] != step or not isinstance(body["record"], dict):
                 raise Damaged(f"backup {path} is damaged: its record is of step {body['step']!r}")
@@ -368,7 +401,7 @@ class BackupStore:
             tf.errors.OpError,
         ) as e:
             raise Damaged(f"backup {path} is damaged: {_first_line(e)}") from e
-        return Backup(path, step, body["record"], body.get("tables"))
+        return Backup(path, step, body["record"], body.get("tables"), bool(body.get("changed")))
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
@@ -399,17 +432,19 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _write_record(
-    directory: str, step: int, layout: tables.Layout, record: Mapping[str, Any]
+    directory: str, step: int, layout: tables.Layout, changed: bool, record: Mapping[str, Any]
 ) -> None:
     """Writes the last file of a backup, which makes it complete."""
-    files = sorted(name for name in tf.io.gfile.listdir(directory) if name.startswith(PREFIX))
+    files = sorted(name for name in tf.io.gfile.listdir(directory) if _FILES.fullmatch(name))
     text = json.dumps(
         {
-            "format": FORMAT,
+            "format": _format(layout),
             "step": step,
             "sizes": {n: tf.io.gfile.stat(os.path.join(directory, n)).length for n in files},
             "index_sha256": storage.sha256(os.path.join(directory, f"{PREFIX}.index")),
+            "tables_index_sha256": _index_of_tables(directory, layout),
             "tables": layout,
+            "changed": changed,
             "record": dict(record),
         }
     )
@@ -417,6 +452,16 @@ def _write_record(
     sealed = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text})
     with tf.io.gfile.GFile(os.path.join(directory, _RECORD), "w") as file:
         file.write(sealed)
+
+
+def _format(layout: tables.Layout | None) -> int:
+    """The number of the format of a backup: another one with tables, as only these changed."""
+    return 2 if layout else 1
+
+
+def _index_of_tables(directory: str, layout: tables.Layout) -> str | None:
+    """The checksum of the index of tables, where there are any."""
+    return storage.sha256(os.path.join(directory, f"{TABLES}.index")) if layout else None
 
 
 def _refuse_all_but_files(path: str) -> None:
@@ -430,67 +475,3 @@ def _refuse_all_but_files(path: str) -> None:
 
 def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
-class BackgroundWriter:
-    """Writes backups in the background, one at a time; training waits only for the copy.
-
-    Args:
-        write: called in the background with the arguments of `submit`.
-        on_error: called in the background if `write` fails with an error of the disk.
-        clock: monotonic seconds.
-    """
-
-    def __init__(
-        self,
-        write: Callable[..., Any],
-        on_error: Callable[[Exception], None],
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._write = write
-        self._on_error = on_error
-        self._clock = clock
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        self.seconds = 0.0
-        """Seconds that the last write took."""
-
-    @property
-    def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def submit(self, *arguments: Any) -> None:
-        """Starts a write, after the previous one has ended."""
-        self.wait()
-        self._thread = threading.Thread(
-            target=self._run, args=arguments, name="tfmw-backup", daemon=True
-        )
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Waits until everything submitted is on disk or has failed.
-
-        Raises:
-            Exception: an error of the writer other than one of the disk.
-        """
-        if self._thread is not None:
-            with blocking_call("backup"):
-                self._thread.join()
-            self._thread = None
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-
-    def _run(self, *arguments: Any) -> None:
-        start = self._clock()
-        with contextlib.suppress(OSError):
-            # On Linux each thread has its own priority: training threads run first.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        try:
-            with tracing.span(tracing.OTHER, "backup"):
-                self._write(*arguments)
-        except (OSError, tf.errors.OpError) as e:
-            self._on_error(e)
-        except BaseException as e:  # raised again by wait(), in the thread that trains
-            self._failure = e
-        self.seconds = self._clock() - start

@@ -1,7 +1,12 @@
-"""The tensors of one backup on disk: a TensorFlow checkpoint, of which servers write the tables."""
+"""The tensors of one backup on disk: TensorFlow checkpoints, of which servers write the tables.
+
+The checkpoint `TABLES` has the rows of tables, all of them. Of the next few backups it is the same
+one, by hard links, and their checkpoint `PREFIX` has the rows that have changed since.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -12,26 +17,36 @@ from tfmw import tables
 from tfmw.checkpoint.parts import Piece, SharedWrite, save
 
 PREFIX = "tensors"
+TABLES = "tables"
 
 
 class SavedTensors(Mapping[str, np.ndarray]):
     """The tensors of a backup by name; tables are read when they are asked for.
 
     Args:
-        prefix: of the checkpoint.
+        directory: of the backup.
         arrays: the tensors that are no tables.
         layout: the slices of the tables.
+        changed: whether rows have changed since the checkpoint of the tables.
     """
 
-    def __init__(self, prefix: str, arrays: dict[str, np.ndarray], layout: tables.Layout):
-        self.prefix = prefix
+    def __init__(
+        self, directory: str, arrays: dict[str, np.ndarray], layout: tables.Layout, changed: bool
+    ):
         self.layout = layout
         self._arrays = arrays
+        self._tables = os.path.join(directory, TABLES)
+        self._changed = os.path.join(directory, PREFIX) if changed else None
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.layout:
             return self._arrays[name]
-        array: np.ndarray = tf.train.load_checkpoint(self.prefix).get_tensor(name)
+        array: np.ndarray = tf.train.load_checkpoint(self._tables).get_tensor(name)
+        if self._changed is not None:
+            reader = tf.train.load_checkpoint(self._changed)
+            for start, _ in self.layout[name]:
+                rows = tables.changed_name(name, start)
+                array[reader.get_tensor(tables.ids_of(rows))] = reader.get_tensor(rows)
         return array
 
     def __iter__(self) -> Iterator[str]:
@@ -41,6 +56,12 @@ class SavedTensors(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self._arrays) + len(self.layout)
 
+    def restore(self, table_files: tables.TableFiles) -> None:
+        """Restores tables; their servers read them."""
+        table_files.read(self._tables, self.layout)
+        if self._changed is not None:
+            table_files.read_changed(self._changed, self.layout)
+
 
 def write(
     directory: str,
@@ -49,8 +70,9 @@ def write(
     pieces: Sequence[Piece],
     table_files: tables.TableFiles | None,
     must_be_finite: Collection[str],
+    base: str | None,
 ) -> None:
-    """Writes tensors, parts of slots or tables as the checkpoint `PREFIX` in a directory.
+    """Writes tensors, parts of slots or tables as checkpoints in a directory.
 
     Args:
         directory: exists.
@@ -59,6 +81,7 @@ def write(
         pieces: this task's.
         table_files: tables, which their servers write.
         must_be_finite: names of tables whose rows are checked.
+        base: an earlier backup, since which few rows have changed; None to write all rows.
 
     Raises:
         tables.NotFinite: one of the tables `must_be_finite` is not.
@@ -71,10 +94,18 @@ def write(
     if table_files is None:
         save(prefix, tensors)
         return
-    tables.write_checkpoint(
-        prefix,
-        os.path.join(directory, "parts"),
-        lambda own: save(own, tensors),
-        table_files,
-        must_be_finite,
-    )
+    parts = os.path.join(directory, "parts")
+
+    def save_own(own: str) -> None:
+        save(own, tensors)
+
+    if base is None:
+        write_tables = functools.partial(table_files.write, must_be_finite=must_be_finite)
+        tables.write_checkpoint(os.path.join(directory, TABLES), parts, write_tables)
+        save_own(prefix)
+        return
+    for name in os.listdir(base):
+        if name.startswith(f"{TABLES}."):
+            os.link(os.path.join(base, name), os.path.join(directory, name))
+    write_tables = functools.partial(table_files.write_changed, must_be_finite=must_be_finite)
+    tables.write_checkpoint(prefix, parts, write_tables, save_own)

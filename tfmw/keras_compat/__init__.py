@@ -21,6 +21,8 @@ the installed versions lack. A test calls it, so an incompatible release fails t
 * `serialization`: the state of a model, for another process.
 * `runtime`: TensorFlow's runtime and its coordination service.
 * `parameter_servers`: remote rows, iterators on workers, an optimizer's slots.
+* `global_rows`: what all replicas of a step have, for layers that look at the global batch.
+* `row_updates`: rows that a layer replaces in a step, and the optimizer's slots of them.
 * `table_variables`: Keras variables whose rows are made on parameter servers.
 
 May import: `tfmw.errors`, `tfmw.runtime`.
@@ -36,6 +38,7 @@ from tfmw.keras_compat import (
     optimizers,
     parameter_servers,
     pipelines,
+    row_updates,
     runtime,
     table_variables,
     wrapped_fit,
@@ -80,6 +83,7 @@ from tfmw.keras_compat.datasets import (
     zipped_inputs,
 )
 from tfmw.keras_compat.fused_update import fused_update
+from tfmw.keras_compat.global_rows import counts_of_all_replicas
 from tfmw.keras_compat.increments import (
     assigned_in_layer,
     counting_batches_once,
@@ -105,6 +109,7 @@ from tfmw.keras_compat.models import (
     event_writers,
     is_model,
     is_synchronized_batch_norm,
+    keep_message,
     keeps_state_of_examples,
     layers_of,
     limits_for_debugging,
@@ -152,6 +157,7 @@ from tfmw.keras_compat.parameter_servers import (
     worker_iterators,
 )
 from tfmw.keras_compat.pipelines import slowest_stage
+from tfmw.keras_compat.row_updates import assign_rows, note_slots, reset_slots, resets_rows
 from tfmw.keras_compat.runtime import (
     computes_with_onednn,
     configure_coordination,
@@ -177,9 +183,11 @@ from tfmw.keras_compat.serialization import (
 from tfmw.keras_compat.table_variables import (
     InitialRows,
     NewVariable,
+    RowsElsewhere,
     StandIn,
     initial_rows,
     make_variables_by,
+    track_asset,
 )
 
 __all__ = [
@@ -196,11 +204,13 @@ __all__ = [
     "RemoteRows",
     "Repeat",
     "ReplicaWeight",
+    "RowsElsewhere",
     "Shuffle",
     "Skip",
     "StandIn",
     "Take",
     "Zip",
+    "assign_rows",
     "assigned_in_layer",
     "backend_switch",
     "batch_arguments",
@@ -217,6 +227,7 @@ __all__ = [
     "coordination_report_error",
     "coordination_set",
     "counting_batches_once",
+    "counts_of_all_replicas",
     "current_learning_rate",
     "data_adapter",
     "dataset_constants",
@@ -242,6 +253,7 @@ __all__ = [
     "is_tracked_collection",
     "is_worker_failure",
     "items_in",
+    "keep_message",
     "keeps_state_of_examples",
     "layers_of",
     "leaf_metrics",
@@ -262,6 +274,7 @@ __all__ = [
     "needs_build",
     "new_native",
     "note_metric_update",
+    "note_slots",
     "one_op",
     "optimized_variables",
     "optimizer_slots",
@@ -276,6 +289,8 @@ __all__ = [
     "replica_local_updates",
     "requested_initial_epoch",
     "require_task",
+    "reset_slots",
+    "resets_rows",
     "runtime_started",
     "saveable_state",
     "scope_of",
@@ -295,6 +310,7 @@ __all__ = [
     "substituted",
     "substituted_global_seed",
     "synchronize_masked_moments",
+    "track_asset",
     "train_validation_split",
     "uses_weight_decay",
     "variable_state",
@@ -319,6 +335,7 @@ def missing_names() -> list[str]:
         runtime,
         parameter_servers,
         pipelines,
+        row_updates,
         table_variables,
         wrapped_fit,
     )

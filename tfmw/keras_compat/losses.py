@@ -56,6 +56,8 @@ class ReplicaWeight:
         unclear_metrics: names of metrics that are neither sums nor means over examples.
         loss_weighted: whether the weight was applied to the loss that is differentiated.
         layer_losses: id of a layer -> the losses that it passed to `add_loss` on this replica.
+        gather: the slices of all replicas, of slices of which each replica has some: values and
+            indices concatenated. A collective.
         deferred: (gradients, what reduces and applies them), while XLA compiles the step: a
             compiled step cannot contain collectives. None in other steps.
     """
@@ -69,8 +71,10 @@ class ReplicaWeight:
         size_known: bool,
         in_loss: bool,
         static_rows: int | None = None,
+        gather: Callable[[tf.IndexedSlices], tf.IndexedSlices] | None = None,
     ):
         self.examples = examples
+        self.gather = gather
         self.static_rows = static_rows
         self.global_examples = global_examples
         self.fraction = tf.math.divide_no_nan(

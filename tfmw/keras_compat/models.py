@@ -89,6 +89,11 @@ def substituted(pairs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
             set_native(variable, value)
 
 
+def keep_message(error: Exception) -> None:
+    """Makes Keras raise an error as it is; otherwise it adds a layer's arguments to the message."""
+    error._keras_call_info_injected = True  # type: ignore[attr-defined]
+
+
 def symbolic_build(model: keras.Model, batch: Any) -> None:
     """Builds model, losses, metrics and optimizer from the shapes of one batch.
 

@@ -142,7 +142,7 @@ def _taking_rows(keras_take: Callable[..., Any]) -> Callable[..., Any]:
 
         def found(ids: tf.Tensor) -> tf.Tensor:
             ids = tf.convert_to_tensor(ids)
-            ids = tf.where(ids < 0, ids + tf.cast(rows.shape[0], ids.dtype), ids)
+            ids = tf.where(ids < 0, ids + tf.cast(x.shape[0], ids.dtype), ids)
             return tf.cast(rows.sparse_read(ids), x.dtype)  # a Keras variable may be autocast
 
         if isinstance(indices, tf.RaggedTensor):
@@ -175,6 +175,35 @@ class StandIn(_resource_variables.BaseResourceVariable):
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {VARIABLE_VALUE: tf.constant(self._mark)}
+
+
+class RowsElsewhere(RemoteRows):
+    """A variable of no rows, which a SavedModel has in place of one whose rows are elsewhere.
+
+    Args:
+        shape: with all rows.
+        look_up, read: as of `RemoteRows`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: list[int],
+        dtype: tf.DType,
+        look_up: Callable[[tf.Tensor], tf.Tensor],
+        read: Callable[[], tf.Tensor],
+        trainable: bool,
+    ):
+        with tf.device("CPU:0"):
+            super().__init__(name, [0, *shape[1:]], dtype, look_up, read, trainable)
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {VARIABLE_VALUE: tf.zeros(self.shape, self.dtype)}
+
+
+def track_asset(archive: keras.export.ExportArchive, asset: Any) -> None:
+    """Adds a `tf.saved_model.Asset` to an archive, whose endpoints use its path."""
+    archive._tf_trackable.tfmw_asset = asset
 
 
 # ---------------------------------------------------------------- initial values

@@ -92,7 +92,7 @@ class SyncDriver:
         self._traces = Traces()
         self._metrics = ReplicaMetrics(model, self._replicas, self._traces)
         self._state = ReplicaState(model, self._replicas, self._traces)
-        self._gathers = False  # sparse gradients, as of embeddings, by TensorFlow
+        self._gathers = False  # sparse gradients, as of embeddings, or ids, by TensorFlow
         self._has_synchronized_norm = any(
             keras_compat.is_synchronized_batch_norm(layer)
             for layer in keras_compat.layers_of(model)
@@ -287,6 +287,7 @@ class SyncDriver:
             size_known=size_known,
             in_loss=not keras_compat.overrides_step(self.model, "train_step"),
             static_rows=None if uneven else static_batch_size(batch),
+            gather=self._gathered,
         )
         with keras_compat.weighting_losses(weight):
             if uneven:
@@ -411,9 +412,17 @@ class SyncDriver:
         if weight.uneven:
             present = weight.examples > 0
             grads = [or_zeros(g, present) for g in grads]
-        if not self._reduction.shapes_may_change:
-            self._gathers |= any(isinstance(grad, tf.IndexedSlices) for grad in grads)
+        if any(isinstance(grad, tf.IndexedSlices) for grad in grads):
+            self._note_gather()
         return update.reduced(grads, variables)
+
+    def _gathered(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        """What layers gather from all replicas within a step."""
+        self._note_gather()
+        return self._reduction.gather(slices)
+
+    def _note_gather(self) -> None:
+        self._gathers |= not self._reduction.shapes_may_change
 
     @contextlib.contextmanager
     def _lost_peer_named(self) -> Iterator[None]:

@@ -55,7 +55,8 @@ class ServerUpdates:
         """Updates a shard with a dense gradient of its shape, as `optimizer.apply` would."""
         slots = self.server_variables.slots_of(variable)
         pairs = [(variable, shard.variable), *((s, shard.slots[id(s)]) for s in slots)]
-        _apply(optimizer, variable, grad, pairs)
+        with tf.control_dependencies(shard.mark_changed()):
+            _apply(optimizer, variable, grad, pairs)
         if variable.constraint is not None:
             shard.variable.assign(variable.constraint(shard.variable.read_value()))
 
@@ -88,9 +89,10 @@ class ServerUpdates:
             dense = tf.math.unsorted_segment_sum(rows, ids, shape[0])
             self.update_whole(optimizer, shard, variable, tf.ensure_shape(dense, shape))
             return
-        pairs: list[tuple[Any, Any]] = [(variable, Rows(shard.variable, ids))]
-        pairs += [(s, Rows(shard.slots[id(s)], ids)) for s in slots]
-        _apply(optimizer, variable, rows, pairs)
+        with tf.control_dependencies(shard.mark_changed(ids)):
+            pairs: list[tuple[Any, Any]] = [(variable, Rows(shard.variable, ids))]
+            pairs += [(s, Rows(shard.slots[id(s)], ids)) for s in slots]
+            _apply(optimizer, variable, rows, pairs)
 
 
 def _apply(optimizer: Any, variable: Any, grad: Any, pairs: list[tuple[Any, Any]]) -> None:

@@ -35,6 +35,7 @@ import tensorflow as tf
 from tfmw import keras_compat
 from tfmw.errors import UsageError
 from tfmw.keras_compat import placement
+from tfmw.layers import HashTableEmbedding
 from tfmw.tables import (
     BLOCK_BYTES,
     VariableShard,
@@ -93,6 +94,7 @@ class ServerVariables:
         servers: int,
         partition: Callable[[Sequence[int], tf.DType], int] = lambda shape, dtype: 1,
     ):
+        _refuse_hash_tables(model)
         self.model = model
         self.servers = servers
         self.optimizers = keras_compat.optimizers_of(model)
@@ -356,6 +358,17 @@ def refuse_unsupported(optimizers: list[Any], divided: list[Any]) -> None:
             raise UsageError(
                 f"{name} cannot update variables that are divided over servers row by row: "
                 f"expected {', '.join(names[:-1])} or {names[-1]}; or leave the partitioner out."
+            )
+
+
+def _refuse_hash_tables(model: keras.Model) -> None:
+    """Raises UsageError for layers whose ids take rows: two workers would give one row twice."""
+    for layer in keras_compat.layers_of(model):
+        if isinstance(layer, HashTableEmbedding):
+            raise UsageError(
+                f"layer {layer.name!r} is a HashTableEmbedding, whose ids take rows in a step that "
+                "all workers make together, and parameter servers have none: train without them, "
+                "or use keras.layers.Hashing and keras.layers.Embedding."
             )
 
 

@@ -6,15 +6,25 @@
 
 Read `table.py` first: the handle that the Keras variable holds, and its shards. `shards.py` looks
 up rows of shards, from any process. `creation.py` decides which variables become tables, and fills
-them on their servers. `files.py` has tables in checkpoints,
-`exporting.py` in SavedModels.
+them on their servers. `files.py` has tables in checkpoints, `exporting.py` in SavedModels, whose
+rows `row_files.py` may look up in files.
 
 May import: `tfmw.keras_compat`, `tfmw.storage`, `tfmw.errors`.
 """
 
 from tfmw.tables.creation import create_on_servers
-from tfmw.tables.exporting import stand_ins
-from tfmw.tables.files import Layout, NotFinite, TableFiles, verify, write_checkpoint
+from tfmw.tables.exporting import tables_in_files, whole_tables
+from tfmw.tables.files import (
+    Layout,
+    NotFinite,
+    TableFiles,
+    changed_name,
+    ids_of,
+    is_changed_rows,
+    verify,
+    verify_changed,
+    write_checkpoint,
+)
 from tfmw.tables.shards import (
     BLOCK_BYTES,
     VariableShard,
@@ -40,16 +50,21 @@ __all__ = [
     "TableFiles",
     "VariableShard",
     "blocks",
+    "changed_name",
     "create_on_servers",
+    "ids_of",
+    "is_changed_rows",
     "is_table",
     "look_up",
     "owners",
     "read_whole",
     "refuse_tables",
     "server",
-    "stand_ins",
     "table_of",
     "tables_among",
+    "tables_in_files",
     "verify",
+    "verify_changed",
+    "whole_tables",
     "write_checkpoint",
 ]

@@ -58,7 +58,12 @@ class _Creation:
             )
             return None
         with tf.init_scope():
-            shards = [self._shard(new, rows, *place) for place in places]
+            of_table = [] if new.slot_of is None else keras_compat.native(new.slot_of).shards
+            changed = [shard.changed for shard in of_table] or [None] * len(places)
+            shards = [
+                self._shard(new, rows, *place, marks)
+                for place, marks in zip(places, changed, strict=True)
+            ]
             return Table(new.path, new.shape, new.dtype, shards, new.trainable, self._most)
 
     def _places(self, new: NewVariable) -> list[tuple[int, int, int]]:
@@ -90,7 +95,13 @@ class _Creation:
         return places
 
     def _shard(
-        self, new: NewVariable, rows: keras_compat.InitialRows, where: int, start: int, stop: int
+        self,
+        new: NewVariable,
+        rows: keras_compat.InitialRows,
+        where: int,
+        start: int,
+        stop: int,
+        changed: tf.Variable | None,
     ) -> VariableShard:
         shape = [stop - start, *new.shape[1:]]
         size = math.prod(shape) * new.dtype.size
@@ -99,7 +110,11 @@ class _Creation:
             variable = tf.Variable(
                 lambda: tf.zeros(shape, new.dtype), trainable=new.trainable, name="table_shard"
             )
-        shard = VariableShard(variable, where, start, stop)
+            if changed is None:
+                changed = tf.Variable(
+                    lambda: tf.zeros([stop - start], tf.bool), trainable=False, name="changed"
+                )
+        shard = VariableShard(variable, where, start, stop, changed=changed)
         for a, b in blocks(start, stop, size, _INITIAL_BYTES):
             with tf.device(server(where)):
                 store_rows(shard, a, rows(a, b))

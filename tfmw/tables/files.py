@@ -2,7 +2,10 @@
 
     files = TableFiles({"000001/embeddings": table, ...})
     parts = files.write("/shared/parts")              # the prefixes of checkpoints of slices
-    files.read("/shared/tensors", layout)             # with any number of servers
+    files.clear_marks()
+    parts = files.write_changed("/shared/parts")      # rows that have changed since
+    files.read("/shared/tables", layout)              # with any number of servers
+    files.read_changed("/shared/tensors", layout)
 
 A checkpoint may have a tensor in slices. Each server writes slices of at most `SLICE_BYTES`, a few
 of them in a file, so a server needs memory for one file beside its rows. All servers write and read
@@ -15,18 +18,18 @@ import dataclasses
 import functools
 import posixpath
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent import futures
 from typing import Any
 
 import tensorflow as tf
 
 from tfmw import storage
 from tfmw.errors import TfmwError
-from tfmw.tables.shards import VariableShard, blocks, server
+from tfmw.tables.shards import VariableShard, blocks, on_each, require_written, server
 from tfmw.tables.table import Table, store_rows
 
 SLICE_BYTES = 32 << 20
 FILE_BYTES = 128 << 20
+_CHANGED = ".tfmw_changed"
 
 Layout = dict[str, list[list[int]]]
 """By name of a table, the [start, stop) of its rows in each slice of a checkpoint."""
@@ -89,7 +92,8 @@ class TableFiles:
     def __init__(self, tables: Mapping[str, Table]):
         self.tables = dict(tables)
         self._parts = {where: _grouped(slices) for where, slices in self._by_server().items()}
-        self._writers = {where: self._writer(where) for where in self._parts}
+        self._writers = {where: self._writer(where, _whole) for where in self._parts}
+        self._writers_of_changed = {where: self._writer(where, _changed) for where in self._parts}
 
     @property
     def layout(self) -> Layout:
@@ -110,10 +114,40 @@ class TableFiles:
             NotFinite: a row is not finite; files may have been written all the same.
             tf.errors.OpError, OSError: a server could not write, or writes elsewhere.
         """
+        return self._write(self._writers, directory, must_be_finite)
+
+    def write_changed(self, directory: str, must_be_finite: Collection[str] = ()) -> list[str]:
+        """As `write`, of rows that have changed since `clear_marks`; see `changed_name`."""
+        return self._write(self._writers_of_changed, directory, must_be_finite)
+
+    def clear_marks(self) -> None:
+        """From now on `write_changed` writes rows that change after this call."""
+        for changed, where in self._marks():
+            with tf.device(server(where)):
+                changed.assign(tf.zeros(changed.shape, tf.bool))
+
+    def share_changed(self) -> float:
+        """The share of rows that `write_changed` would write, of the table with most of them."""
+        shares = []
+        for changed, where in self._marks():
+            with tf.device(server(where)):
+                count = tf.math.count_nonzero(changed.read_value())
+            shares.append(int(count) / max(1, int(changed.shape[0])))
+        return max(shares, default=0.0)
+
+    def _marks(self) -> list[tuple[tf.Variable, int]]:
+        shards = [shard for table in self.tables.values() for shard in table.shards]
+        found = {id(s.changed): (s.changed, s.server) for s in shards if s.changed is not None}
+        return list(found.values())
+
+    def _write(
+        self,
+        writers: dict[int, Callable[[Any], Any]],
+        directory: str,
+        must_be_finite: Collection[str],
+    ) -> list[str]:
         directory = storage.absolute(directory)  # servers may run in another directory
-        finite = _on_each(
-            {where: functools.partial(w, directory) for where, w in self._writers.items()}
-        )
+        finite = on_each({where: functools.partial(w, directory) for where, w in writers.items()})
         for where, flags in finite.items():
             slices = [one for part in self._parts[where] for one in part]
             for one, is_finite in zip(slices, flags.numpy(), strict=True):
@@ -124,12 +158,7 @@ class TableFiles:
             for where, parts in sorted(self._parts.items())
             for number in range(len(parts))
         ]
-        for prefix in prefixes:
-            if not tf.io.gfile.exists(f"{prefix}.index"):
-                raise OSError(
-                    f"parameter servers wrote tables to {directory!r}, and the coordinator does "
-                    "not find them there: expected a directory that all tasks share"
-                )
+        require_written(directory, (f"{prefix}.index" for prefix in prefixes))
         return prefixes
 
     def read(self, prefix: str, layout: Layout) -> None:
@@ -150,7 +179,19 @@ class TableFiles:
                     if start < stop:
                         one = _Slice(name, table, shard, start, stop)
                         wanted.setdefault(shard.server, []).append(one)
-        _on_each({where: _reader(where, slices, prefix) for where, slices in wanted.items()})
+        on_each({where: _reader(where, slices, prefix) for where, slices in wanted.items()})
+
+    def read_changed(self, prefix: str, layout: Layout) -> None:
+        """Restores the rows of `write_changed`, after those of `read`; with the same arguments."""
+        prefix = storage.absolute(prefix)
+        wanted: dict[int, list[tuple[VariableShard, str, tf.DType]]] = {}
+        for name, table in self.tables.items():
+            for shard in table.shards:
+                for a, b in layout.get(name, ()):
+                    if max(a, shard.start) < min(b, shard.stop):
+                        one = (shard, changed_name(name, a), table.dtype)
+                        wanted.setdefault(shard.server, []).append(one)
+        on_each({where: _reader_of_changed(where, of, prefix) for where, of in wanted.items()})
 
     def _by_server(self) -> dict[int, list[_Slice]]:
         found: dict[int, list[_Slice]] = {}
@@ -159,8 +200,14 @@ class TableFiles:
                 found.setdefault(one.shard.server, []).append(one)
         return found
 
-    def _writer(self, where: int) -> Callable[[tf.Tensor], tf.Tensor]:
-        """A function that writes the files of one server: which of its slices are finite."""
+    def _writer(
+        self, where: int, tensors_of: Callable[[_Slice], list[tuple[str, str, tf.Tensor]]]
+    ) -> Callable[[str], tf.Tensor]:
+        """A function that writes the files of one server: which of its slices are finite.
+
+        Args:
+            tensors_of: (name, slice of the tensor, values) of what is written of each, rows last.
+        """
 
         def write(directory: tf.Tensor) -> tf.Tensor:
             finite: list[tf.Tensor] = []
@@ -168,50 +215,51 @@ class TableFiles:
                 written: list[Any] = []
                 for number, part in enumerate(self._parts[where]):
                     with tf.control_dependencies(written):  # one file after the other is in memory
-                        rows = [one.rows() for one in part]
-                    finite += [tf.reduce_all(tf.math.is_finite(r)) for r in rows]
+                        found = [tensors_of(one) for one in part]
+                    finite += [tf.reduce_all(tf.math.is_finite(of[-1][2])) for of in found]
+                    every = [one for of in found for one in of]
                     written = [
                         tf.raw_ops.SaveV2(
                             prefix=tf.strings.join([directory, "/", _part_name(where, number)]),
-                            tensor_names=[one.name for one in part],
-                            shape_and_slices=[one.spec for one in part],
-                            tensors=rows,
+                            tensor_names=[name for name, _, _ in every],
+                            shape_and_slices=[spec for _, spec, _ in every],
+                            tensors=[values for _, _, values in every],
                         )
                     ]
                 with tf.control_dependencies(written):
                     flags = tf.stack(finite)
             return tf.identity(flags)
 
-        signature = [tf.TensorSpec([], tf.string)]
-        return tf.function(write, autograph=False, input_signature=signature)
+        traced = tf.function(write, autograph=False, input_signature=[tf.TensorSpec([], tf.string)])
+        # TensorFlow would warn of calls of `traced`: each server has a function of this name.
+        return lambda directory: traced.get_concrete_function()(tf.constant(directory))
 
 
 def write_checkpoint(
     prefix: str,
     parts: str,
-    save: Callable[[str], None],
-    files: TableFiles,
-    must_be_finite: Collection[str] = (),
+    write: Callable[[str], list[str]],
+    save: Callable[[str], None] | None = None,
 ) -> None:
-    """Writes one checkpoint: tables, each server its own rows, and what `save` writes here.
+    """Writes one checkpoint: what servers write of tables, and what `save` writes here.
 
     Args:
         prefix: of the checkpoint; its directory exists, and is the same on all servers.
         parts: a directory for the parts, until they are one.
+        write: `TableFiles.write` or `write_changed`.
         save: writes a checkpoint, of other tensors, to the prefix that it is called with.
-        files: the tables.
-        must_be_finite: names of tables whose rows are checked.
 
     Raises:
-        NotFinite, tf.errors.OpError, OSError: as `TableFiles.write`.
+        NotFinite, tf.errors.OpError, OSError: as `write`.
     """
     tf.io.gfile.makedirs(parts)
-    prefixes = files.write(parts, must_be_finite)
-    own = posixpath.join(parts, "coordinator")
-    save(own)
+    prefixes = write(parts)
+    if save is not None:
+        prefixes.insert(0, posixpath.join(parts, "coordinator"))
+        save(prefixes[0])
     with tf.device("/CPU:0"):
         tf.raw_ops.MergeV2Checkpoints(
-            checkpoint_prefixes=[own, *prefixes], destination_prefix=prefix, delete_old_dirs=False
+            checkpoint_prefixes=prefixes, destination_prefix=prefix, delete_old_dirs=False
         )
     storage.remove(parts)
 
@@ -231,7 +279,6 @@ def verify(
         tf.errors.OpError, ValueError: a checksum does not match, or rows are missing.
         ServerCannotRead: of a server; this process reads the same rows.
     """
-    prefix = storage.absolute(prefix)
     for name, ranges in layout.items():
         if [0, *(b for _, b in ranges)] != [*(a for a, _ in ranges), shapes[name][0]]:
             raise ValueError(f"the slices {ranges} of {name} are not all of its {shapes[name]}")
@@ -240,6 +287,19 @@ def verify(
         for name, ranges in layout.items()
         for a, b in ranges
     ]
+    _compare_checksums(prefix, every, servers)
+
+
+def verify_changed(prefix: str, layout: Layout, types: Mapping[str, Any], servers: int) -> None:
+    """As `verify`, of the tensors of `TableFiles.write_changed`."""
+    names = [changed_name(name, a) for name, ranges in layout.items() for a, _ in ranges]
+    every = [(each, "", types[each]) for name in names for each in (name, ids_of(name))]
+    _compare_checksums(prefix, every, servers)
+
+
+def _compare_checksums(prefix: str, every: list[tuple[str, str, tf.DType]], servers: int) -> None:
+    """Reads (name, slice, dtype), each server some of them; reading compares their checksums."""
+    prefix = storage.absolute(prefix)
     count = max(1, servers)
 
     def check(where: int) -> None:
@@ -252,7 +312,7 @@ def verify(
                 _read_and_drop(prefix, *one, "/CPU:0")  # raises if the file is damaged
                 raise ServerCannotRead(where, prefix, e) from e
 
-    _on_each({where: functools.partial(check, where) for where in range(count)})
+    on_each({where: functools.partial(check, where) for where in range(count)})
 
 
 def _read_and_drop(prefix: str, name: str, spec: str, dtype: tf.DType, device: str) -> None:
@@ -286,13 +346,55 @@ def _reader(where: int, slices: list[_Slice], prefix: str) -> Callable[[], Any]:
     return tf.function(read, autograph=False)
 
 
-def _on_each(calls: dict[int, Callable[[], Any]]) -> dict[int, Any]:
-    """Calls all at the same time; the results by key. Raises the first error."""
-    if not calls:
-        return {}
-    with futures.ThreadPoolExecutor(len(calls), "tfmw-tables") as pool:
-        running = {key: pool.submit(call) for key, call in calls.items()}
-        return {key: call.result() for key, call in running.items()}
+def _reader_of_changed(
+    where: int, wanted: list[tuple[VariableShard, str, tf.DType]], prefix: str
+) -> Callable[[], Any]:
+    """Reads rows of `write_changed` on one server, one slice after the other."""
+
+    def read() -> None:
+        for shard, name, dtype in wanted:
+            with tf.device(server(where)):
+                ids, rows = tf.raw_ops.RestoreV2(
+                    prefix=prefix,
+                    tensor_names=[ids_of(name), name],
+                    shape_and_slices=["", ""],
+                    dtypes=[tf.int64, dtype],
+                )
+                own = tf.where((ids >= shard.start) & (ids < shard.stop))[:, 0]
+                changed = tf.IndexedSlices(tf.gather(rows, own), tf.gather(ids, own) - shard.start)
+                shard.variable.scatter_update(changed)
+
+    return read
+
+
+def changed_name(name: str, start: int) -> str:
+    """In a checkpoint: rows [n, ...] of a table that have changed, of the slice from `start` on."""
+    return f"{name}{_CHANGED}/{start:015d}"
+
+
+def ids_of(name: str) -> str:
+    """In a checkpoint: the indices, int64 [n] in the whole table, of the rows `changed_name`."""
+    return f"{name}/ids"
+
+
+def is_changed_rows(name: str) -> bool:
+    """Whether `write_changed` wrote a tensor of this name."""
+    return _CHANGED in name
+
+
+def _whole(one: _Slice) -> list[tuple[str, str, tf.Tensor]]:
+    return [(one.name, one.spec, one.rows())]
+
+
+def _changed(one: _Slice) -> list[tuple[str, str, tf.Tensor]]:
+    first, changed = one.start - one.shard.start, one.shard.changed
+    marks = tf.gather(changed, tf.range(first, one.stop - one.shard.start, dtype=tf.int64))
+    ids = tf.where(marks)[:, 0] + first
+    name = changed_name(one.name, one.start)
+    return [
+        (ids_of(name), "", ids + one.shard.start),
+        (name, "", tf.gather(one.shard.variable, ids)),
+    ]
 
 
 def _slices(name: str, table: Table) -> Iterator[_Slice]:

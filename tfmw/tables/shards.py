@@ -10,7 +10,9 @@ row that occurs several times in a batch is sent once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
+from typing import Any
 
 import tensorflow as tf
 
@@ -23,6 +25,24 @@ def server(index: int) -> str:
     return f"/job:ps/replica:0/task:{index}/device:CPU:0"
 
 
+def on_each(calls: dict[int, Callable[[], Any]]) -> dict[int, Any]:
+    """Calls all at the same time; the results by key. Raises the first error."""
+    if not calls:
+        return {}
+    with futures.ThreadPoolExecutor(len(calls), "tfmw-tables") as pool:
+        running = {key: pool.submit(call) for key, call in calls.items()}
+        return {key: call.result() for key, call in running.items()}
+
+
+def require_written(directory: str, paths: Iterable[str]) -> None:
+    """Raises OSError unless this process finds the files that servers wrote to a directory."""
+    if not all(tf.io.gfile.exists(path) for path in paths):
+        raise OSError(
+            f"parameter servers wrote tables to {directory!r}, and the coordinator does not find "
+            "them there: expected a directory that all tasks share"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class VariableShard:
     """Some rows of a variable, on one server.
@@ -32,6 +52,8 @@ class VariableShard:
         server: its number.
         start, stop: rows of the whole variable; 0 and 0 if it is not divided.
         slots: the optimizer's slots for these rows, on the server, by id of the Keras variable.
+        changed: bool [rows], on the server: which have changed since the last full backup. A
+            table's slots share it; None for a variable that is no table.
     """
 
     variable: tf.Variable
@@ -39,6 +61,23 @@ class VariableShard:
     start: int
     stop: int
     slots: dict[int, tf.Variable] = dataclasses.field(default_factory=dict)
+    changed: tf.Variable | None = None
+
+    def mark_changed(self, ids: tf.Tensor | None = None) -> list[Any]:
+        """Marks rows that are about to change; call it on the server.
+
+        Args:
+            ids: int64 [n], in this shard; None for all.
+
+        Returns:
+            What the change has to wait for: a change without a mark would not be backed up.
+        """
+        if self.changed is None:
+            return []
+        if ids is None:
+            return [self.changed.assign(tf.fill(self.changed.shape, True))]
+        every = tf.fill([tf.size(ids)], True)
+        return [self.changed.scatter_update(tf.IndexedSlices(every, ids))]
 
 
 def blocks(start: int, stop: int, size: int, most: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:

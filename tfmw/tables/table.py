@@ -18,10 +18,23 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from tfmw import keras_compat
-from tfmw.errors import UsageError
+from tfmw.errors import TfmwError, UsageError
 from tfmw.tables.shards import VariableShard, blocks, look_up, read_whole, server
 
 _numbers = itertools.count()
+
+
+class NeedsAllRows(TfmwError):
+    """All rows of a table were asked for, and they are too many for one process.
+
+    No ValueError: TensorFlow and Keras would wrap it in errors of their own.
+    """
+
+    status = 2
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        keras_compat.keep_message(self)
 
 
 class Table(keras_compat.RemoteRows):
@@ -74,12 +87,12 @@ class Table(keras_compat.RemoteRows):
         return look_up(self.shards, ids)
 
     def read_all(self) -> tf.Tensor:
-        """All rows, in the process that calls. Raises UsageError if they are too many."""
+        """All rows, in the process that calls. Raises NeedsAllRows if they are too many."""
         self._refuse_whole("reading")
         return read_whole(self.shards)
 
     def assign(self, value: Any, *arguments: Any, **options: Any) -> None:
-        """Replaces all rows. Raises UsageError if they are too many."""
+        """Replaces all rows. Raises NeedsAllRows if they are too many."""
         del arguments, options  # of `tf.Variable.assign`: nothing of them applies here
         self._refuse_whole("assigning")
         if not self._keeps_rows:
@@ -89,6 +102,8 @@ class Table(keras_compat.RemoteRows):
         """Sends all rows to their servers: `value` is in this process already."""
         for shard in self.shards:
             size = self.row_bytes * (shard.stop - shard.start)
+            with tf.device(server(shard.server)):
+                shard.mark_changed()
             for start, stop in blocks(shard.start, shard.stop, size):
                 store_rows(shard, start, value[start:stop])
 
@@ -103,7 +118,7 @@ class Table(keras_compat.RemoteRows):
 
     def _refuse_whole(self, what: str) -> None:
         if not self.may_be_whole:
-            raise UsageError(
+            raise NeedsAllRows(
                 f"{self.path} is a table of {_size(self.bytes)} on {len(self.shards)} shards of "
                 f"parameter servers, and {what} it as a whole takes at least as much memory in one "
                 f"process, more than max_whole_bytes={self._most}: look up rows with "

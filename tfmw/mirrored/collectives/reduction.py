@@ -121,6 +121,14 @@ class Reduction:
         replica = tf.distribute.get_replica_context()
         return replica.all_reduce(SUM, flat)
 
+    def gather(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        """The slices of all replicas, one after the other; see `shapes_may_change`.
+
+        In a replica context.
+        """
+        (gathered,) = (self._ring or self._by_tensorflow)([slices])
+        return gathered
+
     @property
     def options(self) -> Any:
         """TensorFlow's options for collectives; None for its defaults."""

@@ -1,0 +1,77 @@
+"""Rows of Keras variables that a layer replaces in a step, and the optimizer's slots of these rows.
+
+note_slots()                                   # once, before optimizers are built
+assign_rows(variable, rows, values)
+reset_slots(variable, rows)                    # as the optimizer made them
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import optimizer as _tf_optimizer
+
+from tfmw.keras_compat.models import native
+
+_SLOTS = "_tfmw_slots"  # of Keras variables: (optimizer's id, [(slot, initializer)])
+_RESET = "_tfmw_resets_rows"
+
+
+def resets_rows(variable: Any) -> None:
+    """Marks a Keras variable, before an optimizer is built, as one for `reset_slots`."""
+    setattr(variable, _RESET, True)
+
+
+@functools.cache
+def note_slots() -> None:
+    """From now on optimizers note the slots that they make for marked variables."""
+    keras_slot = _tf_optimizer.TFOptimizer.add_variable_from_reference
+
+    @functools.wraps(keras_slot)
+    def add_variable_from_reference(
+        self: Any, reference_variable: Any, name: Any = None, initializer: Any = "zeros"
+    ) -> Any:
+        slot = keras_slot(self, reference_variable, name=name, initializer=initializer)
+        if getattr(reference_variable, _RESET, False):
+            optimizer, slots = getattr(reference_variable, _SLOTS, (None, []))
+            if optimizer != id(self):  # the model was compiled again
+                slots = []
+            setattr(reference_variable, _SLOTS, (id(self), [*slots, (slot, initializer)]))
+        return slot
+
+    _tf_optimizer.TFOptimizer.add_variable_from_reference = add_variable_from_reference
+
+
+def assign_rows(variable: Any, rows: tf.Tensor, values: tf.Tensor) -> None:
+    """Replaces rows, in place.
+
+    Args:
+        variable: a Keras variable [size, ...].
+        rows: int64 [n], each at most once.
+        values: [n, ...].
+    """
+    native(variable).scatter_update(tf.IndexedSlices(values, rows))
+
+
+def reset_slots(variable: Any, rows: tf.Tensor) -> None:
+    """Sets the slots of some rows of a marked variable to what its optimizer has begun with.
+
+    Slots of another shape than the variable's stay as they are.
+
+    Args:
+        rows: int64 [n], each at most once.
+    """
+    _, slots = getattr(variable, _SLOTS, (None, []))
+    for slot, initializer in slots:
+        if slot.shape == variable.shape:
+            row = keras.initializers.get(initializer)([1, *slot.shape[1:]], dtype=slot.dtype)
+            assign_rows(slot, rows, tf.repeat(tf.convert_to_tensor(row), tf.size(rows), axis=0))
+
+
+PRIVATE_NAMES: list[tuple[Any, str]] = [
+    (_tf_optimizer.TFOptimizer, "add_variable_from_reference"),
+]
+"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

@@ -1,0 +1,212 @@
+"""Tables in files whose rows are looked up by ops that any TensorFlow has.
+
+    files = RowFiles({"embedding/embeddings": table})
+    files.write("/exports/model/assets")                   # each server its own rows
+    rows = files.look_up("embedding/embeddings", directory, ids)
+
+A file is a TFRecord file. Each record has some successive rows, about 4 KB, as a serialized tensor.
+All records of a table have the same length. So a lookup knows the file and the offset of the record
+that has a row, reads this record and checks its checksum; nothing else is read. The graph of a
+lookup is a part of a SavedModel, and nothing of it is Python. The operating system keeps in memory
+what is read often.
+
+What TensorFlow has beside that serves worse. `RestoreV2` reads one row of a slice by reading all of
+the slice, and opens the checkpoint for each. `FixedLengthRecordDataset` reads all that is before a
+record. `ImmutableConst` maps a file into memory, which TensorFlow copies, as a constant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import posixpath
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfmw.tables.shards import VariableShard, blocks, on_each, require_written, server
+from tfmw.tables.table import Table
+
+FILE_BYTES = 128 << 20  # what a server needs beside its rows to write them
+_RECORD_BYTES = 4096
+_FRAME = 16  # bytes of a TFRecord beside its content: length, and two checksums
+_AT_ONCE = 16  # records that are read at the same time
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    """The rows [start, stop) of a table, in a file of this name."""
+
+    name: str
+    shard: VariableShard
+    start: int
+    stop: int
+
+
+class _Records:
+    """How the rows of one table are divided into records."""
+
+    def __init__(self, table: Table):
+        self.dtype: tf.DType = table.dtype
+        self.rows = max(1, min(_RECORD_BYTES // table.row_bytes, int(table.shape[0])))
+        self.shape = [self.rows, *table.shape.as_list()[1:]]
+        self.content = math.prod(self.shape) * self.dtype.size
+        self.length = len(tf.io.serialize_tensor(tf.zeros(self.shape, self.dtype)).numpy())
+
+    def of(self, rows: tf.Tensor) -> tf.data.Dataset:
+        """The records of rows [n, ...]; the last is filled up with zeros."""
+        rest = -tf.shape(rows)[0] % self.rows
+        filled = tf.pad(rows, [[0, rest], *[[0, 0]] * (len(self.shape) - 1)])
+        records = tf.data.Dataset.from_tensor_slices(tf.reshape(filled, [-1, *self.shape]))
+        return records.map(tf.io.serialize_tensor)
+
+    def decoded(self, records: tf.Tensor) -> tf.Tensor:
+        """[n, rows, ...]: the values are at the end of a serialized tensor."""
+        values = tf.strings.substr(records, self.length - self.content, self.content)
+        return tf.reshape(tf.io.decode_raw(values, self.dtype), [-1, *self.shape])
+
+
+class RowFiles:
+    """Writes tables into files, and looks up their rows there.
+
+    Args:
+        tables: by name.
+    """
+
+    def __init__(self, tables: Mapping[str, Table]):
+        self.tables = dict(tables)
+        self._records = {name: _Records(table) for name, table in self.tables.items()}
+        self._files: dict[str, list[_File]] = {name: [] for name in self.tables}
+        number = 0
+        for name, table in self.tables.items():
+            for shard in table.shards:
+                size = table.row_bytes * (shard.stop - shard.start)
+                for start, stop in blocks(shard.start, shard.stop, size, FILE_BYTES):
+                    file = f"rows-{number:05d}.tfrecord"
+                    self._files[name].append(_File(file, shard, start, stop))
+                    number += 1
+
+    def as_json(self) -> dict[str, Any]:
+        """What a reader needs to know: for each table, its files and what is in a record."""
+        return {
+            name: {
+                "shape": table.shape.as_list(),
+                "dtype": table.dtype.name,
+                "rows_per_record": self._records[name].rows,
+                "files": [[file.name, file.start, file.stop] for file in self._files[name]],
+            }
+            for name, table in self.tables.items()
+        }
+
+    def write(self, directory: str) -> None:
+        """Writes all rows, each server its own.
+
+        Args:
+            directory: exists, and is the same on all servers and here.
+
+        Raises:
+            OSError or tf.errors.OpError: a server could not write, or writes elsewhere.
+        """
+        of_servers: dict[int, list[Callable[[], Any]]] = {}
+        for name, files in self._files.items():
+            writers = {
+                id(shard): _writer(shard, self._records[name]) for shard in self.tables[name].shards
+            }
+            for file in files:
+                first = file.shard.start
+                write = functools.partial(
+                    writers[id(file.shard)],
+                    tf.constant(posixpath.join(directory, file.name)),
+                    tf.constant(file.start - first, tf.int64),
+                    tf.constant(file.stop - first, tf.int64),
+                )
+                of_servers.setdefault(file.shard.server, []).append(write)
+        on_each({where: functools.partial(_in_turn, of) for where, of in of_servers.items()})
+        written = (file.name for files in self._files.values() for file in files)
+        require_written(directory, (posixpath.join(directory, name) for name in written))
+
+    def first_and_last(self, name: str) -> tf.Tensor:
+        """int64 [n], the first and the last row of each file of a table."""
+        files = self._files[name]
+        return tf.constant([row for file in files for row in (file.start, file.stop - 1)], tf.int64)
+
+    def look_up(self, name: str, directory: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+        """Reads rows of a table.
+
+        Args:
+            directory: string [].
+            ids: int64 [n], rows of the whole, in any order, repeated or not.
+
+        Returns:
+            [n, ...].
+        """
+        count = int(self.tables[name].shape[0])
+        _require(tf.reduce_all((ids >= 0) & (ids < count)), f"ids of {name} are below {count}", ids)
+        unique, positions = tf.unique(ids, out_idx=tf.int64)
+        return tf.gather(self._read(name, directory, unique), positions)
+
+    def _read(self, name: str, directory: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+        files, records = self._files[name], self._records[name]
+        starts = tf.constant([file.start for file in files], tf.int64)
+        where = tf.searchsorted(starts[1:], ids, side="right")
+        row = ids - tf.gather(starts, where)
+        begins = row // records.rows * (records.length + _FRAME)
+        names = tf.gather(tf.constant([file.name for file in files]), where)
+
+        def record(path: tf.Tensor, begin: tf.Tensor) -> tf.data.Dataset:
+            found = tf.raw_ops.TFRecordDatasetV2(
+                filenames=path,
+                compression_type="",
+                buffer_size=tf.constant(records.length + _FRAME, tf.int64),
+                byte_offsets=begin,
+            )
+            spec = tf.TensorSpec([], tf.string)
+            return tf.data.experimental.from_variant(found, spec).take(1)
+
+        paths = tf.strings.join([directory, "/", names])
+        wanted = tf.data.Dataset.from_tensor_slices((paths, begins))
+        found = wanted.interleave(record, _AT_ONCE, 1, num_parallel_calls=tf.data.AUTOTUNE)
+        # A pipeline without an element could not end in one batch: a last one is added.
+        every = found.concatenate(tf.data.Dataset.from_tensors("")).batch(
+            tf.size(ids, tf.int64) + 1
+        )
+        content = every.get_single_element()[:-1]
+        is_whole = tf.equal(tf.size(content), tf.size(ids))  # a file may end too early
+        with tf.control_dependencies([_require(is_whole, f"files of {name} are whole", directory)]):
+            blocks_of_rows = records.decoded(content)
+        return tf.gather(blocks_of_rows, row % records.rows, batch_dims=1)
+
+
+def _in_turn(calls: list[Callable[[], Any]]) -> None:
+    for call in calls:
+        int(call())  # waits for the server
+
+
+def _require(holds: tf.Tensor, expected: str, found: tf.Tensor) -> Any:
+    return tf.debugging.Assert(holds, [f"tfmw: expected that {expected}; received:", found])
+
+
+def _writer(shard: VariableShard, records: _Records) -> Callable[[Any, Any, Any], tf.Tensor]:
+    """A function (path, first and last row, in the shard) that writes a file on the server.
+
+    A call for each file: what a call needs is freed when it ends.
+    """
+
+    def write(path: tf.Tensor, start: tf.Tensor, stop: tf.Tensor) -> tf.Tensor:
+        with tf.device(server(shard.server)):
+            rows = tf.gather(shard.variable, tf.range(start, stop, dtype=tf.int64))
+            written = tf.raw_ops.DatasetToTFRecord(
+                input_dataset=tf.data.experimental.to_variant(records.of(rows)),
+                filename=path,
+                compression_type="",
+            )
+            with tf.control_dependencies([written]):
+                end = tf.constant(0)
+        return tf.identity(end)
+
+    number = tf.TensorSpec([], tf.int64)
+    signature = [tf.TensorSpec([], tf.string), number, number]
+    traced = tf.function(write, autograph=False, input_signature=signature)
+    return traced.get_concrete_function()  # a call of `traced` is warned of, with many shards
