@@ -13,14 +13,14 @@ from tests.helpers.slurm import OneMachine
 
 
 @pytest.fixture(scope="session")
-def fit_on_two_workers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+def fit_on_two_workers() -> tuple[Any, Any]:
     """(History, model) of `tfmw.fit(..., workers=2)` on this machine: tests/engines/training.py."""
     from tests.engines import training
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ONE_THREAD.items():
             patch.setitem(os.environ, name, value)
-        return training.fit("local", tmp_path_factory.mktemp("local"))
+        return training.fit("local")
 
 
 @pytest.fixture(scope="module")

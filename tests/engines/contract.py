@@ -265,30 +265,67 @@ class Contract:
                     os.kill(pid, signal.SIGKILL)
         job.forget()
 
-    def test_fit_equals_that_of_two_workers(
-        self,
-        engine: Engine,
-        fit_on_two_workers: tuple[Any, Any],
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        """Bit for bit, though a worker was killed: the job goes on from the backup it keeps."""
-        from tests.engines import training
+    @pytest.fixture
+    def _backup_each_epoch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A fit on few cores, whose job keeps a backup of each epoch."""
         from tfmw.engines import local
 
         for name, value in ONE_THREAD.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(local, "_BACKUP_OF_JOB_EVERY", "epoch")
-        expected, twin = fit_on_two_workers
-        thread = training.order_when_backed_up(engine, tmp_path)
-        history, model = training.fit(engine, tmp_path)
+
+    @pytest.mark.usefixtures("_backup_each_epoch")
+    def test_fit_equals_that_of_two_workers(
+        self,
+        engine: Engine,
+        fit_on_two_workers: tuple[Any, Any],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """Bit for bit, though a worker was killed: the job goes on from the backup it keeps."""
+        from tests.engines import training
+
+        order = tmp_path / "order"
+        thread = training.once_backed_up(engine, lambda _: order.touch())
+        history, model = training.fit(engine, training.DiesOnce(str(order)))
         thread.join()
-        assert history.history == expected.history
-        for ours, theirs in zip(model.get_weights(), twin.get_weights(), strict=True):
-            assert (ours == theirs).all()
-        assert int(model.optimizer.iterations) == 3 * training.EPOCHS
+        assert_equal((history, model), fit_on_two_workers)
         shown = capsys.readouterr()
         assert "tfmw: restart 1 of 3" in shown.out
         assert re.search(r"\[worker 0 on \S+\] .*restored step \d+ from", shown.out)
         assert "tfmw: " in shown.err, "where it runs"
+
+    @pytest.mark.long
+    @pytest.mark.usefixtures("_backup_each_epoch")
+    def test_fit_equals_that_of_two_workers_though_a_host_is_lost(
+        self,
+        engine: Engine,
+        fit_on_two_workers: tuple[Any, Any],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """The actor, executor or node; the job goes on from the backup it keeps."""
+        from tests.engines import training
+
+        waits = tmp_path / "pid"
+
+        def lose(job: Job) -> None:
+            wait_for(waits.exists)
+            self.lose(job, int(waits.read_text()))
+
+        thread = training.once_backed_up(engine, lose)
+        history, model = training.fit(engine, training.WaitsForDeath(str(waits)))
+        thread.join()
+        assert_equal((history, model), fit_on_two_workers)
+        assert re.search(r"\[worker 0 on \S+\] .*restored step \d+ from", capsys.readouterr().out)
+
+
+def assert_equal(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+    """Two results of `training.fit`, bit for bit."""
+    from tests.engines import training
+
+    (history, model), (history2, model2) = one, other
+    assert history.history == history2.history
+    for ours, theirs in zip(model.get_weights(), model2.get_weights(), strict=True):
+        assert (ours == theirs).all()
+    assert int(model.optimizer.iterations) == 3 * training.EPOCHS

@@ -27,7 +27,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 class TestLocal(Contract):
-    test_fit_equals_that_of_two_workers = None  # type: ignore[assignment]  # it is that
+    test_fit_equals_that_of_two_workers = None  # it is that
+    test_fit_equals_that_of_two_workers_though_a_host_is_lost = None
 
     def test_killed_controller_takes_its_tasks_with_it(self, engine: Local, tmp_path: Path) -> None:
         mark = os.urandom(8).hex()

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 import tfmw
 from tests.engines.contract import wait_for
-from tfmw.engines import Engine
+from tfmw.engines import Engine, Job
 from tfmw.launcher.call import ELSEWHERE
 
 EPOCHS = 6
@@ -34,10 +35,32 @@ class DiesOnce(keras.callbacks.Callback):
         self.order = order
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        here = ELSEWHERE in os.environ and os.environ["TFMW_TASK"] == "worker 1"
-        if here and os.environ["TFMW_ATTEMPT"] == "0" and epoch == 2:
+        if _is_to_die(epoch):
             wait_for(Path(self.order).exists)
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class WaitsForDeath(keras.callbacks.Callback):
+    """Worker 1 of a job's first attempt leaves its pid in a file, and goes on no more.
+
+    Args:
+        pid: the file.
+    """
+
+    def __init__(self, pid: str) -> None:
+        super().__init__()
+        self.pid = pid
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if _is_to_die(epoch):
+            Path(self.pid).with_suffix(".new").write_text(str(os.getpid()))
+            Path(self.pid).with_suffix(".new").rename(self.pid)
+            wait_for(lambda: False)
+
+
+def _is_to_die(epoch: int) -> bool:
+    here = ELSEWHERE in os.environ and os.environ["TFMW_TASK"] == "worker 1"
+    return here and os.environ["TFMW_ATTEMPT"] == "0" and epoch == 2
 
 
 def make_model() -> Any:
@@ -57,32 +80,25 @@ def make_model() -> Any:
     return model
 
 
-def fit(on: Any, folder: Path) -> tuple[Any, Any]:
+def fit(on: Any, *callbacks: keras.callbacks.Callback) -> tuple[Any, Any]:
     """(History, model) of a fit on two workers."""
     model = make_model()
     history = tfmw.fit(
-        model,
-        X,
-        Y,
-        epochs=EPOCHS,
-        batch_size=32,
-        workers=2,
-        on=on,
-        callbacks=[DiesOnce(str(folder / "order"))],
+        model, X, Y, epochs=EPOCHS, batch_size=32, workers=2, on=on, callbacks=list(callbacks)
     )
     return history, model
 
 
-def order_when_backed_up(engine: Engine, folder: Path) -> threading.Thread:
-    """Gives the order to die, in a thread, once the only job of the engine keeps a backup."""
+def once_backed_up(engine: Engine, then: Callable[[Job], object]) -> threading.Thread:
+    """Calls a function, in a thread, once the only new job of the engine keeps a backup."""
+    before = {job.id for job in tfmw.jobs(engine)}
 
     def run() -> None:
-        before = {job.id for job in tfmw.jobs(engine)}
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             for job in tfmw.jobs(engine):
                 if job.id not in before and job.details().get("backup"):
-                    (folder / "order").touch()
+                    then(job)
                     return
             time.sleep(0.1)
 
