@@ -169,7 +169,7 @@ for name, (make, optimizer, batches) in CASES.items():
     model = models[name] = make(optimizer())
     data = ratings(STEPS, BATCH, USERS, MOVIES, seed=1, once=alone)
     train = dataset(data).take(batches).repeat()
-    fit = {"epochs": EPOCHS, "steps_per_epoch": STEPS, "verbose": 0}
+    fit: dict[str, Any] = {"epochs": EPOCHS, "steps_per_epoch": STEPS, "verbose": 0}
     history = tfmw.fit(model, train, strategy=strategy, **fit)
     test = dataset(ratings(4, BATCH, USERS, MOVIES, seed=2))
     found[name] = {
