@@ -25,7 +25,7 @@ def ratings(
     """
     rng = np.random.default_rng(seed)
     of_films = np.random.default_rng(7)  # the same for any seed
-    has = np.zeros([movies, GENRES], np.float32)
+    has: np.ndarray = np.zeros([movies, GENRES], np.float32)
     for column in of_films.integers(0, GENRES, [3, movies]):
         has[np.arange(movies), column] = 1
     liked = of_films.normal(size=GENRES)
