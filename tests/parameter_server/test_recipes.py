@@ -147,3 +147,15 @@ def test_by_tf_config_with_a_master_and_an_evaluator(terminals, tmp_path):
     done = json.loads((tmp_path / "backup" / "evaluation" / "done.json").read_text())
     assert list(done) == ["40"]
     assert done["40"]["val_accuracy"] == pytest.approx(accuracy(tasks["master"]), abs=1e-3)
+
+
+@pytest.mark.long
+def test_a_table_that_the_coordinator_never_has(run_cluster):
+    """Two tables of 128 MB and their slots, on two servers."""
+    flags = ["--strategy=parameter_server", "--buckets=1000000", "--width=32", "--max_steps=20"]
+    recipe = str(ROOT / "recipes" / "recommender.py")
+    run = run_cluster(recipe, *flags, "--min_shard_bytes=1048576", workers=1, ps=2, timeout_s=250)
+    (size,) = re.findall(r"weights and slots: (\d+) MB", run.output)
+    (grown,) = re.findall(r"memory that this process took for them: (\d+) MB", run.output)
+    assert 755 <= int(size) < 760
+    assert 0 < int(grown) < 200, "most of it for graphs, with any number of rows"
