@@ -56,6 +56,7 @@ navigation = {
         "notebooks/on_a_cluster",
         "notebooks/surviving_a_crash",
         "notebooks/parameter_servers",
+        "notebooks/large_tables",
         "notebooks/reading_a_benchmark",
     ],
     "Promises": [

@@ -16,7 +16,7 @@ from tests.helpers.cluster import ROOT
 from tfmw.launcher.log_filter import is_notice
 
 NAMES = ["first_fit", "many_workers", "surviving_a_crash", "parameter_servers"]
-NAMES += ["reading_a_benchmark", "on_a_cluster"]
+NAMES += ["large_tables", "reading_a_benchmark", "on_a_cluster"]
 
 
 def text_of(notebook: Any) -> str:
@@ -80,6 +80,25 @@ def shows_parameter_servers(text: str) -> None:
     assert abs(alone - servers) < 0.05
 
 
+def shows_large_tables(text: str) -> None:
+    assert "<Table users/embeddings: float32 [1200000, 32], 0.2 GB on 2 parameter servers>" in text
+    (servers,) = numbers(r"tables and slots on the servers (\d+) MB", text)
+    (coordinator,) = numbers(r"the coordinator took at most +(\d+) MB", text)
+    assert servers == 366
+    assert 0 < coordinator < 250
+    ((first, last),) = re.findall(
+        r"accuracy ([\d.]+) in the first epoch, ([\d.]+) in the last", text
+    )
+    assert 0.5 < float(first) < float(last) - 0.05
+    full, *_, last_backup = numbers(r"of which +(\d+) MB are new", text)
+    assert full > servers - 1
+    assert last_backup < full / 4
+    (rows,) = numbers(r"tables in the export +(\d+) MB", text)
+    (grew,) = numbers(r"the process grew by +(\d+) MB", text)
+    assert grew < rows / 2
+    assert "as the coordinator predicted, bit for bit: True" in text
+
+
 def shows_reading_a_benchmark(text: str) -> None:
     ((alone, half),) = re.findall(r"one worker +([\d.]+) ms for 256 .*, ([\d.]+) ms for 128", text)
     (both,) = numbers(r"two workers +([\d.]+) ms", text)
@@ -135,6 +154,12 @@ def test_surviving_a_crash() -> None:
 @pytest.mark.multiprocess
 def test_parameter_servers() -> None:
     run("parameter_servers")
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_large_tables() -> None:
+    run("large_tables")
 
 
 @pytest.mark.long
