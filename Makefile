@@ -91,9 +91,10 @@ OLDEST := build/oldest
 test-oldest: pyproject.toml
 	@test -x $(OLDEST)/bin/python || "$(PYTHON)" -m venv $(OLDEST)
 	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  'tensorflow==2.18.1' 'keras==3.8.0' pytest pytest-timeout --editable .
+	  'tensorflow==2.18.1' 'keras==3.8.0' hypothesis pytest pytest-timeout --editable .
 	@$(OLDEST)/bin/python -m pytest -m "not multiprocess" \
-	  tests/keras_compat/test_keras_compat.py tests/mirrored/test_cached_driver.py tests/matrix
+	  tests/keras_compat/test_keras_compat.py tests/mirrored/test_cached_driver.py tests/layers \
+	  tests/matrix
 
 # Everything that Keras exports, on two replicas beside one process: a table in docs/equivalence.md.
 survey: $(STAMP)

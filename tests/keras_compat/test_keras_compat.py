@@ -98,3 +98,30 @@ def test_combination_of_metric_variables(update, expected) -> None:
 
     step.get_concrete_function(tf.TensorSpec([]))
     assert seen == [expected]
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "Adam", "Ftrl"])
+def test_variable_whose_rows_are_elsewhere_is_named_for_its_slots(kind: str) -> None:
+    made: list[tuple[str, object]] = []
+
+    def make(new: keras_compat.NewVariable) -> keras_compat.RemoteRows | None:
+        made.append((new.path, new.slot_of))
+        if new.path != "table":
+            return None
+        return keras_compat.RemoteRows("elsewhere", new.shape, new.dtype, tf.identity, tf.no_op)
+
+    keras_compat.make_variables_by(make)
+    try:
+        variables = [keras.Variable(np.zeros(2), name="before")]
+        variables += [keras.Variable("zeros", shape=[4, 2], name="table")]
+        variables += [keras.Variable(np.zeros(2), name="after")]
+        del made[:]
+        getattr(keras.optimizers, kind)(0.1).build(variables)
+    finally:
+        keras_compat.make_variables_by(lambda new: None)
+    slots = [path for path, slot_of in made if slot_of is variables[1]]
+    assert [path.rpartition("_")[2] for path in slots] == {
+        "Adagrad": ["accumulator"],
+        "Adam": ["momentum", "velocity"],
+        "Ftrl": ["accumulator", "linear"],
+    }[kind]

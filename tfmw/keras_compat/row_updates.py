@@ -8,6 +8,7 @@ reset_slots(variable, rows)                    # as the optimizer made them
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -15,6 +16,8 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import optimizer as _tf_optimizer
 
 from tfmw.keras_compat.models import native
+from tfmw.keras_compat.objects import overridden
+from tfmw.keras_compat.parameter_servers import RemoteRows
 
 _SLOTS = "_tfmw_slots"  # of Keras variables: (optimizer's id, [(slot, initializer)])
 _RESET = "_tfmw_resets_rows"
@@ -28,6 +31,7 @@ def resets_rows(variable: Any) -> None:
 @functools.cache
 def note_slots() -> None:
     """From now on optimizers note the slots that they make for marked variables."""
+    name_variables_of_slots()
     keras_slot = _tf_optimizer.TFOptimizer.add_variable_from_reference
 
     @functools.wraps(keras_slot)
@@ -43,6 +47,40 @@ def note_slots() -> None:
         return slot
 
     _tf_optimizer.TFOptimizer.add_variable_from_reference = add_variable_from_reference
+
+
+@functools.cache
+def name_variables_of_slots() -> None:
+    """From now on Adagrad and Ftrl say for which variable a slot is, as other optimizers do.
+
+    Only for marked variables, and for those whose rows are elsewhere. Keras 3.8 makes these slots
+    with `add_variable`, later releases all slots with `add_variable_from_reference`.
+    """
+    if not hasattr(keras.optimizers.Optimizer, "add_optimizer_variables"):
+        for kind in (keras.optimizers.Adagrad, keras.optimizers.Ftrl):
+            kind.build = _naming_variables(kind.build)
+
+
+def _naming_variables(keras_build: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(keras_build)
+    def build(self: Any, variables: list[Any]) -> None:
+        keras_add, remaining = self.add_variable, iter(variables)
+
+        def add_variable(**described: Any) -> Any:
+            # `add_variable_from_reference` comes here, too, with a longer name.
+            if described["name"] != "accumulator":
+                return keras_add(**described)
+            variable = next(remaining)  # they are made in the order of the variables
+            if not (getattr(variable, _RESET, False) or isinstance(native(variable), RemoteRows)):
+                return keras_add(**described)
+            return self.add_variable_from_reference(
+                variable, name="accumulator", initializer=described["initializer"]
+            )
+
+        with overridden([(self, "add_variable", add_variable)]):
+            keras_build(self, variables)
+
+    return build
 
 
 def assign_rows(variable: Any, rows: tf.Tensor, values: tf.Tensor) -> None:

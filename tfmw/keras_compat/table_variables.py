@@ -31,6 +31,7 @@ from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY as VARIABLE_VALU
 from tfmw.keras_compat.models import native, set_native
 from tfmw.keras_compat.objects import overridden
 from tfmw.keras_compat.parameter_servers import RemoteRows
+from tfmw.keras_compat.row_updates import name_variables_of_slots
 
 InitialRows = Callable[[int, int], tf.Tensor]
 """(start, stop) -> the rows [stop - start, ...] of an initial value."""
@@ -90,6 +91,7 @@ def make_variables_by(make: Callable[[NewVariable], RemoteRows | None]) -> None:
 
 @functools.cache
 def _install() -> None:
+    name_variables_of_slots()
     keras_initialize = _core.Variable._initialize_with_initializer
     keras_repr = _core.Variable.__repr__
     keras_slot = _tf_optimizer.TFOptimizer.add_variable_from_reference
