@@ -20,16 +20,17 @@ def test_two_workers_train_them(run_cluster):
         assert found[name]["iterations"] == 60
         assert found[name]["loss"][-1] < 0.9 * found[name]["loss"][0]
     _, rmse = found["dcn, Adagrad"]["evaluated"]
-    assert rmse < 0.75, "the mean of all ratings is off by 0.93"
+    assert rmse < 0.75, "the mean of all ratings is off by 0.88"
     retrieves(found["retrieved"])
 
 
 def retrieves(found):
     """Checks the best films of some users."""
-    best = np.array(found["expected"])
-    assert found["of_table"] == found["of_copy"] == best.tolist()
-    to_taste = best % TASTES == np.arange(len(best))[:, None] % TASTES
-    assert to_taste.mean() > 0.4, "of random films an eighth is"
+    for way in ("of_table", "of_copy"):
+        assert found[way]["off_by"] < 1e-5
+        films = np.array(found[way]["films"])
+        to_taste = films % TASTES == np.arange(len(films))[:, None] % TASTES
+        assert to_taste.mean() > 0.4, "of random films an eighth is"
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,8 @@ class TestOneWorker:
         for name in found["exported"]:
             loaded = tf.saved_model.load(path / name)
             served = loaded.serve(tf.range(64, dtype=tf.int64))
-            assert served["movies"].numpy().tolist() == found["retrieved"]["expected"]
+            best = found["retrieved"]["best_scores"]
+            np.testing.assert_allclose(served["scores"], best, rtol=1e-5)
 
     def test_sharded_export_that_searches_in_a_table_is_refused(self, one_worker):
         message = one_worker[0]["retrieved"]["export_refused"]
