@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,9 +75,32 @@ def more_is_better(name: str) -> bool:
     return "acc" in name or "auc" in name or name.startswith("fmeasure")
 
 
-def one_op(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one op of the graph that calls it; the whole op runs on one device."""
-    return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
+def one_op(function: Callable[..., Any], waits: bool = True) -> Callable[..., Any]:
+    """`function` as one op of the graph that calls it; the whole op runs on one device.
+
+    Args:
+        waits: whether ops of the function may wait for something else, such as a queue. If not,
+            one thread runs them one after the other. For many small ops this takes a fraction of
+            the time; a large op is still divided among threads.
+    """
+    op = tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
+    if waits:
+        return op
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        # An op that calls a function (`tf.cond` in a schedule, say) keeps its thread until another
+        # thread has run that function: where there is one thread only, for ever.
+        calls = any(
+            attribute.HasField("func")
+            for node in op.get_concrete_function(*arguments).graph.as_graph_def().node
+            for attribute in node.attr.values()
+        )
+        kind = "" if calls else "SINGLE_THREADED_EXECUTOR"
+        with tf.experimental.function_executor_type(kind):
+            return op(*arguments)
+
+    return call
 
 
 def cancelable(function: Any, *arguments: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
@@ -125,7 +149,8 @@ class RemoteRows(_resource_variables.BaseResourceVariable):
     Gradients are recorded for its handle, as for any variable. It stores no value.
 
     Args:
-        look_up: int64 [n] -> [n, ...], the rows with these indices.
+        look_up: int64 [n] -> the rows [n, ...] with these indices; or these and a tensor that is
+            equal to the indices, which gradients have in their place.
         read: () -> the whole value.
         trainable: whether gradients are recorded.
     """
@@ -135,7 +160,7 @@ class RemoteRows(_resource_variables.BaseResourceVariable):
         name: str,
         shape: Any,
         dtype: tf.DType,
-        look_up: Callable[[tf.Tensor], tf.Tensor],
+        look_up: Callable[[tf.Tensor], tf.Tensor | tuple[tf.Tensor, tf.Tensor]],
         read: Callable[[], tf.Tensor],
         trainable: bool = True,
     ):
@@ -147,15 +172,19 @@ class RemoteRows(_resource_variables.BaseResourceVariable):
         """The rows at `indices`, an integer tensor of any shape."""
         del name
         indices = tf.convert_to_tensor(indices)
-        flat = tf.cast(tf.reshape(indices, [-1]), tf.int64)
+        is_flat = indices.shape.rank == 1  # then each op that is left out is one for each table
+        flat = tf.cast(indices if is_flat else tf.reshape(indices, [-1]), tf.int64)
         row = self.shape[1:]
         with _record.stop_recording():
-            values = self._look_up(flat)
-            out = tf.reshape(values, tf.concat([tf.shape(indices), row], axis=0))
+            found = self._look_up(flat)
+            values, flat = found if isinstance(found, tuple) else (found, flat)
+            if not is_flat:
+                values = tf.reshape(values, tf.concat([tf.shape(indices), row], axis=0))
+            out = tf.identity(values)
             out.set_shape(indices.shape.concatenate(row))
 
         def backward(gradient: tf.Tensor) -> list[Any]:
-            rows = tf.reshape(gradient, tf.concat([[-1], row], axis=0))
+            rows = gradient if is_flat else tf.reshape(gradient, tf.concat([[-1], row], axis=0))
             return [tf.IndexedSlices(rows, flat, tf.constant(self.shape.as_list(), tf.int64))]
 
         self._record([out], backward)

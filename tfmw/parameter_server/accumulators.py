@@ -26,8 +26,10 @@ import tensorflow as tf
 
 from tfmw import keras_compat
 from tfmw.errors import UsageError
+from tfmw.parameter_server.gradients import Grads
+from tfmw.parameter_server.lookups import Fetched
 from tfmw.parameter_server.steps import WorkerSteps
-from tfmw.parameter_server.updates import Update
+from tfmw.parameter_server.updates import ServerUpdates, Update
 from tfmw.parameter_server.variables import Bucket, ServerVariables
 from tfmw.tables import server
 
@@ -65,6 +67,7 @@ class SynchronousSteps(WorkerSteps):
                 f"{len(server_variables.optimizers)}."
             )
         super().__init__(model, server_variables, name, remote_lookups=False)
+        self._updates = ServerUpdates(server_variables)
         self.spare_workers = workers - aggregate
         self._aggregate = aggregate
         self._now: Any = None
@@ -126,9 +129,9 @@ class SynchronousSteps(WorkerSteps):
             self._now = now
             sent: list[tf.Tensor] = []
             self._sent_ops = sent
-            examples = self._step(iterator, locals_)
+            examples = self._step(next(iterator), Fetched([]), locals_)
             with tf.control_dependencies(sent), tf.device(server(server_variables.home)):
-                over = self._one_op("wait", self._wait)(worker, now)
+                over = self._one_op("wait", self._wait, waits=True)(worker, now)
             return tf.identity(over), done + 1, seen + examples
 
         _, done, seen = tf.while_loop(
@@ -158,9 +161,7 @@ class SynchronousSteps(WorkerSteps):
         )
         return over
 
-    def _update(
-        self, optimizer: Any, grads: list[tuple[Any, Any]], applied: list[tf.Tensor]
-    ) -> None:
+    def _update(self, optimizer: Any, grads: Grads, applied: list[tf.Tensor]) -> None:
         """Sends this worker's gradients to the accumulators, marked with their step."""
         by_variable = {id(v): g for g, v in grads}
         missing = [v.path for p in self._gradients for v in p.variables if id(v) not in by_variable]
@@ -226,11 +227,11 @@ class SynchronousSteps(WorkerSteps):
                 parts = bucket.unpack(total[:-1] / total[-1])
                 for variable in bucket.variables:
                     shard = self.server_variables.shard(variable)
-                    self.updates.update_whole(optimizer, shard, variable, parts[id(variable)])
+                    self._updates.update_whole(optimizer, shard, variable, parts[id(variable)])
 
             updates.append(([total], update))
         with keras_compat.stable_variable_keys(optimizer, self.server_variables.trainable):
-            self.updates.run(where, optimizer, updates)
+            self._updates.run(where, optimizer, updates)
         return used
 
     def _end_step(self, used: tf.Tensor) -> tf.Tensor:

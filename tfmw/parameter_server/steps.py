@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -36,15 +36,16 @@ import tensorflow as tf
 
 from tfmw import data, keras_compat
 from tfmw.errors import UsageError
-from tfmw.parameter_server.shards import split_by_shard
-from tfmw.parameter_server.updates import ReadOnlyScalar, ServerUpdates, Update
+from tfmw.parameter_server.gradients import GradientsToServers, Grads, taking_gradients
+from tfmw.parameter_server.lookups import Fetched, Plan, plan_lookups
+from tfmw.parameter_server.updates import ReadOnlyScalar
 from tfmw.parameter_server.variables import (
     BUCKET_BYTES,
     Bucket,
     ServerVariables,
     contains,
 )
-from tfmw.tables import VariableShard, look_up, read_whole, server, table_of
+from tfmw.tables import look_up, read_whole, server, table_of
 
 UNROLLED = 10
 """Steps in one iteration of the traced loop: each iteration costs messages between processes."""
@@ -79,7 +80,6 @@ class WorkerSteps:
     ):
         self.model = model
         self.server_variables = server_variables
-        self.updates = ServerUpdates(server_variables)
         self.metrics = keras_compat.metric_variables(model)
         self.function = tf.function(self._many, autograph=False)
         self._name = f"{name}/{next(_models)}"
@@ -102,6 +102,8 @@ class WorkerSteps:
             if not contains(v, self._remote)
         ]
         self._buckets, self._alone = server_variables.buckets(pulled)
+        self._to_servers = GradientsToServers(server_variables, self._remote, self._one_op)
+        self._fetched = Fetched([])
 
     # ------------------------------------------------------------ the scheduled function
 
@@ -112,14 +114,15 @@ class WorkerSteps:
         count = tf.clip_by_value(limit - first, 0, max_steps)
         locals_ = self._initial_locals()
         begun = [self._initial_seed(locals_[id(s)], v, first) for s, v in self._seeds(seeds)]
-        step = functools.partial(self._step, iterator, locals_)
+        plan = self._plan(iterator.element_spec, locals_)
         since = tf.timestamp()
         with tf.control_dependencies([since]):
             count = tf.identity(count)
 
         def turn(done: tf.Tensor, seen: tf.Tensor, steps: int) -> tuple[tf.Tensor, tf.Tensor]:
             for _ in range(steps):
-                seen += step()
+                batch = next(iterator)
+                seen += self._step(batch, plan.fetch(batch), locals_)
             return done + steps, seen
 
         def loop(begin: tuple[tf.Tensor, tf.Tensor], end: tf.Tensor, steps: int) -> Any:
@@ -194,10 +197,24 @@ class WorkerSteps:
                 f"{self._name}/remote_{number}",
                 variable.shape,
                 _dtype(variable),
-                functools.partial(look_up, shards),
+                functools.partial(self._look_up, variable),
                 read,
             )
         return found
+
+    def _look_up(self, variable: Any, ids: tf.Tensor) -> Any:
+        fetched = self._fetched.rows(variable, ids)
+        return look_up(self.server_variables.shards(variable), ids) if fetched is None else fetched
+
+    def _plan(self, batch_spec: Any, locals_: dict[int, Any]) -> Plan:
+        """The lookups of a step; it is traced for them, and never run."""
+
+        def trace(batch: Any, recorded: Fetched) -> None:
+            self._train_step(batch, recorded, locals_, lambda optimizer, grads: None)
+
+        if not self._remote:
+            return Plan([], [])
+        return plan_lookups(trace, batch_spec, self.server_variables.shards)
 
     def _seeds(self, seeds: list[Any]) -> list[tuple[Any, Any]]:
         return list(zip(self.server_variables.seeds, seeds, strict=True))
@@ -213,10 +230,43 @@ class WorkerSteps:
 
     # ------------------------------------------------------------ one step
 
-    def _step(self, iterator: Any, locals_: dict[int, Any]) -> tf.Tensor:
+    def _step(self, batch: Any, fetched: Fetched, locals_: dict[int, Any]) -> tf.Tensor:
         """Runs one step; returns int64 [], its number of examples."""
-        server_variables, model = self.server_variables, self.model
         before = self._pull(locals_)
+        applied: list[tf.Tensor] = []
+
+        def update(optimizer: Any, grads: Grads) -> None:
+            self._update(optimizer, grads, applied)
+
+        logs = self._train_step(batch, fetched, locals_, update)
+        if not isinstance(logs, dict):
+            raise UsageError(
+                f"the model's train_step returned {type(logs).__name__}: expected a dict of logs, "
+                'such as {"loss": loss}.'
+            )
+        self._push_state(locals_, before)
+        if not applied:
+            raise UsageError(
+                "the model's train_step applied no gradients: expected it to call "
+                "self.optimizer.apply_gradients(...) or self.optimizer.apply(...)."
+            )
+        return data.examples_of(batch)
+
+    def _train_step(
+        self,
+        batch: Any,
+        fetched: Fetched,
+        locals_: dict[int, Any],
+        update: Callable[[Any, Grads], None],
+    ) -> Any:
+        """The model's own step, on this worker's copies; returns its logs.
+
+        Args:
+            fetched: the rows that it looks up.
+            update: (optimizer, [(gradient, Keras variable), ...]): updates the variables.
+        """
+        server_variables, model = self.server_variables, self.model
+        self._fetched = fetched
         own = [
             *server_variables.trainable,
             *server_variables.state,
@@ -230,29 +280,15 @@ class WorkerSteps:
             for v, copies in server_variables.scalars
         ]
         remote = [(v, locals_[id(v)]) for v in self._remote]
-        applied: list[tf.Tensor] = []
         with contextlib.ExitStack() as stack:
             for optimizer in server_variables.optimizers:
                 enter = stack.enter_context
                 enter(keras_compat.stable_variable_keys(optimizer, server_variables.trainable))
-                enter(self._updating_servers(optimizer, applied))
+                enter(taking_gradients(optimizer, update))
             stack.enter_context(keras_compat.recorded_assignments(self._assigned))
             stack.enter_context(keras_compat.lookups_through(remote))
             stack.enter_context(keras_compat.substituted(pairs))
-            batch = next(iterator)
-            logs = model.train_step(batch)
-        if not isinstance(logs, dict):
-            raise UsageError(
-                f"the model's train_step returned {type(logs).__name__}: expected a dict of logs, "
-                'such as {"loss": loss}.'
-            )
-        self._push_state(locals_, before)
-        if not applied:
-            raise UsageError(
-                "the model's train_step applied no gradients: expected it to call "
-                "self.optimizer.apply_gradients(...) or self.optimizer.apply(...)."
-            )
-        return data.examples_of(batch)
+            return model.train_step(batch)
 
     def _pull(self, locals_: dict[int, Any]) -> dict[int, tf.Tensor]:
         """Reads the servers' values into the local copies; returns the values of the state."""
@@ -298,129 +334,14 @@ class WorkerSteps:
                 server_variable.assign_add(parts[id(variable)])
         return tf.constant(0)
 
-    # ------------------------------------------------------------ updates
+    def _update(self, optimizer: Any, grads: Grads, applied: list[tf.Tensor]) -> None:
+        self._to_servers.send(optimizer, grads, applied, self._fetched)
 
-    @contextlib.contextmanager
-    def _updating_servers(self, optimizer: Any, applied: list[tf.Tensor]) -> Iterator[None]:
-        """Makes `optimizer.apply` update the server variables, on their servers."""
-        keras_apply = optimizer.apply
-
-        def apply(grads: Any, trainable_variables: Any = None) -> None:
-            grads = [
-                _densified(g, v)
-                for g, v in zip(
-                    grads,
-                    keras_compat.optimized_variables(optimizer)
-                    if trainable_variables is None
-                    else list(trainable_variables),
-                    strict=True,
-                )
-            ]
-            keras_apply(grads, trainable_variables)
-
-        def update_step(grads: Any, variables: Any, learning_rate: Any) -> None:
-            del learning_rate  # each server computes its own
-            self._update(optimizer, list(zip(grads, variables, strict=True)), applied)
-
-        overrides: list[tuple[Any, str, Any]] = [
-            (optimizer, "apply", apply),
-            (optimizer, "_backend_update_step", update_step),
-            (optimizer, "_apply_weight_decay", lambda variables: None),
-        ]
-        with keras_compat.overridden(overrides):
-            yield
-
-    def _update(
-        self, optimizer: Any, grads: list[tuple[Any, Any]], applied: list[tf.Tensor]
-    ) -> None:
-        server_variables = self.server_variables
-        by_variable = {id(v): g for g, v in grads}
-        todo: dict[int, list[Update]] = {where: [] for where in range(server_variables.servers)}
-        here = [v for _, v in grads if not contains(v, self._remote)]
-        for bucket in server_variables.all_buckets(here):
-            flat = bucket.pack(by_variable[id(v)] for v in bucket.variables)
-
-            def update_bucket(flat: tf.Tensor, bucket: Bucket = bucket) -> None:
-                for variable, grad in zip(
-                    bucket.variables, bucket.unpack(flat).values(), strict=True
-                ):
-                    shard = server_variables.shard(variable)
-                    self.updates.update_whole(optimizer, shard, variable, grad)
-
-            todo[bucket.server].append(([flat], update_bucket))
-        for variable in [v for _, v in grads if contains(v, self._remote)]:
-            for shard, *sent in split_by_shard(
-                server_variables.shards(variable), by_variable[id(variable)]
-            ):
-
-                def update_rows(
-                    *sent: Any, shard: VariableShard = shard, variable: Any = variable
-                ) -> None:
-                    self.updates.update_rows(optimizer, shard, variable, *sent)
-
-                todo[shard.server].append((sent, update_rows))
-        for where, updates in todo.items():
-            is_home = where == server_variables.home
-            # Servers without any of these variables count the step as well.
-            updates = updates or [([_signal(grads)], _nothing)]
-            # Each step is counted once, with any number of optimizers.
-            updated = self._on_server(where, optimizer, updates, is_home and not applied)
-            if is_home:
-                applied.append(updated)
-
-    def _on_server(
-        self,
-        where: int,
-        optimizer: Any,
-        updates: list[Update],
-        counts: bool,
-    ) -> tf.Tensor:
-        """Runs updates on a server, as one op of the worker's graph.
-
-        Separate ops would each send the worker a message. Also, if a worker died between an update
-        and its count, the update would be made again.
-
-        Args:
-            counts: whether this op counts the step as applied.
-
-        Returns:
-            int64 [], on the server, available after the updates.
-        """
-
-        def run(sent: list[list[tf.Tensor]]) -> tf.Tensor:
-            arrived = zip(sent, (update for _, update in updates), strict=True)
-            self.updates.run(where, optimizer, list(arrived))
-            if counts:
-                self.server_variables.applied.assign_add(1)
-            return tf.constant(0, tf.int64)
-
-        with tf.device(server(where)):
-            op = self._one_op(("update", where, id(optimizer), counts), run)
-            return op([list(tensors) for tensors, _ in updates])
-
-    def _one_op(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _one_op(
+        self, key: Any, function: Callable[..., Any], waits: bool = False
+    ) -> Callable[..., Any]:
         """`function` as one op; traced for the first step in the loop's body, used by all."""
-        return self._ops.setdefault(key, keras_compat.one_op(function))
-
-
-def _densified(grad: Any, variable: Any) -> Any:
-    """Makes sparse gradients of small variables dense."""
-    if isinstance(grad, tf.IndexedSlices) and not isinstance(
-        keras_compat.native(variable), keras_compat.RemoteRows
-    ):
-        return tf.convert_to_tensor(grad)
-    return grad
-
-
-def _nothing(*_: Any) -> None:
-    """Updates no variable."""
-
-
-def _signal(grads: list[tuple[Any, Any]]) -> tf.Tensor:
-    """int64 [], 0, available once the first gradient is."""
-    grad = grads[0][0]
-    values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
-    return tf.cast(tf.size(values), tf.int64) * 0
+        return self._ops.setdefault(key, keras_compat.one_op(function, waits))
 
 
 def _on_worker(tensor: tf.Tensor) -> tf.Tensor:

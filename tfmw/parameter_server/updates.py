@@ -10,7 +10,7 @@ variables and slots (`keras_compat.substituted`), or some of their rows (`Rows`)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -63,36 +63,53 @@ class ServerUpdates:
     def update_rows(
         self,
         optimizer: Any,
-        shard: VariableShard,
-        variable: Any,
+        shards: Sequence[tuple[Any, VariableShard]],
+        sizes: tf.Tensor,
+        ids: tf.Tensor,
         rows: tf.Tensor,
-        ids: tf.Tensor | None = None,
     ) -> None:
-        """Updates some rows of a shard; of a divided variable these only, whatever the optimizer.
+        """Updates some rows of shards, these only, whatever the optimizer.
 
         Args:
-            optimizer: the optimizer of the variable.
-            shard: rows of the variable on this server.
-            variable: the Keras variable.
-            rows: [n, ...], the gradients.
-            ids: int64 [n], the row of each gradient, each at most once; None for all rows in order.
+            optimizer: the optimizer of the variables.
+            shards: (Keras variable, rows of it on this server), of one shape and type of a row.
+            sizes: int64 [shards], how many rows of each.
+            ids: int64 [n], the rows, counted from the start of their shard, each at most once.
+            rows: [n, ...], their gradients.
         """
-        if ids is None:
-            self.update_whole(optimizer, shard, variable, rows)
-            return
-        slots = self.server_variables.slots_of(variable)
-        if not contains(variable, self.server_variables.divided) and not _updates_rows_alone(
-            optimizer
-        ):
-            # As in Keras, slots decay for rows without a gradient as well.
-            shape = shard.variable.shape.as_list()
-            dense = tf.math.unsorted_segment_sum(rows, ids, shape[0])
-            self.update_whole(optimizer, shard, variable, tf.ensure_shape(dense, shape))
-            return
-        with tf.control_dependencies(shard.mark_changed(ids)):
-            pairs: list[tuple[Any, Any]] = [(variable, Rows(shard.variable, ids))]
-            pairs += [(s, Rows(shard.slots[id(s)], ids)) for s in slots]
-            _apply(optimizer, variable, rows, pairs)
+        each = tf.split(ids, sizes, num=len(shards)) if len(shards) > 1 else [ids]
+        slots = [self.server_variables.slots_of(variable) for variable, _ in shards]
+        own = [shard for _, shard in shards]
+        trues = tf.split(tf.fill(tf.shape(ids), True), sizes, num=len(shards))
+        marked = [
+            op
+            for shard, where, true in zip(own, each, trues, strict=True)
+            for op in shard.mark_changed(where, true)
+        ]
+        with tf.control_dependencies(marked):
+            pairs: list[tuple[Any, Any]] = [
+                (shards[0][0], Rows([shard.variable for shard in own], each, sizes))
+            ]
+            for number, slot in enumerate(slots[0]):
+                held = [shard.slots[id(of[number])] for shard, of in zip(own, slots, strict=True)]
+                pairs.append((slot, Rows(held, each, sizes)))
+            _apply(optimizer, shards[0][0], rows, pairs)
+
+    def update_every_row(
+        self, optimizer: Any, shard: VariableShard, variable: Any, rows: tf.Tensor, ids: tf.Tensor
+    ) -> None:
+        """Updates a whole shard, of which some rows have gradients, as Keras does: all slots decay.
+
+        Args:
+            rows, ids: as of `update_rows`.
+        """
+        shape = shard.variable.shape.as_list()
+        dense = tf.math.unsorted_segment_sum(rows, ids, shape[0])
+        self.update_whole(optimizer, shard, variable, tf.ensure_shape(dense, shape))
+
+    def by_rows_alone(self, optimizer: Any, variable: Any) -> bool:
+        """Whether an update of a variable changes no rows but those with a gradient."""
+        return contains(variable, self.server_variables.divided) or _updates_rows_alone(optimizer)
 
 
 def _apply(optimizer: Any, variable: Any, grad: Any, pairs: list[tuple[Any, Any]]) -> None:

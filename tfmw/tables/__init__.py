@@ -5,9 +5,9 @@
     tables.is_table(model.layers[0].embeddings)         # True: a handle, without rows
 
 Read `table.py` first: the handle that the Keras variable holds, and its shards. `shards.py` looks
-up rows of shards, from any process. `creation.py` decides which variables become tables, and fills
-them on their servers. `files.py` has tables in checkpoints, `exporting.py` in SavedModels, whose
-rows `row_files.py` may look up in files.
+up rows of shards, from any process, `together.py` those of several tables. `creation.py` decides
+which variables become tables, and fills them on their servers. `files.py` has tables in
+checkpoints, `exporting.py` in SavedModels, whose rows `row_files.py` may look up in files.
 
 May import: `tfmw.keras_compat`, `tfmw.storage`, `tfmw.errors`.
 """
@@ -41,13 +41,16 @@ from tfmw.tables.table import (
     table_of,
     tables_among,
 )
+from tfmw.tables.together import Route, Together
 
 __all__ = [
     "BLOCK_BYTES",
     "Layout",
     "NotFinite",
+    "Route",
     "Table",
     "TableFiles",
+    "Together",
     "VariableShard",
     "blocks",
     "changed_name",

@@ -63,11 +63,14 @@ class VariableShard:
     slots: dict[int, tf.Variable] = dataclasses.field(default_factory=dict)
     changed: tf.Variable | None = None
 
-    def mark_changed(self, ids: tf.Tensor | None = None) -> list[Any]:
+    def mark_changed(
+        self, ids: tf.Tensor | None = None, trues: tf.Tensor | None = None
+    ) -> list[Any]:
         """Marks rows that are about to change; call it on the server.
 
         Args:
             ids: int64 [n], in this shard; None for all.
+            trues: bool [n], all true, where ids of many shards share them.
 
         Returns:
             What the change has to wait for: a change without a mark would not be backed up.
@@ -76,8 +79,8 @@ class VariableShard:
             return []
         if ids is None:
             return [self.changed.assign(tf.fill(self.changed.shape, True))]
-        every = tf.fill([tf.size(ids)], True)
-        return [self.changed.scatter_update(tf.IndexedSlices(every, ids))]
+        trues = tf.fill([tf.size(ids)], True) if trues is None else trues
+        return [self.changed.scatter_update(tf.IndexedSlices(trues, ids))]
 
 
 def blocks(start: int, stop: int, size: int, most: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:

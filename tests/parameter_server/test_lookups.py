@@ -1,0 +1,169 @@
+"""Rows and gradients of several tables in one message, without a cluster: one process is all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfmw.parameter_server import lookups, messages
+from tfmw.parameter_server.batch_ops import copied_ops, ops_between
+from tfmw.tables import Together, VariableShard
+
+WIDTH = 3
+
+
+def table(first: float, *rows: int) -> list[VariableShard]:
+    """Shards of so many rows each, on servers 0, 1, ...; the values go up from `first`."""
+    shards, start = [], 0
+    for server, count in enumerate(rows):
+        values = first + np.arange(start, start + count)[:, None] + np.arange(WIDTH) / 10
+        stop = start + count if len(rows) > 1 else 0
+        variable = tf.Variable(values.astype(np.float32))
+        shards.append(VariableShard(variable, server, start, stop))
+        start += count
+    return shards
+
+
+TABLES = [(100.0, (4, 6)), (200.0, (5,)), (300.0, (1, 1, 7))]
+IDS = [[9, 0, 0, 5, 9], [4, 4], [8, 0, 1, 2, 8, 1]]
+
+
+def answers(group: Together, asked: dict[int, tuple[tf.Tensor, tf.Tensor]]) -> dict[int, tf.Tensor]:
+    """What servers answer."""
+    found = {}
+    for server, (sizes, ids) in asked.items():
+        shards = [shard for _, shard in group.shards[server]]
+        assert len(set(ids.numpy().tolist())) <= len(ids)
+        parts = tf.split(ids, sizes, num=len(shards))
+        rows = [tf.gather(s.variable, own) for s, own in zip(shards, parts, strict=True)]
+        found[server] = tf.concat(rows, axis=0)
+    return found
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_rows_of_several_tables_are_asked_for_at_once(static: bool) -> None:
+    group = Together([table(first, *rows) for first, rows in TABLES])
+    ids = [tf.constant(own, tf.int64) for own in IDS]
+    if not static:
+        group._one_op = tf.function(
+            group._route,
+            input_signature=[[tf.TensorSpec([None], tf.int64)] * len(ids)],
+            autograph=False,
+        )
+    route = group.route(ids)
+    # Each row once: rows 9, 0, 5 of the first table, 4 of the second, 8, 0, 1, 2 of the third.
+    assert sum(int(tf.size(own)) for _, own in route.asked.values()) == 8
+    rows = route.deliver(answers(group, route.asked))
+    for (first, _), own, found in zip(TABLES, IDS, rows, strict=True):
+        expected = first + np.array(own)[:, None] + np.arange(WIDTH) / 10
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_gradients_of_a_row_are_added_and_follow_their_ids() -> None:
+    shards = [table(first, *rows) for first, rows in TABLES]
+    group = Together(shards)
+    route = group.route([tf.constant(own, tf.int64) for own in IDS])
+    grads = [np.random.default_rng(n).normal(size=(len(own), WIDTH)) for n, own in enumerate(IDS)]
+    sent = route.send([tf.constant(grad, tf.float32) for grad in grads])
+    whole = [np.zeros((sum(rows), WIDTH), np.float32) for _, rows in TABLES]
+    for server, (sizes, ids) in route.asked.items():
+        numbers = np.repeat(np.arange(len(sizes)), sizes)
+        for number, local, grad in zip(numbers, ids.numpy(), sent[server].numpy(), strict=True):
+            of, shard = group.shards[server][number]
+            whole[of][shard.start + local] += grad
+    for total, own, grad in zip(whole, IDS, grads, strict=True):
+        expected = np.zeros_like(total)
+        np.add.at(expected, own, grad.astype(np.float32))
+        np.testing.assert_allclose(total, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [10, -1])
+def test_an_id_that_is_no_row_of_its_table_is_no_row_of_the_next(wrong: int) -> None:
+    group = Together([table(0.0, 10), table(100.0, 10)])
+    ids = [tf.constant([1, wrong], tf.int64), tf.constant([2], tf.int64)]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="no rows of their table"):
+        group.route(ids)
+
+
+def test_a_message_has_tensors_of_any_type() -> None:
+    tensors = [
+        tf.constant([3, 1], tf.int64),
+        tf.constant([[1.5, -2.0], [0.0, 7.0], [np.inf, 1e-40]]),
+        tf.constant([], tf.float32),
+        tf.constant([2.5, -1.0, 3.0], tf.bfloat16),
+        tf.constant([7], tf.uint8),
+        tf.constant(5, tf.int64),
+    ]
+    message = messages.pack(tensors)
+    assert message.dtype == tf.uint8
+    specs = [messages.spec_of(tensor) for tensor in tensors]
+    for sent, found in zip(tensors, messages.unpack(message, specs), strict=True):
+        assert sent.dtype == found.dtype
+        np.testing.assert_array_equal(sent, found)
+
+
+def test_which_ops_are_between_a_batch_and_ids() -> None:
+    seen: dict[str, Any] = {}
+    weights = tf.Variable([1, 2, 3, 4], dtype=tf.int64)
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        batch = [x, y]
+        seen["twice"] = [ops_between(batch, (x + 1) * 2), ops_between(batch, (x + 1) * 2)]
+        seen["other constant"] = ops_between(batch, (x + 1) * 3)
+        seen["other input"] = ops_between(batch, (y + 1) * 2)
+        seen["both"] = ops_between(batch, tf.gather(x, y % 4))
+        seen["weights"] = ops_between(batch, x + weights)
+        seen["random"] = ops_between(batch, x + tf.random.uniform([4], 0, 5, tf.int64))
+        seen["waits"] = None
+        with tf.control_dependencies([weights.assign_add(weights)]):
+            seen["waits"] = ops_between(batch, tf.identity(x))
+        seen["without inputs"] = ops_between(batch, tf.range(4, dtype=tf.int64))
+        seen["an input"] = ops_between(batch, x)
+        ids = tf.gather((x + 1) * 2, y % 4)
+        (again,) = copied_ops(batch, [ids], [x + 10, y])
+        return tf.stack([ids, again])
+
+    x, y = tf.constant([5, 6, 7, 8], tf.int64), tf.constant([3, 2, 9, 0], tf.int64)
+    ids, again = step(x, y).numpy()
+    np.testing.assert_array_equal(again, ids + 20)
+    once, twice = seen["twice"]
+    assert once == twice
+    known = [once, seen["other constant"], seen["other input"], seen["both"]]
+    assert None not in known
+    assert len(set(known)) == 4
+    assert seen["weights"] is None
+    assert seen["random"] is None
+    assert seen["waits"] is None
+    assert seen["without inputs"] is not None
+    assert seen["an input"] is not None
+
+
+def test_lookups_that_follow_from_the_batch_are_planned_once(monkeypatch: Any) -> None:
+    """Two lookups of one table with the same ids are one; one of ids that are drawn is none."""
+    monkeypatch.setattr(lookups, "server", lambda index: "/device:CPU:0")
+    shards = table(0.0, 5, 5)
+    variable = keras.Variable(tf.zeros([10, WIDTH]))
+    spec = {"a": tf.TensorSpec([None], tf.int64), "b": tf.TensorSpec([None], tf.int64)}
+
+    def trace(batch: Any, fetched: lookups.Fetched) -> list[Any]:
+        drawn = tf.random.uniform([2], 0, 10, tf.int64)
+        asked = [batch["a"] * 2, batch["a"] * 2, batch["b"], drawn]
+        return [fetched.rows(variable, ids) for ids in asked]
+
+    plan = lookups.plan_lookups(trace, spec, lambda of: shards)
+
+    @tf.function(autograph=False)
+    def step(batch: Any) -> Any:
+        first, same, other, drawn = trace(batch, plan.fetch(batch))
+        assert drawn is None
+        assert same is first
+        return first[0], other[0]
+
+    first, other = step({"a": tf.constant([1, 4, 1], tf.int64), "b": tf.constant([9], tf.int64)})
+    np.testing.assert_allclose(first[:, 0], [2.0, 8.0, 2.0])
+    np.testing.assert_allclose(other[:, 0], [9.0])

@@ -1,0 +1,88 @@
+"""The ops of a traced graph between some tensors and one that follows from them.
+
+    ops_between(batch, ids)                           # equal for equal computations; None: another
+    (again,) = copied_ops(batch, [ids], other_batch)  # the same computation, of other tensors
+
+Only plain ops count: not those with state, nor calls of functions, nor what depends on anything
+else than `batch` and constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+
+def ops_between(sources: Sequence[tf.Tensor], target: tf.Tensor) -> bytes | None:
+    """What computes `target` from `sources`; None if it is not computed by plain ops of them alone.
+
+    Two targets with the same description, of the same values, are equal.
+    """
+    if not sources or sources[0].graph is not target.graph:
+        return None
+    numbers: dict[str, int] = {}  # of an op, where it is in `lines`
+    lines: list[bytes] = []
+    of_source = {source.name: number for number, source in enumerate(sources)}
+
+    def told(tensor: tf.Tensor) -> str | None:
+        if tensor.name in of_source:
+            return f"source {of_source[tensor.name]}"
+        known = visit(tensor.op)
+        return None if known is None else f"{known}:{tensor.value_index}"
+
+    def visit(op: tf.Operation) -> int | None:
+        if op.name in numbers:
+            return numbers[op.name]
+        if not _is_plain(op):
+            return None
+        inputs = [told(tensor) for tensor in op.inputs]
+        if None in inputs:
+            return None
+        attributes = {
+            name: value.SerializeToString(deterministic=True)
+            for name, value in op.node_def.attr.items()
+            if not name.startswith("_")
+        }
+        lines.append(repr((op.type, inputs, sorted(attributes.items()))).encode())
+        numbers[op.name] = len(numbers)
+        return numbers[op.name]
+
+    end = told(target)
+    return None if end is None else b"\n".join([*lines, end.encode()])
+
+
+def _is_plain(op: tf.Operation) -> bool:
+    calls = any(value.HasField("func") for value in op.node_def.attr.values())
+    return not (op.op_def.is_stateful or op.control_inputs or calls or op.type == "Placeholder")
+
+
+def copied_ops(
+    sources: Sequence[tf.Tensor], targets: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """`targets` computed from `values` in place of `sources`, in the graph that is being traced.
+
+    Args:
+        targets: for each of which `ops_between` is not None.
+    """
+    wanted, left = set[str](), [target.op for target in targets]
+    while left:
+        op = left.pop()
+        if op.name not in wanted:
+            wanted.add(op.name)
+            left += [tensor.op for tensor in op.inputs]
+    parts = sources[0].graph.as_graph_def()
+    nodes = [node for node in parts.node if node.name in wanted]
+    del parts.node[:]
+    parts.node.extend(nodes)
+    found: list[tf.Tensor] = tf.graph_util.import_graph_def(
+        parts,
+        input_map={
+            source.name: value
+            for source, value in zip(sources, values, strict=True)
+            if source.op.name in wanted
+        },
+        return_elements=[target.name for target in targets],
+        name="ahead",
+    )
+    return found

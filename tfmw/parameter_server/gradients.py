@@ -1,0 +1,206 @@
+"""A step's gradients on their way to the servers: one message to each, which updates and counts.
+
+    with taking_gradients(optimizer, send): ...       # optimizer.apply calls send(optimizer, grads)
+    to_servers.send(optimizer, grads, applied, fetched)
+
+Dense gradients of small variables are in one tensor. Of a variable whose rows stay on their servers
+only the rows travel that a batch has, each once, those of all such variables together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.parameter_server import messages
+from tfmw.parameter_server.lookups import Fetched
+from tfmw.parameter_server.updates import ServerUpdates, Update
+from tfmw.parameter_server.variables import Bucket, ServerVariables, contains
+from tfmw.tables import Route, Together, server
+
+Grads = list[tuple[Any, Any]]
+"""(gradient, Keras variable), as an optimizer is given them."""
+
+
+@contextlib.contextmanager
+def taking_gradients(optimizer: Any, take: Callable[[Any, Grads], None]) -> Iterator[None]:
+    """Makes `optimizer.apply` call `take(optimizer, grads)`, in place of its own update."""
+    keras_apply = optimizer.apply
+
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        variables = trainable_variables
+        if variables is None:
+            variables = keras_compat.optimized_variables(optimizer)
+        dense = [_densified(g, v) for g, v in zip(grads, variables, strict=True)]
+        keras_apply(dense, trainable_variables)
+
+    def update_step(grads: Any, variables: Any, learning_rate: Any) -> None:
+        del learning_rate  # each server computes its own
+        take(optimizer, list(zip(grads, variables, strict=True)))
+
+    overrides: list[tuple[Any, str, Any]] = [
+        (optimizer, "apply", apply),
+        (optimizer, "_backend_update_step", update_step),
+        (optimizer, "_apply_weight_decay", lambda variables: None),
+    ]
+    with keras_compat.overridden(overrides):
+        yield
+
+
+class GradientsToServers:
+    """Sends gradients from the graph of a worker's step.
+
+    Args:
+        server_variables: of the model.
+        remote: the Keras variables whose rows stay on their servers.
+        one_op: (key, function) -> the function as one op, the same for each step.
+    """
+
+    def __init__(
+        self,
+        server_variables: ServerVariables,
+        remote: list[Any],
+        one_op: Callable[[Any, Callable[..., Any]], Callable[..., Any]],
+    ):
+        self.server_variables = server_variables
+        self._updates = ServerUpdates(server_variables)
+        self._remote = remote
+        self._one_op = one_op
+
+    def send(
+        self, optimizer: Any, grads: Grads, applied: list[tf.Tensor], fetched: Fetched
+    ) -> None:
+        """Updates the servers' variables.
+
+        Args:
+            optimizer: of these variables.
+            applied: gets an int64 [] that is available after the update that counts the step.
+            fetched: the rows that the step has looked up.
+        """
+        todo: dict[int, list[Update]] = {n: [] for n in range(self.server_variables.servers)}
+        for where, update in self._dense(optimizer, grads):
+            todo[where].append(update)
+        for where, update in self._rows(optimizer, grads, fetched):
+            todo[where].append(update)
+        for where, updates in todo.items():
+            is_home = where == self.server_variables.home
+            # Servers without any of these variables count the step as well.
+            updates = updates or [([_signal(grads)], _nothing)]
+            # Each step is counted once, with any number of optimizers.
+            updated = self._on_server(where, optimizer, updates, is_home and not applied)
+            if is_home:
+                applied.append(updated)
+
+    def _dense(self, optimizer: Any, grads: Grads) -> Iterator[tuple[int, Update]]:
+        """(server, update) of variables that are whole on one server."""
+        by_variable = {id(v): g for g, v in grads}
+        here = [v for _, v in grads if not contains(v, self._remote)]
+
+        def update_bucket(bucket: Bucket, flat: tf.Tensor) -> None:
+            parts = bucket.unpack(flat).values()
+            for variable, grad in zip(bucket.variables, parts, strict=True):
+                shard = self.server_variables.shard(variable)
+                self._updates.update_whole(optimizer, shard, variable, grad)
+
+        for bucket in self.server_variables.all_buckets(here):
+            flat = bucket.pack(by_variable[id(v)] for v in bucket.variables)
+            yield bucket.server, ([flat], functools.partial(update_bucket, bucket))
+
+    def _rows(self, optimizer: Any, grads: Grads, fetched: Fetched) -> Iterator[tuple[int, Update]]:
+        """(server, update) of the variables whose rows stay on their servers."""
+        updates, shards_of = self._updates, self.server_variables.shards
+        together: dict[Any, Grads] = {}
+        for grad, variable in grads:
+            if not contains(variable, self._remote):
+                continue
+            if not isinstance(grad, tf.IndexedSlices):
+                for shard in shards_of(variable):
+                    part = grad[shard.start : shard.stop] if shard.stop else grad
+                    update = functools.partial(updates.update_whole, optimizer, shard, variable)
+                    yield shard.server, ([part], update)
+            elif updates.by_rows_alone(optimizer, variable):
+                decays = keras_compat.uses_weight_decay(optimizer, variable)
+                kind = grad.dtype, tuple(variable.shape[1:]), decays
+                together.setdefault(kind, []).append((grad, variable))
+            else:
+                (shard,) = shards_of(variable)
+                route = Together([[shard]]).route([_ids(grad)])
+                sent = [route.send([grad.values])[shard.server], route.asked[shard.server][1]]
+                every = functools.partial(updates.update_every_row, optimizer, shard, variable)
+                yield shard.server, (sent, every)
+        for members in together.values():
+            group, route = self._route(members, fetched)
+            rows = route.send([grad.values for grad, _ in members])
+            for where, (sizes, ids) in route.asked.items():
+                shards = [(members[number][1], shard) for number, shard in group.shards[where]]
+                of_rows = functools.partial(updates.update_rows, optimizer, shards)
+                yield where, ([sizes, ids, rows[where]], of_rows)
+
+    def _route(self, grads: Grads, fetched: Fetched) -> tuple[Together, Route]:
+        """Where gradients go: as a rule the way of the rows that were fetched for the step."""
+        for variables, ids, group, route in fetched.groups:
+            if len(variables) == len(grads) and all(
+                variable is of and grad.indices is own
+                for (grad, variable), of, own in zip(grads, variables, ids, strict=True)
+            ):
+                return group, route
+        group = Together([self.server_variables.shards(variable) for _, variable in grads])
+        return group, group.route([_ids(grad) for grad, _ in grads])
+
+    def _on_server(
+        self, where: int, optimizer: Any, updates: list[Update], counts: bool
+    ) -> tf.Tensor:
+        """Runs updates on a server, as one op of the worker's graph.
+
+        Separate ops would each send the worker a message. Also, if a worker died between an update
+        and its count, the update would be made again.
+
+        Args:
+            counts: whether this op counts the step as applied.
+
+        Returns:
+            int64 [], on the server, available after the updates.
+        """
+        sent = [tensor for tensors, _ in updates for tensor in tensors]
+        specs = [messages.spec_of(tensor) for tensor in sent]
+
+        def run(message: tf.Tensor) -> tf.Tensor:
+            arrived = iter(messages.unpack(message, specs))
+            made = [([next(arrived) for _ in tensors], update) for tensors, update in updates]
+            self._updates.run(where, optimizer, made)
+            if counts:
+                self.server_variables.applied.assign_add(1)
+            return tf.constant(0, tf.int64)
+
+        message = messages.pack(sent)
+        with tf.device(server(where)):
+            return self._one_op(("update", where, id(optimizer), counts), run)(message)
+
+
+def _densified(grad: Any, variable: Any) -> Any:
+    """Makes sparse gradients of small variables dense."""
+    if isinstance(grad, tf.IndexedSlices) and not isinstance(
+        keras_compat.native(variable), keras_compat.RemoteRows
+    ):
+        return tf.convert_to_tensor(grad)
+    return grad
+
+
+def _ids(grad: tf.IndexedSlices) -> tf.Tensor:
+    return tf.cast(grad.indices, tf.int64)
+
+
+def _nothing(*_: Any) -> None:
+    """Updates no variable."""
+
+
+def _signal(grads: Grads) -> tf.Tensor:
+    """int64 [], 0, available once the first gradient is."""
+    grad = grads[0][0]
+    values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
+    return tf.cast(tf.size(values), tf.int64) * 0

@@ -1,0 +1,186 @@
+"""The rows that a step looks up, fetched before it: one message to each server and one back.
+
+    plan = plan_lookups(trace, batch_spec, shards_of)  # once, before steps are traced
+    fetched = plan.fetch(batch)                        # while a step is traced
+    fetched.rows(variable, ids)                        # when the step looks up; None: not fetched
+
+A layer asks for its rows when it is called, one layer after the other. But which rows it asks for
+usually follows from the batch: a step is traced once to see the ops between the batch and the ids
+of each lookup. If these are plain ops, copies of them run first, for all lookups. A lookup of other
+ids (drawn at random, or computed from weights) fetches its rows when it happens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.parameter_server import messages
+from tfmw.parameter_server.batch_ops import copied_ops, ops_between
+from tfmw.tables import Route, Together, VariableShard, server
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """A lookup whose ids follow from the batch.
+
+    Attributes:
+        variable: whose rows it takes.
+        ids: int64 [n], in the graph of the plan.
+        shards: of the variable.
+    """
+
+    variable: Any
+    ids: tf.Tensor
+    shards: Sequence[VariableShard]
+
+
+class Plan:
+    """The lookups of a step that are known from its batch.
+
+    Args:
+        batch: the tensors of the batch, in the graph that was traced.
+        lookups: with ids in that graph.
+    """
+
+    def __init__(self, batch: list[tf.Tensor], lookups: list[Lookup]):
+        self._batch = batch
+        self._groups: list[tuple[list[Lookup], Together]] = []
+        for members in _of_one_kind(lookups):
+            self._groups.append((members, Together([member.shards for member in members])))
+        self._servers = sorted({where for _, group in self._groups for where in group.shards})
+        self._answers = {
+            where: keras_compat.one_op(functools.partial(self._answer, where), waits=False)
+            for where in self._servers
+        }
+
+    def fetch(self, batch: Any) -> Fetched:
+        """Rows of a batch; call it where a step is traced, with the batch that it will get."""
+        leaves = tf.nest.flatten(batch, expand_composites=True)
+        if not self._groups:
+            return Fetched(leaves)
+        wanted = [member.ids for members, _ in self._groups for member in members]
+        copies = iter(copied_ops(self._batch, wanted, leaves))
+        ids = [[next(copies) for _ in members] for members, _ in self._groups]
+        routes = [group.route(own) for (_, group), own in zip(self._groups, ids, strict=True)]
+        answers: dict[int, list[tf.Tensor]] = {}
+        for where in self._servers:
+            asked = [part for route in routes for part in route.asked.get(where, ())]
+            with tf.device(server(where)):
+                answer = self._answers[where](tf.concat(asked, axis=0))
+            answers[where] = messages.unpack(tf.identity(answer), self._specs(where))
+        fetched = Fetched(leaves)
+        for (members, group), own, route in zip(self._groups, ids, routes, strict=True):
+            here = {where: answers[where].pop(0) for where in group.shards}
+            rows = route.deliver(here)
+            fetched.groups.append(([member.variable for member in members], own, group, route))
+            for member, each in zip(members, zip(rows, own, strict=True), strict=True):
+                fetched.found[id(member.variable), ops_between(self._batch, member.ids)] = each
+        return fetched
+
+    def _specs(self, where: int) -> list[tf.TensorSpec]:
+        first = [group.shards[where][0][1] for _, group in self._groups if where in group.shards]
+        return [messages.spec_of(shard.variable) for shard in first]
+
+    def _answer(self, where: int, sent: tf.Tensor) -> tf.Tensor:
+        """On a server: the rows that were asked for, of all groups."""
+        found = []
+        for _, group in self._groups:
+            shards = [shard for _, shard in group.shards.get(where, [])]
+            if not shards:
+                continue
+            sizes, sent = sent[: len(shards)], sent[len(shards) :]
+            count = tf.reduce_sum(sizes)
+            ids, sent = tf.split(sent[:count], sizes, num=len(shards)), sent[count:]
+            rows = [tf.gather(s.variable, own) for s, own in zip(shards, ids, strict=True)]
+            found.append(tf.concat(rows, axis=0))
+        return messages.pack(found)
+
+
+class Fetched:
+    """Rows that were fetched before the step that looks them up.
+
+    Args:
+        batch: the tensors of the step's batch.
+
+    Attributes:
+        found: (rows, ids) by id of the Keras variable and the ops between the batch and the ids.
+        groups: (Keras variables, ids of each, their tables, the way of these ids) of those that
+            were fetched together.
+    """
+
+    def __init__(self, batch: list[tf.Tensor]):
+        self.found: dict[tuple[int, Any], tuple[tf.Tensor, tf.Tensor]] = {}
+        self.groups: list[tuple[list[Any], list[tf.Tensor], Together, Route]] = []
+        self._batch = batch
+
+    def rows(self, variable: Any, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
+        """(rows [n, ...], the same ids), or None if these rows were not fetched."""
+        if not self.found:
+            return None
+        return self.found.get((id(variable), ops_between(self._batch, ids)))
+
+
+def plan_lookups(
+    trace: Callable[[Any, Fetched], None],
+    batch_spec: Any,
+    shards_of: Callable[[Any], Sequence[VariableShard]],
+) -> Plan:
+    """Finds the lookups of a step.
+
+    Args:
+        trace: calls the step with a batch, and with where its lookups go.
+        batch_spec: structure of tf.TensorSpec, of a batch.
+        shards_of: the shards of a variable that is looked up.
+    """
+    inputs: list[tf.Tensor] = []
+    lookups: list[Lookup] = []
+
+    def step(*flat: tf.Tensor) -> None:
+        inputs.extend(flat)
+        batch = tf.nest.pack_sequence_as(batch_spec, flat, expand_composites=True)
+        trace(batch, _Recorded(inputs, lookups, shards_of))
+
+    specs = tf.nest.flatten(batch_spec, expand_composites=True)
+    tf.function(step, autograph=False).get_concrete_function(*specs)
+    return Plan(inputs, _once(inputs, lookups))
+
+
+class _Recorded(Fetched):
+    """Records what is looked up; the rows that it gives are never used."""
+
+    def __init__(
+        self,
+        batch: list[tf.Tensor],
+        lookups: list[Lookup],
+        shards_of: Callable[[Any], Sequence[VariableShard]],
+    ):
+        super().__init__(batch)
+        self._lookups = lookups
+        self._shards_of = shards_of
+
+    def rows(self, variable: Any, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Zeros [n, ...]."""
+        if ops_between(self._batch, ids) is not None:
+            self._lookups.append(Lookup(variable, ids, self._shards_of(variable)))
+        own = keras_compat.native(variable)
+        return tf.zeros(tf.concat([tf.shape(ids), own.shape[1:]], axis=0), own.dtype), ids
+
+
+def _once(batch: list[tf.Tensor], lookups: list[Lookup]) -> list[Lookup]:
+    """Without those that are there already."""
+    return list({(id(one.variable), ops_between(batch, one.ids)): one for one in lookups}.values())
+
+
+def _of_one_kind(lookups: Iterable[Lookup]) -> list[list[Lookup]]:
+    """Those whose rows can be in one tensor, in an order that all processes share."""
+    kinds: dict[Any, list[Lookup]] = {}
+    for one in lookups:
+        own = keras_compat.native(one.variable)
+        kinds.setdefault((own.dtype, tuple(own.shape[1:])), []).append(one)
+    return list(kinds.values())

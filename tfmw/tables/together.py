@@ -1,0 +1,169 @@
+"""Lookups in several tables at once: the ids of all of them are routed to their servers together.
+
+    together = Together([shards, other_shards])       # rows of one shape and type
+    route = together.route([ids, other_ids])
+    route.asked[server]                               # (how many of each shard, its rows)
+    rows, other_rows = route.deliver(answers)         # answers[server]: [n, ...], in that order
+
+What one table needs (which ids are different, who has them), all need: each op of it runs once for
+all tables. A row that occurs several times is sent once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmw import keras_compat
+from tfmw.tables.shards import VariableShard
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """Ids on their way to servers.
+
+    Attributes:
+        asked: by server (int64 [shards there], how many ids of each shard; int64 [n], these ids,
+            counted from the start of their shard, each at most once).
+    """
+
+    asked: dict[int, tuple[tf.Tensor, tf.Tensor]]
+    _places: dict[int, tf.Tensor]
+    _positions: tf.Tensor
+    _lengths: tf.Tensor
+
+    def deliver(self, answers: dict[int, tf.Tensor]) -> list[tf.Tensor]:
+        """For each table the rows [n, ...] of its ids, repeated as these are.
+
+        Args:
+            answers: by server, the rows [n, ...] that were asked for there.
+        """
+        here = [answers[server] for server in self.asked]
+        places = list(self._places.values())
+        rows: list[tf.Tensor] = _deliver()(here, places, self._positions, self._lengths)
+        return rows
+
+    def send(self, values: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
+        """By server the values [n, ...] of the ids that are asked for there.
+
+        Args:
+            values: for each table [n, ...], one for each of its ids; those of one row are added.
+        """
+        sent = _send()(list(values), list(self._places.values()), self._positions)
+        return dict(zip(self._places, sent, strict=True))
+
+
+@functools.cache
+def _deliver() -> Callable[..., list[tf.Tensor]]:
+    def deliver(
+        answers: list[tf.Tensor], places: list[tf.Tensor], positions: tf.Tensor, lengths: tf.Tensor
+    ) -> list[tf.Tensor]:
+        found = tf.gather(tf.math.invert_permutation(tf.concat(places, axis=0)), positions)
+        rows = tf.gather(tf.concat(answers, axis=0), found)
+        parts: list[tf.Tensor] = tf.split(rows, lengths, num=lengths.shape[0])
+        return parts
+
+    return keras_compat.one_op(deliver, waits=False)
+
+
+@functools.cache
+def _send() -> Callable[..., list[tf.Tensor]]:
+    def send(
+        values: list[tf.Tensor], places: list[tf.Tensor], positions: tf.Tensor
+    ) -> list[tf.Tensor]:
+        count = tf.add_n([tf.size(each) for each in places])
+        summed = tf.math.unsorted_segment_sum(tf.concat(values, axis=0), positions, count)
+        return [tf.gather(summed, each) for each in places]
+
+    return keras_compat.one_op(send, waits=False)
+
+
+class Together:
+    """Several tables whose rows have one shape and type.
+
+    Args:
+        tables: the shards of each, in the order of its rows; one may be there twice.
+
+    Attributes:
+        shards: by server those that it has, as (number of the table, shard).
+    """
+
+    def __init__(self, tables: Sequence[Sequence[VariableShard]]):
+        self._rows = [_rows_of(table) for table in tables]
+        self._offsets = [0, *itertools.accumulate(self._rows)]
+        self.shards: dict[int, list[tuple[int, VariableShard]]] = {}
+        self._starts: list[int] = []
+        self._numbers: dict[int, list[int]] = {}
+        self._one_op = keras_compat.one_op(self._route, waits=False)
+        for table, (offset, shards) in enumerate(zip(self._offsets, tables, strict=False)):
+            for shard in shards:
+                self.shards.setdefault(shard.server, []).append((table, shard))
+                self._numbers.setdefault(shard.server, []).append(len(self._starts))
+                self._starts.append(offset + shard.start)
+
+    def route(self, ids: Sequence[tf.Tensor]) -> Route:
+        """Where ids are.
+
+        Args:
+            ids: for each table int64 [n], its rows, in any order, repeated or not.
+
+        Returns:
+            The route. An id that is no row of its table is an error when the graph runs.
+        """
+        asked, places, positions, lengths = self._one_op(list(ids))
+        return Route(
+            dict(zip(self._numbers, asked, strict=True)),
+            dict(zip(self._numbers, places, strict=True)),
+            positions,
+            lengths,
+        )
+
+    def _route(self, ids: list[tf.Tensor]) -> tuple[Any, ...]:
+        lengths = tf.concat(tf.raw_ops.ShapeN(input=ids, out_type=tf.int64), axis=0)
+        every = tf.concat(ids, axis=0)
+        limits = _of_each(self._rows, ids)
+        # Of a table alone, a row behind its last one would be missed; here it is the next table's.
+        are_rows = tf.logical_and(every >= 0, every < limits)
+        checked = tf.raw_ops.Assert(  # as `tf.debugging.Assert`, without a `tf.cond`
+            condition=tf.reduce_all(are_rows),
+            data=[
+                "received ids that are no rows of their table:",
+                tf.boolean_mask(every, tf.logical_not(are_rows)),
+                "expected 0 to rows - 1, of",
+                tf.constant(self._rows, tf.int64),
+                "rows",
+            ],
+        )
+        with tf.control_dependencies([checked]):
+            offsets = tf.identity(_of_each(self._offsets[:-1], ids))
+        unique, positions = tf.unique(every + offsets)
+        starts = tf.constant(self._starts, tf.int64)
+        number = tf.searchsorted(starts[1:], unique, side="right", out_type=tf.int32)
+        count = len(self._starts)
+        local = tf.dynamic_partition(unique - tf.gather(starts, number), number, count)
+        places = tf.dynamic_partition(tf.range(tf.size(unique)), number, count)
+        sizes = tf.concat(tf.raw_ops.ShapeN(input=local, out_type=tf.int64), axis=0)
+        asked, together = [], []
+        for numbers in self._numbers.values():
+            own = tf.gather(sizes, numbers), tf.concat([local[n] for n in numbers], axis=0)
+            asked.append(own)
+            together.append(tf.concat([places[n] for n in numbers], axis=0))
+        return asked, together, positions, lengths
+
+
+def _of_each(values: list[int], ids: list[tf.Tensor]) -> tf.Tensor:
+    """int64, a table's value for each of its ids."""
+    lengths = [own.shape[0] for own in ids]
+    if None in lengths:
+        return tf.repeat(tf.constant(values, tf.int64), tf.stack([tf.size(own) for own in ids]))
+    return tf.constant(np.repeat(np.asarray(values, np.int64), lengths))
+
+
+def _rows_of(shards: Sequence[VariableShard]) -> int:
+    return shards[-1].stop or int(shards[0].variable.shape[0])
