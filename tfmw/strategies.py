@@ -92,6 +92,8 @@ def parameter_server(
     sync_replicas: bool = False,
     replicas_to_aggregate: int | None = None,
     max_whole_bytes: int = 256 << 20,
+    prefetch_rows: int = 0,
+    row_compression: str | None = None,
 ) -> tf.distribute.Strategy:
     """Training on parameter servers. Joins the cluster as its coordinator.
 
@@ -110,6 +112,11 @@ def parameter_server(
             worker. With fewer, late gradients are dropped and counted.
         max_whole_bytes: a divided variable of more bytes is never read or assigned as a whole:
             `variable.numpy()`, or a layer that needs all rows, raises `TfmwError`.
+        prefetch_rows: 1 fetches the rows of a worker's next batch while it computes. They are then
+            those before the worker's own last update: one step staler. Of every ten batches the
+            first is not fetched ahead. 0 fetches each batch's rows when its step begins.
+        row_compression: "bf16" sends rows and their gradients as bfloat16, in half of the bytes;
+            servers keep and update them in their own type. None sends them unchanged.
 
     Returns:
         A `tf.distribute.ParameterServerStrategy`, to pass to `fit`.
@@ -140,8 +147,19 @@ def parameter_server(
             f"replicas_to_aggregate is {replicas_to_aggregate}: expected 1 to {workers}, the "
             "number of workers."
         )
+    if prefetch_rows not in (0, 1):
+        raise UsageError(f"prefetch_rows is {prefetch_rows!r}: expected 0 or 1.")
+    if row_compression not in (None, "bf16"):
+        raise UsageError(f'row_compression is {row_compression!r}: expected "bf16" or None.')
+    if sync_replicas and (prefetch_rows or row_compression):
+        raise UsageError(
+            "prefetch_rows and row_compression are for rows that stay on servers, which "
+            "sync_replicas=True does not have: leave them out, or train asynchronously."
+        )
     partition = servers.partition_of(partitioner, min_shard_bytes, len(resolved.ps))
-    joined.servers.settings = servers.Settings(partition, sync_replicas, replicas_to_aggregate)
+    joined.servers.settings = servers.Settings(
+        partition, sync_replicas, replicas_to_aggregate, prefetch_rows, row_compression
+    )
     tables.create_on_servers(partition, len(resolved.ps), max_whole_bytes)
     return joined.strategy
 

@@ -1,4 +1,4 @@
-"""Rows and gradients of several tables in one message, without a cluster: one process is all."""
+"""Rows and gradients of several tables, on their way to servers and back in one message."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def test_gradients_of_a_row_are_added_and_follow_their_ids() -> None:
     route = group.route([tf.constant(own, tf.int64) for own in IDS])
     grads = [np.random.default_rng(n).normal(size=(len(own), WIDTH)) for n, own in enumerate(IDS)]
     sent = route.send([tf.constant(grad, tf.float32) for grad in grads])
-    whole = [np.zeros((sum(rows), WIDTH), np.float32) for _, rows in TABLES]
+    whole: list[Any] = [np.zeros((sum(rows), WIDTH), np.float32) for _, rows in TABLES]
     for server, (sizes, ids) in route.asked.items():
-        numbers = np.repeat(np.arange(len(sizes)), sizes)
+        numbers: Any = np.repeat(np.arange(len(sizes)), sizes)
         for number, local, grad in zip(numbers, ids.numpy(), sent[server].numpy(), strict=True):
             of, shard = group.shards[server][number]
             whole[of][shard.start + local] += grad
@@ -167,3 +167,31 @@ def test_lookups_that_follow_from_the_batch_are_planned_once(monkeypatch: Any) -
     first, other = step({"a": tf.constant([1, 4, 1], tf.int64), "b": tf.constant([9], tf.int64)})
     np.testing.assert_allclose(first[:, 0], [2.0, 8.0, 2.0])
     np.testing.assert_allclose(other[:, 0], [9.0])
+
+
+@pytest.fixture(scope="module")
+def travelled(run_cluster: Any) -> Any:
+    """How far the tables of `ps_row_travel.py` are from the arithmetic that they should follow."""
+    return run_cluster("ps_row_travel.py", workers=1, ps=2).chief
+
+
+@pytest.mark.multiprocess
+class TestRowsOnTheirWay:
+    def test_rows_are_those_before_the_step(self, travelled: Any) -> None:
+        assert travelled["plain"]["off_by"] < 1e-5
+
+    def test_rows_that_are_fetched_ahead_are_one_update_staler(self, travelled: Any) -> None:
+        assert travelled["ahead"]["off_by"] < 1e-5
+        assert travelled["ahead"]["off_by_plain"] > 1e-3
+
+    def test_rows_and_gradients_travel_as_bfloat16(self, travelled: Any) -> None:
+        assert travelled["bf16"]["off_by"] < 1e-5
+        assert travelled["bf16"]["off_by_plain"] > 1e-4
+
+    def test_wrong_settings(self, travelled: Any) -> None:
+        assert travelled["refused"] == [
+            "prefetch_rows is 2: expected 0 or 1.",
+            "row_compression is 'fp16': expected \"bf16\" or None.",
+            "prefetch_rows and row_compression are for rows that stay on servers, which "
+            "sync_replicas=True does not have: leave them out, or train asynchronously.",
+        ]

@@ -40,11 +40,15 @@ class Settings:
             variable.
         sync_replicas: whether updates wait for the gradients of several workers.
         replicas_to_aggregate: the number of gradients of an update; None for one of each worker.
+        prefetch_rows: for how many steps ahead rows are fetched.
+        row_compression: "bf16" if rows and their gradients travel as bfloat16.
     """
 
     partition: Callable[[Sequence[int], tf.DType], int] = lambda shape, dtype: 1
     sync_replicas: bool = False
     replicas_to_aggregate: int | None = None
+    prefetch_rows: int = 0
+    row_compression: str | None = None
 
 
 @dataclasses.dataclass

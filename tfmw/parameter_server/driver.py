@@ -32,6 +32,7 @@ from tfmw import data, keras_compat
 from tfmw.cluster import servers as ps_cluster
 from tfmw.parameter_server import worker_data
 from tfmw.parameter_server.accumulators import SynchronousSteps
+from tfmw.parameter_server.lookups import RowTravel
 from tfmw.parameter_server.steps import WorkerSteps
 from tfmw.parameter_server.variables import ServerVariables
 from tfmw.runtime.progress import blocking_call, report_alive
@@ -80,7 +81,8 @@ class PsDriver:
     def _worker_steps(self, name: str) -> WorkerSteps | SynchronousSteps:
         settings = self._servers.settings
         if not settings.sync_replicas:
-            return WorkerSteps(self.model, self.server_variables, name)
+            travel = RowTravel(settings.prefetch_rows, settings.row_compression)
+            return WorkerSteps(self.model, self.server_variables, name, travel)
         aggregate = settings.replicas_to_aggregate or self._workers
         return SynchronousSteps(self.model, self.server_variables, name, self._workers, aggregate)
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfmw import keras_compat
 from tfmw.parameter_server import messages
-from tfmw.parameter_server.lookups import Fetched
+from tfmw.parameter_server.lookups import Fetched, RowTravel
 from tfmw.parameter_server.updates import ServerUpdates, Update
 from tfmw.parameter_server.variables import Bucket, ServerVariables, contains
 from tfmw.tables import Route, Together, server
@@ -59,6 +59,7 @@ class GradientsToServers:
         server_variables: of the model.
         remote: the Keras variables whose rows stay on their servers.
         one_op: (key, function) -> the function as one op, the same for each step.
+        travel: how rows travel.
     """
 
     def __init__(
@@ -66,11 +67,13 @@ class GradientsToServers:
         server_variables: ServerVariables,
         remote: list[Any],
         one_op: Callable[[Any, Callable[..., Any]], Callable[..., Any]],
+        travel: RowTravel,
     ):
         self.server_variables = server_variables
         self._updates = ServerUpdates(server_variables)
         self._remote = remote
         self._one_op = one_op
+        self._travel = travel
 
     def send(
         self, optimizer: Any, grads: Grads, applied: list[tf.Tensor], fetched: Fetched
@@ -130,16 +133,17 @@ class GradientsToServers:
             else:
                 (shard,) = shards_of(variable)
                 route = Together([[shard]]).route([_ids(grad)])
-                sent = [route.send([grad.values])[shard.server], route.asked[shard.server][1]]
+                own, ids = route.send([grad.values])[shard.server], route.asked[shard.server][1]
                 every = functools.partial(updates.update_every_row, optimizer, shard, variable)
-                yield shard.server, (sent, every)
+                yield shard.server, ([own, ids], every)
         for members in together.values():
             group, route = self._route(members, fetched)
             rows = route.send([grad.values for grad, _ in members])
             for where, (sizes, ids) in route.asked.items():
                 shards = [(members[number][1], shard) for number, shard in group.shards[where]]
                 of_rows = functools.partial(updates.update_rows, optimizer, shards)
-                yield where, ([sizes, ids, rows[where]], of_rows)
+                sent = tf.cast(rows[where], self._travel.sent_as(rows[where].dtype))
+                yield where, ([sizes, ids, sent], of_rows)
 
     def _route(self, grads: Grads, fetched: Fetched) -> tuple[Together, Route]:
         """Where gradients go: as a rule the way of the rows that were fetched for the step."""

@@ -26,6 +26,23 @@ from tfmw.tables import Route, Together, VariableShard, server
 
 
 @dataclasses.dataclass(frozen=True)
+class RowTravel:
+    """How rows and their gradients travel between workers and servers.
+
+    Attributes:
+        prefetch: for how many steps ahead rows are fetched, 0 or 1.
+        compression: "bf16", or None for the rows' own type.
+    """
+
+    prefetch: int = 0
+    compression: str | None = None
+
+    def sent_as(self, dtype: tf.DType) -> tf.DType:
+        """The type in which rows of this type are sent."""
+        return tf.bfloat16 if self.compression == "bf16" and dtype.is_floating else dtype
+
+
+@dataclasses.dataclass(frozen=True)
 class Lookup:
     """A lookup whose ids follow from the batch.
 
@@ -46,10 +63,14 @@ class Plan:
     Args:
         batch: the tensors of the batch, in the graph that was traced.
         lookups: with ids in that graph.
+        travel: how rows travel.
     """
 
-    def __init__(self, batch: list[tf.Tensor], lookups: list[Lookup]):
+    def __init__(
+        self, batch: list[tf.Tensor], lookups: list[Lookup], travel: RowTravel | None = None
+    ):
         self._batch = batch
+        self._travel = travel or RowTravel()
         self._groups: list[tuple[list[Lookup], Together]] = []
         for members in _of_one_kind(lookups):
             self._groups.append((members, Together([member.shards for member in members])))
@@ -77,7 +98,8 @@ class Plan:
         fetched = Fetched(leaves)
         for (members, group), own, route in zip(self._groups, ids, routes, strict=True):
             here = {where: answers[where].pop(0) for where in group.shards}
-            rows = route.deliver(here)
+            own_type = keras_compat.native(members[0].variable).dtype
+            rows = route.deliver({where: tf.cast(each, own_type) for where, each in here.items()})
             fetched.groups.append(([member.variable for member in members], own, group, route))
             for member, each in zip(members, zip(rows, own, strict=True), strict=True):
                 fetched.found[id(member.variable), ops_between(self._batch, member.ids)] = each
@@ -85,7 +107,8 @@ class Plan:
 
     def _specs(self, where: int) -> list[tf.TensorSpec]:
         first = [group.shards[where][0][1] for _, group in self._groups if where in group.shards]
-        return [messages.spec_of(shard.variable) for shard in first]
+        specs = [messages.spec_of(shard.variable) for shard in first]
+        return [tf.TensorSpec(spec.shape, self._travel.sent_as(spec.dtype)) for spec in specs]
 
     def _answer(self, where: int, sent: tf.Tensor) -> tf.Tensor:
         """On a server: the rows that were asked for, of all groups."""
@@ -98,7 +121,8 @@ class Plan:
             count = tf.reduce_sum(sizes)
             ids, sent = tf.split(sent[:count], sizes, num=len(shards)), sent[count:]
             rows = [tf.gather(s.variable, own) for s, own in zip(shards, ids, strict=True)]
-            found.append(tf.concat(rows, axis=0))
+            every = tf.concat(rows, axis=0)
+            found.append(tf.cast(every, self._travel.sent_as(every.dtype)))
         return messages.pack(found)
 
 
@@ -127,9 +151,10 @@ class Fetched:
 
 
 def plan_lookups(
-    trace: Callable[[Any, Fetched], None],
+    trace: Callable[[Any, Fetched], Any],
     batch_spec: Any,
     shards_of: Callable[[Any], Sequence[VariableShard]],
+    travel: RowTravel | None = None,
 ) -> Plan:
     """Finds the lookups of a step.
 
@@ -137,6 +162,7 @@ def plan_lookups(
         trace: calls the step with a batch, and with where its lookups go.
         batch_spec: structure of tf.TensorSpec, of a batch.
         shards_of: the shards of a variable that is looked up.
+        travel: how rows travel.
     """
     inputs: list[tf.Tensor] = []
     lookups: list[Lookup] = []
@@ -148,7 +174,7 @@ def plan_lookups(
 
     specs = tf.nest.flatten(batch_spec, expand_composites=True)
     tf.function(step, autograph=False).get_concrete_function(*specs)
-    return Plan(inputs, _once(inputs, lookups))
+    return Plan(inputs, _once(inputs, lookups), travel)
 
 
 class _Recorded(Fetched):

@@ -25,10 +25,11 @@ mask. The coordinator's seed generators advance by the draws of all workers.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -37,7 +38,7 @@ import tensorflow as tf
 from tfmw import data, keras_compat
 from tfmw.errors import UsageError
 from tfmw.parameter_server.gradients import GradientsToServers, Grads, taking_gradients
-from tfmw.parameter_server.lookups import Fetched, Plan, plan_lookups
+from tfmw.parameter_server.lookups import Fetched, Plan, RowTravel, plan_lookups
 from tfmw.parameter_server.updates import ReadOnlyScalar
 from tfmw.parameter_server.variables import (
     BUCKET_BYTES,
@@ -62,6 +63,7 @@ class WorkerSteps:
         model: compiled and built, with its optimizer built.
         server_variables: its variables on the servers.
         name: of the worker-side variables; different for trainings that share servers.
+        travel: how rows travel.
         remote_lookups: whether rows of large tables are fetched from servers, not whole tables.
 
     Attributes:
@@ -76,6 +78,7 @@ class WorkerSteps:
         model: keras.Model,
         server_variables: ServerVariables,
         name: str,
+        travel: RowTravel | None = None,
         remote_lookups: bool = True,
     ):
         self.model = model
@@ -84,6 +87,7 @@ class WorkerSteps:
         self.function = tf.function(self._many, autograph=False)
         self._name = f"{name}/{next(_models)}"
         self._assigned: list[Any] = []
+        self._travel = travel or RowTravel()
         self._ops: dict[Any, Callable[..., Any]] = {}
         looked_up = keras_compat.looked_up_variables(model) if remote_lookups else []
         self._remote = [
@@ -102,7 +106,9 @@ class WorkerSteps:
             if not contains(v, self._remote)
         ]
         self._buckets, self._alone = server_variables.buckets(pulled)
-        self._to_servers = GradientsToServers(server_variables, self._remote, self._one_op)
+        self._to_servers = GradientsToServers(
+            server_variables, self._remote, self._one_op, self._travel
+        )
         self._fetched = Fetched([])
 
     # ------------------------------------------------------------ the scheduled function
@@ -120,9 +126,9 @@ class WorkerSteps:
             count = tf.identity(count)
 
         def turn(done: tf.Tensor, seen: tf.Tensor, steps: int) -> tuple[tf.Tensor, tf.Tensor]:
-            for _ in range(steps):
-                batch = next(iterator)
-                seen += self._step(batch, plan.fetch(batch), locals_)
+            ahead = _fetched_ahead(iterator, plan, steps, self._travel.prefetch)
+            for batch, fetched in ahead:
+                seen += self._step(batch, fetched, locals_)
             return done + steps, seen
 
         def loop(begin: tuple[tf.Tensor, tf.Tensor], end: tf.Tensor, steps: int) -> Any:
@@ -214,7 +220,7 @@ class WorkerSteps:
 
         if not self._remote:
             return Plan([], [])
-        return plan_lookups(trace, batch_spec, self.server_variables.shards)
+        return plan_lookups(trace, batch_spec, self.server_variables.shards, self._travel)
 
     def _seeds(self, seeds: list[Any]) -> list[tuple[Any, Any]]:
         return list(zip(self.server_variables.seeds, seeds, strict=True))
@@ -342,6 +348,18 @@ class WorkerSteps:
     ) -> Callable[..., Any]:
         """`function` as one op; traced for the first step in the loop's body, used by all."""
         return self._ops.setdefault(key, keras_compat.one_op(function, waits))
+
+
+def _fetched_ahead(
+    iterator: Any, plan: Plan, steps: int, prefetch: int
+) -> Iterator[tuple[Any, Fetched]]:
+    """The batches of steps, and their rows; asked for `prefetch` steps before they are used."""
+    waiting = collections.deque[tuple[Any, Fetched]]()
+    for left in range(steps, 0, -1):
+        while len(waiting) <= min(prefetch, left - 1):
+            batch = next(iterator)
+            waiting.append((batch, plan.fetch(batch)))
+        yield waiting.popleft()
 
 
 def _on_worker(tensor: tf.Tensor) -> tf.Tensor:

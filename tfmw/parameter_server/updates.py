@@ -75,8 +75,9 @@ class ServerUpdates:
             shards: (Keras variable, rows of it on this server), of one shape and type of a row.
             sizes: int64 [shards], how many rows of each.
             ids: int64 [n], the rows, counted from the start of their shard, each at most once.
-            rows: [n, ...], their gradients.
+            rows: [n, ...], their gradients, perhaps in a shorter type.
         """
+        rows = tf.cast(rows, shards[0][1].variable.dtype)
         each = tf.split(ids, sizes, num=len(shards)) if len(shards) > 1 else [ids]
         slots = [self.server_variables.slots_of(variable) for variable, _ in shards]
         own = [shard for _, shard in shards]
