@@ -37,12 +37,12 @@ def expected(table, prefetch, send):
 
 
 results: dict[str, Any] = {}
-settings: dict[str, Any]
-for name, settings, send in [
+CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("plain", {}, lambda rows: rows),
     ("ahead", {"prefetch_rows": 1}, lambda rows: rows),
     ("bf16", {"row_compression": "bf16"}, rounded),
-]:
+]
+for name, settings, send in CASES:
     strategy = tfmw.strategies.parameter_server(min_shard_bytes=ROWS * WIDTH, **settings)
     inputs = keras.Input((), dtype="int64")
     embedding = keras.layers.Embedding(ROWS, WIDTH, keras.initializers.RandomNormal(seed=1))

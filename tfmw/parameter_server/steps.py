@@ -6,8 +6,10 @@
     claim up to `max_steps` tickets of the epoch          (one message)
     metrics = 0                                           (local to this function)
     for each ticket:
+        batch = next(iterator)
+        rows of tables that it looks up                   (one message per server)
         local copies = server variables                   (one message per server)
-        logs = model.train_step(next(iterator))           (of the user's class, if it has one)
+        logs = model.train_step(batch)                    (of the user's class, if it has one)
             optimizer.apply(gradients):                   (one message per server)
                 on each server: update its variables, and count
         state = servers' state + the changes of this step (batch-norm averages)
