@@ -47,7 +47,11 @@ for name, settings, send in CASES:
     inputs = keras.Input((), dtype="int64")
     embedding = keras.layers.Embedding(ROWS, WIDTH, keras.initializers.RandomNormal(seed=1))
     model = keras.Model(inputs, embedding(inputs))
-    model.compile(keras.optimizers.SGD(RATE), "mse", steps_per_execution=STEPS)
+    # RATE in each step, by a condition: servers have one thread, which must not wait for another.
+    rate = keras.optimizers.schedules.CosineDecay(
+        RATE, 100, alpha=1.0, warmup_target=RATE, warmup_steps=5
+    )
+    model.compile(keras.optimizers.SGD(rate), "mse", steps_per_execution=STEPS)
     first = embedding.embeddings.numpy()
     data = tf.data.Dataset.from_tensor_slices((ids, labels))
     tfmw.fit(model, data, steps_per_epoch=STEPS, verbose=0, strategy=strategy, shuffle=False)
