@@ -1,7 +1,7 @@
 """Ray and Slurm on machines with networks of their own, which are network namespaces: as root.
 
 The digits are trained there, a folder that one machine has for itself is refused as `backup_dir`,
-and Ray's head dies.
+a cable is cut, and Ray's head dies.
 """
 
 from __future__ import annotations
@@ -55,6 +55,31 @@ try:
     fitted(on=engine, backup_dir=folder)
 except TaskFailed as error:
     print(json.dumps(str(error)))
+"""
+
+ALONE = """
+import json, os, time
+from pathlib import Path
+import tfmw
+
+
+def waits_until_it_is_alone(folder):
+    from tests.engines.contract import meet, wait_for
+    if os.environ["TFMW_ATTEMPT"] == "0":
+        meet(folder, "up")
+        wait_for(lambda: False)
+    return os.environ["TFMW_ATTEMPT"]
+
+
+job = tfmw.submit(
+    waits_until_it_is_alone, (folder,), (1, 2), on=engine, max_restarts=3, env={"TFMW_NO_INIT": "1"}
+)
+while len(list(Path(folder).glob("up_*"))) < 2:
+    time.sleep(0.1)
+hosts = job.details()["hosts"]
+Path(folder, "cut").touch()
+print(json.dumps([hosts, job.result(150), job.details()["hosts"], job.logs()]))
+job.forget()
 """
 
 WAITS = """
@@ -147,6 +172,23 @@ class OnMachines:
         assert "mount one file system there" in refused
         assert "train |" not in out, "before the first step"
 
+    def test_goes_on_without_a_machine_whose_cable_is_cut(
+        self, user: User, ranged: User, machines: Machines, tmp_path: Path
+    ) -> None:
+        """With workers=(1, 2); the first one has the controller."""
+        with ranged.starts(ALONE, tmp_path) as process:
+            wait_for(lambda: (tmp_path / "cut").exists() or process.poll() is not None)
+            machines.unplug(1)
+            try:
+                (hosts, result, left, logs), _ = ranged.finds(process)
+            finally:
+                machines.plug(1)
+        assert sorted(hosts) == machines.addresses
+        assert len(result) == 1
+        assert int(result[0]) >= 1
+        assert left == machines.addresses[:1]
+        assert "its connection was lost" in logs
+
 
 @pytest.fixture(scope="class")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
@@ -165,6 +207,11 @@ class TestSlurm(OnMachines):
     @pytest.fixture
     def user(self, slurm: OneMachine, tmp_path: Path) -> User:
         engine = f"Slurm(directory={str(tmp_path / 'jobs')!r}, nodes=2, options=('--mem=0',))"
+        return User(engine, tmp_path, env=slurm.env)
+
+    @pytest.fixture
+    def ranged(self, slurm: OneMachine, tmp_path: Path) -> User:
+        engine = f"Slurm(directory={str(tmp_path / 'jobs')!r}, options=('--mem=0',))"
         return User(engine, tmp_path, env=slurm.env)
 
     @pytest.fixture(autouse=True)
@@ -209,6 +256,8 @@ class RayNodes:
                 stack.callback(node.wait)
                 stack.callback(self.kill, machine)
                 stack.callback(node.terminate)
+            logs = [folder / f"ray_{machine}.log" for machine in (0, 1)]
+            wait_for(lambda: all("Ray runtime started" in log.read_text() for log in logs))
             yield self
 
     def _address(self) -> str:
@@ -245,6 +294,10 @@ class TestRay(OnMachines):
     @pytest.fixture
     def user(self, nodes: RayNodes, tmp_path: Path) -> User:
         return nodes.user(tmp_path)
+
+    @pytest.fixture
+    def ranged(self, user: User) -> User:
+        return user
 
     @pytest.fixture(autouse=True)
     def _leaves_nothing(self, nodes: RayNodes) -> Iterator[None]:

@@ -310,6 +310,8 @@ class SlurmTasks(FolderTasks):
                     "srun",
                     f"--ntasks={count}",
                     *([f"--nodes={count}"] if self._one_on_each_node else []),
+                    # Slurm holds what the step before had, for minutes if a node of it is silent.
+                    *(["--overlap"] if contact.attempt else []),
                     "--kill-on-bad-exit=0",
                     "--no-kill",
                     f"--output={log}",
