@@ -15,9 +15,11 @@ import tfmw
 from tests.engines.contract import TIMEOUT_S, Contract, meet, runs_forever, wait_for
 from tests.helpers.slurm import NODES, OneMachine
 from tfmw.engines import Job, Slurm, own_files
+from tfmw.engines import slurm as slurm_engine
 from tfmw.engines.engine import JobSpec
 from tfmw.engines.folder import write_job
 from tfmw.engines.job import STATUS
+from tfmw.engines.slurm import SlurmTasks
 from tfmw.errors import PREEMPTED, TaskFailed, UsageError
 from tfmw.launcher.options import RunOptions
 from tfmw.runtime.signals import LEAVE
@@ -150,6 +152,37 @@ def test_slurm_that_cannot_be_asked_has_not_lost_a_job(
     with pytest.raises(TaskFailed, match=r"has no result: Slurm ended job \w+: NODE_FAIL\."):
         job.result()
     job.forget()
+
+
+def test_attempt_of_all_tasks_waits_for_a_silent_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm has it in the job for SlurmdTimeout, and its restarts would be used up by then."""
+    environ = {"SLURM_JOB_NODELIST": "h[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "4711"}
+    environ["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    for name, value in environ.items():
+        monkeypatch.setitem(os.environ, name, value)
+    monkeypatch.setattr(slurm_engine, "_LOOK_EVERY_S", 0.0)
+
+    def shows(second: str) -> None:
+        for command, line in (("sinfo", f"echo h1 mix; echo h2 {second}"), ("scontrol", REQUEUED)):
+            (tmp_path / command).write_text(f"#!/bin/sh\n{line}\n")
+            (tmp_path / command).chmod(0o755)
+
+    tasks = SlurmTasks(tmp_path)
+    shows("mix*")
+    assert tasks.available(2, 2) == 2, "the first attempt has what Slurm has just given"
+    tasks._count = 2
+    assert tasks.available(2, 2) == 0
+    shows("mix")
+    assert tasks.available(2, 2) == 2
+    shows("mix*")
+    monkeypatch.setattr(slurm_engine, "_SHORT_S", -1.0)
+    assert tasks.available(2, 2) == 0
+    assert (tmp_path / "requeued").read_text() == "requeue 4711\n", "to get other nodes"
+
+
+REQUEUED = 'echo "$@" > "$(dirname "$0")/requeued"'
 
 
 def test_what_sbatch_is_asked_for() -> None:

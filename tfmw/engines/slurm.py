@@ -262,15 +262,18 @@ class SlurmTasks(FolderTasks):
         return tuple(dict.fromkeys(filter(None, (node, socket.gethostname()))))
 
     def available(self, least: int, most: int) -> int:
-        if least == most:
+        if least == most and self._count == 0:
             return most
-        self._one_on_each_node = True
+        self._one_on_each_node = least < most
         if time.monotonic() < self._look_at:
             return 0
         self._look_at = time.monotonic() + _LOOK_EVERY_S
         try:
-            # The nodes of the job that Slurm can still reach.
-            count = min(most, len(_usable("--nodes", os.environ["SLURM_JOB_NODELIST"])))
+            # The nodes of the job that Slurm can still reach. One that fell silent stays in the job
+            # for minutes (SlurmdTimeout), in which an attempt of all tasks would fail at once.
+            nodes = len(_usable("--nodes", os.environ["SLURM_JOB_NODELIST"]))
+            whole = nodes >= int(os.environ["SLURM_JOB_NUM_NODES"])
+            count = min(most, nodes) if least < most else most if whole else 0
             if count >= least:
                 self._short_since = None
                 return count
