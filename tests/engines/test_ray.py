@@ -239,11 +239,12 @@ def test_each_task_sees_its_own_gpu(engine: Ray) -> None:
     devices = [devices for devices, _ in job.result(TIMEOUT_S)]
     assert sorted(devices) == ["0", "1"]
     assert job.details()["hosts"]
-    job.forget()
     whole = dataclasses.replace(engine, gpus_per_worker=2)
-    job = tfmw.submit(visible, workers=1, on=whole, env={"TFMW_NO_INIT": "1"})
-    assert job.result(TIMEOUT_S) == [("0,1", "worker 0")]
+    other = tfmw.submit(visible, workers=1, on=whole, env={"TFMW_NO_INIT": "1"})
+    # A job that has ended holds no resources, though its result can still be fetched.
+    assert other.result(TIMEOUT_S) == [("0,1", "worker 0")]
     job.forget()
+    other.forget()
 
 
 @pytest.mark.long
