@@ -50,7 +50,7 @@ def test_rows_of_several_tables_are_asked_for_at_once(static: bool) -> None:
     ids = [tf.constant(own, tf.int64) for own in IDS]
     if not static:
         group._one_op = tf.function(
-            group._route,
+            group.route_tensors,
             input_signature=[[tf.TensorSpec([None], tf.int64)] * len(ids)],
             autograph=False,
         )

@@ -74,6 +74,7 @@ class Plan:
         self._groups: list[tuple[list[Lookup], Together]] = []
         for members in _of_one_kind(lookups):
             self._groups.append((members, Together([member.shards for member in members])))
+        self._prepared = keras_compat.one_op(self._prepare, waits=False)
         self._servers = sorted({where for _, group in self._groups for where in group.shards})
         self._answers = {
             where: keras_compat.one_op(functools.partial(self._answer, where), waits=False)
@@ -85,10 +86,10 @@ class Plan:
         leaves = tf.nest.flatten(batch, expand_composites=True)
         if not self._groups:
             return Fetched(leaves)
-        wanted = [member.ids for members, _ in self._groups for member in members]
-        copies = iter(copied_ops(self._batch, wanted, leaves))
-        ids = [[next(copies) for _ in members] for members, _ in self._groups]
-        routes = [group.route(own) for (_, group), own in zip(self._groups, ids, strict=True)]
+        ids, tensors = self._prepared(leaves)
+        routes = [
+            group.route_of(each) for (_, group), each in zip(self._groups, tensors, strict=True)
+        ]
         answers: dict[int, list[tf.Tensor]] = {}
         for where in self._servers:
             asked = [part for route in routes for part in route.asked.get(where, ())]
@@ -104,6 +105,16 @@ class Plan:
             for member, each in zip(members, zip(rows, own, strict=True), strict=True):
                 fetched.found[id(member.variable), ops_between(self._batch, member.ids)] = each
         return fetched
+
+    def _prepare(self, leaves: list[tf.Tensor]) -> tuple[list[list[tf.Tensor]], list[Any]]:
+        """(ids of the lookups, tensors of their route) of each group."""
+        wanted = [member.ids for members, _ in self._groups for member in members]
+        copies = iter(copied_ops(self._batch, wanted, leaves))
+        ids = [[next(copies) for _ in members] for members, _ in self._groups]
+        routes = [
+            group.route_tensors(own) for (_, group), own in zip(self._groups, ids, strict=True)
+        ]
+        return ids, routes
 
     def _specs(self, where: int) -> list[tf.TensorSpec]:
         first = [group.shards[where][0][1] for _, group in self._groups if where in group.shards]

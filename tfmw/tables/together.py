@@ -100,7 +100,7 @@ class Together:
         self.shards: dict[int, list[tuple[int, VariableShard]]] = {}
         self._starts: list[int] = []
         self._numbers: dict[int, list[int]] = {}
-        self._one_op = keras_compat.one_op(self._route, waits=False)
+        self._one_op = keras_compat.one_op(self.route_tensors, waits=False)
         for table, (offset, shards) in enumerate(zip(self._offsets, tables, strict=False)):
             for shard in shards:
                 self.shards.setdefault(shard.server, []).append((table, shard))
@@ -116,7 +116,11 @@ class Together:
         Returns:
             The route. An id that is no row of its table is an error when the graph runs.
         """
-        asked, places, positions, lengths = self._one_op(list(ids))
+        return self.route_of(self._one_op(list(ids)))
+
+    def route_of(self, tensors: Any) -> Route:
+        """The route that `route_tensors` has computed, here or in a function that was called."""
+        asked, places, positions, lengths = tensors
         return Route(
             dict(zip(self._numbers, asked, strict=True)),
             dict(zip(self._numbers, places, strict=True)),
@@ -124,7 +128,8 @@ class Together:
             lengths,
         )
 
-    def _route(self, ids: list[tf.Tensor]) -> tuple[Any, ...]:
+    def route_tensors(self, ids: list[tf.Tensor]) -> Any:
+        """As `route`, as a structure of tensors, in the function that is being traced."""
         lengths = tf.concat(tf.raw_ops.ShapeN(input=ids, out_type=tf.int64), axis=0)
         every = tf.concat(ids, axis=0)
         limits = _of_each(self._rows, ids)
