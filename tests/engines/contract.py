@@ -136,6 +136,19 @@ def submitted_by_a_process_that_dies(engine: Engine, path: Path) -> Job:
     return tfmw.attach(done.stdout.split()[-1], on=engine)
 
 
+def shell(*command: str, status: int = 0) -> str:
+    """What a command of tfmw prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tfmw", *command],
+        env={**os.environ, **PLAIN, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == status, done.stderr
+    return done.stdout if status != 2 else done.stderr
+
+
 def of_a_module_that_is_not_there() -> Any:
     """A function of a module that only this process has."""
     module = types.ModuleType("only_here")
@@ -297,6 +310,21 @@ class Contract:
 
     @pytest.mark.long
     @pytest.mark.usefixtures("_backup_each_epoch")
+    def test_files_are_read_by_the_workers(self, engine: Engine, tmp_path: Path) -> None:
+        """Where they are: this process neither reads nor sends them."""
+        from tests.engines import training
+
+        fitted: list[tuple[Any, Any]] = []
+        for on in (engine, "local"):
+            folder = tmp_path / str(len(fitted))
+            folder.mkdir()
+            fitted.append(training.fit_of_files(on, folder))
+            found = {path.name for path in folder.iterdir()} - {f"{n}.records" for n in range(4)}
+            assert found == {"worker 0", "worker 1"}
+        assert_equal(*fitted)
+
+    @pytest.mark.long
+    @pytest.mark.usefixtures("_backup_each_epoch")
     def test_fit_equals_that_of_two_workers_though_a_host_is_lost(
         self,
         engine: Engine,
@@ -318,6 +346,32 @@ class Contract:
         thread.join()
         assert_equal((history, model), fit_on_two_workers)
         assert re.search(r"\[worker 0 on \S+\] .*restored step \d+ from", capsys.readouterr().out)
+
+
+class FromAShell:
+    """What other processes do with a job of an engine that outlives the one which submits it.
+
+    Attributes:
+        setting: of the engine, which such a process needs to find its jobs.
+    """
+
+    setting: str
+
+    @pytest.mark.long  # the commands are the same for all engines: see test_local_jobs.py
+    def test_commands(self, engine: Engine, tmp_path: Path) -> None:
+        setting = f"--set={self.setting}={getattr(engine, self.setting)}"
+        job = tfmw.submit(runs_forever, (str(tmp_path),), 2, on=engine, env=PLAIN)
+        try:
+            wait_for(lambda: len(list(tmp_path.glob("up_*"))) == 2)
+            listed = shell("jobs", f"--on={engine.name}", setting).splitlines()
+            assert [job.id, "running"] in [line.split()[:2] for line in listed]
+            assert shell("status", job.id, setting).startswith(f"job {job.id}: running, attempt 0")
+            assert shell("logs", job.id, setting) == job.logs()
+            assert shell("cancel", job.id, setting) == f"{job.id} cancelled\n"
+            assert job.status() == "cancelled"
+        finally:
+            job.cancel()
+        job.forget()
 
 
 def assert_equal(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:

@@ -6,15 +6,13 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import tfmw
-from tests.engines.contract import PLAIN, TIMEOUT_S, Contract, runs_forever, wait_for
-from tests.helpers.cluster import MARK, PYTHONPATH, marked, wait_gone
+from tests.engines.contract import TIMEOUT_S, Contract, runs_forever, shell, wait_for
+from tests.helpers.cluster import MARK, marked, wait_gone
 from tfmw.engines import Engine, Local
 from tfmw.errors import TaskFailed, UsageError
 
@@ -41,18 +39,6 @@ class TestLocal(Contract):
         assert job.wait(TIMEOUT_S) == "lost"
         with pytest.raises(TaskFailed, match=r"has no result: local job \w+ was lost"):
             job.result()
-
-
-def shell(*command: str, status: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "tfmw", *command],
-        env={**os.environ, **PLAIN, "PYTHONPATH": PYTHONPATH},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == status, done.stderr
-    return done.stdout if status != 2 else done.stderr
 
 
 def test_commands(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import tfmw
-from tests.engines.contract import TIMEOUT_S, Contract, runs_forever, wait_for
+from tests.engines.contract import TIMEOUT_S, Contract, FromAShell, runs_forever, wait_for
 from tests.helpers.cluster import ONE_THREAD, PYTHONPATH
 from tfmw.engines import Engine, Job, Ray, ray_place
 from tfmw.engines.ray import RayTasks
@@ -75,7 +75,8 @@ def nothing_is_left() -> bool:
     return free and not actors and all(group["state"] == "REMOVED" for group in groups)
 
 
-class TestRay(Contract):
+class TestRay(FromAShell, Contract):
+    setting = "address"
     host = "ray::_TaskActor"
 
     @contextlib.contextmanager

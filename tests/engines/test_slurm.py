@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tfmw
-from tests.engines.contract import TIMEOUT_S, Contract, meet, runs_forever, wait_for
+from tests.engines.contract import TIMEOUT_S, Contract, FromAShell, meet, runs_forever, wait_for
 from tests.helpers.slurm import NODES, OneMachine
 from tfmw.engines import Job, Slurm, own_files
 from tfmw.engines import slurm as slurm_engine
@@ -57,7 +57,9 @@ def needs_two(folder: str) -> int:
     return 2
 
 
-class TestSlurm(Contract):
+class TestSlurm(FromAShell, Contract):
+    setting = "directory"
+
     @pytest.fixture(autouse=True)
     def _knows(self, slurm: OneMachine) -> None:
         self.slurm = slurm

@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfmw
 from tests.engines.contract import wait_for
@@ -87,6 +88,30 @@ def fit(on: Any, *callbacks: keras.callbacks.Callback) -> tuple[Any, Any]:
         model, X, Y, epochs=EPOCHS, batch_size=32, workers=2, on=on, callbacks=list(callbacks)
     )
     return history, model
+
+
+def fit_of_files(on: Any, folder: Path) -> tuple[Any, Any]:
+    """As `fit`, of examples in files that each worker reads, and leaves a file of its name."""
+    place = str(folder)
+    for number, (x, y) in enumerate(zip(np.split(X, 4), np.split(Y, 4), strict=True)):
+        with tf.io.TFRecordWriter(f"{place}/{number}.records") as writer:
+            for features, label in zip(x, y, strict=True):
+                writer.write(features.tobytes() + label.tobytes())
+
+    def read(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        Path(place, os.environ.get("TFMW_TASK", "the caller")).touch()
+
+        def decode(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            features = tf.io.decode_raw(tf.strings.substr(record, 0, X[0].nbytes), tf.float32)
+            label = tf.io.decode_raw(tf.strings.substr(record, X[0].nbytes, 4), tf.int32)
+            return tf.ensure_shape(features, [X.shape[1]]), tf.ensure_shape(label, [1])[0]
+
+        records = tf.data.TFRecordDataset([f"{place}/{number}.records" for number in range(4)])
+        own = records.shard(context.num_input_pipelines, context.input_pipeline_id)
+        return own.map(decode).batch(context.get_per_replica_batch_size(32))
+
+    model = make_model()
+    return tfmw.fit(model, read, epochs=2, workers=2, on=on), model
 
 
 def once_backed_up(engine: Engine, then: Callable[[Job], object]) -> threading.Thread:

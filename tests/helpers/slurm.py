@@ -154,12 +154,7 @@ class OneMachine:
         daemon = self._daemons.pop(f"slurmd -D -N {node}")
         daemon.kill()
         daemon.wait()
-        for environ in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                variables = environ.read_bytes().split(b"\0")
-                here = f"SLURM_CONF={self.env['SLURM_CONF']}".encode() in variables
-                if here and f"SLURMD_NODENAME={node}".encode() in variables:
-                    os.kill(int(environ.parent.name), signal.SIGKILL)
+        self._kill(f"SLURMD_NODENAME={node}")
         self._update(node, "DOWN")
 
     def bring_back(self, node: str) -> None:
@@ -189,6 +184,15 @@ class OneMachine:
                 daemon.kill()
                 daemon.wait()
         self._daemons = {}
+        self._kill()  # what steps of a node that was unplugged have left
+
+    def _kill(self, *variables: str) -> None:
+        """Kills the processes of this Slurm that have these variables."""
+        wanted = {each.encode() for each in (f"SLURM_CONF={self.env['SLURM_CONF']}", *variables)}
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if wanted <= set(environ.read_bytes().split(b"\0")):
+                    os.kill(int(environ.parent.name), signal.SIGKILL)
 
     def _start(self, *command: str) -> None:
         program = shutil.which(command[0], path=f"{os.environ['PATH']}:/usr/sbin")
