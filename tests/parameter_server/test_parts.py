@@ -249,10 +249,18 @@ def test_functions_are_as_long_as_half_a_second_of_steps():
         pace.took(each * lengths[-1], lengths[-1])
     assert lengths == [1, 8, 64, 128, 128]
     # Towards the end in smaller ones, after which the next epoch begins with whole ones.
-    assert [pace.next_steps(left, 2) for left in (200, 100, 20, 1)] == [50, 32, 20, 1]
+    assert [pace.next_steps(left, 2) for left in (200, 100, 20, 1)] == [50, 32, 10, 1]
     pace.took(each, 1)
     pace.took(0.0, 0)  # found its tickets taken
     assert pace.next_steps(100_000, 2) == 128
+
+
+def test_each_worker_has_a_part_of_an_epoch_of_quick_steps():
+    pace = FunctionPace(1)
+    while pace.next_steps(100_000, 2) < 1000:
+        pace.took(1e-6 * pace.next_steps(100_000, 2), pace.next_steps(100_000, 2))
+    assert pace.next_steps(50, 2) == 31
+    assert pace.next_steps(2000, 4) == 250
 
 
 def test_steps_per_execution_is_used_unchanged():

@@ -20,6 +20,7 @@ from tfmw.cluster.group import Group
 # Rare enough to cost nothing, frequent enough for a live progress bar.
 _SECONDS_PER_CALL = 0.2
 _SECONDS_PER_FUNCTION = 0.5
+_LEAST_PART = 32  # of these seconds, in any function
 _MAX_STEPS = 1000
 
 
@@ -98,8 +99,11 @@ class FunctionPace:
         """The number of steps of the next function, of `left` that remain in the epoch."""
         if self._fixed is not None:
             return min(self._fixed, left)
-        # Fewer steps towards the end of an epoch, so that workers end it at the same time.
-        return min(left, max(1, self._steps // 4, min(self._steps, left // (2 * workers))))
+        # Fewer steps towards the end of an epoch, so that workers end it at the same time. Each
+        # worker gets a share, as long as that is much more than what a function costs.
+        share = min(self._steps // 4, -(-left // workers))
+        most = min(self._steps, left // (2 * workers))
+        return min(left, max(1, self._steps // _LEAST_PART, share, most))
 
     def took(self, seconds: float, steps: int) -> None:
         """Records a function: `seconds` of computing on a worker, without its time in the queue."""
