@@ -231,6 +231,8 @@ class RayNodes:
         self._machines = machines
         self._mark = uuid.uuid4().hex
         self.engine = f"Ray(address='{machines.addresses[0]}:{HEAD_PORT}')"
+        # A token in the home directory would make the head ask for it, and no other node has it.
+        self._auth = {"RAY_AUTH_MODE": "disabled"}
 
     @contextlib.contextmanager
     def run(self, folder: Path) -> Iterator[RayNodes]:
@@ -266,11 +268,11 @@ class RayNodes:
     def _env(self, machine: int) -> dict[str, str]:
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "TF_CONFIG"))}
         ours = {"PYTHONPATH": PYTHONPATH, "RAY_USAGE_STATS_ENABLED": "0"}
-        return {**environ, **ONE_THREAD, **ours, MARK: f"{self._mark}-{machine}"}
+        return {**environ, **ONE_THREAD, **ours, **self._auth, MARK: f"{self._mark}-{machine}"}
 
     def user(self, folder: Path, machine: int = 0) -> User:
         """On one of the machines."""
-        return User(self.engine, folder, self._machines.command(machine)[:2])
+        return User(self.engine, folder, self._machines.command(machine)[:2], self._auth)
 
     def kill(self, machine: int) -> None:
         """Kills all processes of a node."""
