@@ -140,6 +140,7 @@ from tfmw.keras_compat.optimizers import (
 )
 from tfmw.keras_compat.parameter_servers import (
     RemoteRows,
+    calls_function,
     cancelable,
     current_learning_rate,
     is_iterations,
@@ -217,6 +218,7 @@ __all__ = [
     "batches_of_slices",
     "build_all",
     "build_for_inputs",
+    "calls_function",
     "cancelable",
     "combination",
     "computes_with_onednn",

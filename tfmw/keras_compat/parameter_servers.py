@@ -92,15 +92,18 @@ def one_op(function: Callable[..., Any], waits: bool = True) -> Callable[..., An
         # An op that calls a function (`tf.cond` in a schedule, say) keeps its thread until another
         # thread has run that function: where there is one thread only, for ever.
         calls = any(
-            attribute.HasField("func")
-            for node in op.get_concrete_function(*arguments).graph.as_graph_def().node
-            for attribute in node.attr.values()
+            map(calls_function, op.get_concrete_function(*arguments).graph.get_operations())
         )
         kind = "" if calls else "SINGLE_THREADED_EXECUTOR"
         with tf.experimental.function_executor_type(kind):
             return op(*arguments)
 
     return call
+
+
+def calls_function(op: tf.Operation) -> bool:
+    """Whether an op runs a function, as those of `tf.cond` and `tf.while_loop` do."""
+    return any(attribute.HasField("func") for attribute in op.node_def.attr.values())
 
 
 def cancelable(function: Any, *arguments: Any) -> tuple[Callable[[], Any], Callable[[], None]]:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfmw import keras_compat
+
 
 def ops_between(sources: Sequence[tf.Tensor], target: tf.Tensor) -> bytes | None:
     """What computes `target` from `sources`; None if it is not computed by plain ops of them alone.
@@ -53,8 +55,8 @@ def ops_between(sources: Sequence[tf.Tensor], target: tf.Tensor) -> bytes | None
 
 
 def _is_plain(op: tf.Operation) -> bool:
-    calls = any(value.HasField("func") for value in op.node_def.attr.values())
-    return not (op.op_def.is_stateful or op.control_inputs or calls or op.type == "Placeholder")
+    needs_more = op.op_def.is_stateful or op.control_inputs or op.type == "Placeholder"
+    return not (needs_more or keras_compat.calls_function(op))
 
 
 def copied_ops(

@@ -50,9 +50,7 @@ def unpack(message: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor
 
 def _restored(part: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
     size = spec.dtype.size
-    flat = part if spec.dtype == tf.uint8 else None
-    if flat is None:
-        flat = tf.bitcast(tf.reshape(part, [-1, size] if size > 1 else [-1]), spec.dtype)
+    flat = tf.bitcast(tf.reshape(part, [-1, size] if size > 1 else [-1]), spec.dtype)
     shape = spec.shape.as_list()
     assert all(axis is not None for axis in shape[1:]), spec
     if not shape:
