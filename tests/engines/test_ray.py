@@ -20,6 +20,7 @@ import tfmw
 from tests.engines.contract import TIMEOUT_S, Contract, FromAShell, runs_forever, wait_for
 from tests.helpers.cluster import ONE_THREAD, PYTHONPATH
 from tfmw.engines import Engine, Job, Ray, ray_place
+from tfmw.engines import job as jobs
 from tfmw.engines.ray import RayTasks
 from tfmw.engines.ray_place import RayPlace
 from tfmw.errors import TaskFailed, UsageError
@@ -164,14 +165,22 @@ def test_controller_that_is_not_reached_is_not_lost() -> None:
     assert lost["problem"].startswith("its controller on the cluster was lost: The actor died unex")
 
 
-def test_without_its_head_ray_has_lost_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one sentence, and before Ray ends this process, after a minute."""
+@pytest.mark.parametrize("replies", [False, True])
+def test_without_its_head_ray_has_lost_the_job(
+    monkeypatch: pytest.MonkeyPatch, replies: bool
+) -> None:
+    """In one sentence, and before Ray ends this process, after a minute.
+
+    A controller on another machine than the head replies until then.
+    """
     from ray.exceptions import GetTimeoutError
 
     monkeypatch.setattr(ray_place, "_HEAD_S", 0.3)
+    monkeypatch.setattr(jobs, "_ASK_EVERY_S", 0.1)
     with reserved_ports(1) as (port,):
         head = f"127.0.0.1:{port}"
-    actor = BusyActor(*[GetTimeoutError()] * 100)
+    reply = b'{"state": "running"}' if replies else GetTimeoutError()
+    actor = BusyActor(*[reply] * 1000)
     job = Job("ray", "4711", RayPlace(FakeRay(), actor, head), "here")
     sentence = rf"ray:4711 has no result: Ray's head at {head} has not been reachable for 0\.3 s \("
     with pytest.raises(TaskFailed, match=sentence):

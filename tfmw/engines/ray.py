@@ -73,8 +73,10 @@ class Ray(Engine):
                 num_cpus=0,
                 max_concurrency=8,
                 runtime_env=dict(self.runtime_env) if self.runtime_env else None,
+                # Soft affinity is not always heeded just after a node has come. A controller on
+                # another node than its caller's would be one machine more that may be lost.
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-                    here, soft=True
+                    here, soft=False
                 ),
             )
             .remote()

@@ -12,7 +12,8 @@ from tfmw.errors import TfmwError
 
 READ = 4 << 20  # bytes of a file in one call
 _REPLY_S = 10.0  # in which a controller replies
-_UNAVAILABLE_S = 60.0  # for which a controller may not be reached before the caller learns of it
+# Ray needs up to 70 s to find that a node is lost: five checks of 10 s, 3 s between two of them.
+_UNAVAILABLE_S = 100.0  # for which a controller may not be reached before the caller learns of it
 _HEAD_S = 20.0  # and for which Ray's head may not be; after 60 s Ray ends the process
 _RETRY_S = 0.2
 
@@ -55,6 +56,7 @@ class RayPlace:
     def state(self) -> str:
         """See `Place.state`."""
         try:
+            self._look_at_head()  # the controller may reply for a while without it
             self._call("read", jobs.STATUS, 0, patience_s=0)
             return "running"
         except _Gone:
