@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import tfmw
 from tests.layers.reference import Reference, Table
 from tfmw.layers import HashTableEmbedding, hashing
-from tfmw.parameter_server.variables import ServerVariables
 
 SEED = 5
 
@@ -60,14 +59,22 @@ def test_as_a_reference_in_plain_python(batches, capacity, min_count, max_age):
     layer = embedding(capacity, min_count=min_count, max_age=max_age)
     every = sorted({id_ for batch in batches for id_ in batch})
 
-    def table(ids: Any, seed: int) -> Table:
-        places = int(ids.shape[0])
-        count = max(places // 16, 1)
-        buckets = hashing.buckets(tf.constant(every, tf.int64), count, seed).numpy().tolist()
-        return Table(places, dict(zip(every, buckets, strict=True)).__getitem__)
+    def buckets(count: int, seed: int) -> list[int]:
+        return hashing.buckets(tf.constant(every, tf.int64), count, seed).numpy().tolist()
 
-    waiting = table(layer.candidate_ids, SEED + 1) if min_count > 1 else None
-    reference = Reference(table(layer.ids, SEED), waiting, min_count, max_age)
+    def table(places: int, of_ids: list[int]) -> Table:
+        return Table(places, dict(zip(every, of_ids, strict=True)).__getitem__)
+
+    places = int(layer.ids.shape[0])
+    of_rows = buckets(max(places // 16, 1), SEED)
+    waiting = None
+    if min_count > 1:  # counted beside the bucket of the row, in one bucket or two
+        candidates = int(layer.candidate_ids.shape[0])
+        beside = 2 if places >= 16 else 1
+        chosen = buckets(beside, SEED + 1)
+        of_candidates = [b * beside + c for b, c in zip(of_rows, chosen, strict=True)]
+        waiting = table(candidates, of_candidates)
+    reference = Reference(table(places, of_rows), waiting, min_count, max_age)
     for ids in batches:
         train(layer, ids)
         reference.step(ids)
@@ -321,13 +328,6 @@ def test_wrong_ids():
         layer.call(tf.constant([1.0]))
     with pytest.raises(tfmw.UsageError, match="received a RaggedTensor: expected a dense tensor"):
         layer.call(tf.ragged.constant([[1], [2, 3]]))
-
-
-def test_parameter_servers():
-    model = keras.Sequential([keras.Input((), dtype="int64"), embedding(16)])
-    model.compile("sgd", "mse")
-    with pytest.raises(tfmw.UsageError, match="is a HashTableEmbedding, whose ids take rows in a"):
-        ServerVariables(model, servers=1)
 
 
 def test_replicas_outside_of_tfmw():

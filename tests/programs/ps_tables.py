@@ -31,17 +31,15 @@ parser.add_argument("--result")
 options = parser.parse_args()
 
 tfmw.init()
-strategy = tfmw.strategies.parameter_server(min_shard_bytes=1 << 16)
+strategy = tfmw.strategies.parameter_server(min_shard_bytes=1 << 11)
 ids = np.random.default_rng(0).permutation(5000)[:256]
 y = (ids % 2).astype(np.float32)
 keras.utils.set_random_seed(1)
-model = keras.Sequential(
-    [
-        keras.Input((), dtype="int64"),
-        keras.layers.Embedding(5000, 32, name="table"),
-        keras.layers.Dense(1),
-    ]
-)
+inputs = keras.Input((), dtype="int64")
+rows = keras.layers.Embedding(5000, 32, name="table")(inputs)
+# A batch has these ids several times each: they get rows between the first step and the last.
+hash_table = tfmw.layers.HashTableEmbedding(32, capacity=64, min_count=34, name="hash_table")
+model = keras.Model(inputs, keras.layers.Dense(1)(rows + hash_table(inputs % 101)))
 model.compile(keras.optimizers.Adam(0.01), keras.losses.BinaryCrossentropy(from_logits=True))
 
 
@@ -90,6 +88,8 @@ result = {
     "checksum": checksum(),
     "iterations": int(model.optimizer.iterations.numpy()),
     "held": type(table._value).__name__,
+    "known": hash_table.known_ids().tolist(),
+    "rows": hash_table.rows_of(np.arange(101)).numpy().tolist(),
     "evaluated": tfmw.evaluate(model, dataset.take(1), verbose=0),
 }
 print(f"result {json.dumps(result)}", flush=True)

@@ -11,7 +11,7 @@ from tfmw import tables
 logger = logging.getLogger("tfmw")
 
 FULL_EVERY = 10  # backups; those in between have of tables only the rows that have changed
-_FEW = 0.5  # of a table's rows, from which on a backup of the changed ones would save nothing
+_FEW = 0.5  # of all tables' bytes, from which on a backup of the changed ones would save nothing
 
 
 class TableBackups:

@@ -178,17 +178,39 @@ class RemoteRows(_resource_variables.BaseResourceVariable):
         is_flat = indices.shape.rank == 1  # then each op that is left out is one for each table
         flat = tf.cast(indices if is_flat else tf.reshape(indices, [-1]), tf.int64)
         row = self.shape[1:]
-        with _record.stop_recording():
-            found = self._look_up(flat)
-            values, flat = found if isinstance(found, tuple) else (found, flat)
+
+        def shaped(values: tf.Tensor) -> tf.Tensor:
             if not is_flat:
                 values = tf.reshape(values, tf.concat([tf.shape(indices), row], axis=0))
-            out = tf.identity(values)
-            out.set_shape(indices.shape.concatenate(row))
+            values = tf.identity(values)
+            values.set_shape(indices.shape.concatenate(row))
+            return values
+
+        def look_up() -> tuple[tf.Tensor, tf.Tensor]:
+            found = self._look_up(flat)
+            return found if isinstance(found, tuple) else (found, flat)
+
+        return self.rows_found(look_up, shaped)
+
+    def rows_found(
+        self,
+        look_up: Callable[[], tuple[tf.Tensor, tf.Tensor]],
+        shaped: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
+    ) -> tf.Tensor:
+        """The rows that `look_up` finds, for which gradients are recorded.
+
+        Args:
+            look_up: () -> (rows [n, ...], their indices int64 [n]).
+            shaped: reshapes the rows.
+        """
+        with _record.stop_recording():
+            values, ids = look_up()
+            out = shaped(values)
+        is_flat, row = out.shape.rank == self.shape.rank, self.shape[1:]
 
         def backward(gradient: tf.Tensor) -> list[Any]:
             rows = gradient if is_flat else tf.reshape(gradient, tf.concat([[-1], row], axis=0))
-            return [tf.IndexedSlices(rows, flat, tf.constant(self.shape.as_list(), tf.int64))]
+            return [tf.IndexedSlices(rows, ids, tf.constant(self.shape.as_list(), tf.int64))]
 
         self._record([out], backward)
         return out

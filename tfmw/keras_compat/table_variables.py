@@ -57,6 +57,56 @@ _DRAWN_TYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
 @dataclasses.dataclass(frozen=True)
+class Division:
+    """Where a layer's variable may be divided: between units, each with some successive rows.
+
+    Attributes:
+        units: number of units.
+        rows: of each unit.
+        first: rows before those of the first unit, with which they stay.
+        follows: the Keras variable, with a division of as many units, whose shards have the same
+            units on the same servers; None: any division.
+    """
+
+    units: int
+    rows: int
+    first: int = 0
+    follows: Any = None
+
+    def rows_of(self, start: int, stop: int) -> tuple[int, int]:
+        """The rows [start, stop) of the units [start, stop)."""
+        return (self.first if start else 0) + start * self.rows, self.first + stop * self.rows
+
+    def units_of(self, start: int, stop: int) -> tuple[int, int]:
+        """The reverse of `rows_of`."""
+        return (start - self.first if start else 0) // self.rows, (stop - self.first) // self.rows
+
+    def has_rows_of(self, other: Division) -> bool:
+        """Whether the same units are the same rows of both variables."""
+        return (self.rows, self.first) == (other.rows, other.first)
+
+
+_DIVISION = "_tfmw_division"  # of Keras variables
+
+
+def add_divided(layer: Any, division: Division, **described: Any) -> Any:
+    """`layer.add_weight(**described)`, which is divided over servers as `division` says."""
+    before = getattr(_building, "division", None)
+    _building.division = division
+    try:
+        variable = layer.add_weight(**described)
+    finally:
+        _building.division = before
+    setattr(variable, _DIVISION, division)
+    return variable
+
+
+def division_of(variable: Any) -> Division | None:
+    """Where a Keras variable of `add_divided` may be divided; None for another."""
+    return getattr(variable, _DIVISION, None)
+
+
+@dataclasses.dataclass(frozen=True)
 class NewVariable:
     """A Keras variable that has no value yet.
 
@@ -64,6 +114,7 @@ class NewVariable:
         path, shape, dtype, trainable: of the variable.
         initializer: (shape, dtype) -> its value.
         slot_of: the Keras variable whose optimizer's slot it is, or None.
+        division: where it may be divided; None for between any rows.
     """
 
     path: str
@@ -72,10 +123,11 @@ class NewVariable:
     trainable: bool
     initializer: Any
     slot_of: Any
+    division: Division | None = None
 
 
 _make: Callable[[NewVariable], RemoteRows | None] | None = None
-_building = threading.local()  # `slot_of`: whose slot an optimizer makes
+_building = threading.local()  # `slot_of`: whose slot an optimizer makes; `division`: of a weight
 
 
 def make_variables_by(make: Callable[[NewVariable], RemoteRows | None]) -> None:
@@ -99,7 +151,10 @@ def _install() -> None:
     def initialize(self: Any, initializer: Any) -> None:
         slot_of = getattr(_building, "slot_of", None)
         dtype = tf.as_dtype(self._dtype)
-        new = NewVariable(self.path, list(self._shape), dtype, self.trainable, initializer, slot_of)
+        division = division_of(self) or getattr(_building, "division", None)
+        new = NewVariable(
+            self.path, list(self._shape), dtype, self.trainable, initializer, slot_of, division
+        )
         rows = None if _make is None else _make(new)
         if rows is None:
             keras_initialize(self, initializer)

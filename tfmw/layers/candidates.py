@@ -25,7 +25,7 @@ class Candidates:
     def seen_before(self, ids: tf.Tensor, oldest: tf.Tensor) -> tf.Tensor:
         """int64 [n], how often each id int64 [n] was seen, the last time in `oldest` or later."""
         places = self._table.find(ids, oldest)
-        counts = tf.gather(self._counts.value, tf.maximum(places, 0))
+        counts = tf.gather(keras_compat.native(self._counts), tf.maximum(places, 0))
         return tf.where(places < 0, tf.zeros_like(counts), counts)
 
     def update(

@@ -11,12 +11,12 @@ ever moved. With one bucket the table is exactly a cache of the ids used last.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfmw import keras_compat
-from tfmw.layers import hashing
 
 WAYS = 16
 """Places of a bucket."""
@@ -30,13 +30,14 @@ class HashTable:
     Args:
         ids: Keras variable, int64 [places].
         used: Keras variable, int64 [places]: the step of the last use; 0 for an empty place.
-        seed: of the hash function.
+        bucket_of: ids int64 [n] -> the bucket of each, int64 [n], counted from the first one that
+            these variables have.
     """
 
-    def __init__(self, ids: Any, used: Any, seed: int):
+    def __init__(self, ids: Any, used: Any, bucket_of: Callable[[tf.Tensor], tf.Tensor]):
         self._ids = ids
         self._used = used
-        self._seed = seed
+        self._bucket_of = bucket_of
         self._ways = ways_of(int(ids.shape[0]))
 
     def find(self, ids: tf.Tensor, oldest: tf.Tensor) -> tf.Tensor:
@@ -50,29 +51,31 @@ class HashTable:
             int64 [n], the place of each, -1 for those that are not in the table.
         """
         places = self._places(ids)
-        matches = tf.equal(tf.gather(self._ids.value, places), ids[:, None])
-        valid = tf.gather(self._used.value, places) >= oldest
+        matches = tf.equal(tf.gather(keras_compat.native(self._ids), places), ids[:, None])
+        valid = tf.gather(keras_compat.native(self._used), places) >= oldest
         return tf.reduce_max(tf.where(matches & valid, places, tf.constant(-1, tf.int64)), axis=1)
 
-    def claim(self, ids: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
+    def claim(self, ids: tf.Tensor, now: tf.Tensor, kept_steps: int = 0) -> tf.Tensor:
         """Chooses places for ids that are not in the table: those used longest ago.
 
         Args:
             ids: int64 [n]; the first ones choose first.
             now: int64 [], the step: places used in it are kept.
+            kept_steps: number of steps before it whose places are kept, too.
 
         Returns:
-            int64 [n], distinct places; -1 for ids for which all places are used in this step.
+            int64 [n], distinct places; -1 for ids all of whose places are kept.
         """
         places = self._places(ids)
-        used = tf.gather(self._used.value, places)
+        used = tf.gather(keras_compat.native(self._used), places)
         by_age = tf.argsort(used, axis=1, stable=True)
         turn = _turns(places[:, 0])
         within = tf.minimum(turn, self._ways - 1)[:, None]
         chosen = tf.gather(by_age, within, batch_dims=1)
         place = tf.gather(places, chosen, batch_dims=1)[:, 0]
         last_used = tf.gather(used, chosen, batch_dims=1)[:, 0]
-        free = (turn < self._ways) & (last_used < now)
+        is_free = (last_used < now - kept_steps) | tf.equal(last_used, 0)
+        free = (turn < self._ways) & is_free
         return tf.where(free, place, tf.constant(-1, tf.int64))
 
     def put(self, places: tf.Tensor, ids: tf.Tensor, now: tf.Tensor) -> None:
@@ -90,8 +93,7 @@ class HashTable:
 
     def _places(self, ids: tf.Tensor) -> tf.Tensor:
         """int64 [n, ways], the places of each id's bucket."""
-        count = int(self._ids.shape[0]) // self._ways
-        first = hashing.buckets(ids, count, self._seed) * self._ways
+        first = self._bucket_of(ids) * self._ways
         return first[:, None] + tf.range(self._ways, dtype=tf.int64)
 
 

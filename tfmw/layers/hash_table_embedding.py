@@ -24,8 +24,8 @@ import tensorflow as tf
 from tfmw import keras_compat
 from tfmw.errors import UsageError
 from tfmw.layers import hashing
-from tfmw.layers.candidates import Candidates
-from tfmw.layers.hash_table import HashTable, places_within
+from tfmw.layers.hash_table import places_within, ways_of
+from tfmw.layers.part import Part, counted
 
 _ID_BYTES = 16  # of a row: its id, and the step of its last use
 _CANDIDATE_BYTES = 24  # of an id that waits for a row: the same, and a count
@@ -44,6 +44,9 @@ class HashTableEmbedding(keras.layers.Layer):
     row share row 0, which is trained like any other. Only training changes which id has which row;
     `evaluate`, `predict` and exports look rows up.
 
+    On parameter servers each server has the rows of some buckets, and all that is known of their
+    ids. Each worker's batch is then a step of its own.
+
     A step counts each call with `training=True`: if a model calls the layer twice in a step, that
     is two.
 
@@ -54,7 +57,8 @@ class HashTableEmbedding(keras.layers.Layer):
         output_dim: the length of a row.
         capacity: the most ids that have a row at a time; rounded down to whole buckets of 16.
         max_bytes: in place of `capacity`, the most bytes of the layer's variables: rows, and what
-            is known of ids. The optimizer's slots are as large as the rows, each.
+            is known of ids. The optimizer's slots are as large as the rows, each. Parameter
+            servers share them equally.
         min_count: how often an id is seen, repetitions within a batch included, before it gets a
             row. For `min_count` over 1 the ids seen last are counted, twice as many as have rows.
         max_age: number of steps; ids not seen for longer lose their row, or their count. None for
@@ -123,108 +127,74 @@ class HashTableEmbedding(keras.layers.Layer):
     def build(self, input_shape: Any) -> None:
         """Creates the variables, of a size that never changes."""
         del input_shape
-        self.embeddings = self.add_weight(
-            name="embeddings", shape=(self._places + 1, self.output_dim), initializer="zeros"
+        ways = ways_of(self._places)
+        self._buckets = self._places // ways
+        of_rows = keras_compat.Division(self._buckets, ways, first=1)
+        self.embeddings = keras_compat.add_divided(
+            self,
+            of_rows,
+            name="embeddings",
+            shape=(self._places + 1, self.output_dim),
+            initializer="zeros",
         )
         keras_compat.resets_rows(self.embeddings)
         self.step = self._state("step", ())
-        self.ids = self._state("ids", (self._places,))
-        self.used = self._state("used", (self._places,))
-        self._table = HashTable(self.ids, self.used, self.seed)
-        self._candidates = None
+        self.ids = self._state("ids", (self._places,), like=self.embeddings)
+        self.used = self._state("used", (self._places,), like=self.ids)
         if self.min_count > 1:
-            shape = (places_within(_CANDIDATES * self._places),)
-            self.candidate_ids = self._state("candidate_ids", shape)
-            self.candidate_used = self._state("candidate_used", shape)
-            self.candidate_counts = self._state("candidate_counts", shape)
-            table = HashTable(self.candidate_ids, self.candidate_used, self.seed + 1)
-            self._candidates = Candidates(table, self.candidate_counts)
+            shape = (_candidate_places(self._places),)
+            self.candidate_ids = self._state("candidate_ids", shape, like=self.embeddings)
+            self.candidate_used = self._state("candidate_used", shape, like=self.candidate_ids)
+            self.candidate_counts = self._state("candidate_counts", shape, like=self.candidate_ids)
+        self._all = Part(self)
         self.built = True
 
-    def _state(self, name: str, shape: tuple[int, ...]) -> Any:
-        return self.add_weight(
-            name=name, shape=shape, dtype="int64", trainable=False, initializer="zeros"
-        )
+    def _state(self, name: str, shape: tuple[int, ...], like: Any = None) -> Any:
+        """A variable of integers; divided as the variable `like`."""
+        described = {"name": name, "shape": shape, "dtype": "int64", "initializer": "zeros"}
+        if like is None:
+            return self.add_weight(**described, trainable=False)
+        division = keras_compat.Division(self._buckets, shape[0] // self._buckets, follows=like)
+        return keras_compat.add_divided(self, division, **described, trainable=False)
 
     # ------------------------------------------------------------ steps
 
     def call(self, ids: Any, training: bool | None = None) -> Any:
         """The rows of the ids; in training, ids may get rows first."""
         ids = hashing.fingerprints(self._checked(ids), self.seed)
-        flat = tf.reshape(ids, [-1])
-        if training and self.trainable:
-            self._update(flat)
-        rows = tf.reshape(self._rows(flat), tf.shape(ids))
-        rows.set_shape(ids.shape)
-        return keras.ops.cast(
-            keras.ops.take(self.embeddings, rows, axis=0), dtype=self.compute_dtype
-        )
+        rows = self.look_up(tf.reshape(ids, [-1]), bool(training and self.trainable))
+        rows = tf.reshape(rows, tf.concat([tf.shape(ids), [self.output_dim]], axis=0))
+        rows.set_shape(ids.shape.concatenate(self.output_dim))
+        return keras.ops.cast(rows, dtype=self.compute_dtype)
+
+    def look_up(self, ids: tf.Tensor, is_step: bool) -> tf.Tensor:
+        """[n, output_dim], the rows of ids; training on parameter servers replaces this method.
+
+        Args:
+            ids: int64 [n], those of the input, or the fingerprints of its strings.
+            is_step: whether ids may get rows first.
+        """
+        if is_step:
+            counts = keras_compat.counts_of_all_replicas(*counted(ids, tf.ones_like(ids)))
+            distinct, counts = counted(*counts)
+            are_there = counts > 0
+            distinct, counts = (
+                tf.boolean_mask(distinct, are_there),
+                tf.boolean_mask(counts, are_there),
+            )
+            # A batch without ids is the end of the data, and no step.
+            self._all.step(distinct, counts, tf.size(distinct) > 0)
+        return keras.ops.take(self.embeddings, self._all.rows(ids), axis=0)
 
     def rows_of(self, ids: Any) -> Any:
         """int64, of the shape of `ids`: the row of `embeddings` of each, 0 for ids without one."""
         ids = hashing.fingerprints(tf.convert_to_tensor(ids), self.seed)
-        return tf.reshape(self._rows(tf.reshape(ids, [-1])), tf.shape(ids))
+        return tf.reshape(self._all.rows(tf.reshape(ids, [-1])), tf.shape(ids))
 
     def known_ids(self) -> np.ndarray:
-        """int64 [n], the ids that have a row now; of strings their hash values. Eager only."""
+        """int64 [n], the ids that have a row, in increasing order; of strings their hash values."""
         used = self.used.numpy()
-        return np.sort(self.ids.numpy()[used >= int(self._oldest())])
-
-    def _rows(self, ids: tf.Tensor) -> tf.Tensor:
-        return self._table.find(ids, self._oldest()) + 1
-
-    def _oldest(self) -> tf.Tensor:
-        """int64 [], the first step whose ids are still known."""
-        if self.max_age is None:
-            return tf.constant(1, tf.int64)
-        now = tf.convert_to_tensor(keras_compat.native(self.step))
-        return tf.maximum(now - self.max_age, 1)
-
-    def _update(self, ids: tf.Tensor) -> None:
-        """A step with these ids int64 [n] on this replica."""
-        counts = keras_compat.counts_of_all_replicas(*_counted(ids, tf.ones_like(ids)))
-        ids, counts = _counted(*counts)
-        ids, counts = tf.boolean_mask(ids, counts > 0), tf.boolean_mask(counts, counts > 0)
-        # A batch without ids is the end of the data, and no step.
-        self.step.assign(keras_compat.native(self.step) + tf.cast(tf.size(ids) > 0, tf.int64))
-        now, oldest = tf.convert_to_tensor(keras_compat.native(self.step)), self._oldest()
-        places = self._table.find(ids, oldest)
-        has_row = places >= 0
-        self._table.touch(tf.boolean_mask(places, has_row), now)
-        ids, counts = tf.boolean_mask(ids, ~has_row), tf.boolean_mask(counts, ~has_row)
-        if self._candidates is not None:
-            counts += self._candidates.seen_before(ids, oldest)
-            order = tf.argsort(counts, direction="DESCENDING", stable=True)
-            ids, counts = tf.gather(ids, order), tf.gather(counts, order)
-        admitted = self._admit(ids, counts, now)
-        if self._candidates is not None:
-            self._candidates.update(ids, counts, admitted, now, oldest)
-
-    def _admit(self, ids: tf.Tensor, counts: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
-        """Gives rows to ids that were seen often enough: bool [n], which of them have one."""
-        asks = tf.where(counts >= self.min_count)[:, 0]
-        asking = tf.gather(ids, asks)
-        places = self._table.claim(asking, now)
-        found = places >= 0
-        places, new = tf.boolean_mask(places, found), tf.boolean_mask(asking, found)
-        self._table.put(places, new, now)
-        keras_compat.assign_rows(self.embeddings, places + 1, self._initial(new))
-        keras_compat.reset_slots(self.embeddings, places + 1)
-        return tf.scatter_nd(
-            tf.boolean_mask(asks, found)[:, None],
-            tf.ones_like(places, tf.bool),
-            tf.shape(ids, tf.int64),
-        )
-
-    def _initial(self, ids: tf.Tensor) -> tf.Tensor:
-        """[n, output_dim], the first values of the rows of ids int64 [n]."""
-        initializer, dtype = self.embeddings_initializer, self.embeddings.dtype
-        if isinstance(initializer, keras.initializers.RandomUniform):
-            low, high = initializer.minval, initializer.maxval
-            drawn = hashing.uniform(ids, self.output_dim, self.seed)
-            return tf.cast(low + drawn * (high - low), dtype)
-        row = tf.convert_to_tensor(initializer([1, self.output_dim], dtype=dtype))
-        return tf.repeat(row, tf.size(ids), axis=0)
+        return np.sort(self.ids.numpy()[used >= int(self._all.oldest())])
 
     def _checked(self, ids: Any) -> tf.Tensor:
         if isinstance(ids, (tf.RaggedTensor, tf.SparseTensor)):
@@ -270,12 +240,9 @@ class HashTableEmbedding(keras.layers.Layer):
         return {**super().get_config(), **own}
 
 
-def _counted(ids: tf.Tensor, counts: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """(the distinct ids int64 [n] in increasing order, the sum of the counts of each)."""
-    unique, positions = tf.unique(ids, out_idx=tf.int64)
-    sums = tf.math.unsorted_segment_sum(counts, positions, tf.size(unique))
-    order = tf.argsort(unique, stable=True)
-    return tf.gather(unique, order), tf.gather(sums, order)
+def _candidate_places(places: int) -> int:
+    """How many ids are counted beside so many rows: whole buckets, as many for each of the rows."""
+    return places_within(_CANDIDATES * places)
 
 
 def _is_int(value: Any) -> bool:

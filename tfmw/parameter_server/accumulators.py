@@ -27,6 +27,7 @@ import tensorflow as tf
 from tfmw import keras_compat
 from tfmw.errors import UsageError
 from tfmw.parameter_server.gradients import Grads
+from tfmw.parameter_server.hash_tables import refuse_hash_tables
 from tfmw.parameter_server.lookups import Fetched
 from tfmw.parameter_server.steps import WorkerSteps
 from tfmw.parameter_server.updates import ServerUpdates, Update
@@ -56,6 +57,7 @@ class SynchronousSteps(WorkerSteps):
         workers: int,
         aggregate: int,
     ):
+        refuse_hash_tables(server_variables)
         if server_variables.divided:
             raise UsageError(
                 "sync_replicas=True does not go with variables that are divided over servers: "

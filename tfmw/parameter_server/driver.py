@@ -82,7 +82,9 @@ class PsDriver:
         settings = self._servers.settings
         if not settings.sync_replicas:
             travel = RowTravel(settings.prefetch_rows, settings.row_compression)
-            return WorkerSteps(self.model, self.server_variables, name, travel)
+            return WorkerSteps(
+                self.model, self.server_variables, name, travel, workers=self._workers
+            )
         aggregate = settings.replicas_to_aggregate or self._workers
         return SynchronousSteps(self.model, self.server_variables, name, self._workers, aggregate)
 

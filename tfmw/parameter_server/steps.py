@@ -40,6 +40,7 @@ import tensorflow as tf
 from tfmw import data, keras_compat
 from tfmw.errors import UsageError
 from tfmw.parameter_server.gradients import GradientsToServers, Grads, taking_gradients
+from tfmw.parameter_server.hash_tables import HashTables
 from tfmw.parameter_server.lookups import Fetched, Plan, RowTravel, plan_lookups
 from tfmw.parameter_server.updates import ReadOnlyScalar
 from tfmw.parameter_server.variables import (
@@ -67,6 +68,7 @@ class WorkerSteps:
         name: of the worker-side variables; different for trainings that share servers.
         travel: how rows travel.
         remote_lookups: whether rows of large tables are fetched from servers, not whole tables.
+        workers: number of workers that make steps at the same time.
 
     Attributes:
         function: (iterator, max_steps int64 [], limit int64 [], seeds [uint32 [2], ...]) -> a dict:
@@ -82,6 +84,7 @@ class WorkerSteps:
         name: str,
         travel: RowTravel | None = None,
         remote_lookups: bool = True,
+        workers: int = 1,
     ):
         self.model = model
         self.server_variables = server_variables
@@ -92,12 +95,17 @@ class WorkerSteps:
         self._travel = travel or RowTravel()
         self._ops: dict[Any, Callable[..., Any]] = {}
         looked_up = keras_compat.looked_up_variables(model) if remote_lookups else []
+        on_servers = list(server_variables.divided)
+        for layer in server_variables.hash_tables:
+            on_servers += [
+                v for v in layer.weights if v is not layer.step and not contains(v, on_servers)
+            ]
         self._remote = [
-            *server_variables.divided,
+            *on_servers,
             *(
                 v
                 for v in server_variables.trainable
-                if not contains(v, server_variables.divided)
+                if not contains(v, on_servers)
                 and any(v is e for e in looked_up)
                 and v.shape.num_elements() * 4 > BUCKET_BYTES
             ),
@@ -111,6 +119,7 @@ class WorkerSteps:
         self._to_servers = GradientsToServers(
             server_variables, self._remote, self._one_op, self._travel
         )
+        self._hash_tables = HashTables(server_variables, self._one_op, self._travel, workers)
         self._fetched = Fetched([])
 
     # ------------------------------------------------------------ the scheduled function
@@ -296,6 +305,7 @@ class WorkerSteps:
             stack.enter_context(keras_compat.recorded_assignments(self._assigned))
             stack.enter_context(keras_compat.lookups_through(remote))
             stack.enter_context(keras_compat.substituted(pairs))
+            stack.enter_context(self._hash_tables.on_servers())
             return model.train_step(batch)
 
     def _pull(self, locals_: dict[int, Any]) -> dict[int, tf.Tensor]:
@@ -311,7 +321,7 @@ class WorkerSteps:
             )
         for variable in [v for p in self._buckets for v in p.variables] + self._alone:
             locals_[id(variable)].assign(values[id(variable)])
-        return {id(v): values[id(v)] for v in self.server_variables.state}
+        return {id(v): values[id(v)] for v in self.server_variables.state if id(v) in values}
 
     def _flat(self, bucket: Bucket) -> tf.Tensor:
         """[elements of all variables], on their server."""

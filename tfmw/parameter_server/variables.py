@@ -12,7 +12,8 @@ Three copies of a variable exist during training, and each has one purpose:
 * a local copy on each worker, which a step reads and differentiates. It gets the server variable's
   value at the beginning of each step.
 
-Of a table (`tfmw.tables`) and its slots there is one copy, on the servers.
+Of a table (`tfmw.tables`) and its slots there is one copy, on the servers. The variables of a
+`HashTableEmbedding` are on the same servers, bucket by bucket.
 
 A server's small variables are sent in one tensor (a `Bucket`), because the time depends on the
 number of messages more than on their bytes. A variable and its optimizer slots share a server, so
@@ -94,28 +95,33 @@ class ServerVariables:
         servers: int,
         partition: Callable[[Sequence[int], tf.DType], int] = lambda shape, dtype: 1,
     ):
-        _refuse_hash_tables(model)
         self.model = model
         self.servers = servers
         self.optimizers = keras_compat.optimizers_of(model)
         self.seeds = placement.seeds_of(model)
         self.trainable: list[Any] = list(model.trainable_variables)
-        weights = _unique(model.variables, without=self.seeds)
-        updated = _unique(keras_compat.state_variables_of(model), without=self.seeds)
+        self.hash_tables = [
+            layer
+            for layer in keras_compat.layers_of(model)
+            if isinstance(layer, HashTableEmbedding) and layer.built
+        ]
+        self._steps = [layer.step for layer in self.hash_tables]
+        without = [*self.seeds, *self._steps]
+        weights = _unique(model.variables, without)
+        updated = _unique(keras_compat.state_variables_of(model), without)
         self.state = [
             v for v in updated if contains(v, weights) and not contains(v, self.trainable)
         ]
         self.frozen = [
             v for v in weights if not contains(v, self.trainable) and not contains(v, self.state)
         ]
-        counts = {
-            id(v): partition(v.shape.as_list(), keras_compat.native(v).dtype)
-            for v in self.trainable
-        }
+        counts = {id(v): _shard_count(v, partition) for v in self.trainable}
+        followers = {id(v): leader for v in weights if (leader := _leader(v)) is not v}
+        counts |= {number: counts.get(id(leader), 1) for number, leader in followers.items()}
         self.divided = [v for v in weights if is_table(v) or counts.get(id(v), 1) > 1]
         refuse_unsupported(self.optimizers, self.divided)
         for variable in self.divided:
-            if not is_table(variable):
+            if not is_table(variable) and id(variable) not in followers:
                 logger.warning(
                     "%s is divided over the servers, and this process has all of its rows, too: "
                     "make the model after tfmw.strategies.parameter_server(...) and outside of "
@@ -127,7 +133,7 @@ class ServerVariables:
         self._shards: dict[int, list[VariableShard]] = {}
         # Large variables first, so that small ones even out the load. Tables are there already.
         by_size = sorted(weights, key=lambda v: (not is_table(v), -_bytes(v)))
-        for variable in by_size:
+        for variable in sorted(by_size, key=lambda v: id(v) in followers):
             self._shards[id(variable)] = self._place(variable, counts.get(id(variable), 1))
         # Scalars of the optimizers, on every server: the step number, the learning rate.
         self.scalars: list[tuple[Any, list[tf.Variable]]] = []
@@ -137,6 +143,9 @@ class ServerVariables:
                 if id(variable) not in slots:
                     copies = [self._create(variable, s) for s in range(servers)]
                     self.scalars.append((variable, copies))
+        for variable in self._steps:  # of hash tables: each server counts them
+            copies = [self._create(variable, s) for s in range(servers)]
+            self.scalars.append((variable, copies))
         # One server counts: one that receives gradients, so that a count follows its update.
         self.home = self.shards(by_size[0])[0].server
         with tf.device(server(self.home)):
@@ -153,13 +162,19 @@ class ServerVariables:
         table = table_of(variable)
         if table is not None:
             return [self._with_slots(variable, number) for number in range(len(table.shards))]
-        rows = int(variable.shape[0]) if len(variable.shape) else 0
+        leader = _leader(variable)
+        if leader is not variable:
+            return [
+                self._shard(variable, shard.server, *_rows_beside(variable, leader, shard))
+                for shard in self.shards(leader)
+            ]
         if count <= 1:
             where = int(np.argmin(self._load))
             return [self._shard(variable, where, 0, 0)]
-        bounds = [rows * i // count for i in range(count + 1)]
+        division = _division(variable)
+        bounds = [division.units * i // count for i in range(count + 1)]
         return [
-            self._shard(variable, int(np.argmin(self._load)), a, b)
+            self._shard(variable, int(np.argmin(self._load)), *division.rows_of(a, b))
             for a, b in itertools.pairwise(bounds)
             if b > a
         ]
@@ -219,6 +234,10 @@ class ServerVariables:
                     return self._slots[id(optimizer)][index]
         return []
 
+    def copy_of(self, scalar: Any, where: int) -> tf.Variable:
+        """A server's copy of one of `scalars`."""
+        return next(copies[where] for variable, copies in self.scalars if variable is scalar)
+
     def shards(self, variable: Any) -> list[VariableShard]:
         """The shards of a variable, in the order of its rows."""
         return self._shards[id(variable)]
@@ -269,7 +288,8 @@ class ServerVariables:
                         if not is_table(slot):
                             _fetch(shard.slots[id(slot)], slot, shard)
         for variable, copies in self.scalars:
-            if keras_compat.is_iterations(variable, self.optimizers):
+            is_counted = keras_compat.is_iterations(variable, self.optimizers)
+            if is_counted or contains(variable, self._steps):
                 keras_compat.native(variable).assign(copies[self.home].read_value())
                 self._sent[id(variable)] = variable.numpy()
         if weights:
@@ -361,15 +381,29 @@ def refuse_unsupported(optimizers: list[Any], divided: list[Any]) -> None:
             )
 
 
-def _refuse_hash_tables(model: keras.Model) -> None:
-    """Raises UsageError for layers whose ids take rows: two workers would give one row twice."""
-    for layer in keras_compat.layers_of(model):
-        if isinstance(layer, HashTableEmbedding):
-            raise UsageError(
-                f"layer {layer.name!r} is a HashTableEmbedding, whose ids take rows in a step that "
-                "all workers make together, and parameter servers have none: train without them, "
-                "or use keras.layers.Hashing and keras.layers.Embedding."
-            )
+def _division(variable: Any) -> keras_compat.Division:
+    """Where a variable may be divided."""
+    rows = int(variable.shape[0]) if len(variable.shape) else 0
+    return keras_compat.division_of(variable) or keras_compat.Division(rows, 1)
+
+
+def _leader(variable: Any) -> Any:
+    """The Keras variable that decides where a variable is divided; as a rule itself."""
+    follows = _division(variable).follows
+    return variable if follows is None else _leader(follows)
+
+
+def _shard_count(variable: Any, partition: Callable[[Sequence[int], tf.DType], int]) -> int:
+    count = partition(variable.shape.as_list(), keras_compat.native(variable).dtype)
+    return min(count, max(1, _division(variable).units))
+
+
+def _rows_beside(variable: Any, leader: Any, shard: VariableShard) -> tuple[int, int]:
+    """(start, stop) of the shard of a variable that is beside one of its leader."""
+    if not shard.stop:
+        return 0, 0
+    units = _division(leader).units_of(shard.start, shard.stop)
+    return _division(variable).rows_of(*units)
 
 
 def _fetch(server_variable: tf.Variable, variable: Any, shard: VariableShard) -> None:

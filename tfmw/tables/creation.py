@@ -6,11 +6,12 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfmw import keras_compat
-from tfmw.keras_compat import NewVariable
+from tfmw.keras_compat import Division, NewVariable
 from tfmw.tables.shards import VariableShard, blocks, server
 from tfmw.tables.table import Table, store_rows, table_of
 
@@ -58,7 +59,8 @@ class _Creation:
             )
             return None
         with tf.init_scope():
-            of_table = [] if new.slot_of is None else keras_compat.native(new.slot_of).shards
+            like = _shares_rows(new)
+            of_table = [] if like is None else keras_compat.native(like).shards
             changed = [shard.changed for shard in of_table] or [None] * len(places)
             shards = [
                 self._shard(new, rows, *place, marks)
@@ -73,9 +75,12 @@ class _Creation:
             if table is None or new.shape != table.shape.as_list():
                 return []
             return [(shard.server, shard.start, shard.stop) for shard in table.shards]
+        division = new.division or Division(new.shape[0] if new.shape else 0, 1)
+        if division.follows is not None:
+            return _following(division)
         if not new.trainable or new.dtype not in _TYPES:
             return []
-        count = self._partition(new.shape, new.dtype)
+        count = min(self._partition(new.shape, new.dtype), division.units)
         if count <= 1:
             return []
         if tf.distribute.has_strategy():
@@ -85,10 +90,10 @@ class _Creation:
                 new.path,
             )
             return []
-        bounds = [new.shape[0] * i // count for i in range(count + 1)]
+        bounds = [division.units * i // count for i in range(count + 1)]
         width = math.prod(new.shape[1:]) * new.dtype.size
         load, places = list(self._load), []
-        for start, stop in itertools.pairwise(bounds):
+        for start, stop in itertools.starmap(division.rows_of, itertools.pairwise(bounds)):
             where = min(range(len(load)), key=load.__getitem__)
             load[where] += (stop - start) * width
             places.append((where, start, stop))
@@ -119,3 +124,21 @@ class _Creation:
             with tf.device(server(where)):
                 store_rows(shard, a, rows(a, b))
         return shard
+
+
+def _following(division: Division) -> list[tuple[int, int, int]]:
+    """(server, start, stop) of each shard of a variable that is divided as another one."""
+    table, other = table_of(division.follows), keras_compat.division_of(division.follows)
+    if table is None or other is None:
+        return []
+    units = [(shard.server, *other.units_of(shard.start, shard.stop)) for shard in table.shards]
+    return [(where, *division.rows_of(first, last)) for where, first, last in units]
+
+
+def _shares_rows(new: NewVariable) -> Any:
+    """The Keras variable whose rows change together with those of a new one, or None."""
+    if new.slot_of is not None or new.division is None:
+        return new.slot_of
+    other = keras_compat.division_of(new.division.follows)
+    is_alike = other is not None and new.division.has_rows_of(other)
+    return new.division.follows if is_alike else None

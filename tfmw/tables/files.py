@@ -127,13 +127,19 @@ class TableFiles:
                 changed.assign(tf.zeros(changed.shape, tf.bool))
 
     def share_changed(self) -> float:
-        """The share of rows that `write_changed` would write, of the table with most of them."""
-        shares = []
+        """The share of all tables' bytes that `write_changed` would write."""
+        sizes = dict.fromkeys((id(changed) for changed, _ in self._marks()), 0)
+        for table in self.tables.values():
+            for shard in table.shards:
+                if shard.changed is not None:
+                    sizes[id(shard.changed)] += table.row_bytes
+        all_bytes = written = 0
         for changed, where in self._marks():
             with tf.device(server(where)):
                 count = tf.math.count_nonzero(changed.read_value())
-            shares.append(int(count) / max(1, int(changed.shape[0])))
-        return max(shares, default=0.0)
+            all_bytes += int(changed.shape[0]) * sizes[id(changed)]
+            written += int(count) * sizes[id(changed)]
+        return written / max(1, all_bytes)
 
     def _marks(self) -> list[tuple[tf.Variable, int]]:
         shards = [shard for table in self.tables.values() for shard in table.shards]
@@ -216,7 +222,7 @@ class TableFiles:
                 for number, part in enumerate(self._parts[where]):
                     with tf.control_dependencies(written):  # one file after the other is in memory
                         found = [tensors_of(one) for one in part]
-                    finite += [tf.reduce_all(tf.math.is_finite(of[-1][2])) for of in found]
+                    finite += [_are_finite(of[-1][2]) for of in found]
                     every = [one for of in found for one in of]
                     written = [
                         tf.raw_ops.SaveV2(
@@ -380,6 +386,13 @@ def ids_of(name: str) -> str:
 def is_changed_rows(name: str) -> bool:
     """Whether `write_changed` wrote a tensor of this name."""
     return _CHANGED in name
+
+
+def _are_finite(values: tf.Tensor) -> tf.Tensor:
+    """Bool []; integers are."""
+    if values.dtype.is_integer:
+        return tf.constant(True)
+    return tf.reduce_all(tf.math.is_finite(values))
 
 
 def _whole(one: _Slice) -> list[tuple[str, str, tf.Tensor]]:

@@ -1,0 +1,88 @@
+"""Ids that take rows on parameter servers: with one worker as in one process.
+
+The program trains each case on the servers and with `model.fit` of one process.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+pytestmark = pytest.mark.multiprocess
+
+STEPS = 40
+
+
+def equals_one_process(found, is_table=True):
+    assert found["table"] == ("Table" if is_table else "ResourceVariable")
+    assert found["steps"] == STEPS
+    ours, other = found["known"]
+    assert ours == other
+    assert len(ours) > 8
+    ours, other = found["rows"]
+    assert ours == other
+    assert found["slots_off_by"] == 0
+    ours, other = found["loss"]
+    assert ours == other
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    return tmp_path_factory.mktemp("exports")
+
+
+@pytest.fixture(scope="module")
+def found(run_cluster, exports):
+    flags = ["--cases=Adagrad", f"--export={exports}"]
+    return run_cluster("ps_hash_tables.py", *flags, workers=1, ps=2, timeout_s=250).chief
+
+
+def test_trains_as_one_process_bit_for_bit(found):
+    equals_one_process(found["Adagrad"])
+    assert found["Adagrad"]["off_by"] == 0
+    ours, _ = found["Adagrad"]["rows"]
+    assert 0 in ours
+    assert max(ours) > 0
+
+
+def test_coordinator_looks_up_only(found):
+    assert found["lookups"]["changed_nothing"]
+    assert found["lookups"]["off_by"] < 1e-6
+    ours, other = found["lookups"]["evaluated"]
+    assert ours == pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.parametrize("tables", ["whole", "sharded"])
+def test_exports_serve(found, exports, tables):
+    serve = tf.saved_model.load(str(exports / tables)).signatures["serving_default"]
+    (outputs,) = serve(tf.constant(found["lookups"]["ids"], tf.int64)).values()
+    np.testing.assert_allclose(outputs, found["lookups"]["predicted"], rtol=1e-5, atol=1e-6)
+
+
+def test_each_server_has_its_share_of_the_bytes(found):
+    most, row, bucket = 100_000, 4 * 4, 16 * (4 * 4 + 16 + 2 * 24)
+    assert len(found["bytes"]) == 2
+    assert max(found["bytes"]) <= most / 2 + bucket + row
+    assert sum(found["bytes"]) <= most
+    assert sum(found["bytes"]) > most - 2 * bucket
+
+
+def test_wrong_use(found):
+    assert "is a table on parameter servers, and only tfmw.fit on" in found["called"]
+    message = "is a HashTableEmbedding, whose ids take rows in the order of the workers' steps"
+    assert message in found["sync_replicas"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_every_case_equals_one_process(run_cluster, servers):
+    found = run_cluster("ps_hash_tables.py", workers=1, ps=servers, timeout_s=500).chief
+    for case in ("Adagrad", "momentum", "Adam", "SGD"):
+        equals_one_process(found[case], is_table=servers > 1)
+        # Of ids that a batch has several times, Keras subtracts gradients in another order.
+        assert found[case]["off_by"] < (1e-7 if case == "SGD" else 1e-30), case
+    for case in ("whole", "one server"):
+        equals_one_process(found[case], is_table=False)
+        assert found[case]["off_by"] == 0
