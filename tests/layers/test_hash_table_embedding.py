@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 
 import tfmw
 from tests.layers.reference import Reference, Table
+from tfmw import keras_compat
 from tfmw.layers import HashTableEmbedding, hashing
+from tfmw.layers.part import Part, bucket_of, counted
 
 SEED = 5
 
@@ -81,6 +84,57 @@ def test_as_a_reference_in_plain_python(batches, capacity, min_count, max_age):
         rows = layer.rows_of(tf.constant(every, tf.int64)).numpy()
         assert dict(zip(every, rows, strict=True)) == {i: reference.row_of(i) for i in every}
         assert layer.known_ids().tolist() == [i for i, row in zip(every, rows, strict=True) if row]
+
+
+@pytest.mark.parametrize("bounds", [[0, 1, 4], [0, 2, 3, 4]])
+@pytest.mark.parametrize("options", [{}, {"min_count": 2, "max_age": 4}])
+def test_parts_do_together_what_one_does(bounds, options):
+    """Each part has some of the buckets, in variables of its own."""
+    whole, divided = embedding(64, **options), embedding(64, **options)
+    shards = []
+    for first, last in itertools.pairwise(bounds):
+        held = []
+        for variable in divided.weights:
+            division = keras_compat.division_of(variable)
+            value = variable.numpy()
+            if division is not None:
+                value = value[slice(*division.rows_of(first, last))]
+            held.append((variable, tf.Variable(value)))
+        shards.append((Part(divided, first), held))
+    random = np.random.default_rng(0)
+    for step in range(20):
+        ids = tf.constant(random.zipf(1.3, 60).clip(max=300) + 3 * step)
+        train(whole, ids.numpy())
+        distinct, counts = counted(ids, tf.ones_like(ids))
+        buckets = bucket_of(divided, distinct)
+        for (part, held), (first, last) in zip(shards, itertools.pairwise(bounds), strict=True):
+            own = (buckets >= first) & (buckets < last)
+            own_ids = tf.boolean_mask(distinct, own)
+            with keras_compat.substituted(held):
+                part.step(own_ids, tf.boolean_mask(counts, own), tf.constant(True))
+                rows = part.rows(own_ids)
+                values = part.values(rows).numpy()
+            assert rows.numpy().tolist() == whole.rows_of(own_ids).numpy().tolist()
+            expected = tf.gather(whole.embeddings.value, rows).numpy()
+            np.testing.assert_array_equal(values[rows > 0], expected[rows > 0])
+    for number, variable in enumerate(whole.weights):
+        parts = [held[number][1].numpy() for _, held in shards]
+        if variable is whole.step:
+            assert [int(part) for part in parts] == [20] * len(shards)
+        else:
+            np.testing.assert_array_equal(np.concatenate(parts), variable.numpy())
+
+
+def test_rows_of_steps_that_are_under_way_are_kept():
+    layer = embedding(2)
+    part = Part(layer, kept_steps=1)
+    for step, (id_, row) in enumerate([(1, 1), (2, 2), (3, 1), (4, 2), (4, 2), (5, 1)]):
+        ids = tf.constant([id_], tf.int64)
+        part.step(ids, tf.ones_like(ids), tf.constant(True))
+        assert part.rows(ids).numpy().tolist() == [row], step
+    both = tf.constant([6, 7], tf.int64)  # of the rows, that of 5 was used in the step before
+    part.step(both, tf.ones_like(both), tf.constant(True))
+    assert part.rows(both).numpy().tolist() == [2, 0]
 
 
 def test_an_id_has_a_row_once_it_was_seen_min_count_times():

@@ -86,3 +86,21 @@ def test_every_case_equals_one_process(run_cluster, servers):
     for case in ("whole", "one server"):
         equals_one_process(found[case], is_table=False)
         assert found[case]["off_by"] == 0
+
+
+@pytest.mark.long
+def test_two_workers_never_give_one_row_twice(run_cluster):
+    """On servers of several threads, which get the messages of both at the same time."""
+    env = {"TF_NUM_INTEROP_THREADS": "4"}
+    found = run_cluster("ps_hash_tables_async.py", workers=2, ps=2, timeout_s=250, env=env).chief
+    for name in ("table", "other"):
+        one = found[name]
+        assert one["shards"] == [0, 1]
+        assert one["steps"] == one["last_used"] == found["steps"], "steps that overlap are lost"
+        assert one["known"] == one["distinct"] <= one["places"]
+        assert sorted(set(one["rows"])) == sorted(one["rows"])
+        assert min(one["rows"]) > 0
+        assert min(one["often"]) > 0, "ids that all batches have, have rows"
+        assert 0.9 * found["bound"] < one["bytes"] <= found["bound"]
+    assert found["table"]["known"] > 0.99 * found["table"]["places"]
+    assert found["loss"][-1] < 0.9 * found["loss"][0]

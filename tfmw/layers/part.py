@@ -52,9 +52,8 @@ class Part:
             counts: int64 [n], how often each is in the batch.
             is_step: bool [], whether the batch has any ids, of these buckets or others.
         """
-        step = self._layer.step
-        step.assign(keras_compat.native(step) + tf.cast(is_step, tf.int64))
-        now, oldest = tf.convert_to_tensor(keras_compat.native(step)), self.oldest()
+        now = self._now() + tf.cast(is_step, tf.int64)
+        oldest = self._oldest(now)
         places = self._table.find(ids, oldest)
         has_row = places >= 0
         self._table.touch(tf.boolean_mask(places, has_row), now)
@@ -66,6 +65,7 @@ class Part:
         admitted = self._admit(ids, counts, now)
         if self._candidates is not None:
             self._candidates.update(ids, counts, admitted, now, oldest)
+        self._layer.step.assign(now)
 
     def rows(self, ids: tf.Tensor) -> tf.Tensor:
         """int64 [n], the row in the whole of each id of these buckets; 0 for those without one."""
@@ -79,9 +79,14 @@ class Part:
 
     def oldest(self) -> tf.Tensor:
         """int64 [], the first step whose ids are still known."""
+        return self._oldest(self._now())
+
+    def _now(self) -> tf.Tensor:
+        return tf.convert_to_tensor(keras_compat.native(self._layer.step))
+
+    def _oldest(self, now: tf.Tensor) -> tf.Tensor:
         if self._layer.max_age is None:
             return tf.constant(1, tf.int64)
-        now = tf.convert_to_tensor(keras_compat.native(self._layer.step))
         return tf.maximum(now - self._layer.max_age, 1)
 
     def _admit(self, ids: tf.Tensor, counts: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
