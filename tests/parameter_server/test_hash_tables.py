@@ -104,3 +104,14 @@ def test_two_workers_never_give_one_row_twice(run_cluster):
         assert 0.9 * found["bound"] < one["bytes"] <= found["bound"]
     assert found["table"]["known"] > 0.99 * found["table"]["places"]
     assert found["loss"][-1] < 0.9 * found["loss"][0]
+
+
+@pytest.mark.long
+def test_coordinator_takes_no_memory_for_it(run_cluster, tmp_path):
+    """Made, trained, backed up three times, evaluated and exported; the slots come on top."""
+    flags = ["--bytes=300_000_000", f"--export={tmp_path}"]
+    found = run_cluster("ps_hash_tables.py", *flags, workers=1, ps=2, timeout_s=280).chief
+    large = found["300000000"]
+    assert large["bytes"] > 299_000_000
+    assert large["rows"] > 0
+    assert large["taken"] < 0.25 * large["bytes"]

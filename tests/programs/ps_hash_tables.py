@@ -1,6 +1,7 @@
 """Ids that take rows on parameter servers: one worker's training beside that of one process."""
 
 import argparse
+import resource
 from typing import Any
 
 import keras
@@ -15,6 +16,7 @@ from tfmw.parameter_server.driver import PsDriver
 parser = argparse.ArgumentParser()
 parser.add_argument("--cases", default="")
 parser.add_argument("--export")
+parser.add_argument("--bytes", type=int, default=0, help="of a layer that is only measured")
 options = parser.parse_args()
 
 # Grappler's rewrites of a graph depend on what is around an op, and round otherwise.
@@ -166,7 +168,36 @@ def bytes_on_servers():
     return list(of_servers.values())
 
 
+def peak() -> int:
+    """The most bytes that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def measured(max_bytes, folder):
+    """What the coordinator takes to train a layer, to back it up, to evaluate and to export it."""
+    begun = peak()
+    layer = tfmw.layers.HashTableEmbedding(WIDTH, max_bytes=max_bytes, min_count=2)
+    model = keras.Sequential([keras.Input((), dtype="int64"), layer, keras.layers.Dense(3)])
+    model.compile("adagrad", "mse")
+    batch = tf.data.Dataset.from_tensors((stream[0], np.ones((*stream[0].shape, 3)))).repeat()
+    how = {"steps_per_epoch": 5, "verbose": 0, "strategy": strategy}
+    tfmw.fit(model, batch, epochs=3, backup_dir=f"{folder}/{max_bytes}", **how)
+    tfmw.evaluate(model, batch.take(1), verbose=0)
+    tfmw.export(model, f"{folder}/{max_bytes}.whole")
+    held = sum(v.shape.num_elements() * v.dtype.size for v in (w._value for w in layer.weights))
+    return {
+        "bytes": held,
+        "taken": peak() - begun,
+        "rows": int(layer.rows_of(stream[0]).numpy().max()),
+    }
+
+
 results: dict[str, Any] = {}
+if options.bytes:
+    strategy = tfmw.strategies.parameter_server(min_shard_bytes=64)
+    results = {str(size): measured(size, options.export) for size in (10_000, options.bytes)}
+    _result.write(results)
+    raise SystemExit(0)
 for name in chosen:
     size = 1 << 20 if name == "one server" else 64
     strategy = tfmw.strategies.parameter_server(min_shard_bytes=size)
