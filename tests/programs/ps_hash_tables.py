@@ -30,7 +30,9 @@ rng = np.random.default_rng(0)
 def drifting() -> np.ndarray:
     """int64 [steps, 40]: more ids than rows; some come often, some are gone after a while."""
     steps = EPOCHS * STEPS
-    return rng.zipf(1.4, (steps, 40)).clip(max=90) + np.arange(steps)[:, None]
+    ids = rng.zipf(1.4, (steps, 40)).clip(max=90) + np.arange(steps)[:, None]
+    ids[2::4] = ids[2::4, :1]  # some batches have ids of one server only
+    return ids
 
 
 def full_buckets(times: int) -> np.ndarray:
