@@ -143,9 +143,8 @@ def test_which_ops_are_between_a_batch_and_ids() -> None:
     assert seen["an input"] is not None
 
 
-def test_lookups_that_follow_from_the_batch_are_planned_once(monkeypatch: Any) -> None:
+def test_lookups_that_follow_from_the_batch_are_planned_once() -> None:
     """Two lookups of one table with the same ids are one; one of ids that are drawn is none."""
-    monkeypatch.setattr(lookups, "server", lambda index: "/device:CPU:0")
     shards = table(0.0, 5, 5)
     variable = keras.Variable(tf.zeros([10, WIDTH]))
     spec = {"a": tf.TensorSpec([None], tf.int64), "b": tf.TensorSpec([None], tf.int64)}
@@ -159,7 +158,9 @@ def test_lookups_that_follow_from_the_batch_are_planned_once(monkeypatch: Any) -
 
     @tf.function(autograph=False)
     def step(batch: Any) -> Any:
-        first, same, other, drawn = trace(batch, plan.fetch(batch))
+        asked = plan.asked(batch)
+        answers = {where: plan.answer(where, sent) for where, sent in asked.sent.items()}
+        first, same, other, drawn = trace(batch, plan.fetched(asked, answers))
         assert drawn is None
         assert same is first
         return first[0], other[0]

@@ -26,9 +26,10 @@ import tensorflow as tf
 
 from tfmw import keras_compat
 from tfmw.errors import UsageError
+from tfmw.parameter_server.exchange import Exchange, Work
 from tfmw.parameter_server.gradients import Grads
 from tfmw.parameter_server.hash_tables import refuse_hash_tables
-from tfmw.parameter_server.lookups import Fetched
+from tfmw.parameter_server.lookups import Fetched, Plan
 from tfmw.parameter_server.steps import WorkerSteps
 from tfmw.parameter_server.updates import ServerUpdates, Update
 from tfmw.parameter_server.variables import Bucket, ServerVariables
@@ -126,13 +127,16 @@ class SynchronousSteps(WorkerSteps):
         # Workers contribute to the same steps, but need different seeds.
         ticket = first * len(self._over) + worker
         begun = [self._initial_seed(locals_[id(s)], v, ticket) for s, v in self._seeds(seeds)]
+        plan = Plan([], [])
+        exchange = Exchange(server_variables, self._pulled, plan, self._one_op)
 
         def step(now: tf.Tensor, done: tf.Tensor, seen: tf.Tensor) -> Any:
             self._now = now
-            sent: list[tf.Tensor] = []
-            self._sent_ops = sent
-            examples = self._step(next(iterator), Fetched([]), locals_)
-            with tf.control_dependencies(sent), tf.device(server(server_variables.home)):
+            self._sent_ops: list[tf.Tensor] = []
+            batch = next(iterator)
+            examples, work = self._step(batch, *exchange(None, plan.asked(batch)), locals_)
+            exchange(work, None, pull=False)
+            with tf.control_dependencies(self._sent_ops), tf.device(server(server_variables.home)):
                 over = self._one_op("wait", self._wait, waits=True)(worker, now)
             return tf.identity(over), done + 1, seen + examples
 
@@ -163,8 +167,9 @@ class SynchronousSteps(WorkerSteps):
         )
         return over
 
-    def _update(self, optimizer: Any, grads: Grads, applied: list[tf.Tensor]) -> None:
+    def _update(self, optimizer: Any, grads: Grads, fetched: Fetched, work: Work) -> None:
         """Sends this worker's gradients to the accumulators, marked with their step."""
+        del optimizer, fetched, work  # the coordinator has them updated
         by_variable = {id(v): g for g, v in grads}
         missing = [v.path for p in self._gradients for v in p.variables if id(v) not in by_variable]
         if missing:
@@ -179,8 +184,7 @@ class SynchronousSteps(WorkerSteps):
                     ("accumulate", number), functools.partial(self._accumulate, number)
                 )
                 done_here = op(tf.concat([flat, tf.ones([1], bucket.dtype)], axis=0), self._now)
-            applied.append(done_here)
-        self._sent_ops.extend(applied)
+            self._sent_ops.append(done_here)
 
     def _accumulate(self, number: int, flat: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
         """On a server: adds one worker's gradients of step `now`, or drops them as too late."""
@@ -232,8 +236,7 @@ class SynchronousSteps(WorkerSteps):
                     self._updates.update_whole(optimizer, shard, variable, parts[id(variable)])
 
             updates.append(([total], update))
-        with keras_compat.stable_variable_keys(optimizer, self.server_variables.trainable):
-            self._updates.run(where, optimizer, updates)
+        self._updates.run(where, optimizer, updates)
         return used
 
     def _end_step(self, used: tf.Tensor) -> tf.Tensor:

@@ -1,7 +1,7 @@
-"""A step's gradients on their way to the servers: one message to each, which updates and counts.
+"""A step's gradients on their way to the servers, and what these do with them.
 
-    with taking_gradients(optimizer, send): ...       # optimizer.apply calls send(optimizer, grads)
-    to_servers.send(optimizer, grads, applied, fetched)
+    with taking_gradients(optimizer, take): ...       # optimizer.apply calls take(optimizer, grads)
+    updates = to_servers.updates(optimizer, grads, fetched)  # by server, see `exchange`
 
 Dense gradients of small variables are in one tensor. Of a variable whose rows stay on their servers
 only the rows travel that a batch has, each once, those of all such variables together.
@@ -17,11 +17,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfmw import keras_compat
-from tfmw.parameter_server import messages
 from tfmw.parameter_server.lookups import Fetched, RowTravel
 from tfmw.parameter_server.updates import ServerUpdates, Update
 from tfmw.parameter_server.variables import Bucket, ServerVariables, contains
-from tfmw.tables import Route, Together, server
+from tfmw.tables import Route, Together
 
 Grads = list[tuple[Any, Any]]
 """(gradient, Keras variable), as an optimizer is given them."""
@@ -53,36 +52,25 @@ def taking_gradients(optimizer: Any, take: Callable[[Any, Grads], None]) -> Iter
 
 
 class GradientsToServers:
-    """Sends gradients from the graph of a worker's step.
+    """Which updates follow from the gradients of a worker's step.
 
     Args:
         server_variables: of the model.
         remote: the Keras variables whose rows stay on their servers.
-        one_op: (key, function) -> the function as one op, the same for each step.
         travel: how rows travel.
     """
 
-    def __init__(
-        self,
-        server_variables: ServerVariables,
-        remote: list[Any],
-        one_op: Callable[[Any, Callable[..., Any]], Callable[..., Any]],
-        travel: RowTravel,
-    ):
+    def __init__(self, server_variables: ServerVariables, remote: list[Any], travel: RowTravel):
         self.server_variables = server_variables
         self._updates = ServerUpdates(server_variables)
         self._remote = remote
-        self._one_op = one_op
         self._travel = travel
 
-    def send(
-        self, optimizer: Any, grads: Grads, applied: list[tf.Tensor], fetched: Fetched
-    ) -> None:
-        """Updates the servers' variables.
+    def updates(self, optimizer: Any, grads: Grads, fetched: Fetched) -> dict[int, list[Update]]:
+        """By server, the updates of its variables.
 
         Args:
             optimizer: of these variables.
-            applied: gets an int64 [] that is available after the update that counts the step.
             fetched: the rows that the step has looked up.
         """
         todo: dict[int, list[Update]] = {n: [] for n in range(self.server_variables.servers)}
@@ -90,14 +78,7 @@ class GradientsToServers:
             todo[where].append(update)
         for where, update in self._rows(optimizer, grads, fetched):
             todo[where].append(update)
-        for where, updates in todo.items():
-            is_home = where == self.server_variables.home
-            # Servers without any of these variables count the step as well.
-            updates = updates or [([_signal(grads)], _nothing)]
-            # Each step is counted once, with any number of optimizers.
-            updated = self._on_server(where, optimizer, updates, is_home and not applied)
-            if is_home:
-                applied.append(updated)
+        return todo
 
     def _dense(self, optimizer: Any, grads: Grads) -> Iterator[tuple[int, Update]]:
         """(server, update) of variables that are whole on one server."""
@@ -156,35 +137,6 @@ class GradientsToServers:
         group = Together([self.server_variables.shards(variable) for _, variable in grads])
         return group, group.route([_ids(grad) for grad, _ in grads])
 
-    def _on_server(
-        self, where: int, optimizer: Any, updates: list[Update], counts: bool
-    ) -> tf.Tensor:
-        """Runs updates on a server, as one op of the worker's graph.
-
-        Separate ops would each send the worker a message. Also, if a worker died between an update
-        and its count, the update would be made again.
-
-        Args:
-            counts: whether this op counts the step as applied.
-
-        Returns:
-            int64 [], on the server, available after the updates.
-        """
-        sent = [tensor for tensors, _ in updates for tensor in tensors]
-        specs = [messages.spec_of(tensor) for tensor in sent]
-
-        def run(message: tf.Tensor) -> tf.Tensor:
-            arrived = iter(messages.unpack(message, specs))
-            made = [([next(arrived) for _ in tensors], update) for tensors, update in updates]
-            self._updates.run(where, optimizer, made)
-            if counts:
-                self.server_variables.applied.assign_add(1)
-            return tf.constant(0, tf.int64)
-
-        message = messages.pack(sent)
-        with tf.device(server(where)):
-            return self._one_op(("update", where, id(optimizer), counts), run)(message)
-
 
 def _densified(grad: Any, variable: Any) -> Any:
     """Makes sparse gradients of small variables dense."""
@@ -197,14 +149,3 @@ def _densified(grad: Any, variable: Any) -> Any:
 
 def _ids(grad: tf.IndexedSlices) -> tf.Tensor:
     return tf.cast(grad.indices, tf.int64)
-
-
-def _nothing(*_: Any) -> None:
-    """Updates no variable."""
-
-
-def _signal(grads: Grads) -> tf.Tensor:
-    """int64 [], 0, available once the first gradient is."""
-    grad = grads[0][0]
-    values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
-    return tf.cast(tf.size(values), tf.int64) * 0

@@ -1,7 +1,9 @@
-"""The rows that a step looks up, fetched before it: one message to each server and one back.
+"""The rows that a step looks up, asked for before it, those of all layers at once.
 
     plan = plan_lookups(trace, batch_spec, shards_of)  # once, before steps are traced
-    fetched = plan.fetch(batch)                        # while a step is traced
+    asked = plan.asked(batch)                          # while a step is traced
+    rows = plan.answer(where, asked.sent[where])       # on each server
+    fetched = plan.fetched(asked, answers)             # on the worker
     fetched.rows(variable, ids)                        # when the step looks up; None: not fetched
 
 A layer asks for its rows when it is called, one layer after the other. But which rows it asks for
@@ -13,7 +15,6 @@ ids (drawn at random, or computed from weights) fetches its rows when it happens
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ import tensorflow as tf
 from tfmw import keras_compat
 from tfmw.parameter_server import messages
 from tfmw.parameter_server.batch_ops import copied_ops, ops_between
-from tfmw.tables import Route, Together, VariableShard, server
+from tfmw.tables import Route, Together, VariableShard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,53 +77,41 @@ class Plan:
             self._groups.append((members, Together([member.shards for member in members])))
         self._prepared = keras_compat.one_op(self._prepare, waits=False)
         self._servers = sorted({where for _, group in self._groups for where in group.shards})
-        self._answers = {
-            where: keras_compat.one_op(functools.partial(self._answer, where), waits=False)
-            for where in self._servers
-        }
 
-    def fetch(self, batch: Any) -> Fetched:
-        """Rows of a batch; call it where a step is traced, with the batch that it will get."""
+    def asked(self, batch: Any) -> Asked:
+        """What servers are asked for; call it where steps are traced, with a batch of them."""
         leaves = tf.nest.flatten(batch, expand_composites=True)
         if not self._groups:
-            return Fetched(leaves)
-        ids, tensors = self._prepared(leaves)
-        routes = [
-            group.route_of(each) for (_, group), each in zip(self._groups, tensors, strict=True)
-        ]
-        answers: dict[int, list[tf.Tensor]] = {}
-        for where in self._servers:
-            asked = [part for route in routes for part in route.asked.get(where, ())]
-            with tf.device(server(where)):
-                answer = self._answers[where](tf.concat(asked, axis=0))
-            answers[where] = messages.unpack(tf.identity(answer), self._specs(where))
-        fetched = Fetched(leaves)
-        for (members, group), own, route in zip(self._groups, ids, routes, strict=True):
-            here = {where: answers[where].pop(0) for where in group.shards}
-            own_type = keras_compat.native(members[0].variable).dtype
-            rows = route.deliver({where: tf.cast(each, own_type) for where, each in here.items()})
-            fetched.groups.append(([member.variable for member in members], own, group, route))
-            for member, each in zip(members, zip(rows, own, strict=True), strict=True):
-                fetched.found[id(member.variable), ops_between(self._batch, member.ids)] = each
-        return fetched
+            return Asked(leaves, [], [], {})
+        ids, tensors, sent = self._prepared(leaves)
+        groups = zip(self._groups, tensors, strict=True)
+        routes = [group.route_of(each) for (_, group), each in groups]
+        return Asked(leaves, ids, routes, dict(zip(self._servers, sent, strict=True)))
 
-    def _prepare(self, leaves: list[tf.Tensor]) -> tuple[list[list[tf.Tensor]], list[Any]]:
-        """(ids of the lookups, tensors of their route) of each group."""
+    def _prepare(
+        self, leaves: list[tf.Tensor]
+    ) -> tuple[list[list[tf.Tensor]], list[Any], list[tf.Tensor]]:
+        """(ids of the lookups, tensors of their route) of each group, and what servers are sent."""
         wanted = [member.ids for members, _ in self._groups for member in members]
         copies = iter(copied_ops(self._batch, wanted, leaves))
         ids = [[next(copies) for _ in members] for members, _ in self._groups]
-        routes = [
-            group.route_tensors(own) for (_, group), own in zip(self._groups, ids, strict=True)
+        groups = [group for _, group in self._groups]
+        tensors = [group.route_tensors(own) for group, own in zip(groups, ids, strict=True)]
+        routes = [group.route_of(each) for group, each in zip(groups, tensors, strict=True)]
+        sent = [
+            tf.concat([part for route in routes for part in route.asked.get(where, ())], axis=0)
+            for where in self._servers
         ]
-        return ids, routes
+        return ids, tensors, sent
 
-    def _specs(self, where: int) -> list[tf.TensorSpec]:
+    def specs(self, where: int) -> list[tf.TensorSpec]:
+        """Of what a server answers."""
         first = [group.shards[where][0][1] for _, group in self._groups if where in group.shards]
         specs = [messages.spec_of(shard.variable) for shard in first]
         return [tf.TensorSpec(spec.shape, self._travel.sent_as(spec.dtype)) for spec in specs]
 
-    def _answer(self, where: int, sent: tf.Tensor) -> tf.Tensor:
-        """On a server: the rows that were asked for, of all groups."""
+    def answer(self, where: int, sent: tf.Tensor) -> list[tf.Tensor]:
+        """On a server: the rows that were asked for, of each group that has some there."""
         found = []
         for _, group in self._groups:
             shards = [shard for _, shard in group.shards.get(where, [])]
@@ -134,7 +123,41 @@ class Plan:
             rows = [tf.gather(s.variable, own) for s, own in zip(shards, ids, strict=True)]
             every = tf.concat(rows, axis=0)
             found.append(tf.cast(every, self._travel.sent_as(every.dtype)))
-        return messages.pack(found)
+        return found
+
+    def fetched(self, asked: Asked, answers: dict[int, list[tf.Tensor]]) -> Fetched:
+        """The rows of a batch.
+
+        Args:
+            answers: by server, what it answered.
+        """
+        answers = {where: list(parts) for where, parts in answers.items()}
+        fetched = Fetched(asked.leaves)
+        for (members, group), own, route in zip(self._groups, asked.ids, asked.routes, strict=True):
+            here = {where: answers[where].pop(0) for where in group.shards}
+            own_type = keras_compat.native(members[0].variable).dtype
+            rows = route.deliver({where: tf.cast(each, own_type) for where, each in here.items()})
+            fetched.groups.append(([member.variable for member in members], own, group, route))
+            for member, each in zip(members, zip(rows, own, strict=True), strict=True):
+                fetched.found[id(member.variable), ops_between(self._batch, member.ids)] = each
+        return fetched
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What servers are asked for one batch.
+
+    Attributes:
+        leaves: the tensors of the batch.
+        ids: of each group those of its lookups.
+        routes: of each group.
+        sent: by server int64 [...], how many ids of each of its shards, and these ids.
+    """
+
+    leaves: list[tf.Tensor]
+    ids: list[list[tf.Tensor]]
+    routes: list[Route]
+    sent: dict[int, tf.Tensor]
 
 
 class Fetched:

@@ -27,11 +27,10 @@ mask. The coordinator's seed generators advance by the draws of all workers.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -39,9 +38,10 @@ import tensorflow as tf
 
 from tfmw import data, keras_compat
 from tfmw.errors import UsageError
+from tfmw.parameter_server.exchange import Exchange, Work
 from tfmw.parameter_server.gradients import GradientsToServers, Grads, taking_gradients
 from tfmw.parameter_server.hash_tables import HashTables
-from tfmw.parameter_server.lookups import Fetched, Plan, RowTravel, plan_lookups
+from tfmw.parameter_server.lookups import Asked, Fetched, Plan, RowTravel, plan_lookups
 from tfmw.parameter_server.updates import ReadOnlyScalar
 from tfmw.parameter_server.variables import (
     BUCKET_BYTES,
@@ -49,7 +49,7 @@ from tfmw.parameter_server.variables import (
     ServerVariables,
     contains,
 )
-from tfmw.tables import look_up, read_whole, server, table_of
+from tfmw.tables import look_up, read_whole, table_of
 
 UNROLLED = 10
 """Steps in one iteration of the traced loop: each iteration costs messages between processes."""
@@ -115,10 +115,8 @@ class WorkerSteps:
             for v in server_variables.trainable + server_variables.state
             if not contains(v, self._remote)
         ]
-        self._buckets, self._alone = server_variables.buckets(pulled)
-        self._to_servers = GradientsToServers(
-            server_variables, self._remote, self._one_op, self._travel
-        )
+        self._pulled = pulled
+        self._to_servers = GradientsToServers(server_variables, self._remote, self._travel)
         self._hash_tables = HashTables(server_variables, self._one_op, self._travel, workers)
         self._fetched = Fetched([])
 
@@ -131,15 +129,32 @@ class WorkerSteps:
         count = tf.clip_by_value(limit - first, 0, max_steps)
         locals_ = self._initial_locals()
         begun = [self._initial_seed(locals_[id(s)], v, first) for s, v in self._seeds(seeds)]
-        plan = self._plan(iterator.element_spec, locals_)
+        plan, prefetch = self._plan(iterator.element_spec, locals_), self._travel.prefetch
+        exchange = Exchange(server_variables, self._pulled, plan, self._one_op)
         since = tf.timestamp()
         with tf.control_dependencies([since]):
             count = tf.identity(count)
 
         def turn(done: tf.Tensor, seen: tf.Tensor, steps: int) -> tuple[tf.Tensor, tf.Tensor]:
-            ahead = _fetched_ahead(iterator, plan, steps, self._travel.prefetch)
-            for batch, fetched in ahead:
-                seen += self._step(batch, fetched, locals_)
+            read: list[tuple[Any, Asked, Fetched | None]] = []
+
+            def read_to(number: int) -> None:
+                while len(read) <= min(number, steps - 1):
+                    batch = next(iterator)
+                    asked = plan.asked(batch)
+                    ahead = exchange(None, asked, pull=False)[1] if prefetch else None
+                    read.append((batch, asked, ahead))
+
+            read_to(0)
+            values, fetched = exchange(None, None if prefetch else read[0][1])
+            for number in range(steps):
+                read_to(number + 1)
+                batch, _, ahead = read[number]
+                examples, work = self._step(batch, values, ahead or fetched, locals_)
+                is_last = number == steps - 1
+                asked = None if is_last or prefetch else read[number + 1][1]
+                values, fetched = exchange(work, asked, pull=not is_last)
+                seen += examples
             return done + steps, seen
 
         def loop(begin: tuple[tf.Tensor, tf.Tensor], end: tf.Tensor, steps: int) -> Any:
@@ -165,9 +180,8 @@ class WorkerSteps:
         for variable in self.server_variables.frozen:
             if contains(variable, self._remote):
                 continue
-            locals_[id(variable)].assign(
-                _on_worker(self.server_variables.shard(variable).variable.read_value())
-            )
+            value = self.server_variables.shard(variable).variable.read_value()
+            locals_[id(variable)].assign(tf.identity(value))
         return locals_
 
     def _results(
@@ -247,13 +261,22 @@ class WorkerSteps:
 
     # ------------------------------------------------------------ one step
 
-    def _step(self, batch: Any, fetched: Fetched, locals_: dict[int, Any]) -> tf.Tensor:
-        """Runs one step; returns int64 [], its number of examples."""
-        before = self._pull(locals_)
-        applied: list[tf.Tensor] = []
+    def _step(
+        self, batch: Any, values: dict[int, tf.Tensor], fetched: Fetched, locals_: dict[int, Any]
+    ) -> tuple[tf.Tensor, Work]:
+        """Runs one step, with what the servers sent; see `Exchange`.
+
+        Returns:
+            (int64 [], its number of examples; what it changes on the servers).
+        """
+        for variable in self._pulled:
+            locals_[id(variable)].assign(values[id(variable)])
+        work = Work()
+        applied: list[Any] = []
 
         def update(optimizer: Any, grads: Grads) -> None:
-            self._update(optimizer, grads, applied)
+            applied.append(optimizer)
+            self._update(optimizer, grads, fetched, work)
 
         logs = self._train_step(batch, fetched, locals_, update)
         if not isinstance(logs, dict):
@@ -261,13 +284,13 @@ class WorkerSteps:
                 f"the model's train_step returned {type(logs).__name__}: expected a dict of logs, "
                 'such as {"loss": loss}.'
             )
-        self._push_state(locals_, before)
         if not applied:
             raise UsageError(
                 "the model's train_step applied no gradients: expected it to call "
                 "self.optimizer.apply_gradients(...) or self.optimizer.apply(...)."
             )
-        return data.examples_of(batch)
+        self._store_state(locals_, values, work)
+        return data.examples_of(batch), work
 
     def _train_step(
         self,
@@ -308,75 +331,38 @@ class WorkerSteps:
             stack.enter_context(self._hash_tables.on_servers())
             return model.train_step(batch)
 
-    def _pull(self, locals_: dict[int, Any]) -> dict[int, tf.Tensor]:
-        """Reads the servers' values into the local copies; returns the values of the state."""
-        values: dict[int, tf.Tensor] = {}
-        for number, bucket in enumerate(self._buckets):
-            with tf.device(server(bucket.server)):
-                flat = self._one_op(("pull", number), functools.partial(self._flat, bucket))()
-            values.update(bucket.unpack(_on_worker(flat)))
-        for variable in self._alone:
-            values[id(variable)] = _on_worker(
-                self.server_variables.shard(variable).variable.read_value()
-            )
-        for variable in [v for p in self._buckets for v in p.variables] + self._alone:
-            locals_[id(variable)].assign(values[id(variable)])
-        return {id(v): values[id(v)] for v in self.server_variables.state if id(v) in values}
-
-    def _flat(self, bucket: Bucket) -> tf.Tensor:
-        """[elements of all variables], on their server."""
-        return bucket.pack(
-            self.server_variables.shard(v).variable.read_value() for v in bucket.variables
-        )
-
-    def _push_state(self, locals_: dict[int, Any], before: dict[int, tf.Tensor]) -> None:
+    def _store_state(
+        self, locals_: dict[int, Any], before: dict[int, tf.Tensor], work: Work
+    ) -> None:
+        """Adds what the step has changed besides the optimizer's variables."""
         changed = [v for v in self.server_variables.state if contains(v, self._assigned)]
         averages = keras_compat.moving_averages(self.model)
-        for number, bucket in enumerate(self.server_variables.all_buckets(changed)):
+
+        def store(bucket: Bucket, flat: tf.Tensor) -> None:
+            parts = bucket.unpack(flat)
+            for variable in bucket.variables:
+                server_variable = self.server_variables.shard(variable).variable
+                if contains(variable, averages):
+                    server_variable.assign(parts[id(variable)])
+                else:
+                    server_variable.assign_add(parts[id(variable)])
+
+        for bucket in self.server_variables.all_buckets(changed):
             sent = []
             for variable in bucket.variables:
                 after = locals_[id(variable)].read_value()
                 sent.append(after if contains(variable, averages) else after - before[id(variable)])
-            with tf.device(server(bucket.server)):
-                take = functools.partial(self._store_state, bucket, averages)
-                self._one_op(("state", number), take)(bucket.pack(sent))
+            work.store(bucket.server, ([bucket.pack(sent)], functools.partial(store, bucket)))
 
-    def _store_state(self, bucket: Bucket, averages: list[Any], flat: tf.Tensor) -> tf.Tensor:
-        """On a server: stores the state after a step."""
-        parts = bucket.unpack(flat)
-        for variable in bucket.variables:
-            server_variable = self.server_variables.shard(variable).variable
-            if contains(variable, averages):
-                server_variable.assign(parts[id(variable)])
-            else:
-                server_variable.assign_add(parts[id(variable)])
-        return tf.constant(0)
-
-    def _update(self, optimizer: Any, grads: Grads, applied: list[tf.Tensor]) -> None:
-        self._to_servers.send(optimizer, grads, applied, self._fetched)
+    def _update(self, optimizer: Any, grads: Grads, fetched: Fetched, work: Work) -> None:
+        """Adds what an optimizer changes with its gradients."""
+        work.apply(optimizer, self._to_servers.updates(optimizer, grads, fetched), grads[0][0])
 
     def _one_op(
         self, key: Any, function: Callable[..., Any], waits: bool = False
     ) -> Callable[..., Any]:
         """`function` as one op; traced for the first step in the loop's body, used by all."""
         return self._ops.setdefault(key, keras_compat.one_op(function, waits))
-
-
-def _fetched_ahead(
-    iterator: Any, plan: Plan, steps: int, prefetch: int
-) -> Iterator[tuple[Any, Fetched]]:
-    """The batches of steps, and their rows; asked for `prefetch` steps before they are used."""
-    waiting = collections.deque[tuple[Any, Fetched]]()
-    for left in range(steps, 0, -1):
-        while len(waiting) <= min(prefetch, left - 1):
-            batch = next(iterator)
-            waiting.append((batch, plan.fetch(batch)))
-        yield waiting.popleft()
-
-
-def _on_worker(tensor: tf.Tensor) -> tf.Tensor:
-    """Copies a tensor to the worker once; otherwise each use there would fetch it."""
-    return tf.identity(tensor)
 
 
 def _dtype(variable: Any) -> tf.DType:

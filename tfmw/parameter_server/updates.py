@@ -44,7 +44,8 @@ class ServerUpdates:
         scalars = [
             (v, ReadOnlyScalar(copies[where])) for v, copies in self.server_variables.scalars
         ]
-        with keras_compat.substituted(scalars):
+        stable = keras_compat.stable_variable_keys(optimizer, self.server_variables.trainable)
+        with stable, keras_compat.substituted(scalars):
             for tensors, update in updates:
                 update(*tensors)
         for variable, copies in self.server_variables.scalars:

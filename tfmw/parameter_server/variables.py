@@ -253,7 +253,7 @@ class ServerVariables:
         alone = []
         for variable in variables:
             dtype = keras_compat.native(variable).dtype
-            if _bytes(variable) > BUCKET_BYTES or dtype == tf.string:
+            if _bytes(variable) > BUCKET_BYTES or dtype in (tf.string, tf.bool):
                 alone.append(variable)
             else:
                 where = self.shard(variable).server

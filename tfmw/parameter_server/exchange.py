@@ -1,0 +1,183 @@
+"""What a worker and the servers tell each other between two steps: one message there, one back.
+
+    values, fetched = exchange(None, asked)           # before the first step
+    ...                                               # step k, traced with values and rows
+    values, fetched = exchange(work, asked)           # its updates, and what step k + 1 needs
+
+A server makes the updates of step k, and then answers with its variables and with the rows that
+step k + 1 looks up. On the way a message takes more processor time than most updates do, whatever
+its size, so what goes to one server goes together.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmw.parameter_server import messages
+from tfmw.parameter_server.lookups import Asked, Fetched, Plan
+from tfmw.parameter_server.updates import ServerUpdates, Update
+from tfmw.parameter_server.variables import Bucket, ServerVariables
+from tfmw.tables import server
+
+
+class Work:
+    """What one step changes on the servers, in this order.
+
+    Attributes:
+        updates: by server, (optimizer, its updates there); None for what no optimizer does.
+    """
+
+    def __init__(self) -> None:
+        self.updates: dict[int, list[tuple[Any, list[Update]]]] = {}
+        self._gradient: Any = None
+
+    def apply(self, optimizer: Any, updates: dict[int, list[Update]], gradient: Any) -> None:
+        """Adds the updates of an optimizer, which all servers count, also without any of their own.
+
+        Args:
+            gradient: one of its gradients, dense or sparse.
+        """
+        for where, own in updates.items():
+            self.updates.setdefault(where, []).append((optimizer, own))
+        is_sparse = isinstance(gradient, tf.IndexedSlices)
+        self._gradient = gradient.values if is_sparse else gradient
+
+    def store(self, where: int, update: Update) -> None:
+        """Adds an update that no optimizer makes."""
+        self.updates.setdefault(where, []).append((None, [update]))
+
+    def tensors(self, where: int) -> list[tf.Tensor]:
+        """What is sent to a server: at least one tensor, if it has to count the step."""
+        own = self.updates.get(where, [])
+        sent = [t for _, updates in own for tensors, _ in updates for t in tensors]
+        if own and not sent:
+            sent = [tf.cast(tf.size(self._gradient), tf.int64)]
+        return sent
+
+
+class Exchange:
+    """The messages of one worker's steps.
+
+    Args:
+        server_variables: of the model.
+        pulled: the Keras variables whose values each step needs.
+        plan: the lookups of a step.
+        one_op: (key, function) -> the function as one op, the same for each step.
+    """
+
+    def __init__(
+        self,
+        server_variables: ServerVariables,
+        pulled: list[Any],
+        plan: Plan,
+        one_op: Callable[[Any, Callable[..., Any]], Callable[..., Any]],
+    ):
+        self._server_variables = server_variables
+        self._buckets, self._alone = server_variables.buckets(pulled)
+        self._updates = ServerUpdates(server_variables)
+        self._plan = plan
+        self._one_op = one_op
+
+    def __call__(
+        self, work: Work | None, asked: Asked | None, pull: bool = True
+    ) -> tuple[dict[int, tf.Tensor], Fetched]:
+        """Sends the updates of a step, if any, and gets what the next one needs.
+
+        Args:
+            asked: the rows that it looks up, if they are wanted.
+            pull: whether values of variables are.
+
+        Returns:
+            (values by id of the Keras variable, rows).
+        """
+        work = work or Work()
+        servers = range(self._server_variables.servers)
+        answers = {where: self._with(where, work, asked, pull) for where in servers}
+        values: dict[int, tf.Tensor] = {}
+        for own, _ in answers.values():
+            values.update(own)
+        for variable in self._alone if pull else ():
+            shard = self._server_variables.shard(variable)
+            values[id(variable)] = tf.identity(shard.variable.read_value())
+        if asked is None:
+            return values, Fetched([])
+        rows = {where: found for where, (_, found) in answers.items()}
+        return values, self._plan.fetched(asked, rows)
+
+    def _with(
+        self, where: int, work: Work, asked: Asked | None, pull: bool
+    ) -> tuple[dict[int, tf.Tensor], list[tf.Tensor]]:
+        """With one server: (values of its variables, rows of each kind)."""
+        own = work.updates.get(where, [])
+        buckets = [b for b in self._buckets if b.server == where] if pull else []
+        ids = [asked.sent[where]] if asked is not None and where in asked.sent else []
+        if not (own or buckets or ids):
+            return {}, []
+        key = ("exchange", where, bool(own), bool(ids), pull)
+        sent = [*work.tensors(where), *ids]
+        specs = [messages.spec_of(tensor) for tensor in sent]
+        run = functools.partial(self._run, where, own, buckets, bool(ids), specs)
+        packed = [self._one_op(("sent", *key), messages.pack)(sent)] if sent else []
+        with tf.device(server(where)):
+            answer = self._one_op(key, run)(*packed)
+        if not (buckets or ids):
+            return {}, []
+        specs = [tf.TensorSpec([None], bucket.dtype) for bucket in buckets]
+        specs += self._plan.specs(where) if ids else []
+        split = self._one_op(("arrived", *key), functools.partial(_split, buckets, specs))
+        flats, rows = split(tf.identity(answer))  # on the worker: each use would fetch it again
+        variables = [variable for bucket in buckets for variable in bucket.variables]
+        return {id(v): value for v, value in zip(variables, flats, strict=True)}, rows
+
+    def _run(
+        self,
+        where: int,
+        work: list[tuple[Any, list[Update]]],
+        buckets: list[Bucket],
+        asks: bool,
+        specs: list[tf.TensorSpec],
+        *message: tf.Tensor,
+    ) -> tf.Tensor:
+        """On a server, as one op.
+
+        Separate ops would each send the worker a message. Also, if a worker died between an update
+        and its count, the update would be made again.
+        """
+        arrived = iter(messages.unpack(message[0], specs) if message else [])
+        applied = False
+        for optimizer, updates in work:
+            made = [([next(arrived) for _ in tensors], update) for tensors, update in updates]
+            if optimizer is None:
+                for tensors, update in made:
+                    update(*tensors)
+            else:
+                self._updates.run(where, optimizer, made)
+                applied = True
+        # Each step is counted once, with any number of optimizers.
+        if applied and where == self._server_variables.home:
+            self._server_variables.applied.assign_add(1)
+        answer = [self._flat(bucket) for bucket in buckets]
+        if asks:
+            *_, ids = arrived
+            answer += self._plan.answer(where, ids)
+        return messages.pack(answer) if answer else tf.constant(0)
+
+    def _flat(self, bucket: Bucket) -> tf.Tensor:
+        """[elements of all variables], on their server."""
+        return bucket.pack(
+            self._server_variables.shard(v).variable.read_value() for v in bucket.variables
+        )
+
+
+def _split(
+    buckets: Sequence[Bucket], specs: Sequence[tf.TensorSpec], answer: tf.Tensor
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """(values of the variables of all buckets, rows of each kind)."""
+    parts = messages.unpack(answer, specs)
+    flats, rows = parts[: len(buckets)], parts[len(buckets) :]
+    values = [v for b, flat in zip(buckets, flats, strict=True) for v in b.unpack(flat).values()]
+    return values, rows
