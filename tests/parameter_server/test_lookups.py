@@ -189,6 +189,15 @@ class TestRowsOnTheirWay:
         assert travelled["bf16"]["off_by"] < 1e-5
         assert travelled["bf16"]["off_by_plain"] > 1e-4
 
+    def test_one_message_there_and_one_back_between_two_steps(self, travelled: Any) -> None:
+        """In the loop's ten steps: before the first there are rows to ask for, after the last none.
+
+        Rows, gradients, variables and moving averages of two tables and two more layers.
+        """
+        there = {f"worker to server {number}": 11 for number in range(2)}
+        back = {f"server {number} to worker": 10 for number in range(2)}
+        assert travelled["messages"] == {**there, **back}
+
     def test_wrong_settings(self, travelled: Any) -> None:
         assert travelled["refused"] == [
             "prefetch_rows is 2: expected 0 or 1.",

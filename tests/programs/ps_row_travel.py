@@ -1,6 +1,12 @@
-"""How rows travel: fetched ahead, and as bfloat16; each beside the same arithmetic in NumPy."""
+"""How rows travel: fetched ahead, and as bfloat16; each beside the same arithmetic in NumPy.
 
+And in how many messages all that a step needs and changes does, with variables of other layers.
+"""
+
+import re
+from collections import Counter
 from typing import Any
+from unittest import mock
 
 import keras
 import ml_dtypes
@@ -9,6 +15,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs import _result
+from tfmw.parameter_server.steps import WorkerSteps
 
 ROWS, WIDTH, BATCH, STEPS, TURN, RATE = 4000, 8, 32, 20, 10, 3.0
 tfmw.init()
@@ -61,6 +68,47 @@ for name, settings, send in CASES:
         "off_by_plain": expected(first, False, lambda rows: rows),
     }
     results[name] = {key: float(np.abs(trained - value).max()) for key, value in others.items()}
+
+
+def messages_of(graph):
+    """In the loop of traced steps, the tensors that go from one task to another, by (from, to)."""
+    parts = graph.as_graph_def()
+    loops = {node.attr["body"].func.name for node in parts.node if "While" in node.op}
+    bodies = [f for f in parts.library.function if f.signature.name in loops]
+    nodes = {node.name: node for node in max(bodies, key=lambda body: len(body.node_def)).node_def}
+
+    def task(name):
+        found = re.search("job:ps.*task:(.)", nodes[name].device)
+        return f"server {found[1]}" if found else "worker"
+
+    crossing = set()
+    for name, node in nodes.items():
+        for tensor in node.input:
+            source = tensor.split(":")[0]  # those with "^" are no tensors, and no names of nodes
+            if source in nodes and task(source) != task(name):
+                crossing.add((task(source), task(name), tensor))
+    return {f"{a} to {b}": n for (a, b), n in Counter((a, b) for a, b, _ in crossing).items()}
+
+
+graphs: list[Any] = []
+many = WorkerSteps._many
+
+
+def recorded(*arguments):
+    graphs.append(tf.compat.v1.get_default_graph())
+    return many(*arguments)
+
+
+strategy = tfmw.strategies.parameter_server(min_shard_bytes=ROWS * WIDTH)
+inputs = keras.Input((2,), dtype="int64")
+tables = [keras.layers.Embedding(ROWS, WIDTH)(inputs[:, number]) for number in range(2)]
+hidden = keras.layers.BatchNormalization()(keras.layers.Dense(WIDTH)(keras.ops.add(*tables)))
+model = keras.Model(inputs, keras.layers.Dense(WIDTH)(hidden))
+model.compile(keras.optimizers.Adagrad(0.1), "mse", steps_per_execution=STEPS)
+data = tf.data.Dataset.from_tensor_slices((np.stack([ids, ids[::-1]], axis=-1), labels))
+with mock.patch.object(WorkerSteps, "_many", recorded):
+    tfmw.fit(model, data, steps_per_epoch=STEPS, verbose=0, strategy=strategy, shuffle=False)
+results["messages"] = messages_of(graphs[0])
 
 
 def refusal(**settings):

@@ -7,13 +7,13 @@
     metrics = 0                                           (local to this function)
     for each ticket:
         batch = next(iterator)
-        rows of tables that it looks up                   (one message per server)
-        local copies = server variables                   (one message per server)
+        local copies = server variables, and rows that the batch looks up
         logs = model.train_step(batch)                    (of the user's class, if it has one)
-            optimizer.apply(gradients):                   (one message per server)
-                on each server: update its variables, and count
-        state = servers' state + the changes of this step (batch-norm averages)
+        gradients, changes of state (batch-norm averages)
     return metrics                                        (the coordinator adds them up)
+
+Between two steps, one message goes to each server and one comes back (`exchange`): the server
+updates its variables with the gradients, counts the step, and answers with what the next one needs.
 
 No worker reads, changes and writes back a value that other workers write. Servers update their own
 variables and add to the counts. A worker returns metrics only when a function is complete.
