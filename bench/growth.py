@@ -52,8 +52,8 @@ def child(began_at: float, megabytes: float, backups: str) -> None:
     first_step: list[float] = []
     times: dict[str, list[float]] = {"save": [], "_write": []}
     for name, seconds in times.items():
-        backups = resume.DirectoryBackups
-        mock.patch.object(backups, name, _timed(backups, name, seconds)).start()
+        kind = resume.DirectoryBackups
+        mock.patch.object(kind, name, _timed(kind, name, seconds)).start()
 
     class FirstStep(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
