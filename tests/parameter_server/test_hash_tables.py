@@ -5,9 +5,13 @@ The program trains each case on the servers and with `model.fit` of one process.
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import tensorflow as tf
+
+from tests.helpers.by_hand import ByHand
 
 pytestmark = pytest.mark.multiprocess
 
@@ -88,15 +92,13 @@ def test_every_case_equals_one_process(run_cluster, servers):
         assert found[case]["off_by"] == 0
 
 
-@pytest.mark.long
-def test_two_workers_never_give_one_row_twice(run_cluster):
-    """On servers of several threads, which get the messages of both at the same time."""
-    env = {"TF_NUM_INTEROP_THREADS": "4"}
-    found = run_cluster("ps_hash_tables_async.py", workers=2, ps=2, timeout_s=250, env=env).chief
+SEVERAL_THREADS = {"TF_NUM_INTEROP_THREADS": "4"}  # a server runs messages of both workers at once
+
+
+def each_id_has_one_row(found):
     for name in ("table", "other"):
         one = found[name]
         assert one["shards"] == [0, 1]
-        assert one["steps"] == one["last_used"] == found["steps"], "steps that overlap are lost"
         assert one["known"] == one["distinct"] <= one["places"]
         assert sorted(set(one["rows"])) == sorted(one["rows"])
         assert min(one["rows"]) > 0
@@ -104,6 +106,33 @@ def test_two_workers_never_give_one_row_twice(run_cluster):
         assert 0.9 * found["bound"] < one["bytes"] <= found["bound"]
     assert found["table"]["known"] > 0.99 * found["table"]["places"]
     assert found["loss"][-1] < 0.9 * found["loss"][0]
+
+
+@pytest.mark.long
+def test_two_workers_never_give_one_row_twice(run_cluster):
+    run = run_cluster(
+        "ps_hash_tables_async.py", workers=2, ps=2, timeout_s=250, env=SEVERAL_THREADS
+    )
+    each_id_has_one_row(run.chief)
+    for name in ("table", "other"):
+        one = run.chief[name]
+        assert one["steps"] == one["last_used"] == run.chief["steps"], "those that overlap are lost"
+
+
+@pytest.mark.long
+def test_killed_workers_leave_no_table_locked(tmp_path):
+    result = tmp_path / "result.json"
+    arguments = [f"--result={result}"]
+    with ByHand(
+        "ps_hash_tables_async.py", workers=4, ps=2, arguments=arguments, env=SEVERAL_THREADS
+    ) as cluster:
+        for worker in ("worker 1", "worker 2", "worker 3"):
+            cluster.chief.wait_for("ends")
+            cluster.kill(worker)
+        assert cluster.chief.end() == 0, cluster.chief.output
+    found = json.loads(result.read_text())
+    each_id_has_one_row(found)
+    assert found["table"]["steps"] >= found["steps"]
 
 
 @pytest.mark.long

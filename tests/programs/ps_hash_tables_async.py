@@ -1,4 +1,12 @@
-"""Ids that take rows on parameter servers while several workers train at their own pace."""
+"""Ids that take rows on parameter servers while several workers train at their own pace.
+
+ps_hash_tables_async.py [--result=FILE]
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -30,7 +38,9 @@ other = tfmw.layers.HashTableEmbedding(4, max_bytes=BOUND, min_count=3, name="ot
 inputs = keras.Input((), dtype="int64")
 model = keras.Model(inputs, keras.layers.Dense(1)(table(inputs) + other(inputs)))
 model.compile(keras.optimizers.Adagrad(0.5), keras.losses.BinaryCrossentropy(from_logits=True))
-history = tfmw.fit(model, batches, epochs=4, steps_per_epoch=STEPS, verbose=0, strategy=strategy)
+say = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, _: print(f"epoch {epoch} ends"))
+how: dict[str, Any] = {"epochs": 4, "steps_per_epoch": STEPS, "verbose": 0, "callbacks": [say]}
+history = tfmw.fit(model, batches, strategy=strategy, **how)
 
 found = {"loss": history.history["loss"], "bound": BOUND, "steps": 4 * STEPS}
 for layer in (table, other):
@@ -49,4 +59,7 @@ for layer in (table, other):
         "rows": layer.rows_of(tf.constant(known)).numpy().tolist(),
         "often": layer.rows_of(tf.range(OFTEN, dtype=tf.int64)).numpy().tolist(),
     }
-_result.write(found)
+if len(sys.argv) > 1:
+    Path(sys.argv[1].removeprefix("--result=")).write_text(json.dumps(found))
+else:
+    _result.write(found)
