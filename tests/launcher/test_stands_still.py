@@ -37,15 +37,17 @@ def shown(*command: str) -> str:
     return out.getvalue()
 
 
-def until(condition: Callable[[str], object], run: subprocess.Popen[str]) -> str:
-    """What `tfmw status` shows once it shows something."""
+def until(
+    condition: Callable[[str], object], run: subprocess.Popen[str], command: str = "status"
+) -> str:
+    """What `tfmw status`, or another command, shows once it shows something."""
     deadline, last = time.monotonic() + PATIENCE_S, ""
     while time.monotonic() < deadline:
         assert run.poll() is None, run.communicate()[0]
-        if condition(last := shown("status")):
+        if condition(last := shown(command)):
             return last
         time.sleep(0.2)
-    raise AssertionError(f"status shows no such thing:\n{last}")
+    raise AssertionError(f"{command} shows no such thing:\n{last}")
 
 
 def numbers_aside(line: str) -> str:
@@ -98,7 +100,8 @@ def test_what_is_reported_of_one_worker(tmp_path: Path, runtime: None) -> None:
         assert_documented("its steps are slow", line_of(text, "is the slowest"))
         assert line_of(text, "is the slowest").startswith("worker 1 is")
 
-        assert "in slowly" in (stacks := shown("stacks")) or "in wait" in stacks
+        # A worker is between two slow steps at times.
+        stacks = until(lambda text: "in slowly" in text or "in wait" in text, run, "stacks")
         assert stacks.index("== worker 0") < stacks.index("== worker 1")
         assert "stands_still.py" in stacks.partition("== worker 1")[2]
 
