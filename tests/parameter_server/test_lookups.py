@@ -198,6 +198,19 @@ class TestRowsOnTheirWay:
         back = {f"server {number} to worker": 10 for number in range(2)}
         assert travelled["messages"] == {**there, **back}
 
+    def test_a_step_is_traced_for_its_lookups_and_as_one_op(self, travelled: Any) -> None:
+        for name in ("plain", "ahead", "bf16"):
+            assert travelled[name]["traces"] == 2, name
+
+    def test_a_step_that_sends_messages_is_no_op(self, travelled: Any) -> None:
+        """Traced for its lookups, as one op, and for each of the 10 + 1 steps in the loops."""
+        assert travelled["drawn"]["traces"] == 13
+        assert travelled["drawn"]["off_by"] < 1e-5
+
+    def test_a_step_reads_the_optimizers_count(self, travelled: Any) -> None:
+        for name in ("plain", "ahead", "bf16", "drawn"):
+            assert travelled[name]["updates"] == [pytest.approx(9.5)], "of 20 steps"
+
     def test_wrong_settings(self, travelled: Any) -> None:
         assert travelled["refused"] == [
             "prefetch_rows is 2: expected 0 or 1.",

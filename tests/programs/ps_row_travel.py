@@ -1,6 +1,7 @@
 """How rows travel: fetched ahead, and as bfloat16; each beside the same arithmetic in NumPy.
 
-And in how many messages all that a step needs and changes does, with variables of other layers.
+And in how many messages all that a step needs and changes does, with variables of other layers; and
+how often a step is traced.
 """
 
 import re
@@ -43,8 +44,30 @@ def expected(table, prefetch, send):
     return table
 
 
+class Drawn(keras.layers.Embedding):
+    """Looks up the same rows, but nobody knows before: 0 is drawn and added."""
+
+    def call(self, inputs):
+        return super().call(inputs + tf.random.uniform([BATCH], 0, 1, tf.int64))
+
+
+class Counted(keras.Model):
+    """Counts traces of its step, and has the number of updates before each as a metric."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.traces = 0
+        self.updates = keras.metrics.Mean(name="updates")
+
+    def train_step(self, data):
+        self.traces += 1
+        self.updates.update_state(self.optimizer.iterations)
+        return super().train_step(data)
+
+
 results: dict[str, Any] = {}
 CASES: list[tuple[str, dict[str, Any], Any]] = [
+    ("drawn", {}, lambda rows: rows),
     ("plain", {}, lambda rows: rows),
     ("ahead", {"prefetch_rows": 1}, lambda rows: rows),
     ("bf16", {"row_compression": "bf16"}, rounded),
@@ -52,8 +75,9 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
 for name, settings, send in CASES:
     strategy = tfmw.strategies.parameter_server(min_shard_bytes=ROWS * WIDTH, **settings)
     inputs = keras.Input((), dtype="int64")
-    embedding = keras.layers.Embedding(ROWS, WIDTH, keras.initializers.RandomNormal(seed=1))
-    model = keras.Model(inputs, embedding(inputs))
+    layer = Drawn if name == "drawn" else keras.layers.Embedding
+    embedding = layer(ROWS, WIDTH, keras.initializers.RandomNormal(seed=1))
+    model = Counted(inputs, embedding(inputs))
     # RATE in each step, by a condition: servers have one thread, which must not wait for another.
     rate = keras.optimizers.schedules.CosineDecay(
         RATE, 100, alpha=1.0, warmup_target=RATE, warmup_steps=5
@@ -61,13 +85,16 @@ for name, settings, send in CASES:
     model.compile(keras.optimizers.SGD(rate), "mse", steps_per_execution=STEPS)
     first = embedding.embeddings.numpy()
     data = tf.data.Dataset.from_tensor_slices((ids, labels))
-    tfmw.fit(model, data, steps_per_epoch=STEPS, verbose=0, strategy=strategy, shuffle=False)
+    history = tfmw.fit(
+        model, data, steps_per_epoch=STEPS, verbose=0, strategy=strategy, shuffle=False
+    )
     trained = embedding.embeddings.numpy()
     others = {
         "off_by": expected(first, bool(settings.get("prefetch_rows")), send),
         "off_by_plain": expected(first, False, lambda rows: rows),
     }
     results[name] = {key: float(np.abs(trained - value).max()) for key, value in others.items()}
+    results[name] |= {"traces": model.traces, "updates": history.history["updates"]}
 
 
 def messages_of(graph):

@@ -140,6 +140,7 @@ from tfmw.keras_compat.optimizers import (
 )
 from tfmw.keras_compat.parameter_servers import (
     RemoteRows,
+    TracedOp,
     calls_function,
     cancelable,
     current_learning_rate,
@@ -214,6 +215,7 @@ __all__ = [
     "Skip",
     "StandIn",
     "Take",
+    "TracedOp",
     "Zip",
     "add_divided",
     "assign_rows",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -89,16 +90,82 @@ def one_op(function: Callable[..., Any], waits: bool = True) -> Callable[..., An
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
-        # An op that calls a function (`tf.cond` in a schedule, say) keeps its thread until another
-        # thread has run that function: where there is one thread only, for ever.
-        calls = any(
-            map(calls_function, op.get_concrete_function(*arguments).graph.get_operations())
-        )
-        kind = "" if calls else "SINGLE_THREADED_EXECUTOR"
-        with tf.experimental.function_executor_type(kind):
+        if _in_traced_op.get():  # an op of its own would need a second thread, see `_executor_of`
+            return function(*arguments)
+        with _executor_of(op.get_concrete_function(*arguments).graph):
             return op(*arguments)
 
     return call
+
+
+class TracedOp:
+    """A function that is traced once, to be one op that runs on one device; as of `one_op`.
+
+    What `one_op` makes is no op of its own within it.
+
+    Args:
+        function: traced with tensors of these specs.
+        specs: its arguments, structures of tf.TensorSpec.
+
+    Attributes:
+        is_on_one_device: whether all of its ops run on the CPU of the task that calls it.
+        uses: for each tensor of the arguments, in order, whether anything depends on it.
+    """
+
+    def __init__(self, function: Callable[..., Any], *specs: Any):
+        op = tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
+        token = _in_traced_op.set(True)
+        try:
+            self._function = op.get_concrete_function(*specs)
+        finally:
+            _in_traced_op.reset(token)
+        graph = self._function.graph
+        live = _live_ops(graph)
+        resources = [t for t in self._function.captured_inputs if t.dtype == tf.resource]
+        self.is_on_one_device = all(_is_own_cpu(part.device) for part in [*live, *resources])
+        used = {tensor.name for op in live for tensor in op.inputs}
+        used |= {tensor.name for tensor in graph.outputs}
+        number = len(tf.nest.flatten(specs))
+        self.uses = [tensor.name in used for tensor in graph.inputs[:number]]
+
+    def __call__(self, *arguments: Any) -> Any:
+        with _executor_of(self._function.graph):
+            return self._function(*arguments)
+
+
+_in_traced_op: contextvars.ContextVar[bool] = contextvars.ContextVar("in_traced_op", default=False)
+
+
+def _executor_of(graph: Any) -> contextlib.AbstractContextManager[None]:
+    """One thread for the ops of a function, if that can be.
+
+    An op that calls a function (`tf.cond` in a schedule, say) keeps its thread until another
+    thread has run that function: where there is one thread only, for ever.
+    """
+    calls = any(map(calls_function, _live_ops(graph)))
+    context: contextlib.AbstractContextManager[None] = tf.experimental.function_executor_type(
+        "" if calls else "SINGLE_THREADED_EXECUTOR"
+    )
+    return context
+
+
+def _live_ops(graph: Any) -> list[tf.Operation]:
+    """The ops of a traced function that run: stateful ones, and those that anything depends on."""
+    left = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
+    left += [op for op in graph.get_operations() if op.op_def.is_stateful]
+    found: dict[str, tf.Operation] = {}
+    while left:
+        op = left.pop()
+        if op.name not in found:
+            found[op.name] = op
+            left += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+    return list(found.values())
+
+
+def _is_own_cpu(device: str) -> bool:
+    """Whether a device is the CPU of the task that runs a function, whichever task that is."""
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.job is None and spec.device_type in (None, "CPU") and not spec.device_index
 
 
 def calls_function(op: tf.Operation) -> bool:

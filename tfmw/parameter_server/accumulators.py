@@ -134,7 +134,9 @@ class SynchronousSteps(WorkerSteps):
             self._now = now
             self._sent_ops: list[tf.Tensor] = []
             batch = next(iterator)
-            examples, work = self._step(batch, *exchange(None, plan.asked(batch)), locals_)
+            asked = plan.asked(batch)
+            opened = exchange.opened(exchange(None, asked), asked)
+            examples, work = self._step(batch, *opened, self._scalars(), locals_)
             exchange(work, None, pull=False)
             with tf.control_dependencies(self._sent_ops), tf.device(server(server_variables.home)):
                 over = self._one_op("wait", self._wait, waits=True)(worker, now)

@@ -1,8 +1,8 @@
 """What a worker and the servers tell each other between two steps: one message there, one back.
 
-    values, fetched = exchange(None, asked)           # before the first step
-    ...                                               # step k, traced with values and rows
-    values, fetched = exchange(work, asked)           # its updates, and what step k + 1 needs
+    answers = exchange(None, asked)                   # before the first step
+    values, fetched = exchange.opened(answers, asked) # in step k
+    answers = exchange(work, asked)                   # its updates, and what step k + 1 needs
 
 A server makes the updates of step k, and then answers with its variables and with the rows that
 step k + 1 looks up. On the way a message takes more processor time than most updates do, whatever
@@ -11,6 +11,7 @@ its size, so what goes to one server goes together.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ class Work:
     def __init__(self) -> None:
         self.updates: dict[int, list[tuple[Any, list[Update]]]] = {}
         self._gradient: Any = None
+        self._sent: dict[int, list[tf.Tensor]] | None = None
 
     def apply(self, optimizer: Any, updates: dict[int, list[Update]], gradient: Any) -> None:
         """Adds the updates of an optimizer, which all servers count, also without any of their own.
@@ -52,11 +54,36 @@ class Work:
 
     def tensors(self, where: int) -> list[tf.Tensor]:
         """What is sent to a server: at least one tensor, if it has to count the step."""
+        if self._sent is not None:
+            return self._sent.get(where, [])
         own = self.updates.get(where, [])
         sent = [t for _, updates in own for tensors, _ in updates for t in tensors]
         if own and not sent:
             sent = [tf.cast(tf.size(self._gradient), tf.int64)]
         return sent
+
+    def sending(self, sent: dict[int, list[tf.Tensor]]) -> Work:
+        """The same updates, with these `tensors` by server."""
+        work = Work()
+        work.updates, work._sent = self.updates, sent
+        return work
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """What servers have answered, as it comes.
+
+    Attributes:
+        packed: by server.
+        alone: the values of variables that are read by themselves.
+        has_values: whether there are values of variables.
+        has_rows: whether there are rows.
+    """
+
+    packed: dict[int, tf.Tensor]
+    alone: list[tf.Tensor]
+    has_values: bool
+    has_rows: bool
 
 
 class Exchange:
@@ -82,41 +109,54 @@ class Exchange:
         self._plan = plan
         self._one_op = one_op
 
-    def __call__(
-        self, work: Work | None, asked: Asked | None, pull: bool = True
-    ) -> tuple[dict[int, tf.Tensor], Fetched]:
+    def __call__(self, work: Work | None, asked: Asked | None, pull: bool = True) -> Answers:
         """Sends the updates of a step, if any, and gets what the next one needs.
 
         Args:
             asked: the rows that it looks up, if they are wanted.
             pull: whether values of variables are.
-
-        Returns:
-            (values by id of the Keras variable, rows).
         """
         work = work or Work()
-        servers = range(self._server_variables.servers)
-        answers = {where: self._with(where, work, asked, pull) for where in servers}
-        values: dict[int, tf.Tensor] = {}
-        for own, _ in answers.values():
-            values.update(own)
-        for variable in self._alone if pull else ():
-            shard = self._server_variables.shard(variable)
-            values[id(variable)] = tf.identity(shard.variable.read_value())
-        if asked is None:
-            return values, Fetched([])
-        rows = {where: found for where, (_, found) in answers.items()}
-        return values, self._plan.fetched(asked, rows)
+        packed = {}
+        for where in range(self._server_variables.servers):
+            answer = self._with(where, work, asked, pull)
+            if answer is not None:
+                packed[where] = answer
+        alone = [
+            tf.identity(self._server_variables.shard(variable).variable.read_value())
+            for variable in (self._alone if pull else ())
+        ]
+        return Answers(packed, alone, has_values=pull, has_rows=asked is not None)
 
-    def _with(
-        self, where: int, work: Work, asked: Asked | None, pull: bool
-    ) -> tuple[dict[int, tf.Tensor], list[tf.Tensor]]:
-        """With one server: (values of its variables, rows of each kind)."""
+    def opened(self, answers: Answers, asked: Asked) -> tuple[dict[int, tf.Tensor], Fetched]:
+        """(values by id of the Keras variable, rows), in the function that is being traced."""
+        values: dict[int, tf.Tensor] = {}
+        rows: dict[int, list[tf.Tensor]] = {}
+        for where, answer in answers.packed.items():
+            buckets = self._buckets_of(where, answers.has_values)
+            specs = [tf.TensorSpec([None], bucket.dtype) for bucket in buckets]
+            specs += self._plan.specs(where) if answers.has_rows else []
+            key = ("arrived", where, answers.has_values, answers.has_rows)
+            flats, rows[where] = self._one_op(key, functools.partial(_split, buckets, specs))(
+                answer
+            )
+            variables = [variable for bucket in buckets for variable in bucket.variables]
+            values.update({id(v): value for v, value in zip(variables, flats, strict=True)})
+        if answers.has_values:
+            own = zip(self._alone, answers.alone, strict=True)
+            values.update({id(variable): value for variable, value in own})
+        return values, self._plan.fetched(asked, rows) if answers.has_rows else Fetched([])
+
+    def _buckets_of(self, where: int, pull: bool) -> list[Bucket]:
+        return [b for b in self._buckets if b.server == where] if pull else []
+
+    def _with(self, where: int, work: Work, asked: Asked | None, pull: bool) -> tf.Tensor | None:
+        """With one server: what it answers, if anything."""
         own = work.updates.get(where, [])
-        buckets = [b for b in self._buckets if b.server == where] if pull else []
+        buckets = self._buckets_of(where, pull)
         ids = [asked.sent[where]] if asked is not None and where in asked.sent else []
         if not (own or buckets or ids):
-            return {}, []
+            return None
         key = ("exchange", where, bool(own), bool(ids), pull)
         sent = [*work.tensors(where), *ids]
         specs = [messages.spec_of(tensor) for tensor in sent]
@@ -125,13 +165,8 @@ class Exchange:
         with tf.device(server(where)):
             answer = self._one_op(key, run)(*packed)
         if not (buckets or ids):
-            return {}, []
-        specs = [tf.TensorSpec([None], bucket.dtype) for bucket in buckets]
-        specs += self._plan.specs(where) if ids else []
-        split = self._one_op(("arrived", *key), functools.partial(_split, buckets, specs))
-        flats, rows = split(tf.identity(answer))  # on the worker: each use would fetch it again
-        variables = [variable for bucket in buckets for variable in bucket.variables]
-        return {id(v): value for v, value in zip(variables, flats, strict=True)}, rows
+            return None
+        return tf.identity(answer)  # on the worker: each use would fetch it again
 
     def _run(
         self,

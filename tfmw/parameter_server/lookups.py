@@ -84,9 +84,7 @@ class Plan:
         if not self._groups:
             return Asked(leaves, [], [], {})
         ids, tensors, sent = self._prepared(leaves)
-        groups = zip(self._groups, tensors, strict=True)
-        routes = [group.route_of(each) for (_, group), each in groups]
-        return Asked(leaves, ids, routes, dict(zip(self._servers, sent, strict=True)))
+        return Asked(leaves, ids, tensors, dict(zip(self._servers, sent, strict=True)))
 
     def _prepare(
         self, leaves: list[tf.Tensor]
@@ -129,11 +127,14 @@ class Plan:
         """The rows of a batch.
 
         Args:
+            asked: with tensors of the function that is being traced.
             answers: by server, what it answered.
         """
         answers = {where: list(parts) for where, parts in answers.items()}
         fetched = Fetched(asked.leaves)
-        for (members, group), own, route in zip(self._groups, asked.ids, asked.routes, strict=True):
+        groups = zip(self._groups, asked.ids, asked.routes, strict=True)
+        for (members, group), own, tensors in groups:
+            route = group.route_of(tensors)
             here = {where: answers[where].pop(0) for where in group.shards}
             own_type = keras_compat.native(members[0].variable).dtype
             rows = route.deliver({where: tf.cast(each, own_type) for where, each in here.items()})
@@ -150,13 +151,13 @@ class Asked:
     Attributes:
         leaves: the tensors of the batch.
         ids: of each group those of its lookups.
-        routes: of each group.
+        routes: of each group the tensors of its route, see `Together.route_of`.
         sent: by server int64 [...], how many ids of each of its shards, and these ids.
     """
 
     leaves: list[tf.Tensor]
     ids: list[list[tf.Tensor]]
-    routes: list[Route]
+    routes: list[Any]
     sent: dict[int, tf.Tensor]
 
 

@@ -14,6 +14,7 @@
 
 Between two steps, one message goes to each server and one comes back (`exchange`): the server
 updates its variables with the gradients, counts the step, and answers with what the next one needs.
+What a worker computes of a step is one op (`step_op`), where that can be.
 
 No worker reads, changes and writes back a value that other workers write. Servers update their own
 variables and add to the counts. A worker returns metrics only when a function is complete.
@@ -38,10 +39,11 @@ import tensorflow as tf
 
 from tfmw import data, keras_compat
 from tfmw.errors import UsageError
-from tfmw.parameter_server.exchange import Exchange, Work
+from tfmw.parameter_server.exchange import Answers, Exchange, Work
 from tfmw.parameter_server.gradients import GradientsToServers, Grads, taking_gradients
 from tfmw.parameter_server.hash_tables import HashTables
 from tfmw.parameter_server.lookups import Asked, Fetched, Plan, RowTravel, plan_lookups
+from tfmw.parameter_server.step_op import StepOp
 from tfmw.parameter_server.updates import ReadOnlyScalar
 from tfmw.parameter_server.variables import (
     BUCKET_BYTES,
@@ -131,29 +133,35 @@ class WorkerSteps:
         begun = [self._initial_seed(locals_[id(s)], v, first) for s, v in self._seeds(seeds)]
         plan, prefetch = self._plan(iterator.element_spec, locals_), self._travel.prefetch
         exchange = Exchange(server_variables, self._pulled, plan, self._one_op)
+        step = StepOp(
+            functools.partial(self._step, locals_=locals_),
+            exchange,
+            iterator.element_spec,
+            [copies[server_variables.home] for _, copies in server_variables.scalars],
+        )
         since = tf.timestamp()
         with tf.control_dependencies([since]):
             count = tf.identity(count)
 
         def turn(done: tf.Tensor, seen: tf.Tensor, steps: int) -> tuple[tf.Tensor, tf.Tensor]:
-            read: list[tuple[Any, Asked, Fetched | None]] = []
+            read: list[tuple[Any, Asked, Answers | None]] = []
 
             def read_to(number: int) -> None:
                 while len(read) <= min(number, steps - 1):
                     batch = next(iterator)
                     asked = plan.asked(batch)
-                    ahead = exchange(None, asked, pull=False)[1] if prefetch else None
+                    ahead = exchange(None, asked, pull=False) if prefetch else None
                     read.append((batch, asked, ahead))
 
             read_to(0)
-            values, fetched = exchange(None, None if prefetch else read[0][1])
+            answers = exchange(None, None if prefetch else read[0][1])
             for number in range(steps):
                 read_to(number + 1)
-                batch, _, ahead = read[number]
-                examples, work = self._step(batch, values, ahead or fetched, locals_)
+                batch, asked, ahead = read[number]
+                examples, work = step(batch, asked, answers, ahead)
                 is_last = number == steps - 1
-                asked = None if is_last or prefetch else read[number + 1][1]
-                values, fetched = exchange(work, asked, pull=not is_last)
+                following = None if is_last or prefetch else read[number + 1][1]
+                answers = exchange(work, following, pull=not is_last)
                 seen += examples
             return done + steps, seen
 
@@ -241,7 +249,7 @@ class WorkerSteps:
         """The lookups of a step; it is traced for them, and never run."""
 
         def trace(batch: Any, recorded: Fetched) -> None:
-            self._train_step(batch, recorded, locals_, lambda optimizer, grads: None)
+            self._train_step(batch, recorded, self._scalars(), locals_, lambda *grads: None)
 
         if not self._remote:
             return Plan([], [])
@@ -261,8 +269,19 @@ class WorkerSteps:
 
     # ------------------------------------------------------------ one step
 
+    def _scalars(self) -> list[ReadOnlyScalar]:
+        """Those of the optimizers, on their server."""
+        server_variables = self.server_variables
+        copies = [copies[server_variables.home] for _, copies in server_variables.scalars]
+        return [ReadOnlyScalar(copy) for copy in copies]
+
     def _step(
-        self, batch: Any, values: dict[int, tf.Tensor], fetched: Fetched, locals_: dict[int, Any]
+        self,
+        batch: Any,
+        values: dict[int, tf.Tensor],
+        fetched: Fetched,
+        scalars: list[ReadOnlyScalar],
+        locals_: dict[int, Any],
     ) -> tuple[tf.Tensor, Work]:
         """Runs one step, with what the servers sent; see `Exchange`.
 
@@ -278,7 +297,7 @@ class WorkerSteps:
             applied.append(optimizer)
             self._update(optimizer, grads, fetched, work)
 
-        logs = self._train_step(batch, fetched, locals_, update)
+        logs = self._train_step(batch, fetched, scalars, locals_, update)
         if not isinstance(logs, dict):
             raise UsageError(
                 f"the model's train_step returned {type(logs).__name__}: expected a dict of logs, "
@@ -296,6 +315,7 @@ class WorkerSteps:
         self,
         batch: Any,
         fetched: Fetched,
+        scalars: list[ReadOnlyScalar],
         locals_: dict[int, Any],
         update: Callable[[Any, Grads], None],
     ) -> Any:
@@ -303,6 +323,7 @@ class WorkerSteps:
 
         Args:
             fetched: the rows that it looks up.
+            scalars: of the optimizers.
             update: (optimizer, [(gradient, Keras variable), ...]): updates the variables.
         """
         server_variables, model = self.server_variables, self.model
@@ -315,10 +336,7 @@ class WorkerSteps:
             *self.metrics,
         ]
         pairs = [(v, locals_[id(v)]) for v in own]
-        pairs += [
-            (v, ReadOnlyScalar(copies[server_variables.home]))
-            for v, copies in server_variables.scalars
-        ]
+        pairs += zip([v for v, _ in server_variables.scalars], scalars, strict=True)
         remote = [(v, locals_[id(v)]) for v in self._remote]
         with contextlib.ExitStack() as stack:
             for optimizer in server_variables.optimizers:

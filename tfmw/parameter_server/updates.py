@@ -130,16 +130,23 @@ def _apply(optimizer: Any, variable: Any, grad: Any, pairs: list[tuple[Any, Any]
 
 
 class ReadOnlyScalar:
-    """A scalar of the optimizer during a step: updates read it, only `ServerUpdates.run` counts."""
+    """A scalar of the optimizer during a step: updates read it, only `ServerUpdates.run` counts.
 
-    def __init__(self, copy: tf.Variable):
+    Args:
+        copy: that has it, on a server.
+        value: of `copy`, if it has been read.
+    """
+
+    def __init__(self, copy: tf.Variable, value: tf.Tensor | None = None):
         self._copy = copy
+        self._value = value
         self.dtype = copy.dtype
         self.shape = copy.shape
         self._unique_id = copy._unique_id
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
-        return tf.convert_to_tensor(self._copy.read_value(), dtype=dtype, name=name)
+        value = self._copy.read_value() if self._value is None else self._value
+        return tf.convert_to_tensor(value, dtype=dtype, name=name)
 
     def assign(self, value: Any) -> None:
         """Ignores Keras's own count of the step; see `ServerUpdates.run`."""
