@@ -110,7 +110,8 @@ def _of_asked(asked: Asked) -> Any:
 
 
 def _asked_of(tensors: Any) -> Asked:
-    return Asked(*tensors, {})
+    leaves, ids, routes = tensors
+    return Asked(leaves, ids, routes, sent={})
 
 
 def _of_answers(answers: Answers) -> Any:
