@@ -255,6 +255,13 @@ def test_functions_are_as_long_as_half_a_second_of_steps():
     assert pace.next_steps(100_000, 2) == 128
 
 
+def test_functions_have_whole_turns_of_the_traced_loop():
+    pace = FunctionPace(1, unrolled=10)
+    for _ in range(4):
+        pace.took(0.5, 37)
+    assert [pace.next_steps(left, 2) for left in (100_000, 60, 19, 9)] == [30, 10, 9, 5]
+
+
 def test_each_worker_has_a_part_of_an_epoch_of_quick_steps():
     pace = FunctionPace(1)
     while pace.next_steps(100_000, 2) < 1000:

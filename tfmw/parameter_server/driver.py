@@ -33,7 +33,7 @@ from tfmw.cluster import servers as ps_cluster
 from tfmw.parameter_server import worker_data
 from tfmw.parameter_server.accumulators import SynchronousSteps
 from tfmw.parameter_server.lookups import RowTravel
-from tfmw.parameter_server.steps import WorkerSteps
+from tfmw.parameter_server.steps import UNROLLED, WorkerSteps
 from tfmw.parameter_server.variables import ServerVariables
 from tfmw.runtime.progress import blocking_call, report_alive
 from tfmw.training.pace import FunctionPace
@@ -72,7 +72,7 @@ class PsDriver:
         self._steps = self._worker_steps(f"tfmw/{uuid.uuid4().hex}")
         makers, spec = worker_data.for_workers(source, self._workers)
         self._iterator = keras_compat.worker_iterators(self._coordinator, makers, spec)
-        self._pace = FunctionPace(model.steps_per_execution)
+        self._pace = FunctionPace(model.steps_per_execution, UNROLLED)
         self._together_steps = 1
         self._numbers: Any = None
         self._late: list[futures.Future[Any]] = []  # functions that have not returned

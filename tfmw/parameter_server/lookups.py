@@ -152,7 +152,7 @@ class Asked:
         leaves: the tensors of the batch.
         ids: of each group those of its lookups.
         routes: of each group the tensors of its route, see `Together.route_of`.
-        sent: by server int64 [...], how many ids of each of its shards, and these ids.
+        sent: by server int64 [...], how many ids of each of its variables, and these ids.
     """
 
     leaves: list[tf.Tensor]

@@ -6,8 +6,9 @@
 
 Read `table.py` first: the handle that the Keras variable holds, and its shards. `shards.py` looks
 up rows of shards, from any process, `together.py` those of several tables. `creation.py` decides
-which variables become tables, and fills them on their servers. `files.py` has tables in
-checkpoints, `exporting.py` in SavedModels, whose rows `row_files.py` may look up in files.
+which variables become tables, and fills them on their servers, small ones in one variable
+(`joined.py`). `files.py` has tables in checkpoints, `exporting.py` in SavedModels, whose rows
+`row_files.py` may look up in files.
 
 May import: `tfmw.keras_compat`, `tfmw.storage`, `tfmw.errors`.
 """

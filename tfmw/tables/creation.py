@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 from tfmw import keras_compat
 from tfmw.keras_compat import Division, NewVariable
+from tfmw.tables.joined import Joined, JoinedRows, may_join
 from tfmw.tables.shards import VariableShard, blocks, server
 from tfmw.tables.table import Table, store_rows, table_of
 
@@ -43,6 +45,7 @@ class _Creation:
         self._partition = partition
         self._most = max_whole_bytes
         self._load = [0] * servers
+        self._joined = weakref.WeakValueDictionary[Any, Joined]()
 
     def __call__(self, new: NewVariable) -> Table | None:
         places = self._places(new)
@@ -61,10 +64,9 @@ class _Creation:
         with tf.init_scope():
             like = _shares_rows(new)
             of_table = [] if like is None else keras_compat.native(like).shards
-            changed = [shard.changed for shard in of_table] or [None] * len(places)
             shards = [
-                self._shard(new, rows, *place, marks)
-                for place, marks in zip(places, changed, strict=True)
+                self._shard(new, rows, *place, other)
+                for place, other in zip(places, of_table or [None] * len(places), strict=True)
             ]
             return Table(new.path, new.shape, new.dtype, shards, new.trainable, self._most)
 
@@ -106,24 +108,55 @@ class _Creation:
         where: int,
         start: int,
         stop: int,
-        changed: tf.Variable | None,
+        other: VariableShard | None,
     ) -> VariableShard:
+        """Makes some rows, on their server.
+
+        Args:
+            other: has the rows that change together with these, if any.
+        """
         shape = [stop - start, *new.shape[1:]]
         size = math.prod(shape) * new.dtype.size
         self._load[where] += size
-        with tf.device(server(where)):
-            variable = tf.Variable(
-                lambda: tf.zeros(shape, new.dtype), trainable=new.trainable, name="table_shard"
-            )
-            if changed is None:
-                changed = tf.Variable(
-                    lambda: tf.zeros([stop - start], tf.bool), trainable=False, name="changed"
-                )
+        variable, changed = self._joined_rows(new, where, shape, other) or _rows_alone(
+            new, where, shape, other
+        )
         shard = VariableShard(variable, where, start, stop, changed=changed)
         for a, b in blocks(start, stop, size, _INITIAL_BYTES):
             with tf.device(server(where)):
                 store_rows(shard, a, rows(a, b))
         return shard
+
+    def _joined_rows(
+        self, new: NewVariable, where: int, shape: list[int], other: VariableShard | None
+    ) -> tuple[JoinedRows, Any] | None:
+        """(rows, their marks) beside those of other small tables; None if they are not such."""
+        if new.slot_of is not None:
+            if other is None or not isinstance(other.variable, JoinedRows):
+                return None
+            return other.variable.joined.slot(other.variable, new.dtype), other.changed
+        if new.division is not None or not may_join(shape, new.dtype):
+            return None
+        kind = where, new.dtype, *shape[1:]
+        found = self._joined.get(kind)
+        if found is None or not found.has_room(shape[0]):
+            row_bytes = math.prod(shape[1:]) * new.dtype.size
+            found = self._joined[kind] = Joined(server(where), row_bytes)
+        return found.table(shape, new.dtype)
+
+
+def _rows_alone(
+    new: NewVariable, where: int, shape: list[int], other: VariableShard | None
+) -> tuple[tf.Variable, tf.Variable]:
+    """(rows, their marks) in variables of their own."""
+    with tf.device(server(where)):
+        variable = tf.Variable(
+            lambda: tf.zeros(shape, new.dtype), trainable=new.trainable, name="table_shard"
+        )
+        if other is not None and other.changed is not None:
+            return variable, other.changed
+        marks = tf.Variable(lambda: tf.zeros(shape[:1], tf.bool), trainable=False, name="changed")
+        return variable, marks
 
 
 def _following(division: Division) -> list[tuple[int, int, int]]:

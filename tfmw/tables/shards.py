@@ -16,6 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmw.tables.joined import JoinedRows
+
 BLOCK_BYTES = 64 << 20
 """Values are made, sent and written in blocks of at most this many bytes."""
 
@@ -48,7 +50,7 @@ class VariableShard:
     """Some rows of a variable, on one server.
 
     Attributes:
-        variable: the `tf.Variable` on the server.
+        variable: the `tf.Variable` on the server, or some rows of one.
         server: its number.
         start, stop: rows of the whole variable; 0 and 0 if it is not divided.
         slots: the optimizer's slots for these rows, on the server, by id of the Keras variable.
@@ -56,12 +58,25 @@ class VariableShard:
             table's slots share it; None for a variable that is no table.
     """
 
-    variable: tf.Variable
+    variable: tf.Variable | JoinedRows
     server: int
     start: int
     stop: int
-    slots: dict[int, tf.Variable] = dataclasses.field(default_factory=dict)
-    changed: tf.Variable | None = None
+    slots: dict[int, tf.Variable | JoinedRows] = dataclasses.field(default_factory=dict)
+    changed: tf.Variable | JoinedRows | None = None
+
+    @property
+    def first(self) -> int:
+        """The place of row `start` in the variable that has it, perhaps with others' rows."""
+        return self.variable.first if isinstance(self.variable, JoinedRows) else 0
+
+    @property
+    def with_others(self) -> VariableShard:
+        """All rows of the variable that has these; their indices are counted from its start."""
+        if not isinstance(self.variable, JoinedRows):
+            return self
+        slots = {of: _whole(slot) for of, slot in self.slots.items()}
+        return VariableShard(self.variable.variable, self.server, 0, 0, slots, _whole(self.changed))
 
     def mark_changed(
         self, ids: tf.Tensor | None = None, trues: tf.Tensor | None = None
@@ -124,6 +139,10 @@ def read_whole(shards: Sequence[VariableShard]) -> tf.Tensor:
             value = shard.variable.read_value()
         values.append(tf.identity(value))
     return values[0] if len(values) == 1 else tf.concat(values, axis=0)
+
+
+def _whole(rows: Any) -> Any:
+    return rows.variable if isinstance(rows, JoinedRows) else rows
 
 
 def owners(shards: Sequence[VariableShard], ids: tf.Tensor) -> tf.Tensor:

@@ -2,7 +2,7 @@
 
     together = Together([shards, other_shards])       # rows of one shape and type
     route = together.route([ids, other_ids])
-    route.asked[server]                               # (how many of each shard, its rows)
+    route.asked[server]                               # (how many of each variable, its rows)
     rows, other_rows = route.deliver(answers)         # answers[server]: [n, ...], in that order
 
 What one table needs (which ids are different, who has them), all need: each op of it runs once for
@@ -29,8 +29,8 @@ class Route:
     """Ids on their way to servers.
 
     Attributes:
-        asked: by server (int64 [shards there], how many ids of each shard; int64 [n], these ids,
-            counted from the start of their shard, each at most once).
+        asked: by server (int64 [variables there], how many ids of each; int64 [n], these ids,
+            counted from the start of their variable, each at most once).
     """
 
     asked: dict[int, tuple[tf.Tensor, tf.Tensor]]
@@ -91,21 +91,33 @@ class Together:
         tables: the shards of each, in the order of its rows; one may be there twice.
 
     Attributes:
-        shards: by server those that it has, as (number of the table, shard).
+        shards: by server its variables, each as (number of a table that has rows in it, a shard of
+            all of its rows).
     """
 
     def __init__(self, tables: Sequence[Sequence[VariableShard]]):
         self._rows = [_rows_of(table) for table in tables]
         self._offsets = [0, *itertools.accumulate(self._rows)]
         self.shards: dict[int, list[tuple[int, VariableShard]]] = {}
-        self._starts: list[int] = []
-        self._numbers: dict[int, list[int]] = {}
         self._one_op = keras_compat.one_op(self.route_tensors, waits=False)
+        # Of each shard: its first row among those of all tables, what is to be added to get its
+        # place in its variable, and which variable that is.
+        self._starts: list[int] = []
+        self._shifts: list[int] = []
+        self._variables: list[int] = []
+        self._numbers: dict[int, list[int]] = {}  # by server its variables
+        known: dict[Any, int] = {}
         for table, (offset, shards) in enumerate(zip(self._offsets, tables, strict=False)):
             for shard in shards:
-                self.shards.setdefault(shard.server, []).append((table, shard))
-                self._numbers.setdefault(shard.server, []).append(len(self._starts))
+                held = shard.with_others
+                same = _identity(held)
+                if same not in known:
+                    known[same] = len(known)
+                    self.shards.setdefault(shard.server, []).append((table, held))
+                    self._numbers.setdefault(shard.server, []).append(known[same])
                 self._starts.append(offset + shard.start)
+                self._shifts.append(shard.first - offset - shard.start)
+                self._variables.append(known[same])
 
     def route(self, ids: Sequence[tf.Tensor]) -> Route:
         """Where ids are.
@@ -150,9 +162,11 @@ class Together:
         unique, positions = tf.unique(every + offsets)
         starts = tf.constant(self._starts, tf.int64)
         number = tf.searchsorted(starts[1:], unique, side="right", out_type=tf.int32)
-        count = len(self._starts)
-        local = tf.dynamic_partition(unique - tf.gather(starts, number), number, count)
-        places = tf.dynamic_partition(tf.range(tf.size(unique)), number, count)
+        places_there = unique + tf.gather(tf.constant(self._shifts, tf.int64), number)
+        variable = tf.gather(tf.constant(self._variables), number)
+        count = max(self._variables) + 1
+        local = tf.dynamic_partition(places_there, variable, count)
+        places = tf.dynamic_partition(tf.range(tf.size(unique)), variable, count)
         sizes = tf.concat(tf.raw_ops.ShapeN(input=local, out_type=tf.int64), axis=0)
         asked, together = [], []
         for numbers in self._numbers.values():
@@ -168,6 +182,11 @@ def _of_each(values: list[int], ids: list[tf.Tensor]) -> tf.Tensor:
     if None in lengths:
         return tf.repeat(tf.constant(values, tf.int64), tf.stack([tf.size(own) for own in ids]))
     return tf.constant(np.repeat(np.asarray(values, np.int64), lengths))
+
+
+def _identity(shard: VariableShard) -> Any:
+    """Equal for shards whose rows and slots are in the same variables."""
+    return id(shard.variable), tuple(map(id, shard.slots.values())), id(shard.changed)
 
 
 def _rows_of(shards: Sequence[VariableShard]) -> int:

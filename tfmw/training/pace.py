@@ -4,7 +4,7 @@ pace = CallPace(group, model.steps_per_execution, every_batch=False)
 max_steps = pace.next_steps()
 with pace.timed(max_steps): ...           # a call of the synchronous driver
 
-pace = FunctionPace(model.steps_per_execution)
+pace = FunctionPace(model.steps_per_execution, unrolled=10)
 max_steps = pace.next_steps(left, workers)
 pace.took(seconds, steps)                 # a function on a parameter-server worker
 """
@@ -89,9 +89,11 @@ class FunctionPace:
 
     Args:
         steps_per_execution: of `model.compile`; a value above 1 is used unchanged.
+        unrolled: of so many steps each takes less time than one alone; a function has a multiple.
     """
 
-    def __init__(self, steps_per_execution: int):
+    def __init__(self, steps_per_execution: int, unrolled: int = 1):
+        self._unrolled = unrolled
         self._fixed = steps_per_execution if steps_per_execution > 1 else None
         self._steps = 1
 
@@ -103,7 +105,8 @@ class FunctionPace:
         # worker gets a share, as long as that is much more than what a function costs.
         share = min(self._steps // 4, -(-left // workers))
         most = min(self._steps, left // (2 * workers))
-        return min(left, max(1, self._steps // _LEAST_PART, share, most))
+        steps = min(left, max(1, self._steps // _LEAST_PART, share, most))
+        return steps if steps < self._unrolled else steps // self._unrolled * self._unrolled
 
     def took(self, seconds: float, steps: int) -> None:
         """Records a function: `seconds` of computing on a worker, without its time in the queue."""
