@@ -198,6 +198,10 @@ class TestRowsOnTheirWay:
         back = {f"server {number} to worker": 10 for number in range(2)}
         assert travelled["messages"] == {**there, **back}
 
+    def test_gradients_go_the_way_of_their_rows(self, travelled: Any) -> None:
+        """Which ids are distinct, and who has them, is found out once, before the step."""
+        assert travelled["distinct"] == ["Unique"]
+
     def test_a_step_is_traced_for_its_lookups_and_as_one_op(self, travelled: Any) -> None:
         for name in ("plain", "ahead", "bf16"):
             assert travelled[name]["traces"] == 2, name

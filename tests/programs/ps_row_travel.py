@@ -128,7 +128,8 @@ def recorded(*arguments):
 
 strategy = tfmw.strategies.parameter_server(min_shard_bytes=ROWS * WIDTH)
 inputs = keras.Input((2,), dtype="int64")
-tables = [keras.layers.Embedding(ROWS, WIDTH)(inputs[:, number]) for number in range(2)]
+found = [keras.layers.Embedding(ROWS, WIDTH)(inputs[:, number]) for number in range(2)]
+tables = [keras.layers.Reshape((WIDTH,))(rows) for rows in found]  # calls the last one first
 hidden = keras.layers.BatchNormalization()(keras.layers.Dense(WIDTH)(keras.ops.add(*tables)))
 model = keras.Model(inputs, keras.layers.Dense(WIDTH)(hidden))
 model.compile(keras.optimizers.Adagrad(0.1), "mse", steps_per_execution=STEPS)
@@ -136,6 +137,8 @@ data = tf.data.Dataset.from_tensor_slices((np.stack([ids, ids[::-1]], axis=-1), 
 with mock.patch.object(WorkerSteps, "_many", recorded):
     tfmw.fit(model, data, steps_per_epoch=STEPS, verbose=0, strategy=strategy, shuffle=False)
 results["messages"] = messages_of(graphs[0])
+functions = graphs[0].as_graph_def().library.function
+results["distinct"] = [n.op for f in functions for n in f.node_def if n.op.startswith("Unique")]
 
 
 def refusal(**settings):

@@ -117,8 +117,8 @@ class GradientsToServers:
                 own, ids = route.send([grad.values])[shard.server], route.asked[shard.server][1]
                 every = functools.partial(updates.update_every_row, optimizer, shard, variable)
                 yield shard.server, ([own, ids], every)
-        for members in together.values():
-            group, route = self._route(members, fetched)
+        for grads_together in together.values():
+            members, group, route = self._route(grads_together, fetched)
             rows = route.send([grad.values for grad, _ in members])
             for where, (sizes, ids) in route.asked.items():
                 shards = [(members[number][1], shard) for number, shard in group.shards[where]]
@@ -126,16 +126,22 @@ class GradientsToServers:
                 sent = tf.cast(rows[where], self._travel.sent_as(rows[where].dtype))
                 yield where, ([sizes, ids, sent], of_rows)
 
-    def _route(self, grads: Grads, fetched: Fetched) -> tuple[Together, Route]:
-        """Where gradients go: as a rule the way of the rows that were fetched for the step."""
+    def _route(self, grads: Grads, fetched: Fetched) -> tuple[Grads, Together, Route]:
+        """Where gradients go: as a rule the way of the rows that were fetched for the step.
+
+        Returns:
+            (the gradients in the order of the group, their tables, their way).
+        """
+        by_variable = {id(variable): (grad, variable) for grad, variable in grads}
         for variables, ids, group, route in fetched.groups:
-            if len(variables) == len(grads) and all(
-                variable is of and grad.indices is own
-                for (grad, variable), of, own in zip(grads, variables, ids, strict=True)
+            # Layers are called in any order, also in the reverse of their variables'.
+            ordered = [by_variable[id(v)] for v in variables if id(v) in by_variable]
+            if len(ordered) == len(variables) == len(grads) and all(
+                grad.indices is own for (grad, _), own in zip(ordered, ids, strict=True)
             ):
-                return group, route
+                return ordered, group, route
         group = Together([self.server_variables.shards(variable) for _, variable in grads])
-        return group, group.route([_ids(grad) for grad, _ in grads])
+        return grads, group, group.route([_ids(grad) for grad, _ in grads])
 
 
 def _densified(grad: Any, variable: Any) -> Any:
