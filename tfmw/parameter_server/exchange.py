@@ -117,9 +117,16 @@ class Exchange:
             pull: whether values of variables are.
         """
         work = work or Work()
-        packed = {}
+        ids = {} if asked is None else asked.sent
+        sent = {}
         for where in range(self._server_variables.servers):
-            answer = self._with(where, work, asked, pull)
+            tensors = [*work.tensors(where), *([ids[where]] if where in ids else [])]
+            if tensors or self._buckets_of(where, pull):
+                sent[where] = tensors
+        of_server = self._one_op("sent", _packed)(list(sent.values()))
+        packed = {}
+        for (where, tensors), message in zip(sent.items(), of_server, strict=True):
+            answer = self._with(where, work, tensors, message, where in ids, pull)
             if answer is not None:
                 packed[where] = answer
         alone = [
@@ -150,21 +157,24 @@ class Exchange:
     def _buckets_of(self, where: int, pull: bool) -> list[Bucket]:
         return [b for b in self._buckets if b.server == where] if pull else []
 
-    def _with(self, where: int, work: Work, asked: Asked | None, pull: bool) -> tf.Tensor | None:
-        """With one server: what it answers, if anything."""
+    def _with(
+        self,
+        where: int,
+        work: Work,
+        sent: list[tf.Tensor],
+        message: tf.Tensor | None,
+        asks: bool,
+        pull: bool,
+    ) -> tf.Tensor | None:
+        """With one server: what it answers, if anything, to these tensors in this message."""
         own = work.updates.get(where, [])
         buckets = self._buckets_of(where, pull)
-        ids = [asked.sent[where]] if asked is not None and where in asked.sent else []
-        if not (own or buckets or ids):
-            return None
-        key = ("exchange", where, bool(own), bool(ids), pull)
-        sent = [*work.tensors(where), *ids]
         specs = [messages.spec_of(tensor) for tensor in sent]
-        run = functools.partial(self._run, where, own, buckets, bool(ids), specs)
-        packed = [self._one_op(("sent", *key), messages.pack)(sent)] if sent else []
+        run = functools.partial(self._run, where, own, buckets, asks, specs)
         with tf.device(server(where)):
-            answer = self._one_op(key, run)(*packed)
-        if not (buckets or ids):
+            op = self._one_op(("exchange", where, bool(own), asks, pull), run)
+            answer = op() if message is None else op(message)
+        if not (buckets or asks):
             return None
         return tf.identity(answer)  # on the worker: each use would fetch it again
 
@@ -206,6 +216,11 @@ class Exchange:
         return bucket.pack(
             self._server_variables.shard(v).variable.read_value() for v in bucket.variables
         )
+
+
+def _packed(sent: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor | None]:
+    """A message to each server; None if there is nothing to say."""
+    return [messages.pack(tensors) if tensors else None for tensors in sent]
 
 
 def _split(
