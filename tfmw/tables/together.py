@@ -34,9 +34,8 @@ class Route:
     """
 
     asked: dict[int, tuple[tf.Tensor, tf.Tensor]]
-    _places: dict[int, tf.Tensor]
-    _positions: tf.Tensor
-    _lengths: tf.Tensor
+    _positions: tf.Tensor  # int32 [n], of each id of all tables among those asked for, all servers'
+    _lengths: tf.Tensor  # int64 [tables], how many ids of each
 
     def deliver(self, answers: dict[int, tf.Tensor]) -> list[tf.Tensor]:
         """For each table the rows [n, ...] of its ids, repeated as these are.
@@ -45,8 +44,7 @@ class Route:
             answers: by server, the rows [n, ...] that were asked for there.
         """
         here = [answers[server] for server in self.asked]
-        places = list(self._places.values())
-        rows: list[tf.Tensor] = _deliver()(here, places, self._positions, self._lengths)
+        rows: list[tf.Tensor] = _deliver()(here, self._positions, self._lengths)
         return rows
 
     def send(self, values: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
@@ -55,17 +53,16 @@ class Route:
         Args:
             values: for each table [n, ...], one for each of its ids; those of one row are added.
         """
-        sent = _send()(list(values), list(self._places.values()), self._positions)
-        return dict(zip(self._places, sent, strict=True))
+        sent = _send()(list(values), [ids for _, ids in self.asked.values()], self._positions)
+        return dict(zip(self.asked, sent, strict=True))
 
 
 @functools.cache
 def _deliver() -> Callable[..., list[tf.Tensor]]:
     def deliver(
-        answers: list[tf.Tensor], places: list[tf.Tensor], positions: tf.Tensor, lengths: tf.Tensor
+        answers: list[tf.Tensor], positions: tf.Tensor, lengths: tf.Tensor
     ) -> list[tf.Tensor]:
-        found = tf.gather(tf.math.invert_permutation(tf.concat(places, axis=0)), positions)
-        rows = tf.gather(tf.concat(answers, axis=0), found)
+        rows = tf.gather(tf.concat(answers, axis=0), positions)
         parts: list[tf.Tensor] = tf.split(rows, lengths, num=lengths.shape[0])
         return parts
 
@@ -75,11 +72,13 @@ def _deliver() -> Callable[..., list[tf.Tensor]]:
 @functools.cache
 def _send() -> Callable[..., list[tf.Tensor]]:
     def send(
-        values: list[tf.Tensor], places: list[tf.Tensor], positions: tf.Tensor
+        values: list[tf.Tensor], asked: list[tf.Tensor], positions: tf.Tensor
     ) -> list[tf.Tensor]:
-        count = tf.add_n([tf.size(each) for each in places])
-        summed = tf.math.unsorted_segment_sum(tf.concat(values, axis=0), positions, count)
-        return [tf.gather(summed, each) for each in places]
+        counts = tf.concat(tf.raw_ops.ShapeN(input=asked, out_type=tf.int32), axis=0)
+        every = tf.concat(values, axis=0)
+        summed = tf.math.unsorted_segment_sum(every, positions, tf.reduce_sum(counts))
+        parts: list[tf.Tensor] = tf.split(summed, counts, num=len(asked))
+        return parts
 
     return keras_compat.one_op(send, waits=False)
 
@@ -132,13 +131,8 @@ class Together:
 
     def route_of(self, tensors: Any) -> Route:
         """The route that `route_tensors` has computed, here or in a function that was called."""
-        asked, places, positions, lengths = tensors
-        return Route(
-            dict(zip(self._numbers, asked, strict=True)),
-            dict(zip(self._numbers, places, strict=True)),
-            positions,
-            lengths,
-        )
+        asked, positions, lengths = tensors
+        return Route(dict(zip(self._numbers, asked, strict=True)), positions, lengths)
 
     def route_tensors(self, ids: list[tf.Tensor]) -> Any:
         """As `route`, as a structure of tensors, in the function that is being traced."""
@@ -168,12 +162,13 @@ class Together:
         local = tf.dynamic_partition(places_there, variable, count)
         places = tf.dynamic_partition(tf.range(tf.size(unique)), variable, count)
         sizes = tf.concat(tf.raw_ops.ShapeN(input=local, out_type=tf.int64), axis=0)
-        asked, together = [], []
+        asked, order = [], []
         for numbers in self._numbers.values():
             own = tf.gather(sizes, numbers), tf.concat([local[n] for n in numbers], axis=0)
             asked.append(own)
-            together.append(tf.concat([places[n] for n in numbers], axis=0))
-        return asked, together, positions, lengths
+            order += [places[n] for n in numbers]
+        positions = tf.gather(tf.math.invert_permutation(tf.concat(order, axis=0)), positions)
+        return asked, positions, lengths
 
 
 def _of_each(values: list[int], ids: list[tf.Tensor]) -> tf.Tensor:
