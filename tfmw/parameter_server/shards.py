@@ -58,19 +58,19 @@ class Rows:
         self._variables = server_variables
         self._sizes = sizes
         self._ids = ids
-        self._rows: tf.Tensor | None = None  # read when they are asked for: updates may only add
+        # Read even where an update only adds: a gather fetches rows into the cache ahead, a scatter
+        # would wait for each.
+        of_each = zip(server_variables, ids, strict=True)
+        self._rows = _joined([tf.gather(variable, own) for variable, own in of_each])
         self.dtype = server_variables[0].dtype
         self._unique_id = server_variables[0]._unique_id
 
     @property
     def shape(self) -> tf.TensorShape:
         """[n, ...], the rows of all variables."""
-        return tf.TensorShape([None, *self._variables[0].shape[1:]])
+        return self._rows.shape
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
-        if self._rows is None:
-            of_each = zip(self._variables, self._ids, strict=True)
-            self._rows = _joined([tf.gather(variable, own) for variable, own in of_each])
         return tf.convert_to_tensor(self._rows, dtype=dtype, name=name)
 
     def assign(self, value: tf.Tensor) -> None:
@@ -81,13 +81,13 @@ class Rows:
 
     def assign_add(self, value: tf.Tensor) -> None:
         """Adds to the rows."""
-        self._rows = None if self._rows is None else self._rows + value
+        self._rows = self._rows + value
         for variable, rows in self._of_each(value):
             variable.scatter_add(rows)
 
     def assign_sub(self, value: tf.Tensor) -> None:
         """Subtracts from the rows."""
-        self._rows = None if self._rows is None else self._rows - value
+        self._rows = self._rows - value
         for variable, rows in self._of_each(value):
             variable.scatter_sub(rows)
 
