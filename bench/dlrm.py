@@ -4,11 +4,12 @@
 
 A network as of Naumov et al., "Deep Learning Recommendation Model" (arXiv 1906.00091): 13 numbers
 and 26 ids of an example, ids drawn by Zipf's law, their embeddings' dot products, Adagrad. Beside
-tfmw, with tables divided over the servers: a loop over TensorFlow's ClusterCoordinator, as its
-tutorial has it, with legacy Keras's layers and optimizer; the same loop with gathers and updates of
-rows written by hand; Keras's own `fit` on one process; and two processes of PyTorch with sparse
-gradients over gloo, where --torch-python has torch. All in turns in the same run; the last lines
-are ratios of medians. Every contender has the same batches of 512 examples per worker.
+tfmw, with tables divided over the servers, rows and gradients sent as they are or as bfloat16: a
+loop over TensorFlow's ClusterCoordinator, as its tutorial has it, with legacy Keras's layers and
+optimizer; the same loop with gathers and updates of rows written by hand; Keras's own `fit` on one
+process; and two processes of PyTorch with sparse gradients over gloo, where --torch-python has
+torch. All in turns in the same run; the last lines are ratios of medians. Every contender has the
+same batches of 512 examples per worker.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def main() -> None:
         "loop by hand": lambda: by_hand(servers, options.rows),
         "plain loop": lambda: plain_loop(servers, options.rows),
         "tfmw": lambda: ours(options.rows),
+        "tfmw, rows sent as bf16": lambda: ours(options.rows, row_compression="bf16"),
         "PyTorch": lambda: torch_processes(options.torch_python, workers, options.rows),
     }
     if not importlib.util.find_spec("tf_keras"):
@@ -119,15 +121,19 @@ def network(library: Any, rows: int) -> Any:
 # ---------------------------------------------------------------- the contenders
 
 
-def ours(rows: int) -> Measure:
-    """tfmw.fit's driver, as fit calls it: metrics, callbacks' logs and exact counts included."""
+def ours(rows: int, **travel: Any) -> Measure:
+    """tfmw.fit's driver, as fit calls it: metrics, callbacks' logs and exact counts included.
+
+    Args:
+        travel: how rows travel; see `tfmw.strategies.parameter_server`.
+    """
     import keras
 
     import tfmw
     from tfmw import data, keras_compat, strategies
     from tfmw.parameter_server.driver import PsDriver
 
-    strategy = tfmw.strategies.parameter_server(min_shard_bytes=rows * WIDTH)
+    strategy = tfmw.strategies.parameter_server(min_shard_bytes=rows * WIDTH, **travel)
     servers = strategies.servers_of(strategy)
     assert servers is not None
     model = network(keras, rows)

@@ -242,8 +242,8 @@ def test_partitioner_divides_the_first_axis_only():
 # ---- how many steps a function makes ------------------------------------------------------------
 
 
-def test_functions_are_as_long_as_half_a_second_of_steps():
-    pace, each, lengths = FunctionPace(1), 1 / 256, []
+def test_functions_are_as_long_as_two_seconds_of_steps():
+    pace, each, lengths = FunctionPace(1), 1 / 64, []
     for _ in range(5):
         lengths.append(pace.next_steps(100_000, 2))
         pace.took(each * lengths[-1], lengths[-1])
@@ -258,7 +258,7 @@ def test_functions_are_as_long_as_half_a_second_of_steps():
 def test_functions_have_whole_turns_of_the_traced_loop():
     pace = FunctionPace(1, unrolled=10)
     for _ in range(4):
-        pace.took(0.5, 37)
+        pace.took(2.0, 37)
     assert [pace.next_steps(left, 2) for left in (100_000, 60, 19, 9)] == [30, 10, 9, 5]
 
 

@@ -19,7 +19,7 @@ from tfmw.cluster.group import Group
 
 # Rare enough to cost nothing, frequent enough for a live progress bar.
 _SECONDS_PER_CALL = 0.2
-_SECONDS_PER_FUNCTION = 0.5
+_SECONDS_PER_FUNCTION = 2.0  # between two of them a worker waits for some hundredths of a second
 _LEAST_PART = 32  # of these seconds, in any function
 _MAX_STEPS = 1000
 
