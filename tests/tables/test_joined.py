@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 
@@ -47,13 +48,17 @@ def variables_of(*tables):
     return {id(shard.variable.variable) for of in tables for shard in of.shards}
 
 
+def firsts(of):
+    return [shard.variable.first for shard in of.shards]
+
+
 def test_tables_of_one_kind_share_a_variable_on_each_server(create):
     (_, first), (_, second) = made(create, 4, value=1.0), made(create, 6, value=2.0)
     (_, wide), (_, half) = made(create, 4, width=3), made(create, 4, dtype=tf.float16)
     assert len(variables_of(first, second)) == 2  # one on each server
     assert len(variables_of(first, second, wide, half)) == 6
-    assert [shard.first for shard in first.shards] == [0, 0]
-    assert [shard.first for shard in second.shards] == [2, 2]
+    assert firsts(first) == [0, 0]
+    assert firsts(second) == [2, 2]
     np.testing.assert_array_equal(first.read_all(), np.full([4, 2], 1.0))
     np.testing.assert_array_equal(second.read_all(), np.full([6, 2], 2.0))
     first.assign(np.arange(8.0).reshape(4, 2))
@@ -74,7 +79,7 @@ def test_a_full_variable_is_followed_by_another(create, monkeypatch):
     first, second, third = (made(create, 4)[1] for _ in range(3))
     assert len(variables_of(first, second)) == 2
     assert len(variables_of(first, second, third)) == 4
-    assert [shard.first for shard in third.shards] == [0, 0]
+    assert firsts(third) == [0, 0]
 
 
 def test_an_index_behind_the_last_row_is_not_the_next_tables(create):
@@ -133,13 +138,13 @@ def test_slots_have_the_places_of_their_rows(create):
             made(create, variable._value.shape[0], value=value, slot_of=variable)[1]
             for _ in range(2)
         ]
-    firsts, seconds = zip(*slots.values(), strict=True)
-    assert len(variables_of(*firsts)) == len(variables_of(*seconds)) == 2
-    assert not variables_of(*firsts) & variables_of(*seconds)
-    np.testing.assert_array_equal(seconds[1].read_all(), np.full([6, 2], 0.2, np.float32))
-    assert [s.first for s in firsts[1].shards] == [s.first for s in second.shards] == [2, 2]
-    for slot, of in zip(firsts[0].shards, first.shards, strict=True):
-        assert slot.changed is of.changed
+    (slot, slot_of_second), others = zip(*slots.values(), strict=True)
+    assert len(variables_of(slot, slot_of_second)) == len(variables_of(*others)) == 2
+    assert not variables_of(slot, slot_of_second) & variables_of(*others)
+    np.testing.assert_array_equal(others[1].read_all(), np.full([6, 2], 0.2, np.float32))
+    assert firsts(slot_of_second) == firsts(second) == [2, 2]
+    for own, of in zip(slot.shards, first.shards, strict=True):
+        assert own.changed is of.changed
     group = Together([with_slots(first, slots[id(one)]), with_slots(second, slots[id(other)])])
     assert {server: len(found) for server, found in group.shards.items()} == {0: 1, 1: 1}
 
@@ -152,6 +157,25 @@ def test_tables_whose_slots_are_elsewhere_are_not_updated_as_one(create):
     assert variables_of(before) == variables_of(*slots[1]) != variables_of(*slots[0])
     group = Together([with_slots(first, slots[0]), with_slots(second, slots[1])])
     assert {server: len(found) for server, found in group.shards.items()} == {0: 2, 1: 2}
+
+
+def test_rows_whose_slots_are_in_other_variables_are_updated_alone(create):
+    made(create, 4)
+    _, second = made(create, 4, value=3.0)
+    slot = object()
+    alone = [
+        dataclasses.replace(shard, slots={id(slot): tf.Variable(tf.zeros([2, 2]))})
+        for shard in second.shards
+    ]
+    group = Together([alone])
+    route = group.route([tf.constant([1], tf.int64)])
+    (_, held), (sizes, ids) = group.shards[0][0], route.asked[0]
+    for variable in (held.variable, held.slots[id(slot)]):
+        rows = Rows([variable], [ids], sizes)
+        rows.assign_add(tf.constant([[1.0, 2.0]]))
+        rows.assign_sub(tf.constant([[0.5, 0.5]]))
+    np.testing.assert_array_equal(second.read_all()[:3], [[3, 3], [3.5, 4.5], [3, 3]])
+    np.testing.assert_array_equal(held.slots[id(slot)], [[0, 0], [0.5, 1.5]])
 
 
 def test_ids_of_joined_tables_and_others_are_routed_together(create, monkeypatch):

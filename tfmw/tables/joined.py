@@ -136,9 +136,18 @@ class JoinedRows:
 
     def scatter_update(self, rows: tf.IndexedSlices) -> Any:
         """Replaces some of these rows."""
-        return self.variable.scatter_update(
-            tf.IndexedSlices(rows.values, self._places(rows.indices))
-        )
+        return self.variable.scatter_update(self._those_of(rows))
+
+    def scatter_add(self, rows: tf.IndexedSlices) -> Any:
+        """Adds to some of these rows."""
+        return self.variable.scatter_add(self._those_of(rows))
+
+    def scatter_sub(self, rows: tf.IndexedSlices) -> Any:
+        """Subtracts from some of these rows."""
+        return self.variable.scatter_sub(self._those_of(rows))
+
+    def _those_of(self, rows: tf.IndexedSlices) -> tf.IndexedSlices:
+        return tf.IndexedSlices(rows.values, self._places(rows.indices))
 
     def _slices(self, value: Any) -> tf.IndexedSlices:
         values = tf.broadcast_to(tf.cast(value, self.dtype), self.shape)

@@ -58,25 +58,24 @@ class VariableShard:
             table's slots share it; None for a variable that is no table.
     """
 
-    variable: tf.Variable | JoinedRows
+    variable: Any
     server: int
     start: int
     stop: int
-    slots: dict[int, tf.Variable | JoinedRows] = dataclasses.field(default_factory=dict)
-    changed: tf.Variable | JoinedRows | None = None
+    slots: dict[int, Any] = dataclasses.field(default_factory=dict)
+    changed: Any = None
 
-    @property
-    def first(self) -> int:
-        """The place of row `start` in the variable that has it, perhaps with others' rows."""
-        return self.variable.first if isinstance(self.variable, JoinedRows) else 0
+    def with_others(self) -> tuple[VariableShard, int]:
+        """(all rows of the variables that have these and their slots, the place of the first one).
 
-    @property
-    def with_others(self) -> VariableShard:
-        """All rows of the variable that has these; their indices are counted from its start."""
-        if not isinstance(self.variable, JoinedRows):
-            return self
-        slots = {of: _whole(slot) for of, slot in self.slots.items()}
-        return VariableShard(self.variable.variable, self.server, 0, 0, slots, _whole(self.changed))
+        The shard itself, and 0, unless all of these variables are shared with other tables.
+        """
+        rows, slots, changed = self.variable, self.slots, self.changed
+        if not all(isinstance(each, JoinedRows) for each in (rows, *slots.values(), changed)):
+            return self, 0
+        whole = {of: slot.variable for of, slot in slots.items()}
+        shard = VariableShard(rows.variable, self.server, 0, 0, whole, changed.variable)
+        return shard, rows.first
 
     def mark_changed(
         self, ids: tf.Tensor | None = None, trues: tf.Tensor | None = None
@@ -139,10 +138,6 @@ def read_whole(shards: Sequence[VariableShard]) -> tf.Tensor:
             value = shard.variable.read_value()
         values.append(tf.identity(value))
     return values[0] if len(values) == 1 else tf.concat(values, axis=0)
-
-
-def _whole(rows: Any) -> Any:
-    return rows.variable if isinstance(rows, JoinedRows) else rows
 
 
 def owners(shards: Sequence[VariableShard], ids: tf.Tensor) -> tf.Tensor:

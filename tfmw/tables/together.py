@@ -108,14 +108,14 @@ class Together:
         known: dict[Any, int] = {}
         for table, (offset, shards) in enumerate(zip(self._offsets, tables, strict=False)):
             for shard in shards:
-                held = shard.with_others
+                held, first = shard.with_others()
                 same = _identity(held)
                 if same not in known:
                     known[same] = len(known)
                     self.shards.setdefault(shard.server, []).append((table, held))
                     self._numbers.setdefault(shard.server, []).append(known[same])
                 self._starts.append(offset + shard.start)
-                self._shifts.append(shard.first - offset - shard.start)
+                self._shifts.append(first - offset - shard.start)
                 self._variables.append(known[same])
 
     def route(self, ids: Sequence[tf.Tensor]) -> Route:
