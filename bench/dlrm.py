@@ -1,6 +1,6 @@
 """Examples per second of a recommender with 26 tables: tfmw's parameter servers and other ways.
 
-    tfmw run --workers 2 --ps 2 bench/dlrm.py [--rounds=3] [--seconds=4] [--torch-python PYTHON]
+    tfmw run --workers 2 --ps 2 bench/dlrm.py [--rounds=3] [--seconds=10] [--torch-python PYTHON]
 
 A network as of Naumov et al., "Deep Learning Recommendation Model" (arXiv 1906.00091): 13 numbers
 and 26 ids of an example, ids drawn by Zipf's law, their embeddings' dot products, Adagrad. Beside
@@ -38,7 +38,7 @@ def main() -> None:
     """Measures in turns, prints medians and ratios."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--rows", type=int, default=100_000, help="of each table")
     parser.add_argument("--only", nargs="*", help="contenders, such as tfmw")
     parser.add_argument("--torch-python", help="a Python with PyTorch")
