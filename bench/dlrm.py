@@ -317,7 +317,7 @@ def torch_worker(rank: int, rows: int, seconds: float) -> None:
     world = int(os.environ["WORLD_SIZE"])
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
 
-    class Network(nn.Module):  # type: ignore[misc]
+    class Network(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             low = [nn.Linear(DENSE, 64), nn.ReLU(), nn.Linear(64, WIDTH), nn.ReLU()]

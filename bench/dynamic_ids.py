@@ -37,8 +37,8 @@ def draw(random: np.random.Generator, count: int, before: int) -> np.ndarray:
     """The ids of a batch, after `before` draws: even ones of old, odd ones the newest first."""
     ids = AT_FIRST + before // 2
     half = count // 2
-    known = zipf(random, half, ids) * 2
-    newest = (ids - 1 - zipf(random, count - half, ids)) * 2 + 1
+    known: np.ndarray = zipf(random, half, ids) * 2
+    newest: np.ndarray = (ids - 1 - zipf(random, count - half, ids)) * 2 + 1
     return np.concatenate([known, newest])
 
 
@@ -53,9 +53,9 @@ class Exact:
     def __init__(self, rows: int, min_count: int, ids: int):
         self._rows = rows
         self._min_count = min_count
-        self._counts = np.zeros(ids, np.int32)
+        self._counts: np.ndarray = np.zeros(ids, np.int32)
         self._used: OrderedDict[int, None] = OrderedDict()
-        self._has_row = np.zeros(ids, bool)
+        self._has_row: np.ndarray = np.zeros(ids, bool)
 
     def step(self, ids: np.ndarray) -> int:
         """Sees a batch; returns how many of its ids had a row before."""

@@ -73,7 +73,7 @@ def child(began_at: float, megabytes: float, backups: str) -> None:
         [keras.Input((INPUTS,)), keras.layers.Dense(width), keras.layers.Dense(1)]
     )
     model.compile("adam", "mse")
-    x = np.ones((4 * cluster.num_workers, INPUTS), np.float32)
+    x: np.ndarray = np.ones((4 * cluster.num_workers, INPUTS), np.float32)
     data = tf.data.Dataset.from_tensors((x, x[:, :1])).repeat()
     found: dict[str, float] = {}
     if cluster.has_ps:  # who looks at each batch would have the coordinator wait for each

@@ -94,7 +94,7 @@ def worker(
 
     rings = dict(zip(WAYS, (connected(known), connected([None] * len(hosts))), strict=True))
     for size in mb:
-        array = np.ones(max(1, int(size * 1e6) // 4), np.float32)
+        array: np.ndarray = np.ones(max(1, int(size * 1e6) // 4), np.float32)
         times: dict[str, list[float]] = {way: [] for way in rings}
         for way, ring in [*rings.items()] * (ROUNDS + 1):
             begin = time.perf_counter()
@@ -129,7 +129,8 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for gbits in options.gbits:
         with machines(options.machines, gbits) as addresses:
-            meeting, found = Meeting(size), multiprocessing.Queue()
+            meeting = Meeting(size)
+            found: Any = multiprocessing.Queue()
             arguments = (options.workers, addresses, options.mb, meeting, found)
             processes = [
                 multiprocessing.Process(target=worker, args=(rank, *arguments), daemon=True)

@@ -156,7 +156,7 @@ def legacy(strategy: Any, steps_per_execution: int) -> Callable[[float], float]:
     def epoch(steps: int) -> float:
         times: list[float] = []
 
-        class Clock(tf_keras.callbacks.Callback):  # type: ignore[misc]
+        class Clock(tf_keras.callbacks.Callback):
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
                 times.append(time.perf_counter())
 

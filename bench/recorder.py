@@ -52,7 +52,7 @@ def waits_in(act: Callable[[], Any]) -> int:
         counted[0] += 1
         waited(seconds)
 
-    recorder.waited = count  # type: ignore[assignment]
+    recorder.waited = count
     try:
         act()
     finally:
@@ -72,7 +72,7 @@ def main() -> None:
         lambda rank: ring.connect(rank, ["127.0.0.1"] * 2, b"k" * 32, meeting.of(rank)),
     )
     for elements, rounds in ROUNDS.items():
-        local = np.ones(elements, np.float32)
+        local: np.ndarray = np.ones(elements, np.float32)
 
         def exchange(local: np.ndarray = local, rounds: int = rounds) -> None:
             in_threads(2, lambda rank: [rings[rank].sum(local) for _ in range(rounds)] and None)

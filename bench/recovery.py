@@ -143,7 +143,7 @@ def measure(command: list[str]) -> dict[str, float]:
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
     assert process.stdout is not None
-    last = []
+    last: list[str] = []
     for line in process.stdout:
         last = [*last[-20:], line]
         yield line
@@ -177,7 +177,7 @@ def main() -> None:
         torchrun = [torch_python, "-m", "torch.distributed.run", "--standalone"]
         ways["torchrun"] = [*torchrun, "--nproc-per-node", "2", "--max-restarts", "1"]
     if options.hosts:
-        import hosts
+        import hosts  # type: ignore[import-not-found]  # beside this script
 
         hosts.main(__file__, torch_python, options.repeat, options.goodput)
         return

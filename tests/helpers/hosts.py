@@ -133,11 +133,11 @@ class Namespaces:
         """What runs a command on a host; not `ip netns exec`, which hides /sys/fs/cgroup."""
         return ["nsenter", f"--net=/var/run/netns/tfmwh{host}"]
 
-    def cut(self, hosts: Hosts, host: int) -> None:
+    def cut(self, hosts: Hosts | None, host: int) -> None:
         """Takes a host's cable out: not a word comes through any more."""
         _ip("link", "set", f"tfmwv{host}", "down")
 
-    def mend(self, hosts: Hosts, host: int) -> None:
+    def mend(self, hosts: Hosts | None, host: int) -> None:
         """Puts it back."""
         _ip("link", "set", f"tfmwv{host}", "up")
 
