@@ -115,7 +115,7 @@ def main() -> None:
         drawn += options.batch
         if step % max(1, steps // 10) == 0 or step == steps:
             compared = ""
-            if exact:
+            if expected:  # in the first batch nobody has a row
                 off = 100 * (hits / expected - 1)
                 compared = f"exact {expected / drawn:.4f} | {off:+.2f} % | "
             print(
