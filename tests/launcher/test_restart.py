@@ -625,7 +625,8 @@ def test_preemption_without_restarts_ends_with_75(run):
 
 
 @pytest.mark.slow
-def test_row_05_a_worker_of_parameter_servers_restarts_alone(run):
+def test_row_05_a_worker_of_parameter_servers_restarts_alone(run, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     done = run(
         "chief@0=gate:back",
         "worker 1@0=kill",
@@ -638,8 +639,10 @@ def test_row_05_a_worker_of_parameter_servers_restarts_alone(run):
     assert (done.result.status, done.result.attempts, done.result.restarts) == (0, 1, 1)
     assert "of worker 1 alone" in done.lines[0]
     first, again = done.task("worker 1", 0), done.task("worker 1", 0, ".again")
-    assert first["config"] == again["config"]  # the same address
-    assert first["log"] != again["log"]
+    assert first["environ"]["CUDA_VISIBLE_DEVICES"] == "2,3"
+    differ = {k for k, v in first["environ"].items() if again["environ"].get(k) != v}
+    assert differ == {f"TFMW_{file}_FILE" for file in ("ERROR", "EXCHANGES", "PROGRESS", "STACKS")}
+    assert len(first["environ"]) == len(again["environ"])
     assert done.result.tasks["worker 1"] == 0
 
 

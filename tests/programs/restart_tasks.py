@@ -124,6 +124,7 @@ def tell(task: str) -> None:
 def note() -> None:
     facts = {
         "config": json.loads(os.environ["TF_CONFIG"]),
+        "environ": dict(os.environ),
         "max_restarts": os.environ["TFMW_MAX_RESTARTS"],
         "log": os.environ["TFMW_ERROR_FILE"],
         "pid": os.getpid(),

@@ -25,6 +25,7 @@ from tfmw.engines.folder import (
 )
 from tfmw.launcher.call import Payload
 from tfmw.launcher.failure import describe_status, tail
+from tfmw.launcher.gpus import visible_devices
 
 _END_S = 10.0  # in which a task ends by itself
 
@@ -89,7 +90,8 @@ class LocalTasks(FolderTasks):
         for rank in range(count):
             with open(self._log(rank), "wb") as log:
                 command = [sys.executable, "-m", "tfmw.engines.agent", str(self.folder), str(rank)]
-                self._agents[rank] = subprocess.Popen(command, stdout=log, stderr=log)
+                env = os.environ | visible_devices(rank, count, os.environ)
+                self._agents[rank] = subprocess.Popen(command, stdout=log, stderr=log, env=env)
 
     def lost(self) -> dict[int, str]:
         return {

@@ -27,6 +27,7 @@ from tfmw.launcher import call, preemption
 from tfmw.launcher.diagnosis import Diagnosis, is_secondary
 from tfmw.launcher.exchanges import missing
 from tfmw.launcher.failure import Failure
+from tfmw.launcher.gpus import shortage, visible_devices
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.output import Display, OutputPump
 from tfmw.launcher.preemption import Preemption
@@ -138,7 +139,7 @@ class Attempt:
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.number = number
-        self._own_env = env or {}
+        self._env_of_all = env or {}
         self._cluster = cluster
         self._settle_s = settle_s
         self._context = context
@@ -154,6 +155,7 @@ class Attempt:
         self.tasks = [Task(kind, index, self._directory, self._env) for kind, index in layout]
         kinds = {kind for kind, _ in layout} if cluster is None else set(cluster)
         self._has_ps = "ps" in kinds
+        self._own: dict[str, dict[str, str]] = {}  # task -> variables that differ between tasks
         self._replaced: list[Task] = []  # ended tasks that were restarted alone
         # Task -> when to restart it alone; infinity: that is not decided yet.
         self._due: dict[str, float] = {}
@@ -215,15 +217,21 @@ class Attempt:
         return cluster
 
     def _describe(self, cluster: Mapping[str, Sequence[str]]) -> None:
-        """Gives each task its TF_CONFIG and its rank on this machine."""
+        """Gives each task its TF_CONFIG, its rank on this machine, and its share of the GPUs."""
+        workers = [task.name for task in self.tasks if task.kind == "worker"]
         for rank, task in enumerate(self.tasks):
             own = {"type": task.kind, "index": task.index}
-            task.env |= {
+            training = workers.index(task.name) if task.kind == "worker" else None
+            self._own[task.name] = {
                 "TF_CONFIG": json.dumps({"cluster": cluster, "task": own}),
                 "TFMW_LOCAL_TASKS": str(len(self.tasks)),
                 "TFMW_LOCAL_RANK": str(rank),
-                **self._own_env,
+                **visible_devices(training, len(workers), self._env),
+                **self._env_of_all,
             }
+            task.env |= self._own[task.name]
+        if self.number == 0 and (note := shortage(len(workers), self._env)):
+            self._context.display.line(f"tfmw: {note}")
 
     # ---- watch ---------------------------------------------------------------------------------
 
@@ -387,8 +395,7 @@ class Attempt:
         self._output.finish(task)
         task.close()
         new = Task(task.kind, task.index, self._directory, self._env, task.restart + 1)
-        for name in ("TF_CONFIG", "TFMW_LOCAL_TASKS", "TFMW_LOCAL_RANK"):
-            new.env[name] = task.env[name]
+        new.env |= self._own[task.name]
         self.tasks[self.tasks.index(task)] = new
         self._replaced.append(task)
         self._watchdog.forget(task.name)

@@ -17,7 +17,6 @@ from typing import Any
 
 from tfmw.launcher.attempt import Attempt, AttemptContext
 from tfmw.launcher.failure import Failure
-from tfmw.launcher.hosts.gpus import visible_devices
 from tfmw.launcher.hosts.messages import HostFailure, Report, RestartReply, Start
 from tfmw.runtime.ports import reserved_ports
 from tfmw.trackers import RUN_ID
@@ -69,10 +68,6 @@ class HostTasks:
             cluster=start.cluster,
             settle_s=0.0,  # the cause may be on another host
         )
-        workers = [task for task in self._attempt.tasks if task.kind == "worker"]
-        for task in self._attempt.tasks:
-            rank = workers.index(task) if task in workers else None
-            task.env |= visible_devices(rank, len(workers), self._context.env)
         self._preempts = False
         self._ports.close()
         self._attempt.start()

@@ -1,14 +1,17 @@
-"""GPUs of a host are divided between its tasks."""
+"""GPUs of a machine are divided between its tasks: what TensorFlow would read, without a GPU."""
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.hosts import Hosts
 from tfmw.cli import main
-from tfmw.launcher.hosts.gpus import visible_devices
+from tfmw.launcher.gpus import shortage, visible_devices
+from tfmw.launcher.run import launch
 
 
 @pytest.mark.parametrize(
@@ -33,10 +36,36 @@ def test_each_task_has_its_share(
     assert got == [{} if s is None else {"CUDA_VISIBLE_DEVICES": s} for s in shares]
 
 
+def test_workers_without_a_gpu_of_their_own_are_told() -> None:
+    two = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert "3 workers share 2 GPUs" in shortage(3, two)
+    assert "start 1 worker at most" in shortage(2, {"CUDA_VISIBLE_DEVICES": "GPU-a"})
+    assert shortage(2, two) == shortage(2, {"CUDA_VISIBLE_DEVICES": ""}) == ""
+
+
+@pytest.mark.multiprocess
+def test_tasks_of_one_machine_get_their_share(run_cluster, monkeypatch, tmp_path) -> None:
+    """Of `tfmw run`, and of `tfmw.launch`, by which fit(workers=N) starts its workers."""
+    env = {"TFMW_NO_INIT": "1", "CUDA_VISIBLE_DEVICES": "3,5,7,9"}
+    run = run_cluster("visible_gpus.py", workers=2, ps=1, evaluator=True, env=env)
+    assert dict(re.findall(r"(\w+ ?\d?) has GPUs (.*)", run.output)) == {
+        "worker 0": "3,5", "worker 1": "7,9", "chief": "", "ps 0": "", "evaluator": "",
+    }  # fmt: skip
+    assert "workers share" not in run.output
+    with (tmp_path / "out").open("w") as out:
+        shares = launch(os.getenv, ("CUDA_VISIBLE_DEVICES",), 2, env=env, stdout=out)
+        assert shares == ["3,5", "7,9"]
+        three = launch(
+            os.getenv, ("TFMW_TASK",), 3, env=env | {"CUDA_VISIBLE_DEVICES": "3,5"}, stdout=out
+        )
+        assert three == ["worker 0", "worker 1", "worker 2"]
+    assert (tmp_path / "out").read_text().count("3 workers share 2 GPUs") == 1
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("standby", ["off", pytest.param("on", marks=pytest.mark.long)])
 def test_tasks_find_their_share_in_their_environment(standby, tmp_path, capsys):
-    """Of a machine without GPUs: what TensorFlow would read. The hosts' token is in a file."""
+    """The hosts' token is in a file."""
     assert main(["token"]) == 0
     token = tmp_path / "token"
     token.write_text(capsys.readouterr().out)
