@@ -130,14 +130,15 @@ def ours(rows: int, **travel: Any) -> Measure:
     import keras
 
     import tfmw
-    from tfmw import data, keras_compat, strategies
+    from tfmw import data, strategies
+    from tfmw.keras_compat import models
     from tfmw.parameter_server.driver import PsDriver
 
     strategy = tfmw.strategies.parameter_server(min_shard_bytes=rows * WIDTH, **travel)
     servers = strategies.servers_of(strategy)
     assert servers is not None
     model = network(keras, rows)
-    keras_compat.build_all(model, dataset(rows).element_spec)
+    models.build_all(model, dataset(rows).element_spec)
     driver = PsDriver(model, servers, data.Source(lambda context: dataset(rows)))
 
     def epoch(steps: int) -> float:

@@ -88,13 +88,14 @@ def network(library: Any) -> Any:
 
 def ours() -> Callable[[float], float]:
     """tfmw.fit's driver, as fit calls it: metrics, callbacks' logs and exact counts included."""
-    from tfmw import data, keras_compat
+    from tfmw import data
+    from tfmw.keras_compat import models
     from tfmw.parameter_server.driver import PsDriver
 
     model = network(keras)
     servers = strategies.servers_of(strategies.current_strategy())
     assert servers is not None
-    keras_compat.build_all(model, dataset().element_spec)
+    models.build_all(model, dataset().element_spec)
     driver = PsDriver(model, servers, data.Source(dataset))
 
     def epoch(steps: int) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw import data, keras_compat, strategies
+from tfmw import data, strategies
 from tfmw.callbacks import BetweenCalls
 from tfmw.checkpoint import evaluator
 from tfmw.checkpoint.backups import Backups
@@ -24,6 +24,7 @@ from tfmw.cluster import membership
 from tfmw.engines import local
 from tfmw.errors import UsageError
 from tfmw.export import check_path, export
+from tfmw.keras_compat import metrics
 from tfmw.mirrored.cached_driver import cached_driver
 from tfmw.mirrored.training import MirroredTraining, run_evaluation, run_prediction
 from tfmw.parameter_server.training import ParameterServerTraining
@@ -349,7 +350,7 @@ def evaluate(
                 ordinary_model=driver.ordinary_model,
             )
             logs = run_evaluation(driver, session.group, batches, callback_list)
-    return logs if return_dict else keras_compat.flatten_metrics(session.model, logs)
+    return logs if return_dict else metrics.flatten_metrics(session.model, logs)
 
 
 def predict(

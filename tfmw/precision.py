@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.errors import UsageError
+from tfmw.keras_compat import models
 
 PRECISIONS = ("mixed_bfloat16", "mixed_float16")
 
@@ -58,9 +58,7 @@ def trained_in(model: keras.Model, precision: str | None) -> Iterator[None]:
             "keras.optimizers.LossScaleOptimizer(optimizer), or use 'mixed_bfloat16'."
         )
     changed = [
-        layer
-        for layer in [model, *keras_compat.layers_of(model)]
-        if layer.dtype_policy.name == "float32"
+        layer for layer in [model, *models.layers_of(model)] if layer.dtype_policy.name == "float32"
     ]
     try:
         for layer in changed:

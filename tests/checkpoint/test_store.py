@@ -28,13 +28,13 @@ import tfmw
 from tests.helpers.backup_points import failing, watched
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
 from tests.helpers.records import reseal
-from tfmw import keras_compat
 from tfmw.checkpoint import state
 from tfmw.checkpoint.background import BackgroundWriter
 from tfmw.checkpoint.schedule import Schedule
 from tfmw.checkpoint.store import BackupStore, Damaged, verify
 from tfmw.cluster import membership
 from tfmw.errors import TfmwError, UsageError
+from tfmw.keras_compat import models
 
 ENVIRON = {**os.environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH, "TF_CPP_MIN_LOG_LEVEL": "2"}
 
@@ -536,7 +536,7 @@ def dense_model(**changes: Any) -> keras.Model:
 
 def built(model: keras.Model, inputs: int, outputs: int) -> keras.Model:
     spec = [tf.TensorSpec([2, size], tf.float32) for size in (inputs, outputs)]
-    keras_compat.build_all(model, tuple(spec))
+    models.build_all(model, tuple(spec))
     return model
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw import data, keras_compat
+from tfmw import data
+from tfmw.keras_compat import datasets
 
 X = np.arange(14.0).reshape(7, 2)  # float64
 Y = np.arange(7)
@@ -51,7 +52,7 @@ def test_batches_and_their_spec_are_those_of_keras(name: str) -> None:
     x, y, weight = (*given, None, None)[:3]
     source = data.Source(x, y, weight, batch_size=3)
     shard = source.shard(data.Sharding(), data.Order())
-    expected = keras_compat.data_adapter(x, y, weight, batch_size=3).get_tf_dataset()
+    expected = datasets.data_adapter(x, y, weight, batch_size=3).get_tf_dataset()
     assert shard.steps == 3
     assert shard.element_spec == expected.element_spec or name == "nobody's"
     batches = [parts[0] for parts, _ in shard.dataset]

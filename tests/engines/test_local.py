@@ -18,9 +18,9 @@ import tensorflow as tf
 
 import tfmw
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
-from tfmw import keras_compat
 from tfmw.engines import serialization
 from tfmw.errors import UsageError
+from tfmw.keras_compat import models
 from tfmw.launcher import call
 
 X = np.random.default_rng(0).normal(size=(203, 12)).astype("float32")
@@ -181,7 +181,7 @@ def test_result_is_copied_into_the_callers_model(monkeypatch):
     model, twin = compiled(Network(4)), compiled(Network(4))
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(40)
     for each in (model, twin):
-        keras_compat.build_all(each, dataset.element_spec)
+        models.build_all(each, dataset.element_spec)
     twin.set_weights(model.get_weights())
     # No moving averages in the comparison: they are the mean over replicas, not of the batch.
     for each in (model, twin):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.errors import UsageError
+from tfmw.keras_compat import fused_update, optimizers
 from tfmw.keras_compat.fused_update import FUSED_UPDATE, MIN_BYTES, fuses
 
 o = keras.optimizers
@@ -60,7 +60,7 @@ def updated(make: Callable[[], Any], monkeypatch: Any, choice: str) -> tuple[lis
         traced.add("update" if any(name.startswith("update") for name in names) else "plain")
         update_step(*args, **kwargs)
 
-    inner = keras_compat.inner_optimizer(optimizer) or optimizer
+    inner = optimizers.inner_optimizer(optimizer) or optimizer
     update_step, inner.update_step = inner.update_step, noted
 
     @tf.function(autograph=False)
@@ -68,7 +68,7 @@ def updated(make: Callable[[], Any], monkeypatch: Any, choice: str) -> tuple[lis
         parts = tf.split(flat, [int(np.prod(s)) for s in SHAPES])
         optimizer.apply([tf.reshape(p, s) for p, s in zip(parts, SHAPES, strict=True)], weights)
 
-    with keras_compat.fused_update(optimizer, weights):
+    with fused_update.fused_update(optimizer, weights):
         for flat in gradients:
             step(tf.constant(flat))
     return [np.asarray(v.value) for v in [*weights, *optimizer.variables]], traced
@@ -97,7 +97,7 @@ def test_rows_of_sparse_gradients_are_updated_op_by_op(monkeypatch: pytest.Monke
         gradient = tf.IndexedSlices(tf.ones([tf.size(rows), 2]), rows, tf.constant([10, 2]))
         optimizer.apply([gradient], [table])
 
-    with keras_compat.fused_update(optimizer, [table]):
+    with fused_update.fused_update(optimizer, [table]):
         step(tf.constant([3, 4]))
     assert np.flatnonzero(np.asarray(table.value)[:, 0] == 0).tolist() == [3, 4]
 

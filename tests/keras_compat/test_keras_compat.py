@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tfmw import keras_compat
+from tfmw.keras_compat import datasets, metrics, models, parameter_servers, table_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,10 +34,10 @@ def test_missing_private_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_setting_the_seed_again_is_detected() -> None:
     tf.random.set_seed(1)
-    before = keras_compat.source_of_seeds()
+    before = datasets.source_of_seeds()
     tf.random.set_seed(1)
     assert before is not None
-    assert keras_compat.source_of_seeds() is not before
+    assert datasets.source_of_seeds() is not before
 
 
 def test_private_names_are_only_in_keras_compat() -> None:
@@ -90,8 +91,8 @@ def test_combination_of_metric_variables(update, expected) -> None:
     @tf.function(autograph=False)
     def step(x):
         def on_replica(x):
-            native = keras_compat.native(variable)
-            seen.append(keras_compat.combination(variable, update(native.read_value(), x)))
+            native = models.native(variable)
+            seen.append(metrics.combination(variable, update(native.read_value(), x)))
             return x
 
         return tf.distribute.get_strategy().run(on_replica, args=(x,))
@@ -104,13 +105,15 @@ def test_combination_of_metric_variables(update, expected) -> None:
 def test_variable_whose_rows_are_elsewhere_is_named_for_its_slots(kind: str) -> None:
     made: list[tuple[str, object]] = []
 
-    def make(new: keras_compat.NewVariable) -> keras_compat.RemoteRows | None:
+    def make(new: table_variables.NewVariable) -> parameter_servers.RemoteRows | None:
         made.append((new.path, new.slot_of))
         if new.path != "table":
             return None
-        return keras_compat.RemoteRows("elsewhere", new.shape, new.dtype, tf.identity, tf.no_op)
+        return parameter_servers.RemoteRows(
+            "elsewhere", new.shape, new.dtype, tf.identity, tf.no_op
+        )
 
-    keras_compat.make_variables_by(make)
+    table_variables.make_variables_by(make)
     try:
         variables = [keras.Variable(np.zeros(2), name="before")]
         variables += [keras.Variable("zeros", shape=[4, 2], name="table")]
@@ -118,7 +121,7 @@ def test_variable_whose_rows_are_elsewhere_is_named_for_its_slots(kind: str) -> 
         del made[:]
         getattr(keras.optimizers, kind)(0.1).build(variables)
     finally:
-        keras_compat.make_variables_by(lambda new: None)
+        table_variables.make_variables_by(lambda new: None)
     slots = [path for path, slot_of in made if slot_of is variables[1]]
     assert [path.rpartition("_")[2] for path in slots] == {
         "Adagrad": ["accumulator"],

@@ -601,8 +601,8 @@ WHICH_KERNELS = """
 import os
 print("asked:", os.environ.get("TF_ENABLE_ONEDNN_OPTS"))
 if os.environ["LOOK"]:
-    from tfmw import keras_compat
-    print("oneDNN:", keras_compat.computes_with_onednn())
+    from tfmw.keras_compat import runtime
+    print("oneDNN:", runtime.computes_with_onednn())
 """
 
 

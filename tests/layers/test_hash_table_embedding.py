@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import tfmw
 from tests.layers.reference import Reference, Table
-from tfmw import keras_compat
+from tfmw.keras_compat import models, table_variables
 from tfmw.layers import HashTableEmbedding, hashing
 from tfmw.layers.part import Part, bucket_of, counted
 
@@ -95,7 +95,7 @@ def test_parts_do_together_what_one_does(bounds, options):
     for first, last in itertools.pairwise(bounds):
         held = []
         for variable in divided.weights:
-            division = keras_compat.division_of(variable)
+            division = table_variables.division_of(variable)
             value = variable.numpy()
             if division is not None:
                 value = value[slice(*division.rows_of(first, last))]
@@ -110,7 +110,7 @@ def test_parts_do_together_what_one_does(bounds, options):
         for (part, held), (first, last) in zip(shards, itertools.pairwise(bounds), strict=True):
             own = (buckets >= first) & (buckets < last)
             own_ids = tf.boolean_mask(distinct, own)
-            with keras_compat.substituted(held):
+            with models.substituted(held):
                 part.step(own_ids, tf.boolean_mask(counts, own), tf.constant(True))
                 rows = part.rows(own_ids)
                 values = part.values(rows).numpy()

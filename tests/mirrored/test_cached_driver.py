@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tfmw
-from tfmw import keras_compat
+from tfmw.keras_compat import serialization
 from tfmw.mirrored import cached_driver
 
 X: Any = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
@@ -197,4 +197,4 @@ def test_cached_driver_is_not_pickled():
     model = made()
     fit(model)
     assert cached_driver._KEPT in vars(model)
-    assert cached_driver._KEPT not in keras_compat.saveable_state(model)
+    assert cached_driver._KEPT not in serialization.saveable_state(model)

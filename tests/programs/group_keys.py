@@ -10,8 +10,9 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs._result import write
-from tfmw import keras_compat, strategies
+from tfmw import strategies
 from tfmw.cluster.group import Group
+from tfmw.keras_compat import runtime
 
 CALLS = 500
 
@@ -19,7 +20,7 @@ tfmw.init()
 group = Group.of(strategies.current_strategy())
 keys: list[str] = []
 deleted: list[str] = []
-set_key, delete_key = keras_compat.coordination_set, keras_compat.coordination_delete
+set_key, delete_key = runtime.coordination_set, runtime.coordination_delete
 
 
 def noted_set(key: str, value: str) -> None:
@@ -32,13 +33,13 @@ def noted_delete(key: str) -> None:
     delete_key(key)
 
 
-keras_compat.coordination_set, keras_compat.coordination_delete = noted_set, noted_delete
+runtime.coordination_set, runtime.coordination_delete = noted_set, noted_delete
 right = True
 for call in range(CALLS):
     right &= group.from_chief(functools.partial(list, [call, group.rank])) == [call, 0]
     right &= group.from_all([call, group.rank]) == [[call, rank] for rank in range(group.size)]
 try:
-    keras_compat.coordination_get(group.from_chief(lambda: keys[0]), 0.2)
+    runtime.coordination_get(group.from_chief(lambda: keys[0]), 0.2)
     there = True
 except tf.errors.OpError:
     there = False

@@ -23,7 +23,7 @@ import tensorflow as tf
 import tfmw
 from tests.programs._result import write
 from tests.programs.several_devices import several_devices
-from tfmw import keras_compat
+from tfmw.keras_compat import fused_update, losses, models, optimizers
 from tfmw.keras_compat.fused_update import FUSED_UPDATE
 from tfmw.mirrored import halves, sharded_update
 from tfmw.mirrored.collectives import connection, listener, reduction
@@ -99,19 +99,19 @@ def updated(name: str, fused: str, shard: bool) -> dict[str, Any]:
     optimizer.build(weights)
     update = SharedUpdate(optimizer, reduction.Reduction(strategy), shard)
     one = tf.constant(1)
-    weight = keras_compat.ReplicaWeight(one, one, uneven=False, size_known=True, in_loss=False)
+    weight = losses.ReplicaWeight(one, one, uneven=False, size_known=True, in_loss=False)
 
     @tf.function(autograph=False)
     def step(grads: Any) -> None:
         def on_replica() -> None:
-            with keras_compat.weighting_losses(weight):
+            with losses.weighting_losses(weight):
                 optimizer.apply([tf.identity(g) for g in grads], weights)  # on a device
 
         strategy.run(on_replica)
 
     with (
-        keras_compat.fused_update(optimizer, weights),
-        keras_compat.replica_local_updates(optimizer, lambda g, v, w: update.reduced(g, v)),
+        fused_update.fused_update(optimizer, weights),
+        optimizers.replica_local_updates(optimizer, lambda g, v, w: update.reduced(g, v)),
     ):
         for grads in gradients:
             traced = step.get_concrete_function(grads)
@@ -171,7 +171,7 @@ class Shrinks(keras.Sequential):
 
     def train_step(self, data: Any) -> Any:
         logs = super().train_step(data)
-        variable = keras_compat.native(self.layers[0].kernel)
+        variable = models.native(self.layers[0].kernel)
         tf.cond(logs["loss"] > 0, lambda: variable.assign(0.5 * variable), variable.read_value)
         return logs
 
@@ -230,7 +230,7 @@ class Held(keras.callbacks.Callback):
 def held_by(updates: list[SharedUpdate]) -> list[int]:
     """Elements of slots: whole ones in the optimizer, and in the part of each replica here."""
     (update,) = updates
-    whole = sum(int(tf.size(keras_compat.native(v))) for v in slots_of(update.optimizer))
+    whole = sum(int(tf.size(models.native(v))) for v in slots_of(update.optimizer))
     parts = [
         sum(value.shape.num_elements() for _, _, value in part.slot_values())
         for part in update._parts
@@ -270,7 +270,7 @@ def trained(name: str, shard: bool) -> dict[str, Any]:
     if name == "16 bits":
         options["gradient_compression"] = "bf16"
     for _ in range(2):
-        held.originals = [keras_compat.native(v) for v in slots_of(model.optimizer)]
+        held.originals = [models.native(v) for v in slots_of(model.optimizer)]
         with contextlib.suppress(KeyboardInterrupt):
             tfmw.fit(
                 model,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw import keras_compat
+from tfmw.keras_compat import table_variables
 
 SHAPE = [301, 7]  # blocks begin at elements that are no multiple of 4
 RANGES = [(0, 301), (0, 1), (1, 2), (100, 173), (173, 301), (300, 301)]
@@ -30,7 +30,7 @@ CONSTANTS = [
 
 def check(initializer, dtype):
     whole = initializer(SHAPE, dtype=dtype.name).numpy()
-    rows = keras_compat.initial_rows(initializer, SHAPE, dtype)
+    rows = table_variables.initial_rows(initializer, SHAPE, dtype)
     assert rows is not None
     for start, stop in RANGES:
         found = rows(start, stop)
@@ -52,7 +52,7 @@ def test_constant_rows_are_those_of_the_whole(initializer):
 def test_rows_far_behind_the_first_counters():
     """Rows after the first 2**32 elements, which an array in memory does not have."""
     initializer = keras.initializers.RandomUniform(seed=3)
-    rows = keras_compat.initial_rows(initializer, [1 << 34, 2], tf.float32)
+    rows = table_variables.initial_rows(initializer, [1 << 34, 2], tf.float32)
     assert rows is not None
     far, begin = rows((1 << 33) + 1, (1 << 33) + 4), rows(1, 4)
     assert not np.array_equal(far.numpy(), begin.numpy())
@@ -69,12 +69,12 @@ def test_rows_far_behind_the_first_counters():
     ],
 )
 def test_what_makes_the_whole_only_is_known(initializer):
-    assert keras_compat.initial_rows(initializer, SHAPE, tf.float32) is None
+    assert table_variables.initial_rows(initializer, SHAPE, tf.float32) is None
 
 
 def test_other_draws_in_between_are_unchanged():
     expected = keras.random.uniform([3, 3], seed=1).numpy()
-    rows = keras_compat.initial_rows(DRAWS[0], SHAPE, tf.float32)
+    rows = table_variables.initial_rows(DRAWS[0], SHAPE, tf.float32)
     assert rows is not None
     rows(5, 6)
     np.testing.assert_array_equal(keras.random.uniform([3, 3], seed=1).numpy(), expected)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw.keras_compat import NewVariable
+from tfmw.keras_compat.table_variables import NewVariable
 from tfmw.parameter_server.shards import Rows
 from tfmw.tables import Together, VariableShard, creation, joined, look_up, shards, table
 from tfmw.tables.creation import _Creation

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw import keras_compat
+from tfmw.keras_compat import models
 
 
 def flush(callbacks: Iterable[Any]) -> None:
@@ -18,7 +18,7 @@ def flush(callbacks: Iterable[Any]) -> None:
     for callback in callbacks:
         callback = getattr(callback, "callback", callback)
         if isinstance(callback, keras.callbacks.TensorBoard):
-            for writer in keras_compat.event_writers(callback):
+            for writer in models.event_writers(callback):
                 writer.flush()
 
 

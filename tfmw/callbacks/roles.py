@@ -21,9 +21,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.callbacks.log import Log
 from tfmw.errors import UsageError
+from tfmw.keras_compat import models
 from tfmw.trackers import logs_to_tracker
 
 # Keras's callbacks that write files, print or send reports: only one task may run them.
@@ -226,7 +226,7 @@ def wants_every_batch(callback: Any, kind: str = "train") -> bool:
     if type(callback) is Log:
         return callback.every != "epoch"
     if type(callback) is keras.callbacks.TensorBoard:
-        return callback.update_freq != "epoch" or keras_compat.profiles_batches(callback)
+        return callback.update_freq != "epoch" or models.profiles_batches(callback)
     return any(_overrides(callback, hook) for hook in _BATCH_HOOKS[kind])
 
 

@@ -29,11 +29,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw import keras_compat, storage
+from tfmw import storage
 from tfmw.checkpoint import state
 from tfmw.checkpoint.store import EVALUATOR_LOCK, Backup, BackupStore, Damaged
 from tfmw.errors import UsageError
 from tfmw.export import export
+from tfmw.keras_compat import parameter_servers
 from tfmw.runtime import file_lock
 
 logger = logging.getLogger("tfmw")
@@ -258,7 +259,7 @@ def _is_best(
             f"the evaluator monitors {monitor!r}, which the model does not log: expected one of "
             f"{', '.join(n.removeprefix('val_') for n in logs)}."
         )
-    highest = mode == "max" or (mode == "auto" and keras_compat.more_is_better(monitor))
+    highest = mode == "max" or (mode == "auto" and parameter_servers.more_is_better(monitor))
     value, others = logs[name], [old[name] for old in before if name in old]
     if value != value:  # NaN
         return False

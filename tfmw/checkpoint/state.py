@@ -27,12 +27,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
-from tfmw import keras_compat, tables
+from tfmw import tables
 from tfmw.callbacks import boards
 from tfmw.checkpoint.parts import Piece, SlotParts
 from tfmw.errors import UsageError
-from tfmw.keras_compat import optimizer_part, placement
+from tfmw.keras_compat import models, optimizer_part, optimizers, placement
 from tfmw.keras_compat.memory import new_tensor, view_of
+from tfmw.keras_compat.metrics import leaf_metrics, metric_variables
 
 # Keras numbers generated names (dense, dense_1, ...) in the whole process, and derives other names
 # from them: sequential_1_dense_3_kernel_momentum.
@@ -51,16 +52,16 @@ _AT_FIRST = "_tfmw_at_first"  # an attribute of callbacks, while they are in a r
 def signature(model: keras.Model, batch_size: int | None) -> list[str]:
     """One line for each property in which a model and its backup must agree."""
     lines = [f"model: {type(model).__name__}"]
-    for number, layer in enumerate(keras_compat.layers_of(model)):
+    for number, layer in enumerate(models.layers_of(model)):
         if layer is not model:
             lines += _described(f"layer {number}", layer)
-    for optimizer in keras_compat.optimizers_of(model):
+    for optimizer in optimizers.optimizers_of(model):
         lines += _described("optimizer", optimizer)
     for variable in named(model).values():
-        native = keras_compat.native(variable)
+        native = models.native(variable)
         lines.append(f"variable {_plain(variable.path)}: {native.dtype.name} {native.shape}")
     lines.append(f"loss: {_loss(getattr(model, 'loss', None))}")
-    for metric in keras_compat.leaf_metrics(model):
+    for metric in leaf_metrics(model):
         shapes = [tuple(v.shape) for v in metric.variables]
         lines.append(f"metric {_plain(metric.name)}: {type(metric).__name__} {shapes}")
     lines.append(f"global batch size: {batch_size}")
@@ -134,7 +135,7 @@ def refuse_other(saved: list[str], current: list[str], path: str) -> None:
 
 def named(model: keras.Model) -> dict[str, Any]:
     """Every variable whose value all replicas share, by a name that is stable over runs."""
-    metrics = {id(v) for v in keras_compat.metric_variables(model)}
+    metrics = {id(v) for v in metric_variables(model)}
     shared = [v for v in placement.all_variables(model) if id(v) not in metrics]
     return {f"{i:06d}/{_plain(v.path)}": v for i, v in enumerate(shared)}
 
@@ -216,7 +217,7 @@ def restore(model: keras.Model, tensors: Mapping[str, Any]) -> None:
     layout: tables.Layout = getattr(tensors, "layout", {})
     of_servers = {}
     for name, variable in named(model).items():
-        native = keras_compat.native(variable)
+        native = models.native(variable)
         if isinstance(native, tables.Table):
             if name in layout:
                 of_servers[name] = native
@@ -246,7 +247,7 @@ def unchanged(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[
     ]
     with contextlib.ExitStack() as stack:
         for variable in tables.tables_among(named(model).values()):
-            stack.enter_context(keras_compat.native(variable).unchanged())
+            stack.enter_context(models.native(variable).unchanged())
         yield
     for copy, value in values:
         copy.assign(value)

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.errors import UsageError
-from tfmw.keras_compat import placement
+from tfmw.keras_compat import placement, runtime
 from tfmw.runtime.recorded_errors import ECHO
 
 # A message of the coordination service may have 4 MB; base64 adds a third.
@@ -87,13 +86,13 @@ class Group:
         """Waits for a key that task `rank` sets, and returns its value."""
         task = self._tasks[rank] if rank != self.rank else None
         try:
-            return json.loads(keras_compat.coordination_get(key, _WAIT_S, task))
+            return json.loads(runtime.coordination_get(key, _WAIT_S, task))
         except tf.errors.OpError as e:
             raise self.root_cause(e) from None
 
     def _exchange(self, key: str, value: Any) -> list[Any]:
         """Every task's value, in order of rank."""
-        keras_compat.coordination_set(f"{key}/{self.rank}", json.dumps(value))
+        runtime.coordination_set(f"{key}/{self.rank}", json.dumps(value))
         return [self._get(f"{key}/{rank}", rank) for rank in range(self.size)]
 
     def _next_key(self) -> str:
@@ -102,12 +101,12 @@ class Group:
         if call == 0 and directory > 0:
             self._exchange(f"tfmw/{directory}/begin", None)
             if self.is_chief:
-                keras_compat.coordination_delete(f"tfmw/{directory - 1}")
+                runtime.coordination_delete(f"tfmw/{directory - 1}")
         return f"tfmw/{directory}/{call}"
 
     def require_peer(self, rank: int) -> None:
         """Raises tf.errors.OpError if task `rank` does not respond, or was restarted."""
-        keras_compat.require_task(self._tasks[rank], _RESPONSE_S)
+        runtime.require_task(self._tasks[rank], _RESPONSE_S)
 
     def root_cause(self, found: Exception) -> tf.errors.OpError:
         """The error to raise after the loss of another task: the error which that task reported.
@@ -153,9 +152,9 @@ class Group:
         try:
             text = json.dumps({"value": decide()})
         except UsageError as e:
-            keras_compat.coordination_set(key, json.dumps({"error": str(e)}))
+            runtime.coordination_set(key, json.dumps({"error": str(e)}))
             raise
-        keras_compat.coordination_set(key, text)
+        runtime.coordination_set(key, text)
         return json.loads(text)["value"]
 
     def from_all(self, value: Any) -> list[Any]:
@@ -168,7 +167,7 @@ class Group:
         Args:
             key: unique in this training.
         """
-        keras_compat.coordination_set(key, json.dumps(value))
+        runtime.coordination_set(key, json.dumps(value))
 
     def posted(self, key: str, rank: int, wait_s: float) -> Any:
         """What task `rank` posts; None if that takes longer than `wait_s`. From any thread.
@@ -177,7 +176,7 @@ class Group:
             OSError: that task was lost.
         """
         try:
-            return json.loads(keras_compat.coordination_get(key, wait_s))
+            return json.loads(runtime.coordination_get(key, wait_s))
         except tf.errors.DeadlineExceededError:
             pass
         except tf.errors.OpError as e:
@@ -190,7 +189,7 @@ class Group:
 
     def forget(self, key: str) -> None:
         """Removes what was posted under keys that begin with `key`."""
-        keras_compat.coordination_delete(key)
+        runtime.coordination_delete(key)
 
     def arrays_from_chief(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The chief's arrays on every task; for small arrays: see the module's docstring.

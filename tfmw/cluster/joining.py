@@ -147,7 +147,7 @@ def _join_multi_worker(
     with collector_paused():
         import tensorflow as tf
 
-        from tfmw import keras_compat
+        from tfmw.keras_compat import runtime
 
     _bound_threads()
     if collectives == "auto":
@@ -155,7 +155,7 @@ def _join_multi_worker(
     config = cluster.as_tf_config()
     jobs = {name: len(a) for name, a in config["cluster"].items() if name in ("chief", "worker")}
     leader = f"/job:{'chief' if 'chief' in jobs else 'worker'}/replica:0/task:0"
-    keras_compat.configure_coordination(jobs, leader, HEARTBEAT_S)
+    runtime.configure_coordination(jobs, leader, HEARTBEAT_S)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({k: config["cluster"][k] for k in jobs}),
         task_type=cluster.task,
@@ -308,9 +308,9 @@ def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 def _require_not_started(what: str) -> None:
     if "tensorflow" not in sys.modules:
         return
-    from tfmw import keras_compat
+    from tfmw.keras_compat import runtime
 
-    if keras_compat.runtime_started():
+    if runtime.runtime_started():
         raise UsageError(
             f"{what} came after TensorFlow had run its first op, and a running TensorFlow cannot "
             "join a cluster: call it first in the script, before any tensor, dataset or model is "

@@ -137,7 +137,7 @@ def watch_errors() -> None:
 
 def end_together() -> None:
     """At exit, waits for the other tasks: TensorFlow treats a peer's exit as a failure."""
-    from tfmw import keras_compat
+    from tfmw.keras_compat import runtime
 
     watch_errors()
 
@@ -147,7 +147,7 @@ def end_together() -> None:
         import tensorflow as tf
 
         try:
-            keras_compat.coordination_barrier("tfmw/leave", LEAVE_TIMEOUT_S)
+            runtime.coordination_barrier("tfmw/leave", LEAVE_TIMEOUT_S)
         except tf.errors.OpError as e:
             logger.warning("exits before the other tasks have finished: %s", e.message)
             return
@@ -172,7 +172,7 @@ def report_failure(error: BaseException) -> None:
 def _report(joined: Joined, error: BaseException) -> None:
     import tensorflow as tf
 
-    from tfmw import keras_compat
+    from tfmw.keras_compat import runtime
 
     if is_secondary(error):
         return
@@ -181,7 +181,7 @@ def _report(joined: Joined, error: BaseException) -> None:
         return
     name = f"{joined.cluster.task} {joined.cluster.index}"
     try:
-        keras_compat.coordination_report_error(f"{name}: {type(error).__name__}: {error}")
+        runtime.coordination_report_error(f"{name}: {type(error).__name__}: {error}")
     except (tf.errors.OpError, ValueError) as e:
         logger.warning("could not report the error to the other tasks: %s", e)
 

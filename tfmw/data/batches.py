@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.data.values import INFINITE, Sharding
+from tfmw.keras_compat import datasets
 
 # tfmw's own functions on batches have no Python control flow to convert. Each conversion would take
 # about 0.1 s, also after each restart.
@@ -19,7 +19,7 @@ without_autograph = tf.autograph.experimental.do_not_convert
 
 def input_of(node: tf.data.Dataset) -> tf.data.Dataset:
     """The dataset that `node` transforms."""
-    below = keras_compat.dataset_input(node)
+    below = datasets.dataset_input(node)
     assert below is not None, f"{type(node).__name__} transforms one dataset"
     return below
 
@@ -46,7 +46,7 @@ def element_of(dataset: tf.data.Dataset) -> Callable[[tuple[Any, ...]], Any]:
 def spec_of(dataset: tf.data.Dataset) -> Any:
     """Structure of tf.TypeSpec, of an element as the model gets it: None for inputs that are."""
     return tf.nest.map_structure(
-        lambda spec: None if isinstance(spec, keras_compat.NoneTensorSpec) else spec,
+        lambda spec: None if isinstance(spec, datasets.NoneTensorSpec) else spec,
         dataset.element_spec,
     )
 
@@ -202,13 +202,13 @@ def _or_empty(tensor: tf.Tensor, dimensions: tf.Tensor) -> tf.Tensor:
 def global_batch_size(dataset: tf.data.Dataset) -> int | None:
     """The size of all batches but the last, if the pipeline has a constant one."""
     node: tf.data.Dataset | None = dataset
-    while node is not None and isinstance(node, keras_compat.REBUILDABLE):
-        if isinstance(node, keras_compat.Batch):
-            arguments = keras_compat.batch_arguments(node)
+    while node is not None and isinstance(node, datasets.REBUILDABLE):
+        if isinstance(node, datasets.Batch):
+            arguments = datasets.batch_arguments(node)
             return None if arguments is None else arguments[0]
-        if isinstance(node, keras_compat.Map):
+        if isinstance(node, datasets.Map):
             break
-        node = keras_compat.dataset_input(node)
+        node = datasets.dataset_input(node)
     return static_batch_size(spec_of(dataset))
 
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.data.batches import input_of
+from tfmw.keras_compat import datasets
 
 _MOVES = (
-    *keras_compat.Shuffle,
-    *keras_compat.Repeat,
-    *keras_compat.Take,
-    *keras_compat.Skip,
-    *keras_compat.Prefetch,
-    *keras_compat.OptionsNode,
+    *datasets.Shuffle,
+    *datasets.Repeat,
+    *datasets.Take,
+    *datasets.Skip,
+    *datasets.Prefetch,
+    *datasets.OptionsNode,
 )
 
 
@@ -47,20 +47,20 @@ class Indexed:
         chain = []
         node = dataset
         is_cached = False
-        while (cache := keras_compat.is_memory_cache(node)) or isinstance(node, _MOVES):
+        while (cache := datasets.is_memory_cache(node)) or isinstance(node, _MOVES):
             if cache:
                 is_cached = True  # of arrays, which are in memory: it changes nothing
-            elif is_cached and isinstance(node, keras_compat.Shuffle):
+            elif is_cached and isinstance(node, datasets.Shuffle):
                 return None  # every pass has the order of the first one
             else:
                 chain.append(node)
             node = input_of(node)
-        tensors = keras_compat.sliced_tensors(node)
+        tensors = datasets.sliced_tensors(node)
         if tensors is None:
             return None
         indices = tf.data.Dataset.range(int(tensors[0].shape[0]))
         for move in reversed(chain):
-            indices = keras_compat.rebuilt(move, indices)
+            indices = datasets.rebuilt(move, indices)
         return cls(indices, tensors, node.element_spec)
 
     def examples(self, indices: tf.Tensor) -> Any:

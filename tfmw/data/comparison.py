@@ -26,8 +26,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.errors import UsageError
+from tfmw.keras_compat import datasets
 
 _VALUES = 16  # number of values compared of an array
 _FILES = 8  # number of files opened
@@ -86,10 +86,10 @@ def _short(value: Any) -> str:
 
 def _described(x: Any) -> Iterator[tuple[str, Any]]:
     """(description, JSON value) of each item that must be equal on all workers."""
-    if keras_compat.is_dataset(x):
-        for kind, argument, tensor in keras_compat.dataset_constants(x):
+    if datasets.is_dataset(x):
+        for kind, argument, tensor in datasets.dataset_constants(x):
             yield f"{argument} of {kind}", _constant(_numpy(tensor))
-        for bodies, captured in keras_compat.dataset_functions(x):
+        for bodies, captured in datasets.dataset_functions(x):
             yield from _described_function(bodies, captured)
     elif isinstance(x, keras.utils.PyDataset):
         yield "number of batches", x.num_batches

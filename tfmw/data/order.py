@@ -13,10 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.data.batches import input_of
 from tfmw.data.values import Order
 from tfmw.errors import UsageError
+from tfmw.keras_compat import datasets
 
 
 def ordered(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
@@ -27,21 +27,21 @@ def ordered(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
     Raises:
         UsageError: workers have different datasets.
     """
-    if not keras_compat.may_shuffle_inside(dataset):
+    if not datasets.may_shuffle_inside(dataset):
         return dataset
     chain = []
     node = dataset
-    while isinstance(node, keras_compat.REBUILDABLE):
+    while isinstance(node, datasets.REBUILDABLE):
         chain.append(node)
         node = input_of(node)
     # Only the graph shows the rest; in-memory arrays are kept out of that graph if possible.
-    if keras_compat.may_shuffle_inside(node):
+    if datasets.may_shuffle_inside(node):
         node = _ordered_by_graph(node, order)
-    shuffles = [n for n in reversed(chain) if isinstance(n, keras_compat.Shuffle)]
-    seeds = iter(_agreed([keras_compat.shuffle_seeds(n) for n in shuffles], order))
+    shuffles = [n for n in reversed(chain) if isinstance(n, datasets.Shuffle)]
+    seeds = iter(_agreed([datasets.shuffle_seeds(n) for n in shuffles], order))
     for transformation in reversed(chain):
-        is_shuffle = isinstance(transformation, keras_compat.Shuffle)
-        node = keras_compat.rebuilt(transformation, node, next(seeds) if is_shuffle else None)
+        is_shuffle = isinstance(transformation, datasets.Shuffle)
+        node = datasets.rebuilt(transformation, node, next(seeds) if is_shuffle else None)
     options = tf.data.Options()
     options.deterministic = True
     return node.with_options(options)
@@ -53,7 +53,7 @@ def draws_late(dataset: tf.data.Dataset) -> bool:
     A shuffle then creates the iterator of its input, which may shuffle too.
     (Source: tensorflow/core/kernels/data/shuffle_dataset_op.cc.)
     """
-    return keras_compat.shuffles_in(dataset) > 1
+    return datasets.shuffles_in(dataset) > 1
 
 
 def _agreed(local: list[list[int] | None], order: Order) -> list[list[int] | None]:
@@ -89,7 +89,7 @@ _GENERATOR_INPUT = {"ShuffleDatasetV3": 4, "ShuffleAndRepeatDatasetV2": 5}
 
 def _ordered_by_graph(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
     """`ordered` for pipelines that shuffle inside of functions: interleaved, zipped, sampled."""
-    graph = keras_compat.dataset_graph(dataset)
+    graph = datasets.dataset_graph(dataset)
     changed = False
     seeds: list[list[int]] = []
     shuffles = []  # (nodes of the graph or function, suffix of a constant's name, node)
@@ -110,7 +110,7 @@ def _ordered_by_graph(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset
             _set_seeds(*shuffles[number], chosen, number)
     if not changed and not seeds:
         return dataset
-    out = keras_compat.dataset_from_graph(graph, dataset.element_spec)
+    out = datasets.dataset_from_graph(graph, dataset.element_spec)
     return out.with_options(dataset.options())
 
 

@@ -35,7 +35,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.data.batches import (
     deterministic,
     element_of,
@@ -59,6 +58,7 @@ from tfmw.data.by_index import Indexed
 from tfmw.data.order import ordered
 from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes
 from tfmw.errors import UsageError
+from tfmw.keras_compat import datasets
 
 
 def shard_dataset(
@@ -166,11 +166,11 @@ class _Batched:
     def of(cls, dataset: tf.data.Dataset) -> _Batched | None:
         """The parts; None for other pipelines, and if sharding below the maps does not pay."""
         node = dataset
-        while isinstance(node, (*keras_compat.Prefetch, *keras_compat.OptionsNode)):
+        while isinstance(node, (*datasets.Prefetch, *datasets.OptionsNode)):
             node = input_of(node)
-        if not isinstance(node, keras_compat.Batch):
+        if not isinstance(node, datasets.Batch):
             return None
-        arguments = keras_compat.batch_arguments(node)
+        arguments = datasets.batch_arguments(node)
         if arguments is None:
             return None
         elements = input_of(node)
@@ -183,7 +183,7 @@ class _Batched:
             # Without maps nothing is saved, and unknown totals cost a reduction at each step.
             return None
         for selection in reversed(selections):
-            source = keras_compat.rebuilt(selection, source)
+            source = datasets.rebuilt(selection, source)
         return cls(source, maps[::-1], *arguments, spec_of(node))
 
 
@@ -207,7 +207,7 @@ def _below_maps(
         return None
     elements = _local_elements(source, size, sharding)
     for function in whole.maps:
-        elements = keras_compat.rebuilt(function, elements)
+        elements = datasets.rebuilt(function, elements)
     rows = sharding.local_rows(size)
     empty = tf.data.Dataset.from_tensors(empty_batch(whole.spec))
     full = last = ShardSizes.of(size, sharding)
@@ -268,10 +268,10 @@ def _local_elements(source: tf.data.Dataset, size: int, sharding: Sharding) -> t
 
 
 _SELECTIONS = (
-    *keras_compat.Shuffle,
-    *keras_compat.Repeat,
-    *keras_compat.Take,
-    *keras_compat.Skip,
+    *datasets.Shuffle,
+    *datasets.Repeat,
+    *datasets.Take,
+    *datasets.Skip,
 )
 
 
@@ -290,12 +290,12 @@ def _peel(
     lowest_map = (elements, 0, 0)
     node = elements
     while True:
-        if isinstance(node, keras_compat.Map) and _same_for_each_element(node):
+        if isinstance(node, datasets.Map) and _same_for_each_element(node):
             maps.append(node)
             lowest_map = (input_of(node), len(selections), len(maps))
         elif isinstance(node, _SELECTIONS):
             selections.append(node)
-        elif not isinstance(node, (*keras_compat.Prefetch, *keras_compat.OptionsNode)):
+        elif not isinstance(node, (*datasets.Prefetch, *datasets.OptionsNode)):
             break
         node = input_of(node)
     # Selections below the lowest map need not be removed.
@@ -310,7 +310,7 @@ def _same_for_each_element(node: tf.data.Dataset) -> bool:
     Random ops without a seed differ in every run anyway. Python functions cannot be inspected, and
     are treated as pure.
     """
-    for operation in keras_compat.map_graph_nodes(node):
+    for operation in datasets.map_graph_nodes(node):
         if operation.op.startswith("Assign"):
             return False
         if "seed" in operation.attr and "Random" in operation.op:
@@ -380,11 +380,11 @@ _ZIPPED = (
 def _refuse_uneven_zip(dataset: tf.data.Dataset, sharding: Sharding) -> None:
     """Raises before the first step if `_local_rows` would raise in a later one."""
     node = dataset
-    while isinstance(node, (*_SELECTIONS, *keras_compat.Prefetch, *keras_compat.OptionsNode)):
+    while isinstance(node, (*_SELECTIONS, *datasets.Prefetch, *datasets.OptionsNode)):
         node = input_of(node)
-    if not isinstance(node, keras_compat.Zip):
+    if not isinstance(node, datasets.Zip):
         return
-    inputs = keras_compat.zipped_inputs(node)
+    inputs = datasets.zipped_inputs(node)
     sizes = [global_batch_size(part) for part in inputs]
     if None in sizes or len(set(sizes)) == 1:
         return
@@ -404,9 +404,9 @@ def _refuse_uneven_zip(dataset: tf.data.Dataset, sharding: Sharding) -> None:
 
 def _last_batch(dataset: tf.data.Dataset) -> int | None:
     """The size of the last batch; None if unknown."""
-    if not isinstance(dataset, keras_compat.Batch):
+    if not isinstance(dataset, datasets.Batch):
         return None
-    arguments = keras_compat.batch_arguments(dataset)
+    arguments = datasets.batch_arguments(dataset)
     count = steps_in(input_of(dataset))
     if arguments is None or count is None or count == INFINITE:
         return None
@@ -438,7 +438,7 @@ def shard_function(
         num_replicas_in_sync=sharding.replicas,
     )
     dataset = dataset_fn(context)
-    if not keras_compat.is_dataset(dataset):
+    if not datasets.is_dataset(dataset):
         raise UsageError(
             f"the dataset function returned {type(dataset).__name__}: expected a tf.data.Dataset, "
             "this worker's pipeline, batched by the batch size of one replica."

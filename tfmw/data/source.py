@@ -11,12 +11,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.data.batches import deterministic, spec_of, without_autograph
 from tfmw.data.comparison import refuse_different
 from tfmw.data.sharding import shard_dataset, shard_function
 from tfmw.data.values import INFINITE, Order, Shard, Sharding
 from tfmw.errors import UsageError
+from tfmw.keras_compat import datasets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Source:
                 "received a DistributedDataset: pass the tf.data.Dataset itself, batched by the "
                 "global batch size; tfmw divides it."
             )
-        if keras_compat.is_dataset(self.x) or self.is_function():
+        if datasets.is_dataset(self.x) or self.is_function():
             for name in ("y", "sample_weight", "batch_size"):
                 if getattr(self, name) is not None:
                     raise UsageError(
@@ -52,7 +52,7 @@ class Source:
         """Whether `x` is a callable that takes an `InputContext`."""
         return (
             callable(self.x)
-            and not keras_compat.is_dataset(self.x)
+            and not datasets.is_dataset(self.x)
             and not isinstance(self.x, keras.utils.PyDataset)
             and not hasattr(self.x, "__array__")
         )
@@ -65,7 +65,7 @@ class Source:
     def refuse_different(self, gather: Callable[[Any], list[Any]]) -> None:
         """Raises UsageError on every worker if workers pass different data; see `comparison`."""
         is_one = (
-            keras_compat.is_dataset(self.x)
+            datasets.is_dataset(self.x)
             or isinstance(self.x, keras.utils.PyDataset)
             or self.is_generator
         )
@@ -94,12 +94,12 @@ class Source:
             return shard_function(self.x, sharding, skip)
         hooks: dict[str, Any] = {}
         dataset, read_ahead = self.x, True
-        if not keras_compat.is_dataset(dataset):
+        if not datasets.is_dataset(dataset):
             dataset, hooks, read_ahead = self._read_by_keras(sharding, order)
         shard = shard_dataset(dataset, sharding, order, skip, read_ahead)
         if shard.steps == 0:
             raise empty_dataset()
-        if keras_compat.is_dataset(self.x) and self.class_weight is not None:
+        if datasets.is_dataset(self.x) and self.class_weight is not None:
             shard = _with_class_weight(shard, self.class_weight)
         return dataclasses.replace(shard, **hooks)
 
@@ -122,19 +122,19 @@ class Source:
             if self.shuffle and x.num_batches is not None:
                 x = _PermutedPyDataset(x, order.agree(order.seed))
                 options["shuffle"] = False
-        adapter = keras_compat.data_adapter(x, self.y, self.sample_weight, **options)
-        slices = keras_compat.batches_of_slices(adapter)
+        adapter = datasets.data_adapter(x, self.y, self.sample_weight, **options)
+        slices = datasets.batches_of_slices(adapter)
         if slices is not None:
             return slices, {}, True
         # The permutation op of the array adapter uses the global seed.
-        local = keras_compat.global_seed()
+        local = datasets.global_seed()
         seed = order.agree(local)
         if sharding.replicas > 1 and seed is None:
             seed = order.agree(order.seed)
         if seed == local:
             dataset = adapter.get_tf_dataset()
         else:
-            with keras_compat.substituted_global_seed(seed):
+            with datasets.substituted_global_seed(seed):
                 dataset = adapter.get_tf_dataset()
         hooks = {"on_epoch_begin": adapter.on_epoch_begin, "on_epoch_end": adapter.on_epoch_end}
         if isinstance(x, keras.utils.PyDataset):
@@ -145,7 +145,7 @@ class Source:
             # The pipeline of arrays has no known length.
             hooks["steps"] = int(adapter.num_batches)
         # Keras's own threads read a PyDataset, and stop between two epochs.
-        return dataset, hooks, not keras_compat.has_own_readers(adapter)
+        return dataset, hooks, not datasets.has_own_readers(adapter)
 
     @property
     def is_read_once(self) -> bool:
@@ -156,12 +156,12 @@ class Source:
     def reshuffled_by_keras(self) -> bool:
         """Whether each epoch needs a shard of its own, for a new order."""
         is_array = not (
-            keras_compat.is_dataset(self.x)
+            datasets.is_dataset(self.x)
             or self.is_function()
             or isinstance(self.x, keras.utils.PyDataset)
             or self.is_generator
         )
-        return bool(self.shuffle) and is_array and keras_compat.global_seed() is None
+        return bool(self.shuffle) and is_array and datasets.global_seed() is None
 
 
 class _PermutedPyDataset(keras.utils.PyDataset):
@@ -204,7 +204,7 @@ def _skip_epoch(dataset: keras.utils.PyDataset) -> None:
 
 def _with_class_weight(shard: Shard, class_weight: Any) -> Shard:
     """Adds sample weights, which depend on the label only, to each worker's own examples."""
-    add_weights = keras_compat.make_class_weight_map(class_weight)
+    add_weights = datasets.make_class_weight_map(class_weight)
     mapped = shard.dataset.map(
         without_autograph(lambda parts, total: (tuple(add_weights(*p) for p in parts), total))
     )

@@ -26,7 +26,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw import data, keras_compat
+from tfmw import data
 from tfmw.checkpoint import state
 from tfmw.checkpoint.store import BackupStore, Damaged
 from tfmw.cluster import membership
@@ -34,6 +34,7 @@ from tfmw.engines import agent, serialization, submit
 from tfmw.engines.engine import Engine
 from tfmw.engines.process_settings import ProcessSettings
 from tfmw.errors import UsageError
+from tfmw.keras_compat import datasets, models
 from tfmw.launcher import call
 from tfmw.launcher.output import is_watched
 from tfmw.launcher.run import launch
@@ -54,7 +55,7 @@ class _SentDataset:
 
     def open(self) -> tf.data.Dataset:
         graph = tf.compat.v1.GraphDef.FromString(self.graph)
-        return keras_compat.dataset_from_graph(graph, self.spec)
+        return datasets.dataset_from_graph(graph, self.spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +206,7 @@ def _train(fit: Callable[..., Any], packed: bytes, large: Sequence[Any]) -> dict
     if not membership.current_cluster().is_chief:
         return {}
     return {
-        "tensors": {name: keras_compat.native(v).numpy() for name, v in state.named(model).items()},
+        "tensors": {name: models.native(v).numpy() for name, v in state.named(model).items()},
         "history": history.history,
         "epoch": history.epoch,
         "params": history.params,
@@ -219,13 +220,13 @@ def _build(model: keras.Model, x: Any, settings: Mapping[str, Any]) -> None:
             "the model is not compiled: call model.compile(optimizer=..., loss=...) before "
             "tfmw.fit()."
         )
-    if not keras_compat.needs_build(model):
+    if not models.needs_build(model):
         return
     source = data.Source(
         x, settings.get("y"), settings.get("sample_weight"), settings.get("batch_size")
     )
     shard = source.shard(data.Sharding(), data.Order())
-    keras_compat.build_all(model, shard.element_spec)
+    models.build_all(model, shard.element_spec)
 
 
 def _sent(x: Any, what: str) -> Any:
@@ -240,13 +241,13 @@ def _sent(x: Any, what: str) -> Any:
             f"{what} is a generator, which cannot be sent to other processes: pass a callable "
             "that takes a tf.distribute.InputContext and returns a tf.data.Dataset."
         )
-    if not keras_compat.is_dataset(x):
+    if not datasets.is_dataset(x):
         return x
     alternative = (
         "pass a callable that builds it in each process: "
         "tfmw.fit(model, lambda context: make_dataset(context), workers=...)."
     )
-    graph = keras_compat.dataset_graph(x)
+    graph = datasets.dataset_graph(x)
     python = sorted({op for op in _operations(graph) if op.endswith(("PyFunc", "PyFuncStateless"))})
     if python:
         raise UsageError(
@@ -254,7 +255,7 @@ def _sent(x: Any, what: str) -> Any:
             f"be sent to other processes: {alternative}"
         )
     try:
-        graph = keras_compat.dataset_graph(x, for_other_process=True)
+        graph = datasets.dataset_graph(x, for_other_process=True)
     except tf.errors.OpError as e:
         raise UsageError(
             f"{what} is a dataset that uses state of this process, such as a variable or a table "

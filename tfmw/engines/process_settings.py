@@ -13,8 +13,9 @@ from typing import Any
 
 import keras
 
-from tfmw import keras_compat, trackers
+from tfmw import trackers
 from tfmw.checkpoint import state
+from tfmw.keras_compat import datasets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,7 @@ class ProcessSettings:
 
     Attributes:
         random: of Python and NumPy; see `checkpoint.state.random_state`.
-        seeds: of TensorFlow and Keras; see `keras_compat.seed_state`.
+        seeds: of TensorFlow and Keras; see `datasets.seed_state`.
         floatx: "float32", ...: the type of layers and of arrays without one.
         epsilon: the small number that Keras's functions add.
         image_data_format: "channels_last" or "channels_first".
@@ -44,7 +45,7 @@ class ProcessSettings:
         """Reads them."""
         return cls(
             random=state.random_state(),
-            seeds=keras_compat.seed_state(),
+            seeds=datasets.seed_state(),
             floatx=keras.config.floatx(),
             epsilon=keras.config.epsilon(),
             image_data_format=keras.config.image_data_format(),
@@ -54,7 +55,7 @@ class ProcessSettings:
 
     def apply(self) -> None:
         """Makes them this process's own."""
-        keras_compat.set_seed_state(self.seeds)
+        datasets.set_seed_state(self.seeds)
         state.restore_random_state(self.random)
         keras.config.set_floatx(self.floatx)
         keras.config.set_epsilon(self.epsilon)

@@ -22,8 +22,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.errors import UsageError
+from tfmw.keras_compat import models, optimizers, serialization
 from tfmw.launcher import call
 
 # Errors of objects that cannot be pickled; OpError: a layer's lookup table, say.
@@ -80,22 +80,22 @@ def unpack(packed: bytes, large: Sequence[Any] = ()) -> Any:
 
 def settled(model: keras.Model) -> keras.Model:
     """An unpacked model, after rebuilding its optimizers' maps of variables."""
-    for optimizer in keras_compat.optimizers_of(model):
-        keras_compat.rebuild_variable_maps(optimizer)
+    for optimizer in optimizers.optimizers_of(model):
+        serialization.rebuild_variable_maps(optimizer)
     return model
 
 
 def _reduced(part: Any) -> Any:
     """How to rebuild an object that pickle does not support; None for other objects."""
     if isinstance(part, keras.Variable):
-        return _variable, (type(part), *keras_compat.variable_state(part))
-    if keras_compat.is_saveable(part):
-        make = _blank_functional if keras_compat.is_functional(part) else _blank
-        return make, (type(part),), keras_compat.saveable_state(part), None, None, _fill
-    if keras_compat.is_tracked_collection(part):
+        return _variable, (type(part), *serialization.variable_state(part))
+    if serialization.is_saveable(part):
+        make = _blank_functional if serialization.is_functional(part) else _blank
+        return make, (type(part),), serialization.saveable_state(part), None, None, _fill
+    if serialization.is_tracked_collection(part):
         base = next(b for b in (list, dict, set) if isinstance(part, b))
         return _blank, (type(part),), (vars(part), base(part)), None, None, _fill_collection
-    if (backend := keras_compat.backend_switch(part)) is not None:
+    if (backend := serialization.backend_switch(part)) is not None:
         return type(part), (backend,)
     if isinstance(part, weakref.ReferenceType):
         return weakref.ref, (part(),)
@@ -118,7 +118,7 @@ def _blank_functional(cls: type) -> Any:
     Keras changes the bases of such a class when its first model is created. In a process that has
     only imported the class, that has not happened.
     """
-    keras_compat.make_functional(cls)
+    serialization.make_functional(cls)
     return _blank(cls)
 
 
@@ -141,5 +141,5 @@ def _fill_collection(part: Any, state: tuple[dict[str, Any], Any]) -> None:
 def _variable(cls: type, state: dict[str, Any], value: Any) -> Any:
     variable: Any = object.__new__(cls)
     vars(variable).update(state)
-    keras_compat.set_native(variable, keras_compat.new_native(state, value))
+    models.set_native(variable, serialization.new_native(state, value))
     return variable

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw import keras_compat
+from tfmw.keras_compat import models, row_updates
 from tfmw.layers.hash_table import HashTable
 
 
@@ -25,7 +25,7 @@ class Candidates:
     def seen_before(self, ids: tf.Tensor, oldest: tf.Tensor) -> tf.Tensor:
         """int64 [n], how often each id int64 [n] was seen, the last time in `oldest` or later."""
         places = self._table.find(ids, oldest)
-        counts = tf.gather(keras_compat.native(self._counts), tf.maximum(places, 0))
+        counts = tf.gather(models.native(self._counts), tf.maximum(places, 0))
         return tf.where(places < 0, tf.zeros_like(counts), counts)
 
     def update(
@@ -59,4 +59,4 @@ class Candidates:
             ],
             axis=0,
         )
-        keras_compat.assign_rows(self._counts, stored, values)
+        row_updates.assign_rows(self._counts, stored, values)

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw import keras_compat
+from tfmw.keras_compat import models, row_updates
 
 WAYS = 16
 """Places of a bucket."""
@@ -51,8 +51,8 @@ class HashTable:
             int64 [n], the place of each, -1 for those that are not in the table.
         """
         places = self._places(ids)
-        matches = tf.equal(tf.gather(keras_compat.native(self._ids), places), ids[:, None])
-        valid = tf.gather(keras_compat.native(self._used), places) >= oldest
+        matches = tf.equal(tf.gather(models.native(self._ids), places), ids[:, None])
+        valid = tf.gather(models.native(self._used), places) >= oldest
         return tf.reduce_max(tf.where(matches & valid, places, tf.constant(-1, tf.int64)), axis=1)
 
     def claim(self, ids: tf.Tensor, now: tf.Tensor, kept_steps: int = 0) -> tf.Tensor:
@@ -67,7 +67,7 @@ class HashTable:
             int64 [n], distinct places; -1 for ids all of whose places are kept.
         """
         places = self._places(ids)
-        used = tf.gather(keras_compat.native(self._used), places)
+        used = tf.gather(models.native(self._used), places)
         by_age = tf.argsort(used, axis=1, stable=True)
         turn = _turns(places[:, 0])
         within = tf.minimum(turn, self._ways - 1)[:, None]
@@ -80,12 +80,12 @@ class HashTable:
 
     def put(self, places: tf.Tensor, ids: tf.Tensor, now: tf.Tensor) -> None:
         """Stores ids int64 [n] in places int64 [n]."""
-        keras_compat.assign_rows(self._ids, places, ids)
+        row_updates.assign_rows(self._ids, places, ids)
         self.touch(places, now)
 
     def touch(self, places: tf.Tensor, now: tf.Tensor) -> None:
         """Notes the step in which places int64 [n] are used."""
-        keras_compat.assign_rows(self._used, places, tf.fill(tf.shape(places), now))
+        row_updates.assign_rows(self._used, places, tf.fill(tf.shape(places), now))
 
     def clear(self, places: tf.Tensor) -> None:
         """Removes the ids in places int64 [n]."""

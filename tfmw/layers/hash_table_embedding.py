@@ -21,8 +21,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.errors import UsageError
+from tfmw.keras_compat import global_rows, row_updates, table_variables
 from tfmw.layers import hashing
 from tfmw.layers.hash_table import places_within, ways_of
 from tfmw.layers.part import Part, counted
@@ -31,7 +31,7 @@ _ID_BYTES = 16  # of a row: its id, and the step of its last use
 _CANDIDATE_BYTES = 24  # of an id that waits for a row: the same, and a count
 _CANDIDATES = 2  # for each row; what one would cost: bench/dynamic_ids.py
 
-keras_compat.note_slots()
+row_updates.note_slots()
 
 
 @keras.saving.register_keras_serializable(package="tfmw")
@@ -129,15 +129,15 @@ class HashTableEmbedding(keras.layers.Layer):
         del input_shape
         ways = ways_of(self._places)
         self._buckets = self._places // ways
-        of_rows = keras_compat.Division(self._buckets, ways, first=1)
-        self.embeddings = keras_compat.add_divided(
+        of_rows = table_variables.Division(self._buckets, ways, first=1)
+        self.embeddings = table_variables.add_divided(
             self,
             of_rows,
             name="embeddings",
             shape=(self._places + 1, self.output_dim),
             initializer="zeros",
         )
-        keras_compat.resets_rows(self.embeddings)
+        row_updates.resets_rows(self.embeddings)
         self.step = self._state("step", ())
         self.ids = self._state("ids", (self._places,), like=self.embeddings)
         self.used = self._state("used", (self._places,), like=self.ids)
@@ -154,8 +154,8 @@ class HashTableEmbedding(keras.layers.Layer):
         described = {"name": name, "shape": shape, "dtype": "int64", "initializer": "zeros"}
         if like is None:
             return self.add_weight(**described, trainable=False)
-        division = keras_compat.Division(self._buckets, shape[0] // self._buckets, follows=like)
-        return keras_compat.add_divided(self, division, **described, trainable=False)
+        division = table_variables.Division(self._buckets, shape[0] // self._buckets, follows=like)
+        return table_variables.add_divided(self, division, **described, trainable=False)
 
     # ------------------------------------------------------------ steps
 
@@ -175,7 +175,7 @@ class HashTableEmbedding(keras.layers.Layer):
             is_step: whether ids may get rows first.
         """
         if is_step:
-            counts = keras_compat.counts_of_all_replicas(*counted(ids, tf.ones_like(ids)))
+            counts = global_rows.counts_of_all_replicas(*counted(ids, tf.ones_like(ids)))
             distinct, counts = counted(*counts)
             are_there = counts > 0
             distinct, counts = (

@@ -7,7 +7,7 @@
 Whatever happens to an id happens in its bucket: the ids that wait for a row of a bucket are counted
 beside it. So each of several parameter servers can have some of the buckets, and together they do
 what one process does. A server's part reads and changes the same Keras variables, which then hold
-the server's rows (`keras_compat.substituted`).
+the server's rows (`models.substituted`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw import keras_compat
+from tfmw.keras_compat import models, row_updates
 from tfmw.layers import hashing
 from tfmw.layers.candidates import Candidates
 from tfmw.layers.hash_table import HashTable, ways_of
@@ -75,14 +75,14 @@ class Part:
     def values(self, rows: tf.Tensor) -> tf.Tensor:
         """[n, output_dim], rows int64 [n]; of those of other buckets, such as row 0, any values."""
         local = tf.maximum(rows - self._first_place - 1 + self._rows_before, 0)
-        return tf.gather(keras_compat.native(self._layer.embeddings), local)
+        return tf.gather(models.native(self._layer.embeddings), local)
 
     def oldest(self) -> tf.Tensor:
         """int64 [], the first step whose ids are still known."""
         return self._oldest(self._now())
 
     def _now(self) -> tf.Tensor:
-        return tf.convert_to_tensor(keras_compat.native(self._layer.step))
+        return tf.convert_to_tensor(models.native(self._layer.step))
 
     def _oldest(self, now: tf.Tensor) -> tf.Tensor:
         if self._layer.max_age is None:
@@ -98,8 +98,8 @@ class Part:
         places, new = tf.boolean_mask(places, found), tf.boolean_mask(asking, found)
         self._table.put(places, new, now)
         embeddings, rows = self._layer.embeddings, places + self._rows_before
-        keras_compat.assign_rows(embeddings, rows, self._initial(new))
-        keras_compat.reset_slots(embeddings, rows)
+        row_updates.assign_rows(embeddings, rows, self._initial(new))
+        row_updates.reset_slots(embeddings, rows)
         return tf.scatter_nd(
             tf.boolean_mask(asks, found)[:, None],
             tf.ones_like(places, tf.bool),

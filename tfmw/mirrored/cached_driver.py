@@ -23,10 +23,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
-from tfmw.keras_compat import placement
+from tfmw.keras_compat import datasets, metrics, models, placement
+from tfmw.keras_compat.optimizers import optimizers_of, with_inner_optimizers
 from tfmw.mirrored.collectives import reduction
 from tfmw.mirrored.collectives.connection import ring_of
 from tfmw.mirrored.driver import SyncDriver
@@ -61,20 +61,20 @@ class _Dependencies:
         strategy: tf.distribute.Strategy,
         compression: str | None,
     ) -> _Dependencies:
-        optimizers = keras_compat.optimizers_of(model)
+        optimizers = optimizers_of(model)
         variables = placement.all_variables(model)
         parts = [
-            *keras_compat.layers_of(model),
-            *keras_compat.leaf_metrics(model),
-            *(each for o in optimizers for each in keras_compat.with_inner_optimizers(o)),
+            *models.layers_of(model),
+            *metrics.leaf_metrics(model),
+            *(each for o in optimizers for each in with_inner_optimizers(o)),
             *variables,
         ]
-        settings = [compression, reduction.nothing(), keras_compat.is_deterministic()]
+        settings = [compression, reduction.nothing(), datasets.is_deterministic()]
         for part in parts:
             for name, value in vars(part).items():
                 if not (
                     name.startswith("_self_")
-                    or name in keras_compat.NOTES_OF_CALLS
+                    or name in models.NOTES_OF_CALLS
                     or (part is model and name in _SET_BY_CALLS)
                 ):
                     settings += [name, value]
@@ -83,9 +83,9 @@ class _Dependencies:
                 strategy,
                 ring_of(strategy),
                 membership.reduction_options(strategy),
-                keras_compat.source_of_seeds(),
+                datasets.source_of_seeds(),
                 *parts,
-                *map(keras_compat.native, variables),
+                *map(models.native, variables),
             ],
             settings,
         )

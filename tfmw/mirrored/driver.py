@@ -31,10 +31,20 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat, tables
+from tfmw import tables
 from tfmw.checkpoint.parts import SlotParts
 from tfmw.data import ShardSizes, static_batch_size
-from tfmw.keras_compat import placement
+from tfmw.keras_compat import (
+    fused_update,
+    increments,
+    losses,
+    masked_norm,
+    models,
+    objects,
+    optimizers,
+    placement,
+)
+from tfmw.keras_compat.metrics import metric_variables, recorded_assignments
 from tfmw.mirrored import prediction
 from tfmw.mirrored.agreement import agree
 from tfmw.mirrored.collectives.reduction import SUM, Reduction, scaled
@@ -86,7 +96,7 @@ class SyncDriver:
                 eager=model.run_eagerly,
                 compressed=compression is not None,
             )
-            for optimizer in keras_compat.optimizers_of(model)
+            for optimizer in optimizers.optimizers_of(model)
         ]
         self._replicas = Replicas(strategy, self._reduction.sum)
         self._traces = Traces()
@@ -94,8 +104,7 @@ class SyncDriver:
         self._state = ReplicaState(model, self._replicas, self._traces)
         self._gathers = False  # sparse gradients, as of embeddings, or ids, by TensorFlow
         self._has_synchronized_norm = any(
-            keras_compat.is_synchronized_batch_norm(layer)
-            for layer in keras_compat.layers_of(model)
+            models.is_synchronized_batch_norm(layer) for layer in models.layers_of(model)
         )
         # XLA compiles for one device, and lookups run on servers.
         self._has_tables = any(map(tables.is_table, model.variables))
@@ -112,7 +121,7 @@ class SyncDriver:
     def outlives_placement(self) -> bool:
         """Whether traces are valid in the next call: copies of variables change between calls."""
         return self._replicas.local == 1 and not any(
-            isinstance(keras_compat.native(v), tf.distribute.DistributedValues)
+            isinstance(models.native(v), tf.distribute.DistributedValues)
             for v in placement.all_variables(self.model)
         )
 
@@ -146,16 +155,16 @@ class SyncDriver:
             agree(self._replicas.group, self.strategy, placement.shared_variables(self.model))
         self._placement = enter(placement.placed(self.model, self.strategy))
         variables = self.model.trainable_variables
-        for optimizer in keras_compat.optimizers_of(self.model):
-            enter(keras_compat.fused_update(optimizer, variables))
+        for optimizer in optimizers.optimizers_of(self.model):
+            enter(fused_update.fused_update(optimizer, variables))
         if self.replicas > 1:
             for update in self.updates:
                 reduced = functools.partial(self._reduced, update)
-                enter(keras_compat.replica_local_updates(update.optimizer, reduced))
-            enter(keras_compat.overridden(keras_compat.counting_batches_once(self.model)))
+                enter(optimizers.replica_local_updates(update.optimizer, reduced))
+            enter(objects.overridden(increments.counting_batches_once(self.model)))
         if self._has_synchronized_norm:
-            keras_compat.synchronize_masked_moments()
-        if any(keras_compat.overrides_step(self.model, f"{k}_step") for k in ("train", "test")):
+            masked_norm.synchronize_masked_moments()
+        if any(models.overrides_step(self.model, f"{k}_step") for k in ("train", "test")):
             enter(noting_results(self.model))
         return self
 
@@ -236,7 +245,7 @@ class SyncDriver:
             assigned: list[Any] = []
             if kind == "train":
                 assigned = self._state.assigned = self._state.assigned or []
-            with keras_compat.recorded_assignments(assigned, self._metrics.note_update):
+            with recorded_assignments(assigned, self._metrics.note_update):
                 totals = self.strategy.run(
                     lambda p, t: self._replica_step(kind, p, t, uneven, size_known, averages),
                     args=(parts, total),
@@ -280,16 +289,16 @@ class SyncDriver:
         else:
             replica = tf.distribute.get_replica_context()
             total = replica.all_reduce(SUM, tf.identity(rows))
-        weight = keras_compat.ReplicaWeight(
+        weight = losses.ReplicaWeight(
             rows,
             total,
             uneven=uneven,
             size_known=size_known,
-            in_loss=not keras_compat.overrides_step(self.model, "train_step"),
+            in_loss=not models.overrides_step(self.model, "train_step"),
             static_rows=None if uneven else static_batch_size(batch),
             gather=self._gathered,
         )
-        with keras_compat.weighting_losses(weight):
+        with losses.weighting_losses(weight):
             if uneven:
                 self._uneven_step(kind, batch, local, weight, averages)
             else:
@@ -301,7 +310,7 @@ class SyncDriver:
         kind: str,
         batch: Any,
         local: int,
-        weight: keras_compat.ReplicaWeight,
+        weight: losses.ReplicaWeight,
         averages: list[Any],
     ) -> None:
         """A step in which shards differ in size, and this replica may have no examples.
@@ -310,11 +319,11 @@ class SyncDriver:
         contributes nothing: no gradient, no metric, no moving average.
         """
         present = weight.examples > 0
-        metrics = [(v, tf.identity(v.value)) for v in keras_compat.metric_variables(self.model)]
+        metrics = [(v, tf.identity(v.value)) for v in metric_variables(self.model)]
         if averages:
             # With equal initial values, the weighted mean of the replicas' values is the right one.
             self._state.average_on_replica(averages)
-        before_step = [(keras_compat.native(v), tf.identity(v.value)) for v in averages]
+        before_step = [(models.native(v), tf.identity(v.value)) for v in averages]
         if not self._has_synchronized_norm:
             batch = or_one_example(batch, present)
         self._call_step(kind, batch, local, weight)
@@ -326,11 +335,11 @@ class SyncDriver:
             variable.assign(tf.where(present, after, before))
 
     def _call_step(
-        self, kind: str, batch: Any, local: int, weight: keras_compat.ReplicaWeight | None
+        self, kind: str, batch: Any, local: int, weight: losses.ReplicaWeight | None
     ) -> None:
         model = self.model
         step = model.train_step if kind == "train" else model.test_step
-        is_own = keras_compat.overrides_step(model, f"{kind}_step")
+        is_own = models.overrides_step(model, f"{kind}_step")
         if model.jit_compile and not model.run_eagerly and not self._has_tables:
             if weight is None:
                 step = tf.function(step, jit_compile=True, reduce_retracing=True)
@@ -362,7 +371,7 @@ class SyncDriver:
         self,
         step: Callable[[Any], Any],
         is_own: bool,
-        weight: keras_compat.ReplicaWeight,
+        weight: losses.ReplicaWeight,
         batch: Any,
     ) -> Any:
         """A step compiled by XLA on each replica; collectives are not compiled.
@@ -372,7 +381,7 @@ class SyncDriver:
         """
         # XLA treats all virtual devices of a process as one, and rejects variables of the others.
         if self._replicas.local == 1 and not is_own and not self._has_synchronized_norm:
-            with contextlib.suppress(keras_compat.CannotCompile):
+            with contextlib.suppress(losses.CannotCompile):
                 with weight.deferring_gradients() as deferred:
 
                     def compute(batch: Any) -> Any:
@@ -397,7 +406,7 @@ class SyncDriver:
         update: SharedUpdate,
         grads: list[Any],
         variables: list[Any],
-        weight: keras_compat.ReplicaWeight,
+        weight: losses.ReplicaWeight,
     ) -> contextlib.AbstractContextManager[tuple[list[Any], list[Any]]]:
         """Gradients of this replica -> gradients of the global batch, and what they update."""
         if not weight.has_keras_loss:
@@ -518,7 +527,7 @@ class SyncDriver:
             update.forget_copy()
             update.weights_changed()
         seeds = placement.seeds_of(self.model)
-        metrics = keras_compat.metric_variables(self.model)
+        metrics = metric_variables(self.model)
         averages = self._state.all_variables() if inside_epoch else []
         apart = {id(v) for v in [*seeds, *metrics, *averages]}  # task-local state
         variables = [v for v in placement.all_variables(self.model) if id(v) not in apart]
@@ -538,7 +547,7 @@ class SyncDriver:
         Args:
             averaged: whether moving averages are the same on all replicas; see `average_state`.
         """
-        own = keras_compat.metric_variables(self.model)
+        own = metric_variables(self.model)
         return self._placement.suspended(own if averaged else own + self._state.all_variables())
 
     def predictions(self, iterator: Any) -> prediction.Predictions:

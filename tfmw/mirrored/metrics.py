@@ -15,9 +15,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.errors import UsageError
-from tfmw.keras_compat import placement
+from tfmw.keras_compat import increments, losses, objects, placement
+from tfmw.keras_compat.metrics import combination, leaf_metrics, metric_variables
 from tfmw.mirrored.replicas import Replicas, Traces
 
 
@@ -54,9 +54,9 @@ class ReplicaMetrics:
         """
         if self._replicas.count == 1:
             return value
-        if all(variable is not v for v in keras_compat.metric_variables(self._model)):
-            return keras_compat.assigned_in_layer(variable, value)
-        how = keras_compat.combination(variable, value)
+        if all(variable is not v for v in metric_variables(self._model)):
+            return increments.assigned_in_layer(variable, value)
+        how = combination(variable, value)
         if how is None:
             raise UsageError(
                 f"a metric updates its variable {variable.path!r} otherwise than by adding to it "
@@ -65,7 +65,7 @@ class ReplicaMetrics:
             )
         if how != "unchanged":
             self._combined[id(variable)] = how
-        keras_compat.note_metric_update(variable, value)
+        increments.note_metric_update(variable, value)
         return value
 
     def reset(self) -> None:
@@ -73,7 +73,7 @@ class ReplicaMetrics:
         self._model.reset_metrics()
         if self._initial is None:
             self._initial = {}
-            for variable in keras_compat.metric_variables(self._model):
+            for variable in metric_variables(self._model):
                 # A variable made in the scope of the user's own strategy is no array.
                 value = placement.local_copies(self._replicas.strategy, variable)[0].numpy()
                 if value.any():
@@ -110,7 +110,7 @@ class ReplicaMetrics:
         self, logs: StepLogs, local_signals: tf.Tensor
     ) -> tuple[dict[str, Any], tf.Tensor]:
         """(logs over all replicas, sums of signals). In a cross-replica context."""
-        variables = keras_compat.metric_variables(self._model)
+        variables = metric_variables(self._model)
         raw = list(logs.raw)
 
         def combined(local_signals: tf.Tensor) -> Any:
@@ -177,7 +177,7 @@ class StepLogs:
         returned: Any,
         noted: NotedResults | None,
         local: int,
-        weight: keras_compat.ReplicaWeight | None,
+        weight: losses.ReplicaWeight | None,
     ) -> None:
         """Records the logs that a step returned.
 
@@ -260,8 +260,8 @@ def noting_results(model: keras.Model) -> Iterator[None]:
 
         return wrapper
 
-    metrics = keras_compat.leaf_metrics(model)
-    with keras_compat.overridden([(m, "result", noted(m)) for m in metrics]):
+    metrics = leaf_metrics(model)
+    with objects.overridden([(m, "result", noted(m)) for m in metrics]):
         yield
 
 

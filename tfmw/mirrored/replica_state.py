@@ -8,8 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat
-from tfmw.keras_compat import placement
+from tfmw.keras_compat import models, placement
+from tfmw.keras_compat.metrics import metric_variables
 from tfmw.mirrored.replicas import Replicas, Traces
 
 
@@ -29,9 +29,7 @@ class ReplicaState:
     def all_variables(self) -> list[Any]:
         """The variables that a step may update."""
         return [
-            v
-            for v in keras_compat.state_variables_of(self._model)
-            if keras_compat.native(v).dtype.is_floating
+            v for v in models.state_variables_of(self._model) if models.native(v).dtype.is_floating
         ]
 
     def variables(self) -> list[Any]:
@@ -59,13 +57,13 @@ class ReplicaState:
 
     def average_on_replica(self, variables: list[Any]) -> None:
         """Sets variables to their mean over replicas. In a replica context."""
-        values = [tf.identity(keras_compat.native(v).read_value()) for v in variables]
+        values = [tf.identity(models.native(v).read_value()) for v in variables]
         for variable, total in zip(variables, self._replicas.sum(values), strict=True):
             mean = total / tf.cast(self._replicas.count, total.dtype)
-            keras_compat.native(variable).assign(mean)
+            models.native(variable).assign(mean)
 
     def _groups(self) -> tuple[list[Any], list[Any]]:
-        return keras_compat.metric_variables(self._model), self.all_variables()
+        return metric_variables(self._model), self.all_variables()
 
     def rows(self) -> tuple[tf.Tensor, tf.Tensor]:
         """One row per replica: float64 [replicas, values] of metrics, and of moving averages.

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw import keras_compat
+from tfmw.keras_compat import datasets
 
 
 def eager_loop(
@@ -71,4 +71,4 @@ def traced_loop(
 
 def _seconds() -> tf.Tensor:
     """The time; 0 where operations must be deterministic, as TensorFlow then has no clock."""
-    return tf.constant(0.0, tf.float64) if keras_compat.is_deterministic() else tf.timestamp()
+    return tf.constant(0.0, tf.float64) if datasets.is_deterministic() else tf.timestamp()

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from tfmw import callbacks as callbacks_lib
-from tfmw import keras_compat, tables
+from tfmw import tables
 from tfmw.checkpoint.parts import SlotParts
 from tfmw.cluster.group import Group
+from tfmw.keras_compat import optimizers
 from tfmw.mirrored.cached_driver import cached_driver
 from tfmw.mirrored.driver import SyncDriver
 from tfmw.runtime import tracing
@@ -204,7 +205,7 @@ class MirroredTraining:
     def finish(self) -> None:
         self.driver.restore_optimizer()
         if self._arguments.epochs > 0:
-            for optimizer in keras_compat.optimizers_of(self.model)[:1]:
+            for optimizer in optimizers.optimizers_of(self.model)[:1]:
                 optimizer.finalize_variable_values(self.model.trainable_weights)
 
     def validate(self, callback_list: Any, signals: ValidationSignals | None) -> dict[str, Any]:

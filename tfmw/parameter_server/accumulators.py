@@ -24,8 +24,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.errors import UsageError
+from tfmw.keras_compat import parameter_servers
 from tfmw.parameter_server.exchange import Exchange, Work
 from tfmw.parameter_server.gradients import Grads
 from tfmw.parameter_server.hash_tables import refuse_hash_tables
@@ -75,7 +75,7 @@ class SynchronousSteps(WorkerSteps):
         self._aggregate = aggregate
         self._now: Any = None
         (optimizer,) = server_variables.optimizers
-        buckets = server_variables.all_buckets(keras_compat.optimized_variables(optimizer))
+        buckets = server_variables.all_buckets(parameter_servers.optimized_variables(optimizer))
         self._gradients = buckets
         self._accumulators = []
         for number, bucket in enumerate(buckets):
@@ -111,7 +111,7 @@ class SynchronousSteps(WorkerSteps):
         Returns:
             (waits for the end of all steps, cancels that call).
         """
-        return keras_compat.cancelable(self._advance, tf.constant(steps, tf.int64))
+        return parameter_servers.cancelable(self._advance, tf.constant(steps, tf.int64))
 
     def cancel(self) -> None:
         """Ends with an error every call, pending or later, that waits for the end of a step."""
@@ -204,11 +204,13 @@ class SynchronousSteps(WorkerSteps):
             done_here = []
             for where in range(self.server_variables.servers):
                 with tf.device(server(where)):
-                    done_here.append(keras_compat.one_op(lambda where=where: self._apply(where))())
+                    done_here.append(
+                        parameter_servers.one_op(lambda where=where: self._apply(where))()
+                    )
             # Through the coordinator: servers are not connected to each other.
             all_done = tf.add_n([tf.identity(t) for t in done_here])
             with tf.device(server(self.server_variables.home)):
-                over = keras_compat.one_op(self._end_step)(all_done)
+                over = parameter_servers.one_op(self._end_step)(all_done)
             return made + 1 + tf.identity(over) * 0
 
         with tf.device("/job:chief/replica:0/task:0/device:CPU:0"):

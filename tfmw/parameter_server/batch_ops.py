@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfmw import keras_compat
+from tfmw.keras_compat import parameter_servers
 
 
 def ops_between(sources: Sequence[tf.Tensor], target: tf.Tensor) -> bytes | None:
@@ -56,7 +56,7 @@ def ops_between(sources: Sequence[tf.Tensor], target: tf.Tensor) -> bytes | None
 
 def _is_plain(op: tf.Operation) -> bool:
     needs_more = op.op_def.is_stateful or op.control_inputs or op.type == "Placeholder"
-    return not (needs_more or keras_compat.calls_function(op))
+    return not (needs_more or parameter_servers.calls_function(op))
 
 
 def copied_ops(

@@ -28,8 +28,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw import data, keras_compat
+from tfmw import data
 from tfmw.cluster import servers as ps_cluster
+from tfmw.keras_compat import models, parameter_servers
 from tfmw.parameter_server import worker_data
 from tfmw.parameter_server.accumulators import SynchronousSteps
 from tfmw.parameter_server.lookups import RowTravel
@@ -71,7 +72,7 @@ class PsDriver:
         )
         self._steps = self._worker_steps(f"tfmw/{uuid.uuid4().hex}")
         makers, spec = worker_data.for_workers(source, self._workers)
-        self._iterator = keras_compat.worker_iterators(self._coordinator, makers, spec)
+        self._iterator = parameter_servers.worker_iterators(self._coordinator, makers, spec)
         self._pace = FunctionPace(model.steps_per_execution, UNROLLED)
         self._together_steps = 1
         self._numbers: Any = None
@@ -152,7 +153,7 @@ class PsDriver:
         limit = tf.constant(self.applied + steps, tf.int64)
         seeds = [tf.cast(s.numpy(), tf.uint32) for s in self.server_variables.seeds]
         if self._numbers is None:
-            self._numbers = keras_compat.worker_constants(
+            self._numbers = parameter_servers.worker_constants(
                 self._coordinator, list(range(self._workers))
             )
         for _ in range(self._workers - len(self._late)):  # a late worker is still in its function
@@ -242,9 +243,9 @@ class PsDriver:
     def _add_up(self, result: dict[str, Any]) -> int:
         """Adds the metrics that a function returned to the model's own metrics."""
         for variable, gained in zip(self._steps.metrics, result["metrics"], strict=True):
-            keras_compat.native(variable).assign_add(gained)
+            models.native(variable).assign_add(gained)
         for variable, drawn in zip(self.server_variables.seeds, result["draws"], strict=True):
-            own = keras_compat.native(variable)
+            own = models.native(variable)
             own.assign(own + tf.cast(drawn, own.dtype))
         self.examples += int(result["examples"])
         return int(result["steps"])
@@ -278,7 +279,7 @@ def _fetched(result: Any, over: Callable[[], bool]) -> dict[str, Any]:
             fetched: dict[str, Any] = result.fetch()
             return fetched
         except tf.errors.OpError as e:
-            if not keras_compat.is_worker_failure(e) or over():
+            if not parameter_servers.is_worker_failure(e) or over():
                 raise
             time.sleep(_RETRY_S)
 

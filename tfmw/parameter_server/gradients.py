@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw import keras_compat
+from tfmw.keras_compat import models, objects, parameter_servers
 from tfmw.parameter_server.lookups import Fetched, RowTravel
 from tfmw.parameter_server.updates import ServerUpdates, Update
 from tfmw.parameter_server.variables import Bucket, ServerVariables, contains
@@ -34,7 +34,7 @@ def taking_gradients(optimizer: Any, take: Callable[[Any, Grads], None]) -> Iter
     def apply(grads: Any, trainable_variables: Any = None) -> None:
         variables = trainable_variables
         if variables is None:
-            variables = keras_compat.optimized_variables(optimizer)
+            variables = parameter_servers.optimized_variables(optimizer)
         dense = [_densified(g, v) for g, v in zip(grads, variables, strict=True)]
         keras_apply(dense, trainable_variables)
 
@@ -47,7 +47,7 @@ def taking_gradients(optimizer: Any, take: Callable[[Any, Grads], None]) -> Iter
         (optimizer, "_backend_update_step", update_step),
         (optimizer, "_apply_weight_decay", lambda variables: None),
     ]
-    with keras_compat.overridden(overrides):
+    with objects.overridden(overrides):
         yield
 
 
@@ -108,7 +108,7 @@ class GradientsToServers:
                     update = functools.partial(updates.update_whole, optimizer, shard, variable)
                     yield shard.server, ([part], update)
             elif updates.by_rows_alone(optimizer, variable):
-                decays = keras_compat.uses_weight_decay(optimizer, variable)
+                decays = parameter_servers.uses_weight_decay(optimizer, variable)
                 kind = grad.dtype, tuple(variable.shape[1:]), decays
                 together.setdefault(kind, []).append((grad, variable))
             else:
@@ -147,7 +147,7 @@ class GradientsToServers:
 def _densified(grad: Any, variable: Any) -> Any:
     """Makes sparse gradients of small variables dense."""
     if isinstance(grad, tf.IndexedSlices) and not isinstance(
-        keras_compat.native(variable), keras_compat.RemoteRows
+        models.native(variable), parameter_servers.RemoteRows
     ):
         return tf.convert_to_tensor(grad)
     return grad

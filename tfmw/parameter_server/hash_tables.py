@@ -26,8 +26,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.errors import UsageError
+from tfmw.keras_compat import models, objects, parameter_servers, table_variables
 from tfmw.layers import HashTableEmbedding
 from tfmw.layers.part import Part, bucket_of, counted
 from tfmw.parameter_server import messages
@@ -77,12 +77,12 @@ class HashTables:
         overrides: list[tuple[Any, str, Any]] = [
             (layer, "look_up", functools.partial(self._look_up, layer)) for layer in self._layers
         ]
-        with keras_compat.overridden(overrides):
+        with objects.overridden(overrides):
             yield
 
     def _look_up(self, layer: HashTableEmbedding, ids: tf.Tensor, is_step: bool) -> tf.Tensor:
         """As `HashTableEmbedding.look_up`."""
-        rows: keras_compat.RemoteRows = keras_compat.native(layer.embeddings)
+        rows: parameter_servers.RemoteRows = models.native(layer.embeddings)
         found: tf.Tensor = rows.rows_found(functools.partial(self._found, layer, ids, is_step))
         return found
 
@@ -94,7 +94,7 @@ class HashTables:
         divide = self._one_op((*key, "divide"), functools.partial(_divided, layer, parts))
         sent, places, positions = divide(ids)
         width = layer.output_dim
-        own_type = keras_compat.native(layer.embeddings).dtype
+        own_type = models.native(layer.embeddings).dtype
         travels_as = self._travel.sent_as(own_type)
         specs = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, width], travels_as)]
         answers = []
@@ -130,7 +130,7 @@ class _ServerPart:
         kept_steps: int,
     ):
         rows = server_variables.shards(layer.embeddings)[number]
-        division = keras_compat.division_of(layer.embeddings)
+        division = table_variables.division_of(layer.embeddings)
         assert division is not None
         self.number = number
         self.server = rows.server
@@ -162,7 +162,7 @@ class _ServerPart:
 
         def run(message: tf.Tensor) -> tf.Tensor:
             ids, counts, has_ids = messages.unpack(message, _SENT)
-            with keras_compat.substituted(self._held):
+            with models.substituted(self._held):
                 if is_step:
                     self._part.step(ids, counts, has_ids > 0)
                 rows = self._part.rows(ids)
@@ -171,7 +171,7 @@ class _ServerPart:
                 return messages.pack([rows, tf.cast(self._part.values(rows), dtype)])
 
         # Within a part one thread runs all ops; only the turn is waited for.
-        alone = keras_compat.one_op(run, waits=False)
+        alone = parameter_servers.one_op(run, waits=False)
         answer: tf.Tensor = self._turn.execute(
             lambda: alone(message), exclusive_resource_access=False
         )

@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw import keras_compat
+from tfmw.keras_compat import models, parameter_servers
 from tfmw.parameter_server import messages
 from tfmw.parameter_server.batch_ops import copied_ops, ops_between
 from tfmw.tables import Route, Together, VariableShard
@@ -75,7 +75,7 @@ class Plan:
         self._groups: list[tuple[list[Lookup], Together]] = []
         for members in _of_one_kind(lookups):
             self._groups.append((members, Together([member.shards for member in members])))
-        self._prepared = keras_compat.one_op(self._prepare, waits=False)
+        self._prepared = parameter_servers.one_op(self._prepare, waits=False)
         self._servers = sorted({where for _, group in self._groups for where in group.shards})
 
     def asked(self, batch: Any) -> Asked:
@@ -136,7 +136,7 @@ class Plan:
         for (members, group), own, tensors in groups:
             route = group.route_of(tensors)
             here = {where: answers[where].pop(0) for where in group.shards}
-            own_type = keras_compat.native(members[0].variable).dtype
+            own_type = models.native(members[0].variable).dtype
             rows = route.deliver({where: tf.cast(each, own_type) for where, each in here.items()})
             fetched.groups.append(([member.variable for member in members], own, group, route))
             for member, each in zip(members, zip(rows, own, strict=True), strict=True):
@@ -229,7 +229,7 @@ class _Recorded(Fetched):
         """Zeros [n, ...]."""
         if ops_between(self._batch, ids) is not None:
             self._lookups.append(Lookup(variable, ids, self._shards_of(variable)))
-        own = keras_compat.native(variable)
+        own = models.native(variable)
         return tf.zeros(tf.concat([tf.shape(ids), own.shape[1:]], axis=0), own.dtype), ids
 
 
@@ -242,6 +242,6 @@ def _of_one_kind(lookups: Iterable[Lookup]) -> list[list[Lookup]]:
     """Those whose rows can be in one tensor, in an order that all processes share."""
     kinds: dict[Any, list[Lookup]] = {}
     for one in lookups:
-        own = keras_compat.native(one.variable)
+        own = models.native(one.variable)
         kinds.setdefault((own.dtype, tuple(own.shape[1:])), []).append(one)
     return list(kinds.values())

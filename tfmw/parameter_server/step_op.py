@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw import keras_compat
+from tfmw.keras_compat import parameter_servers
 from tfmw.parameter_server import messages
 from tfmw.parameter_server.exchange import Answers, Exchange, Work
 from tfmw.parameter_server.lookups import Asked, Fetched
@@ -45,7 +45,7 @@ class StepOp:
         self._exchange = exchange
         self._batch_spec = batch_spec
         self._scalars = scalars
-        self._op: keras_compat.TracedOp | None = None
+        self._op: parameter_servers.TracedOp | None = None
         self._work = Work()
 
     def __call__(
@@ -76,7 +76,7 @@ class StepOp:
         examples, sent = self._op(read, _of_asked(asked), [_of_answers(a) for a in received])
         return examples, self._work.sending(dict(zip(self._work.updates, sent, strict=True)))
 
-    def _traced(self, asked: Asked, received: list[Answers]) -> keras_compat.TracedOp:
+    def _traced(self, asked: Asked, received: list[Answers]) -> parameter_servers.TracedOp:
         def run(scalars: Any, of_asked: Any, of_received: Any) -> Any:
             own = _asked_of(of_asked)
             opened = self._opened(
@@ -95,7 +95,7 @@ class StepOp:
         )
         # Answers have any length, those of the first step too.
         more = tf.nest.map_structure(messages.spec_of, [_of_answers(a) for a in received])
-        return keras_compat.TracedOp(run, *specs, more)
+        return parameter_servers.TracedOp(run, *specs, more)
 
     def _opened(
         self, asked: Asked, received: list[Answers]

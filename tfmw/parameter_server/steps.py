@@ -37,8 +37,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw import data, keras_compat
+from tfmw import data
 from tfmw.errors import UsageError
+from tfmw.keras_compat import metrics, models, optimizers, parameter_servers
 from tfmw.parameter_server.exchange import Answers, Exchange, Work
 from tfmw.parameter_server.gradients import GradientsToServers, Grads, taking_gradients
 from tfmw.parameter_server.hash_tables import HashTables
@@ -90,13 +91,13 @@ class WorkerSteps:
     ):
         self.model = model
         self.server_variables = server_variables
-        self.metrics = keras_compat.metric_variables(model)
+        self.metrics = metrics.metric_variables(model)
         self.function = tf.function(self._many, autograph=False)
         self._name = f"{name}/{next(_models)}"
         self._assigned: list[Any] = []
         self._travel = travel or RowTravel()
         self._ops: dict[Any, Callable[..., Any]] = {}
-        looked_up = keras_compat.looked_up_variables(model) if remote_lookups else []
+        looked_up = parameter_servers.looked_up_variables(model) if remote_lookups else []
         on_servers = list(server_variables.divided)
         for layer in server_variables.hash_tables:
             on_servers += [
@@ -225,14 +226,14 @@ class WorkerSteps:
         for number, variable in enumerate(ordinary):
             if contains(variable, self._remote) or id(variable) in found:
                 continue
-            found[id(variable)] = keras_compat.local_variable(
+            found[id(variable)] = parameter_servers.local_variable(
                 f"{self._name}/{number}", variable.shape, _dtype(variable), variable.trainable
             )
         for number, variable in enumerate(self._remote):
             shards = server_variables.shards(variable)
             table = table_of(variable)  # refuses to be read if it is too large
             read = functools.partial(read_whole, shards) if table is None else table.read_all
-            found[id(variable)] = keras_compat.RemoteRows(
+            found[id(variable)] = parameter_servers.RemoteRows(
                 f"{self._name}/remote_{number}",
                 variable.shape,
                 _dtype(variable),
@@ -341,11 +342,11 @@ class WorkerSteps:
         with contextlib.ExitStack() as stack:
             for optimizer in server_variables.optimizers:
                 enter = stack.enter_context
-                enter(keras_compat.stable_variable_keys(optimizer, server_variables.trainable))
+                enter(optimizers.stable_variable_keys(optimizer, server_variables.trainable))
                 enter(taking_gradients(optimizer, update))
-            stack.enter_context(keras_compat.recorded_assignments(self._assigned))
-            stack.enter_context(keras_compat.lookups_through(remote))
-            stack.enter_context(keras_compat.substituted(pairs))
+            stack.enter_context(metrics.recorded_assignments(self._assigned))
+            stack.enter_context(parameter_servers.lookups_through(remote))
+            stack.enter_context(models.substituted(pairs))
             stack.enter_context(self._hash_tables.on_servers())
             return model.train_step(batch)
 
@@ -354,7 +355,7 @@ class WorkerSteps:
     ) -> None:
         """Adds what the step has changed besides the optimizer's variables."""
         changed = [v for v in self.server_variables.state if contains(v, self._assigned)]
-        averages = keras_compat.moving_averages(self.model)
+        averages = parameter_servers.moving_averages(self.model)
 
         def store(bucket: Bucket, flat: tf.Tensor) -> None:
             parts = bucket.unpack(flat)
@@ -380,8 +381,8 @@ class WorkerSteps:
         self, key: Any, function: Callable[..., Any], waits: bool = False
     ) -> Callable[..., Any]:
         """`function` as one op; traced for the first step in the loop's body, used by all."""
-        return self._ops.setdefault(key, keras_compat.one_op(function, waits))
+        return self._ops.setdefault(key, parameter_servers.one_op(function, waits))
 
 
 def _dtype(variable: Any) -> tf.DType:
-    return keras_compat.native(variable).dtype
+    return models.native(variable).dtype

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.cluster import servers as ps_cluster
 from tfmw.errors import UsageError
-from tfmw.keras_compat import placement
+from tfmw.keras_compat import models, placement
+from tfmw.keras_compat.metrics import metric_variables
 from tfmw.parameter_server import worker_data
 from tfmw.parameter_server.driver import PsDriver
 from tfmw.runtime.step_times import StepTimes
@@ -70,7 +70,7 @@ class ParameterServerTraining:
         self._is_current = True  # whether the user's model has the servers' weights
         self._finished = False
         self._dropped_before = 0
-        if keras_compat.needs_build(self.model):
+        if models.needs_build(self.model):
             session.build(self.element_spec)
 
     def __enter__(self) -> ParameterServerTraining:
@@ -121,8 +121,8 @@ class ParameterServerTraining:
     def restore_replica_state(self, metrics: np.ndarray, averages: np.ndarray) -> None:
         del averages  # moving averages exist on the servers only
         start, values = 0, metrics.sum(axis=0)
-        for variable in keras_compat.metric_variables(self.model):
-            own = keras_compat.native(variable)
+        for variable in metric_variables(self.model):
+            own = models.native(variable)
             size = own.shape.num_elements()
             value = values[start : start + size].reshape(own.shape.as_list())
             own.assign(tf.cast(value, own.dtype))
@@ -169,8 +169,8 @@ class ParameterServerTraining:
 
     def replica_state(self, slots: bool) -> tuple[np.ndarray, np.ndarray]:
         self._fetch(slots)
-        variables = keras_compat.metric_variables(self.model)
-        values = [np.ravel(keras_compat.native(v).numpy()) for v in variables]
+        variables = metric_variables(self.model)
+        values = [np.ravel(models.native(v).numpy()) for v in variables]
         metrics = np.concatenate([np.zeros([0]), *values])[None].astype(np.float64)
         return metrics, np.zeros([1, 0])
 

@@ -5,7 +5,7 @@
         updates.run(index, optimizer, [([gradient], update), ...])
 
 The user's own optimizer computes each update. While it runs, its Keras variables hold the server's
-variables and slots (`keras_compat.substituted`), or some of their rows (`Rows`).
+variables and slots (`models.substituted`), or some of their rows (`Rows`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw import keras_compat
+from tfmw.keras_compat import models, optimizers, parameter_servers
 from tfmw.parameter_server.shards import Rows
 from tfmw.parameter_server.variables import ServerVariables, contains
 from tfmw.tables import VariableShard
@@ -44,8 +44,8 @@ class ServerUpdates:
         scalars = [
             (v, ReadOnlyScalar(copies[where])) for v, copies in self.server_variables.scalars
         ]
-        stable = keras_compat.stable_variable_keys(optimizer, self.server_variables.trainable)
-        with stable, keras_compat.substituted(scalars):
+        stable = optimizers.stable_variable_keys(optimizer, self.server_variables.trainable)
+        with stable, models.substituted(scalars):
             for tensors, update in updates:
                 update(*tensors)
         for variable, copies in self.server_variables.scalars:
@@ -121,9 +121,9 @@ def _apply(optimizer: Any, variable: Any, grad: Any, pairs: list[tuple[Any, Any]
     Args:
         pairs: (Keras variable or slot, what holds its values or rows here); `variable` first.
     """
-    with keras_compat.substituted(pairs):
-        rate = keras_compat.current_learning_rate(optimizer)
-        if keras_compat.uses_weight_decay(optimizer, variable):
+    with models.substituted(pairs):
+        rate = parameter_servers.current_learning_rate(optimizer)
+        if parameter_servers.uses_weight_decay(optimizer, variable):
             values = pairs[0][1]
             decay = tf.cast(optimizer.weight_decay, values.dtype)
             values.assign_sub(tf.convert_to_tensor(values) * decay * tf.cast(rate, values.dtype))

@@ -2,7 +2,7 @@
 
     server_variables = ServerVariables(model, servers=2)
     server_variables.fetch()                  # copies their values into the user's model
-    with keras_compat.substituted(pairs): ... # while a worker's function is traced, see `steps`
+    with models.substituted(pairs): ... # while a worker's function is traced, see `steps`
 
 Three copies of a variable exist during training, and each has one purpose:
 
@@ -33,9 +33,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.errors import UsageError
-from tfmw.keras_compat import placement
+from tfmw.keras_compat import models, parameter_servers, placement, table_variables
+from tfmw.keras_compat.optimizers import optimizer_variables, optimizers_of, with_inner_optimizers
 from tfmw.layers import HashTableEmbedding
 from tfmw.tables import (
     BLOCK_BYTES,
@@ -97,18 +97,18 @@ class ServerVariables:
     ):
         self.model = model
         self.servers = servers
-        self.optimizers = keras_compat.optimizers_of(model)
+        self.optimizers = optimizers_of(model)
         self.seeds = placement.seeds_of(model)
         self.trainable: list[Any] = list(model.trainable_variables)
         self.hash_tables = [
             layer
-            for layer in keras_compat.layers_of(model)
+            for layer in models.layers_of(model)
             if isinstance(layer, HashTableEmbedding) and layer.built
         ]
         self._steps = [layer.step for layer in self.hash_tables]
         without = [*self.seeds, *self._steps]
         weights = _unique(model.variables, without)
-        updated = _unique(keras_compat.state_variables_of(model), without)
+        updated = _unique(models.state_variables_of(model), without)
         self.state = [
             v for v in updated if contains(v, weights) and not contains(v, self.trainable)
         ]
@@ -128,7 +128,7 @@ class ServerVariables:
                     "strategy.scope(), so that only the servers have them",
                     variable.path,
                 )
-        self._slots = {id(o): keras_compat.optimizer_slots(o) for o in self.optimizers}
+        self._slots = {id(o): parameter_servers.optimizer_slots(o) for o in self.optimizers}
         self._load = [0] * servers
         self._shards: dict[int, list[VariableShard]] = {}
         # Large variables first, so that small ones even out the load. Tables are there already.
@@ -139,7 +139,7 @@ class ServerVariables:
         self.scalars: list[tuple[Any, list[tf.Variable]]] = []
         for optimizer in self.optimizers:
             slots = {id(s) for of in self._slots[id(optimizer)] for s in of}
-            for variable in keras_compat.optimizer_variables(optimizer):
+            for variable in optimizer_variables(optimizer):
                 if id(variable) not in slots:
                     copies = [self._create(variable, s) for s in range(servers)]
                     self.scalars.append((variable, copies))
@@ -186,7 +186,7 @@ class ServerVariables:
 
     def _with_slots(self, variable: Any, number: int) -> VariableShard:
         """One shard of a table; of its slots only those are created that are no tables."""
-        shard: VariableShard = keras_compat.native(variable).shards[number]
+        shard: VariableShard = models.native(variable).shards[number]
         slots = {}
         for slot in self.slots_of(variable):
             table = table_of(slot)
@@ -203,7 +203,7 @@ class ServerVariables:
         self, variable: Any, where: int, rows: tuple[int, int] | None = None
     ) -> tf.Variable:
         """Creates a variable on a server with the coordinator's value, sent in blocks."""
-        own = keras_compat.native(variable)
+        own = models.native(variable)
         shape = own.shape.as_list()
         start, stop = rows or (0, shape[0] if shape else 0)
         if rows is not None:
@@ -228,7 +228,7 @@ class ServerVariables:
     def slots_of(self, variable: Any) -> list[Any]:
         """The optimizer's slots (Keras variables) of one trainable variable."""
         for optimizer in self.optimizers:
-            known = keras_compat.optimized_variables(optimizer)
+            known = parameter_servers.optimized_variables(optimizer)
             for index, other in enumerate(known):
                 if other is variable:
                     return self._slots[id(optimizer)][index]
@@ -252,7 +252,7 @@ class ServerVariables:
         groups: dict[tuple[int, str], list[Any]] = {}
         alone = []
         for variable in variables:
-            dtype = keras_compat.native(variable).dtype
+            dtype = models.native(variable).dtype
             if _bytes(variable) > BUCKET_BYTES or dtype in (tf.string, tf.bool):
                 alone.append(variable)
             else:
@@ -267,7 +267,7 @@ class ServerVariables:
     def all_buckets(self, variables: Iterable[Any]) -> list[Bucket]:
         """As `buckets`, with each large variable in a bucket of its own."""
         buckets, alone = self.buckets(variables)
-        single = [Bucket(self.shard(v).server, keras_compat.native(v).dtype, (v,)) for v in alone]
+        single = [Bucket(self.shard(v).server, models.native(v).dtype, (v,)) for v in alone]
         return [*buckets, *single]
 
     # ------------------------------------------------------------ the coordinator's copies
@@ -288,9 +288,9 @@ class ServerVariables:
                         if not is_table(slot):
                             _fetch(shard.slots[id(slot)], slot, shard)
         for variable, copies in self.scalars:
-            is_counted = keras_compat.is_iterations(variable, self.optimizers)
+            is_counted = parameter_servers.is_iterations(variable, self.optimizers)
             if is_counted or contains(variable, self._steps):
-                keras_compat.native(variable).assign(copies[self.home].read_value())
+                models.native(variable).assign(copies[self.home].read_value())
                 self._sent[id(variable)] = variable.numpy()
         if weights:
             self._remember()
@@ -299,7 +299,7 @@ class ServerVariables:
         """Records the values that coordinator and servers share; no copy until one changes."""
         for variable in self._weights:
             if len(self.shards(variable)) == 1 and _bytes(variable) <= BLOCK_BYTES:
-                self._known[id(variable)] = keras_compat.native(variable).read_value()
+                self._known[id(variable)] = models.native(variable).read_value()
 
     def push(self) -> None:
         """Sends values that callbacks have changed on the coordinator: weights, the learning rate.
@@ -311,7 +311,7 @@ class ServerVariables:
             known = self._known.get(id(variable))
             if known is None:
                 continue
-            own = keras_compat.native(variable).read_value()
+            own = models.native(variable).read_value()
             if not bool(tf.reduce_all(tf.equal(own, known))):
                 self.shard(variable).variable.assign(own)
                 self._known[id(variable)] = own
@@ -355,7 +355,7 @@ def refuse_unsupported(optimizers: list[Any], divided: list[Any]) -> None:
             )
     for optimizer in optimizers:
         name = type(optimizer).__name__
-        if len(list(keras_compat.with_inner_optimizers(optimizer))) > 1:
+        if len(list(with_inner_optimizers(optimizer))) > 1:
             raise UsageError(
                 f"received a {name}, which holds other optimizers: expected one optimizer for "
                 "parameter servers; compile with it alone, in place of loss scaling with "
@@ -381,10 +381,10 @@ def refuse_unsupported(optimizers: list[Any], divided: list[Any]) -> None:
             )
 
 
-def _division(variable: Any) -> keras_compat.Division:
+def _division(variable: Any) -> table_variables.Division:
     """Where a variable may be divided."""
     rows = int(variable.shape[0]) if len(variable.shape) else 0
-    return keras_compat.division_of(variable) or keras_compat.Division(rows, 1)
+    return table_variables.division_of(variable) or table_variables.Division(rows, 1)
 
 
 def _leader(variable: Any) -> Any:
@@ -394,7 +394,7 @@ def _leader(variable: Any) -> Any:
 
 
 def _shard_count(variable: Any, partition: Callable[[Sequence[int], tf.DType], int]) -> int:
-    count = partition(variable.shape.as_list(), keras_compat.native(variable).dtype)
+    count = partition(variable.shape.as_list(), models.native(variable).dtype)
     return min(count, max(1, _division(variable).units))
 
 
@@ -408,7 +408,7 @@ def _rows_beside(variable: Any, leader: Any, shard: VariableShard) -> tuple[int,
 
 def _fetch(server_variable: tf.Variable, variable: Any, shard: VariableShard) -> None:
     """Copies a server variable's rows into the coordinator's variable, block by block."""
-    own = keras_compat.native(variable)
+    own = models.native(variable)
     shape = server_variable.shape.as_list()
     size = int(np.prod(shape)) * server_variable.dtype.size
     if not shard.stop and size <= BLOCK_BYTES:
@@ -424,7 +424,7 @@ def _fetch(server_variable: tf.Variable, variable: Any, shard: VariableShard) ->
 
 
 def _bytes(variable: Any) -> int:
-    own = keras_compat.native(variable)
+    own = models.native(variable)
     return int(np.prod(own.shape.as_list())) * max(1, own.dtype.size)
 
 

@@ -20,8 +20,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw import data, keras_compat
+from tfmw import data
 from tfmw.errors import UsageError
+from tfmw.keras_compat import datasets
 
 _PYTHON_OPS = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 _SEED_APART = 1_000_003  # difference between the seeds of neighbouring workers
@@ -47,11 +48,11 @@ def for_workers(
     spec = _common_spec([dataset.element_spec for dataset, _ in own])
 
     def maker(dataset: tf.data.Dataset, skip: int) -> Callable[[], tf.data.Dataset]:
-        graph = keras_compat.dataset_graph(dataset)
+        graph = datasets.dataset_graph(dataset)
         _refuse_python(graph)
 
         def make() -> tf.data.Dataset:
-            batches = keras_compat.dataset_from_graph(graph, spec).repeat().skip(skip)
+            batches = datasets.dataset_from_graph(graph, spec).repeat().skip(skip)
             return batches.prefetch(tf.data.AUTOTUNE)
 
         return make
@@ -77,7 +78,7 @@ def _of_worker(source: data.Source, worker: int, workers: int) -> tuple[tf.data.
 
     if source.is_function():
         dataset = source.x(tf.distribute.InputContext(workers, worker, workers))
-        if not keras_compat.is_dataset(dataset):
+        if not datasets.is_dataset(dataset):
             raise UsageError(
                 f"the dataset function returned {type(dataset).__name__}: expected a "
                 "tf.data.Dataset, this worker's pipeline of batches."
@@ -86,8 +87,8 @@ def _of_worker(source: data.Source, worker: int, workers: int) -> tuple[tf.data.
         return dataset, 0
     order = data.Order(_UNSEEDED, vary)
     begin = 0
-    if keras_compat.is_dataset(source.x):
-        if keras_compat.may_shuffle_inside(source.x):
+    if datasets.is_dataset(source.x):
+        if datasets.may_shuffle_inside(source.x):
             source = dataclasses.replace(source, x=data.ordered(source.x, order))
         else:
             begin = max(0, int(source.x.cardinality())) * worker // workers

@@ -11,8 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw import keras_compat
-from tfmw.keras_compat import Division, NewVariable
+from tfmw.keras_compat import models, table_variables
+from tfmw.keras_compat.table_variables import Division, NewVariable
 from tfmw.tables.joined import Joined, JoinedRows, may_join
 from tfmw.tables.shards import VariableShard, blocks, server
 from tfmw.tables.table import Table, store_rows, table_of
@@ -35,11 +35,11 @@ def create_on_servers(partition: Partition, servers: int, max_whole_bytes: int) 
         servers: number of parameter servers.
         max_whole_bytes: larger tables are never read or assigned as a whole.
     """
-    keras_compat.make_variables_by(_Creation(partition, servers, max_whole_bytes))
+    table_variables.make_variables_by(_Creation(partition, servers, max_whole_bytes))
 
 
 class _Creation:
-    """Makes tables; its calls are those of `keras_compat.make_variables_by`."""
+    """Makes tables; its calls are those of `table_variables.make_variables_by`."""
 
     def __init__(self, partition: Partition, servers: int, max_whole_bytes: int):
         self._partition = partition
@@ -51,7 +51,7 @@ class _Creation:
         places = self._places(new)
         if not places:
             return None
-        rows = keras_compat.initial_rows(new.initializer, new.shape, new.dtype)
+        rows = table_variables.initial_rows(new.initializer, new.shape, new.dtype)
         if rows is None:
             logger.warning(
                 "%s is made in this process and then sent to the servers: its initializer (%s) "
@@ -63,7 +63,7 @@ class _Creation:
             return None
         with tf.init_scope():
             like = _shares_rows(new)
-            of_table = [] if like is None else keras_compat.native(like).shards
+            of_table = [] if like is None else models.native(like).shards
             shards = [
                 self._shard(new, rows, *place, other)
                 for place, other in zip(places, of_table or [None] * len(places), strict=True)
@@ -104,7 +104,7 @@ class _Creation:
     def _shard(
         self,
         new: NewVariable,
-        rows: keras_compat.InitialRows,
+        rows: table_variables.InitialRows,
         where: int,
         start: int,
         stop: int,
@@ -161,7 +161,7 @@ def _rows_alone(
 
 def _following(division: Division) -> list[tuple[int, int, int]]:
     """(server, start, stop) of each shard of a variable that is divided as another one."""
-    table, other = table_of(division.follows), keras_compat.division_of(division.follows)
+    table, other = table_of(division.follows), table_variables.division_of(division.follows)
     if table is None or other is None:
         return []
     units = [(shard.server, *other.units_of(shard.start, shard.stop)) for shard in table.shards]
@@ -172,6 +172,6 @@ def _shares_rows(new: NewVariable) -> Any:
     """The Keras variable whose rows change together with those of a new one, or None."""
     if new.slot_of is not None or new.division is None:
         return new.slot_of
-    other = keras_compat.division_of(new.division.follows)
+    other = table_variables.division_of(new.division.follows)
     is_alike = other is not None and new.division.has_rows_of(other)
     return new.division.follows if is_alike else None

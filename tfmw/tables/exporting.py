@@ -26,8 +26,9 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from tfmw import keras_compat, storage
+from tfmw import storage
 from tfmw.errors import TfmwError
+from tfmw.keras_compat import models, table_variables
 from tfmw.tables.files import TableFiles, write_checkpoint
 from tfmw.tables.row_files import RowFiles
 from tfmw.tables.table import NeedsAllRows, Table, tables_among
@@ -87,13 +88,13 @@ def whole_tables(variables: Iterable[object]) -> Iterator[WholeTables]:
     found: dict[str, Table] = {}
     pairs = []
     for number, variable in enumerate(tables_among(variables)):
-        table: Table = keras_compat.native(variable)
+        table: Table = models.native(variable)
         mark = f"{_MARK} {number}"
         found[mark] = table
         name = f"tfmw_exported_{number}"
-        stand_in = keras_compat.StandIn(name, table.shape, table.dtype, table.trainable, mark)
+        stand_in = table_variables.StandIn(name, table.shape, table.dtype, table.trainable, mark)
         pairs.append((variable, stand_in))
-    with keras_compat.substituted(pairs):
+    with models.substituted(pairs):
         yield WholeTables(found)
 
 
@@ -120,7 +121,7 @@ class TablesInFiles:
     def track(self, archive: Any) -> None:
         """Adds the asset to an archive, if there are tables."""
         if self._files.tables:
-            keras_compat.track_asset(archive, self._asset)
+            table_variables.track_asset(archive, self._asset)
 
     def write_into(self, directory: str) -> None:
         """Adds the files to a SavedModel; servers write their rows.
@@ -160,20 +161,20 @@ def tables_in_files(
     for variable in tables_among(variables):
         name = variable.path
         named[name if name not in named else f"{name} ({len(named)})"] = variable
-    tables = {name: keras_compat.native(v) for name, v in named.items() if id(v) in of_model}
+    tables = {name: models.native(v) for name, v in named.items() if id(v) in of_model}
     with tempfile.TemporaryDirectory() as folder:
         files = TablesInFiles(tables, folder)
         pairs = [
             (variable, _elsewhere(files, name, variable, number))
             for number, (name, variable) in enumerate(named.items())
         ]
-        with keras_compat.substituted(pairs):
+        with models.substituted(pairs):
             yield files
 
 
 def _elsewhere(files: TablesInFiles, name: str, variable: Any, number: int) -> Any:
     """What a Keras variable holds whose rows are in files."""
-    table: Table = keras_compat.native(variable)
+    table: Table = models.native(variable)
 
     def refuse() -> NoReturn:
         raise NeedsAllRows(
@@ -181,7 +182,7 @@ def _elsewhere(files: TablesInFiles, name: str, variable: Any, number: int) -> A
             'and a sharded table serves the rows of some ids only; export with tables="whole".'
         )
 
-    return keras_compat.RowsElsewhere(
+    return table_variables.RowsElsewhere(
         f"tfmw_exported_{number}",
         table.shape.as_list(),
         table.dtype,

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from tfmw import keras_compat
 from tfmw.errors import TfmwError, UsageError
+from tfmw.keras_compat import models, parameter_servers
 from tfmw.tables.shards import VariableShard, blocks, look_up, read_whole, server
 
 _numbers = itertools.count()
@@ -34,10 +34,10 @@ class NeedsAllRows(TfmwError):
 
     def __init__(self, message: str):
         super().__init__(message)
-        keras_compat.keep_message(self)
+        models.keep_message(self)
 
 
-class Table(keras_compat.RemoteRows):
+class Table(parameter_servers.RemoteRows):
     """The rows of one Keras variable, on parameter servers.
 
     Args:
@@ -162,7 +162,7 @@ def store_rows(shard: VariableShard, start: int, rows: Any) -> Any:
 
 def table_of(variable: Any) -> Table | None:
     """The table that a Keras variable holds, or None."""
-    held = keras_compat.native(variable)
+    held = models.native(variable)
     return held if isinstance(held, Table) else None
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw import keras_compat
+from tfmw.keras_compat import parameter_servers
 from tfmw.tables.shards import VariableShard
 
 
@@ -66,7 +66,7 @@ def _deliver() -> Callable[..., list[tf.Tensor]]:
         parts: list[tf.Tensor] = tf.split(rows, lengths, num=lengths.shape[0])
         return parts
 
-    return keras_compat.one_op(deliver, waits=False)
+    return parameter_servers.one_op(deliver, waits=False)
 
 
 @functools.cache
@@ -80,7 +80,7 @@ def _send() -> Callable[..., list[tf.Tensor]]:
         parts: list[tf.Tensor] = tf.split(summed, counts, num=len(asked))
         return parts
 
-    return keras_compat.one_op(send, waits=False)
+    return parameter_servers.one_op(send, waits=False)
 
 
 class Together:
@@ -98,7 +98,7 @@ class Together:
         self._rows = [_rows_of(table) for table in tables]
         self._offsets = [0, *itertools.accumulate(self._rows)]
         self.shards: dict[int, list[tuple[int, VariableShard]]] = {}
-        self._one_op = keras_compat.one_op(self.route_tensors, waits=False)
+        self._one_op = parameter_servers.one_op(self.route_tensors, waits=False)
         # Of each shard: its first row among those of all tables, what is to be added to get its
         # place in its variable, and which variable that is.
         self._starts: list[int] = []

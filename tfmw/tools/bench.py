@@ -211,8 +211,7 @@ def _update_seconds(optimizer: Any) -> float:
     import keras
     import tensorflow as tf
 
-    from tfmw import keras_compat
-    from tfmw.keras_compat import optimizer_part
+    from tfmw.keras_compat import fused_update, optimizer_part
 
     weights = [
         keras.Variable(tf.zeros(v.shape), dtype=v.dtype)
@@ -227,7 +226,7 @@ def _update_seconds(optimizer: Any) -> float:
 
     grads = [tf.ones(v.shape, v.dtype) for v in weights]
     spans = []
-    with keras_compat.fused_update(other, weights):
+    with fused_update.fused_update(other, weights):
         for _ in range(WARM_UP + UPDATES):
             begin = time.perf_counter()
             update(grads)

@@ -11,8 +11,9 @@ import keras
 import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
-from tfmw import data, keras_compat, precision
+from tfmw import data, precision
 from tfmw.errors import UsageError
+from tfmw.keras_compat import datasets, models
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class FitArguments:
 
     def limited(self) -> FitArguments:
         """These arguments with at most the epochs and steps that `keras.config` allows."""
-        max_epochs, _ = keras_compat.limits_for_debugging()
+        max_epochs, _ = models.limits_for_debugging()
         epochs = self.epochs
         if max_epochs and max_epochs < epochs:
             warnings.warn(f"Limiting epochs to {max_epochs}", stacklevel=3)
@@ -86,7 +87,7 @@ class FitArguments:
         """These arguments after applying `validation_split`, if there is one."""
         if not self.validation_split or self.validation_data is not None:
             return self
-        (x, y, sample_weight), validation_data = keras_compat.train_validation_split(
+        (x, y, sample_weight), validation_data = datasets.train_validation_split(
             (self.x, self.y, self.sample_weight), validation_split=self.validation_split
         )
         return dataclasses.replace(
@@ -113,9 +114,7 @@ class FitArguments:
             return None
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self.validation_data)
         # Datasets are already batched; arrays are batched as the training data.
-        is_batched = (
-            keras_compat.is_dataset(x) or callable(x) or isinstance(x, keras.utils.PyDataset)
-        )
+        is_batched = datasets.is_dataset(x) or callable(x) or isinstance(x, keras.utils.PyDataset)
         batch_size = None if is_batched else self.validation_batch_size or self.batch_size
         return data.Source(x, y, sample_weight, batch_size, self.validation_steps)
 
@@ -135,7 +134,7 @@ class FitArguments:
 
 def limited_steps(steps: int | None) -> int | None:
     """No more steps of an epoch than `keras.config.set_max_steps_per_epoch` allows."""
-    _, max_steps = keras_compat.limits_for_debugging()
+    _, max_steps = models.limits_for_debugging()
     if not max_steps or (steps is not None and steps <= max_steps):
         return steps
     warnings.warn(f"Limiting steps_per_epoch to {max_steps}", stacklevel=3)

@@ -18,8 +18,9 @@ import os
 import warnings
 from typing import Any
 
-from tfmw import data, keras_compat
+from tfmw import data
 from tfmw.cluster.group import Group
+from tfmw.keras_compat import datasets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +159,7 @@ class EpochIterator:
             self._iterator = None
             if self.steps_per_epoch is None:
                 self.steps_per_epoch = self._pass_steps = self.steps_done
-            if self.shard.steps is not None and keras_compat.is_dataset(self._source.x):
+            if self.shard.steps is not None and datasets.is_dataset(self._source.x):
                 # Keras starts a pass here and another one in the next epoch; a seeded dataset that
                 # reshuffles itself must have the same order.
                 self._passes += 1
@@ -240,5 +241,5 @@ class EpochIterator:
 
 def _draw_seed() -> int:
     """The global seed, so that seeded runs are equal; a random seed without a global one."""
-    seed = keras_compat.global_seed()
+    seed = datasets.global_seed()
     return (int.from_bytes(os.urandom(4)) if seed is None else seed) & 0x7FFFFFFF

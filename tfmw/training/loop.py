@@ -27,11 +27,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
-from tfmw import keras_compat
 from tfmw.checkpoint import state
 from tfmw.checkpoint.backups import Backups, PythonState
 from tfmw.checkpoint.parts import SlotParts
 from tfmw.cluster.group import Group
+from tfmw.keras_compat import models
 from tfmw.keras_compat.guards import saves_by_callbacks
 from tfmw.runtime import fence
 from tfmw.runtime.progress import blocking_call, report_progress
@@ -251,9 +251,7 @@ class TrainingLoop:
             self._callbacks.on_train_begin()
         if found is None:
             # Callbacks may have restored their own state, and set the next epoch.
-            requested = driver.group.from_chief(
-                lambda: keras_compat.requested_initial_epoch(self._model)
-            )
+            requested = driver.group.from_chief(lambda: models.requested_initial_epoch(self._model))
             self._initial_epoch = requested or self._initial_epoch
         self._backups.note_callbacks(callbacks)
 
@@ -339,7 +337,7 @@ class TrainingLoop:
     def _end_epoch(self, epoch: int, logs: Logs) -> bool:
         """Ends an epoch; returns whether it was the last one."""
         self._driver.update_model()
-        if self._validate is not None and keras_compat.should_validate(
+        if self._validate is not None and models.should_validate(
             self._model, epoch, self._validation_freq
         ):
             results = self._validate(self._callbacks, self._validation_signals(epoch, logs))
@@ -396,7 +394,7 @@ class TrainingLoop:
         model, group = self._model, self._driver.group
 
         def decide() -> dict[str, Any]:
-            rate = keras_compat.settable_learning_rate(model.optimizer)
+            rate = models.settable_learning_rate(model.optimizer)
             return {"stop": bool(model.stop_training), "learning rate": rate}
 
         decided = group.from_chief(decide)

@@ -11,12 +11,12 @@ import keras
 import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
-from tfmw import data, keras_compat, strategies
+from tfmw import data, strategies
 from tfmw.callbacks.progress import with_progress
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
 from tfmw.errors import UsageError
-from tfmw.keras_compat import placement
+from tfmw.keras_compat import models, placement
 from tfmw.runtime import tracing
 from tfmw.runtime.recorded_errors import record_error
 from tfmw.runtime.step_times import StepTimes
@@ -62,15 +62,15 @@ class Session:
         Args:
             element_spec: structure of tf.TensorSpec, of one batch (x, y, sample weights).
         """
-        if keras_compat.needs_build(self.model):
-            with keras_compat.scope_of(self.model):
-                keras_compat.build_all(self.model, element_spec)
+        if models.needs_build(self.model):
+            with models.scope_of(self.model):
+                models.build_all(self.model, element_spec)
 
     def build_for_prediction(self, element_spec: Any) -> None:
         """Creates the variables of the model only; see `build`."""
         if not self.model.built:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
-            keras_compat.build_for_inputs(self.model, x)
+            models.build_for_inputs(self.model, x)
 
     def callback_list(
         self,
@@ -123,14 +123,14 @@ class Session:
 
 
 def _checked(model: Any, method: str) -> keras.Model:
-    if not keras_compat.is_model(model):
+    if not models.is_model(model):
         if not callable(model):
             raise UsageError(
                 f"received {type(model).__name__} as the model: expected a Keras model, or a "
                 "callable that returns one."
             )
         model = model()
-        if not keras_compat.is_model(model):
+        if not models.is_model(model):
             raise UsageError(
                 f"the model function returned {type(model).__name__}: expected a Keras model."
             )
@@ -146,8 +146,8 @@ def _refuse_states_of_examples(model: keras.Model, strategy: tf.distribute.Strat
     """Raises UsageError if a layer keeps a state of each example, and batches are divided."""
     if strategy.num_replicas_in_sync == 1 and strategies.servers_of(strategy) is None:
         return
-    for layer in keras_compat.layers_of(model):
-        if keras_compat.keeps_state_of_examples(layer):
+    for layer in models.layers_of(model):
+        if models.keeps_state_of_examples(layer):
             raise UsageError(
                 f"the layer {layer.name} has stateful=True: it keeps a state of each example of "
                 f"its batch, and {strategy.num_replicas_in_sync} replicas divide each batch. "
