@@ -38,8 +38,8 @@ def test_each_task_has_its_share(
 
 def test_workers_without_a_gpu_of_their_own_are_told() -> None:
     two = {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert "3 workers share 2 GPUs" in shortage(3, two)
-    assert "start 1 worker at most" in shortage(2, {"CUDA_VISIBLE_DEVICES": "GPU-a"})
+    assert shortage(3, two).startswith("3 workers have to share GPUs, as this machine has 2:")
+    assert "machine has 1" in shortage(2, {"CUDA_VISIBLE_DEVICES": "GPU-a"})
     assert shortage(2, two) == shortage(2, {"CUDA_VISIBLE_DEVICES": ""}) == ""
 
 
@@ -51,7 +51,7 @@ def test_tasks_of_one_machine_get_their_share(run_cluster, monkeypatch, tmp_path
     assert dict(re.findall(r"(\w+ ?\d?) has GPUs (.*)", run.output)) == {
         "worker 0": "3,5", "worker 1": "7,9", "chief": "", "ps 0": "", "evaluator": "",
     }  # fmt: skip
-    assert "workers share" not in run.output
+    assert "have to share" not in run.output
     with (tmp_path / "out").open("w") as out:
         shares = launch(os.getenv, ("CUDA_VISIBLE_DEVICES",), 2, env=env, stdout=out)
         assert shares == ["3,5", "7,9"]
@@ -59,7 +59,7 @@ def test_tasks_of_one_machine_get_their_share(run_cluster, monkeypatch, tmp_path
             os.getenv, ("TFMW_TASK",), 3, env=env | {"CUDA_VISIBLE_DEVICES": "3,5"}, stdout=out
         )
         assert three == ["worker 0", "worker 1", "worker 2"]
-    assert (tmp_path / "out").read_text().count("3 workers share 2 GPUs") == 1
+    assert (tmp_path / "out").read_text().count("3 workers have to share GPUs") == 1
 
 
 @pytest.mark.multiprocess

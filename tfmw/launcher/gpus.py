@@ -41,10 +41,9 @@ def shortage(tasks: int, environ: Mapping[str, str], devices: Path = _DEVICES) -
     if not 0 < gpus < tasks:
         return ""
     return (
-        f"{tasks} workers share {gpus} GPU{'s' if gpus > 1 else ''}, although TensorFlow takes all "
-        "memory of a GPU, and NCCL expects one GPU or more for each worker: start "
-        f"{gpus} worker{'s' if gpus > 1 else ''} at most, or set CUDA_VISIBLE_DEVICES= to train "
-        "on processors"
+        f"{tasks} workers have to share GPUs, as this machine has {gpus}: TensorFlow takes all "
+        "memory of a GPU, and NCCL expects one GPU or more for each worker; start at most as many "
+        "workers as there are GPUs, or set CUDA_VISIBLE_DEVICES= to train on processors"
     )
 
 
