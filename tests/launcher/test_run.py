@@ -601,8 +601,8 @@ WHICH_KERNELS = """
 import os
 print("asked:", os.environ.get("TF_ENABLE_ONEDNN_OPTS"))
 if os.environ["LOOK"]:
-    from tfmw.keras_compat import runtime
-    print("oneDNN:", runtime.computes_with_onednn())
+    from tensorflow.python.util import _pywrap_util_port
+    print("oneDNN:", _pywrap_util_port.IsMklEnabled())
 """
 
 

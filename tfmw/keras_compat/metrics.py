@@ -13,11 +13,6 @@ from keras.src.backend.tensorflow import trainer as tf_trainer
 from tfmw.keras_compat.models import native
 
 
-def metrics_or_logs(model: keras.Model, logs: dict[str, Any]) -> dict[str, Any]:
-    """The results of the model's metrics if `logs` are those, else `logs`."""
-    return dict(model._get_metrics_result_or_logs(logs))
-
-
 def leaf_metrics(model: keras.Model) -> list[Any]:
     """All metrics, including those inside the compiled container."""
     found: list[Any] = []
@@ -144,7 +139,6 @@ def recorded_assignments(
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (tf_trainer.TensorFlowTrainer, "_get_metrics_result_or_logs"),
     (tf_trainer.TensorFlowTrainer, "_flatten_metrics_in_order"),
     (keras.Variable, "_direct_assign"),
 ]

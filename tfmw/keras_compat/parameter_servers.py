@@ -184,8 +184,7 @@ def local_variable(name: str, shape: Any, dtype: tf.DType, trainable: bool) -> A
     """A variable of the process that runs the traced function.
 
     That process finds it by its name. It has no value until one is assigned, and it exists until
-    `forget_local_variable`. A `tf.Variable` created in a traced function would belong to the
-    coordinator.
+    the process ends. A `tf.Variable` created in a traced function would belong to the coordinator.
     """
     return _resource_variables.BaseResourceVariable(
         trainable=trainable, **_named_resource(name, shape, dtype)
@@ -197,20 +196,11 @@ def _named_resource(name: str, shape: Any, dtype: tf.DType) -> dict[str, Any]:
     return {
         "shape": shape,
         "dtype": dtype,
-        "handle": _handle(name, shape, dtype),
+        "handle": tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name, container=""),
         "name": name.replace("/", "_"),
         "unique_id": name,
         "handle_name": name,
     }
-
-
-def _handle(name: str, shape: Any, dtype: tf.DType) -> tf.Tensor:
-    return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name, container="")
-
-
-def forget_local_variable(name: str, shape: Any, dtype: tf.DType) -> None:
-    """Frees a variable of `local_variable`."""
-    tf.raw_ops.DestroyResourceOp(resource=_handle(name, shape, dtype), ignore_lookup_error=True)
 
 
 class RemoteRows(_resource_variables.BaseResourceVariable):

@@ -10,13 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context as _context
-from tensorflow.python.util import _pywrap_util_port
-
-
-def computes_with_onednn() -> bool:
-    """Whether TensorFlow uses oneDNN's kernels, which is decided at its import."""
-    on: bool = _pywrap_util_port.IsMklEnabled()
-    return on
 
 
 def runtime_started() -> bool:
@@ -107,7 +100,6 @@ def coordination_report_error(message: str) -> None:
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (_pywrap_util_port, "IsMklEnabled"),
     (_context.Context, "configure_coordination_service"),
     (_context.Context, "set_config_key_value"),
     (_context.Context, "get_config_key_value"),
