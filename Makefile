@@ -83,7 +83,7 @@ test-updates: $(STAMP)
 # for network namespaces (TFMW_TEST_NAMESPACES=0: without them), and with etcd and Slurm.
 test-hosts: $(STAMP)
 	@TFMW_TEST_HOSTS=all TFMW_TEST_SCHEDULES=5000 $(BIN)/python -m pytest --timeout 1200 \
-	  $(if $(MISSING),-m "$(MISSING)") tests/launcher/hosts
+	  $(if $(MISSING),-m "$(MISSING)") tests/hosts
 
 # The oldest TensorFlow and Keras that tfmw works with, in an environment of their own.
 OLDEST := build/oldest

@@ -392,7 +392,7 @@ def _is_supervised(options: argparse.Namespace) -> bool:
 
 def _run_on_hosts(options: argparse.Namespace, run_options: RunOptions, program: list[str]) -> int:
     """Supervises this host's tasks."""
-    from tfmw.launcher.hosts.launch import HostOptions, launch_on_hosts
+    from tfmw.hosts.launch import HostOptions, launch_on_hosts
 
     if os.environ.get("TF_CONFIG", "").strip():
         raise UsageError(

@@ -13,7 +13,7 @@ import pytest
 from tfmw.engines import link as links
 from tfmw.engines.link import LinkServer, Message, connect
 from tfmw.errors import TfmwError
-from tfmw.launcher.hosts.channel import Forged
+from tfmw.remote.channel import Forged
 
 TOKEN = "a secret of the job"
 

@@ -13,13 +13,13 @@ from tfmw.engines.engine import Contact, JobSpec, Tasks
 from tfmw.engines.link import Message
 from tfmw.engines.members import LOST_S, SETTLE_S, Members
 from tfmw.errors import TaskFailed
-from tfmw.launcher.hosts import messages
-from tfmw.launcher.hosts.messages import Ended, HostFailure, Report
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.output import Display
 from tfmw.launcher.preemption import GRACE_S
 from tfmw.launcher.result import Result
 from tfmw.launcher.run import return_values
+from tfmw.remote import messages
+from tfmw.remote.messages import Ended, HostFailure, Report
 
 FACTS = {"Python": "3.12", "keras": "3.15.1"}
 

@@ -38,14 +38,14 @@ from tfmw.engines.link import Link, Message
 from tfmw.launcher import call
 from tfmw.launcher.attempt import Attempt, AttemptContext
 from tfmw.launcher.environment import task_environment
-from tfmw.launcher.hosts import messages
-from tfmw.launcher.hosts.channel import Forged
-from tfmw.launcher.hosts.host import report_of
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.output import Display
 from tfmw.launcher.restart import RestartPolicy
 from tfmw.launcher.snapshot import Board
 from tfmw.launcher.spawn import Spawner
+from tfmw.remote import messages
+from tfmw.remote.channel import Forged
+from tfmw.remote.tasks import report_of
 from tfmw.runtime.ports import reserved_ports
 from tfmw.runtime.signals import Signals
 

@@ -9,7 +9,7 @@
     message = link.receive()                               # Message("start", {"index": 1}, b"")
 
 A connection begins with a nonce of each side; then every frame carries a MAC
-(`tfmw.launcher.hosts.channel`). Both sides send a frame at least every BEAT_S. A side that hears
+(`tfmw.remote.channel`). Both sides send a frame at least every BEAT_S. A side that hears
 nothing for SILENCE_S closes the connection. Nothing is encrypted, as gradients are not either.
 """
 
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from tfmw.errors import TfmwError
-from tfmw.launcher.hosts.channel import (
+from tfmw.remote.channel import (
     HEADER,
     LARGEST,
     NONCE_BYTES,

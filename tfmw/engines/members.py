@@ -21,11 +21,11 @@ from typing import Any
 from tfmw.cluster import addresses
 from tfmw.engines.engine import Contact, JobSpec, Tasks
 from tfmw.engines.link import Link, Message
-from tfmw.launcher.hosts import messages, outcome
-from tfmw.launcher.hosts.messages import HostFailure, Report
 from tfmw.launcher.output import Display
 from tfmw.launcher.preemption import GRACE_S
 from tfmw.launcher.restart import AttemptOutcome
+from tfmw.remote import messages, outcome
+from tfmw.remote.messages import HostFailure, Report
 
 LIVE = "live"
 """The name, for `Display`, of the first task where its output is for a terminal."""

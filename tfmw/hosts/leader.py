@@ -26,8 +26,7 @@ import secrets
 from typing import Any
 
 from tfmw.errors import PREEMPTED
-from tfmw.launcher.attempt import FAREWELL_S
-from tfmw.launcher.hosts.actions import (
+from tfmw.hosts.actions import (
     HEARTBEAT_S,
     SILENCE_S,
     Action,
@@ -39,7 +38,11 @@ from tfmw.launcher.hosts.actions import (
     Settings,
     ToMember,
 )
-from tfmw.launcher.hosts.messages import (
+from tfmw.hosts.placement import Plan, placed
+from tfmw.launcher.attempt import FAREWELL_S
+from tfmw.launcher.preemption import GRACE_S
+from tfmw.launcher.restart import RestartPolicy
+from tfmw.remote.messages import (
     End,
     Ended,
     HostFailure,
@@ -55,10 +58,7 @@ from tfmw.launcher.hosts.messages import (
     RestartRequest,
     Start,
 )
-from tfmw.launcher.hosts.outcome import merged, outcome_of, summary
-from tfmw.launcher.hosts.placement import Plan, placed
-from tfmw.launcher.preemption import GRACE_S
-from tfmw.launcher.restart import RestartPolicy
+from tfmw.remote.outcome import merged, outcome_of, summary
 
 RESIGN_S = 2.0
 """Seconds in which hosts reach a new leader; with too few of them, another host may try to lead."""
@@ -299,7 +299,7 @@ class Leader:
         self._notify(decision.message)
         if not decision.restart:
             status = 2 if failures and failures[0].usage else 1 if failures else PREEMPTED
-            self._finish(status, summary(failures, self._settings))
+            self._finish(status, summary(failures, self._settings.name))
             return
         self._not_before = now + decision.delay_s
         self._publish(running=False, policy=self._policy.saved())
@@ -400,7 +400,7 @@ class Leader:
         decision = self._policy.decide(outcome_of(attempt, [report], merged([lost])))
         self._notify(decision.message)
         if not decision.restart:
-            self._finish(1, summary(merged([lost]), self._settings))
+            self._finish(1, summary(merged([lost]), self._settings.name))
             return False
         self._not_before = now + decision.delay_s
         self._publish(running=False, policy=self._policy.saved())

@@ -19,7 +19,7 @@ import signal
 from collections.abc import Sequence
 
 from tfmw.errors import PREEMPTED
-from tfmw.launcher.hosts.actions import (
+from tfmw.hosts.actions import (
     Action,
     Campaign,
     Dial,
@@ -38,8 +38,9 @@ from tfmw.launcher.hosts.actions import (
     ToLeader,
     ToMember,
 )
-from tfmw.launcher.hosts.leader import Leader
-from tfmw.launcher.hosts.messages import (
+from tfmw.hosts.leader import Leader
+from tfmw.launcher.preemption import GRACE_S
+from tfmw.remote.messages import (
     End,
     Ended,
     FromMember,
@@ -55,7 +56,6 @@ from tfmw.launcher.hosts.messages import (
     RestartRequest,
     Start,
 )
-from tfmw.launcher.preemption import GRACE_S
 from tfmw.runtime.signals import LEAVE
 
 PAUSE_S = 3.0

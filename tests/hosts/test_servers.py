@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.hosts import Hosts, Loopback, Namespaces, network
-from tfmw.launcher.hosts.actions import Settings
-from tfmw.launcher.hosts.placement import placed
+from tfmw.hosts.actions import Settings
+from tfmw.hosts.placement import placed
 from tfmw.launcher.options import RunOptions
 
 TOKEN = "0123456789abcdef" * 4

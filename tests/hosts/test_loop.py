@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tfmw.errors import PREEMPTED
-from tfmw.launcher.hosts.actions import Settings
-from tfmw.launcher.hosts.run import IDLE_S, _Loop
+from tfmw.hosts.actions import Settings
+from tfmw.hosts.run import IDLE_S, _Loop
 from tfmw.launcher.options import RunOptions
 
 ROUNDS = 3

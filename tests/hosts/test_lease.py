@@ -15,9 +15,9 @@ import pytest
 from tests.helpers.cluster import ROOT
 from tests.helpers.etcd import etcd
 from tfmw import storage
-from tfmw.launcher.hosts import lease as lease_module
-from tfmw.launcher.hosts.actions import Record
-from tfmw.launcher.hosts.lease import DirectoryLease, EtcdLease, Lease, Lost, lease_of
+from tfmw.hosts import lease as lease_module
+from tfmw.hosts.actions import Record
+from tfmw.hosts.lease import DirectoryLease, EtcdLease, Lease, Lost, lease_of
 from tfmw.runtime import fence
 
 Make = Callable[[int], Lease]
@@ -90,7 +90,7 @@ def test_a_directorys_lock_ends_with_its_holder(tmp_path):
     """Not with a holder that is stopped: nobody else may lead then."""
     program = (
         "import sys, signal; from pathlib import Path\n"
-        "from tfmw.launcher.hosts.lease import DirectoryLease\n"
+        "from tfmw.hosts.lease import DirectoryLease\n"
         f"lease = DirectoryLease(Path({str(tmp_path)!r}))\n"
         "assert lease.acquire()\n"
         "print('held', flush=True); signal.pause()\n"

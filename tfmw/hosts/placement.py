@@ -24,7 +24,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from tfmw.cluster import addresses
-from tfmw.launcher.hosts.actions import Settings
+from tfmw.hosts.actions import Settings
 
 Layout = tuple[tuple[str, int], ...]
 """(kind, index) of some tasks."""

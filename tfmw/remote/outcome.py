@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tfmw.launcher.failure import Failure
-from tfmw.launcher.hosts.actions import Settings
-from tfmw.launcher.hosts.messages import HostFailure, Report
 from tfmw.launcher.restart import AttemptOutcome
+from tfmw.remote.messages import HostFailure, Report
 
 
 def merged(failures: Sequence[HostFailure]) -> list[HostFailure]:
@@ -49,7 +48,7 @@ def outcome_of(
     )
 
 
-def summary(failures: Sequence[HostFailure], settings: Settings) -> tuple[str, ...]:
+def summary(failures: Sequence[HostFailure], host_name: Callable[[int], str]) -> tuple[str, ...]:
     """Lines for the user; the last one names the first task that failed and its own error."""
     if not failures:
         return ()
@@ -58,7 +57,7 @@ def summary(failures: Sequence[HostFailure], settings: Settings) -> tuple[str, .
     if cause.detail:
         origin = "error" if cause.error else "output"
         lines += [f"tfmw: {origin} of {cause.task}:", *(f"    {line}" for line in cause.detail)]
-    host = settings.name(cause.host)
+    host = host_name(cause.host)
     lines.append(f"tfmw: log of {cause.task}, on {host}: {cause.log}")
     lines.append(
         f"tfmw: {cause.task} failed{' first,' if failures[1:] else ''} on {host} after "

@@ -27,9 +27,9 @@ from typing import Any
 
 from tfmw.cluster import addresses
 from tfmw.errors import ClusterError
-from tfmw.launcher.hosts import channel, messages
-from tfmw.launcher.hosts.actions import HEARTBEAT_S, SILENCE_S
-from tfmw.launcher.hosts.channel import Forged, Sealer, Unsealer, session_key
+from tfmw.hosts.actions import HEARTBEAT_S, SILENCE_S
+from tfmw.remote import channel, messages
+from tfmw.remote.channel import Forged, Sealer, Unsealer, session_key
 
 HELLO_S = 3.0
 MAX_STRANGERS = 64

@@ -21,8 +21,7 @@ import threading
 import time
 from typing import Any
 
-from tfmw.launcher.attempts import Job, make_context
-from tfmw.launcher.hosts.actions import (
+from tfmw.hosts.actions import (
     Action,
     Campaign,
     Dial,
@@ -40,11 +39,12 @@ from tfmw.launcher.hosts.actions import (
     ToLeader,
     ToMember,
 )
-from tfmw.launcher.hosts.host import HostTasks
-from tfmw.launcher.hosts.lease import Lease, Lost
-from tfmw.launcher.hosts.links import Links
-from tfmw.launcher.hosts.supervisor import Supervisor
+from tfmw.hosts.lease import Lease, Lost
+from tfmw.hosts.links import Links
+from tfmw.hosts.supervisor import Supervisor
+from tfmw.launcher.attempts import Job, make_context
 from tfmw.launcher.output import Display
+from tfmw.remote.tasks import HostTasks
 from tfmw.runtime.fence import FENCE
 from tfmw.runtime.signals import Signals
 

@@ -15,7 +15,7 @@ import random
 from collections import deque
 from typing import Any
 
-from tfmw.launcher.hosts.actions import (
+from tfmw.hosts.actions import (
     HEARTBEAT_S,
     SILENCE_S,
     Campaign,
@@ -34,9 +34,9 @@ from tfmw.launcher.hosts.actions import (
     ToLeader,
     ToMember,
 )
-from tfmw.launcher.hosts.messages import HostFailure, Report, Start, decode, encode
-from tfmw.launcher.hosts.supervisor import Supervisor
+from tfmw.hosts.supervisor import Supervisor
 from tfmw.launcher.options import RunOptions
+from tfmw.remote.messages import HostFailure, Report, Start, decode, encode
 
 STEP_S = 0.1
 TTL_S, MARGIN_S = 10.0, 2.0

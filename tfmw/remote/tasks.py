@@ -17,7 +17,7 @@ from typing import Any
 
 from tfmw.launcher.attempt import Attempt, AttemptContext
 from tfmw.launcher.failure import Failure
-from tfmw.launcher.hosts.messages import HostFailure, Report, RestartReply, Start
+from tfmw.remote.messages import HostFailure, Report, RestartReply, Start
 from tfmw.runtime.ports import reserved_ports
 from tfmw.trackers import RUN_ID
 

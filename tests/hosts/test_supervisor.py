@@ -13,12 +13,12 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.launcher.hosts.simulation import World
+from tests.hosts.simulation import World
 from tfmw.errors import PREEMPTED
-from tfmw.launcher.hosts.actions import SILENCE_S, Publish, Record, StartTasks, ToLeader
-from tfmw.launcher.hosts.leader import DRAIN_S
-from tfmw.launcher.hosts.messages import Ended, Ready, Report, Start
-from tfmw.launcher.hosts.supervisor import Supervisor
+from tfmw.hosts.actions import SILENCE_S, Publish, Record, StartTasks, ToLeader
+from tfmw.hosts.leader import DRAIN_S
+from tfmw.hosts.supervisor import Supervisor
+from tfmw.remote.messages import Ended, Ready, Report, Start
 
 HOSTS = 3
 PATIENCE_S = 90.0  # simulated

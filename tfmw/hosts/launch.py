@@ -18,10 +18,10 @@ from pathlib import Path
 from tfmw import __version__
 from tfmw.cluster import addresses
 from tfmw.errors import ClusterError, UsageError
+from tfmw.hosts.actions import Settings
+from tfmw.hosts.lease import DIRECTORY, Lease, lease_of
+from tfmw.hosts.run import run_on_hosts
 from tfmw.launcher.attempts import Job
-from tfmw.launcher.hosts.actions import Settings
-from tfmw.launcher.hosts.lease import DIRECTORY, Lease, lease_of
-from tfmw.launcher.hosts.run import run_on_hosts
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.run import check_program
 from tfmw.runtime.signals import Signals

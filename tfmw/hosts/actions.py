@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfmw.cluster import addresses
-from tfmw.launcher.hosts.messages import Message, RestartReply, Start
 from tfmw.launcher.options import RunOptions
+from tfmw.remote.messages import Message, RestartReply, Start
 
 HEARTBEAT_S = 0.5
 """Seconds between two signs of life on a connection."""

@@ -16,10 +16,10 @@ import pytest
 
 from tfmw.cluster import addresses
 from tfmw.errors import ClusterError
-from tfmw.launcher.hosts import links as links_module
-from tfmw.launcher.hosts.channel import Forged, Sealer, Unsealer, session_key
-from tfmw.launcher.hosts.links import Links
-from tfmw.launcher.hosts.messages import (
+from tfmw.hosts import links as links_module
+from tfmw.hosts.links import Links
+from tfmw.remote.channel import Forged, Sealer, Unsealer, session_key
+from tfmw.remote.messages import (
     End,
     Ended,
     Join,

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tfmw.errors import TfmwError, UsageError
-from tfmw.launcher.hosts.actions import Record
+from tfmw.hosts.actions import Record
 from tfmw.runtime import etcd
 from tfmw.runtime.disk import flush
 from tfmw.runtime.file_lock import file_lock
