@@ -87,8 +87,8 @@ def export(
 
     Raises:
         UsageError: `model` is not a Keras model, it is not built, its inputs are unknown, two
-            inputs or two outputs would have the same name, `tables` is neither value, or `path`
-            exists and is not a SavedModel (it is not changed then).
+            inputs or two outputs would have the same name, `tables` is neither value, TensorFlow
+            could not load from `path`, or it exists and is not a SavedModel (it is not changed).
         TfmwError: a layer reads all rows of a table, which is to be sharded.
     """
     if not isinstance(model, keras.Model):
@@ -117,9 +117,15 @@ def check_path(path: str | os.PathLike[str]) -> None:
     """Checks before the training whether `export` could write `path` after it.
 
     Raises:
-        UsageError: `path` exists and is neither a SavedModel nor an empty directory, or no
-            directory can be created there.
+        UsageError: `path` exists and is neither a SavedModel nor an empty directory, no directory
+            can be created there, or TensorFlow could not load a SavedModel from there.
     """
+    if storage.is_pattern(os.fspath(path)):
+        raise UsageError(
+            f"no export is written to {os.fspath(path)!r}: tf.saved_model.load takes a backslash, "
+            "and brackets with something in them, for a pattern and would find no variables "
+            "there. Name a directory without them."
+        )
     target = _normalize(path)
     try:
         if _is_chief(None):

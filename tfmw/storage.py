@@ -19,15 +19,20 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
+from tfmw.errors import UsageError
 from tfmw.runtime import fence
 from tfmw.runtime.disk import flush
 
 # A leftover of a crash beside `models/digits`: `models/.digits.writing-1f0c9e4b7a52`.
 _WRITING, _REPLACED = "writing", "replaced"
-_LEFTOVER = re.compile(rf"\.(.+)\.({_WRITING}|{_REPLACED})-[0-9a-f]{{12}}")
+_LEFTOVER = re.compile(rf"\.(.+)\.({_WRITING}|{_REPLACED})-[0-9a-f]{{12}}", re.DOTALL)
+
+# fnmatch(3) takes these for more than themselves; `*` and `?` match themselves, too.
+_PATTERN = re.compile(r"\\|\[[^/]+\]")
 
 
 @contextlib.contextmanager
@@ -151,10 +156,48 @@ def absolute(path: str) -> str:
     return os.path.abspath(path) if is_local(path) else path
 
 
-def flush_files(prefix: str) -> None:
-    """Flushes the local files whose paths begin with `prefix`."""
-    for path in tf.io.gfile.glob(f"{prefix}*"):
-        flush(path)
+def files_of(prefix: str) -> list[str]:
+    """The paths of a directory's files that begin with `prefix`; no pattern."""
+    directory, name = posixpath.split(prefix)
+    found = tf.io.gfile.listdir(directory)
+    return [posixpath.join(directory, file) for file in found if file.startswith(name)]
+
+
+def is_pattern(path: str) -> bool:
+    """Whether TensorFlow takes a path for a pattern that does not match the path itself."""
+    return _PATTERN.search(path) is not None
+
+
+def check_name(path: str) -> None:
+    """Raises UsageError for a path that TensorFlow cannot open."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"received the path {path!r}, which is not UTF-8, and TensorFlow opens no other: name "
+            "another directory."
+        ) from None
+    if not is_local(path) and is_pattern(path):
+        raise UsageError(
+            f"received {path!r}: TensorFlow takes a backslash, and brackets with something in "
+            "them, in a URL for a pattern. Name a directory without them."
+        )
+
+
+@contextlib.contextmanager
+def checkpoint_reader(prefix: str) -> Iterator[Any]:
+    """Yields the reader of a TensorFlow checkpoint, whose directory may have any name.
+
+    `tf.train.load_checkpoint` takes its argument for a pattern, and reads files until the end.
+    """
+    if not (is_local(prefix) and is_pattern(prefix)):
+        yield tf.train.load_checkpoint(prefix)
+        return
+    directory, name = os.path.split(os.path.abspath(prefix))
+    with tempfile.TemporaryDirectory() as folder:
+        link = os.path.join(folder, "checkpoint")
+        os.symlink(directory, link)
+        yield tf.train.load_checkpoint(os.path.join(link, name))
 
 
 def name_beside(target: str) -> str:

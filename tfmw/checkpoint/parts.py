@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from tfmw import storage
 from tfmw.cluster.group import Group
+from tfmw.runtime.disk import flush
 
 _LOOK_S = 1.0  # how often the chief looks whether a task that it waits for is there
 
@@ -120,7 +121,8 @@ class SharedWrite:
         try:
             if pieces:
                 save(prefix, {}, pieces)
-                storage.flush_files(prefix)
+                for path in storage.files_of(prefix):
+                    flush(path)
         except (OSError, tf.errors.OpError) as e:
             error = (str(e) or type(e).__name__).splitlines()[0]
         report = {"error": error, "wrote": bool(pieces)}

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from tfmw import tables, trackers
+from tfmw import storage, tables, trackers
 from tfmw.callbacks import BackupAndRestore, boards
 from tfmw.checkpoint import state
 from tfmw.checkpoint.background import BackgroundWriter
@@ -38,7 +38,7 @@ from tfmw.checkpoint.store import BackupStore, Damaged
 from tfmw.checkpoint.table_backups import TableBackups
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
-from tfmw.errors import Preempted, TfmwError
+from tfmw.errors import Preempted, TfmwError, UsageError
 from tfmw.runtime import fence
 from tfmw.runtime.signals import LEAVE
 
@@ -184,6 +184,13 @@ class DirectoryBackups(Backups):
         found = self.record
 
         def check() -> None:
+            if storage.is_pattern(self.path) and any(
+                map(tables.is_table, state.named(model).values())
+            ):
+                raise UsageError(
+                    f"backup_dir {self.path!r} has a backslash or brackets, which TensorFlow on "
+                    "parameter servers takes for a pattern: name a directory without them."
+                )
             self._signature = state.signature(model, batch_size)
             if found is not None:
                 state.refuse_other(found["signature"], self._signature, self.path)

@@ -101,15 +101,17 @@ class Backup:
         """
         prefix = os.path.join(self.path, PREFIX)
         try:
-            reader, shapes, types = self._opened(PREFIX)
+            with storage.checkpoint_reader(prefix) as reader:
+                shapes, types = self._listed(reader, PREFIX)
+                names = [name for name in sorted(shapes) if not tables.is_changed_rows(name)]
+                arrays = {name: reader.get_tensor(name) for name in names}
             if self._layout:
-                _, of_tables, dtypes = self._opened(TABLES)
                 whole = os.path.join(self.path, TABLES)
+                with storage.checkpoint_reader(whole) as reader:
+                    of_tables, dtypes = self._listed(reader, TABLES)
                 tables.verify(whole, self._layout, of_tables, dtypes, servers)
             if self._changed:
                 tables.verify_changed(prefix, self._layout, types, servers)
-            names = [name for name in sorted(shapes) if not tables.is_changed_rows(name)]
-            arrays = {name: reader.get_tensor(name) for name in names}
             return SavedTensors(self.path, arrays, self._layout, self._changed)
         except (
             tf.errors.OpError,
@@ -122,21 +124,20 @@ class Backup:
         ) as e:
             raise Damaged(f"backup {self.path} is damaged: {_first_line(e)}") from e
 
-    def _opened(self, prefix: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-        """A reader of a checkpoint, and the shapes and types of its tensors."""
-        reader = tf.train.load_checkpoint(os.path.join(self.path, prefix))
+    def _listed(self, reader: Any, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The shapes and types of a checkpoint's tensors."""
         shapes = reader.get_variable_to_shape_map()
         types = reader.get_variable_to_dtype_map()
         # TensorFlow allocates the bytes that the index lists, so they must not exceed the files.
         listed = sum(math.prod(shapes[name]) * types[name].size for name in shapes)
-        names = [n for n in tf.io.gfile.listdir(self.path) if n.startswith(f"{prefix}.data-")]
-        found = sum(tf.io.gfile.stat(os.path.join(self.path, n)).length for n in names)
+        files = storage.files_of(os.path.join(self.path, f"{prefix}.data-"))
+        found = sum(tf.io.gfile.stat(file).length for file in files)
         if listed > found:
             raise Damaged(
                 f"backup {self.path} is damaged: its index lists {listed} bytes, its files "
                 f"have {found}"
             )
-        return reader, shapes, types
+        return shapes, types
 
 
 class BackupStore:
@@ -148,6 +149,7 @@ class BackupStore:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
+        storage.check_name(self.path)
         self._local = storage.is_local(self.path)
         self._damaged: set[int] = set()  # steps of damaged backups
 

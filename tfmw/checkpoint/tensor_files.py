@@ -11,9 +11,8 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
-import tensorflow as tf
 
-from tfmw import tables
+from tfmw import storage, tables
 from tfmw.checkpoint.parts import Piece, SharedWrite, save
 
 PREFIX = "tensors"
@@ -41,12 +40,13 @@ class SavedTensors(Mapping[str, np.ndarray]):
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.layout:
             return self._arrays[name]
-        array: np.ndarray = tf.train.load_checkpoint(self._tables).get_tensor(name)
+        with storage.checkpoint_reader(self._tables) as reader:
+            array: np.ndarray = reader.get_tensor(name)
         if self._changed is not None:
-            reader = tf.train.load_checkpoint(self._changed)
-            for start, _ in self.layout[name]:
-                rows = tables.changed_name(name, start)
-                array[reader.get_tensor(tables.ids_of(rows))] = reader.get_tensor(rows)
+            with storage.checkpoint_reader(self._changed) as reader:
+                for start, _ in self.layout[name]:
+                    rows = tables.changed_name(name, start)
+                    array[reader.get_tensor(tables.ids_of(rows))] = reader.get_tensor(rows)
         return array
 
     def __iter__(self) -> Iterator[str]:

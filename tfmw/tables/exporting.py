@@ -58,16 +58,16 @@ class WholeTables:
         if not self._tables:
             return
         prefix = posixpath.join(directory, "variables", "variables")
-        reader = tf.train.load_checkpoint(prefix)
         tables, names, tensors = {}, [], []
-        for name in sorted(reader.get_variable_to_shape_map()):
-            tensor = reader.get_tensor(name)
-            if isinstance(tensor, bytes) and tensor.decode(errors="replace") in self._tables:
-                tables[name] = self._tables[tensor.decode()]
-            else:
-                names.append(name)
-                tensors.append(tf.convert_to_tensor(tensor))
-        for file in tf.io.gfile.glob(f"{prefix}.index") + tf.io.gfile.glob(f"{prefix}.data-*"):
+        with storage.checkpoint_reader(prefix) as reader:
+            for name in sorted(reader.get_variable_to_shape_map()):
+                tensor = reader.get_tensor(name)
+                if isinstance(tensor, bytes) and tensor.decode(errors="replace") in self._tables:
+                    tables[name] = self._tables[tensor.decode()]
+                else:
+                    names.append(name)
+                    tensors.append(tf.convert_to_tensor(tensor))
+        for file in storage.files_of(f"{prefix}."):
             tf.io.gfile.remove(file)
 
         def save(own: str) -> None:
