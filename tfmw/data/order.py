@@ -17,6 +17,7 @@ from tfmw.data.batches import input_of
 from tfmw.data.values import Order
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets
+from tfmw.keras_compat.graph import inputs_first
 
 
 def ordered(dataset: tf.data.Dataset, order: Order) -> tf.data.Dataset:
@@ -157,16 +158,23 @@ def _folded(name: str, by_name: dict[str, Any]) -> int | None:
     Inside of a function, a seed under a global one is an expression: `where(seed == 0 and
     seed2 == 0, 2**31 - 1, seed2)` (tensorflow/python/data/util/random_seed.py).
     """
-    node = by_name.get(name.split(":")[0])
-    if node is None:
-        return None
-    if node.op == "Const":
-        return int(tf.make_ndarray(node.attr["value"].tensor))
-    fold = _FOLDS.get(node.op)
-    inputs = [_folded(i, by_name) for i in node.input if not i.startswith("^")]
-    if fold is None or None in inputs:
-        return None
-    return int(fold(*inputs))
+
+    def inputs(name: str) -> list[str]:
+        node = by_name.get(name)
+        if node is None or node.op not in _FOLDS:
+            return []
+        return [i.split(":")[0] for i in node.input if not i.startswith("^")]
+
+    name = name.split(":")[0]
+    values: dict[str, int | None] = {}
+    for each in inputs_first([name], inputs):
+        node, given = by_name.get(each), [values.get(i) for i in inputs(each)]
+        values[each] = None
+        if node is not None and node.op == "Const":
+            values[each] = int(tf.make_ndarray(node.attr["value"].tensor))
+        elif node is not None and node.op in _FOLDS and None not in given:
+            values[each] = int(_FOLDS[node.op](*given))
+    return values[name]
 
 
 _FOLDS: dict[str, Callable[..., Any]] = {

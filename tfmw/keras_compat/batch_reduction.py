@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from tfmw.keras_compat.graph import BottomUp, is_symbolic, static_value
+
 _SAME = ("Identity", "Cast", "Neg", "StopGradient", "Reshape", "Squeeze", "EnsureShape")
 _BOTH = ("Add", "AddV2", "AddN", "Sub")
 _QUOTIENTS = ("RealDiv", "DivNoNan", "Div")
+_SHAPES = ("Shape", "Size")
 
 
 def batch_reduction(value: Any, rows: int | None = None) -> str | None:
@@ -23,9 +27,9 @@ def batch_reduction(value: Any, rows: int | None = None) -> str | None:
         "sum", also for a sum multiplied by a value that does not depend on the batch; "mean"; None
         if the expression is neither, such as a weight penalty.
     """
-    if not _is_symbolic(value) or value.shape.rank != 0:
+    if not is_symbolic(value) or value.shape.rank != 0:
         return None
-    return _reduction(value, rows)
+    return _reductions(rows)(value).reduction
 
 
 def increment_kind(value: Any, rows: int | None) -> str:
@@ -35,16 +39,16 @@ def increment_kind(value: Any, rows: int | None) -> str:
         "sum" of its examples, or a number of them; "once": a mean over its examples, or a value
         that does not depend on them; "unknown" for any other value.
     """
-    if not _is_symbolic(value):
+    if not is_symbolic(value):
         return "unknown"
-    kind = _reduction(value, rows)
+    kind = _reductions(rows)(value).reduction
     if kind is not None:
         return "sum" if kind == "sum" else "once"
     if is_of_shape(value):
         return "sum"
     if not is_independent(value):
         return "unknown"
-    number = None if rows is None else tf.get_static_value(value)
+    number = None if rows is None else static_value(value)
     if number is None:
         return "once"
     if rows == 1:
@@ -54,86 +58,107 @@ def increment_kind(value: Any, rows: int | None) -> str:
 
 def is_independent(value: Any) -> bool:
     """Whether a symbolic tensor depends on neither the values nor the shape of a batch."""
-    return (
-        _is_symbolic(value)
-        and not _depends_on_values(value)
-        and not _depends_on(value, ("Shape", "Size"))
-    )
+    origin = _origin(value) if is_symbolic(value) else None
+    return origin is not None and not origin.values and not origin.shape
 
 
 def is_of_shape(value: Any) -> bool:
     """Whether a symbolic tensor depends on the shape of a batch and not on its values."""
-    return (
-        _is_symbolic(value)
-        and not _depends_on_values(value)
-        and _depends_on(value, ("Shape", "Size"))
+    origin = _origin(value) if is_symbolic(value) else None
+    return origin is not None and not origin.values and origin.shape
+
+
+def uses_shape(value: Any) -> bool:
+    """Whether a symbolic tensor depends on the shape of any tensor."""
+    return is_symbolic(value) and _origin(value).shape
+
+
+class _Origin(NamedTuple):
+    """What a tensor was computed from.
+
+    Attributes:
+        values: it depends on a batch's values, not only on constants, variables, shapes.
+        shape: it depends on the shape of some tensor.
+    """
+
+    values: bool
+    shape: bool
+
+
+def _origin_rule(op: tf.Operation, inputs: list[_Origin]) -> _Origin:
+    known = op.type in (*_SHAPES, "Const", "ReadVariableOp")
+    return _Origin(
+        values=not known and (not inputs or any(origin.values for origin in inputs)),
+        shape=op.type in _SHAPES or any(origin.shape for origin in inputs),
     )
 
 
-def _is_symbolic(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and hasattr(value, "graph")
+_origin = BottomUp(_origin_rule)
 
 
-def _reduction(value: Any, rows: int | None) -> str | None:
-    """`batch_reduction` of a tensor of any shape."""
-    operation = value.op
-    inputs = list(operation.inputs)
-    if operation.type in ("Sum", "Mean"):
-        if not inputs[0].shape.rank:
-            return _reduction(inputs[0], rows)
-        axes = tf.get_static_value(inputs[1])
-        reduced = None if axes is None else {int(a) % inputs[0].shape.rank for a in axes.ravel()}
-        if reduced is not None and 0 in reduced and _has_examples(inputs[0], rows):
-            return operation.type.lower()
-        return _reduction(inputs[0], rows)
-    if operation.type in _SAME:
-        return _reduction(inputs[0], rows)
-    if operation.type in _BOTH:
-        kinds = {_reduction(t, rows) for t in inputs}
-        if kinds == {"mean", None} and all(
-            _reduction(t, rows) or is_independent(t) for t in inputs
-        ):
-            return "mean"  # such as 1 - mean
-        return kinds.pop() if len(kinds) == 1 else None
-    if operation.type == "Mul" or operation.type in _QUOTIENTS:
-        kind, other = _reduction(inputs[0], rows), inputs[1]
-        if operation.type == "Mul" and kind is None:
-            kind, other = _reduction(inputs[1], rows), inputs[0]
-        if kind is None or _depends_on_values(other):
-            return None
-        is_size = _depends_on(other, ("Shape", "Size")) or _is_known_size(other, inputs[0], rows)
-        if not is_size:
-            return kind
-        return "mean" if kind == "sum" and operation.type in _QUOTIENTS else None
-    return None
+class _Kind(NamedTuple):
+    """How a tensor was computed from the examples of a batch.
+
+    Attributes:
+        reduction: see `batch_reduction`.
+        summed: number of values that were summed, if this is a sum of a known number of them.
+    """
+
+    reduction: str | None
+    summed: int | None = None
 
 
-def _is_known_size(number: Any, total: Any, rows: int | None) -> bool:
-    """Whether a constant is the number of a batch's examples, or of the values that were summed."""
-    constant = None if rows is None else tf.get_static_value(number)
-    if constant is None or np.size(constant) != 1:
+@functools.cache
+def _reductions(rows: int | None) -> BottomUp[_Kind]:
+    """`batch_reduction` of tensors of any shape, for batches of some size."""
+
+    def rule(op: tf.Operation, kinds: list[_Kind]) -> _Kind:
+        inputs = list(op.inputs)
+        if op.type in ("Sum", "Mean"):
+            summed = inputs[0].shape.num_elements() if op.type == "Sum" else None
+            if _reduces_examples(op, kinds[0], rows):
+                return _Kind(op.type.lower(), summed)
+            return _Kind(kinds[0].reduction, summed)
+        if op.type in _SAME:
+            return kinds[0]
+        if op.type in _BOTH:
+            found = {kind.reduction for kind in kinds}
+            if found == {"mean", None} and all(
+                kind.reduction or is_independent(t) for t, kind in zip(inputs, kinds, strict=True)
+            ):
+                return _Kind("mean")  # such as 1 - mean
+            return _Kind(found.pop() if len(found) == 1 else None)
+        if op.type == "Mul" or op.type in _QUOTIENTS:
+            kind, other = kinds[0], inputs[1]
+            if op.type == "Mul" and kind.reduction is None:
+                kind, other = kinds[1], inputs[0]
+            if kind.reduction is None or _origin(other).values:
+                return _Kind(None)
+            if not (_origin(other).shape or _is_known_size(other, kinds[0], rows)):
+                return _Kind(kind.reduction)
+            is_mean = kind.reduction == "sum" and op.type in _QUOTIENTS
+            return _Kind("mean" if is_mean else None)
+        return _Kind(None)
+
+    return BottomUp(rule)
+
+
+def _reduces_examples(op: tf.Operation, reduced: _Kind, rows: int | None) -> bool:
+    """Whether a Sum or Mean is over the dimension of the batch's examples."""
+    values, rank = op.inputs[0], op.inputs[0].shape.rank
+    axes = static_value(op.inputs[1]) if rank else None
+    if axes is None or 0 not in {int(a) % rank for a in axes.ravel()}:
         return False
-    while total.op.type in _SAME:
-        total = total.op.inputs[0]
-    summed = total.op.inputs[0].shape.num_elements() if total.op.type == "Sum" else None
-    return float(np.squeeze(constant)) in (rows, summed)
-
-
-def _has_examples(tensor: Any, rows: int | None) -> bool:
-    """Whether the first dimension of a tensor is that of the batch's examples."""
-    size = tensor.shape[0]
+    size = values.shape[0]
     if size is None or rows is None:
         return size is None
     # A layer may have as many units as a batch has examples.
-    return bool(size == rows) and _depends_on_values(tensor) and _reduction(tensor, rows) is None
+    return bool(size == rows) and _origin(values).values and reduced.reduction is None
 
 
-def _depends_on_values(tensor: Any) -> bool:
-    """Whether a tensor depends on a batch's values, not only on constants, variables, shapes."""
-    if tensor.op.type in ("Shape", "Size", "Const", "ReadVariableOp"):
+def _is_known_size(number: Any, total: _Kind, rows: int | None) -> bool:
+    """Whether a constant is the number of a batch's examples, or of the values that were summed."""
+    constant = None if rows is None else static_value(number)
+    if constant is None or np.size(constant) != 1:
         return False
-    return not tensor.op.inputs or any(_depends_on_values(t) for t in tensor.op.inputs)
-
-
-def _depends_on(tensor: Any, types: tuple[str, ...]) -> bool:
-    return tensor.op.type in types or any(_depends_on(t, types) for t in tensor.op.inputs)
+    return float(np.squeeze(constant)) in (rows, total.summed)

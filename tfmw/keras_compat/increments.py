@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmw.keras_compat.batch_reduction import increment_kind
+from tfmw.keras_compat.graph import static_value
 from tfmw.keras_compat.losses import ReplicaWeight, current_weight
 from tfmw.keras_compat.metrics import combination, increment, leaf_metrics
 
@@ -31,7 +32,7 @@ def assigned_in_layer(variable: Any, value: Any) -> Any:
         return value
     added = increment(variable, value)
     # A number in the graph may be one of examples only by chance.
-    if added is None or tf.get_static_value(added) is not None:
+    if added is None or static_value(added) is not None:
         return value
     if increment_kind(added, weight.static_rows) != "sum":
         return value

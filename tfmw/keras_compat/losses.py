@@ -28,8 +28,9 @@ from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as loss_module
 from keras.src.trainers import trainer as base_trainer
 
-from tfmw.keras_compat.batch_reduction import batch_reduction, increment_kind
+from tfmw.keras_compat.batch_reduction import batch_reduction, increment_kind, uses_shape
 from tfmw.keras_compat.coupling import couples_examples
+from tfmw.keras_compat.graph import is_symbolic
 
 
 class CannotCompile(Exception):
@@ -385,19 +386,8 @@ def _hook_tf_nn() -> None:
 
 def _computed_from_shape(size: Any) -> bool:
     """Whether a batch size was computed from the shape of a tensor, such as the current batch."""
-    if not tf.is_tensor(size):
-        return False
-    if not hasattr(size, "op"):
-        return True  # eager: users pass a size that they know as a Python number
-    todo, seen = [size.op], set()
-    while todo:
-        operation = todo.pop()
-        if operation.type in ("Shape", "Size"):
-            return True
-        if operation.name not in seen:
-            seen.add(operation.name)
-            todo.extend(t.op for t in operation.inputs)
-    return False
+    # Eager: users pass a size that they know as a Python number.
+    return tf.is_tensor(size) and (uses_shape(size) if is_symbolic(size) else True)
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tf_trainer
 
+from tfmw.keras_compat.graph import ancestors, descendants, is_symbolic
 from tfmw.keras_compat.models import native
 
 
@@ -46,64 +47,55 @@ def combination(variable: Any, value: Any) -> str | None:
         "sum" for variable + x, "max" for max(variable, x), "min" for min(variable, x); None for any
         other update, such as a moving average or the last value.
     """
-    if not isinstance(value, tf.Tensor) or not hasattr(value, "graph"):
+    if not is_symbolic(value):
         return "sum"  # eager: there is no graph to inspect
     handles = _handles(variable, value)
+    reading = descendants(handles)
+    kinds: dict[str, str | None] = {}  # of the operations that read the variable
+    for op in ancestors([value], stop=lambda t: t.op.name not in reading):
+        kinds[op.name] = _update_kind(op, [kinds.get(t.op.name) for t in op.inputs], reading)
+    return kinds.get(value.op.name)
 
-    def reads(tensor: Any, seen: set[Any]) -> bool:
-        return _reads(tensor, handles, seen)
 
-    def kind(tensor: Any) -> str | None:
-        operation = tensor.op
-        inputs = list(operation.inputs)
-        if operation.type in ("Identity", "Cast", "Reshape", "EnsureShape", "StopGradient"):
-            return kind(inputs[0])
-        if operation.type == "ReadVariableOp":
-            return "unchanged" if id(inputs[0]) in handles else None
-        if operation.type in ("AddV2", "Add", "AddN", "Sub", "Maximum", "Minimum"):
-            mine = [t for t in inputs if reads(t, set())]
-            if len(mine) != 1 or (operation.type == "Sub" and mine[0] is not inputs[0]):
-                return None
-            done = {"Maximum": "max", "Minimum": "min"}.get(operation.type, "sum")
-            before = kind(mine[0])
-            return done if before in ("unchanged", done) else None
-        if operation.type in ("SelectV2", "Select"):
-            kinds = {kind(t) for t in inputs[1:]}
-            kinds = kinds - {"unchanged"} or kinds
-            return kinds.pop() if len(kinds) == 1 and not reads(inputs[0], set()) else None
-        if operation.type.startswith("Scatter") or operation.type.startswith("TensorScatterAdd"):
-            return "sum" if operation.type == "TensorScatterAdd" and kind(inputs[0]) else None
-        return None
-
-    return kind(value)
+def _update_kind(op: tf.Operation, kinds: list[str | None], reading: set[str]) -> str | None:
+    """`combination` of one operation, or "unchanged"."""
+    reads = [t.op.name in reading for t in op.inputs]
+    if op.type in ("Identity", "Cast", "Reshape", "EnsureShape", "StopGradient"):
+        return kinds[0]
+    if op.type == "ReadVariableOp":
+        return "unchanged"
+    if op.type in ("AddV2", "Add", "AddN", "Sub", "Maximum", "Minimum"):
+        if sum(reads) != 1 or (op.type == "Sub" and not reads[0]):
+            return None
+        done = {"Maximum": "max", "Minimum": "min"}.get(op.type, "sum")
+        return done if kinds[reads.index(True)] in ("unchanged", done) else None
+    if op.type in ("SelectV2", "Select"):
+        found = set(kinds[1:]) - {"unchanged"} or {"unchanged"}
+        return found.pop() if len(found) == 1 and not reads[0] else None
+    if op.type == "TensorScatterAdd":
+        return "sum" if kinds[0] else None
+    return None
 
 
 def increment(variable: Any, value: Any) -> Any | None:
     """The tensor x of an update to f(variable) + x, where only f reads the variable; else None."""
-    if not isinstance(value, tf.Tensor) or not hasattr(value, "graph"):
+    if not is_symbolic(value):
         return None
-    handles, operation = _handles(variable, value), value.op
+    operation = value.op
     while operation.type in ("Identity", "EnsureShape", "StopGradient"):
         operation = operation.inputs[0].op
     if operation.type not in ("AddV2", "Add"):
         return None
-    others = [t for t in operation.inputs if not _reads(t, handles, set())]
+    reading = descendants(_handles(variable, value))
+    others = [t for t in operation.inputs if t.op.name not in reading]
     return others[0] if len(others) == 1 else None
 
 
-def _handles(variable: Any, value: Any) -> set[int]:
-    """Ids of the tensors by which the graph of `value` refers to a Keras variable."""
+def _handles(variable: Any, value: Any) -> list[tf.Tensor]:
+    """The tensors by which the graph of `value` refers to a Keras variable."""
     replica = tf.distribute.get_replica_context()
     here = replica.strategy.experimental_local_results(native(variable))
-    return {id(value.graph.capture(copy.handle)) for copy in here}
-
-
-def _reads(tensor: Any, handles: set[int], seen: set[int]) -> bool:
-    """Whether a tensor depends on one of these."""
-    if id(tensor) in seen:
-        return False
-    seen.add(id(tensor))
-    return id(tensor) in handles or any(_reads(t, handles, seen) for t in tensor.op.inputs)
+    return [value.graph.capture(copy.handle) for copy in here]
 
 
 def flatten_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:

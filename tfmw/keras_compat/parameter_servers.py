@@ -17,6 +17,7 @@ from tensorflow.python.eager import cancellation as _cancellation
 from tensorflow.python.eager import record as _record
 from tensorflow.python.ops import resource_variable_ops as _resource_variables
 
+from tfmw.keras_compat.graph import ancestors
 from tfmw.keras_compat.models import layers_of
 from tfmw.keras_compat.objects import overridden
 from tfmw.keras_compat.optimizers import slot_lists
@@ -151,15 +152,8 @@ def _executor_of(graph: Any) -> contextlib.AbstractContextManager[None]:
 
 def _live_ops(graph: Any) -> list[tf.Operation]:
     """The ops of a traced function that run: stateful ones, and those that anything depends on."""
-    left = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
-    left += [op for op in graph.get_operations() if op.op_def.is_stateful]
-    found: dict[str, tf.Operation] = {}
-    while left:
-        op = left.pop()
-        if op.name not in found:
-            found[op.name] = op
-            left += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
-    return list(found.values())
+    stateful = [op for op in graph.get_operations() if op.op_def.is_stateful]
+    return ancestors([*graph.outputs, *graph.control_outputs, *stateful], controls=True)
 
 
 def _is_own_cpu(device: str) -> bool:

@@ -6,7 +6,10 @@ assignments(loop.get_concrete_function(...))[id(variable.handle)]
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from typing import Any
+
+from tfmw.keras_compat.graph import inputs_first
 
 _WRITES = (
     "AssignVariableOp",
@@ -33,46 +36,32 @@ def assignments(function: Any) -> Counter[int]:
     """
     definition = function.graph.as_graph_def()
     bodies = {body.signature.name: body for body in definition.library.function}
-    counts = _Counts(bodies)
+    counts: dict[str, list[int]] = {}  # of the arguments of a function
+    for name in inputs_first(
+        _called(definition.node, bodies), lambda name: _called(bodies[name].node_def, bodies)
+    ):
+        inside = _changed(bodies[name].node_def, counts)
+        counts[name] = [inside[arg.name] for arg in bodies[name].signature.input_arg]
+    found = _changed(definition.node, counts)
     handles = function.captured_inputs
     names = [tensor.op.name for tensor in function.inputs[len(function.inputs) - len(handles) :]]
-    found = counts.of_nodes(definition.node)
     return Counter({id(h): found[name] for h, name in zip(handles, names, strict=True)})
 
 
-class _Counts:
-    """The counts of a graph's functions, each computed once.
+def _changed(nodes: Any, counts: dict[str, list[int]]) -> Counter[str]:
+    """Name of a node, or of a function's argument -> number of operations that change it."""
+    found: Counter[str] = Counter()
+    for node in nodes:
+        inputs = [name.partition(":")[0] for name in node.input if not name.startswith("^")]
+        if node.op.startswith(_WRITES):
+            found.update(inputs)
+        for called in _called([node], counts):
+            # A condition has its index before the arguments.
+            found.update(dict(zip(reversed(inputs), reversed(counts[called]), strict=False)))
+    return found
 
-    Args:
-        bodies: name of a function -> its `FunctionDef`.
-    """
 
-    def __init__(self, bodies: dict[str, Any]) -> None:
-        self._bodies = bodies
-        self._of_function: dict[str, list[int]] = {}
-
-    def of_nodes(self, nodes: Any) -> Counter[str]:
-        """Name of a node, or of a function's argument -> number of operations that change it."""
-        found: Counter[str] = Counter()
-        for node in nodes:
-            inputs = [name.partition(":")[0] for name in node.input if not name.startswith("^")]
-            if node.op.startswith(_WRITES):
-                found.update(inputs)
-            for called in self._called_by(node):
-                counts = self.of_function(called)
-                # A condition has its index before the arguments.
-                found.update(dict(zip(reversed(inputs), reversed(counts), strict=False)))
-        return found
-
-    def of_function(self, name: str) -> list[int]:
-        """Of each argument."""
-        if name not in self._of_function:
-            self._of_function[name] = []  # of a recursion
-            body = self._bodies[name]
-            found = self.of_nodes(body.node_def)
-            self._of_function[name] = [found[arg.name] for arg in body.signature.input_arg]
-        return self._of_function[name]
-
-    def _called_by(self, node: Any) -> list[str]:
-        names = [f.name for a in node.attr.values() for f in [a.func, *a.list.func]]
-        return [name for name in names if name in self._bodies]
+def _called(nodes: Any, known: Container[str]) -> list[str]:
+    """Names of the known functions that nodes call."""
+    attributes = [a for node in nodes for a in node.attr.values()]
+    return [f.name for a in attributes for f in [a.func, *a.list.func] if f.name in known]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfmw.keras_compat import parameter_servers
+from tfmw.keras_compat.graph import ancestors
 
 
 def ops_between(sources: Sequence[tf.Tensor], target: tf.Tensor) -> bytes | None:
@@ -23,35 +24,27 @@ def ops_between(sources: Sequence[tf.Tensor], target: tf.Tensor) -> bytes | None
     """
     if not sources or sources[0].graph is not target.graph:
         return None
+    of_source = {source.name: number for number, source in enumerate(sources)}
     numbers: dict[str, int] = {}  # of an op, where it is in `lines`
     lines: list[bytes] = []
-    of_source = {source.name: number for number, source in enumerate(sources)}
 
-    def told(tensor: tf.Tensor) -> str | None:
+    def told(tensor: tf.Tensor) -> str:
         if tensor.name in of_source:
             return f"source {of_source[tensor.name]}"
-        known = visit(tensor.op)
-        return None if known is None else f"{known}:{tensor.value_index}"
+        return f"{numbers[tensor.op.name]}:{tensor.value_index}"
 
-    def visit(op: tf.Operation) -> int | None:
-        if op.name in numbers:
-            return numbers[op.name]
+    for op in ancestors([target], stop=lambda tensor: tensor.name in of_source):
         if not _is_plain(op):
-            return None
-        inputs = [told(tensor) for tensor in op.inputs]
-        if None in inputs:
             return None
         attributes = {
             name: value.SerializeToString(deterministic=True)
             for name, value in op.node_def.attr.items()
             if not name.startswith("_")
         }
+        inputs = [told(tensor) for tensor in op.inputs]
         lines.append(repr((op.type, inputs, sorted(attributes.items()))).encode())
         numbers[op.name] = len(numbers)
-        return numbers[op.name]
-
-    end = told(target)
-    return None if end is None else b"\n".join([*lines, end.encode()])
+    return b"\n".join([*lines, told(target).encode()])
 
 
 def _is_plain(op: tf.Operation) -> bool:
@@ -67,12 +60,7 @@ def copied_ops(
     Args:
         targets: for each of which `ops_between` is not None.
     """
-    wanted, left = set[str](), [target.op for target in targets]
-    while left:
-        op = left.pop()
-        if op.name not in wanted:
-            wanted.add(op.name)
-            left += [tensor.op for tensor in op.inputs]
+    wanted = {op.name for op in ancestors(targets)}
     parts = sources[0].graph.as_graph_def()
     nodes = [node for node in parts.node if node.name in wanted]
     del parts.node[:]

@@ -1,0 +1,152 @@
+"""Walks over deep graphs and graphs with many paths: iterative, each operation visited once."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tfmw.data.order import _folded
+from tfmw.keras_compat import graph, metrics, parameter_servers
+from tfmw.keras_compat.batch_reduction import (
+    batch_reduction,
+    increment_kind,
+    is_independent,
+    is_of_shape,
+    uses_shape,
+)
+from tfmw.parameter_server.batch_ops import copied_ops, ops_between
+
+DEEP = 5000
+WEIGHT = tf.Variable(1.0)
+METRIC = keras.Variable(0.0)
+
+
+def in_graph(look: Callable[[Any], Any]) -> Any:
+    """What `look` returns of a batch [None, 3] in a graph, in a replica's context."""
+    found = []
+
+    def step(x: Any) -> Any:
+        found.append(look(x))
+        return x
+
+    @tf.function(autograph=False)
+    def traced(x: Any) -> Any:
+        return tf.distribute.get_strategy().run(step, args=(x,))
+
+    traced.get_concrete_function(tf.TensorSpec([None, 3]))
+    return found[0]
+
+
+def chain(tensor: Any, op: str, *others: Any) -> Any:
+    """Thousands of operations: the first input of each is the one before. Quicker than tracing."""
+    definition, dtype = tf.compat.v1.GraphDef(), tensor.dtype.as_datatype_enum
+    for i in range(DEEP):
+        inputs = [f"n{i - 1}" if i else "given", *(f"other{k}" for k in range(len(others)))]
+        definition.node.add(name=f"n{i}", op=op, input=inputs).attr["T"].type = dtype
+    given = {"given:0": tensor} | {f"other{k}:0": other for k, other in enumerate(others)}
+    return tf.graph_util.import_graph_def(definition, given, [f"n{DEEP - 1}:0"])[0]
+
+
+def test_walks_over_chains_of_thousands_of_operations() -> None:
+    def look(x: Any) -> dict[str, Any]:
+        deep, mean = chain(x, "Sin"), chain(tf.reduce_mean(x), "Neg")
+        shape = chain(tf.cast(tf.shape(x)[0], tf.float32), "Neg")
+        two = chain(tf.constant(2.0), "StopGradient")
+        added = chain(METRIC.value, "AddV2", WEIGHT.read_value())
+        total = metrics.increment(METRIC, added * 2.0 + x[0, 0])
+        (again,) = copied_ops([x], [deep], [tf.identity(x)])
+        return {
+            "mean": batch_reduction(mean, None),
+            "sum": batch_reduction(tf.reduce_sum(deep) * WEIGHT, None),
+            "divided": batch_reduction(tf.reduce_sum(x) / two, 2),
+            "shape": (increment_kind(shape, None), is_of_shape(shape), uses_shape(shape)),
+            "number": (increment_kind(two, 2), is_independent(two), is_independent(deep)),
+            "metric": metrics.combination(METRIC, added),
+            "increment": total is not None and total.dtype,
+            "plain": ops_between([x], deep) is not None,
+            "copied": len(graph.ancestors([again])),
+        }
+
+    assert in_graph(look) == {
+        "mean": "mean",
+        "sum": "sum",
+        "divided": "mean",
+        "shape": ("sum", True, True),
+        "number": ("sum", True, False),
+        "metric": "sum",
+        "increment": tf.float32,
+        "plain": True,
+        "copied": DEEP + 2,
+    }
+
+
+def test_function_with_thousands_of_operations_is_one_op() -> None:
+    op = parameter_servers.TracedOp(lambda x: chain(x, "Neg"), tf.TensorSpec([]))
+    assert op.uses == [True]
+
+
+def test_seed_behind_thousands_of_nodes_is_folded() -> None:
+    nodes = {"n0": node("Const", [], value=7)}
+    nodes |= {f"n{i}": node("Identity", [f"n{i - 1}"]) for i in range(1, DEEP)}
+    assert _folded(f"n{DEEP - 1}", nodes) == 7
+    assert _folded("n0:output:0", nodes) == 7
+    assert _folded("other", nodes) is None
+
+
+def node(op: str, inputs: list[str], value: int | None = None) -> Any:
+    made = tf.compat.v1.NodeDef(op=op, input=inputs)
+    if value is not None:
+        made.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int64, []))
+    return made
+
+
+def test_operations_with_many_paths_are_visited_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    visited: list[str] = []
+    all_ancestors = graph.ancestors
+
+    def ancestors(*arguments: Any, **options: Any) -> Any:
+        found = all_ancestors(*arguments, **options)
+        visited.extend(op.name for op in found)
+        return found
+
+    monkeypatch.setattr(graph, "ancestors", ancestors)
+
+    def look(x: Any) -> tuple[set[str | None], int]:
+        loss, kinds = tf.reduce_mean(x), set()
+        for _ in range(200):
+            loss = loss + loss * WEIGHT  # 2 ** 200 paths
+            kinds.add(batch_reduction(loss, None))
+        return kinds, len(x.graph.get_operations())
+
+    kinds, operations = in_graph(look)
+    assert kinds == {"mean"}
+    assert len(visited) <= 2 * operations  # for what is of the batch, and for sums and means
+
+
+def test_order_of_inputs_of_any_graph() -> None:
+    uses = {"a": ["b", "c"], "b": ["d"], "c": ["b", "d"], "d": []}
+    assert graph.inputs_first(["a"], uses.__getitem__) == ["d", "b", "c", "a"]
+    circle = {"a": ["b"], "b": ["a"]}
+    assert set(graph.inputs_first(["a"], circle.__getitem__)) == {"a", "b"}
+    assert graph.inputs_first([DEEP], lambda n: [n - 1] if n else []) == list(range(DEEP + 1))
+
+
+def test_tensors_taken_as_given_are_not_passed() -> None:
+    def look(x: Any) -> list[str]:
+        middle = tf.sin(x)
+        end = tf.cos(middle) + middle
+        return [op.type for op in graph.ancestors([end], stop=lambda t: t is middle)]
+
+    assert in_graph(look) == ["Cos", "AddV2"]
+
+
+def test_values_of_a_graph_end_with_it() -> None:
+    count = graph.BottomUp[int](lambda op, inputs: 1 + sum(inputs))
+    assert in_graph(lambda x: count(tf.sin(tf.sin(x)))) == 3
+    gc.collect()
+    assert not count._of_graph

@@ -1,0 +1,126 @@
+"""Walks over TensorFlow graphs: iterative, and each operation is visited once.
+
+    ancestors([loss])                      # inputs before the operations that use them
+    descendants([variable.handle])         # names of the operations that use it, at any distance
+    number = BottomUp(lambda op, inputs: 1 + sum(inputs))
+    number(loss)                           # a later call visits new operations only
+
+Users' graphs are deep, and shared parts have many paths to them. Recursion meets Python's limit,
+and the time of a walk that forgets doubles with each addition.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+Node = TypeVar("Node", bound=Hashable)
+Value = TypeVar("Value")
+
+
+def inputs_first(ends: Iterable[Node], inputs: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    """The nodes that `ends` depend on, and `ends`: each once, after its inputs.
+
+    Args:
+        ends: nodes of any graph.
+        inputs: the nodes that a node uses directly; called once for each node.
+    """
+    order: list[Node] = []
+    opened: dict[Node, bool] = {}  # node -> whether it is in `order`
+    left = list(ends)[::-1]
+    while left:
+        node = left[-1]
+        if node not in opened:
+            opened[node] = False
+            left += [each for each in inputs(node) if each not in opened][::-1]
+            continue
+        left.pop()
+        if opened.get(node) is False:
+            opened[node] = True
+            order.append(node)
+    return order
+
+
+def ancestors(
+    ends: Iterable[tf.Tensor | tf.Operation],
+    *,
+    stop: Callable[[tf.Tensor], bool] | None = None,
+    controls: bool = False,
+) -> list[tf.Operation]:
+    """The operations that compute some tensors or operations: each once, after its inputs.
+
+    Args:
+        ends: symbolic tensors of one graph, or operations, which are included.
+        stop: whether a tensor is taken as given; the operation before it is not visited through it.
+        controls: whether control inputs are followed, too.
+    """
+
+    def before(op: tf.Operation) -> list[tf.Operation]:
+        found = [t.op for t in op.inputs if stop is None or not stop(t)]
+        return [*found, *op.control_inputs] if controls else found
+
+    starts = [
+        end if isinstance(end, tf.Operation) else end.op
+        for end in ends
+        if stop is None or isinstance(end, tf.Operation) or not stop(end)
+    ]
+    return inputs_first(starts, before)
+
+
+def descendants(tensors: Iterable[tf.Tensor]) -> set[str]:
+    """Names of the operations that use some symbolic tensors, directly or not.
+
+    Args:
+        tensors: such as the handle of a variable, of which an assignment in the middle of a large
+            graph has few: cheaper than `ancestors` of the assigned value.
+    """
+    found: set[str] = set()
+    left = [op for tensor in tensors for op in tensor.consumers()]
+    while left:
+        op = left.pop()
+        if op.name not in found:
+            found.add(op.name)
+            left += [user for tensor in op.outputs for user in tensor.consumers()]
+    return found
+
+
+class BottomUp(Generic[Value]):
+    """A value of each operation of a graph, computed from the values of its inputs and kept.
+
+    Args:
+        rule: (operation, values of the operations of its inputs, in order) -> its value, which
+            must not refer to the graph. An operation with several outputs has one value.
+    """
+
+    def __init__(self, rule: Callable[[tf.Operation, list[Value]], Value]):
+        self._rule = rule
+        self._of_graph: weakref.WeakKeyDictionary[Any, dict[str, Value]]
+        self._of_graph = weakref.WeakKeyDictionary()
+
+    def __call__(self, tensor: tf.Tensor) -> Value:
+        """The value of a symbolic tensor's operation."""
+        known = self._of_graph.setdefault(tensor.graph, {})
+        for op in ancestors([tensor], stop=lambda t: t.op.name in known):
+            known[op.name] = self._rule(op, [known[t.op.name] for t in op.inputs])
+        return known[tensor.op.name]
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a value is a tensor of a graph."""
+    return isinstance(value, tf.Tensor) and hasattr(value, "graph")
+
+
+def static_value(tensor: tf.Tensor) -> np.ndarray | None:
+    """`tf.get_static_value`, which is recursive, of a tensor behind any number of casts."""
+    casts = []
+    while tensor.op.type in ("Cast", "Identity", "StopGradient"):
+        casts.append(tensor.dtype.as_numpy_dtype)
+        tensor = tensor.op.inputs[0]
+    value = tf.get_static_value(tensor)
+    for dtype in reversed(casts) if value is not None else ():
+        value = value.astype(dtype)
+    return value
