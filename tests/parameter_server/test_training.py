@@ -56,6 +56,10 @@ class TestFiveProcesses:
         assert all(0 < v < 1.5 for v in variances)
         assert any(abs(v - 1) > 0.1 for v in variances), "they have moved from where they began"
 
+    def test_workers_keep_no_copy_of_the_model(self, five):
+        assert five.chief["local_variables"] > 10
+        assert five.chief["bytes_kept_by_workers"] == [0] * 4
+
     def test_seed_generators_advance_by_one_draw_a_step(self, five):
         assert five.chief["draws"] == [0, STEPS * EPOCHS]
 

@@ -6,6 +6,7 @@ ps_train.py --records=DIR [--steps=60] [--epochs=2]
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -13,6 +14,8 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs import _result
+from tfmw import strategies
+from tfmw.keras_compat import parameter_servers
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--records", required=True)
@@ -48,6 +51,16 @@ class Recorded(keras.Sequential):
         return logs
 
 
+local_variable = parameter_servers.local_variable
+local_variables: list[Any] = []
+
+
+def recorded_variable(*arguments):
+    local_variables.append(arguments)
+    return local_variable(*arguments)
+
+
+parameter_servers.local_variable = recorded_variable
 rng = np.random.default_rng(0)
 x = rng.normal(size=(1000, 20)).astype(np.float32)
 y = x[:, :3].argmax(axis=1).astype(np.int64)
@@ -83,6 +96,24 @@ losses = keras.losses.sparse_categorical_crossentropy(seen[:, 0], seen[:, 1:], f
 evaluated = tfmw.evaluate(model, x, y, verbose=0, return_dict=True)
 predicted = tfmw.predict(model, x, verbose=0)
 norm = model.layers[1]
+
+
+@tf.function(autograph=False)
+def bytes_on_worker():
+    """Of all variables that steps have made in the process that runs this."""
+    count = tf.constant(0, tf.int64)
+    for name, shape, dtype, _ in local_variables:
+        size = tf.TensorShape(shape).num_elements() * dtype.size
+        variable = local_variable(name, shape, dtype, False)
+        exists = tf.raw_ops.VarIsInitializedOp(resource=variable.handle)
+        count += tf.where(exists, tf.constant(size, tf.int64), tf.constant(0, tf.int64))
+    return count
+
+
+servers = strategies.servers_of(strategies.choose("auto"))
+assert servers is not None
+coordinator = servers.coordinator
+kept = [coordinator.schedule(bytes_on_worker).fetch() for _ in range(4)]  # both have their turn
 _result.write(
     {
         "history": history.history,
@@ -98,5 +129,7 @@ _result.write(
         "draws": (seed.numpy() - before).tolist(),
         "devices": sorted({str(v.value.device) for v in model.variables}),
         "pid": os.getpid(),
+        "local_variables": len(local_variables),
+        "bytes_kept_by_workers": [int(each) for each in kept],
     }
 )

@@ -178,11 +178,17 @@ def local_variable(name: str, shape: Any, dtype: tf.DType, trainable: bool) -> A
     """A variable of the process that runs the traced function.
 
     That process finds it by its name. It has no value until one is assigned, and it exists until
-    the process ends. A `tf.Variable` created in a traced function would belong to the coordinator.
+    `forget_local_variable`. A `tf.Variable` created in a traced function would belong to the
+    coordinator.
     """
     return _resource_variables.BaseResourceVariable(
         trainable=trainable, **_named_resource(name, shape, dtype)
     )
+
+
+def forget_local_variable(variable: Any) -> None:
+    """Frees the value of a `local_variable`."""
+    tf.raw_ops.DestroyResourceOp(resource=variable.handle, ignore_lookup_error=True)
 
 
 def _named_resource(name: str, shape: Any, dtype: tf.DType) -> dict[str, Any]:

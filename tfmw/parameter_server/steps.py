@@ -202,7 +202,7 @@ class WorkerSteps:
         seeds: list[Any],
     ) -> dict[str, Any]:
         with tf.control_dependencies([done]):
-            return {
+            results = {
                 "steps": tf.identity(done),
                 "examples": tf.identity(seen),
                 "metrics": [locals_[id(v)].read_value() for v in self.metrics],
@@ -211,6 +211,11 @@ class WorkerSteps:
                     for (s, _), b in zip(self._seeds(seeds), begun, strict=True)
                 ],
             }
+        # The next function assigns all of them; after the last one no worker keeps a model.
+        with tf.control_dependencies(tf.nest.flatten(results)):
+            for variable in locals_.values():
+                parameter_servers.forget_local_variable(variable)
+        return results
 
     def _locals(self) -> dict[int, Any]:
         """This worker's local copies, by id of the Keras variable."""
