@@ -7,6 +7,7 @@ alone that trains, in one process.
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import wandb
 from wandb.integration.keras import WandbMetricsLogger, WandbModelCheckpoint
 
 import tfmw
+from tests.helpers.wandb_rows import wandb_rows
 from tests.programs import _result
-from tfmw import trackers
 from tfmw.callbacks import boards
 
 folder, by_keras = Path(sys.argv[1]), len(sys.argv) > 2
@@ -41,13 +42,21 @@ class Killed(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.steps += 1
         if self.steps == KILLED_AT and os.environ["TFMW_ATTEMPT"] == str(self.attempt):
-            trackers.flush()
+            wait_for_rows()
             boards.flush(self.others)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def wait_for_rows() -> None:
+    """Waits until W&B's file has the rows of all steps; returns at once if the run has ended."""
+    if wandb.run is not None:
+        (file,) = Path(wandb.run.settings.sync_dir).glob("*.wandb")
+        while len(list(wandb_rows(file))) < KILLED_AT:
+            time.sleep(0.05)
+
+
 class OwnReport(keras.callbacks.Callback):
-    """Logs as users write it: its method names the tracker."""
+    """Logs as users write it, on every worker."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         mlflow.log_metric("own", 10.0 * epoch, step=epoch)
@@ -77,6 +86,7 @@ mlflow.set_experiment("training")
 run = wandb.init(project="training", mode="offline", dir=folder, config={"rate": 0.1})
 with mlflow.start_run(run_name="callbacks"):
     mlflow.log_param("chosen", 7)
+    mlflow.log_param("attempt", os.environ.get("TFMW_ATTEMPT", "0"))  # MLflow refuses another value
     mlflow.log_text("as it was", "note.txt")
     fit(
         "callbacks",

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import keras
 import mlflow
@@ -12,6 +13,13 @@ from wandb.integration.keras import WandbMetricsLogger
 import tfmw
 
 
+class OwnReport(keras.callbacks.Callback):
+    """Runs on every worker, and names the tracker."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        wandb.log({"own": epoch}, commit=False)
+
+
 def main(folder: Path) -> None:
     mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
     mlflow.keras.autolog(log_models=False)
@@ -20,7 +28,7 @@ def main(folder: Path) -> None:
     wandb.init(project="training", mode="offline", dir=folder)
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1), "mse")
-    loggers = [WandbMetricsLogger()]
+    loggers = [WandbMetricsLogger(), OwnReport()]
     tfmw.fit(model, x, y, batch_size=8, epochs=2, verbose=0, workers=2, callbacks=loggers)
     wandb.log({"after": 1})
     wandb.finish()

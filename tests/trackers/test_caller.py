@@ -37,6 +37,7 @@ def test_the_chief_logs_to_the_callers_runs(tmp_path: Path) -> None:
     assert [row["_step"] for row in rows] == [0, 1, 2]
     assert [row.get("epoch/epoch") for row in rows] == [0, 1, None]
     assert rows[2]["after"] == 1  # the caller's own
+    assert [row.get("own") for row in rows] == [None, 0, 1]
     losses = found.client.get_metric_history(run.info.run_id, "loss")
     assert [(m.step, m.value) for m in losses] == [
         (row["epoch/epoch"], row["epoch/loss"]) for row in rows[:2]

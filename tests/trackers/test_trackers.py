@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH, tfmw_command
+from tests.helpers.wandb_rows import wandb_rows
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -27,6 +26,9 @@ pytestmark = [
 ]
 
 PROGRAM = str(PROGRAMS / "trackers.py")
+SINCE_BACKUP = 5
+"""Steps that the program trains twice at most: a backup each 4, killed after 9."""
+
 QUIET = {"WANDB_SILENT": "true", "GIT_PYTHON_REFRESH": "quiet"}
 
 
@@ -89,27 +91,6 @@ class Tracked:
         }
 
 
-def wandb_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The history in a transaction log of W&B: LevelDB's format, behind seven bytes."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, at, record = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        body, at = data[at + 7 : at + 7 + length], at + 7 + length
-        record = body if kind in (1, 2) else record + body
-        if kind in (1, 4):
-            parsed = wandb_internal_pb2.Record.FromString(record)
-            if parsed.WhichOneof("record_type") == "history":
-                yield {
-                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                    for item in parsed.history.item
-                }
-
-
 @pytest.fixture(scope="module")
 def keras_alone(tmp_path_factory: pytest.TempPathFactory) -> Tracked:
     folder = tmp_path_factory.mktemp("keras")
@@ -154,12 +135,23 @@ def test_mlflow_has_one_run_for_each_training(killed_twice: Tracked, keras_alone
     assert {r.info.status for r in killed_twice.runs()} == {"FINISHED"}
 
 
+def each_once_or_again(found: list[Any], expected: list[Any], again: int) -> bool:
+    """Whether `found` has everything that is expected, at most `again` of it twice, and no more."""
+    return (
+        all(any(f == e for e in expected) for f in found)
+        and all(any(f == e for f in found) for e in expected)
+        and len(expected) <= len(found) <= len(expected) + again
+    )
+
+
 @pytest.mark.parametrize("name", ["callbacks", "autolog"])
-def test_mlflow_has_every_step_once(killed_twice: Tracked, keras_alone: Tracked, name: str) -> None:
+def test_mlflow_lacks_no_step(killed_twice: Tracked, keras_alone: Tracked, name: str) -> None:
+    """Steps between the backup and the kill are there twice, with the same values."""
     found, expected = killed_twice.history(name), keras_alone.history(name)
     assert found.keys() == expected.keys()
     for key in found:
-        assert same(found[key], expected[key]), (key, found[key], expected[key])
+        near = [(step, pytest.approx(value, rel=1e-4)) for step, value in expected[key]]
+        assert each_once_or_again(found[key], near, SINCE_BACKUP), (key, found[key], near)
 
 
 @pytest.mark.parametrize("name", ["callbacks", "autolog"])
@@ -170,15 +162,15 @@ def test_mlflow_has_the_parameters_and_artifacts_of_one_process(
     assert killed_twice.artifacts(name) == keras_alone.artifacts(name)
 
 
-def test_wandb_has_one_run_with_every_row_once(killed_twice: Tracked, keras_alone: Tracked) -> None:
+def test_wandb_has_one_run_which_lacks_no_row(killed_twice: Tracked, keras_alone: Tracked) -> None:
+    """W&B numbers the rows of each attempt anew when it is offline."""
     assert len({path.name for path in killed_twice.wandb_files()}) == 1
-    rows, expected = killed_twice.rows(), keras_alone.rows()
-    assert [row["_step"] for row in rows] == list(range(len(expected)))
-    for row, one in zip(rows, expected, strict=True):
-        metrics = {k: v for k, v in row.items() if not k.startswith("_")}
-        assert metrics == pytest.approx(
-            {k: v for k, v in one.items() if not k.startswith("_")}, rel=1e-4
-        )
+    found, expected = (
+        [{k: v for k, v in row.items() if not k.startswith("_")} for row in of.rows()]
+        for of in (killed_twice, keras_alone)
+    )
+    near = [pytest.approx(row, rel=1e-4) for row in expected]
+    assert each_once_or_again(found, near, SINCE_BACKUP), (found, expected)
 
 
 @pytest.mark.parametrize("board", ["train", "validation"])
@@ -198,31 +190,3 @@ def test_the_other_worker_logs_to_itself(killed_twice: Tracked) -> None:
     # It shows its script the tracker that the script has chosen.
     tracker = killed_twice.workers["worker_0"]["mlflow"]
     assert killed_twice.workers["worker_1"]["mlflow"] == tracker
-
-
-IN_BACKGROUND = """
-import sys, threading, mlflow
-from tfmw.trackers import mlflow_run
-
-mlflow_run.Chief("")(mlflow)
-mlflow.set_tracking_uri("sqlite:///" + sys.argv[1])
-with mlflow.start_run() as run:
-    flushes = [threading.Thread(target=mlflow_run.flush) for _ in range(2)]
-    steps = 0
-    for thread in flushes:
-        thread.start()
-        while steps == 0 or thread.is_alive():
-            mlflow.log_metric("loss", steps, step=steps, synchronous=False)
-            steps += 1
-    mlflow_run.flush()
-    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
-    print(len(history) == steps)
-"""
-
-
-@pytest.mark.long
-def test_a_backup_waits_for_mlflow_while_the_training_logs(tmp_path: Path) -> None:
-    """MLflow's own flush waits for ever then, or forgets some."""
-    command = [sys.executable, "-c", IN_BACKGROUND, str(tmp_path / "mlflow.db")]
-    run = subprocess.run(command, timeout=120, check=True, stdout=subprocess.PIPE, text=True)
-    assert run.stdout.split()[-1] == "True"

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from tfmw import storage, tables, trackers
+from tfmw import storage, tables
 from tfmw.callbacks import BackupAndRestore, boards
 from tfmw.checkpoint import state
 from tfmw.checkpoint.background import BackgroundWriter
@@ -119,8 +119,6 @@ class DirectoryBackups(Backups):
 
     def __enter__(self) -> Backups:
         self.record = self._group.from_chief(self._open)
-        if self.record is not None and self._group.is_chief:
-            trackers.resume(self.record.get("trackers", {}))
         self._install_signals()
         self._last = self._clock()
         return self
@@ -328,7 +326,6 @@ class DirectoryBackups(Backups):
             "signature": self._signature,
             "callbacks": states,
             "random": random,
-            "trackers": trackers.positions(),
         }
         if self._tables is None and (files := state.table_files(model)) is not None:
             self._tables = TableBackups(files)
@@ -357,7 +354,6 @@ class DirectoryBackups(Backups):
                     if shared is not None:
                         shared.abandon()
                     return
-        trackers.flush()  # what a resumed run will not log again
         finite = [] if self._save_nan else finite
         write = functools.partial(self._store.write, step, tensors, record, shared, pieces)
         try:
