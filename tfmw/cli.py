@@ -326,9 +326,8 @@ def _add_run_options(run: argparse.ArgumentParser) -> None:
         "--isolate",
         choices=("auto", "on", "off"),
         default="auto",
-        help="run the tasks in a private network, which connects them to each other only: no "
-        "downloads, no gs://; auto: if the system allows it, unless a flag of the script names a "
-        "URL, or a proxy or cloud credentials are set (auto)",
+        help="run the tasks in a private network: nobody else connects to their ports, and they "
+        "download through a proxy (http_proxy, https_proxy); auto: if the system allows it (auto)",
     )
 
 

@@ -16,25 +16,10 @@ import pytest
 from tests.helpers.cluster import PROGRAMS, ROOT, ClusterRun, tfmw_command
 from tfmw.errors import UsageError
 from tfmw.launcher import isolation
-from tfmw.launcher import network as network_choice
 from tfmw.launcher.run import RunOptions, launch_tasks
 
 NO_INIT = {"TFMW_NO_INIT": "1"}
 PROGRAM = str(PROGRAMS / "isolate_tasks.py")
-# What a machine in a network has; see proc_net(5).
-ROUTES = "Iface\tDestination\tGateway\neth0\t00000000\t010011AC\n"
-
-
-@pytest.fixture
-def network(tmp_path: Path) -> Any:
-    """(routes, addresses) of a machine."""
-
-    def write(routes: str = "Iface\tDestination\n", addresses: str = "") -> dict[str, Path]:
-        (tmp_path / "route").write_text(routes)
-        (tmp_path / "if_inet6").write_text(addresses)
-        return {"routes": tmp_path / "route", "addresses": tmp_path / "if_inet6"}
-
-    return write
 
 
 # ---- row 34: in the network ---------------------------------------------------------------------
@@ -92,8 +77,8 @@ class TestRow34:
             "isolation.enter(network.namespaces)\n"
             "assert os.getuid() == int(sys.argv[1])\n"
             "open(sys.argv[2], 'w').close()\n"
-            "with socket.create_server(('127.0.0.1', 0)) as server:\n"
-            "    socket.create_connection(server.getsockname()).close()\n"
+            "with socket.create_connection(network.listeners[0].getsockname()):\n"
+            "    network.listeners[0].accept()\n"
         )
         command = [sys.executable, "-c", code, str(os.getuid()), str(tmp_path / "file")]
         if os.getuid() == 0:
@@ -107,63 +92,6 @@ class TestRow34:
 
 
 class TestAuto:
-    def test_auto_isolates_and_prints_a_note(self, run_cluster, monkeypatch):
-        for name in (
-            "http_proxy",
-            "https_proxy",
-            "HTTP_PROXY",
-            "HTTPS_PROXY",
-            *network_choice.CLIENT_VARIABLES,
-        ):
-            monkeypatch.delenv(name, raising=False)
-        run: ClusterRun = run_cluster("isolate_tasks.py", env=NO_INIT)
-        here = os.readlink("/proc/self/ns/net")
-        if network_choice.objection([], {}) is None:
-            assert run[0]["namespace"] != here
-            assert run.output.startswith("tfmw: the tasks run in a private network")
-            assert "--isolate off" in run.output
-        else:  # a machine that is in no network has nothing to close
-            assert run[0]["namespace"] == here
-            assert run.output == ""
-
-    @pytest.mark.parametrize(
-        ("argv", "environ", "why"),
-        [
-            (["train.py", "--data_dir=gs://bucket/mnist"], {}, "'--data_dir=gs://bucket/mnist'"),
-            (["train.py", "https://host/x"], {}, "'https://host/x'"),
-            (["train.py"], {"HTTPS_PROXY": "proxy:80"}, "HTTPS_PROXY is set"),
-            (["train.py"], {"https_proxy": "proxy:80"}, "https_proxy is set"),
-            (["train.py"], {"WANDB_API_KEY": "1"}, "WANDB_API_KEY is set"),
-            (["train.py"], {"TFDS_DATA_DIR": "gs://tfds"}, "TFDS_DATA_DIR is set"),
-        ],
-    )
-    def test_auto_does_not_isolate(self, network, argv, environ, why):
-        clause, reachable = network_choice.objection(argv, environ, **network(ROUTES)) or (
-            "",
-            False,
-        )
-        assert why in clause
-        assert reachable
-
-    @pytest.mark.parametrize(
-        ("argv", "environ"),
-        [
-            (["train.py", "--backup_dir=/data/x", "file:///data"], {}),
-            (["train.py"], {"TFDS_DATA_DIR": "/data", "HTTPS_PROXY": "", "LANG": "C"}),
-        ],
-    )
-    def test_auto_isolates(self, network, argv, environ):
-        assert network_choice.objection(argv, environ, **network(ROUTES)) is None
-
-    def test_auto_on_a_machine_without_a_network(self, network):
-        lo = "00000000000000000000000000000001 01 80 10 80       lo\n"
-        assert network_choice.objection([], {}, **network(addresses=lo)) == (
-            "this machine is in no network",
-            False,
-        )
-        eth0 = "fe8000000000000000fc00fffe000001 04 40 20 80     eth0\n"
-        assert network_choice.objection([], {}, **network(addresses=lo + eth0)) is None
-
     def test_one_task_opens_no_port(self, tmp_path, capfd):
         env = {**NO_INIT, "TFMW_RESULT": str(tmp_path), "PYTHONPATH": str(ROOT)}
         program = [str(PROGRAMS / "launch_tasks.py")]
@@ -171,11 +99,15 @@ class TestAuto:
         assert capfd.readouterr().err == ""
 
     def test_failure_without_a_network_prints_a_hint(self, run_cluster):
-        run: ClusterRun = run_cluster(
-            "isolate_tasks.py", "download", env={**NO_INIT, "no_proxy": "*"}, status=1
-        )
-        if "private network" in run.output.splitlines()[0]:
-            assert "the tasks ran in a private network: --isolate off" in run.output
+        run: ClusterRun = run_cluster("isolate_tasks.py", "look-up", env=NO_INIT, status=1)
+        assert "the tasks ran in a private network" in run.output
+        assert "--isolate off" in run.output
+
+    def test_failure_of_a_download_prints_none(self, run_cluster):
+        """The proxy has looked for the host in this machine's network."""
+        run: ClusterRun = run_cluster("isolate_tasks.py", "download", env=NO_INIT, status=1)
+        assert "data.invalid" in run.output
+        assert "--isolate off" not in run.output
 
 
 # ---- where it isn't possible --------------------------------------------------------------------
@@ -184,11 +116,10 @@ class TestAuto:
 class TestImpossible:
     @pytest.fixture(autouse=True)
     def forbidden(self, monkeypatch):
-        def create() -> isolation.Network:
+        def create(ports: Any) -> isolation.Network:
             raise isolation.Impossible("Operation not permitted")
 
         monkeypatch.setattr(isolation, "create", create)
-        monkeypatch.setattr(network_choice, "objection", lambda argv, environ: None)
 
     def launch(self, tmp_path: Path, isolate: Any) -> int:
         env = {**NO_INIT, "TFMW_RESULT": str(tmp_path), "PYTHONPATH": str(ROOT)}

@@ -14,8 +14,10 @@ from tests.programs import _result
 config = json.loads(os.environ["TF_CONFIG"])
 host, port = config["cluster"]["worker"][0].rsplit(":", 1)
 message = ""
+if "look-up" in sys.argv:
+    socket.getaddrinfo("data.invalid", 80)
 if "download" in sys.argv:
-    urllib.request.urlopen("http://data.example/mnist.npz", timeout=5)
+    urllib.request.urlopen("http://data.invalid/mnist.npz", timeout=60)
 if config["task"]["index"] == 0:
     with socket.create_server(("", int(port))) as server:
         connection, _ = server.accept()

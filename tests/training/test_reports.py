@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.helpers.certificates import certificate
 from tests.helpers.cluster import PROGRAMS, ROOT, tfmw_command
 from tfmw.errors import UsageError
 from tfmw.launcher import metrics_server
@@ -45,39 +46,11 @@ class Controller(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def certificate(folder: Path) -> Path:
-    """A file with a certificate of localhost, and its key."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    file = folder / "cert.pem"
-    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
-    file.write_bytes(made.public_bytes(pem) + private)
-    return file
-
-
 @pytest.fixture
 def controller(tmp_path: Path) -> Iterator[tuple[type[Controller], dict[str, str]]]:
     """A controller over HTTPS, and the variables that it sets in a pod."""
     handler = type("Handler", (Controller,), {"got": []})
-    cert, token = certificate(tmp_path), tmp_path / "token"
+    cert, token = certificate(tmp_path, "localhost"), tmp_path / "token"
     token.write_text("a token\n")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert)

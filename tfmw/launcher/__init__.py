@@ -7,7 +7,8 @@ does. `diagnosis.py` finds the task that failed first, `watchdog.py` tasks that 
 
 `spawn.py`, `fork_server.py` and `task.py` start a process; `process.py` is the launcher's side of
 one. `output.py` prints what tasks write, `log_filter.py` leaves out TensorFlow's noise.
-`isolation.py` creates a private network for tasks, `network.py` decides whether to use it.
+`isolation.py` creates a private network for tasks; `network.py` decides whether to use it, and
+connects tasks to servers outside by `proxy.py`.
 
 May import: `tfmw.cluster`, `tfmw.runtime`, `tfmw.errors`. Nothing here imports TensorFlow.
 """

@@ -24,7 +24,7 @@ from tfmw.launcher import call
 from tfmw.launcher.attempt import FAREWELL_S, GRACE_S, Attempt, AttemptContext
 from tfmw.launcher.environment import make_run_directory, task_environment
 from tfmw.launcher.failure import Failure
-from tfmw.launcher.network import choose_network, network_hint
+from tfmw.launcher.network import Gateway, choose_network, network_hint
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.output import Display, is_watched
 from tfmw.launcher.process import task_name
@@ -126,13 +126,18 @@ def make_context(
     live = task_name(*job.tasks[0]) if (terminal if job.live is None else job.live) else None
     display = Display(job.stdout, live)
     directory = make_run_directory(job.log_dir)
-    network, note = choose_network(job.options.isolate, job.command, job.tasks, environ)
+    network, note = choose_network(job.options.isolate, job.tasks)
+    namespaces: tuple[int, ...] = ()
+    proxies: dict[str, str] = {}
     if network is not None:
         stack.callback(network.close)
-    spawner = stack.enter_context(Spawner(network.namespaces if network else ()))
+        namespaces = network.namespaces
+        proxies = stack.enter_context(Gateway(network.listeners, environ)).environment
+    spawner = stack.enter_context(Spawner(namespaces))
     env = task_environment(environ, terminal)
     if _uses_standby(job, env):
-        # Tasks get their run's id when they are forked: the next run can use the same fork server.
+        # Tasks get their run's id and proxy when they are forked: the next run can use the same
+        # fork server.
         shared = {name: value for name, value in env.items() if name != RUN_ID}
         spawner.fork_from_now_on(job.command, shared, keep=job.payload is not None)
     if note and (job.payload is None or note not in _printed_notes):
@@ -145,7 +150,7 @@ def make_context(
         directory=directory,
         board=board,
         run_id=env.get(RUN_ID) or secrets.token_hex(8),
-        env=env,
+        env=env | proxies,
         spawner=spawner,
         display=display,
         live=live,

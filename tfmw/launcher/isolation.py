@@ -1,16 +1,19 @@
 """A private network for the tasks of a local cluster: a loopback interface only.
 
-    network = create()                       # Network, or Impossible("why")
+    network = create([5000])                 # Network, or Impossible("why")
     with Spawner(network.namespaces) as spawner: ...
+    network.listeners[0].accept()            # a task's connection to the launcher
 
 tf.distribute's gRPC server has no authentication and listens on all addresses: anyone who can
 connect to the port can run code. In a network namespace of their own the tasks connect to each
-other only, and no other process can connect to them. The drawback: no downloads, no gs:// or s3://.
+other only, and no other process can connect to them. A socket belongs to the namespace in which it
+was created, wherever its descriptor goes: so the launcher can accept connections of tasks, and
+connect outside for them (see `network`).
 
-A helper process creates the namespaces and sends their descriptors: the launcher may have threads,
-and a process with threads cannot enter a user namespace. Each task enters the namespaces first.
-They end with the last task. Files keep their owner, because the user namespace maps the user to
-itself. `network` decides whether a run has a private network.
+A helper process creates the namespaces and the sockets, and sends their descriptors: the launcher
+may have threads, and a process with threads cannot enter a user namespace. Each task enters the
+namespaces first. They end with the last task. Files keep their owner, because the user namespace
+maps the user to itself.
 
 The helper runs this file by its path, without the package (`python -I -S`): import only the
 standard library here.
@@ -31,6 +34,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+PROXY_PORT = 3128
+"""The first listener's port, or the next that is free: not one that the system gives to tasks."""
+
+MAX_PORTS = 200  # of 253 descriptors in one message: SCM_MAX_FD, unix(7)
+
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # sched.h
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1  # netdevice(7)
 PR_SET_DUMPABLE = 4  # prctl(2)
@@ -47,18 +55,26 @@ class Network:
 
     Args:
         namespaces: descriptors, in the order in which a process enters them.
+        listeners: sockets that listen at 127.0.0.1 in the network: for a proxy, then one for each
+            port that was asked for.
     """
 
     namespaces: tuple[int, ...]
+    listeners: tuple[socket.socket, ...] = ()
 
     def close(self) -> None:
         """Closes the descriptors; the network exists until its last process ends."""
         for descriptor in self.namespaces:
             os.close(descriptor)
+        for listener in self.listeners:
+            listener.close()
 
 
-def create() -> Network:
+def create(ports: Sequence[int] = ()) -> Network:
     """Creates a private network with its loopback interface up.
+
+    Args:
+        ports: where to listen, beside the port of a proxy.
 
     Raises:
         Impossible: the system doesn't allow it.
@@ -69,7 +85,7 @@ def create() -> Network:
     with local, remote:
         local.settimeout(_TIMEOUT_S)
         helper = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(remote.fileno())],
+            [sys.executable, "-I", "-S", __file__, *map(str, [remote.fileno(), *ports])],
             pass_fds=[remote.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -77,7 +93,7 @@ def create() -> Network:
         )
         remote.close()
         try:
-            message, descriptors, _, _ = socket.recv_fds(local, 4096, 2)
+            message, descriptors, _, _ = socket.recv_fds(local, 4096, 3 + MAX_PORTS)
         except OSError as error:
             raise Impossible(str(error)) from error
         finally:
@@ -87,7 +103,9 @@ def create() -> Network:
         raise Impossible(message.decode() or "the helper process did not respond")
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
-    return Network(tuple(descriptors))
+    namespaces = int(message)
+    listeners = tuple(socket.socket(fileno=fd) for fd in descriptors[namespaces:])
+    return Network(tuple(descriptors[:namespaces]), listeners)
 
 
 # ---- in the helper, and in each task -----------------------------------------------------------
@@ -133,16 +151,23 @@ def _unshare() -> list[int]:
     return [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in names]
 
 
-def _help(control: int) -> None:
+def _listen(ports: Sequence[int]) -> list[socket.socket]:
+    """Sockets for a proxy, and for each of the ports; see `Network`."""
+    proxy = next(port for port in range(PROXY_PORT, 1 << 16) if port not in ports)
+    return [socket.create_server(("127.0.0.1", port)) for port in (proxy, *ports[:MAX_PORTS])]
+
+
+def _help(control: int, ports: Sequence[int]) -> None:
     with socket.socket(fileno=control) as launcher:
         try:
-            descriptors = _unshare()
+            namespaces, listeners = _unshare(), _listen(ports)
         except OSError as error:
             launcher.send((error.strerror or str(error)).encode())  # "unshare: Operation not..."
             return
-        packed = array.array("i", descriptors)
-        launcher.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)])
+        packed = array.array("i", [*namespaces, *(listener.fileno() for listener in listeners)])
+        count = str(len(namespaces)).encode()
+        launcher.sendmsg([count], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)])
 
 
 if __name__ == "__main__":
-    _help(int(sys.argv[1]))
+    _help(int(sys.argv[1]), [int(port) for port in sys.argv[2:]])

@@ -1,9 +1,21 @@
-"""Whether the tasks of a run get a private network, and the note for the user about it."""
+"""Whether the tasks of a run get a private network, and their connections from it to outside.
+
+    network, note = choose_network("auto", tasks)
+    with Gateway(network.listeners, environ) as gateway:
+        env |= gateway.environment
+
+Nobody connects into the private network. Out of it lead an HTTP proxy, and the ports of this
+machine's own servers at localhost: MLflow at localhost:5000, say. `proxy` serves a connection.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import selectors
+import socket
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,40 +23,32 @@ from tfmw.errors import UsageError
 from tfmw.launcher import isolation
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import AutoOnOff
-from tfmw.runtime import secrets
 
-# Network locations in a program's flags: "--data_dir=gs://bucket/x".
-_URL = re.compile(r"\b[a-z][a-z0-9+.]*://(?!/)", re.IGNORECASE)
-# Variables that are set for programs which use the network.
-CLIENT_VARIABLES = (
-    "AIP_MODEL_DIR",
-    "AWS_ACCESS_KEY_ID",
-    "AWS_ENDPOINT_URL",
-    "GOOGLE_APPLICATION_CREDENTIALS",
-    "MLFLOW_TRACKING_URI",
-    "TFDS_DATA_DIR",
-    "WANDB_API_KEY",
+MAX_CONNECTIONS = 256
+"""Connections to outside at a time, of all tasks; more are closed at once."""
+
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+_NO_PROXIES = ("no_proxy", "no_grpc_proxy")
+_LOOPBACK = "localhost,127.0.0.1,::1"
+# 0.0.0.0, 127.0.0.1, ::, ::1 and ::ffff:127.0.0.1, in the byte order of most machines.
+_AT_LOCALHOST = (
+    "0" * 8,
+    "0100007F",
+    "0" * 32,
+    "0" * 24 + "01000000",
+    "0" * 16 + "FFFF0000" + "0100007F",
 )
 
 
 def choose_network(
-    choice: AutoOnOff,
-    command: Sequence[str],
-    tasks: Sequence[tuple[str, int]],
-    environ: Mapping[str, str],
+    choice: AutoOnOff, tasks: Sequence[tuple[str, int]]
 ) -> tuple[isolation.Network | None, str]:
     """The tasks' private network, or None; and a note for the user, or ""."""
     opens_ports = sum(kind != "evaluator" for kind, _ in tasks) > 1
     if choice == "off" or (choice == "auto" and not opens_ports):
         return None, ""
-    if choice == "auto" and (found := objection(command[1:], environ)):
-        why, reachable = found
-        return None, (
-            f"the tasks run in this machine's network, because {why}; their ports have no "
-            "authentication: --isolate on closes them"
-        ) * reachable
     try:
-        network = isolation.create()
+        return isolation.create(local_servers()), ""
     except isolation.Impossible as error:
         if choice == "on":
             raise UsageError(
@@ -55,70 +59,117 @@ def choose_network(
             f"this system allows no private network for the tasks ({error}); their ports are open "
             "to this machine's network, without authentication"
         )
-    if choice == "on":
-        return network, ""
-    return network, (
-        "the tasks run in a private network, which connects them to each other only; for "
-        "downloads, gs:// and the like use --isolate off"
-    )
 
 
-def objection(
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    routes: Path = Path("/proc/net/route"),
-    addresses: Path = Path("/proc/net/if_inet6"),
-) -> tuple[str, bool] | None:
-    """Why `--isolate auto` keeps the tasks in this machine's network.
+def local_servers(proc: Path = Path("/proc")) -> list[int]:
+    """Ports at which servers of this machine listen at localhost.
+
+    Without those that the system gives to programs which ask for any port: tasks get these.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        # ip(7): "32768	60999"
+        given = (proc / "sys/net/ipv4/ip_local_port_range").read_text().split()
+        ports = set()
+        for name in ("tcp", "tcp6"):
+            # proc(5): "0: 0100007F:1388 00000000:0000 0A ..."; 0A: listening
+            for line in (proc / "net" / name).read_text().splitlines()[1:]:
+                _, local, _, state, *_ = line.split()
+                address, port = local.split(":")
+                if state == "0A" and address in _AT_LOCALHOST:
+                    ports.add(int(port, 16))
+        return sorted(ports - set(range(int(given[0]), int(given[1]) + 1)))
+    return []
+
+
+class Gateway:
+    """Connects tasks in a private network to servers outside, until its end.
 
     Args:
-        argv: the program and its flags.
-        environ: the tasks' environment.
-        routes: this machine's IPv4 routes.
-        addresses: this machine's IPv6 addresses.
-
-    Returns:
-        (the reason as a clause, whether other machines can reach the tasks' ports), or None.
+        listeners: sockets in the private network: of the proxy, then of each port of localhost.
+        environ: the user's environment; names a proxy of the user's, if any.
     """
-    if not _reachable(routes, addresses):
-        return "this machine is in no network", False
-    for word in argv:
-        if _URL.search(word):
-            return f"{secrets.without_secrets(word)!r} names a place in the network", True
-    for name, value in sorted(environ.items()):
-        if value and (name.lower() in ("http_proxy", "https_proxy", "all_proxy")):
-            return f"{name} is set", True
-        if value and name in CLIENT_VARIABLES and (name != "TFDS_DATA_DIR" or _URL.search(value)):
-            return f"{name} is set", True
-    return None
 
+    def __init__(self, listeners: Sequence[socket.socket], environ: Mapping[str, str]) -> None:
+        self._listeners = listeners
+        self._environ = dict(environ)
+        self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._thread = threading.Thread(target=self._accept, daemon=True)
 
-def _reachable(routes: Path, addresses: Path) -> bool:
-    """Whether this machine has another interface than loopback; True if unknown."""
-    try:
-        # proc_net(5): a line of titles, then "eth0 000011AC 00000000 ..."
-        if any(line.split()[0] != "lo" for line in routes.read_text().splitlines()[1:]):
-            return True
-    except OSError:
-        return True
-    with contextlib.suppress(OSError):  # no such file: no IPv6
-        # "fe80...0001 02 40 20 80 eth0"
-        return any(line.split()[-1] != "lo" for line in addresses.read_text().splitlines())
-    return False
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that lead the tasks' HTTP clients, and gRPC to other machines, to the proxy."""
+        _, port = self._listeners[0].getsockname()
+        variables = dict.fromkeys(_PROXIES, f"http://127.0.0.1:{port}")
+        variables |= dict.fromkeys(_NO_PROXIES, _LOOPBACK)
+        return {form: value for k, value in variables.items() for form in (k, k.upper())}
+
+    def __enter__(self) -> Gateway:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._closing = True
+            for end in (*self._listeners, *self._connections):
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
+        self._thread.join()
+
+    def _accept(self) -> None:
+        with selectors.DefaultSelector() as waiting:
+            for index, listener in enumerate(self._listeners):
+                port = listener.getsockname()[1] if index else None
+                waiting.register(listener, selectors.EVENT_READ, (listener, port))
+            while not self._closing:
+                for key, _ in waiting.select():
+                    self._accept_one(*key.data)
+
+    def _accept_one(self, listener: socket.socket, port: int | None) -> None:
+        try:
+            client, _ = listener.accept()
+        except OSError:  # the end, or this process has too many files open
+            time.sleep(0.0 if self._closing else 0.1)
+            return
+        with self._lock:
+            accepted = not self._closing and len(self._connections) < MAX_CONNECTIONS
+            if accepted:
+                self._connections.add(client)
+        if accepted:
+            threading.Thread(target=self._serve, args=(client, port), daemon=True).start()
+        else:
+            client.close()
+
+    def _serve(self, client: socket.socket, port: int | None) -> None:
+        from tfmw.launcher import proxy  # 0.1 s, which most runs need not wait for
+
+        with client, contextlib.suppress(OSError, ValueError):
+            try:
+                if port is None:
+                    proxy.serve_proxy(client, self._environ)
+                else:
+                    proxy.serve_port(client, port)
+            finally:
+                with self._lock:
+                    self._connections.discard(client)
 
 
 # Errors of programs without a network: urllib, requests, tf.io.gfile, gRPC.
 _NO_NETWORK = re.compile(
     "name resolution|name or service not known|network is unreachable|could(n't| not) resolve host|"
-    "max retries exceeded|failed to resolve",
+    "failed to resolve",
     re.IGNORECASE,
 )
 
 
 def network_hint(failures: Sequence[Failure]) -> str:
     """A line for the user if a program may have failed for lack of a network; else ""."""
-    text = "\n".join(line for f in failures[:1] for line in (f.error, *f.detail))
-    if not _NO_NETWORK.search(text):
+    lines = [line for f in failures[:1] for line in (f.error, *f.detail)]
+    # The proxy's own errors say so: that server cannot be reached from this machine either.
+    if not any(_NO_NETWORK.search(line) and "outside of the private" not in line for line in lines):
         return ""
-    return "the tasks ran in a private network: --isolate off runs them in this machine's network"
+    return (
+        "the tasks ran in a private network, from which programs that heed http_proxy and "
+        "https_proxy reach other machines: --isolate off runs them in this machine's network"
+    )

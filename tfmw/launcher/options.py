@@ -26,8 +26,8 @@ class RunOptions:
             30, if tasks are known to save it.
         standby: "on": a process imports TensorFlow ahead of time, and tasks are forked from it;
             "auto": with several tasks, or restarts, unless TFMW_NO_INIT is 1.
-        isolate: "on": the tasks run in a private network; "auto": unless the program needs this
-            machine's network; see `network`.
+        isolate: "on": the tasks run in a private network, and download through a proxy; "auto": if
+            the system allows it and there are several tasks; see `network`.
     """
 
     max_restarts: int = 0

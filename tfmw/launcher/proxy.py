@@ -1,0 +1,212 @@
+"""A connection from the tasks' private network to a server outside: as an HTTP proxy, or by port.
+
+    serve_proxy(client, environ)        # CONNECT host:port, or GET http://host/path
+    serve_port(client, 5000)            # localhost:5000 of this machine
+
+The launcher accepts on sockets that were created inside the network (see `isolation`) and connects
+outside, so names are resolved outside too. A proxy that the user's environment names is used for
+those connections, except for hosts in the user's `no_proxy`.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.server
+import ipaddress
+import socket
+import threading
+import urllib.parse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+CONNECT_TIMEOUT_S = 60.0
+
+_BLOCK = 1 << 16  # bytes
+# RFC 9110, 7.6.1: fields for the next hop only.
+_HOP_BY_HOP = ("connection", "keep-alive", "proxy-connection", "proxy-authorization")
+
+
+def serve_port(client: socket.socket, port: int) -> None:
+    """Connects the client to a server of this machine, until both ends are closed."""
+    with socket.create_connection(("localhost", port), CONNECT_TIMEOUT_S) as server:
+        server.settimeout(None)
+        _relay(client, client.recv, server)
+
+
+def serve_proxy(client: socket.socket, environ: Mapping[str, str]) -> None:
+    """Reads one request, and connects the client to its server until the response is complete."""
+    _Request(client, environ)
+
+
+class _Request(http.server.BaseHTTPRequestHandler):
+    """The request of one connection; the constructor of the base class does everything."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = CONNECT_TIMEOUT_S  # for the request line and its headers
+
+    def __init__(self, client: socket.socket, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        super().__init__(client, ("the private network", 0), None)  # type: ignore[arg-type]
+
+    def do_CONNECT(self) -> None:
+        url = urllib.parse.urlsplit(f"https://{self.path}")
+        if (connected := self._connect(url)) is None:
+            return
+        server, proxy = connected
+        with server:
+            if proxy is None:
+                self.send_response_only(200, "Connection established")
+                self.end_headers()
+            else:  # its response is the client's
+                fields = [f"Host: {self.path}", *_authorization(proxy)]
+                server.sendall(_head(f"CONNECT {self.path} HTTP/1.1", fields))
+            _relay(self.connection, self.rfile.read1, server)
+
+    def _forward(self) -> None:
+        """Sends a plain request on; one request per connection, so any body may follow."""
+        url = urllib.parse.urlsplit(self.path)
+        if url.scheme != "http":
+            self.send_error(501, "expected CONNECT host:port or an http:// address")
+            return
+        if (connected := self._connect(url)) is None:
+            return
+        server, proxy = connected
+        origin = url._replace(scheme="", netloc="", path=url.path or "/", fragment="").geturl()
+        fields = [f"{k}: {v}" for k, v in self.headers.items() if k.lower() not in _HOP_BY_HOP]
+        fields += ["Connection: close", *([] if proxy is None else _authorization(proxy))]
+        target = origin if proxy is None else self.path
+        with server:
+            server.sendall(_head(f"{self.command} {target} HTTP/1.1", fields))
+            if "Transfer-Encoding" in self.headers:
+                _relay(self.connection, self.rfile.read1, server)
+            else:
+                body = _Body(self.rfile, int(self.headers.get("Content-Length", 0)))
+                _relay(self.connection, body.read, server, half_close=False)
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _forward
+
+    def _connect(
+        self, url: urllib.parse.SplitResult
+    ) -> tuple[socket.socket, urllib.parse.SplitResult | None] | None:
+        """A connection for this address, and the user's proxy at its other end, if any.
+
+        None after an error, which was sent to the client.
+        """
+        self.close_connection = True
+        try:
+            proxy = upstream(url.scheme, url.hostname or "", self._environ)
+            at = url if proxy is None else proxy
+            port = at.port or (443 if at.scheme == "https" else 80)
+            server = socket.create_connection((at.hostname or "", port), CONNECT_TIMEOUT_S)
+        except (OSError, ValueError) as error:
+            host = url.netloc.rpartition("@")[2]
+            self.send_error(502, f"no connection outside of the private network to {host}: {error}")
+            return None
+        server.settimeout(None)
+        self.connection.settimeout(None)
+        return server, proxy
+
+    def handle_expect_100(self) -> bool:
+        """Leaves the answer to the server."""
+        return True
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class _Body:
+    """The next `length` bytes of a reader."""
+
+    def __init__(self, reader: Any, length: int) -> None:
+        self._reader = reader
+        self._left = length
+
+    def read(self, size: int) -> bytes:
+        data: bytes = self._reader.read1(min(size, self._left)) if self._left else b""
+        self._left -= len(data)
+        return data
+
+
+def upstream(scheme: str, host: str, environ: Mapping[str, str]) -> urllib.parse.SplitResult | None:
+    """The user's proxy for a host; None: connect directly.
+
+    Raises:
+        ValueError: the proxy does not speak HTTP.
+    """
+
+    def variable(name: str) -> str:
+        return environ.get(name) or environ.get(name.upper()) or ""
+
+    value = variable(f"{scheme}_proxy") or variable("all_proxy")
+    if not value or _matches(host, variable("no_proxy")):
+        return None
+    proxy = urllib.parse.urlsplit(value if "://" in value else f"http://{value}")
+    if proxy.scheme != "http":
+        raise ValueError(
+            f"{scheme}_proxy or all_proxy names a proxy of {proxy.scheme}://, expected http://; "
+            "use --isolate off"
+        )
+    return proxy
+
+
+def _matches(host: str, no_proxy: str) -> bool:
+    """Whether `no_proxy` names the host: "*", ".example.org, 10.0.0.0/8, localhost"."""
+    for entry in no_proxy.lower().replace(" ", "").split(","):
+        domain = entry.lstrip(".")
+        if entry == "*" or (domain and (host == domain or host.endswith(f".{domain}"))):
+            return True
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False):
+                return True
+    return False
+
+
+def _authorization(proxy: urllib.parse.SplitResult) -> list[str]:
+    if proxy.username is None:
+        return []
+    user, password = (urllib.parse.unquote(part or "") for part in (proxy.username, proxy.password))
+    encoded = base64.b64encode(f"{user}:{password}".encode()).decode()
+    return [f"Proxy-Authorization: Basic {encoded}"]
+
+
+def _head(first: str, fields: list[str]) -> bytes:
+    return "\r\n".join([first, *fields, "", ""]).encode("latin-1")
+
+
+def _relay(
+    client: socket.socket,
+    read_client: Callable[[int], bytes],
+    server: socket.socket,
+    half_close: bool = True,
+) -> None:
+    """Copies in both directions until the server has closed its end, or a connection is lost.
+
+    Args:
+        client: the connection from the private network.
+        read_client: returns at most so many bytes from the client; none at the end.
+        server: the connection outside.
+        half_close: whether the client's end is passed on to the server.
+    """
+    up = threading.Thread(target=_copy, args=(read_client, client, server, half_close), daemon=True)
+    up.start()
+    _copy(server.recv, server, client, True)
+    with contextlib.suppress(OSError):
+        client.shutdown(socket.SHUT_RD)  # a server that has closed reads nothing more
+    up.join()
+
+
+def _copy(
+    read: Callable[[int], bytes], source: socket.socket, target: socket.socket, half_close: bool
+) -> None:
+    try:
+        while data := read(_BLOCK):
+            target.sendall(data)
+    except OSError:
+        for lost in (source, target):
+            with contextlib.suppress(OSError):
+                lost.shutdown(socket.SHUT_RDWR)
+        return
+    if half_close:
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
