@@ -64,7 +64,7 @@ class Outside(http.server.BaseHTTPRequestHandler):
 
     def connect(self, port: int) -> str:
         """Whether this machine reaches a port, at loopback or at its address in the network."""
-        for host in {"127.0.0.1", self.server.server_address[0]}:
+        for host in {"127.0.0.1", self.connection.getsockname()[0]}:
             with contextlib.suppress(ConnectionRefusedError):
                 socket.create_connection((host, port), 10).close()
                 return f"{host} accepts"
@@ -143,7 +143,8 @@ def downloads(run_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Any
         tls = stack.enter_context(serving(Outside, address, context=context))
         any_host = stack.enter_context(serving(Outside, context=context))
         local = _serve_below_the_system_s(stack)
-        users = type("Handler", (UsersProxy,), {"asked": set(), "https_port": any_host})
+        asked: set[tuple[str, str, str]] = set()
+        users = type("Handler", (UsersProxy,), {"asked": asked, "https_port": any_host})
         proxy_url = f"http://me:pass%20word@127.0.0.1:{stack.enter_context(serving(users))}"
         authorities = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
         run = run_cluster(
@@ -159,7 +160,7 @@ def downloads(run_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Any
                 "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
             },
         )
-    return run, users.asked
+    return run, asked
 
 
 def _serve_below_the_system_s(stack: contextlib.ExitStack) -> int:
