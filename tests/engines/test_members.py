@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 from typing import Any
 
 import pytest
 
 from tfmw.engines.engine import Contact, JobSpec, Tasks
-from tfmw.engines.link import Message
 from tfmw.engines.members import LOST_S, SETTLE_S, Members
 from tfmw.errors import TaskFailed
 from tfmw.launcher.options import RunOptions
@@ -18,25 +16,41 @@ from tfmw.launcher.output import Display
 from tfmw.launcher.preemption import GRACE_S
 from tfmw.launcher.result import Result
 from tfmw.launcher.run import return_values
-from tfmw.remote import messages
-from tfmw.remote.messages import Ended, HostFailure, Report
+from tfmw.remote.messages import (
+    Backup,
+    Ended,
+    Hello,
+    HostFailure,
+    Look,
+    Looked,
+    Mark,
+    Marked,
+    Message,
+    Output,
+    Progress,
+    Refused,
+    Report,
+    Setup,
+    Start,
+    encode,
+)
 
 FACTS = {"Python": "3.12", "keras": "3.15.1"}
 
 
-class FakeLink:
+class FakeLinks:
+    """What was sent to whom, by the name of the connection."""
+
     def __init__(self) -> None:
-        self.sent: list[Message] = []
-        self.closed = False
+        self.sent: dict[str, list[Message]] = {"a": [], "b": [], "c": []}
+        self.dropped: list[str] = []
 
-    def send(self, kind: str, body: bytes = b"", **fields: Any) -> None:
-        self.sent.append(Message(kind, fields, body))
+    def to_member(self, name: str, message: Message) -> None:
+        encode(message)
+        self.sent[name].append(message)
 
-    def close(self) -> None:
-        self.closed = True
-
-    def kinds(self) -> list[str]:
-        return [message.kind for message in self.sent]
+    def drop(self, name: str) -> None:
+        self.dropped.append(name)
 
 
 class FakeTasks(Tasks):
@@ -65,18 +79,22 @@ class World:
         self.tasks = FakeTasks()
         self.out = io.StringIO()
         self.spec = JobSpec(("call",), (2, 2), RunOptions(), facts=FACTS, **spec)
+        self.links = FakeLinks()
+        links: Any = self.links
         self.members = Members(
-            self.spec, self.tasks, Display(self.out), 3, 2, clock=lambda: self.now
+            self.spec, self.tasks, links, Display(self.out), 3, 2, clock=lambda: self.now
         )
         self.members.start(4000)
-        self.links = [FakeLink(), FakeLink()]
 
-    def say(self, rank: int, kind: str, body: bytes = b"", /, **fields: Any) -> None:
-        self.members.handle(self.links[rank], Message(kind, fields, body))  # type: ignore[arg-type]
+    def say(self, rank: int, message: Message) -> None:
+        self.members.handle("from_member", "abc"[rank], message)
+
+    def sent(self, rank: int) -> list[Any]:
+        return self.links.sent["abc"[rank]]
 
     def hello(self, rank: int, **other: Any) -> None:
-        fields = {"rank": rank, "attempt": 3, "host": f"h{rank}", "address": f"10.0.0.{rank}"}
-        self.say(rank, "hello", **{**fields, "port": 5000 + rank, "facts": FACTS, **other})
+        hello = Hello(rank, 3, f"h{rank}", f"10.0.0.{rank}", 5000 + rank, FACTS)
+        self.say(rank, dataclasses.replace(hello, **other))
 
     def begun(self) -> World:
         self.hello(1)
@@ -92,7 +110,7 @@ class World:
             blank |= {"seconds": 1.0, "usage": False, "external": False, "secondary": False}
             failures = (HostFailure(**{**blank, "task": f"worker {rank}", **failure}),)
         report = Report(done=not failures, step=5, seconds=1.0, failures=failures)
-        self.say(rank, "ended", body, report=messages.encode(Ended(3, report)).decode())
+        self.say(rank, Ended(3, report, body))
 
     @property
     def cause(self) -> Any:
@@ -104,29 +122,25 @@ def test_all_get_the_cluster_and_their_place_on_their_host() -> None:
     assert world.tasks.started is not None
     assert world.tasks.started[1].addresses == [("h0", 4000)]
     world.begun()
-    starts = [link.sent[-1] for link in world.links]
-    assert [s.kind for s in starts] == ["start", "start"]
-    assert [s.fields["index"] for s in starts] == [0, 1]
-    cluster = {"worker": ["10.0.0.0:5000", "10.0.0.1:5001"]}
-    assert all(s.fields["cluster"] == cluster for s in starts)
+    (setup, start), (_, other) = (world.sent(rank)[-2:] for rank in (0, 1))
+    assert isinstance(setup, Setup)
     own = {"TFMW_LOCAL_TASKS": "1", "TFMW_LOCAL_RANK": "0"}
-    assert all(s.fields["env"] == own and s.fields["job_env"] == {"A": "b"} for s in starts)
-    json.dumps(starts[0].fields)
+    assert (setup.own_env, setup.env) == (own, {"A": "b"})
+    cluster: dict[str, tuple[str, ...]] = {"worker": ("10.0.0.0:5000", "10.0.0.1:5001")}
+    assert start == Start("", 3, (0, 1), cluster, (("worker", 0),))
+    assert other == Start("", 3, (0, 1), cluster, (("worker", 1),))
 
     together = World()
     together.hello(0)
     together.hello(1, address="10.0.0.0")
-    assert together.links[1].sent[-1].fields["env"] == {
-        "TFMW_LOCAL_TASKS": "2",
-        "TFMW_LOCAL_RANK": "1",
-    }
+    assert together.sent(1)[-2].own_env == {"TFMW_LOCAL_TASKS": "2", "TFMW_LOCAL_RANK": "1"}
 
 
 def test_results_output_and_backups() -> None:
     world = World().begun()
-    world.say(1, "output", b"hello\n", final=False)
-    world.say(0, "progress", step=9)
-    world.say(0, "backup", b"tar", name="step_9")
+    world.say(1, Output(False, b"hello\n"))
+    world.say(0, Progress(9))
+    world.say(0, Backup("step_9", b"tar"))
     world.ended(0, b"zero")
     assert not world.members.look()
     world.ended(1, b"one")
@@ -138,15 +152,15 @@ def test_results_output_and_backups() -> None:
     assert world.tasks.kept() == b"tar"
     assert world.members.details()["backup"] == "step_9"
     world.members.end()
-    assert all(link.closed for link in world.links)
+    assert set(world.links.dropped) == {"a", "b"}
 
 
 def test_the_chief_gets_the_backup_that_was_kept() -> None:
     world = World()
     world.tasks.keep(b"tar")
     world.begun()
-    assert world.links[0].sent[-2:][0] == Message("backup", {}, b"tar")
-    assert "backup" not in world.links[1].kinds()
+    assert world.sent(0)[0] == Backup("", b"tar")
+    assert not [m for m in world.sent(1) if isinstance(m, Backup)]
 
 
 def test_versions_that_differ_end_the_job() -> None:
@@ -156,7 +170,7 @@ def test_versions_that_differ_end_the_job() -> None:
     assert world.members.look()
     assert world.cause.usage
     assert world.cause.error.startswith("keras is 3.10.0 on h1, and 3.15.1 where the job was subm")
-    assert "start" not in world.links[0].kinds() + world.links[1].kinds()
+    assert not world.sent(0) + world.sent(1)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -164,13 +178,13 @@ def test_directory_that_is_not_shared_ends_the_job(shared: bool) -> None:
     world = World(directories={"backup_dir": "/shared", "export_dir": "gs://bucket/model"})
     world.hello(0)
     world.hello(1)
-    assert world.links[0].sent[-1] == Message(
-        "mark", {"directories": {"backup_dir": "/shared"}}, b""
-    )
-    world.say(0, "marked", names={"backup_dir": "name"}, problems=[])
-    assert world.links[1].kinds() == ["look"]
+    shared_ones = {"backup_dir": "/shared"}
+    names: dict[str, str | None] = {"backup_dir": "name"}
+    assert world.sent(0) == [Mark(shared_ones)]
+    world.say(0, Marked(names, ()))
+    assert world.sent(1) == [Look(shared_ones, names, "worker 0 on h0")]
     problem = "failed: backup_dir /shared is not the same here as on worker 0"
-    world.say(1, "looked", problems=[] if shared else [problem])
+    world.say(1, Looked(() if shared else (problem,)))
     assert world.members.look() is not shared
     assert (world.members.phase == "running") is shared
     if not shared:
@@ -182,7 +196,7 @@ def test_directory_that_cannot_be_written_ends_the_job() -> None:
     world = World(directories={"backup_dir": "/shared"})
     world.hello(0)
     world.hello(1)
-    world.say(0, "marked", names={"backup_dir": None}, problems=["failed: cannot be written"])
+    world.say(0, Marked({"backup_dir": None}, ("failed: cannot be written",)))
     assert world.members.look()
     assert world.cause.error == "cannot be written."
 
@@ -204,7 +218,7 @@ def test_the_cause_is_waited_for_where_a_task_only_lost_another() -> None:
 
 def test_lost_connection_is_a_failure_from_outside() -> None:
     world = World().begun()
-    world.members.handle(world.links[1], None)  # type: ignore[arg-type]
+    world.members.handle("member_lost", "b", "silent")
     assert world.members.look()
     assert world.cause.external
     assert (world.cause.task, world.cause.how) == ("worker 1 on h1", "its connection was lost")
@@ -245,19 +259,16 @@ def test_task_that_does_not_connect_is_named() -> None:
 def test_tasks_of_another_attempt_are_refused() -> None:
     world = World()
     world.hello(0, attempt=2)
-    assert world.links[0].kinds() == ["refused"]
-    world.links[0] = FakeLink()
+    assert isinstance(world.sent(0)[0], Refused)
     world.begun()
-    late = FakeLink()
-    world.links.append(late)
-    world.say(2, "hello", rank=0, attempt=3, host="h2", address="", port=1, facts=FACTS)
-    assert late.kinds() == ["refused"]
+    world.say(2, Hello(0, 3, "h2", "", 1, FACTS))
+    assert isinstance(world.sent(2)[0], Refused)
 
 
 def test_peers_of_tasks_that_saved_their_state_have_not_failed() -> None:
     world = World().begun()
     report = Report(preempted=True, step=5)
-    world.say(0, "ended", report=messages.encode(Ended(3, report)).decode())
+    world.say(0, Ended(3, report))
     world.ended(1, error="UnavailableError: gone", secondary=True)
     outcome = world.members.outcome()
     assert outcome.preempted
@@ -267,7 +278,7 @@ def test_peers_of_tasks_that_saved_their_state_have_not_failed() -> None:
 def test_task_that_stays_when_another_saved_its_state_is_not_waited_for_for_ever() -> None:
     world = World().begun()
     report = Report(preempted=True, step=5)
-    world.say(0, "ended", report=messages.encode(Ended(3, report)).decode())
+    world.say(0, Ended(3, report))
     world.now += GRACE_S - 1
     assert not world.members.look()
     world.now += 1

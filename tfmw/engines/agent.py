@@ -23,29 +23,43 @@ import socket
 import sys
 import tarfile
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tfmw.cluster import check_directories
 from tfmw.cluster.check_findings import Findings
-from tfmw.engines import link as links
 from tfmw.engines import own_files
-from tfmw.engines.engine import Contact, versions
-from tfmw.engines.link import Link, Message
+from tfmw.engines.engine import TIMING, Contact, versions
+from tfmw.errors import TfmwError
 from tfmw.launcher import call
-from tfmw.launcher.attempt import Attempt, AttemptContext
+from tfmw.launcher.attempt import SETTLE_S, AttemptContext
 from tfmw.launcher.environment import task_environment
-from tfmw.launcher.options import RunOptions
 from tfmw.launcher.output import Display
-from tfmw.launcher.restart import RestartPolicy
 from tfmw.launcher.snapshot import Board
 from tfmw.launcher.spawn import Spawner
-from tfmw.remote import messages
-from tfmw.remote.channel import Forged
-from tfmw.remote.tasks import report_of
+from tfmw.remote.links import Links
+from tfmw.remote.messages import (
+    Backup,
+    End,
+    Ended,
+    Hello,
+    Leave,
+    Line,
+    Look,
+    Looked,
+    Mark,
+    Marked,
+    Message,
+    Output,
+    Progress,
+    Refused,
+    Setup,
+    Start,
+    Taken,
+)
+from tfmw.remote.tasks import TasksOfOneMachine
 from tfmw.runtime.ports import reserved_ports
 from tfmw.runtime.signals import Signals
 
@@ -75,34 +89,35 @@ def run_task(
     Raises:
         TfmwError: the controller cannot be reached.
     """
-    link = links.connect(contact.addresses, contact.token)
+    inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     folder = Path(tempfile.mkdtemp(prefix="tfmw-task-"))
     try:
-        _Agent(link, contact, rank, payload, host or socket.gethostname(), folder).run()
+        with Links(contact.token.encode(), inbox.put, TIMING) as links:
+            _Agent(links, inbox, contact, rank, payload, host or socket.gethostname(), folder).run()
     finally:
-        link.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Forward(Display):
     """Sends the output of a task to the controller, which prints it."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, links: Links) -> None:
         super().__init__(io.StringIO())
-        self._link = link
+        self._links = links
 
     def feed(self, task: str, data: bytes, final: bool = False) -> None:
-        self._link.send("output", data, final=final)
+        self._links.to_leader(Output(final, data))
 
     def line(self, text: str) -> None:
-        self._link.send("line", text=text)
+        self._links.to_leader(Line(text))
 
 
 class _Agent:
     """One task, and its connection.
 
     Args:
-        link: to the controller.
+        links: connects to the controller.
+        inbox: events of the connection.
         contact: of the job.
         rank: of the task.
         payload: see `run_task`.
@@ -112,14 +127,16 @@ class _Agent:
 
     def __init__(
         self,
-        link: Link,
+        links: Links,
+        inbox: queue.SimpleQueue[tuple[Any, ...]],
         contact: Contact,
         rank: int,
         payload: Callable[[], call.Payload],
         host: str,
         folder: Path,
     ) -> None:
-        self._link = link
+        self._links = links
+        self._inbox = inbox
         self._contact = contact
         self._rank = rank
         self._payload = payload
@@ -127,142 +144,149 @@ class _Agent:
         self._folder = folder
         self._backups = folder / "backups"
         self._sent_backup = ""
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._stack = contextlib.ExitStack()
 
     def run(self) -> None:
         """Serves the controller until the task has ended."""
         with self._stack, contextlib.ExitStack() as ports:
             (port,) = ports.enter_context(reserved_ports(1))
-            self._link.send(
-                "hello",
-                rank=self._rank,
-                attempt=self._contact.attempt,
-                host=self._host,
-                address=self._link.local_host,
-                port=port,
-                facts=versions(),
+            own = self._rank, self._contact.attempt, self._host
+            self._links.dial(
+                "controller",
+                self._contact.addresses,
+                lambda address: Hello(*own, address, port, versions()),
             )
-            threading.Thread(target=self._listen, name="tfmw-controller", daemon=True).start()
-            while (message := self._inbox.get()) is not None:
-                if message.kind == "start":
-                    ports.close()
-                    self._train(message.fields)
-                    return
-                if message.kind in ("refused", "end"):
-                    return
-                self._prepare(message)
+            wait_connected(self._inbox)
+            tasks: TasksOfOneMachine | None = None
+            while (message := self._next()) is not None:
+                match message:
+                    case Mark(directories=directories):
+                        self._mark(directories)
+                    case Look():
+                        self._look(message)
+                    case Backup(body=body):
+                        self._sent_backup = unpack(body, self._backups)
+                    case Setup():
+                        tasks = self._set_up(message)
+                    case Start() if tasks is not None:
+                        ports.close()
+                        tasks.start(message)
+                        self._watch(tasks)
+                        return
+                    case End() | Refused():
+                        return
 
-    def _listen(self) -> None:
-        try:
-            while True:
-                self._inbox.put(self._link.receive())
-        except (OSError, Forged, ValueError):
-            self._inbox.put(None)
+    def _next(self, timeout_s: float | None = None) -> Message | None:
+        """The controller's next message; None once the connection is lost. Raises queue.Empty."""
+        event, *arguments = self._inbox.get(timeout=timeout_s)
+        message: Message | None = arguments[0] if event == "from_leader" else None
+        return message
 
     # ---- before the start ------------------------------------------------------------------------
 
-    def _prepare(self, message: Message) -> None:
-        fields = message.fields
-        if message.kind == "mark":
-            problems: list[str] = []
-            names = self._stack.enter_context(
-                check_directories.markers(fields["directories"], Findings(problems.append))
-            )
-            self._link.send("marked", names=names, problems=problems)
-        elif message.kind == "look":
-            problems = []
-            findings = Findings(
-                lambda line: None if line.startswith("ok") else problems.append(line)
-            )
-            for option, path in fields["directories"].items():
-                name, chief = fields["names"][option], fields["chief"]
-                check_directories.find_marker(option, path, name, chief, findings, _MARKER_S)
-            self._link.send("looked", problems=problems)
-        elif message.kind == "backup":
-            self._sent_backup = unpack(message.body, self._backups)
-        elif message.kind == "script":
-            (self._folder / "script").mkdir()
-            (self._folder / "script" / fields["name"]).write_bytes(message.body)
+    def _mark(self, directories: Mapping[str, str]) -> None:
+        problems: list[str] = []
+        names = self._stack.enter_context(
+            check_directories.markers(directories, Findings(problems.append))
+        )
+        self._links.to_leader(Marked(names, tuple(problems)))
 
-    # ---- the task --------------------------------------------------------------------------------
+    def _look(self, look: Look) -> None:
+        problems: list[str] = []
+        findings = Findings(lambda line: None if line.startswith("ok") else problems.append(line))
+        for option, path in look.directories.items():
+            name = look.names[option] or ""
+            check_directories.find_marker(option, path, name, look.chief, findings, _MARKER_S)
+        self._links.to_leader(Looked(tuple(problems)))
 
-    def _train(self, fields: dict[str, Any]) -> None:
-        with Signals() as stop, Spawner() as spawner:
-            context = self._context(fields, spawner, stop)
-            attempt = Attempt(
-                context,
-                [("worker", fields["index"])],
-                fields["attempt"],
-                RestartPolicy(context.options, 1),
-                cluster=fields["cluster"],
-                env=fields["env"],
-            )
-            try:
-                attempt.start()
-                self._watch(attempt)
-                attempt.end(0.0)
-            finally:
-                attempt.end(0.0)
-        self._send_backup()
-        ended = messages.Ended(attempt.number, report_of(attempt, self._rank))
-        (result,) = attempt.results().values() or [b""]
-        self._link.send("ended", result, report=messages.encode(ended).decode())
-        deadline = time.monotonic() + _FAREWELL_S
-        with contextlib.suppress(queue.Empty):
-            while (message := self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))) and (
-                message.kind != "bye"
-            ):
-                pass
-
-    def _context(self, fields: dict[str, Any], spawner: Spawner, stop: Signals) -> AttemptContext:
+    def _set_up(self, setup: Setup) -> TasksOfOneMachine:
         with contextlib.suppress(OSError):
-            self._stack.enter_context(contextlib.chdir(fields["folder"]))
-        os.environ["COLUMNS"] = str(fields["columns"])  # a task's terminal gets this width
+            self._stack.enter_context(contextlib.chdir(setup.folder))
+        os.environ["COLUMNS"] = str(setup.columns)  # a task's terminal gets this width
         environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
         secret = hmac.digest(self._contact.token.encode(), b"tfmw tasks", "sha256").hex()
         environ |= {"TFMW_TOKEN": secret, call.ELSEWHERE: self._host, BACKUPS: str(self._backups)}
-        command = list(fields["command"])
+        command = list(setup.command)
         if command[0] == "script" and not os.path.isfile(command[1]):
-            command[1] = str(self._folder / "script" / os.path.basename(command[1]))
-        return AttemptContext(
+            script = self._folder / "script" / os.path.basename(command[1])
+            script.parent.mkdir()
+            script.write_bytes(setup.body)
+            command[1] = str(script)
+        context = AttemptContext(
             command=command,
             directory=self._folder / "run",
             board=Board(self._folder / "run", command),
-            env=task_environment({**environ, **fields["job_env"]}, fields["live"]),
-            spawner=spawner,
-            display=_Forward(self._link),
-            live=f"worker {fields['index']}" if fields["live"] else None,
+            env=task_environment({**environ, **setup.env}, setup.live),
+            spawner=self._stack.enter_context(Spawner()),
+            display=_Forward(self._links),
+            live=f"worker {self._rank}" if setup.live else None,
             payload=self._payload() if command[0] == "call" else None,
-            stop=stop,
-            options=RunOptions(**fields["options"]),
+            stop=self._stack.enter_context(Signals()),
+            options=setup.options,
         )
+        tasks = TasksOfOneMachine(context, self._rank, env=setup.own_env, settle_s=SETTLE_S)
+        self._stack.callback(tasks.close)
+        return tasks
 
-    def _watch(self, attempt: Attempt) -> None:
-        """Returns once the task has ended, or the controller wants it to."""
-        leave, told = False, 0.0
-        while not attempt.is_over(_LOOK_S):
+    # ---- the task --------------------------------------------------------------------------------
+
+    def _watch(self, tasks: TasksOfOneMachine) -> None:
+        """Returns once the task has ended, and the controller has its result or is gone."""
+        told, wanted, event = 0.0, True, None
+        while wanted and event is None:
+            event = tasks.look(_LOOK_S)
             with contextlib.suppress(queue.Empty):
-                message = self._inbox.get_nowait()
-                if message is None or message.kind == "end":
-                    return
-                leave = leave or message.kind == "leave"
-            if leave and attempt.ask_to_leave():
-                leave = False
+                message = self._next(0.0)
+                wanted = not (message is None or isinstance(message, End))
+                if isinstance(message, Leave):
+                    tasks.preempt()
             if time.monotonic() - told >= _TELL_S:
                 told = time.monotonic()
-                self._link.send("progress", step=attempt.step())
+                self._links.to_leader(Progress(tasks.step))
                 self._send_backup()
+        event = event or tasks.end()
+        assert event is not None
+        self._send_backup()
+        _, attempt, report = event
+        (result,) = tasks.results.values() or [b""]
+        self._links.to_leader(Ended(attempt, report, result))
+        deadline = time.monotonic() + _FAREWELL_S
+        with contextlib.suppress(queue.Empty):
+            while wanted:
+                message = self._next(max(0.0, deadline - time.monotonic()))
+                wanted = not (message is None or isinstance(message, Taken | End))
 
     def _send_backup(self) -> None:
         """Sends the newest complete backup, if the controller does not have it."""
+        if self._links.backlog:  # of the one before
+            return
         try:
             newest = max(p.name for p in self._backups.glob("step_*"))
             if newest != self._sent_backup:
-                self._link.send("backup", packed(self._backups / newest), name=newest)
+                self._links.to_leader(Backup(newest, packed(self._backups / newest)))
                 self._sent_backup = newest
         except (ValueError, OSError):  # none yet, or it has just been replaced by a newer one
             return
+
+
+def wait_connected(
+    inbox: queue.SimpleQueue[tuple[Any, ...]],
+    timeout_s: float = 60.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Waits for the connection to the controller.
+
+    Raises:
+        TfmwError: none of its addresses was reached in time.
+    """
+    deadline = clock() + timeout_s
+    while (event := inbox.get())[0] != "leader_connected":
+        problems = ", ".join(f"{host}:{port} ({why})" for (host, port), why in event[3].items())
+        if clock() > deadline:
+            raise TfmwError(
+                f"this task reached its job's controller at none of {problems}: let the hosts of "
+                "the job connect to each other on all TCP ports."
+            )
 
 
 def packed(directory: Path) -> bytes:

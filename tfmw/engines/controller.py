@@ -15,6 +15,7 @@ import itertools
 import json
 import pickle
 import queue
+import socket
 import time
 import traceback
 from pathlib import Path
@@ -22,13 +23,14 @@ from typing import Any
 
 from tfmw.engines import job as jobs
 from tfmw.engines import own_files
-from tfmw.engines.engine import JobSpec, Tasks
-from tfmw.engines.link import Link, LinkServer, Message
+from tfmw.engines.engine import TIMING, JobSpec, Tasks
 from tfmw.engines.members import LIVE, Members
 from tfmw.errors import PREEMPTED
 from tfmw.launcher.output import Display
 from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
 from tfmw.launcher.result import Result
+from tfmw.remote.links import Links
+from tfmw.remote.messages import Hello, Message
 from tfmw.runtime.signals import Signals
 
 CANCEL = "cancel"
@@ -40,6 +42,13 @@ knows whether the job is queued again, so the controller writes no last state.""
 _POLL_S = 0.1
 _GROW_EVERY_S = 10.0
 _ENDED = dict(zip((0, 1, 2, PREEMPTED), ("done", "failed", "failed", "preempted"), strict=True))
+
+
+def any_port() -> socket.socket:
+    """A listening socket on a free port of all addresses of this machine."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=128)
 
 
 class Controller:
@@ -59,7 +68,8 @@ class Controller:
         self._tasks = tasks
         self._folder = folder
         self._stop = stop or Signals()
-        self._inbox: queue.SimpleQueue[tuple[Link, Message | None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._connections = itertools.count()
         self._policy = RestartPolicy(spec.options, spec.workers[1])
         self._written: dict[str, Any] = {}
         self._growing = False
@@ -70,8 +80,10 @@ class Controller:
         with own_files.append(self._folder / jobs.OUTPUT) as output:
             self._output = output
             try:
-                with LinkServer(self._spec.token, self._inbox.put) as server:
-                    state, problem = self._run_attempts(server.port)
+                token, listener = self._spec.token.encode(), any_port()
+                port = listener.getsockname()[1]
+                with Links(token, self._inbox.put, TIMING, listener, self._welcome) as links:
+                    state, problem = self._run_attempts(links, port)
             except Exception as error:  # whoever waits for the job must learn of it
                 traceback.print_exc(file=output)
                 problem = f"its controller failed: {type(error).__name__}: {error}"
@@ -87,7 +99,7 @@ class Controller:
             self._say(state=state, problem=problem)
         return state
 
-    def _run_attempts(self, port: int) -> tuple[str, str]:
+    def _run_attempts(self, links: Links, port: int) -> tuple[str, str]:
         failures: list[Any] = []
         for number in itertools.count(self._first_attempt()):
             count = self._placed()
@@ -97,7 +109,7 @@ class Controller:
                 return "cancelled", "it was cancelled before its tasks had a place"
             self._say(state="starting" if number == 0 else "restarting", attempt=number)
             display = Display(self._output, LIVE if self._spec.live else None)
-            members = Members(self._spec, self._tasks, display, number, count)
+            members = Members(self._spec, self._tasks, links, display, number, count)
             try:
                 members.start(port)
                 self._watch(members, display)
@@ -122,6 +134,12 @@ class Controller:
             self._say(state="restarting", restarts=self._policy.restarts, step=found.step)
             self._pause(decision.delay_s)
         raise AssertionError("unreachable")
+
+    def _welcome(self, hello: Message) -> int:
+        """A name for each connection: a task of an earlier attempt may have the rank of another."""
+        if not isinstance(hello, Hello):
+            raise ValueError("no task of this job")
+        return next(self._connections)
 
     def _first_attempt(self) -> int:
         """0, or the next one of a job that was queued again."""

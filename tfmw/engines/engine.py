@@ -28,6 +28,10 @@ from typing import Any, Protocol
 from tfmw.errors import UsageError
 from tfmw.launcher.call import Payload
 from tfmw.launcher.options import RunOptions
+from tfmw.remote.links import Timing
+
+TIMING = Timing(beat_s=2.0, silence_s=20.0, hello_s=10.0)
+"""Of the connections between a controller and its tasks."""
 
 
 @dataclasses.dataclass(frozen=True)

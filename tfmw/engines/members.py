@@ -13,19 +13,38 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from tfmw.cluster import addresses
 from tfmw.engines.engine import Contact, JobSpec, Tasks
-from tfmw.engines.link import Link, Message
 from tfmw.launcher.output import Display
 from tfmw.launcher.preemption import GRACE_S
 from tfmw.launcher.restart import AttemptOutcome
-from tfmw.remote import messages, outcome
-from tfmw.remote.messages import HostFailure, Report
+from tfmw.remote import outcome
+from tfmw.remote.links import Links
+from tfmw.remote.messages import (
+    Backup,
+    End,
+    Ended,
+    Hello,
+    HostFailure,
+    Leave,
+    Line,
+    Look,
+    Looked,
+    Mark,
+    Marked,
+    Message,
+    Output,
+    Progress,
+    Refused,
+    Report,
+    Setup,
+    Start,
+    Taken,
+)
 
 LIVE = "live"
 """The name, for `Display`, of the first task where its output is for a terminal."""
@@ -39,13 +58,10 @@ LOST_S = 2.0
 
 @dataclasses.dataclass
 class Member:
-    """One task: its hello, its link, and how it ended."""
+    """One task: its hello, the name of its connection, and how it ended."""
 
-    link: Link
-    host: str
-    address: str
-    port: int
-    facts: dict[str, str]
+    name: Hashable
+    hello: Hello
     looked: bool = False
     step: int = -1
     report: Report | None = None
@@ -64,6 +80,7 @@ class Members:
     Args:
         spec: of the job.
         tasks: the engine's side.
+        links: to the tasks.
         display: prints the tasks' output.
         number: of the attempt.
         count: of the tasks.
@@ -74,6 +91,7 @@ class Members:
         self,
         spec: JobSpec,
         tasks: Tasks,
+        links: Links,
         display: Display,
         number: int,
         count: int,
@@ -85,9 +103,10 @@ class Members:
         self.members: dict[int, Member] = {}
         self._spec = spec
         self._tasks = tasks
+        self._links = links
         self._display = display
         self._clock = clock
-        self._ranks: dict[Link, int] = {}
+        self._ranks: dict[Hashable, int] = {}
         self._failures: list[HostFailure] = []
         self._lost_at: dict[int, float] = {}
         self._settled_at = float("inf")
@@ -103,43 +122,68 @@ class Members:
             self.count, Contact(self._tasks.hosts(), port, self._spec.token, self.number)
         )
 
-    def handle(self, link: Link, message: Message | None) -> None:
-        """Takes an event of a link."""
-        rank = self._ranks.get(link)
-        if rank is None:
-            if message is not None:
-                self._welcome(link, message)
-            return
-        member = self.members[rank]
-        if message is None:
-            if not member.over:
-                self._lost(rank, "its connection was lost")
-            return
-        getattr(self, f"_on_{message.kind}")(rank, member, message)
+    def handle(self, event: str, name: Hashable, *what: Any) -> None:
+        """Takes an event of a connection."""
+        rank = self._ranks.get(name)
+        if event == "from_member" and rank is None:
+            self._welcome(name, *what)
+        elif event == "from_member" and rank is not None:
+            self._receive(rank, self.members[rank], *what)
+        elif event == "member_lost" and rank is not None and not self.members[rank].over:
+            self._lost(rank, "its connection was lost")
 
-    def _welcome(self, link: Link, hello: Message) -> None:
-        fields = hello.fields
-        ours = hello.kind == "hello" and fields["attempt"] == self.number
-        if not ours or self.phase != "gathering" or fields["rank"] in self.members:
-            link.send("refused")
-            return
-        self._ranks[link] = fields["rank"]
-        self.members[fields["rank"]] = Member(
-            link, fields["host"], fields["address"], fields["port"], fields["facts"]
-        )
-        if len(self.members) == self.count:
-            self._check()
+    def _welcome(self, name: Hashable, hello: Message) -> None:
+        if (
+            isinstance(hello, Hello)
+            and hello.attempt == self.number
+            and self.phase == "gathering"
+            and hello.rank not in self.members
+        ):
+            self._ranks[name] = hello.rank
+            self.members[hello.rank] = Member(name, hello)
+            if len(self.members) == self.count:
+                self._check()
+        else:
+            self._links.to_member(name, Refused("this attempt has its tasks"))
+
+    def _receive(self, rank: int, member: Member, message: Message) -> None:
+        match message:
+            case Marked():
+                self._marked(rank, member, message)
+            case Looked(problems=problems):
+                member.looked = True
+                if not self._found(rank, problems) and all(m.looked for m in self._in_order()):
+                    self._run()
+            case Output(final=final, body=body):
+                live = self._spec.live and rank == 0
+                self._display.feed(LIVE if live else self.label(rank), body, final)
+            case Line(text=text):
+                self._display.line(text)
+            case Progress(step=step):
+                member.step = step
+            case Backup(name=name, body=body):
+                self._tasks.keep(body)
+                self._backup = name
+            case Ended():
+                self._ended(rank, member, message)
+
+    def _in_order(self) -> list[Member]:
+        return [self.members[rank] for rank in sorted(self.members)]
+
+    def _send(self, rank: int, message: Message) -> None:
+        self._links.to_member(self.members[rank].name, message)
 
     def _check(self) -> None:
         """Compares versions, and has the tasks look at the directories that they share."""
         self.phase = "checking"
         for rank in range(self.count):
+            hello = self.members[rank].hello
             for name, expected in self._spec.facts.items():
-                found = self.members[rank].facts.get(name, "none")
+                found = hello.facts.get(name, "none")
                 if found != expected:
                     self._fail(
                         rank,
-                        f"{name} is {found} on {self.members[rank].host}, and {expected} where "
+                        f"{name} is {found} on {hello.host}, and {expected} where "
                         "the job was submitted: install the same version on all machines.",
                     )
                     return
@@ -147,28 +191,20 @@ class Members:
         if not shared:
             self._run()
             return
-        self.members[0].link.send("mark", directories=shared)
+        self._send(0, Mark(shared))
 
-    def _on_marked(self, rank: int, member: Member, message: Message) -> None:
-        if self._found(rank, message) or self.count == 1:
+    def _marked(self, rank: int, member: Member, marked: Marked) -> None:
+        if self._found(rank, marked.problems) or self.count == 1:
             if self.phase == "checking":
                 self._run()
             return
         member.looked = True
         shared = {k: v for k, v in self._spec.directories.items() if "://" not in v}
         for other in range(1, self.count):
-            self.members[other].link.send(
-                "look", directories=shared, names=message.fields["names"], chief=self.label(0)
-            )
+            self._send(other, Look(shared, marked.names, chief=self.label(0)))
 
-    def _on_looked(self, rank: int, member: Member, message: Message) -> None:
-        member.looked = True
-        if not self._found(rank, message) and all(m.looked for m in self.members.values()):
-            self._run()
-
-    def _found(self, rank: int, message: Message) -> bool:
+    def _found(self, rank: int, problems: Sequence[str]) -> bool:
         """Whether a look at the directories found problems, which then end the attempt."""
-        problems = message.fields["problems"]
         if problems and self.phase == "checking":
             self._fail(rank, problems[0].removeprefix("failed: ") + ".")
         return bool(problems)
@@ -176,59 +212,43 @@ class Members:
     def _run(self) -> None:
         """Sends the cluster to all tasks; they start."""
         self.phase = "running"
-        spec, members = self._spec, [self.members[rank] for rank in range(self.count)]
-        cluster = {"worker": [addresses.joined(m.address, m.port) for m in members]}
+        spec, hellos = self._spec, [member.hello for member in self._in_order()]
+        cluster = {"worker": tuple(addresses.joined(h.address, h.port) for h in hellos)}
         backup = self._tasks.kept()
         if backup:
-            members[0].link.send("backup", backup)
-        for rank, member in enumerate(members):
-            here = [r for r, other in enumerate(members) if other.address == member.address]
-            own = {"TFMW_LOCAL_TASKS": str(len(here)), "TFMW_LOCAL_RANK": str(here.index(rank))}
-            if spec.script:
-                member.link.send("script", spec.script, name=os.path.basename(spec.command[1]))
-            member.link.send(
-                "start",
-                command=list(spec.command),
-                attempt=self.number,
-                index=rank,
-                cluster=cluster,
-                env=own,
-                job_env=dict(spec.env),
-                options=dataclasses.asdict(spec.options),
+            self._send(0, Backup("", backup))
+        for rank, hello in enumerate(hellos):
+            here = [r for r, other in enumerate(hellos) if other.address == hello.address]
+            setup = Setup(
+                command=tuple(spec.command),
+                env=dict(spec.env),
+                own_env={
+                    "TFMW_LOCAL_TASKS": str(len(here)),
+                    "TFMW_LOCAL_RANK": str(here.index(rank)),
+                },
+                options=spec.options,
+                folder=spec.folder,
                 live=spec.live and rank == 0,
                 columns=spec.columns,
-                folder=spec.folder,
+                body=spec.script,
             )
+            self._send(rank, setup)
+            ranks = tuple(range(self.count))
+            self._send(rank, Start("", self.number, ranks, cluster, (("worker", rank),)))
 
     # ---- watch -----------------------------------------------------------------------------------
 
     def label(self, rank: int) -> str:
         """The task's name in the output: "worker 1 on h2"."""
-        return f"worker {rank} on {self.members[rank].host}"
+        return f"worker {rank} on {self.members[rank].hello.host}"
 
-    def _on_output(self, rank: int, member: Member, message: Message) -> None:
-        name = LIVE if self._spec.live and rank == 0 else self.label(rank)
-        self._display.feed(name, message.body, message.fields["final"])
-
-    def _on_line(self, rank: int, member: Member, message: Message) -> None:
-        self._display.line(message.fields["text"])
-
-    def _on_progress(self, rank: int, member: Member, message: Message) -> None:
-        member.step = message.fields["step"]
-
-    def _on_backup(self, rank: int, member: Member, message: Message) -> None:
-        self._tasks.keep(message.body)
-        self._backup = message.fields["name"]
-
-    def _on_ended(self, rank: int, member: Member, message: Message) -> None:
-        ended = messages.decode(message.fields["report"].encode())
-        assert isinstance(ended, messages.Ended)
-        member.report, member.result = ended.report, message.body
+    def _ended(self, rank: int, member: Member, ended: Ended) -> None:
+        member.report, member.result = ended.report, ended.body
         if ended.report.preempted:
             grace_s = self._spec.options.preempt_grace_s
             limit = self._clock() + (GRACE_S if grace_s is None else grace_s)
             self._leave_by = min(self._leave_by, limit)
-        member.link.send("bye")
+        self._send(rank, Taken())
         if self.phase == "running":
             for failure in ended.report.failures:
                 self._add(dataclasses.replace(failure, task=self.label(rank)))
@@ -293,17 +313,16 @@ class Members:
     def ask_to_leave(self) -> None:
         """Has the tasks save their state and leave."""
         if self.members:
-            self.members[min(self.members)].link.send("leave")
+            self._send(min(self.members), Leave(self.number))
 
     def end(self) -> None:
         """Ends all tasks; what they still send is not waited for."""
         self.phase = "ended"
-        for member in self.members.values():
-            member.link.send("end")
-            member.link.send("bye")
+        for rank in self.members:
+            self._send(rank, End(self.number))
         self._tasks.end()
         for member in self.members.values():
-            member.link.close()
+            self._links.drop(member.name)
 
     def step(self) -> int:
         """The largest training step that a task has reported; negative if none has."""
@@ -327,12 +346,12 @@ class Members:
 
     def details(self) -> dict[str, Any]:
         """For the job's status."""
-        hosts = [self.members[rank].host for rank in sorted(self.members)]
+        members = self._in_order()
         return {
             "attempt": self.number,
             "workers": self.count,
-            "hosts": hosts,
+            "hosts": [member.hello.host for member in members],
             "step": self.step(),
-            "steps": [self.members[rank].step for rank in sorted(self.members)],
+            "steps": [member.step for member in members],
             **({"backup": self._backup} if self._backup else {}),
         }

@@ -40,16 +40,19 @@ from tfmw.hosts.actions import (
     ToMember,
 )
 from tfmw.hosts.lease import Lease, Lost
-from tfmw.hosts.links import Links
+from tfmw.hosts.links import HostLinks, why_not_connected
 from tfmw.hosts.supervisor import Supervisor
 from tfmw.launcher.attempts import Job, make_context
 from tfmw.launcher.output import Display
-from tfmw.remote.tasks import HostTasks
+from tfmw.remote.tasks import TasksOfOneMachine
 from tfmw.runtime.fence import FENCE
 from tfmw.runtime.signals import Signals
 
 POLL_S = 0.25
 """Seconds between two attempts to get the lock, or to renew it."""
+
+NOTICE_EVERY = 50
+"""Failures to connect until a notice of them, and between two."""
 
 IDLE_S = 0.02
 """Seconds between two looks while no tasks run."""
@@ -78,11 +81,11 @@ def run_on_hosts(
     job = dataclasses.replace(job, env={**job.env, FENCE: lease.fence, "TFMW_TOKEN": secret})
     events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
-        links = stack.enter_context(Links(settings.hosts, host, token, events.put))
+        links = stack.enter_context(HostLinks(settings.hosts, host, token, events.put))
         # The supervisor gets the signals, not the attempt.
         context, _ = make_context(job, {**os.environ, **job.env}, Signals(), stack)
         keeper = stack.enter_context(_Keeper(lease, events))
-        tasks = stack.enter_context(contextlib.closing(HostTasks(context, host)))
+        tasks = stack.enter_context(contextlib.closing(TasksOfOneMachine(context, host)))
         loop = _Loop(settings, host, links, keeper, tasks, context.display)
         way = loop.run(events, stop)
     for line in way.lines:
@@ -169,9 +172,9 @@ class _Loop:
         self,
         settings: Settings,
         host: int,
-        links: Links,
+        links: HostLinks,
         keeper: _Keeper,
-        tasks: HostTasks,
+        tasks: TasksOfOneMachine,
         display: Display,
     ) -> None:
         self._settings = settings
@@ -220,8 +223,10 @@ class _Loop:
         if name == "notify":
             self._notify(*arguments)
         elif name == "not_connected":
-            host, why = arguments
-            self._notify(f"{self._settings.name(host)} cannot be reached: {why}")
+            host, failures, problems = arguments
+            if failures % NOTICE_EVERY == 0:
+                why = why_not_connected(list(problems.values()))
+                self._notify(f"{self._settings.name(host)} cannot be reached: {why}")
         else:
             getattr(self._supervisor, name)(*arguments, time.monotonic())
 
@@ -250,7 +255,7 @@ class _Loop:
             case Drop(host):
                 self._links.drop(host)
             case Dial(host):
-                self._links.dial(host)
+                self._links.dial_host(host)
             case Campaign(on):
                 self._keeper.campaigning = on
             case Resign():

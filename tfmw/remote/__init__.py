@@ -1,8 +1,8 @@
 """Attempts on several machines: what supervisors (`tfmw.hosts`) and engines' controllers share.
 
 One process leads an attempt, and processes on other machines run its tasks for it. `messages.py` is
-what the two send each other, over authenticated connections (`channel.py`). `tasks.py` runs the
-tasks of one machine, `outcome.py` joins the reports of all machines.
+what the two send each other, over authenticated connections: `links.py`, and `channel.py` for each
+frame. `tasks.py` runs the tasks of one machine, `outcome.py` joins the reports of all machines.
 
 May import: `tfmw.launcher` and what is below it.
 """

@@ -19,8 +19,8 @@ from tfmw.errors import TfmwError
 
 NONCE_BYTES = 32
 MAC_BYTES = 32
-LARGEST = 1 << 20
-"""Bytes of one message; a cluster of ten thousand tasks is half of this."""
+LARGEST = 1 << 18
+"""Bytes of one frame."""
 
 HEADER = struct.Struct(f"!I{MAC_BYTES}s")
 """Before each message: its length and its MAC."""

@@ -1,10 +1,16 @@
-"""What supervisors send each other: JSON of known shapes, checked field by field.
+"""Messages between the process that leads an attempt and those that run its tasks.
 
-    data = encode(Ended(attempt=3, report=report))      # bytes of JSON
+    data = encode(Ended(attempt=3, report=report))      # bytes: JSON, then a field of bytes
     decode(data)                                        # the same value, or raises Malformed
 
-A member sends `Join`, `Ready`, `Ended`, `RestartRequest` and `Leaving` to the leader; the leader
-sends `Start`, `RestartReply`, `End`, `Leave`, `Over` and `Refused` to members.
+The shapes are known, and checked field by field. Each of the two kinds of leaders has messages that
+the other one does not use.
+
+- Between supervisors: a member sends `Greeting`, `Join`, `Ready`, `Ended`, `RestartRequest` and
+  `Leaving`; the leader sends `Start`, `RestartReply`, `End`, `Leave`, `Over` and `Refused`.
+- Between an agent and its job's controller: the agent sends `Hello`, `Marked`, `Looked`, `Output`,
+  `Line`, `Progress`, `Backup` and `Ended`; the controller sends `Mark`, `Look`, `Backup`, `Setup`,
+  `Start`, `End`, `Leave`, `Taken` and `Refused`.
 """
 
 from __future__ import annotations
@@ -14,7 +20,9 @@ import json
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
+
+from tfmw.launcher.options import RunOptions
 
 
 class Malformed(ValueError):
@@ -64,6 +72,21 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True)
+class Greeting:
+    """The first message of a connection between supervisors.
+
+    Attributes:
+        host: index of the host that has connected.
+        to: index of the one that it means.
+        hosts: addresses of all supervisors.
+    """
+
+    host: int
+    to: int
+    hosts: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Join:
     """A host takes part from now on.
 
@@ -91,10 +114,15 @@ class Ready:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """No task of the attempt runs on this host any more."""
+    """No task of the attempt runs on this host any more.
+
+    Attributes:
+        body: the pickled result of an agent's task.
+    """
 
     attempt: int
     report: Report
+    body: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,17 +215,138 @@ class Refused:
     problem: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """The first message of an agent.
+
+    Attributes:
+        rank: of its task.
+        attempt: for which it was started.
+        host: name of its machine.
+        address: by which other tasks reach it.
+        port: that it holds for its task.
+        facts: versions that must be the same in all tasks, by name.
+    """
+
+    rank: int
+    attempt: int
+    host: str
+    address: str
+    port: int
+    facts: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """Keep a marker file in each of these directories, which are given by option."""
+
+    directories: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Marked:
+    """The names of the marker files by option; None if a directory cannot be written to."""
+
+    names: dict[str, str | None]
+    problems: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """Look for the marker files of another task, the chief."""
+
+    directories: dict[str, str]
+    names: dict[str, str | None]
+    chief: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Looked:
+    """The marker files were looked for."""
+
+    problems: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """The job of an agent's task.
+
+    Attributes:
+        command: see `tfmw.engines.engine.JobSpec`, also for the next ones.
+        env: variables of all tasks.
+        own_env: variables of this task.
+        options: of the run.
+        folder: in which the task starts, where it exists.
+        live: whether its output is for a terminal.
+        columns: width of the terminal.
+        body: the script, for machines that do not have it.
+    """
+
+    command: tuple[str, ...]
+    env: dict[str, str]
+    own_env: dict[str, str]
+    options: RunOptions
+    folder: str
+    live: bool
+    columns: int
+    body: bytes = b""
+
+
+@dataclasses.dataclass(frozen=True)
+class Backup:
+    """A backup of a job without a `backup_dir`.
+
+    Attributes:
+        name: of its directory.
+        body: the directory as a tar archive.
+    """
+
+    name: str
+    body: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """The next bytes that a task has printed; `final`: the last ones."""
+
+    final: bool
+    body: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of the launcher about its task."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The largest training step of a task."""
+
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """The controller has the result."""
+
+
 FromMember = Join | Ready | Ended | RestartRequest | Leaving
 FromLeader = Start | RestartReply | End | Leave | Over | Refused
-Message = FromMember | FromLeader
+FromAgent = Hello | Marked | Looked | Output | Line | Progress | Backup | Ended
+FromController = Mark | Look | Setup | Backup | Start | End | Leave | Taken | Refused
+Message = Greeting | FromMember | FromLeader | FromAgent | FromController
 
 _BY_NAME: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
     """Its form on the wire."""
-    fields = dataclasses.asdict(message)
-    return json.dumps({"is": type(message).__name__, **fields}).encode()
+    fields = {"is": type(message).__name__, **dataclasses.asdict(message)}
+    body: bytes = fields.pop("body", b"")
+    head = json.dumps(fields).encode()  # without line breaks
+    return b"\n".join((head, body)) if body else head
 
 
 def decode(data: bytes) -> Message:
@@ -206,8 +355,9 @@ def decode(data: bytes) -> Message:
     Raises:
         Malformed: there is none of these in them.
     """
+    head, _, body = data.partition(b"\n")
     try:
-        content = json.loads(data)
+        content = json.loads(head)
     except (ValueError, RecursionError) as error:
         raise Malformed("no JSON") from error
     if not isinstance(content, dict):
@@ -215,6 +365,8 @@ def decode(data: bytes) -> Message:
     kind = _BY_NAME.get(str(content.pop("is", "")))
     if kind is None:
         raise Malformed("no message of this name")
+    if any(field.name == "body" for field in dataclasses.fields(kind)):
+        content["body"] = body
     message: Message = _built(kind, content)
     return message
 
@@ -232,6 +384,8 @@ def _checked(expected: Any, value: Any) -> Any:
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
     if dataclasses.is_dataclass(expected):
         return _built(typing.cast(type[Any], expected), value)
+    if origin is Literal and value in arguments:
+        return value
     if origin is types.UnionType:  # "int | None"
         return None if value is None else _checked(arguments[0], value)
     if origin is tuple and isinstance(value, list):

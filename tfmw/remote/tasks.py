@@ -1,11 +1,13 @@
-"""The tasks of this host: made ready, started, watched and ended, one attempt after the other.
+"""The tasks of one machine: made ready, started, watched and ended, one attempt after the other.
 
-tasks = HostTasks(context, host=1, start_timeout_s=120)
-tasks.prepare(count=2)
-tasks.look(0.05)              # ("prepared", (12001, 12002)) once tasks can start at once
-tasks.start(message)
-tasks.look(0.05)              # ("restart_wanted", attempt, task); `restart` has the reply
-tasks.look(0.05)              # ("ended", attempt, report) once none of them runs
+    tasks = TasksOfOneMachine(context, host=1)
+    tasks.prepare(count=2)
+    tasks.look(0.05)              # ("prepared", (12001, 12002)) once tasks can start at once
+    tasks.start(message)
+    tasks.look(0.05)              # ("restart_wanted", attempt, task); `restart` has the reply
+    tasks.look(0.05)              # ("ended", attempt, report) once none of them runs
+
+A supervisor drives one, and so does an engine's agent, whose machine has one task.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from tfmw.launcher.attempt import Attempt, AttemptContext
@@ -22,17 +25,31 @@ from tfmw.runtime.ports import reserved_ports
 from tfmw.trackers import RUN_ID
 
 
-class HostTasks:
-    """What `tfmw.launcher.attempt` does on one machine, driven by the supervisor.
+class TasksOfOneMachine:
+    """An attempt's tasks on one machine, driven by the process that leads the attempt.
 
     Args:
         context: of all attempts.
-        host: index of this host.
+        host: number of this machine.
+        env: environment variables that its tasks have instead of those of the run.
+        settle_s: see `Attempt`; 0: the cause may be on another machine.
+
+    Attributes:
+        results: see `Attempt.results`; of the tasks that have ended last.
     """
 
-    def __init__(self, context: AttemptContext, host: int) -> None:
+    def __init__(
+        self,
+        context: AttemptContext,
+        host: int,
+        env: Mapping[str, str] | None = None,
+        settle_s: float = 0.0,
+    ) -> None:
+        self.results: dict[str, bytes] = {}
         self._context = context
         self._host = host
+        self._env = env
+        self._settle_s = settle_s
         self._attempt: Attempt | None = None
         self._ports = contextlib.ExitStack()
         self._wanted = 0  # ports, until they are prepared
@@ -44,6 +61,11 @@ class HostTasks:
     def idle(self) -> bool:
         """Whether there is nothing to look at: no task runs, and none is made ready."""
         return self._attempt is None and not self._wanted
+
+    @property
+    def step(self) -> int:
+        """The largest training step that a running task has reported; negative: none."""
+        return -1 if self._attempt is None else self._attempt.step()
 
     def prepare(self, count: int) -> None:
         """Begins to get ready for tasks that need `count` ports."""
@@ -66,7 +88,8 @@ class HostTasks:
             start.attempt,
             self._restarts,
             cluster=start.cluster,
-            settle_s=0.0,  # the cause may be on another host
+            settle_s=self._settle_s,
+            env=self._env,
         )
         self._preempts = False
         self._ports.close()
@@ -87,6 +110,7 @@ class HostTasks:
             return None
         attempt.is_over(0.0)  # what has failed until now has failed by itself
         attempt.end(0.0)
+        self.results = attempt.results()
         return "ended", attempt.number, report_of(attempt, self._host)
 
     def look(self, wait_s: float) -> tuple[Any, ...] | None:

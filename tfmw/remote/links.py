@@ -1,0 +1,384 @@
+"""Connections between the processes of a run, in a thread: authenticated, and known to be alive.
+
+    links = Links(token, inbox.put, timing, listener=socket, welcome=welcome)  # of who leads
+    links = Links(token, inbox.put, timing)                                    # of a member
+    with links:
+        links.dial("h0", [("10.0.0.1", 2222)], hello)   # ("leader_connected", "h0") once connected
+        links.to_leader(message)
+        links.to_member(2, message)                     # 2: what `welcome` returned for a hello
+        ("from_member", 2, message)                     # what `post` gets; and after silence:
+        ("member_lost", 2, "no sign of life for 3 s")
+
+A connection begins with a nonce of each side; then every frame carries a MAC (`channel.py`). The
+first message of the side that has connected is its hello. Both sides send a frame from time to
+time. Connections that prove nothing are closed after `Timing.hello_s`, and there are at most
+MAX_STRANGERS of them: the oldest goes. A message may have any length, and travels in pieces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Hashable, Iterable
+from typing import Any, NamedTuple, Self
+
+from tfmw.remote import channel, messages
+from tfmw.remote.channel import Forged, Sealer, Unsealer, session_key
+from tfmw.remote.messages import Message
+
+MAX_STRANGERS = 64
+CLOSED = "it closes the connection"
+_RETRY_S = 0.1
+_CLOSE_S = 1.0  # in which the other sides see the end of the stream
+_PIECE = channel.LARGEST - 1  # bytes of a message in one frame, behind the mark whether more follow
+
+Post = Callable[[tuple[Any, ...]], None]
+Address = tuple[str, int]
+
+
+class Timing(NamedTuple):
+    """Time limits of connections.
+
+    Attributes:
+        beat_s: seconds between two signs of life.
+        silence_s: seconds of silence after which a connection is lost.
+        hello_s: seconds in which a new connection must prove the token.
+    """
+
+    beat_s: float
+    silence_s: float
+    hello_s: float
+
+
+class _Link:
+    """One authenticated connection, of either direction; used in the thread of its `Links`."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        key: bytes,
+        side: str,
+        timing: Timing,
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._seal = Sealer(key, side)
+        self._unseal = Unsealer(key, "client" if side == "server" else "server")
+        self._timing = timing
+        self._unsent: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._writing: asyncio.Future[None] | None = None
+        self.backlog = 0
+        """Bytes that are to be sent."""
+
+    def send(self, data: bytes) -> None:
+        """Sends a message, or b"" as a sign of life, without waiting; others follow the first."""
+        if self._writing is None:
+            self._writing = asyncio.ensure_future(self._write())
+        self.backlog += len(data)
+        self._unsent.put_nowait(data)
+
+    def close(self) -> None:
+        """Closes it, after what was sent has gone out."""
+        self._unsent.put_nowait(None)
+
+    async def receive(self) -> bytes:
+        """The next message, or b"". Raises OSError, Forged, or EOFError at the end."""
+        pieces: list[bytes] = []
+        more = True
+        while more:
+            async with asyncio.timeout(self._timing.silence_s):
+                header = await self._reader.readexactly(channel.HEADER.size)
+                length, mac = channel.HEADER.unpack(header)
+                if length > channel.LARGEST:
+                    raise Forged(f"a frame of {length} bytes")
+                frame = self._unseal(await self._reader.readexactly(length), mac)
+            if not frame:
+                return b""
+            more = bool(frame[0])
+            pieces.append(frame[1:])
+        return b"".join(pieces)
+
+    async def serve(self, received: Callable[[Message], None]) -> str:
+        """Passes on messages until the connection is lost; returns why."""
+        try:
+            while True:
+                if data := await self.receive():
+                    received(messages.decode(data))
+        except TimeoutError:
+            self._writer.transport.abort()
+            return f"no sign of life for {self._timing.silence_s:g} s"
+        except EOFError:
+            return "the other side has closed the connection"
+        except (Forged, messages.Malformed) as error:
+            return str(error)
+        except OSError as error:
+            return error.strerror or str(error)
+        finally:
+            self.cancel()
+            self._writer.close()
+
+    def cancel(self) -> None:
+        """Sends nothing more."""
+        if self._writing is not None:
+            self._writing.cancel()
+
+    async def _write(self) -> None:
+        """Sends what is there to send, and signs of life in between, until `close`."""
+        try:
+            while (data := await self._next()) is not None:
+                for at in range(0, max(len(data), 1), _PIECE):
+                    mark = bytes([at + _PIECE < len(data)]) if data else b""
+                    self._writer.write(self._seal(mark + data[at : at + _PIECE]))
+                    async with asyncio.timeout(self._timing.silence_s):
+                        await self._writer.drain()
+                self.backlog -= len(data)
+            # What the other side still sends is read: else it gets a reset, and loses this.
+            self._writer.write_eof()
+        except OSError:  # the other side reads nothing, or is gone: `serve` ends
+            self._writer.transport.abort()
+
+    async def _next(self) -> bytes | None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timing.beat_s):
+                return await self._unsent.get()
+        return b""
+
+
+class Links:
+    """All connections of one process.
+
+    Args:
+        token: what all processes of the run know.
+        post: called, in a thread of its own, with (name of the event, its arguments...).
+        timing: time limits.
+        listener: a listening socket, for members; closed at the end.
+        welcome: returns, for the hello of a member, the name that it has from then on, or raises
+            ValueError. An earlier connection of that name is closed.
+    """
+
+    def __init__(
+        self,
+        token: bytes,
+        post: Post,
+        timing: Timing,
+        listener: socket.socket | None = None,
+        welcome: Callable[[Message], Hashable] = hash,
+    ) -> None:
+        self._token = token
+        self._post = post
+        self._timing = timing
+        self._listener = listener
+        self._welcome = welcome
+        self._members: dict[Hashable, _Link] = {}
+        self._leader: _Link | None = None
+        self._dialing: asyncio.Task[None] | None = None
+        self._strangers: list[socket.socket] = []  # the oldest first
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="tfmw-links", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        if self._listener is not None:
+            self._listener.close()
+
+    # ---- for other threads -----------------------------------------------------------------------
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that are still to be sent to who leads."""
+        leader = self._leader
+        return 0 if leader is None else leader.backlog
+
+    def dial(
+        self,
+        name: Hashable,
+        addresses: Iterable[Address] = (),
+        hello: Callable[[str], Message] | None = None,
+        local: Address | None = None,
+    ) -> None:
+        """Is connected to the process that leads from now on, again and again.
+
+        Args:
+            name: of that process, in events; None: no connection.
+            addresses: of that process; the first that can be reached is used.
+            hello: returns the first message, for this side's address.
+            local: this side's address.
+        """
+        self._loop.call_soon_threadsafe(self._dial, name, list(addresses), hello, local)
+
+    def to_leader(self, message: Message) -> None:
+        """Sends to the process that was dialed."""
+        self._loop.call_soon_threadsafe(self._send, lambda: self._leader, messages.encode(message))
+
+    def to_member(self, name: Hashable, message: Message) -> None:
+        """Sends to a process that has connected to this one."""
+        data = messages.encode(message)
+        self._loop.call_soon_threadsafe(self._send, lambda: self._members.get(name), data)
+
+    def drop(self, name: Hashable | None) -> None:
+        """Closes the connection of a member; None: those of all."""
+
+        def close() -> None:
+            for member, link in self._members.items():
+                if name in (None, member):
+                    link.close()
+
+        self._loop.call_soon_threadsafe(close)
+
+    # ---- in the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        if self._listener is not None:
+            self._listener.setblocking(False)
+            self._start(self._listen(self._listener))
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _send(self, find: Callable[[], _Link | None], data: bytes) -> None:
+        if (link := find()) is not None:
+            link.send(data)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _close(self) -> None:
+        self._closing = True
+        for link in [*self._members.values(), *([self._leader] if self._leader else [])]:
+            link.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                while self._members or self._leader:
+                    await asyncio.sleep(0.01)
+        for task in (tasks := list(self._tasks)):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _listen(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(listener)
+            except OSError:  # such as EMFILE: no descriptor is left, and strangers hold some
+                self._drop_strangers(keep=0)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._drop_strangers(keep=MAX_STRANGERS - 1)
+            self._strangers.append(connection)
+            self._start(self._accept(connection))
+
+    def _drop_strangers(self, keep: int) -> None:
+        while len(self._strangers) > keep:
+            with contextlib.suppress(OSError):  # its task ends by that
+                self._strangers.pop(0).shutdown(socket.SHUT_RDWR)
+
+    async def _accept(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection, limit=channel.LARGEST)
+        try:
+            async with asyncio.timeout(self._timing.hello_s):
+                link = await self._authenticated(reader, writer, "server")
+                hello = messages.decode(await link.receive())
+                name = self._welcome(hello)
+        except (OSError, EOFError, ValueError, Forged):
+            writer.transport.abort()
+            return
+        finally:
+            if connection in self._strangers:
+                self._strangers.remove(connection)
+        link.send(b"")  # this side knows the token, too
+        before = self._members.pop(name, None)
+        if before is not None:
+            before.close()
+            self._post(("member_lost", name, "it has connected again"))
+        self._members[name] = link
+        self._post(("member_connected", name))
+        self._post(("from_member", name, hello))
+        why = await link.serve(lambda message: self._post(("from_member", name, message)))
+        if self._members.get(name) is link:
+            del self._members[name]
+            self._post(("member_lost", name, why))
+
+    async def _authenticated(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, side: str
+    ) -> _Link:
+        nonce = secrets.token_bytes(channel.NONCE_BYTES)
+        writer.write(nonce)
+        other = await reader.readexactly(channel.NONCE_BYTES)
+        nonces = (nonce, other) if side == "server" else (other, nonce)
+        return _Link(reader, writer, session_key(self._token, *nonces), side, self._timing)
+
+    def _dial(self, name: Hashable, *how: Any) -> None:
+        if self._dialing is not None:
+            self._dialing.cancel()
+            self._dialing = self._leader = None
+        if name is not None:
+            self._dialing = self._start(self._stay_connected(name, *how))
+
+    async def _stay_connected(
+        self,
+        name: Hashable,
+        addresses: list[Address],
+        hello: Callable[[str], Message],
+        local: Address | None,
+    ) -> None:
+        failures = 0
+        while not self._closing:
+            problems = {}
+            for address in addresses:
+                try:
+                    link = await self._connect(address, hello, local)
+                except (OSError, EOFError, Forged) as error:
+                    problems[address] = self._why_not(error)
+                    continue
+                failures, self._leader = 0, link
+                self._post(("leader_connected", name))
+                why = await link.serve(lambda message: self._post(("from_leader", message)))
+                self._leader = None
+                self._post(("leader_lost", name, why))
+                break
+            else:
+                failures += 1
+                self._post(("not_connected", name, failures, problems))
+            await asyncio.sleep(_RETRY_S)
+
+    async def _connect(
+        self, address: Address, hello: Callable[[str], Message], local: Address | None
+    ) -> _Link:
+        """A connection to a process that knows the token."""
+        async with asyncio.timeout(self._timing.hello_s):
+            reader, writer = await asyncio.open_connection(
+                *address, local_addr=local, limit=channel.LARGEST
+            )
+            link = None
+            try:
+                link = await self._authenticated(reader, writer, "client")
+                own: str = writer.get_extra_info("sockname")[0]
+                link.send(messages.encode(hello(own.removeprefix("::ffff:"))))
+                await link.receive()
+            except BaseException:
+                if link is not None:
+                    link.cancel()
+                writer.transport.abort()
+                raise
+            return link
+
+    def _why_not(self, error: Exception) -> str:
+        if isinstance(error, EOFError):
+            return CLOSED
+        if isinstance(error, TimeoutError):
+            return f"no response within {self._timing.hello_s:g} s"
+        return str(error)
