@@ -11,6 +11,7 @@ import pytest
 from tfmw.engines.engine import Contact, JobSpec, Tasks
 from tfmw.engines.members import LOST_S, SETTLE_S, Members
 from tfmw.errors import TaskFailed
+from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.output import Display
 from tfmw.launcher.preemption import GRACE_S
@@ -20,7 +21,6 @@ from tfmw.remote.messages import (
     Backup,
     Ended,
     Hello,
-    HostFailure,
     Look,
     Looked,
     Mark,
@@ -103,12 +103,9 @@ class World:
         return self
 
     def ended(self, rank: int, body: bytes = b"", **failure: Any) -> None:
-        failures: tuple[HostFailure, ...] = ()
+        failures: tuple[Failure, ...] = ()
         if failure:
-            fields = {f.name: "" for f in dataclasses.fields(HostFailure)}
-            blank: dict[str, Any] = {**fields, "host": rank, "status": 1, "detail": (), "step": 4}
-            blank |= {"seconds": 1.0, "usage": False, "external": False, "secondary": False}
-            failures = (HostFailure(**{**blank, "task": f"worker {rank}", **failure}),)
+            failures = (Failure(f"worker {rank}", **{"status": 1, "step": 4, **failure}),)
         report = Report(done=not failures, step=5, seconds=1.0, failures=failures)
         self.say(rank, Ended(3, report, body))
 

@@ -35,8 +35,9 @@ from tfmw.hosts.actions import (
     ToMember,
 )
 from tfmw.hosts.supervisor import Supervisor
+from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
-from tfmw.remote.messages import HostFailure, Report, Start, decode, encode
+from tfmw.remote.messages import Report, Start, decode, encode
 
 STEP_S = 0.1
 TTL_S, MARGIN_S = 10.0, 2.0
@@ -44,17 +45,12 @@ TRAINING_S = 40.0  # of all attempts together, until the run is done
 LOST_PEER_S = 8.0  # until tasks notice by themselves that another one is gone
 
 
-def failure(host: int, secondary: bool) -> HostFailure:
-    return HostFailure(
-        host=host,
-        task=f"task of {host}",
+def failure(host: int, secondary: bool) -> Failure:
+    return Failure(
+        f"task of {host}",
         error="lost a peer" if secondary else "",
         status=0 if secondary else -9,
-        how="",
-        detail=(),
-        log="",
         seconds=1.0,
-        usage=False,
         step=1,
         external=True,
         secondary=secondary,

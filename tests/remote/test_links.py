@@ -9,6 +9,7 @@ import resource
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from tfmw.engines.agent import wait_connected
 from tfmw.engines.controller import any_port
 from tfmw.errors import TfmwError
+from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
 from tfmw.remote.channel import Forged, Sealer, Unsealer, session_key
 from tfmw.remote.links import MAX_STRANGERS, Links, Timing
@@ -197,7 +199,7 @@ MESSAGES = [
     Join({"tfmw": "1"}, 3, -1),
     Start("run", 2, (0, 2), {"worker": ("h0:1", "h2:1")}, (("worker", 1),)),
     Ended(2, Report(done=True, step=3, seconds=1.5)),
-    Ended(2, Report(), b"result"),
+    Ended(2, Report(failures=(Failure("worker 1", log=Path("/a/log"), host="h1"),)), b"result"),
 ]
 
 

@@ -224,7 +224,7 @@ class _Agent:
             stop=self._stack.enter_context(Signals()),
             options=setup.options,
         )
-        tasks = TasksOfOneMachine(context, self._rank, env=setup.own_env, settle_s=SETTLE_S)
+        tasks = TasksOfOneMachine(context, env=setup.own_env, settle_s=SETTLE_S)
         self._stack.callback(tasks.close)
         return tasks
 

@@ -19,17 +19,16 @@ from typing import Any
 
 from tfmw.cluster import addresses
 from tfmw.engines.engine import Contact, JobSpec, Tasks
+from tfmw.launcher.failure import Failure
 from tfmw.launcher.output import Display
 from tfmw.launcher.preemption import GRACE_S
 from tfmw.launcher.restart import AttemptOutcome
-from tfmw.remote import outcome
 from tfmw.remote.links import Links
 from tfmw.remote.messages import (
     Backup,
     End,
     Ended,
     Hello,
-    HostFailure,
     Leave,
     Line,
     Look,
@@ -45,6 +44,7 @@ from tfmw.remote.messages import (
     Start,
     Taken,
 )
+from tfmw.remote.outcome import outcome_of
 
 LIVE = "live"
 """The name, for `Display`, of the first task where its output is for a terminal."""
@@ -107,7 +107,7 @@ class Members:
         self._display = display
         self._clock = clock
         self._ranks: dict[Hashable, int] = {}
-        self._failures: list[HostFailure] = []
+        self._failures: list[Failure] = []
         self._lost_at: dict[int, float] = {}
         self._settled_at = float("inf")
         self._leave_by = float("inf")
@@ -281,7 +281,7 @@ class Members:
         """Ends the attempt, and the run, for something that no restart mends."""
         self._add(dataclasses.replace(self._failure(rank, "", usage=True), error=problem, how=""))
 
-    def _add(self, failure: HostFailure, task: str = "") -> None:
+    def _add(self, failure: Failure, task: str = "") -> None:
         known = {found.task for found in self._failures}
         failure = dataclasses.replace(failure, task=task or failure.task)
         if failure.task in known:
@@ -292,20 +292,15 @@ class Members:
 
     def _failure(
         self, rank: int, how: str, *, usage: bool = False, external: bool = False
-    ) -> HostFailure:
-        return HostFailure(
-            host=rank,
-            task=self.label(rank) if rank in self.members else f"worker {rank}",
-            error="",
-            status=0,
+    ) -> Failure:
+        return Failure(
+            self.label(rank) if rank in self.members else f"worker {rank}",
             how=how,
-            detail=(),
-            log="",
             seconds=self._clock() - self._began,
             usage=usage,
             step=self.step(),
             external=external,
-            secondary=False,
+            attempt=self.number,
         )
 
     # ---- end -------------------------------------------------------------------------------------
@@ -331,7 +326,7 @@ class Members:
     def outcome(self) -> AttemptOutcome:
         """How the attempt ended."""
         reports = [m.report for m in self.members.values() if m.report is not None]
-        found = outcome.outcome_of(self.number, reports, outcome.merged(self._failures))
+        found = outcome_of(self.number, reports, self._failures)
         lost_peers = found.preempted and all(f.secondary for f in found.failures)
         return dataclasses.replace(
             found,

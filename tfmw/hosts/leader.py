@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from tfmw.errors import PREEMPTED
@@ -40,12 +41,13 @@ from tfmw.hosts.actions import (
 )
 from tfmw.hosts.placement import Plan, placed
 from tfmw.launcher.attempt import FAREWELL_S
+from tfmw.launcher.failure import Failure
 from tfmw.launcher.preemption import GRACE_S
 from tfmw.launcher.restart import RestartPolicy
+from tfmw.launcher.result import lines_about
 from tfmw.remote.messages import (
     End,
     Ended,
-    HostFailure,
     Join,
     Leave,
     Leaving,
@@ -58,7 +60,7 @@ from tfmw.remote.messages import (
     RestartRequest,
     Start,
 )
-from tfmw.remote.outcome import merged, outcome_of, summary
+from tfmw.remote.outcome import outcome_of
 
 RESIGN_S = 2.0
 """Seconds in which hosts reach a new leader; with too few of them, another host may try to lead."""
@@ -118,7 +120,7 @@ class Leader:
         self._plan: Plan | None = None  # of the attempt that runs
         self._again: dict[int, int] = {}  # host -> how often its tasks were started again
         self._reports: dict[int, Report] = {}
-        self._failures: list[HostFailure] = []
+        self._failures: list[Failure] = []
         self._ending_since: float | None = None
         self._leave_by: float | None = None
         self._short_since: float | None = None  # since when there are too few hosts
@@ -145,7 +147,9 @@ class Leader:
             member.attempt = None
             self._reports[host] = message.report
             if not self._chief_is_done():
-                self._failures += message.report.failures
+                name = self._settings.name(host)
+                found = message.report.failures
+                self._failures += [dataclasses.replace(failure, host=name) for failure in found]
             self._ended(host, message.report, now)
         elif isinstance(message, RestartRequest) and message.attempt == member.attempt:
             allowed = not self._ends() and self._counts_restart()
@@ -228,21 +232,12 @@ class Leader:
         self._publish(policy=self._policy.saved())
         return True
 
-    def _lost_host(self, host: int, why: str) -> HostFailure:
+    def _lost_host(self, host: int, why: str) -> Failure:
         step = max((report.step for report in self._reports.values()), default=-1)
-        return HostFailure(
-            host=host,
-            task=f"host {self._settings.name(host)}",
-            error="",
-            status=0,
-            how=why,
-            detail=(),
-            log="on that host",
-            seconds=0.0,
-            usage=False,
-            step=step,
-            external=True,
-            secondary=False,
+        name = self._settings.name(host)
+        attempt = self.record.attempt
+        return Failure(
+            f"host {name}", how=why, step=step, external=True, attempt=attempt, host=name
         )
 
     # ---- the attempt that runs -------------------------------------------------------------------
@@ -286,9 +281,8 @@ class Leader:
         """Judges the attempt, once it runs nowhere."""
         if self._plan is None or self._running():
             return
-        failures = merged(self._failures)
-        reports = self._reports.values()
-        outcome = outcome_of(self.record.attempt, reports, failures)
+        outcome = outcome_of(self.record.attempt, self._reports.values(), self._failures)
+        failures = outcome.failures
         self._plan, self._again, self._reports, self._failures = None, {}, {}, []
         self._ending_since = self._leave_by = None
         self._gathering_since = now
@@ -299,7 +293,7 @@ class Leader:
         self._notify(decision.message)
         if not decision.restart:
             status = 2 if failures and failures[0].usage else 1 if failures else PREEMPTED
-            self._finish(status, summary(failures, self._settings.name))
+            self._finish(status, lines_about(failures))
             return
         self._not_before = now + decision.delay_s
         self._publish(running=False, policy=self._policy.saved())
@@ -397,10 +391,10 @@ class Leader:
             step=step,
         )
         report = Report(step=step)
-        decision = self._policy.decide(outcome_of(attempt, [report], merged([lost])))
+        decision = self._policy.decide(outcome_of(attempt, [report], [lost]))
         self._notify(decision.message)
         if not decision.restart:
-            self._finish(1, summary(merged([lost]), self._settings.name))
+            self._finish(1, lines_about([lost]))
             return False
         self._not_before = now + decision.delay_s
         self._publish(running=False, policy=self._policy.saved())
@@ -439,7 +433,8 @@ class Leader:
 
     # ---- common --------------------------------------------------------------------------------
 
-    def _finish(self, status: int, lines: tuple[str, ...]) -> None:
+    def _finish(self, status: int, lines: Sequence[str]) -> None:
+        lines = tuple(lines)
         self._publish(running=False, status=status, lines=lines)
         self.over = True
         for host in sorted(self._members):

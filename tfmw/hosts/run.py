@@ -85,7 +85,7 @@ def run_on_hosts(
         # The supervisor gets the signals, not the attempt.
         context, _ = make_context(job, {**os.environ, **job.env}, Signals(), stack)
         keeper = stack.enter_context(_Keeper(lease, events))
-        tasks = stack.enter_context(contextlib.closing(TasksOfOneMachine(context, host)))
+        tasks = stack.enter_context(contextlib.closing(TasksOfOneMachine(context)))
         loop = _Loop(settings, host, links, keeper, tasks, context.display)
         way = loop.run(events, stop)
     for line in way.lines:

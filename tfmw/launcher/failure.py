@@ -46,27 +46,29 @@ class Failure:
         status: its exit status, -9 for SIGKILL.
         how: the status as text: "exit status 1", "SIGKILL (...)"; "" if the launcher ended it.
         detail: the last lines of its traceback, or of its log.
-        log: path of its output.
+        log: path of its output; None: it has none.
         seconds: from the start of the task to its failure.
         usage: whether it reported wrong usage or a wrong cluster description.
         attempt: the attempt that it ended.
         step: training steps that the task had reported; negative before the first.
         external: whether the cause lies outside of the program: a signal, or a lost peer.
         secondary: whether the task only reports that it lost a peer.
+        host: name of its machine, if the run has several.
     """
 
     task: str
-    error: str
-    status: int
-    how: str
-    detail: tuple[str, ...]
-    log: Path
-    seconds: float
-    usage: bool
+    error: str = ""
+    status: int = 0
+    how: str = ""
+    detail: tuple[str, ...] = ()
+    log: Path | None = None
+    seconds: float = 0.0
+    usage: bool = False
     attempt: int = 0
     step: int = -1
     external: bool = False
     secondary: bool = False
+    host: str = ""
 
     @property
     def description(self) -> str:

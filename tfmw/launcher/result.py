@@ -47,25 +47,33 @@ class Result:
         if self.status > 128:
             logs = f"; their logs: {self.directory}" if self.directory else ""
             return [f"tfmw: {describe_status(128 - self.status)}: all tasks were ended{logs}"]
-        if not self.failures:
-            return []
-        cause, *further = self.failures
-        several = len({failure.attempt for failure in self.failures}) > 1
-        lines = [
-            f"tfmw: {failure.task} failed too{_in_attempt(failure, several)}: {failure.description}"
-            for failure in further
-        ]
-        if cause.detail:
-            origin = "error" if cause.error else "output"
-            lines += [f"tfmw: {origin} of {cause.task}:", *(f"    {line}" for line in cause.detail)]
-        lines += [f"tfmw: {self.hint}"] if self.hint else []
-        lines.append(f"tfmw: log of {cause.task}: {cause.log}")
-        first = " first," if further else ""
-        lines.append(
-            f"tfmw: {cause.task} failed{first}{_in_attempt(cause, several)} after "
-            f"{cause.seconds:.1f} s: {cause.description}"
-        )
-        return lines
+        return lines_about(self.failures, self.hint)
+
+
+def lines_about(failures: Sequence[Failure], hint: str = "") -> list[str]:
+    """Lines about failures, the root cause first, for the user; see `Result.summary`."""
+    if not failures:
+        return []
+    cause, *further = failures
+    several = len({failure.attempt for failure in failures}) > 1
+    lines = [
+        f"tfmw: {failure.task} failed too{_in_attempt(failure, several)}: {failure.description}"
+        for failure in further
+    ]
+    if cause.detail:
+        origin = "error" if cause.error else "output"
+        lines += [f"tfmw: {origin} of {cause.task}:", *(f"    {line}" for line in cause.detail)]
+    lines += [f"tfmw: {hint}"] if hint else []
+    if cause.log is not None:
+        there = f", on {cause.host}" if cause.host else ""
+        lines.append(f"tfmw: log of {cause.task}{there}: {cause.log}")
+    first = " first," if further else ""
+    on_host = f" on {cause.host}" if cause.host else ""
+    lines.append(
+        f"tfmw: {cause.task} failed{first}{_in_attempt(cause, several)}{on_host} after "
+        f"{cause.seconds:.1f} s: {cause.description}"
+    )
+    return lines
 
 
 def _in_attempt(failure: Failure, several: bool) -> str:

@@ -17,39 +17,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
+from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
 
 
 class Malformed(ValueError):
     """Bytes that are none of the messages."""
-
-
-@dataclasses.dataclass(frozen=True)
-class HostFailure:
-    """A task that failed on its own, as its host reports it; see `tfmw.launcher.failure.Failure`.
-
-    Attributes:
-        host: index of its host.
-        secondary: whether the task only lost another one.
-    """
-
-    host: int
-    task: str
-    error: str
-    status: int
-    how: str
-    detail: tuple[str, ...]
-    log: str
-    seconds: float
-    usage: bool
-    step: int
-    external: bool
-    secondary: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +48,7 @@ class Report:
     step: int = -1
     seconds: float = 0.0
     preempted: bool = False
-    failures: tuple[HostFailure, ...] = ()
+    failures: tuple[Failure, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,7 +325,7 @@ def encode(message: Message) -> bytes:
     """Its form on the wire."""
     fields = {"is": type(message).__name__, **dataclasses.asdict(message)}
     body: bytes = fields.pop("body", b"")
-    head = json.dumps(fields).encode()  # without line breaks
+    head = json.dumps(fields, default=os.fspath).encode()  # without line breaks
     return b"\n".join((head, body)) if body else head
 
 
@@ -395,6 +375,8 @@ def _checked(expected: Any, value: Any) -> Any:
             return tuple(_checked(a, item) for a, item in zip(arguments, value, strict=True))
     if origin is dict and isinstance(value, dict):  # JSON has no other keys than strings
         return {key: _checked(arguments[1], item) for key, item in value.items()}
+    if expected is Path and isinstance(value, str):
+        return Path(value)
     if expected is float and type(value) is int:
         return float(value)
     if type(value) is expected:

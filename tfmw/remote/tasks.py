@@ -1,6 +1,6 @@
 """The tasks of one machine: made ready, started, watched and ended, one attempt after the other.
 
-    tasks = TasksOfOneMachine(context, host=1)
+    tasks = TasksOfOneMachine(context)
     tasks.prepare(count=2)
     tasks.look(0.05)              # ("prepared", (12001, 12002)) once tasks can start at once
     tasks.start(message)
@@ -20,7 +20,7 @@ from typing import Any
 
 from tfmw.launcher.attempt import Attempt, AttemptContext
 from tfmw.launcher.failure import Failure
-from tfmw.remote.messages import HostFailure, Report, RestartReply, Start
+from tfmw.remote.messages import Report, RestartReply, Start
 from tfmw.runtime.ports import reserved_ports
 from tfmw.trackers import RUN_ID
 
@@ -30,7 +30,6 @@ class TasksOfOneMachine:
 
     Args:
         context: of all attempts.
-        host: number of this machine.
         env: environment variables that its tasks have instead of those of the run.
         settle_s: see `Attempt`; 0: the cause may be on another machine.
 
@@ -41,13 +40,11 @@ class TasksOfOneMachine:
     def __init__(
         self,
         context: AttemptContext,
-        host: int,
         env: Mapping[str, str] | None = None,
         settle_s: float = 0.0,
     ) -> None:
         self.results: dict[str, bytes] = {}
         self._context = context
-        self._host = host
         self._env = env
         self._settle_s = settle_s
         self._attempt: Attempt | None = None
@@ -111,7 +108,7 @@ class TasksOfOneMachine:
         attempt.is_over(0.0)  # what has failed until now has failed by itself
         attempt.end(0.0)
         self.results = attempt.results()
-        return "ended", attempt.number, report_of(attempt, self._host)
+        return "ended", attempt.number, report_of(attempt)
 
     def look(self, wait_s: float) -> tuple[Any, ...] | None:
         """Looks at the tasks once; returns an event, if there is one. At once if it is `idle`.
@@ -177,34 +174,19 @@ class _Restarts:
         self._replies[reply.task] = reply.allowed
 
 
-def report_of(attempt: Attempt, host: int) -> Report:
-    """How an attempt ended on one host; call it after `Attempt.end`.
-
-    Args:
-        attempt: of the tasks of this host.
-        host: its index.
-    """
-    failures = tuple(
-        HostFailure(
-            host=host,
-            task=failure.task,
-            error=failure.error[:2000],
-            status=failure.status,
-            how=failure.how,
-            detail=tuple(line[:500] for line in failure.detail),
-            log=str(failure.log),
-            seconds=failure.seconds,
-            usage=failure.usage,
-            step=failure.step,
-            external=failure.external,
-            secondary=failure.secondary,
-        )
-        for failure in attempt.failures()
-    )
+def report_of(attempt: Attempt) -> Report:
+    """How an attempt ended on this machine; call it after `Attempt.end`."""
     return Report(
         done=attempt.done(),
         step=attempt.step(),
         seconds=attempt.seconds(),
         preempted=attempt.preempted(),
-        failures=failures,
+        failures=tuple(
+            dataclasses.replace(
+                failure,
+                error=failure.error[:2000],
+                detail=tuple(line[:500] for line in failure.detail),
+            )
+            for failure in attempt.failures()
+        ),
     )
