@@ -401,11 +401,11 @@ class World:
     def _act(self, index: int, host: Host) -> None:
         if host.exit is not None or self.hosts[index] is not host:
             return
-        while actions := host.machine.take():
-            for at, action in enumerate(actions):
+        while actions := host.machine.take(self.now):
+            for action in actions:
                 if isinstance(action, Publish) and not self._publish(index, host, action.record):
                     self._release(host)
-                    host.machine.not_published(actions[at + 1 :], "not written", self.now)
+                    host.machine.lease_lost("not written", self.now)
                     break
                 self._do(index, host, action)
                 if host.exit is not None:

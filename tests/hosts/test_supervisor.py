@@ -184,17 +184,19 @@ def test_a_leader_that_cannot_write_is_ready_for_the_next_attempt():
 def test_an_attempt_that_could_not_be_recorded_starts_later_with_the_same_number():
     supervisor = Supervisor(World(HOSTS, 1, expires=True, rejoin_timeout_s=0.0).settings, 0, 0.0)
     supervisor.lease_gained(None, 0.1)
-    written = [a.record for a in supervisor.take() if isinstance(a, Publish)][-1]
+    written = [a.record for a in supervisor.take(0.1) if isinstance(a, Publish)][-1]
     supervisor.prepared((1000,), 0.2)
+    supervisor.take(0.2)
     supervisor.tick(0.3)
-    actions = supervisor.take()
-    at = next(i for i, action in enumerate(actions) if isinstance(action, Publish))
-    supervisor.not_published(actions[at + 1 :], "no etcd", 0.4)
-    supervisor.prepared((1000,), 0.5)
+    assert isinstance(supervisor.take(0.3)[-1], Publish)
+    supervisor.lease_lost("no etcd", 0.4)
     supervisor.tick(10.0)
     supervisor.lease_gained(written, 10.1)
+    supervisor.take(10.1)
     supervisor.tick(10.2)
-    started = [a.start.attempt for a in supervisor.take() if isinstance(a, StartTasks)]
+    started = []
+    while actions := supervisor.take(10.3):
+        started += [a.start.attempt for a in actions if isinstance(a, StartTasks)]
     assert started == [0]
 
 
@@ -208,9 +210,9 @@ def test_a_host_that_starts_nothing_is_still_ready():
     supervisor.from_leader(start, 0.4)
     supervisor.ended(0, Report(), 0.5)
     supervisor.prepared((1001,), 0.6)
-    supervisor.take()
+    supervisor.take(0.6)
     supervisor.from_leader(start, 0.7)
-    sent = [a.message for a in supervisor.take() if isinstance(a, ToLeader)]
+    sent = [a.message for a in supervisor.take(0.7) if isinstance(a, ToLeader)]
     assert sent == [Ended(0, Report()), Ready((1001,))]
 
 

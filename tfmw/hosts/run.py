@@ -84,7 +84,7 @@ def run_on_hosts(
         links = stack.enter_context(HostLinks(settings.hosts, host, token, events.put))
         # The supervisor gets the signals, not the attempt.
         context, _ = make_context(job, {**os.environ, **job.env}, Signals(), stack)
-        keeper = stack.enter_context(_Keeper(lease, events))
+        keeper = stack.enter_context(LeaseKeeper(lease, events))
         tasks = stack.enter_context(contextlib.closing(TasksOfOneMachine(context)))
         loop = _Loop(settings, host, links, keeper, tasks, context.display)
         way = loop.run(events, stop)
@@ -93,7 +93,7 @@ def run_on_hosts(
     return way.status
 
 
-class _Keeper:
+class LeaseKeeper:
     """Gets and renews the lock, in a thread.
 
     Args:
@@ -110,7 +110,7 @@ class _Keeper:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="tfmw-lock", daemon=True)
 
-    def __enter__(self) -> _Keeper:
+    def __enter__(self) -> LeaseKeeper:
         self._thread.start()
         return self
 
@@ -140,11 +140,16 @@ class _Keeper:
     def _look(self) -> None:
         if self._leads:
             self.lease.renew()
-        elif self.campaigning and self.lease.acquire():
-            self._leads = True
-            self._events.put(("lease_gained", self.lease.record()))
-        else:
+            return
+        if self.lease.held_until:  # the lock, or its record, did not respond in time: others lead
+            self.lease.release()
+        if not (self.campaigning and self.lease.acquire()):
             self._events.put(("record_seen", self.lease.record()))
+            return
+        record = self.lease.record()
+        if time.monotonic() < self.lease.held_until:
+            self._leads = True
+            self._events.put(("lease_gained", record))
 
     def resign(self) -> None:
         """Gives the lock back."""
@@ -173,7 +178,7 @@ class _Loop:
         settings: Settings,
         host: int,
         links: HostLinks,
-        keeper: _Keeper,
+        keeper: LeaseKeeper,
         tasks: TasksOfOneMachine,
         display: Display,
     ) -> None:
@@ -232,8 +237,8 @@ class _Loop:
 
     def _act(self) -> Exit | None:
         """Does what the supervisor asks for; returns how it ends, if it does."""
-        while actions := self._supervisor.take():
-            for at, action in enumerate(actions):
+        while actions := self._supervisor.take(time.monotonic()):
+            for action in actions:
                 if isinstance(action, Exit):
                     return action
                 try:
@@ -242,8 +247,7 @@ class _Loop:
                     if not isinstance(action, Publish):
                         raise
                     self._keeper.resign()
-                    self._hand_over(("not_published", actions[at + 1 :], str(error)))
-                    break
+                    self._hand_over(("lease_lost", str(error)))
         return None
 
     def _do(self, action: Action) -> None:

@@ -3,7 +3,7 @@
     supervisor = Supervisor(settings, host=1, now=0.0)
     supervisor.lease_gained(None, now=0.3)
     supervisor.prepared((12001,), now=0.4)
-    for action in supervisor.take(): ...
+    for action in supervisor.take(now=0.4): ...
 
 A pure state machine: no socket, thread, file or clock in here. Each method is an event; `take`
 returns what to do about it, in order. `run.py` is the process around it, and tests put a simulated
@@ -16,7 +16,6 @@ to the leader is lost ends its tasks at once, and one that has lost the lock doe
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
 
 from tfmw.errors import PREEMPTED
 from tfmw.hosts.actions import (
@@ -94,10 +93,19 @@ class Supervisor:
         self._leave_by: float | None = None  # when a preempted host exits at the latest
         self._exit: Exit | None = None
 
-    def take(self) -> list[Action]:
-        """What to do now, in order."""
-        actions, self._out[:] = list(self._out), []
-        return actions
+    def take(self, now: float) -> list[Action]:
+        """The next actions, in order; none: nothing is to be done now.
+
+        A Publish is the last of them. If it succeeds, call again; if not, call `lease_lost` before.
+        """
+        taken: list[Action] = []
+        while self._out and not (taken and isinstance(taken[-1], Publish | Exit)):
+            action = self._out.pop(0)
+            if isinstance(action, ToMember) and action.host == self._host:
+                self._execute(action.message, now)
+            else:
+                taken.append(action)
+        return taken
 
     # ---- the lock ------------------------------------------------------------------------------
 
@@ -115,7 +123,6 @@ class Supervisor:
         self.leader = Leader(self._settings, self._host, record, now, self._out)
         self._run = self._run or self.leader.record.run
         self._join(now)
-        self._deliver(now)
 
     def lease_lost(self, why: str, now: float) -> None:
         """This host has no lock any more, or cannot know."""
@@ -124,22 +131,10 @@ class Supervisor:
         self._notify(f"this host does not lead any more: {why}")
         self._step_down(now)
 
-    def not_published(self, undone: Sequence[Action], why: str, now: float) -> None:
-        """A `Publish` has failed; `undone` are the actions that followed it."""
-        dependent = (Publish, ToMember, StartTasks, RestartTask, Exit)
-        self._out += [action for action in undone if not isinstance(action, dependent)]
-        for action in undone:
-            if isinstance(action, StartTasks):  # the next attempt may have this number again
-                self._attempt = None
-                self._started = action.start.attempt, action.start.again - 1
-                self._out.append(Prepare())
-        if any(isinstance(action, Exit) for action in undone):  # nobody knows of it
-            self._exit = None
-            self._out.append(Prepare())
-        self.lease_lost(why, now)
-
     def _step_down(self, now: float) -> None:
         self.leader = None
+        # What it wanted of hosts is in no record, or nobody leads who could hear of its end.
+        self._out[:] = [a for a in self._out if not isinstance(a, Publish | ToMember)]
         self._out.append(Drop())
         self._end_tasks()
         self._campaign_at = now + PAUSE_S
@@ -180,13 +175,11 @@ class Supervisor:
         """The connection that another host has made is lost."""
         if self.leader is not None:
             self.leader.lost(host, why, now)
-            self._deliver(now)
 
     def from_member(self, host: int, message: Message, now: float) -> None:
         """A message over such a connection."""
         if self.leader is not None and isinstance(message, FromMember):
             self.leader.receive(host, message, now)
-            self._deliver(now)
 
     def leader_connected(self, host: int, now: float) -> None:
         """This host is connected to the one that leads."""
@@ -246,23 +239,15 @@ class Supervisor:
         """Sends a message to whoever leads."""
         if self.leader is not None:
             self.leader.receive(self._host, message, now)
-            self._deliver(now)
         elif self._linked:
             self._out.append(ToLeader(message))
-
-    def _deliver(self, now: float) -> None:
-        """Executes what this host, which leads, has sent to itself."""
-        while own := next(
-            (a for a in self._out if isinstance(a, ToMember) and a.host == self._host), None
-        ):
-            self._out.remove(own)
-            self._execute(own.message, now)
 
     def _execute(self, message: Message, now: float) -> None:
         """What the leader wants of this host."""
         match message:
             case Start() if (
                 self._attempt is None
+                and self._exit is None
                 and self._ports
                 and (message.attempt, message.again) > self._started
             ):
@@ -328,7 +313,6 @@ class Supervisor:
             self.leader.tick(now, self._alone_since)
             if any(isinstance(action, Resign) for action in self._out):
                 self._step_down(now)
-            self._deliver(now)
 
     def _notify(self, text: str) -> None:
         self._out.append(Notify(text))
