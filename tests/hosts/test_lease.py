@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +21,7 @@ from tfmw import storage
 from tfmw.hosts import lease as lease_module
 from tfmw.hosts.actions import Record
 from tfmw.hosts.lease import DirectoryLease, EtcdLease, Lease, Lost, lease_of
+from tfmw.hosts.run import LeaseKeeper
 from tfmw.runtime import fence
 
 Make = Callable[[int], Lease]
@@ -134,6 +138,82 @@ def test_a_directory_that_was_given_to_another_is_noticed(tmp_path):
     with pytest.raises(Lost, match="not renewed in time"):
         other.publish(Record("run", attempt=3))
     other.release()
+
+
+def test_a_directory_that_stalled_is_given_back(tmp_path, monkeypatch):
+    """The holder has stopped to lead meanwhile, and another one can."""
+    clock = [0.0]
+    one, other = (DirectoryLease(tmp_path, clock=lambda: clock[0]) for _ in range(2))
+    assert one.acquire()
+    one.publish(Record("run", attempt=1))
+    read = one.record
+
+    def stalls() -> Record | None:
+        clock[0] += lease_module.TTL_S + 1
+        return read()
+
+    monkeypatch.setattr(one, "record", stalls)
+    with pytest.raises(Lost, match="not renewed in time"):
+        one.renew()
+    assert other.acquire()
+    other.release()
+
+
+def test_a_record_whose_writing_stalled_is_not_put_in_its_place(tmp_path, monkeypatch):
+    clock = [0.0]
+    lease = DirectoryLease(tmp_path, clock=lambda: clock[0])
+    assert lease.acquire()
+    lease.publish(Record("run", attempt=1))
+    synced = os.fsync
+
+    def stalls(descriptor: int) -> None:
+        synced(descriptor)
+        clock[0] += lease_module.TTL_S + 1
+
+    monkeypatch.setattr(os, "fsync", stalls)
+    with pytest.raises(Lost, match="not renewed in time"):
+        lease.publish(Record("run", attempt=2))
+    assert lease.record() == Record("run", attempt=1)
+
+
+class Stalling:
+    """A lock that is held, and whose record cannot be read, or not in time."""
+
+    def __init__(self, stalls: threading.Event | None) -> None:
+        self.held_until = 0.0
+        self.released = threading.Event()
+        self.asked = threading.Event()
+        self._stalls = stalls
+
+    def acquire(self) -> bool:
+        self.held_until = 1e12 if self._stalls is None else 1.0  # monotonic: long ago
+        return True
+
+    def renew(self) -> None:
+        pass
+
+    def record(self) -> None:
+        self.asked.set()
+        if self._stalls is None:
+            raise OSError("stale file handle")
+        assert self._stalls.wait(20)
+
+    def release(self) -> None:
+        self.released.set()
+
+
+@pytest.mark.parametrize("stalls", [True, False])
+def test_a_lock_with_which_nobody_leads_is_given_back(stalls):
+    goes_on = threading.Event()
+    lease: Any = Stalling(goes_on if stalls else None)
+    events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+    with LeaseKeeper(lease, events) as keeper:
+        keeper.campaigning = True
+        assert lease.asked.wait(20)
+        goes_on.set()
+        assert lease.released.wait(20)
+        while not events.empty():
+            assert events.get()[0] != "lease_gained"
 
 
 @pytest.mark.etcd

@@ -35,6 +35,7 @@ from tfmw.runtime.signals import Signals
 
 CANCEL = "cancel"
 
+
 INTERRUPTED = "interrupted"
 """Of a controller that its engine ends while tasks fail, as when a node is lost. Only the engine
 knows whether the job is queued again, so the controller writes no last state."""
@@ -131,7 +132,8 @@ class Controller:
                 display.line(f"tfmw: {decision.message}")
             if not decision.restart:
                 return self._finish(members, found, failures)
-            self._say(state="restarting", restarts=self._policy.restarts, step=found.step)
+            counted = {"restarts": self._policy.restarts, jobs.POLICY: self._policy.saved()}
+            self._say(state="restarting", step=found.step, **counted)
             self._pause(decision.delay_s)
         raise AssertionError("unreachable")
 
@@ -142,11 +144,14 @@ class Controller:
         return next(self._connections)
 
     def _first_attempt(self) -> int:
-        """0, or the next one of a job that was queued again."""
+        """0, or the next one of a job that was queued again, with the restarts that it has left."""
         before: dict[str, Any] = {}
         with contextlib.suppress(FileNotFoundError):
             before = json.loads(own_files.read(self._folder, jobs.STATUS))
-        self._written = {k: before[k] for k in ("attempt", "restarts", "backup") if k in before}
+        kept = ("attempt", "restarts", "backup", jobs.POLICY)
+        self._written = {name: before[name] for name in kept if name in before}
+        if jobs.POLICY in before:
+            self._policy.restore(before[jobs.POLICY])
         self._say(state="queued")
         return int(before.get("attempt", -1)) + 1
 

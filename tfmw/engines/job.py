@@ -27,6 +27,9 @@ from tfmw.launcher.run import return_values
 STATUS, OUTPUT, RESULT, BACKUP = "status.json", "output.log", "result.pickle", "backup.tar"
 FILES = (STATUS, OUTPUT, RESULT, BACKUP)
 
+POLICY = "policy"
+"""Field of the status: the restart policy's count, for a controller that starts again."""
+
 ENDED = ("done", "failed", "cancelled", "preempted", "lost")
 """States that do not change any more; "lost": the engine ended the job's controller."""
 
@@ -88,6 +91,7 @@ class Job:
                         found["problem"] = self._place.why
             elif known == "queued":  # again, after a failure of a node
                 found["state"] = known
+        found.pop(POLICY, None)
         return found
 
     def _known(self) -> str:

@@ -169,7 +169,13 @@ class DirectoryLease:
         if self._own is not None and self.record() != self._own:
             self.release()
             raise Lost("another host has written the record of the run")
+        self._check_time()
         self.held_until = asked + TTL_S
+
+    def _check_time(self) -> None:
+        if self._clock() >= self.held_until:  # perhaps the file system has stalled
+            self.release()
+            raise Lost("the lock was not renewed in time")
 
     def record(self) -> Record | None:
         try:
@@ -178,14 +184,13 @@ class DirectoryLease:
             return None
 
     def publish(self, record: Record) -> None:
-        if self._clock() >= self.held_until:
-            raise Lost("the lock was not renewed in time")
         self.renew()
         temporary = self._record.with_name(f".record.{os.getpid()}")
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(_text_of(record))
             file.flush()
             os.fsync(file.fileno())
+        self._check_time()
         os.replace(temporary, self._record)
         flush(self._record.parent)
         self._own = record
