@@ -12,6 +12,7 @@ make the same calls in the same order.
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import itertools
 import json
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmw.cluster import leaving
 from tfmw.errors import UsageError
 from tfmw.keras_compat import placement, runtime
 from tfmw.runtime.recorded_errors import ECHO
@@ -86,7 +88,7 @@ class Group:
         """Waits for a key that task `rank` sets, and returns its value."""
         task = self._tasks[rank] if rank != self.rank else None
         try:
-            return json.loads(runtime.coordination_get(key, _WAIT_S, task))
+            return json.loads(runtime.coordination_get(key, _WAIT_S, task, leaving.look))
         except tf.errors.OpError as e:
             raise self.root_cause(e) from None
 
@@ -136,6 +138,10 @@ class Group:
     def is_chief(self) -> bool:
         return self.rank == 0
 
+    def shared_call(self) -> contextlib.AbstractContextManager[None]:
+        """Marks an exchange of all tasks that is not one of this class; see `leaving`."""
+        return leaving.shared_call() if self.size > 1 else contextlib.nullcontext()
+
     def from_chief(self, decide: Callable[[], Any]) -> Any:
         """Calls `decide` on the chief only and returns its result on every task.
 
@@ -143,23 +149,27 @@ class Group:
         """
         if self.size == 1:
             return decide()
-        key = self._next_key()
-        if not self.is_chief:
-            result = self._get(key, rank=0)
-            if "error" in result:
-                raise UsageError(result["error"])
-            return result["value"]
-        try:
-            text = json.dumps({"value": decide()})
-        except UsageError as e:
-            runtime.coordination_set(key, json.dumps({"error": str(e)}))
-            raise
-        runtime.coordination_set(key, text)
-        return json.loads(text)["value"]
+        with leaving.shared_call():
+            key = self._next_key()
+            if not self.is_chief:
+                result = self._get(key, rank=0)
+                if "error" in result:
+                    raise UsageError(result["error"])
+                return result["value"]
+            try:
+                text = json.dumps({"value": decide()})
+            except UsageError as e:
+                runtime.coordination_set(key, json.dumps({"error": str(e)}))
+                raise
+            runtime.coordination_set(key, text)
+            return json.loads(text)["value"]
 
     def from_all(self, value: Any) -> list[Any]:
         """Every task's value, in order of rank."""
-        return [value] if self.size == 1 else self._exchange(self._next_key(), value)
+        if self.size == 1:
+            return [value]
+        with leaving.shared_call():
+            return self._exchange(self._next_key(), value)
 
     def post(self, key: str, value: Any) -> None:
         """Sets a value that another task waits for by `posted`. From any thread.

@@ -170,7 +170,7 @@ def _join_multi_worker(
     membership.set_joined(Joined(cluster, strategy, options, collectives=collectives))
     _guard_models(cluster)
     _end_at_sigterm()
-    membership.end_together()
+    membership.end_together(cluster)
     logger.info(
         "%r: in, %d workers, %d replicas",
         cluster,

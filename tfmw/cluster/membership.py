@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tfmw")
 
-LEAVE_TIMEOUT_S = 60.0
-
 
 @dataclasses.dataclass
 class Joined:
@@ -135,11 +133,15 @@ def watch_errors() -> None:
     sys.excepthook = hook
 
 
-def end_together() -> None:
+def end_together(cluster: Cluster) -> None:
     """At exit, waits for the other tasks: TensorFlow treats a peer's exit as a failure."""
-    from tfmw.keras_compat import runtime
+    from tfmw.cluster.leaving import Leaving
 
     watch_errors()
+    names = list(cluster.tasks("chief", "worker"))
+    jobs = [name.partition(" ") for name in names]
+    tasks = [f"/job:{job}/replica:0/task:{index or 0}" for job, _, index in jobs]
+    leaving = Leaving(tasks, names, cluster.rank, report_failure)
 
     def leave() -> None:
         if _failed:
@@ -147,7 +149,7 @@ def end_together() -> None:
         import tensorflow as tf
 
         try:
-            runtime.coordination_barrier("tfmw/leave", LEAVE_TIMEOUT_S)
+            leaving.wait()
         except tf.errors.OpError as e:
             logger.warning("exits before the other tasks have finished: %s", e.message)
             return

@@ -5,7 +5,9 @@ Tasks exchange values through the coordination service (`coordination_*`), witho
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -38,7 +40,9 @@ def configure_coordination(jobs: dict[str, int], leader: str, heartbeat_s: int) 
     )
 
 
-_PROBE_S = 5.0
+_LOOK_S = 1.0
+
+_PROBE_EVERY = 5  # looks
 
 _RESPONSE_S = 10.0
 
@@ -48,7 +52,9 @@ def coordination_set(key: str, value: str) -> None:
     _context.context().set_config_key_value(key, value)
 
 
-def coordination_get(key: str, timeout_s: float, task: str | None = None) -> str:
+def coordination_get(
+    key: str, timeout_s: float, task: str | None = None, look: Callable[[], None] = lambda: None
+) -> str:
     """Waits for a key.
 
     After a network failure neither a pending nor a later call ends. So this probes the task that
@@ -56,23 +62,27 @@ def coordination_get(key: str, timeout_s: float, task: str | None = None) -> str
 
     Args:
         task: such as "/job:worker/replica:0/task:1".
+        look: called about once a second; its exception ends the wait.
 
     Raises:
         tf.errors.DeadlineExceededError: after `timeout_s` seconds.
         tf.errors.OpError: `task` cannot be reached, or was restarted.
     """
     deadline = time.monotonic() + timeout_s
-    while True:
+    for looks in itertools.count(1):
         left = deadline - time.monotonic()
         try:
-            return _context.context().get_config_key_value(
-                key, max(1, int(min(left, _PROBE_S) * 1000))
+            value: str = _context.context().get_config_key_value(
+                key, max(1, int(min(left, _LOOK_S) * 1000))
             )
+            return value
         except tf.errors.DeadlineExceededError:
-            if left <= _PROBE_S:
+            if left <= _LOOK_S:
                 raise
-        if task is not None:
+        look()
+        if task is not None and looks % _PROBE_EVERY == 0:
             require_task(task, _RESPONSE_S)
+    raise AssertionError("unreachable")
 
 
 def require_task(task: str, timeout_s: float) -> None:

@@ -43,6 +43,7 @@ from tfmw.launcher.watchdog import (
     Watchdog,
 )
 from tfmw.runtime.ports import reserved_ports
+from tfmw.runtime.progress import AT_THE_END
 from tfmw.runtime.signals import Signals
 from tfmw.trackers import RUN_ID
 
@@ -318,7 +319,7 @@ class Attempt:
                 must_join=not self._has_ps,
             )
             for task in self.tasks
-            if not task.has_ended()
+            if not task.has_ended() and task.progress().blocked_in != AT_THE_END
         ]
         self._hung = self._watchdog.check(statuses)
         if self._hung is not None:

@@ -35,6 +35,7 @@ from tfmw.launcher.failure import describe_status
 from tfmw.launcher.process import Task, task_name
 from tfmw.runtime.progress import JOINED, NOT_UP, UP
 from tfmw.runtime.recorder import NOBODY, Exchange
+from tfmw.runtime.stacks import is_installed
 
 STACKS_S = 2.0
 """Seconds in which a task writes its stacks."""
@@ -45,8 +46,6 @@ STRAGGLER_S = 10.0
 _STAGES = {NOT_UP: "starting", UP: "joining", JOINED: "before its first step"}
 _SAMPLES = 30  # of the steps, one a second: the rate is of the last half minute
 _SHOWN_FRAMES = 3
-_TFMW = str(Path(__file__).resolve().parents[1]) + os.sep
-_LIBRARY = re.compile(r"/lib/python\d")
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
@@ -235,7 +234,7 @@ def innermost(stacks: str, frames: int = _SHOWN_FRAMES) -> str:
     # Most threads run TensorFlow or tfmw: the one that is nearest to the user's code tells most.
     depths = [_depth(thread) for thread in threads]
     nearest = threads[min(range(len(threads)), key=lambda i: depths[i])]
-    own = [frame for frame in nearest if not _is_installed(frame)] or nearest
+    own = [frame for frame in nearest if not is_installed(frame["file"])] or nearest
     return " < ".join(
         f"{os.path.basename(frame['file'])}:{frame['line']} in {frame['function']}"
         for frame in own[:frames]
@@ -248,15 +247,5 @@ def _frames(thread: str) -> list[re.Match[str]]:
 
 def _depth(thread: Sequence[re.Match[str]]) -> int:
     """The number of frames above the user's innermost one."""
-    found = (i for i, frame in enumerate(thread) if not _is_installed(frame))
+    found = (i for i, frame in enumerate(thread) if not is_installed(frame["file"]))
     return next(found, sys.maxsize)
-
-
-def _is_installed(frame: re.Match[str]) -> bool:
-    """Whether a frame is of Python, of an installed package or of tfmw."""
-    file = frame["file"]
-    return (
-        file.startswith(("<", _TFMW))
-        or "site-packages" in file
-        or _LIBRARY.search(file) is not None
-    )

@@ -437,7 +437,8 @@ class SyncDriver:
     def _lost_peer_named(self) -> Iterator[None]:
         """Replaces the error of a step by one that names the lost task and the reason."""
         try:
-            yield
+            with self._replicas.group.shared_call():
+                yield
         except Exception as e:
             broken = self._reduction.broken
             # TensorFlow wraps the exception of an op, except in eager execution.

@@ -26,6 +26,9 @@ PROGRESS_FILE = "TFMW_PROGRESS_FILE"
 # Values of `step` before the first step.
 NOT_UP, UP, JOINED = -3, -2, -1
 
+AT_THE_END = "the wait for other tasks"
+"""The blocking call of a task that is done: other tasks may take as long as they like."""
+
 _LAYOUT = struct.Struct("=qq32s")  # step, number of reports, name of a blocking call
 
 

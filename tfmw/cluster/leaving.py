@@ -1,0 +1,170 @@
+"""How synchronous workers end: together, however long one of them is busy.
+
+    with shared_call(): ...      # around what all tasks enter, in the same order
+    Leaving(tasks, rank).wait()  # at exit: until all tasks are at their end
+
+TensorFlow treats the exit of one task as a failure of the others. So each task announces its end,
+and exits when all have. A task that waits in a shared call for a task that has announced its end
+would wait for ever: a thread of it notices that, and all tasks fail with one sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmw.errors import UsageError
+from tfmw.keras_compat import runtime
+from tfmw.runtime.progress import AT_THE_END, blocking_call
+from tfmw.runtime.stacks import users_call
+
+_LOOK_S = 2.0  # between two looks for tasks that have ended, of a task that waits as long
+_SLICE_S = 5.0  # of a wait at the end, after which the tasks that are missing are probed
+_AT_ONCE_S = 0.2  # for a key that is there
+_BARRIER_S = 60.0  # for tasks that are all at their end
+
+_ENDED, _ALL_ENDED = "tfmw/ended", "tfmw/all_ended"
+
+
+class _Calls:
+    """The shared calls of this process.
+
+    Attributes:
+        completed: how many have ended; equal on all tasks that wait for nobody.
+        since: monotonic seconds when the current one began; None outside of one.
+        thread: that makes it.
+        problem: why it will never end, if it will not.
+    """
+
+    def __init__(self) -> None:
+        self.completed = 0
+        self.since: float | None = None
+        self.thread = 0
+        self.problem: UsageError | None = None
+
+
+_calls = _Calls()
+
+
+@contextlib.contextmanager
+def shared_call() -> Iterator[None]:
+    """Marks an exchange that all tasks take part in; one inside another is a part of it.
+
+    Raises:
+        UsageError: a task has ended without this call.
+    """
+    if _calls.since is not None:
+        yield
+        return
+    _calls.thread, _calls.since = threading.get_ident(), time.monotonic()
+    try:
+        yield
+        _calls.completed += 1
+    except Exception:
+        _calls.completed += 1  # if all tasks fail alike, they may go on alike
+        if _calls.problem is not None:
+            raise _calls.problem from None
+        raise
+    finally:
+        _calls.since = None
+
+
+def look() -> None:
+    """Raises UsageError if the current shared call waits for a task that has ended."""
+    if _calls.problem is not None:
+        raise _calls.problem
+
+
+class Leaving:
+    """The end of this task among the others.
+
+    Args:
+        tasks: as TensorFlow calls them, by rank: "/job:worker/replica:0/task:1".
+        names: "worker 1", by rank.
+        rank: of this task.
+        fail: reports an error to all tasks, and ends the exchanges of this one.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        names: Sequence[str],
+        rank: int,
+        fail: Callable[[UsageError], None],
+    ) -> None:
+        self._tasks = tasks
+        self._names = names
+        self._rank = rank
+        self._fail = fail
+        threading.Thread(target=self._look, name="tfmw-ended", daemon=True).start()
+
+    def wait(self) -> None:
+        """Announces the end of this task, and returns once all tasks have ended.
+
+        Raises:
+            tf.errors.OpError: a task was lost, or has failed.
+        """
+        with blocking_call(AT_THE_END):
+            self._wait()
+
+    def _wait(self) -> None:
+        entry = json.dumps({"rank": self._rank, "completed": _calls.completed})
+        for place in itertools.count():
+            with contextlib.suppress(tf.errors.AlreadyExistsError):
+                runtime.coordination_set(f"{_ENDED}/{place}", entry)
+                break
+        if self._rank == 0:
+            missing = set(range(1, len(self._tasks)))
+            for place in range(len(self._tasks)):
+                missing.discard(self._get(f"{_ENDED}/{place}", missing)["rank"])
+            runtime.coordination_set(_ALL_ENDED, json.dumps(None))
+        else:
+            self._get(_ALL_ENDED, {0})
+        runtime.coordination_barrier("tfmw/leave", _BARRIER_S)
+
+    def _get(self, key: str, awaited: set[int]) -> Any:
+        """Waits for a key without limit, as long as the tasks that have to set it are there."""
+        while True:
+            with contextlib.suppress(tf.errors.DeadlineExceededError):
+                return json.loads(runtime.coordination_get(key, _SLICE_S))
+            for rank in awaited:
+                runtime.require_task(self._tasks[rank], _SLICE_S)
+
+    def _look(self) -> None:
+        """In a thread: ends a shared call that waits for a task which has ended without it."""
+        seen = 0
+        while True:
+            time.sleep(_LOOK_S)
+            since, number = _calls.since, _calls.completed + 1
+            if since is None or time.monotonic() - since < _LOOK_S:
+                continue
+            try:
+                key = f"{_ENDED}/{seen}"
+                entry = json.loads(runtime.coordination_get(key, _AT_ONCE_S))
+            except tf.errors.DeadlineExceededError:
+                continue
+            except tf.errors.OpError:
+                return  # the call fails by itself
+            if entry["completed"] >= number:
+                seen += 1
+                continue
+            if _calls.completed + 1 == number and _calls.since is not None:
+                _calls.problem = self._problem(entry["rank"])
+                self._fail(_calls.problem)
+                return
+
+    def _problem(self, ended: int) -> UsageError:
+        call = users_call(sys._current_frames().get(_calls.thread))
+        return UsageError(
+            f"{self._names[ended]} has ended without a call in which {self._names[self._rank]} "
+            f"waits for it{call and f', tfmw.{call}'}: let every task make the same calls of tfmw, "
+            'and complete them; a call for one task alone needs strategy="default".'
+        )
