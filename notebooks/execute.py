@@ -21,7 +21,7 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-from tfmw.launcher.log_filter import is_notice
+from tfmw.launcher.log_filter import without_notices
 from tfmw.launcher.output import collapse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,7 +96,7 @@ def take_svgs(cell: Any) -> list[str]:
 
 def _last_state(text: str) -> str:
     lines = [_ANSI.sub("", collapse(line.removesuffix("\r"))).rstrip() for line in text.split("\n")]
-    text = "\n".join(line for line in lines if not is_notice(line))
+    text = without_notices("\n".join(lines))
     for path, name in _MACHINE:
         text = text.replace(path, name)
     return text

@@ -23,7 +23,7 @@ import tfmw
 from tests.helpers.cluster import ROOT, examples_per_step, tfmw_command
 from tfmw.callbacks.progress import Bar, Lines, Throughput, with_progress
 from tfmw.launcher.failure import tail
-from tfmw.launcher.log_filter import is_notice
+from tfmw.launcher.log_filter import without_notices
 from tfmw.launcher.output import Display
 from tfmw.training import session
 
@@ -46,7 +46,10 @@ I0000 00:00:1795267204.413700   12602 tf_record_dataset_op.cc:396] The default b
 262144, which is overridden by the user specified `buffer_size` of 8388608
 W0000 00:00:1732000000.123456   12869 computation_placer.cc:177] computation placer already \
 registered. Please check linkage and avoid linking the same target more than once.
-""".splitlines()
+E0000 00:00:1795567655.672878   14773 base_collective_executor.cc:252] \
+BaseCollectiveExecutor::StartAbort INTERNAL: worker 1: ValueError: in two
+lines [type.googleapis.com/tensorflow.CoordinationServiceError='\\x18\\x01\\"\\n\\x06worker']
+""".splitlines(keepends=True)
 
 NO_NOTICES = [
     "WARNING: All of it is the user's own",
@@ -71,76 +74,43 @@ BaseCollectiveExecutor::StartAbort UNAVAILABLE: recvmsg:Connection reset by peer
 Additional GRPC error information from remote target /job:worker/replica:0/task:0 while calling \
 /tensorflow.WorkerService/CompleteInstance:
 :UNKNOWN:Error received from peer  {grpc_message:"recvmsg:Connection reset by peer", grpc_status:14}
-""".splitlines()
+"""
 
 
-@pytest.mark.parametrize("line", NOTICES)
-def test_notices_are_recognised(line):
-    assert is_notice(line)
+def test_notices_and_follow_up_errors_are_left_out():
+    assert without_notices("".join(NOTICES)) == without_notices(ECHO) == ""
+    for text in (*NO_NOTICES, "\n".join(["a worker is gone", *ECHO.split("\n")[1:3]])):
+        assert without_notices(text) == text
+        assert without_notices(f"{''.join(NOTICES)}{text}\n{ECHO}") == f"{text}\n"
 
 
-@pytest.mark.parametrize("line", NO_NOTICES)
-def test_other_messages_are_no_notices(line):
-    assert not is_notice(line)
-
-
-@pytest.mark.parametrize("size", [1, 7, 4096])
 @pytest.mark.parametrize("live", ["a", None])
-def test_notices_are_hidden_however_they_arrive(live, size):
+def test_the_display_shows_none(live):
+    """Each message arrives in one piece, as TensorFlow writes it."""
     out = io.StringIO()
     display = Display(out, live)
-    lines = [line for pair in zip(NOTICES, NO_NOTICES * 2, strict=False) for line in pair]
-    data = "".join(f"{line}\n" for line in lines).encode()
-    for at in range(0, len(data), size):
-        display.feed("a", data[at : at + size])
-    display.feed("a", b"W0000 00:00:17")
+    for text in (*NO_NOTICES, "unfinished"):
+        display.feed("a", "".join([*NOTICES[:4], *NOTICES[6:], ECHO]).encode())
+        display.feed("a", f"{text}\n".encode())
     display.feed("a", b"", final=True)
-    kept = [line for line in lines if line not in NOTICES] + ["W0000 00:00:17"]
     label = "" if live else "[a] "
-    assert out.getvalue() == "".join(f"{label}{line}\n" for line in kept)
+    assert out.getvalue() == "".join(f"{label}{text}\n" for text in (*NO_NOTICES, "unfinished"))
 
 
-@pytest.mark.parametrize("size", [1, 7, 4096])
-@pytest.mark.parametrize("live", ["a", None])
-def test_follow_up_errors_are_hidden(live, size):
-    """Their second and third lines may be part of anything else."""
-    out = io.StringIO()
-    display = Display(out, live)
-    own = ["UnavailableError: worker 1 is gone", *ECHO[1:3], *NO_NOTICES, *ECHO[1:2]]
-    data = "".join(f"{line}\n" for line in [*own, *ECHO, *ECHO, *own, *ECHO[:2], *own]).encode()
-    for at in range(0, len(data), size):
-        display.feed("a", data[at : at + size])
-    label = "" if live else "[a] "
-    assert out.getvalue() == "".join(f"{label}{line}\n" for line in own) * 3
-
-
-def test_follow_up_error_inside_a_bar_ends_its_line():
+def test_a_follow_up_error_inside_a_bar_leaves_the_bar():
     out = io.StringIO()
     display = Display(out, "a")
-    echo = "".join(f"{line}\n" for line in ECHO).encode()
-    display.feed("a", b"\r 1/23")
-    display.feed("a", b"\b\b\r 2/23 - loss: 0.5" + echo[:500])
-    display.feed("a", echo[500:] + echo)
-    display.feed("a", b"\b\b\r 3/23")
-    assert out.getvalue() == "\r 1/23\b\b\r 2/23 - loss: 0.5\n\b\b\r 3/23"
+    for text in ("\r 1/23", "\b\b\r 2/23 - loss: 0.5", ECHO, "\b\b\r 3/23"):
+        display.feed("a", text.encode())
+    assert out.getvalue() == "\r 1/23\b\b\r 2/23 - loss: 0.5\b\b\r 3/23"
 
 
 def test_the_end_of_a_log_is_shown_without_notices(tmp_path):
     log = tmp_path / "output.log"
-    log.write_text("".join(f"{line}\n" for line in [*NO_NOTICES, *NOTICES]))
+    log.write_text("".join([*(f"{line}\n" for line in NO_NOTICES), *NOTICES]))
     assert tail(log) == tuple(NO_NOTICES)
-    log.write_text("".join(f"{line}\n" for line in NOTICES))
+    log.write_text("".join(NOTICES))
     assert tail(log) == ()
-
-
-def test_a_bar_is_not_held_back():
-    out = io.StringIO()
-    display = Display(out, "a")
-    for piece in ("\r 1/23", "\b\b\r 2", "2026 so far", "\n", "2", "3/23"):
-        display.feed("a", piece.encode())
-        if piece == "2":  # may become a date
-            assert out.getvalue().endswith("so far\n")
-    assert out.getvalue() == "\r 1/23\b\b\r 22026 so far\n23/23"
 
 
 def played(steps_per_epoch, target, interval_s=10.0, seconds_per_step=0.5):
@@ -354,7 +324,8 @@ def test_run_prints_task_output_and_logs_everything(tmp_path):
     assert examples_per_step(output) == pytest.approx(1438 / 23, rel=0.02), "of both workers"
     for task in (0, 1):
         (log,) = tmp_path.glob(f"*/attempt_0/worker_{task}/output.log")
-        assert any(map(is_notice, log.read_text().splitlines())), "TensorFlow says nothing any more"
+        text = log.read_text()
+        assert without_notices(text) != text, "TensorFlow says nothing any more"
 
 
 @pytest.mark.multiprocess

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tfmw.launcher.log_filter import is_notice
+from tfmw.launcher.log_filter import without_notices
 from tfmw.launcher.message import informative_part
 
 _SIGNAL_HINTS = {
@@ -112,8 +112,7 @@ def tail(log: Path, lines: int = 12) -> tuple[str, ...]:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return ()
-    shown = [line for line in text.rstrip().splitlines() if not is_notice(line)]
-    return tuple(shown[-lines:])
+    return tuple(without_notices(text).rstrip().splitlines()[-lines:])
 
 
 def describe_status(status: int | None, kernel_kills: int = 0) -> str:

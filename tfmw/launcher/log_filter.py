@@ -6,10 +6,10 @@ r"""Uninformative TensorFlow log lines: notices as it starts, follow-up errors o
     Additional GRPC error information from remote target /job:worker/replica:0/task:1 while ...
     :UNKNOWN:Error received from peer  {grpc_status:14, ...}
 
-Each process writes several, and no setting disables them. With ten tasks they hide the tasks' own
-output. The launcher does not print them; the log files keep them. Only these exact messages are
-hidden: another message of the same source files, such as a driver of the wrong version, is printed.
-Notices checked with TensorFlow 2.18.1 to 2.21.0, follow-up errors with 2.21.0.
+TF_CPP_MIN_LOG_LEVEL=2 leaves TensorFlow's errors, of which these tell nothing. With ten tasks they
+hide the tasks' own output. The launcher does not print them; the log files keep them. Only these
+messages are hidden: another message of the same source files, such as a driver of the wrong
+version, is printed. Notices checked with TensorFlow 2.18.1 to 2.21.0, follow-up errors with 2.21.0.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import re
 # "I0000 00:00:1795264727.917557   12869 " before, "2026-01-31 12:00:00.123456: I path/to/" after
 # absl's log is initialized.
 _HEAD = r"(?:[IWE]\d{4} [\d:.]+ +\d+ |\d{4}-\d\d-\d\d [\d:.]+: [IWE] (?:[\w.]+/)*)"
+_ABORT = r"base_collective_executor\.cc:\d+\] BaseCollectiveExecutor::StartAbort"
+_REST = r"[^\n]*(?:\n|$)"
 
 _MESSAGES = (
     # source file, start of the message
@@ -36,62 +38,26 @@ _MESSAGES = (
     (r"computation_placer\.cc", "computation placer already registered"),
 )
 
-_NOTICE = re.compile(
+_NOTICES = re.compile(
     "|".join(
         [
-            r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to",
-            r"To enable the following instructions: [\w ]+, in other operations, rebuild TensorF",
-            *(rf"{_HEAD}{file}:\d+\] {message}" for file, message in _MESSAGES),
+            rf"WARNING: All log messages before absl::InitializeLog\(\) is called are writ{_REST}",
+            rf"To enable the following instructions: [\w ]+, in other operations, rebuild T{_REST}",
+            *(rf"{_HEAD}{file}:\d+\] {message}{_REST}" for file, message in _MESSAGES),
+            # A peer is lost: the task that lost it names it in its own error. Errors with another
+            # status may be the only report.
+            rf"{_HEAD}(?:ring_alg\.cc:\d+\] Aborting Ring\w+ with|{_ABORT}) UNAVAILABLE: {_REST}"
+            r"(?:(?:Additional GRPC error information from remote target|"
+            rf":UNKNOWN:Error received){_REST})*",
+            # An error that a task reports to all, and also prints: "worker 1: ValueError: bad".
+            rf"{_HEAD}{_ABORT} INTERNAL: (?:Error reported from /job:\w+/task:\d+: )?"
+            r"\w+ \d+: \w+: (?:[^\n]|\n(?![IWE]\d{4} |Traceback))*?"
+            rf"\[type\.googleapis\.com/tensorflow\.CoordinationServiceError={_REST}",
         ]
     )
 )
 
-# A peer is lost. The task that lost it names it in its own error. Errors with another status may be
-# the only report.
-_FOLLOW_UP = re.compile(
-    rf"{_HEAD}(?:ring_alg\.cc:\d+\] Aborting Ring\w+ with|"
-    r"base_collective_executor\.cc:\d+\] BaseCollectiveExecutor::StartAbort) UNAVAILABLE: "
-)
-_FOLLOW_UP_CONTINUES = (
-    "Additional GRPC error information from remote target",
-    ":UNKNOWN:Error received",
-)
 
-_BEGINS = (
-    "WARNING: All log messages",
-    "To enable the following",
-    *(f"{level}0000 00:00:00" for level in "IWE"),
-    "0000-00-00 00:00:00",
-)
-
-
-def is_notice(line: str) -> bool:
-    """Whether a whole line is one of the notices."""
-    return _NOTICE.match(line) is not None
-
-
-class Filter:
-    """Selects the lines of one task that are not printed; call `hides` for each, in order."""
-
-    def __init__(self) -> None:
-        self._in_follow_up = False
-
-    def hides(self, line: str) -> bool:
-        """Whether a whole line is a notice, or part of a follow-up error."""
-        if self._in_follow_up and line.startswith(_FOLLOW_UP_CONTINUES):
-            return True
-        self._in_follow_up = _FOLLOW_UP.match(line) is not None
-        return self._in_follow_up or is_notice(line)
-
-    def may_hide(self, begin: str) -> bool:
-        """Whether the unfinished line `begin` may become a hidden line."""
-        return any(
-            all(c == p or (p == "0" and c.isdigit()) for c, p in zip(begin, pattern, strict=False))
-            for pattern in (*_BEGINS, *(_FOLLOW_UP_CONTINUES if self._in_follow_up else ()))
-        )
-
-    def without_follow_up(self, line: str) -> str:
-        """A whole line, cut where a follow-up error interrupted it, as in a progress bar."""
-        follow_up = _FOLLOW_UP.search(line)
-        self._in_follow_up = follow_up is not None
-        return f"{line[: follow_up.start()]}\n" if follow_up else line
+def without_notices(text: str) -> str:
+    """The text without notices and follow-up errors."""
+    return _NOTICES.sub("", text)

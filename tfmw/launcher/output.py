@@ -12,7 +12,6 @@ task is in the middle of its line is printed above that line.
 from __future__ import annotations
 
 import codecs
-import collections
 import re
 import select
 import selectors
@@ -20,7 +19,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
-from tfmw.launcher.log_filter import Filter
+from tfmw.launcher.log_filter import without_notices
 
 if TYPE_CHECKING:
     from tfmw.launcher.process import Task
@@ -60,8 +59,6 @@ class Display:
         self._out = out
         self._live = live
         self._shown = ""  # the live task's unfinished line on the terminal
-        self._held = ""  # the start of a line of the live task that may be a notice
-        self._filters: dict[str, Filter] = collections.defaultdict(Filter)
         self._pending: dict[str, str] = {}
         self._decoders: dict[str, codecs.IncrementalDecoder] = {}
 
@@ -71,24 +68,23 @@ class Display:
             self._decoders[task] = codecs.getincrementaldecoder("utf-8")(errors="replace")
         text = self._decoders[task].decode(data, final)
         if task == self._live:
-            self._pass_through(text, final)
+            self._pass_through(without_notices(text), final)
             return
-        *lines, rest = (self._pending.get(task, "") + text).split("\n")
+        whole, newline, rest = (self._pending.get(task, "") + text).rpartition("\n")
+        lines = without_notices(whole + newline).split("\n")[:-1]
         if len(rest) > _MAX_PENDING:
             rest = collapse(rest)
         if rest and (final or len(rest) > _MAX_PENDING):
             lines, rest = [*lines, rest], ""
         self._pending[task] = rest
-        shown = [line for line in map(collapse, lines) if not self._filters[task].hides(line)]
-        if shown:
-            self._print("".join(f"[{task}] {line}\n" for line in shown))
+        if lines:
+            self._print("".join(f"[{task}] {collapse(line)}\n" for line in lines))
 
     def line(self, text: str) -> None:
         """Prints a line of the launcher."""
         self._print(f"{text}\n")
 
     def _pass_through(self, text: str, final: bool) -> None:
-        text = self._without_notices(text, final)
         _, newline, rest = text.rpartition("\n")
         line = rest if newline else self._shown + rest
         # After "\r" the terminal still shows the line.
@@ -96,21 +92,6 @@ class Display:
         if final and self._shown:
             text, self._shown = text + "\n", ""
         self._write(text)
-
-    def _without_notices(self, text: str, final: bool) -> str:
-        text, self._held = self._held + text, ""
-        kept, at_start = [], not self._shown
-        lines = self._filters[self._live or ""]
-        for line in filter(None, re.split(r"(?<=\n)", text)):
-            whole = final or line.endswith("\n")
-            if at_start and whole and lines.hides(line):
-                continue
-            if at_start and not whole and len(line) < _MAX_PENDING and lines.may_hide(line):
-                self._held = line  # the last one
-                break
-            kept.append(lines.without_follow_up(line) if whole and not at_start else line)
-            at_start = whole
-        return "".join(kept)
 
     def _print(self, text: str) -> None:
         if self._shown:
