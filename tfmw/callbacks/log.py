@@ -35,8 +35,8 @@ class Training:
 class Log(keras.callbacks.Callback):
     """Calls a function with the logs, and with the time of a step and its parts.
 
-    It runs on every worker, each with its own times; where the function logs to a tracker such as
-    W&B, on the chief only.
+    It runs on every worker, each with its own times. Calls of MLflow and W&B reach the tracker from
+    the chief only.
 
     Args:
         write: called with a dict and the number of training steps in this call of `fit`. The dict

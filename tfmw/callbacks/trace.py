@@ -21,8 +21,7 @@ logger = logging.getLogger("tfmw")
 class Trace(keras.callbacks.Callback):
     """Writes a trace of all workers, on one clock: <directory>/trace.json, in Chrome's format.
 
-    https://ui.perfetto.dev and chrome://tracing open it, and TensorBoard's profiler shows the
-    directory. It has the steps of each worker, its waits
+    https://ui.perfetto.dev and chrome://tracing open it. It has the steps of each worker, its waits
     for input, its exchanges with other workers, and other long calls such as backups. Give it on
     all workers, like any callback; the chief writes the file when the training ends. While it is
     given, each call of the driver runs one step.

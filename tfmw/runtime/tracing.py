@@ -4,10 +4,9 @@
     tfmw.fit(..., callbacks=[tfmw.callbacks.Trace(DIR, steps=(100, 110))])
 
 Each task appends its events to DIR/<task>.<attempt>.jsonl while its step is within the window. The
-launcher, or the chief, joins them in Chrome's format, which Perfetto (ui.perfetto.dev) opens, and
-in that of TensorBoard's profiler (`xplane.py`). Times are monotonic, and so on one clock for the
-tasks of one machine. The first line of a file relates them to the time of day, by which the clocks
-of several machines are compared.
+launcher, or the chief, joins them in Chrome's format, which Perfetto (ui.perfetto.dev) opens. Times
+are monotonic, and so on one clock for the tasks of one machine. The first line of a file relates
+them to the time of day, by which the clocks of several machines are compared.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tfmw.errors import UsageError
-from tfmw.runtime import xplane
 
 TRACE, TRACE_STEPS = "TFMW_TRACE", "TFMW_TRACE_STEPS"
 
@@ -174,7 +172,7 @@ def span(row: str, name: str) -> Iterator[None]:
 
 
 def join(directory: Path) -> Path | None:
-    """Joins the events of all tasks in <directory>/trace.json, and for TensorBoard.
+    """Joins the events of all tasks in <directory>/trace.json.
 
     Returns:
         Its path; None if there are no events.
@@ -202,7 +200,6 @@ def join(directory: Path) -> Path | None:
     text = json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"})
     out = directory / "trace.json"
     out.write_text(text)
-    xplane.write(directory, _by_row([task.replace("_", " ") for task in tasks], events))
     for path in paths:
         path.unlink()
     return out
@@ -246,17 +243,6 @@ def _event(task: int, found: Mapping[str, Any], shift: float) -> dict[str, Any]:
         "dur": 1e6 * (found["end"] - found["begin"]),
         "args": found["details"],
     }
-
-
-def _by_row(tasks: Sequence[str], events: Iterable[Mapping[str, Any]]) -> dict[str, xplane.Rows]:
-    """(name, begin, seconds) of the events, by task and row."""
-    found: list[dict[str, list[tuple[str, float, float]]]] = [
-        {row: [] for row in _ROWS} for _ in tasks
-    ]
-    for event in events:
-        times = event["ts"] / 1e6, event["dur"] / 1e6
-        found[event["pid"]][event["cat"]].append((event["name"], *times))
-    return dict(zip(tasks, found, strict=True))
 
 
 def _thread(task: int, row: str) -> int:
