@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import secrets
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,10 +51,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _main(argv)
+        if sys.stdout is None:  # >&-
+            raise UsageError("standard output is closed: redirect it, to /dev/null for example.")
+        status = _main(argv)
     except UsageError as error:
         print(f"tfmw: {error}", file=sys.stderr)
-        return error.status
+        status = error.status
+    except BrokenPipeError:  # its reader has seen enough
+        status = 128 + signal.SIGPIPE
+    _flush()
+    return status
+
+
+def _flush() -> None:
+    """Writes what is left of the output. At exit Python would do it, with a traceback."""
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError as error:
+            if stream is sys.stdout and not isinstance(error, BrokenPipeError):
+                why = error.strerror
+                print(f"tfmw: standard output cannot be written ({why})", file=sys.stderr)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _main(argv: list[str]) -> int:
@@ -479,11 +499,6 @@ def _run(options: argparse.Namespace, program: list[str]) -> int:
     )
     if options.trace is not None and (trace := tracing.join(options.trace)) is not None:
         print(f"tfmw: trace of all workers: {trace}; open it with https://ui.perfetto.dev")
-    try:
-        for line in result.summary():
-            print(line, file=sys.stderr)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # At exit Python flushes both again, and would print an error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for line in result.summary():
+        print(line, file=sys.stderr)
     return result.status

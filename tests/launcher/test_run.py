@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import io
 import json
 import os
@@ -27,6 +29,7 @@ from tests.helpers.cluster import (
     MARK,
     ONE_THREAD,
     PROGRAMS,
+    PYTHONPATH,
     ClusterRun,
     children,
     marked,
@@ -36,9 +39,10 @@ from tests.helpers.cluster import (
 )
 from tests.programs import launch_functions
 from tfmw.errors import TaskFailed, UsageError
-from tfmw.launcher import fork_server
-from tfmw.launcher.failure import describe_status
+from tfmw.launcher import fork_server, process
+from tfmw.launcher.failure import Failure, describe_status
 from tfmw.launcher.output import Display, collapse
+from tfmw.launcher.result import lines_about
 from tfmw.launcher.run import launch_tasks
 from tfmw.launcher.spawn import TASK_COMMAND
 from tfmw.runtime.ports import reserved_ports
@@ -168,6 +172,27 @@ def last_line(run: ClusterRun) -> str:
     return run.output.rstrip().splitlines()[-1]
 
 
+class TestLines:
+    """What is printed of failures."""
+
+    def test_one_error_of_several_workers_is_one_line(self):
+        cause = Failure("worker 0", "ValueError: bad", how="exit status 1", seconds=2.0)
+        same = dataclasses.replace(cause, task="worker 2")
+        later = dataclasses.replace(cause, task="worker 1", attempt=1)
+        assert lines_about([cause, same], workers=2) == [
+            "tfmw: all 2 workers failed after 2.0 s: ValueError: bad (exit status 1)"
+        ]
+        *others, last = lines_about([cause, same, later], workers=3)
+        assert last.startswith("tfmw: worker 0, worker 2 failed first, in attempt 0 after 2.0 s: ")
+        assert others == ["tfmw: worker 1 failed too in attempt 1: ValueError: bad (exit status 1)"]
+
+    def test_an_echo_of_an_error_is_not_repeated(self):
+        cause = Failure("worker 0", "ValueError: bad", how="exit status 1")
+        echo = "InternalError: Error reported from /job:worker/task:0: worker 0: ValueError: bad"
+        first, _ = lines_about([cause, Failure("worker 1", echo, secondary=True)], workers=2)
+        assert first == "tfmw: worker 1 failed too: with the error of worker 0"
+
+
 class TestFailure:
     def test_the_last_line_names_the_task_and_its_error(self, run):
         result = run("worker 0=wait", "worker 1=fail")
@@ -245,6 +270,17 @@ class TestFailure:
         assert result.log("worker 1") == f"tfmw: {sentence}\n"
         assert last_line(result).endswith(f": {sentence} (exit status 2)")
         assert "Traceback" not in result.output
+
+    def test_an_error_of_all_workers_is_printed_once(self, run):
+        result = run("worker 0=usage_too", "worker 1=usage")
+        assert result.status == 2
+        sentence = "the model is not compiled; call compile first."
+        assert result.output.count(sentence) == 1
+        assert re.fullmatch(
+            rf"tfmw: all 2 workers failed after \d+\.\d s: {sentence} \(exit status 2\)",
+            last_line(result),
+        )
+        assert result.log("worker 0") == result.log("worker 1") == f"tfmw: {sentence}\n"
 
     def test_a_parameter_server_that_dies_ends_the_run(self, run):
         result = run("chief=wait", "worker 0=wait", "ps 0=kill", workers=1, ps=1)
@@ -326,6 +362,41 @@ class TestEnd:
             launcher.stdout.readline()
             launcher.stdout.close()
             assert launcher.wait(timeout=10) == 128 + signal.SIGPIPE
+
+    @pytest.mark.parametrize(
+        ("shell", "status", "words"),
+        [
+            (
+                "cd gone && rmdir ../gone && exec {command}",
+                2,
+                "working directory of this process is",
+            ),
+            ("exec {command} >&-", 2, "standard output is closed"),
+            ("exec {command} > /dev/full", 141, "standard output cannot be written (No space left"),
+            ("{command} | head -c 0", 0, ""),
+        ],
+    )
+    def test_a_place_that_is_gone_is_one_sentence(self, tmp_path, shell, status, words):
+        (tmp_path / "gone").mkdir()
+        command = f"{sys.executable} -m tfmw run --workers 2 {PROGRAM}"
+        env = {**os.environ, **NO_INIT, "PYTHONPATH": PYTHONPATH, "TFMW_RESULT": str(tmp_path)}
+        done = subprocess.run(
+            shell.format(command=command), shell=True, cwd=tmp_path, env=env,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert done.returncode == status, done.stderr
+        said = [line for line in done.stderr.splitlines() if " network" not in line]
+        assert [words in line for line in said if "SIGPIPE" not in line] == [True] * bool(words)
+
+    def test_files_that_cannot_be_written_are_one_sentence(self, tmp_path, monkeypatch):
+        """As on a disk that is full by the time the tasks start."""
+
+        def full(path: Path) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+        monkeypatch.setattr(process, "make_file", full)
+        with pytest.raises(UsageError, match=f"files in {tmp_path}.* cannot be written.*No space"):
+            launch_tasks([PROGRAM, "worker 0=wait"], log_dir=tmp_path, env=NO_INIT)
 
     def test_a_child_that_outlived_its_launcher_ends_at_once(self):
         env = {**os.environ, **NO_INIT, "TFMW_LAUNCHER_PID": str(os.getpid() + 1)}

@@ -95,6 +95,12 @@ def usage() -> None:
     raise UsageError("the model is not compiled; call compile first.")
 
 
+def usage_too() -> None:
+    """The same, once worker 1 has failed with it."""
+    await_error_of("worker_1")
+    usage()
+
+
 def leave_3() -> None:
     sys.exit(3)
 

@@ -16,13 +16,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import tfmw
 from tests.helpers.certificates import certificate
 from tests.helpers.cluster import PROGRAMS, ROOT, tfmw_command
 from tfmw.errors import UsageError
 from tfmw.launcher import metrics_server
+from tfmw.runtime.metrics_address import METRICS_FILE
 from tfmw.runtime.ports import reserved_ports
 from tfmw.runtime.step_times import StepTimes
 from tfmw.training.kubeflow import Kubeflow, status_of
@@ -201,6 +205,19 @@ def test_a_file_for_the_node_exporter(tmp_path: Path) -> None:
     assert metrics["tfmw_log{loss}"] == 0.25
     assert math.isnan(metrics["tfmw_backup_age_seconds"])
     assert "tfmw_log{image}" not in metrics
+
+
+def test_the_epochs_are_those_before_early_stopping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(METRICS_FILE, str(tmp_path / "metrics.prom"))
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    # The loss never changes, and so never gets better.
+    stops = keras.callbacks.EarlyStopping("loss", patience=1)
+    x: np.ndarray = np.zeros([4, 1])
+    tfmw.fit(model, x, x, epochs=9, verbose=0, callbacks=[stops], strategy="default")
+    assert parsed((tmp_path / "metrics.prom").read_text())["tfmw_epoch"] == 2
 
 
 def test_only_the_chief_reports(tmp_path: Path) -> None:

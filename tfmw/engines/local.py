@@ -16,6 +16,7 @@ import dataclasses
 import os
 import pickle
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ from tfmw.cluster import membership
 from tfmw.engines import agent, serialization, submit
 from tfmw.engines.engine import Engine
 from tfmw.engines.process_settings import ProcessSettings
-from tfmw.errors import UsageError
+from tfmw.errors import Preempted, UsageError
 from tfmw.keras_compat import datasets, models
 from tfmw.launcher import call
 from tfmw.launcher.output import is_watched
@@ -98,8 +99,10 @@ def fit_on_workers(
 
     Raises:
         UsageError: an argument cannot be sent to other processes.
-        KeyboardInterrupt: the workers were stopped; the model has the weights of their last
-            backup.
+        KeyboardInterrupt, Preempted: the workers were stopped; the model has the weights of their
+            last backup.
+        SystemExit: they were stopped by SIGTERM and there is no `backup_dir`; the model has the
+            weights of their last step.
     """
     engine = None if on == "local" else submit.engine_of(on)
     if engine is not None and engine.name == "local":
@@ -129,12 +132,16 @@ def fit_on_workers(
 
 def _train_here(fit: Callable[..., Any], sent: _FitCall, workers: Any) -> dict[str, Any]:
     """Trains on processes of this machine; returns what the chief returned."""
+    resumes = sent.settings.get("backup_dir") is not None
     with _with_backups(sent) as sent:
         try:
             chief, *_ = launch(_train, _packed(fit, sent), workers=workers)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Preempted) as stopped:
             _restore_newest_backup(sent.model, sent.settings["backup_dir"])
-            raise
+            if resumes or isinstance(stopped, KeyboardInterrupt):
+                raise
+            print("without backup_dir= the same command starts anew", flush=True)
+            raise SystemExit(128 + signal.SIGTERM) from None
     return chief
 
 

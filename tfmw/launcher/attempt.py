@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
+from tfmw.errors import UsageError
 from tfmw.launcher import call, preemption
 from tfmw.launcher.diagnosis import Diagnosis, is_secondary
 from tfmw.launcher.exchanges import missing
@@ -177,7 +178,20 @@ class Attempt:
     # ---- start ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts all tasks. Their ports stay reserved until just before."""
+        """Starts all tasks. Their ports stay reserved until just before.
+
+        Raises:
+            UsageError: their files cannot be written.
+        """
+        try:
+            self._start_all()
+        except OSError as error:
+            raise UsageError(
+                f"the tasks' files in {self._directory} cannot be written ({error.strerror}): make "
+                "room there, or name another place with --log-dir (by default $TMPDIR)."
+            ) from error
+
+    def _start_all(self) -> None:
         self._began_at = time.monotonic()
         self._context.board.watch(self.tasks, self.number, self._cluster)
         with contextlib.ExitStack() as inputs:
@@ -295,12 +309,14 @@ class Attempt:
     def _settle(self) -> None:
         """Waits a moment for failed tasks to exit, and for the root cause to appear.
 
-        The first task to die may have failed only because it lost the task that is the cause.
+        The first task to die may have failed only because it lost the task that is the cause. Wrong
+        usage fails all tasks alike.
         """
         deadline = time.monotonic() + self._settle_s
         while time.monotonic() < deadline and not self._stop.received and not self._all_ended():
             failed = [task for task in self.tasks if self._failed(task)]
-            known = not all(is_secondary(task.error()) for task in failed)
+            errors = [task.error() for task in failed]
+            known = not all(error and (error["secondary"] or error["usage"]) for error in errors)
             if known and all(task.has_ended() for task in failed):
                 return
             self._output.pump(POLL_S)

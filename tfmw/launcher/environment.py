@@ -16,8 +16,24 @@ from tfmw.errors import UsageError
 from tfmw.launcher.spawn import terminal_size
 
 
+def require_working_directory() -> str:
+    """This process's working directory.
+
+    Raises:
+        UsageError: it has been deleted.
+    """
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            f"the working directory of this process is gone ({error.strerror}): change to another "
+            "one and start again."
+        ) from None
+
+
 def make_run_directory(log_dir: str | os.PathLike[str] | None) -> Path:
     """A new folder for this run: <log_dir>/20260131-120000-4242, or a temporary one."""
+    require_working_directory()
     try:
         if log_dir is None:
             return Path(tempfile.mkdtemp(prefix="tfmw-"))

@@ -50,7 +50,7 @@ class Display:
     """Writes the output of several tasks to one stream.
 
     Args:
-        out: the stream; `broken` becomes True once its reader has closed it.
+        out: the stream; `broken` becomes True once it cannot be written.
         live: name of the task whose output is printed without labels; None labels every line.
     """
 
@@ -108,8 +108,11 @@ class Display:
         except UnicodeEncodeError:
             encoding = getattr(self._out, "encoding", None) or "ascii"
             self._write(text.encode(encoding, "replace").decode(encoding))
-        except (BrokenPipeError, ValueError):  # ValueError: the stream was closed
+        except (OSError, ValueError) as error:  # ValueError: the stream was closed
             self.broken = True
+            if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+                why = error.strerror
+                print(f"tfmw: standard output cannot be written ({why})", file=sys.stderr)
 
 
 class OutputPump:

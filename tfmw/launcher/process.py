@@ -193,6 +193,10 @@ class Task:
             os.close(self.stream)
             self.stream = None
         if self._log is not None:
+            error = self.error()
+            if error is not None and error["usage"]:  # which the task leaves to the launcher
+                with contextlib.suppress(OSError):
+                    self._log.write(f"tfmw: {error['message']}\n".encode())
             self._log.close()
         if self._progress is not None:
             self._progress.close()

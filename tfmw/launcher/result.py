@@ -47,17 +47,27 @@ class Result:
         if self.status > 128:
             logs = f"; their logs: {self.directory}" if self.directory else ""
             return [f"tfmw: {describe_status(128 - self.status)}: all tasks were ended{logs}"]
-        return lines_about(self.failures, self.hint)
+        workers = sum(task.startswith("worker ") for task in self.tasks)
+        return lines_about(self.failures, self.hint, workers)
 
 
-def lines_about(failures: Sequence[Failure], hint: str = "") -> list[str]:
-    """Lines about failures, the root cause first, for the user; see `Result.summary`."""
+def lines_about(failures: Sequence[Failure], hint: str = "", workers: int = 0) -> list[str]:
+    """Lines about failures, the root cause first, for the user; see `Result.summary`.
+
+    Args:
+        failures: of tasks; those with the error of the first one are one failure.
+        hint: one more line; "" for none.
+        workers: of the run; 0: unknown.
+    """
     if not failures:
         return []
-    cause, *further = failures
+    cause, *others = failures
     several = len({failure.attempt for failure in failures}) > 1
+    same = [cause, *(failure for failure in others if _is_same(failure, cause))]
+    further = [failure for failure in others if failure not in same]
     lines = [
-        f"tfmw: {failure.task} failed too{_in_attempt(failure, several)}: {failure.description}"
+        f"tfmw: {failure.task} failed too{_in_attempt(failure, several)}: "
+        + (f"with the error of {cause.task}" if _is_echo(failure, cause) else failure.description)
         for failure in further
     ]
     if cause.detail:
@@ -68,12 +78,25 @@ def lines_about(failures: Sequence[Failure], hint: str = "") -> list[str]:
         there = f", on {cause.host}" if cause.host else ""
         lines.append(f"tfmw: log of {cause.task}{there}: {cause.log}")
     first = " first," if further else ""
-    on_host = f" on {cause.host}" if cause.host else ""
+    on_host = f" on {cause.host}" if cause.host and len(same) == 1 else ""
+    names = ", ".join(failure.task for failure in same)
+    if workers == len(same) > 1 and all(f.task.startswith("worker ") for f in same):
+        names = f"all {workers} workers"
     lines.append(
-        f"tfmw: {cause.task} failed{first}{_in_attempt(cause, several)}{on_host} after "
+        f"tfmw: {names} failed{first}{_in_attempt(cause, several)}{on_host} after "
         f"{cause.seconds:.1f} s: {cause.description}"
     )
     return lines
+
+
+def _is_same(failure: Failure, cause: Failure) -> bool:
+    """Whether tasks failed with one error in the same attempt."""
+    return bool(cause.error) and (failure.error, failure.attempt) == (cause.error, cause.attempt)
+
+
+def _is_echo(failure: Failure, cause: Failure) -> bool:
+    """Whether a task only repeats the error that another one has reported to all."""
+    return failure.secondary and bool(cause.error) and cause.error in failure.error
 
 
 def _in_attempt(failure: Failure, several: bool) -> str:

@@ -30,11 +30,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TextIO
 
 from tfmw.cluster import Cluster
-from tfmw.errors import PREEMPTED, TaskFailed, UsageError
+from tfmw.errors import PREEMPTED, Preempted, TaskFailed, UsageError
 from tfmw.launcher import call, status_socket
 from tfmw.launcher.attempt import FAREWELL_S, GRACE_S
 from tfmw.launcher.attempts import Job, run_job
-from tfmw.launcher.environment import compute_with_onednn
+from tfmw.launcher.environment import compute_with_onednn, require_working_directory
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.lone import keep_files
 from tfmw.launcher.options import AutoOnOff, RunOptions
@@ -171,6 +171,7 @@ def launch(
 
     Raises:
         UsageError: a wrong number of workers, TF_CONFIG is set, or the function cannot be pickled.
+        Preempted: this process received SIGTERM or SIGUSR1, and the function has saved its state.
         TaskFailed: a worker died without an exception.
         Exception: the exception of the function in the first worker that failed. Its cause is a
             `TaskFailed` with the worker's traceback.
@@ -196,7 +197,9 @@ def return_values(result: Result, outcomes: Mapping[str, call.Outcome | None]) -
     if result.status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if result.status == PREEMPTED:
-        raise TaskFailed("\n".join(result.summary()))
+        raise Preempted(
+            "the workers saved their state and exited; the same command resumes the run"
+        )
     if result.status > 128:
         signal.raise_signal(result.status - 128)  # the previous handler is restored
     if result.failures:
@@ -242,11 +245,12 @@ def check_program(argv: Sequence[str], module: bool) -> None:
     if not module:
         if not os.path.isfile(program) and not os.path.isfile(os.path.join(program, "__main__.py")):
             raise UsageError(
-                f"there is no script {program!r} in {os.getcwd()}; pass the path of a Python file."
+                f"there is no script {program!r} in {require_working_directory()}; pass the path "
+                "of a Python file."
             )
         return
     # Only the first name: finding a submodule imports its package, perhaps with TensorFlow.
     top = program.partition(".")[0]
-    search = [os.getcwd(), *sys.path]
+    search = [require_working_directory(), *sys.path]
     if importlib.machinery.PathFinder.find_spec(top, search) is None:
         raise UsageError(f"there is no module {program!r}; install it, or start in its folder.")

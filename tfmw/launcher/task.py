@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
 
     from tfmw.errors import PREEMPTED, UsageError
     from tfmw.runtime import progress
-    from tfmw.runtime.recorded_errors import record_error
+    from tfmw.runtime.recorded_errors import ERROR_FILE, record_error
 
     faulthandler.enable()
     # With this signal the launcher requests the stacks of tasks that hang.
@@ -135,7 +135,8 @@ def main(argv: list[str]) -> int:
         raise
     except UsageError as error:
         record_error(error, fatal=True)
-        print(f"tfmw: {error}", file=sys.stderr)
+        if ERROR_FILE not in os.environ:  # else the launcher prints it, once for all tasks
+            print(f"tfmw: {error}", file=sys.stderr)
         return error.status
     except BaseException as error:
         error = error.with_traceback(_from_the_users_code(error.__traceback__))

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -61,14 +59,6 @@ def add_parsers(commands: Any) -> None:
 
 def main(options: argparse.Namespace, out: Callable[[str], None] = print) -> int:
     """Runs `tfmw status` or `tfmw stacks`; returns the exit status: 1 if there is no run."""
-    try:
-        return _main(options, out)
-    except BrokenPipeError:  # its reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-
-
-def _main(options: argparse.Namespace, out: Callable[[str], None]) -> int:
     if options.command == "status" and ":" in (options.run or ""):
         job = attached(options.run, options.settings)
         found_out = {"job": job.id, "where": job.where, **job.details()}

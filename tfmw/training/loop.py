@@ -223,14 +223,16 @@ class TrainingLoop:
     def _run(self) -> None:
         self._start()
         logs: Logs | None = None
+        complete = self._initial_epoch
         for epoch in range(self._initial_epoch, self._epochs):
             self._begin_epoch(epoch)
             logs = self._train_epoch(epoch)
+            complete = epoch + 1
             if self._end_epoch(epoch, logs):
                 break
         self._driver.finish()
         self._check_fence()
-        self._reporter.end(self._step, self._epochs, logs)
+        self._reporter.end(self._step, complete, logs)
         self._callbacks.on_train_end(logs=logs)
         self._driver.share_changes()
 
