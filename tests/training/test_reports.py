@@ -1,18 +1,14 @@
-"""Numbers of a training, as Prometheus, a TrainJob's controller and `Log` get them."""
+"""Numbers of a training, as Prometheus and `Log` get them."""
 
 from __future__ import annotations
 
-import datetime
 import http.server
 import json
 import math
 import re
 import socket
-import ssl
-import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,54 +18,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import tfmw
-from tests.helpers.certificates import certificate
 from tests.helpers.cluster import PROGRAMS, ROOT, tfmw_command
 from tfmw.errors import UsageError
 from tfmw.launcher import metrics_server
 from tfmw.runtime.metrics_address import METRICS_FILE
 from tfmw.runtime.ports import reserved_ports
 from tfmw.runtime.step_times import StepTimes
-from tfmw.training.kubeflow import Kubeflow, status_of
-from tfmw.training.reporter import Report, Reporter
+from tfmw.training.reporter import Reporter
 
 PATIENCE_S = 120
-
-
-class Controller(http.server.BaseHTTPRequestHandler):
-    """Kubeflow's controller, as far as a pod sees it."""
-
-    got: list[tuple[str, dict[str, Any]]]
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.got.append((self.headers["Authorization"], json.loads(body)))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def controller(tmp_path: Path) -> Iterator[tuple[type[Controller], dict[str, str]]]:
-    """A controller over HTTPS, and the variables that it sets in a pod."""
-    handler = type("Handler", (Controller,), {"got": []})
-    cert, token = certificate(tmp_path, "localhost"), tmp_path / "token"
-    token.write_text("a token\n")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert)
-    with http.server.ThreadingHTTPServer(("localhost", 0), handler) as server:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        url = f"https://localhost:{server.server_port}/status"
-        prefix = "KUBEFLOW_TRAINER_STATUS"
-        yield (
-            handler,
-            {f"{prefix}_URL": url, f"{prefix}_CA_CERT": str(cert), f"{prefix}_TOKEN": str(token)},
-        )
-        server.shutdown()
-        thread.join()
 
 
 def parsed(text: str) -> dict[str, float]:
@@ -81,41 +38,20 @@ def parsed(text: str) -> dict[str, float]:
     }
 
 
-def report(**changed: Any) -> Report:
-    fields: dict[str, Any] = {
-        "step": 30,
-        "epoch": 2,
-        "total_steps": 100,
-        "steps_per_s": 7.0,
-        "examples_per_s": 70.0,
-        "parts": {"input": 0.1},
-        "logs": {"loss": 0.25},
-        "restarts": 1,
-        "workers": 4,
-        "saved_at": None,
-    }
-    return Report(**{**fields, **changed})
-
-
 @pytest.mark.multiprocess
-def test_a_training_is_seen_everywhere(
-    tmp_path: Path, controller: tuple[type[Controller], dict[str, str]]
-) -> None:
-    handler, variables = controller
+def test_a_training_is_seen_everywhere(tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     with reserved_ports(1) as (port,):
         pass
     options = ["--workers", "2", "--isolate", "off", "--metrics-port", str(port)]
     options += ["--trace", str(tmp_path / "trace"), "--trace-steps", "10:20"]
-    env = {**variables, "TFMW_RESULT": str(tmp_path / "results")}
+    env = {"TFMW_RESULT": str(tmp_path / "results")}
     program = str(PROGRAMS / "reports.py")
     with tfmw_command("run", *options, program, str(tmp_path), env=env) as run:
         metrics: dict[str, float] = {}
         deadline = time.monotonic() + PATIENCE_S
         while not (
-            "tfmw_step_seconds{input}" in metrics
-            and metrics["tfmw_backup_age_seconds"] >= 0
-            and handler.got
+            "tfmw_step_seconds{input}" in metrics and metrics["tfmw_backup_age_seconds"] >= 0
         ):
             assert run.poll() is None, run.communicate()[0]
             assert time.monotonic() < deadline, metrics
@@ -141,14 +77,6 @@ def test_a_training_is_seen_everywhere(
     assert metrics["tfmw_exchanged_bytes"] > 0
     for part in ("input", "communication", "compute"):
         assert metrics[f"tfmw_step_seconds{{{part}}}"] > 0
-
-    authorizations, bodies = zip(*handler.got, strict=True)
-    assert set(authorizations) == {"Bearer a token"}
-    last = bodies[-1]["trainerStatus"]
-    assert last["progressPercentage"] == 100
-    assert last["estimatedRemainingSeconds"] == 0
-    assert {metric["name"] for metric in last["metrics"]} == {"loss", "step"}
-    datetime.datetime.fromisoformat(last["lastUpdatedTime"])
 
     results = [json.loads((tmp_path / f"results/worker_{i}.json").read_text()) for i in (0, 1)]
     for rank, result in enumerate(results):
@@ -228,7 +156,7 @@ def test_only_the_chief_reports(tmp_path: Path) -> None:
 
 
 def test_a_taken_port_is_named() -> None:
-    with http.server.HTTPServer(("", 0), Controller) as server:
+    with http.server.HTTPServer(("", 0), http.server.BaseHTTPRequestHandler) as server:
         port = str(server.server_port)
         with pytest.raises(UsageError, match="cannot be served on port"):
             Reporter.of(True, 1, {"TFMW_METRICS_PORT": port})
@@ -240,24 +168,6 @@ def test_other_machines_read_where_an_address_is_given() -> None:
     port = metrics_server.serve("0.0.0.0:0", from_file=True, environ={"TFMW_METRICS_FILE": "none"})
     socket.create_connection(("127.0.0.2", port)).close()
     assert metrics_server._server("::1").address_family == socket.AF_INET6
-
-
-def test_a_progress_of_unknown_length() -> None:
-    status = status_of(report(total_steps=None, logs={"loss": math.nan}), final=False)
-    assert status.keys() == {"metrics", "lastUpdatedTime"}
-    assert status["metrics"] == [{"name": "step", "value": "30"}]
-    status = status_of(report(), final=False)
-    assert (status["progressPercentage"], status["estimatedRemainingSeconds"]) == (30, 10)
-
-
-def test_a_controller_that_is_gone_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    kubeflow = Kubeflow("https://127.0.0.1:9/status", None, str(tmp_path / "none"), interval_s=0.0)
-    kubeflow.write(report(), final=True)
-    assert not kubeflow._thread.is_alive()
-    kubeflow._send(status_of(report(), final=True))
-    assert caplog.text.count("cannot be sent to Kubeflow's controller") == 1
 
 
 def test_the_dashboard_shows_what_is_reported(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""Numbers of a training for monitoring: Prometheus, and the status of a TrainJob of Kubeflow.
+"""Numbers of a training for monitoring by Prometheus.
 
-    TFMW_METRICS_FILE=/shared/run7.prom      # Prometheus's text, for the node exporter
-    TFMW_METRICS_PORT=9400                   # or served by the chief
-    KUBEFLOW_TRAINER_SERVER_URL=https://...  # set by Kubeflow's controller: progress in percent
+    TFMW_METRICS_FILE=/shared/run7.prom  # Prometheus's text, for the node exporter
+    TFMW_METRICS_PORT=9400               # or served by the chief
 
 Only the chief reports, at most once a second; a report that fails ends nothing.
 """
@@ -10,7 +9,6 @@ Only the chief reports, at most once a second; a report that fails ends nothing.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +19,6 @@ import numpy as np
 from tfmw.errors import UsageError
 from tfmw.runtime.metrics_address import METRICS_FILE, METRICS_PORT
 from tfmw.runtime.step_times import StepTimes
-from tfmw.training.kubeflow import Kubeflow
 
 _INTERVAL_S = 1.0
 
@@ -99,9 +96,6 @@ class Reporter:
             file, port = environ.get(METRICS_FILE), environ.get(METRICS_PORT)
             if file or port:
                 sinks.append(_prometheus(file, port))
-            kubeflow = Kubeflow.of(environ)
-            if kubeflow is not None:
-                sinks.append(kubeflow)
         return cls(sinks, workers, environ)
 
     def steps(
@@ -179,18 +173,3 @@ def _prometheus(file: str | None, port: str | None) -> Sink:
             "installed: pip install 'tfmw[metrics]'."
         ) from None
     return Prometheus(file, port)
-
-
-def progress(report: Report) -> float | None:
-    """The part of the training that is done, from 0 to 1; None if unknown."""
-    if not report.total_steps:
-        return None
-    return min(1.0, report.step / report.total_steps)
-
-
-def remaining_s(report: Report) -> float | None:
-    """Seconds to the end of the training; None if unknown."""
-    if not report.total_steps or not report.steps_per_s:
-        return None
-    left = max(report.total_steps - report.step, 0) / report.steps_per_s
-    return left if math.isfinite(left) else None
