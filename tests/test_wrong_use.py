@@ -15,7 +15,7 @@ import tfmw
 from tfmw.checkpoint import resume
 from tfmw.errors import UsageError
 from tfmw.keras_compat.guards import guard_models
-from tfmw.training.epoch_iterator import EpochIterator
+from tfmw.mirrored.training import MirroredTraining
 
 
 def compiled_model() -> keras.Model:
@@ -240,7 +240,7 @@ def test_a_backup_of_parameter_servers_is_refused_in_synchronous_training(tmp_pa
     backup = tfmw.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
     with monkeypatch.context() as patch:
         patch.setattr(resume, "_run", lambda: "another process")
-        patch.setattr(EpochIterator, "position", lambda *_: {"done": 0, "begun": False})
+        patch.setattr(MirroredTraining, "position", lambda *_: {"done": 0, "begun": False})
         tfmw.fit(compiled_model(), batches(), verbose=0, callbacks=[backup])
     with pytest.raises(UsageError, match=r"the backup is of a training on parameter servers, and"):
         tfmw.fit(compiled_model(), batches(), epochs=2, verbose=0, callbacks=[backup])

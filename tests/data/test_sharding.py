@@ -59,7 +59,7 @@ MOVES = {
     "repeat": lambda d: d.repeat(3),
     "shuffle": lambda d: d.shuffle(5).repeat(2),
     "shuffle, seeded": lambda d: d.shuffle(30, seed=4),
-    "shuffle, once": lambda d: d.shuffle(30, reshuffle_each_iteration=False).repeat(2),
+    "shuffle, once": lambda d: d.shuffle(30, seed=6, reshuffle_each_iteration=False).repeat(2),
     "cache": lambda d: d.cache().shuffle(30, seed=4).repeat(2),
     "all": lambda d: d.skip(2).shuffle(4, seed=1).repeat(3).take(33).prefetch(2),
 }

@@ -20,6 +20,7 @@ from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
 from tfmw.engines import serialization
 from tfmw.errors import UsageError
 from tfmw.keras_compat import models
+from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
 from tfmw.launcher import call
 
 X = np.random.default_rng(0).normal(size=(203, 12)).astype("float32")
@@ -178,15 +179,20 @@ def test_result_is_copied_into_the_callers_model(monkeypatch):
         monkeypatch.setenv(name, value)
     keras.utils.set_random_seed(1)
     model, twin = compiled(Network(4)), compiled(Network(4))
-    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(40)
+    shuffles = [tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(203, seed=4) for _ in range(2)]
+    dataset, same = (shuffle.batch(40) for shuffle in shuffles)
+    for data in (dataset, same):
+        next(iter(data))  # workers go on after this preview
     for each in (model, twin):
         models.build_all(each, dataset.element_spec)
     twin.set_weights(model.get_weights())
     # No moving averages in the comparison: they are the mean over replicas, not of the batch.
     for each in (model, twin):
         each.norm.trainable = False
-    expected = twin.fit(dataset, epochs=2, shuffle=False, verbose=0, validation_data=(X, Y))
-    history = tfmw.fit(model, dataset, epochs=2, verbose=0, validation_data=(X, Y), workers=2)
+    expected = twin.fit(same, epochs=2, shuffle=False, verbose=0, validation_data=same.take(3))
+    history = tfmw.fit(
+        model, dataset, epochs=2, verbose=0, validation_data=dataset.take(3), workers=2
+    )
     assert history.history.keys() == expected.history.keys()
     for name, values in expected.history.items():
         np.testing.assert_allclose(history.history[name], values, rtol=1e-4, err_msg=name)
@@ -194,6 +200,7 @@ def test_result_is_copied_into_the_callers_model(monkeypatch):
         np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
     assert int(model.optimizer.iterations) == 2 * 6
     assert model.history is history
+    assert [ShuffleSeeds(shuffle).passes for shuffle in shuffles] == [1 + 2 * (2 + 2)] * 2
     # The caller's process is as free as before: its model goes on training by itself.
     model.fit(dataset, verbose=0, shuffle=False)
     assert int(model.optimizer.iterations) == 3 * 6

@@ -10,7 +10,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfmw.data.order import _folded
+from tfmw.data.reshuffles import _folded
 from tfmw.keras_compat import graph, metrics, parameter_servers
 from tfmw.keras_compat.batch_reduction import (
     batch_reduction,

@@ -17,6 +17,7 @@ import tensorflow as tf
 import tfmw
 from tests.matrix.columns import virtual_devices
 from tests.programs import _result
+from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
 
 where, folder = sys.argv[1], Path(sys.argv[2])
 
@@ -331,6 +332,75 @@ def stopping(trainer: Any) -> Any:
     return [loss, fitted.history["val_loss"], predicted, numbers.seen]
 
 
+# ---------------------------------------------------------------- shuffles, over several calls
+
+
+def examples(seed: int | None = 3, **options: Any) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(len(X), seed=seed, **options)
+
+
+def orders_of_several_calls(trainer: Any) -> Any:
+    out = []
+    arrays = examples()
+    files = tf.data.Dataset.range(22).map(lambda i: (tf.gather(X, i), tf.gather(Y, i)))
+    below = files.shuffle(22, seed=3)
+    above = below.map(lambda x, y: (x, y)).shuffle(5, seed=4)
+    unknown = below.filter(lambda x, y: True)
+    only_graph = tf.data.Dataset.zip((files.shuffle(22, seed=6), below)).map(lambda a, b: a)
+    for pipeline, shuffles in (
+        (arrays, [arrays]),
+        (above, [above, below]),
+        (unknown, [below]),
+        (only_graph, [below]),
+    ):
+        data = pipeline.batch(BATCH)
+        if not trainer.is_tfmw or tfmw.init().is_chief:
+            next(iter(data))  # a preview, which one task has
+        model = compiled()
+        for _ in range(2):
+            out.append(trainer.fit(model, data, epochs=1).history["loss"])
+        history = trainer.fit(model, data, epochs=2, validation_data=data, validation_steps=2)
+        out += [history.history["loss"], history.history["val_loss"]]
+        out.append(trainer.evaluate(model, data, steps=3))
+        out.append(as_lists(trainer.predict(model, data, steps=3)))
+        out.append([ShuffleSeeds(shuffle).passes for shuffle in shuffles])
+    return out
+
+
+def orders_where_epochs_end_within_passes(trainer: Any) -> Any:
+    out = []
+    for repeat in (lambda d: d.batch(BATCH).repeat(), lambda d: d.repeat().batch(BATCH)):
+        shuffle, model = examples(), compiled()
+        data = repeat(shuffle)
+        for steps in (5, 4, 3):
+            out.append(trainer.fit(model, data, epochs=2, steps_per_epoch=steps).history["loss"])
+        out.append(ShuffleSeeds(shuffle).passes)
+    return out
+
+
+def orders_of_seeds_that_set_seed_gives(trainer: Any) -> Any:
+    tf.random.set_seed(5)
+    model, out = compiled(), []
+    first = examples(seed=None).batch(BATCH)
+    for _ in range(2):
+        out.append(trainer.fit(model, first).history["loss"])
+    second = examples(seed=None).batch(BATCH)  # its seed comes after those of the calls
+    return [*out, trainer.fit(model, second).history["loss"]]
+
+
+def halves_of_one_order(trainer: Any) -> Any:
+    """Without a seed, every process has another order; the halves hold each example once."""
+    order = examples(seed=None, reshuffle_each_iteration=False)
+    model = compiled(keras.layers.Lambda(lambda x: x[:, :1]))
+    model.build((None, 4))
+    model.set_weights([np.ones((1, 1)), np.zeros(1)])
+    halves = [
+        trainer.predict(model, half.map(lambda x, y: x).batch(BATCH))
+        for half in (order.take(11), order.skip(11))
+    ]
+    return sorted(np.concatenate(halves)[:, 0].tolist())
+
+
 # ---------------------------------------------------------------- callbacks and the model
 
 
@@ -465,6 +535,10 @@ SCENARIOS: list[Callable[[Any], Any]] = [
     read_by_threads,
     limits,
     validation_begins_anew,
+    orders_of_several_calls,
+    orders_where_epochs_end_within_passes,
+    orders_of_seeds_that_set_seed_gives,
+    halves_of_one_order,
     batch_numbers,
     stopping,
     callbacks_see_an_ordinary_model,

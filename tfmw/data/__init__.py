@@ -9,7 +9,7 @@ May import: `tfmw.keras_compat`, `tfmw.datasets`, `tfmw.errors`.
 """
 
 from tfmw.data.batches import examples_of, gather_rows, map_tensors, static_batch_size
-from tfmw.data.order import draws_late, ordered
+from tfmw.data.order import ordered
 from tfmw.data.sharding import shard, shard_dataset
 from tfmw.data.source import Source, empty_dataset, steps_of
 from tfmw.data.tfds_files import tfds
@@ -22,7 +22,6 @@ __all__ = [
     "ShardSizes",
     "Sharding",
     "Source",
-    "draws_late",
     "empty_dataset",
     "examples_of",
     "gather_rows",

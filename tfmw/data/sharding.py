@@ -55,7 +55,8 @@ from tfmw.data.batches import (
     without_optionals,
 )
 from tfmw.data.by_index import Indexed
-from tfmw.data.order import ordered
+from tfmw.data.order import ordered, reshuffles_of
+from tfmw.data.reshuffles import Repetition
 from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets
@@ -81,10 +82,42 @@ def shard_dataset(
         UsageError: the dataset is not batched, or workers have different datasets.
     """
     dataset = without_optionals(dataset)
+    shard = _divided(dataset, sharding, order, skip, read_ahead)
+    if shard.reshuffles:
+        shard.reshuffles.ahead = datasets.may_begin_again(dataset)
+        shard.reshuffles.repetition = _repetition(dataset)
+    return shard
+
+
+def _divided(
+    dataset: tf.data.Dataset, sharding: Sharding, order: Order, skip: int, read_ahead: bool
+) -> Shard:
     if sharding.replicas == 1:
-        return _whole(ordered(dataset, order).skip(skip), read_ahead)
+        whole, reshuffles = ordered(dataset, order)
+        return dataclasses.replace(_whole(whole.skip(skip), read_ahead), reshuffles=reshuffles)
     below_maps = _below_maps(dataset, sharding, order, skip)
-    return below_maps or _by_slices(ordered(dataset, order).skip(skip), sharding, read_ahead)
+    if below_maps is not None:
+        return below_maps
+    whole, reshuffles = ordered(dataset, order)
+    shard = _by_slices(whole.skip(skip), sharding, read_ahead)
+    return dataclasses.replace(shard, reshuffles=reshuffles)
+
+
+def _repetition(dataset: tf.data.Dataset) -> Repetition | None:
+    """The upper `repeat` of a pipeline; None if there is none, or if its length is unknown."""
+    per_step, node = 1, dataset
+    above = (*datasets.Map, *datasets.Batch, *datasets.Prefetch, *datasets.OptionsNode)
+    while isinstance(node, above):
+        if isinstance(node, datasets.Batch):
+            arguments = datasets.batch_arguments(node)
+            if arguments is None:
+                return None
+            per_step *= arguments[0]
+        node = input_of(node)
+    if not isinstance(node, datasets.Repeat):
+        return None
+    length = steps_in(input_of(node))
+    return None if length in (None, INFINITE, 0) else Repetition(length, per_step)
 
 
 def shard(dataset: tf.data.Dataset, input_context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -200,7 +233,8 @@ def _below_maps(
             return _by_index(whole, indexed, sharding, order, skip)
     size = whole.size
     # Whole batches are skipped, so that the other examples keep their positions.
-    source = ordered(whole.source, order).skip(skip * size)
+    source, reshuffles = ordered(whole.source, order)
+    source = source.skip(skip * size)
     count = steps_in(source)
     if count is None and whole.drop_remainder:
         # Only the sum over all workers shows whether the last batch is full.
@@ -219,7 +253,8 @@ def _below_maps(
         batches = elements.batch(rows) if rows else empty.take(0)
         if count is None:
             parts = split_locally(batches, sharding)
-            return _with_unknown_totals(parts, whole.spec, sharding, size)
+            shard = _with_unknown_totals(parts, whole.spec, sharding, size)
+            return dataclasses.replace(shard, reshuffles=reshuffles)
         remainder = 0 if whole.drop_remainder else count % size
         last = ShardSizes.of(remainder or size, sharding)
         steps = count // size + (remainder > 0)
@@ -230,7 +265,7 @@ def _below_maps(
             without_autograph(lambda k: tf.minimum(np.int64(size), count - k * size))
         )
     zipped = tf.data.Dataset.zip((split_locally(batches, sharding), totals))
-    return Shard(deterministic(zipped), steps, full, last, whole.spec, size)
+    return Shard(deterministic(zipped), steps, full, last, whole.spec, size, reshuffles=reshuffles)
 
 
 def _by_index(
@@ -238,7 +273,8 @@ def _by_index(
 ) -> Shard:
     """The shard of a pipeline over arrays: a worker copies its own examples only."""
     size = whole.size
-    indices = ordered(indexed.indices, order).skip(skip * size)
+    indices, reshuffles = ordered(indexed.indices, order)
+    indices = indices.skip(skip * size)
     count = steps_in(indices)
     batches = indices.batch(size, whole.drop_remainder)
 
@@ -256,7 +292,7 @@ def _by_index(
     if count != INFINITE and not whole.drop_remainder:
         last = ShardSizes.of(count % size or size, sharding)
     dataset = deterministic(batches.map(without_autograph(local_batch)))
-    return Shard(dataset, steps, full, last, whole.spec, size)
+    return Shard(dataset, steps, full, last, whole.spec, size, reshuffles=reshuffles)
 
 
 def _local_elements(source: tf.data.Dataset, size: int, sharding: Sharding) -> tf.data.Dataset:
@@ -384,7 +420,7 @@ def _refuse_uneven_zip(dataset: tf.data.Dataset, sharding: Sharding) -> None:
         node = input_of(node)
     if not isinstance(node, datasets.Zip):
         return
-    inputs = datasets.zipped_inputs(node)
+    inputs = datasets.dataset_inputs(node)
     sizes = [global_batch_size(part) for part in inputs]
     if None in sizes or len(set(sizes)) == 1:
         return
@@ -443,8 +479,13 @@ def shard_function(
             f"the dataset function returned {type(dataset).__name__}: expected a tf.data.Dataset, "
             "this worker's pipeline, batched by the batch size of one replica."
         )
+    shard = _of_function(without_optionals(dataset), sharding, skip)
+    return dataclasses.replace(shard, reshuffles=reshuffles_of(dataset))
+
+
+def _of_function(dataset: tf.data.Dataset, sharding: Sharding, skip: int) -> Shard:
     local_replicas = sharding.local_replicas
-    dataset = without_optionals(dataset).skip(skip * local_replicas)
+    dataset = dataset.skip(skip * local_replicas)
     if sharding.replicas == 1:
         return _whole(dataset)
     spec = spec_of(dataset)

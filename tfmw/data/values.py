@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmw.data.reshuffles import Reshuffles
+
 INFINITE = -1
 """`Shard.steps` of an infinite dataset."""
 
@@ -94,6 +96,7 @@ class Shard:
         element_spec: of one batch of one replica.
         batch_size: of the global batch, if known.
         size_known: whether the dataset contains the number of examples of each step.
+        reshuffles: its shuffles that have a new order in each pass.
         on_epoch_begin, on_epoch_end: call them around each epoch that is read.
         skip_epoch: call it for an epoch that an earlier run has already read.
     """
@@ -105,6 +108,7 @@ class Shard:
     element_spec: Any
     batch_size: int | None = None
     size_known: bool = True
+    reshuffles: Reshuffles = dataclasses.field(default_factory=Reshuffles)
     on_epoch_begin: Callable[[], None] = lambda: None
     on_epoch_end: Callable[[], None] = lambda: None
     skip_epoch: Callable[[], None] = lambda: None

@@ -31,11 +31,13 @@ from tfmw import data
 from tfmw.checkpoint import state
 from tfmw.checkpoint.store import BackupStore, Damaged
 from tfmw.cluster import membership
+from tfmw.data import reshuffles
 from tfmw.engines import agent, serialization, submit
 from tfmw.engines.engine import Engine
 from tfmw.engines.process_settings import ProcessSettings
 from tfmw.errors import Preempted, UsageError
 from tfmw.keras_compat import datasets, models
+from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
 from tfmw.launcher import call
 from tfmw.launcher.output import is_watched
 from tfmw.launcher.run import launch
@@ -49,13 +51,32 @@ _KEPT_BY_JOB = "(kept by the job)"
 
 @dataclasses.dataclass(frozen=True)
 class _SentDataset:
-    """A dataset as its graph and the spec of its elements."""
+    """A dataset as its graph and the spec of its elements.
+
+    Attributes:
+        orders: name of a generator of the graph -> (the seeds of its shuffle, its passes so far).
+    """
 
     graph: bytes
     spec: Any
+    orders: Mapping[str, tuple[list[int], int]]
 
-    def open(self) -> tf.data.Dataset:
+    def open(self, opened: dict[str, tf.data.Dataset]) -> tf.data.Dataset:
+        """The dataset, whose shuffles go on.
+
+        Args:
+            opened: shuffles by the names of their generators, which datasets share.
+        """
         graph = tf.compat.v1.GraphDef.FromString(self.graph)
+        for _, handle, again in list(reshuffles.generators_in(graph.node)):
+            if handle.op != "Const":
+                continue
+            name = reshuffles.name_of(handle)
+            if name not in opened:
+                seeds, passes = self.orders[name]
+                opened[name] = reshuffles.small_shuffle(seeds, again)
+                ShuffleSeeds(opened[name]).passes = passes
+            reshuffles.share(handle, opened[name])
         return datasets.dataset_from_graph(graph, self.spec)
 
 
@@ -123,6 +144,8 @@ def fit_on_workers(
     history = keras.callbacks.History()
     history.history, history.epoch = chief["history"], chief["epoch"]
     history.params = chief["params"]
+    for generators in (sent_x, sent_validation):
+        _follow_orders(generators, chief["orders"])
     if isinstance(model, keras.Model):
         state.restore(model, chief["tensors"])
         history.set_model(model)
@@ -204,10 +227,11 @@ def _train(fit: Callable[..., Any], packed: bytes, large: Sequence[Any]) -> dict
         settings["backup_dir"] = os.environ[agent.BACKUPS]
     model = sent.model
     model = serialization.settled(model) if isinstance(model, keras.Model) else model()
+    opened: dict[str, tf.data.Dataset] = {}
     history = fit(
         model,
-        _opened(sent.x),
-        validation_data=_opened(sent.validation_data),
+        _opened(sent.x, opened),
+        validation_data=_opened(sent.validation_data, opened),
         **settings,
     )
     if not membership.current_cluster().is_chief:
@@ -217,6 +241,7 @@ def _train(fit: Callable[..., Any], packed: bytes, large: Sequence[Any]) -> dict
         "history": history.history,
         "epoch": history.epoch,
         "params": history.params,
+        "orders": {name: ShuffleSeeds(shuffle).passes for name, shuffle in opened.items()},
     }
 
 
@@ -268,7 +293,13 @@ def _sent(x: Any, what: str) -> Any:
             f"{what} is a dataset that uses state of this process, such as a variable or a table "
             f"({_first_line(e)}): {alternative}"
         ) from e
-    return _SentDataset(graph.SerializeToString(), x.element_spec)
+    orders = {}
+    by_name = {node.name: node for node in graph.node}
+    for node, handle, again in reshuffles.generators_in(graph.node):
+        theirs = ShuffleSeeds(reshuffles.shuffle_of(handle))
+        seeds = reshuffles.seeds_of(node, by_name) if again else None
+        orders[reshuffles.name_of(handle)] = seeds or theirs.pair, theirs.passes
+    return _SentDataset(graph.SerializeToString(), x.element_spec, orders)
 
 
 def _operations(graph: Any) -> list[str]:
@@ -282,14 +313,25 @@ def _sent_validation(validation_data: Any) -> Any:
     return None if validation_data is None else _sent(validation_data, "validation_data")
 
 
-def _opened(x: Any) -> Any:
+def _opened(x: Any, opened: dict[str, tf.data.Dataset]) -> Any:
+    """What `_sent` was given; see `_SentDataset.open`."""
     if isinstance(x, _SentDataset):
-        return x.open()
+        return x.open(opened)
     if isinstance(x, dict):
-        return {k: _opened(v) for k, v in x.items()}
+        return {k: _opened(v, opened) for k, v in x.items()}
     if isinstance(x, (list, tuple)):
-        return type(x)(_opened(v) for v in x)
+        return type(x)(_opened(v, opened) for v in x)
     return x
+
+
+def _follow_orders(sent: Any, orders: Mapping[str, int]) -> None:
+    """Gives the caller's datasets the passes that the workers have begun."""
+    for dataset in tf.nest.flatten(sent):
+        if isinstance(dataset, _SentDataset):
+            graph = tf.compat.v1.GraphDef.FromString(dataset.graph)
+            for _, handle, _ in reshuffles.generators_in(graph.node):
+                passes = orders[reshuffles.name_of(handle)]
+                ShuffleSeeds(reshuffles.shuffle_of(handle)).passes = passes
 
 
 def _restore_newest_backup(model: Any, backup_dir: str) -> None:

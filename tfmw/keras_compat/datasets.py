@@ -98,8 +98,8 @@ def dataset_input(node: tf.data.Dataset) -> tf.data.Dataset | None:
     return inputs[0] if len(inputs) == 1 else None
 
 
-def zipped_inputs(node: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """The datasets that `zip` combines."""
+def dataset_inputs(node: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """The datasets that `node` transforms."""
     return list(node._inputs())
 
 
@@ -145,6 +145,29 @@ def shuffle_seeds(node: tf.data.Dataset) -> list[int] | None:
     return None if any(s is None for s in seeds) else [int(s) for s in seeds]
 
 
+def shuffled(
+    source: tf.data.Dataset, buffer_size: Any, seeds: Any, reshuffle_each_iteration: bool
+) -> tf.data.Dataset:
+    """`source.shuffle`, which itself has no argument for a pair of seeds."""
+    pair = tuple(tf.convert_to_tensor(s, tf.int64) for s in seeds)
+    get_seed = data_random_seed.get_seed
+    data_random_seed.get_seed = lambda seed: pair
+    try:
+        return source.shuffle(buffer_size, reshuffle_each_iteration=reshuffle_each_iteration)
+    finally:
+        data_random_seed.get_seed = get_seed
+
+
+def reshuffles(node: tf.data.Dataset) -> bool:
+    """Whether a shuffle has a new order in each pass."""
+    return node._reshuffle_each_iteration is not False
+
+
+def original(node: tf.data.Dataset) -> tf.data.Dataset:
+    """The user's shuffle, of one that is `rebuilt`."""
+    return getattr(node, "_tfmw_original", node)
+
+
 def is_unordered(node: tf.data.Dataset) -> bool:
     """Whether a parallel map or batch may change the order."""
     return getattr(node, "_deterministic", None) == "false"
@@ -169,18 +192,10 @@ def rebuilt(
     if isinstance(node, Batch):
         return source.batch(node._batch_size, node._drop_remainder, **parallel)
     if isinstance(node, Shuffle):
-        # Dataset.shuffle() has no argument for a pair of seeds.
-        pair = (node._seed, node._seed2)
-        if seeds is not None:
-            pair = tuple(tf.constant(s, tf.int64) for s in seeds)
-        get_seed = data_random_seed.get_seed
-        data_random_seed.get_seed = lambda seed: pair
-        try:
-            return source.shuffle(
-                node._buffer_size, reshuffle_each_iteration=node._reshuffle_each_iteration
-            )
-        finally:
-            data_random_seed.get_seed = get_seed
+        pair = (node._seed, node._seed2) if seeds is None else seeds
+        shuffle = shuffled(source, node._buffer_size, pair, node._reshuffle_each_iteration)
+        shuffle._tfmw_original = original(node)
+        return shuffle
     if isinstance(node, Repeat):
         return source.repeat(node._count)
     if isinstance(node, Take):
@@ -228,17 +243,23 @@ def may_shuffle_inside(dataset: tf.data.Dataset) -> bool:
     return False
 
 
-def shuffles_in(dataset: tf.data.Dataset) -> int:
-    """The number of shuffles of a pipeline; a part that only its graph shows counts as two."""
-    shuffles, todo = 0, [dataset]
+def may_begin_again(dataset: tf.data.Dataset) -> bool:
+    """Whether a pipeline may begin a shuffle of its own again, or later than at its first element.
+
+    Then it depends on how far a pipeline has read ahead.
+    """
+    todo = [(dataset, False)]
     while todo:
-        node = todo.pop()
-        if isinstance(node, Shuffle):
-            shuffles += 1
-        elif not isinstance(node, REBUILDABLE) and type(node).__name__ not in _PLAIN:
-            shuffles += 2
-        todo.extend(node._inputs())
-    return shuffles
+        node, again = todo.pop()
+        plain = isinstance(node, REBUILDABLE) or type(node).__name__ in _PLAIN
+        again |= isinstance(node, Repeat) or not plain or "Concat" in type(node).__name__
+        if again and isinstance(node, Shuffle):
+            return True
+        inputs = node._inputs()
+        if not inputs and not plain:
+            return True  # only its graph shows what is in it
+        todo.extend((each, again) for each in inputs)
+    return False
 
 
 def dataset_constants(dataset: tf.data.Dataset) -> Iterator[tuple[str, str, Any]]:

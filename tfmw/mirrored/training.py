@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -45,13 +46,15 @@ class MirroredTraining:
         self.group = session.group
         self._session = session
         self._arguments = arguments
+        self._feed: dict[str, Any] = {} if record is None else record["feed"]
+        train = {name: value for name, value in self._feed.items() if name != "validation"}
         self._data = EpochIterator(
             arguments.source,
             session.group,
             session.sharding,
             arguments.steps_per_epoch,
             "steps_per_epoch",
-            None if record is None else record["feed"],
+            train or None,
         )
         self.batch_size = self._data.shard.batch_size
         self.element_spec = self._data.shard.element_spec
@@ -82,10 +85,13 @@ class MirroredTraining:
                 self._session.sharding,
                 self._arguments.validation_steps,
                 "validation_steps",
+                self._feed.get("validation"),
             )
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if error[0] is None:
+            self._data.leave()
         self._stack.__exit__(*error)  # the driver is not cached after an error
 
     @property
@@ -142,6 +148,16 @@ class MirroredTraining:
 
     def restore_position(self) -> None:
         self._data.restore_position()
+        self._restore_orders(self._validation, "orders")  # later: both may read one dataset
+
+    def skip_run(self) -> None:
+        self._restore_orders(self._validation, "orders_left")
+        self._restore_orders(self._data, "orders_left")
+
+    def _restore_orders(self, data: EpochIterator | None, name: str) -> None:
+        feed = self._feed if data is self._data else self._feed.get("validation") or {}
+        if data is not None:
+            data.restore_orders(feed.get(name))
 
     def reset_metrics(self) -> None:
         self.driver.reset_metrics()
@@ -200,7 +216,10 @@ class MirroredTraining:
         return self.driver.replica_state()
 
     def position(self, in_epoch: bool) -> dict[str, Any]:
-        return self._data.position(in_epoch)
+        position = dataclasses.asdict(self._data.position(in_epoch))
+        if self._validation is not None:
+            position["validation"] = dataclasses.asdict(self._validation.position(False))
+        return position
 
     def finish(self) -> None:
         self.driver.restore_optimizer()
@@ -236,7 +255,6 @@ def run_evaluation(
     model.stop_evaluating = False
     callback_list.on_test_begin()
     driver.reset_metrics()
-    data.rewind()
     data.begin_epoch()
     while (call := data.next_call(pace.next_steps())) is not None:
         callback_list.on_test_batch_begin(call.first)
@@ -256,6 +274,7 @@ def run_evaluation(
                 break
     else:
         data.end_epoch()
+    data.leave()
     logs = metrics()
     callback_list.on_test_end(logs)
     return logs
@@ -269,8 +288,8 @@ def run_prediction(
     every_batch = _any_wants_every_batch(group, callback_list, "predict")
     model.stop_predicting = False
     callback_list.on_predict_begin()
-    data.shard.on_epoch_begin()
-    predictions = driver.predictions(iter(data.shard.dataset))
+    data.begin_epoch()
+    predictions = driver.predictions(data.iterator)
     done, more = 0, True
     while more and (total is None or done < total):
         max_steps = model.steps_per_execution
@@ -282,6 +301,7 @@ def run_prediction(
         if every_batch:  # where each worker has a pipeline of its own, it may end before the others
             steps = max(group.from_all(steps))
         done += steps
+        data.advance(steps, steps)
         more = steps == max_steps
         if not steps:
             break
@@ -290,7 +310,8 @@ def run_prediction(
         callback_list.on_predict_batch_end(number, logs)
         if every_batch and group.from_chief(lambda: bool(model.stop_predicting)):
             break
-    data.shard.on_epoch_end()
+    data.end_epoch()
+    data.leave()
     callback_list.on_predict_end()
     return predictions.assembled()
 

@@ -115,6 +115,9 @@ class ParameterServerTraining:
         """Restores the number of updates only: workers read at their own pace."""
         self.steps_done = self._restored_steps
 
+    def skip_run(self) -> None:
+        """Does nothing: workers begin to read anew in each call."""
+
     def reset_metrics(self) -> None:
         self.model.reset_metrics()
 

@@ -21,6 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmw import data
+from tfmw.data.reshuffles import renew_all
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets
 
@@ -50,6 +51,7 @@ def for_workers(
     def maker(dataset: tf.data.Dataset, skip: int) -> Callable[[], tf.data.Dataset]:
         graph = datasets.dataset_graph(dataset)
         _refuse_python(graph)
+        renew_all(graph)
 
         def make() -> tf.data.Dataset:
             batches = datasets.dataset_from_graph(graph, spec).repeat().skip(skip)
@@ -89,7 +91,7 @@ def _of_worker(source: data.Source, worker: int, workers: int) -> tuple[tf.data.
     begin = 0
     if datasets.is_dataset(source.x):
         if datasets.may_shuffle_inside(source.x):
-            source = dataclasses.replace(source, x=data.ordered(source.x, order))
+            source = dataclasses.replace(source, x=data.ordered(source.x, order)[0])
         else:
             begin = max(0, int(source.x.cardinality())) * worker // workers
     shard = source.shard(data.Sharding(), order)

@@ -7,8 +7,8 @@
         data.advance(steps, call.max_steps)
     data.end_epoch()
 
-`position` is a JSON value. An iterator that is created with it, on any number of workers, continues
-with the next batches in the same order.
+`position` is a value. An iterator that is created with it, on any number of workers, continues with
+the next batches in the same order.
 """
 
 from __future__ import annotations
@@ -40,6 +40,34 @@ class Call:
     iterator: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """A position in the data, which a backup contains as JSON.
+
+    Attributes:
+        seed: of the shuffles without a seed.
+        passes: number of passes begun.
+        in_pass: steps done in the current pass; None between two passes.
+        done: steps done in the current epoch.
+        begun: whether an epoch has started and not ended.
+        steps: of an epoch; None while unknown.
+        orders: for each reshuffling shuffle, its passes before the current one; None in the
+            backups of earlier versions, where each pass of a call counts.
+        orders_now: the same at this position, where other calls and validations count, too.
+        orders_left: the same after a call that ends at this position.
+    """
+
+    seed: int
+    passes: int
+    in_pass: int | None
+    done: int
+    begun: bool
+    steps: int | None
+    orders: list[int] | None = None
+    orders_now: list[int] | None = None
+    orders_left: list[int] | None = None
+
+
 class EpochIterator:
     """Reads a source epoch after epoch.
 
@@ -49,7 +77,7 @@ class EpochIterator:
         sharding: the division of global batches.
         steps: number of steps of one epoch; None for one pass over the data.
         argument: the name of the user's argument for `steps`.
-        position: of an interrupted run; see `restore_position`.
+        position: a `Position` of an interrupted run, as JSON; see `restore_position`.
 
     Attributes:
         shard: of the current pass over the data.
@@ -71,12 +99,14 @@ class EpochIterator:
         self._group = group
         self._sharding = sharding
         self._requested_steps = steps
-        self._restored = position
+        self._restored = None if position is None else Position(**position)
         self._seed = group.from_chief(_draw_seed) if position is None else position["seed"]
-        self.resumes_inside_epoch = position is not None and bool(position["begun"])
+        self.resumes_inside_epoch = self._restored is not None and self._restored.begun
         self._passes = 0
         self._iterator: Any = None
         self._steps_in_pass = 0
+        self._orders: list[int] = []  # before the current pass, which has these shuffles:
+        self._reshuffles: Any = ()
         self._ended = False
         self.steps_done = 0
         if group.size > 1:
@@ -92,6 +122,11 @@ class EpochIterator:
     # ------------------------------------------------------------ steps
 
     @property
+    def iterator(self) -> Any:
+        """Of the current pass."""
+        return self._iterator
+
+    @property
     def at_epoch_end(self) -> bool:
         """Whether the epoch is known to have no further step."""
         total = self.steps_per_epoch
@@ -99,20 +134,12 @@ class EpochIterator:
 
     def begin_epoch(self) -> None:
         """Starts an epoch; the first one after `restore_position` continues the interrupted one."""
-        self.steps_done = self._restored["done"] if self._restored is not None else 0
+        self.steps_done = self._restored.done if self._restored is not None else 0
         self._restored = None
         if self._iterator is None or (self._requested_steps is None and not self.steps_done):
             self._begin_pass()
         self.shard.on_epoch_begin()
         self._ended = False
-
-    def rewind(self) -> None:
-        """The next epoch begins a new pass, as each evaluation of Keras's does.
-
-        A generator goes on: what was read ahead of it would be lost.
-        """
-        if not self._source.is_generator:
-            self._iterator = None
 
     def next_call(self, max_steps: int) -> Call | None:
         """The next steps, at most `max_steps`; None at the end of the epoch."""
@@ -155,18 +182,35 @@ class EpochIterator:
     def end_epoch(self) -> None:
         """Ends the epoch; call it after `next_call` has returned None."""
         self.shard.on_epoch_end()
+        shard = self.shard
         if self._requested_steps is None:
-            self._iterator = None
+            if shard.reshuffles.ahead and self._iterator is not None:
+                next(self._iterator, None)  # a `repeat` begins again to see that it has ended
+            self._end_pass()
             if self.steps_per_epoch is None:
                 self.steps_per_epoch = self._pass_steps = self.steps_done
-            if self.shard.steps is not None and datasets.is_dataset(self._source.x):
-                # Keras starts a pass here and another one in the next epoch; a seeded dataset that
-                # reshuffles itself must have the same order.
+            if shard.steps is not None and datasets.is_dataset(self._source.x):
+                # Keras starts a pass here and another one in the next epoch.
                 self._passes += 1
-                iter(self.shard.dataset)
-        elif self.shard.steps == self._steps_in_pass:
-            # The pass ended with the epoch: the next epoch starts a new pass.
+                if shard.reshuffles:
+                    self._iterate(shard, shard.reshuffles.passes)
+        elif shard.steps == self._steps_in_pass:
+            self._end_pass()
+            if datasets.is_dataset(self._source.x):
+                self._begin_pass()  # as Keras does, though no epoch may follow
+
+    def leave(self) -> None:
+        """Ends the current pass; the user's dataset goes on as after Keras's calls.
+
+        A generator stays where it is: elements that were read ahead of it would be lost.
+        """
+        if self._iterator is not None and not self._source.is_generator:
+            if self._reshuffles:
+                self._reshuffles.passes = self._orders_left()
             self._iterator = None
+
+    def _orders_left(self) -> list[int]:
+        return self._reshuffles.left_after(self._steps_in_pass) if self._reshuffles else []
 
     def _begin_pass(self, skip: int = 0) -> None:
         shard = self.shard
@@ -181,11 +225,27 @@ class EpochIterator:
         elif skip:
             # Skipped below the maps, so that skipped elements are not decoded.
             shard = self._source.shard(self._sharding, self._order(self._seed), skip)
-            self._replay(shard, self._passes)
-            self._replay(self.shard, 1)
         self._passes += 1
-        self._iterator = iter(shard.dataset)
         self._steps_in_pass = skip
+        self._reshuffles = shard.reshuffles
+        if shard.reshuffles:
+            self._orders = self._group.from_chief(lambda: shard.reshuffles.passes)
+        self._iterator = self._iterate(shard, self._orders)
+
+    def _iterate(self, shard: data.Shard, orders: list[int]) -> Any:
+        """An iterator, from a place in the sequences of orders."""
+        if not shard.reshuffles:
+            return iter(shard.dataset)
+        shard.reshuffles.begin(orders)
+        iterator = iter(shard.dataset)
+        shard.reshuffles.note()
+        return iterator
+
+    def _end_pass(self) -> None:
+        """Notes shuffles below others, which began with the first element."""
+        if self._iterator is not None and self._reshuffles:
+            self._reshuffles.note()
+        self._iterator = None
 
     def _run_out(self) -> None:
         self._iterator = None
@@ -199,44 +259,47 @@ class EpochIterator:
 
     # ------------------------------------------------------------ position
 
-    def position(self, in_epoch: bool) -> dict[str, Any]:
-        """The position in the data, as JSON.
+    def position(self, in_epoch: bool) -> Position:
+        """The position in the data.
 
         Args:
             in_epoch: whether an epoch has started and not ended.
         """
-        return {
-            "seed": self._seed,
-            "passes": self._passes,
-            "in_pass": self._steps_in_pass if self._iterator is not None else None,
-            "done": self.steps_done if in_epoch else 0,
-            "begun": in_epoch,
-            "steps": self.steps_per_epoch,
-        }
+        in_pass = self._steps_in_pass if self._iterator is not None else None
+        now = self.shard.reshuffles.passes if self.shard.reshuffles else []
+        return Position(
+            self._seed,
+            self._passes,
+            in_pass,
+            self.steps_done if in_epoch else 0,
+            in_epoch,
+            self.steps_per_epoch,
+            now if in_pass is None else self._orders,
+            now,
+            now if in_pass is None else self._orders_left(),
+        )
 
     def restore_position(self) -> None:
         """Restores the position, on any number of workers: same batches, same order."""
         was = self._restored
         assert was is not None
-        if self.steps_per_epoch is None and was["steps"] is not None:
-            self.steps_per_epoch = self._pass_steps = was["steps"]
-        self._passes = was["passes"] - (was["in_pass"] is not None)
-        if not self._source.reshuffled_by_keras:
-            self._replay(self.shard, self._passes)
-        if was["in_pass"] is not None:
-            self._begin_pass(skip=was["in_pass"])
+        if self.steps_per_epoch is None and was.steps is not None:
+            self.steps_per_epoch = self._pass_steps = was.steps
+        self._passes = was.passes - (was.in_pass is not None)
+        for _ in range(self._passes):
+            self.shard.skip_epoch()
+        orders = self.shard.reshuffles
+        if orders:
+            orders.passes = [self._passes] * len(orders) if was.orders is None else was.orders
+        if was.in_pass is not None:
+            self._begin_pass(skip=was.in_pass)
+        if was.orders_now is not None:
+            self.restore_orders(was.orders_now)
 
-    def _replay(self, shard: data.Shard, passes: int) -> None:
-        """Starts `passes` passes over a dataset, because each start draws reshuffles."""
-        # Python code draws no reshuffles, and its threads would start to read.
-        draws = not self._source.is_read_once
-        late = draws and data.draws_late(shard.dataset)
-        for _ in range(passes):
-            if draws:
-                iterator = iter(shard.dataset)
-                if late:
-                    next(iterator, None)
-            shard.skip_epoch()
+    def restore_orders(self, orders: list[int] | None) -> None:
+        """Sets how many orders the shuffles of the user's dataset have had."""
+        if orders is not None and self.shard.reshuffles:
+            self.shard.reshuffles.passes = orders
 
 
 def _draw_seed() -> int:

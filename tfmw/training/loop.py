@@ -98,6 +98,9 @@ class Driver(Protocol):
     def restore_position(self) -> None:
         """Restores the position in the data at which the backup was taken."""
 
+    def skip_run(self) -> None:
+        """Leaves the user's data as the complete run of the backup has left it."""
+
     def reset_metrics(self) -> None:
         """Resets the metrics."""
 
@@ -205,6 +208,7 @@ class TrainingLoop:
         """Trains from the initial epoch, or from the position of the backup, to the last epoch."""
         backups, callbacks = self._backups, self._callbacks.callbacks
         if backups.is_done(self._epochs):
+            self._driver.skip_run()
             backups.restore_callbacks(callbacks, finished=True)
             backups.finished()
             return

@@ -1,0 +1,242 @@
+"""Shuffles with a new order in each pass, continued over calls as Keras continues them.
+
+A shuffle belongs to the user's dataset object: each pass over it, in `fit`, `evaluate` or a loop of
+the user's own, is followed by another order. A shard has shuffles of its own, with the chief's
+seeds. Before a pass they are set to the chief's place in the sequence of orders; afterwards the
+user's dataset is set to the place at which Keras would have left it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmw.keras_compat import datasets
+from tfmw.keras_compat.graph import inputs_first
+from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
+
+
+class Reshuffles:
+    """The reshuffling shuffles of a shard, beside those of the user's dataset.
+
+    Args:
+        pairs: (user's, shard's) datasets that end in a shuffle; the same one twice if the shard
+            reads the user's dataset itself.
+
+    Attributes:
+        ahead: whether reading ahead may begin further passes over them.
+        repetition: the `repeat` above them that begins these passes; None if unknown.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[tf.data.Dataset, tf.data.Dataset]] = ()):
+        self._pairs = list(pairs)
+        self.ahead = False
+        self.repetition: Repetition | None = None
+        self._users: list[ShuffleSeeds] = []
+        self._shards: list[ShuffleSeeds] = []
+        self._seen: list[int] = []  # passes over the shard's that the user's dataset has, too
+        self._in_pass: list[int] = []  # how many of them this pass has begun
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def _open(self) -> None:
+        """Opened when they are needed first: it takes some milliseconds."""
+        if not self._users:
+            for user, shard in self._pairs:
+                self._users.append(ShuffleSeeds(user))
+                self._shards.append(self._users[-1] if user is shard else ShuffleSeeds(shard))
+            self._seen = [shard.passes for shard in self._shards]
+            self._in_pass = [0] * len(self._pairs)
+
+    @property
+    def passes(self) -> list[int]:
+        """How many passes over each shuffle of the user's dataset have begun."""
+        self._open()
+        return [user.passes for user in self._users]
+
+    @passes.setter
+    def passes(self, passes: Sequence[int]) -> None:
+        self._open()
+        # Functions of the user's may return other pipelines on other workers.
+        for user, number in zip(self._users, passes, strict=False):
+            if user.passes != number:
+                user.passes = number
+
+    def begin(self, passes: Sequence[int]) -> None:
+        """Sets all shuffles to the place from which the next pass goes on."""
+        self.passes = passes
+        for i, number in enumerate(passes[: len(self._shards)]):
+            if self._seen[i] != number:
+                self._shards[i].passes = self._seen[i] = number
+        self._in_pass = [0] * len(self._shards)
+
+    def note(self) -> None:
+        """Gives the user's dataset the passes that the shard has begun."""
+        self._open()
+        for i, (user, shard) in enumerate(zip(self._users, self._shards, strict=True)):
+            now = shard.passes
+            begun = now - self._seen[i]
+            if begun and user is not shard:
+                user.passes += begun
+            self._seen[i] = now
+            self._in_pass[i] += begun
+
+    def left_after(self, steps: int) -> list[int]:
+        """The user's `passes` if this pass is left after some steps.
+
+        It is the same in each run: how far a pipeline has read ahead does not matter.
+        """
+        self._open()
+        found = []
+        for user, shard, seen, in_pass in zip(
+            self._users, self._shards, self._seen, self._in_pass, strict=True
+        ):
+            begun = in_pass
+            if not self.ahead:
+                begun += shard.passes - seen
+            elif self.repetition is not None:
+                begun = self.repetition.begun_after(steps)
+            else:
+                begun = steps + 1  # no order comes twice
+            found.append(user.passes + begun - in_pass)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Repetition:
+    """A `repeat` of a pipeline.
+
+    Attributes:
+        length: elements of one repetition.
+        per_step: elements of a step.
+    """
+
+    length: int
+    per_step: int
+
+    def begun_after(self, steps: int) -> int:
+        """The number of repetitions begun; one element is read ahead."""
+        return steps * self.per_step // self.length + 1
+
+
+# ---------------------------------------------------------------- in graphs
+
+# Positions of the two seeds in the inputs of a dataset op (tensorflow/core/ops/dataset_ops.cc).
+SEED_INPUTS = {
+    "ShuffleDataset": (2, 3),
+    "ShuffleDatasetV3": (2, 3),
+    "ShuffleAndRepeatDataset": (2, 3),
+    "ShuffleAndRepeatDatasetV2": (2, 3),
+    "RandomDataset": (0, 1),
+    "RandomDatasetV2": (0, 1),
+}
+
+# Position of the generator of reshuffles among the inputs of an op, and the attribute that says
+# whether there are any (tensorflow/core/ops/dataset_ops.cc).
+_GENERATORS = {
+    "ShuffleDatasetV3": (4, "reshuffle_each_iteration"),
+    "ShuffleAndRepeatDatasetV2": (5, "reshuffle_each_iteration"),
+    "RandomDatasetV2": (2, "rerandomize_each_iteration"),
+}
+
+
+def generators_in(nodes: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """Yields (node, Const with the handle of its generator, whether it reshuffles).
+
+    A graph refers to a generator of this process, which the dataset of the graph owns. Functions
+    refer to none: their shuffles begin anew with each call.
+    """
+    by_name = {node.name: node for node in nodes}
+    for node in nodes:
+        if node.op in _GENERATORS:
+            position, attribute = _GENERATORS[node.op]
+            handle = by_name.get(node.input[position].split(":")[0])
+            if handle is not None and handle.op == "Const":
+                yield node, handle, bool(node.attr[attribute].b)
+
+
+def name_of(handle: Any) -> str:
+    """The name of a generator; equal for all shuffles that share it."""
+    resource = handle.attr["value"].tensor.resource_handle_val[0]
+    return f"{resource.container}/{resource.name}"
+
+
+def renew(handle: Any) -> None:
+    """Replaces a generator by a new one: TensorFlow creates a missing one."""
+    name = handle.name
+    handle.Clear()
+    handle.name = name
+    handle.op = "DummySeedGenerator"
+
+
+def renew_all(graph: Any) -> None:
+    """Replaces all generators of a graph: another process may have others of these names."""
+    for _, handle, _ in list(generators_in(graph.node)):
+        if handle.op == "Const":
+            renew(handle)
+
+
+def small_shuffle(seeds: Sequence[int], reshuffles: bool = True) -> tf.data.Dataset:
+    """A shuffle of one element, for its generator."""
+    return datasets.shuffled(tf.data.Dataset.range(1), 1, seeds, reshuffles)
+
+
+def share(handle: Any, shuffle: tf.data.Dataset) -> None:
+    """Replaces a generator by that of a `small_shuffle`."""
+    ((_, own, _),) = generators_in(datasets.dataset_graph(shuffle).node)
+    handle.attr["value"].CopyFrom(own.attr["value"])
+
+
+def shuffle_of(handle: Any) -> tf.data.Dataset:
+    """A shuffle of one element that shares a generator of this process."""
+    small = small_shuffle([1, 1])
+    graph = datasets.dataset_graph(small)
+    ((_, own, _),) = generators_in(graph.node)
+    own.attr["value"].CopyFrom(handle.attr["value"])
+    return datasets.dataset_from_graph(graph, small.element_spec)
+
+
+def seeds_of(node: Any, by_name: Mapping[str, Any]) -> list[int] | None:
+    """The two seeds of a dataset op; None if they are not constants, or if it has none."""
+    pair = [_folded(node.input[i], by_name) for i in SEED_INPUTS.get(node.op, ())]
+    known = [seed for seed in pair if seed is not None]
+    return known if len(known) == 2 else None
+
+
+def _folded(name: str, by_name: Mapping[str, Any]) -> int | None:
+    """The value of a node's input; None if it cannot be computed from constants.
+
+    Inside of a function, a seed under a global one is an expression: `where(seed == 0 and
+    seed2 == 0, 2**31 - 1, seed2)` (tensorflow/python/data/util/random_seed.py).
+    """
+
+    def inputs(name: str) -> list[str]:
+        node = by_name.get(name)
+        if node is None or node.op not in _FOLDS:
+            return []
+        return [i.split(":")[0] for i in node.input if not i.startswith("^")]
+
+    name = name.split(":")[0]
+    values: dict[str, int | None] = {}
+    for each in inputs_first([name], inputs):
+        node, given = by_name.get(each), [values.get(i) for i in inputs(each)]
+        values[each] = None
+        if node is not None and node.op == "Const":
+            values[each] = int(tf.make_ndarray(node.attr["value"].tensor))
+        elif node is not None and node.op in _FOLDS and None not in given:
+            values[each] = int(_FOLDS[node.op](*given))
+    return values[name]
+
+
+_FOLDS: dict[str, Callable[..., Any]] = {
+    "Cast": lambda a: a,
+    "Equal": lambda a, b: a == b,
+    "Identity": lambda a: a,
+    "LogicalAnd": lambda a, b: a and b,
+    "Select": lambda c, a, b: a if c else b,
+    "SelectV2": lambda c, a, b: a if c else b,
+}
