@@ -16,13 +16,19 @@ from tfmw.runtime.ports import reserved_ports
 
 
 @contextlib.contextmanager
-def etcd(folder: Path, host: str = "127.0.0.1") -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def etcd(
+    folder: Path, host: str = "127.0.0.1", certificate: Path | None = None
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Runs etcd until the end of the `with`.
 
     Args:
         folder: for its data and its log.
         host: the address at which it listens.
+        certificate: of TLS, with its key; None: without TLS.
     """
+    scheme = "http" if certificate is None else "https"
+    tls = [] if certificate is None else [f"--cert-file={certificate}", f"--key-file={certificate}"]
+    environ = {} if certificate is None else {"ETCDCTL_CACERT": str(certificate)}
     with reserved_ports(2) as ports:
         client, peer = ports
     with open(folder / "etcd.log", "wb") as log:
@@ -30,11 +36,12 @@ def etcd(folder: Path, host: str = "127.0.0.1") -> Iterator[tuple[str, subproces
             [
                 "etcd",
                 f"--data-dir={folder / 'etcd'}",
-                f"--listen-client-urls=http://{host}:{client}",
-                f"--advertise-client-urls=http://{host}:{client}",
+                f"--listen-client-urls={scheme}://{host}:{client}",
+                f"--advertise-client-urls={scheme}://{host}:{client}",
                 f"--listen-peer-urls=http://127.0.0.1:{peer}",
                 f"--initial-advertise-peer-urls=http://127.0.0.1:{peer}",
                 f"--initial-cluster=default=http://127.0.0.1:{peer}",
+                *tls,
             ],
             stdout=log,
             stderr=log,
@@ -43,7 +50,7 @@ def etcd(folder: Path, host: str = "127.0.0.1") -> Iterator[tuple[str, subproces
         deadline = time.monotonic() + 30
         while True:
             try:
-                Client([f"{host}:{client}"]).get("up")
+                Client([f"{host}:{client}"], tls=bool(tls), environ=environ).get("up")
                 break
             except OSError:
                 assert time.monotonic() < deadline, (folder / "etcd.log").read_text()

@@ -92,15 +92,22 @@ def lease_of(place: str, host: int) -> Lease:
         host: index of this host.
 
     Raises:
-        UsageError: neither of them, or a directory that cannot be written to.
+        UsageError: neither of them, a directory that cannot be written to, or certificates that
+            cannot be read.
     """
-    if place.startswith(etcd.SCHEME):
-        return EtcdLease(place, host)
+    if place.startswith(etcd.SCHEMES):
+        try:
+            return EtcdLease(place, host)
+        except OSError as error:
+            raise UsageError(
+                f"the certificates for --rendezvous {place} cannot be read ({error}): set "
+                "ETCDCTL_CACERT, ETCDCTL_CERT and ETCDCTL_KEY to their files."
+            ) from error
     if place.startswith(DIRECTORY) and len(place) > len(DIRECTORY):
         return DirectoryLease(Path(place.removeprefix(DIRECTORY)))
     raise UsageError(
         f"--rendezvous is {place!r}; expected dir:/path of a directory that all hosts share, or "
-        "etcd://host:2379."
+        "etcd://host:2379 (etcds:// over TLS)."
     )
 
 
@@ -233,8 +240,7 @@ class EtcdLease:
 
     @property
     def fence(self) -> str:
-        hosts = self._url.removeprefix(etcd.SCHEME).partition("/")[0]
-        return f"{etcd.SCHEME}{hosts}/{self._prefix}/record"
+        return etcd.with_key(self._url, f"{self._prefix}/record")
 
     def acquire(self) -> bool:
         if self.held_until:

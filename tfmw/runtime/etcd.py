@@ -5,6 +5,9 @@
     client.create("tfmw/run7/lock", "h0", lease)      # the key's revision; None: it exists
     client.put_if("tfmw/run7/record", "...", "tfmw/run7/lock", revision)
 
+"etcds://..." is the same over TLS. etcdctl's variables hold the user, ETCDCTL_USER=name:password,
+and the files of certificates: ETCDCTL_CACERT, and ETCDCTL_CERT with ETCDCTL_KEY of this client.
+
 Every etcd since 3.4 serves this interface on its client port. Standard library only: tasks read
 their fence with it, too.
 """
@@ -14,19 +17,32 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import os
+import ssl
+import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SCHEME = "etcd://"
+SCHEMES = ("etcd://", "etcds://")
 DEFAULT_PREFIX = "tfmw"
 
-_NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_UNAUTHORIZED = 401  # an expired token, too
+
+
+def hosts_of(url: str) -> str:
+    """What precedes the key in "etcd://host:2379,host:2379/key"."""
+    return url.partition("://")[2].partition("/")[0]
 
 
 def key_of(url: str) -> str:
     """What follows the hosts in "etcd://host:2379/key"."""
-    return url.removeprefix(SCHEME).partition("/")[2].strip("/") or DEFAULT_PREFIX
+    return url.partition("://")[2].partition("/")[2].strip("/") or DEFAULT_PREFIX
+
+
+def with_key(url: str, key: str) -> str:
+    """The same hosts with another key."""
+    return f"{url.partition('://')[0]}://{hosts_of(url)}/{key}"
 
 
 class Client:
@@ -35,16 +51,38 @@ class Client:
     Args:
         endpoints: "host:port" of each.
         timeout_s: seconds for one request to one of them.
+        tls: whether they speak TLS.
+        environ: has etcdctl's variables.
+
+    Raises:
+        OSError: a file of certificates cannot be read.
     """
 
-    def __init__(self, endpoints: Sequence[str], timeout_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        timeout_s: float = 2.0,
+        *,
+        tls: bool = False,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
         self._endpoints = list(endpoints)
         self._timeout_s = timeout_s
+        self._scheme = "https" if tls else "http"
+        self._user, _, self._password = environ.get("ETCDCTL_USER", "").partition(":")
+        self._token = ""
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        if tls:
+            context = ssl.create_default_context(cafile=environ.get("ETCDCTL_CACERT"))
+            if own := environ.get("ETCDCTL_CERT"):
+                context.load_cert_chain(own, environ.get("ETCDCTL_KEY"))
+            handlers.append(urllib.request.HTTPSHandler(context=context))
+        self._opener = urllib.request.build_opener(*handlers)
 
     @classmethod
     def of(cls, url: str) -> Client:
-        """The client of "etcd://host:2379,host:2379/key"."""
-        return cls(url.removeprefix(SCHEME).partition("/")[0].split(","))
+        """The client of "etcd://host:2379,host:2379/key"; of "etcds://", over TLS."""
+        return cls(hosts_of(url).split(","), tls=url.startswith("etcds"))
 
     def get(self, key: str) -> str | None:
         """A key's value; None where there is no such key."""
@@ -110,20 +148,43 @@ class Client:
     def _call(self, method: str, request: Mapping[str, Any]) -> dict[str, Any]:
         problem: Exception | None = None
         for endpoint in list(self._endpoints):
-            body = urllib.request.Request(
-                f"http://{endpoint}/v3/{method}",
-                json.dumps(request).encode(),
-                {"Content-Type": "application/json"},
-            )
             try:
-                with _NO_PROXY.open(body, timeout=self._timeout_s) as response:
-                    found: dict[str, Any] = json.loads(response.readline(1 << 20))
-                    return found
+                if self._user and not self._token:
+                    self._authenticate(endpoint)
+                try:
+                    return self._post(endpoint, method, request)
+                except urllib.error.HTTPError as error:
+                    if error.code != _UNAUTHORIZED or not self._user:
+                        raise
+                    self._authenticate(endpoint)
+                    return self._post(endpoint, method, request)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 problem = error
                 # The next request begins with another one.
                 self._endpoints = [*self._endpoints[1:], self._endpoints[0]]
-        raise OSError(f"etcd at {', '.join(self._endpoints)}: {problem}") from problem
+        raise OSError(f"etcd at {', '.join(self._endpoints)}: {_text(problem)}") from problem
+
+    def _authenticate(self, endpoint: str) -> None:
+        self._token = ""
+        request = {"name": self._user, "password": self._password}
+        self._token = self._post(endpoint, "auth/authenticate", request)["token"]
+
+    def _post(self, endpoint: str, method: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"}
+        if self._token:
+            headers["Authorization"] = self._token
+        url, data = f"{self._scheme}://{endpoint}/v3/{method}", json.dumps(request).encode()
+        body = urllib.request.Request(url, data, headers)
+        with self._opener.open(body, timeout=self._timeout_s) as response:
+            found: dict[str, Any] = json.loads(response.readline(1 << 20))
+            return found
+
+
+def _text(problem: Exception | None) -> str:
+    """An error in words; of an HTTP status, those of etcd."""
+    if isinstance(problem, urllib.error.HTTPError):
+        return problem.read(1000).decode("utf-8", "replace").strip() or str(problem)
+    return str(problem)
 
 
 def _packed(text: str) -> str:

@@ -89,7 +89,7 @@ def recorded(place: str) -> int:
 
 
 def _record(place: str) -> dict[str, Any]:
-    if place.startswith(etcd.SCHEME):
+    if place.startswith(etcd.SCHEMES):
         text = etcd.Client.of(place).get(etcd.key_of(place)) or ""
     else:
         text = Path(place).read_text(encoding="utf-8")
