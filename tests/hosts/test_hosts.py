@@ -21,7 +21,7 @@ import tensorflow as tf
 from tests.helpers.cluster import run_cluster
 from tests.helpers.etcd import etcd
 from tests.helpers.hosts import Hosts, Loopback, Namespaces, network
-from tfmw.launcher import status_socket
+from tfmw.launcher import run_files
 
 pytestmark = pytest.mark.multiprocess
 
@@ -139,10 +139,10 @@ def test_hosts_come_and_go(cables, tmp_path):
 def test_hosts_with_several_workers_each(tmp_path, monkeypatch):
     """All of them restart with the one that dies. Each host's status shows its own."""
     flags, options = [f"--backup_dir={tmp_path}/backup"], ["--workers-per-host=2"]
-    monkeypatch.setenv(status_socket.RUNTIME_DIRECTORY, str(tmp_path / "runtime"))
+    monkeypatch.setenv(run_files.RUNTIME_DIRECTORY, str(tmp_path / "runtime"))
     with Hosts(tmp_path, 2, *options, "--max-restarts=2", flags=flags) as hosts:
         _, found = hosts.wait_for(1, r"made step [5-9] (\d+)")
-        shown = {run.pid: run.ask("status") for run in status_socket.runs()}
+        shown = {run.pid: run.status() for run in run_files.runs()}
         for host, process in enumerate(hosts.processes):
             assert process is not None
             status = shown[process.pid]

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tfmw.errors import UsageError
-from tfmw.launcher import snapshot, status_socket
+from tfmw.launcher import run_files, run_status
 from tfmw.launcher.exchanges import ended_at, input_seconds, missing, own_seconds, straggler
-from tfmw.launcher.process import Task
-from tfmw.launcher.snapshot import Board, innermost
+from tfmw.launcher.process import Task, TaskFiles
+from tfmw.launcher.run_files import Published
+from tfmw.launcher.run_status import RunStatus, innermost
 from tfmw.runtime import recorder
 from tfmw.runtime.recorder import NOBODY, Exchange
 
@@ -181,8 +184,8 @@ class MadeTask:
         return self.made
 
 
-def watched(*tasks: Any) -> Board:
-    board = Board(Path("run7"), ["script"])
+def watched(*tasks: Any) -> RunStatus:
+    board = RunStatus(Path("run7"), ["script"])
     board.watch([*tasks], 0)
     return board
 
@@ -196,7 +199,7 @@ def test_a_task_that_has_not_started(tmp_path: Path) -> None:
 def test_the_run_names_a_straggler_once_when_two_looks_have_found_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(snapshot, "STRAGGLER_S", 0.0)
+    monkeypatch.setattr(run_status, "STRAGGLER_S", 0.0)
     board = watched(MadeTask("worker 0", run_of(0.1)), MadeTask("worker 1", run_of(0.4)))
     assert board.new_straggler() == []
     (line,) = board.new_straggler()
@@ -251,48 +254,44 @@ def test_the_users_frames_are_shown() -> None:
 
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / ("long" * 40) / "runtime"  # a socket's own path has 107 characters at most
-    monkeypatch.setenv(status_socket.RUNTIME_DIRECTORY, str(path))
+    path = tmp_path / "runtime"
+    monkeypatch.setenv(run_files.RUNTIME_DIRECTORY, str(path))
     return path
 
 
-def test_the_socket_is_the_owners_alone(runtime: Path, tmp_path: Path) -> None:
-    with status_socket.Server(Board(tmp_path / "run7", ["script", "train.py"])):
+def test_the_files_of_a_run_are_the_owners_alone(runtime: Path, tmp_path: Path) -> None:
+    with Published(RunStatus(tmp_path / "run7", ["script", "train.py"])) as published:
         (path,) = runtime.iterdir()
-        assert stat.S_IMODE(runtime.stat().st_mode) == 0o700
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        (run,) = status_socket.runs()
+        assert stat.S_IMODE(runtime.stat().st_mode) == stat.S_IMODE(path.stat().st_mode) == 0o700
+        task = TaskFiles("worker", 1, tmp_path / "attempt_3", pid=os.getpid())
+        published.status.watch([task], 3, {"worker": ["h0:1", "h1:1"]})
+        published.update()
+        (run,) = run_files.runs()
         assert (run.pid, run.name) == (os.getpid(), "run7")
-        assert run.ask("status")["command"] == ["train.py"]
-        assert run.ask("anything else") is None
-    assert status_socket.runs() == []
-
-
-def test_others_are_told_nothing(
-    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with status_socket.Server(Board(tmp_path / "run7", ["script", "train.py"])):
-        (run,) = status_socket.runs()
-        monkeypatch.setattr(status_socket, "_user", lambda connection: os.getuid() + 1)
-        assert run.ask("status") is None
+        state = run.status()
+        assert (state["command"], state["attempt"]) == (["train.py"], 3)
+        assert state["elsewhere"] == {"worker 0": "h0"}
+        assert [(task["task"], task["stage"]) for task in state["tasks"]] == [
+            ("worker 1", "starting")
+        ]
+    assert run_files.runs() == []
+    assert list(runtime.iterdir()) == []
 
 
 def test_a_directory_that_others_may_use_is_refused(runtime: Path, tmp_path: Path) -> None:
     runtime.mkdir(parents=True)
     runtime.chmod(0o770)
     with pytest.raises(UsageError, match="not a directory of this user alone"):
-        status_socket.runs()
-    with status_socket.Server(Board(tmp_path / "run7", ["script"])):  # the run goes on without
+        run_files.runs()
+    with Published(RunStatus(tmp_path / "run7", ["script"])):  # the run goes on without
         assert list(runtime.iterdir()) == []
 
 
-def test_a_socket_without_a_launcher_is_removed(runtime: Path, tmp_path: Path) -> None:
-    server = status_socket.Server(Board(tmp_path / "run7", ["script"]))
-    server.__enter__()
-    assert server._socket is not None
-    server._closed.set()
-    server._thread.join()
-    server._socket.close()
-    (run,) = status_socket.runs()
-    assert run.ask("status") is None
-    assert status_socket.runs() == []
+def test_files_without_a_launcher_are_removed(runtime: Path, tmp_path: Path) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with Published(RunStatus(tmp_path / "run7", ["script"], launcher.pid)):
+        assert [run.pid for run in run_files.runs()] == [launcher.pid]
+        launcher.kill()
+        launcher.communicate()
+        assert run_files.runs() == []
+        assert list(runtime.iterdir()) == []

@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers.cluster import tfmw_command
 from tfmw.cli import main
-from tfmw.launcher import status_socket
+from tfmw.launcher import run_files
 
 PATIENCE_S = 60
 
@@ -55,8 +55,8 @@ def until(condition: Callable[[str], bool], *command: str) -> str:
 def test_each_host_shows_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, script = tmp_path / "runtime", tmp_path / "train.py"
     script.write_text(SCRIPT)
-    monkeypatch.setenv(status_socket.RUNTIME_DIRECTORY, str(runtime))
-    env = {status_socket.RUNTIME_DIRECTORY: str(runtime), "TFMW_NO_INIT": "1"}
+    monkeypatch.setenv(run_files.RUNTIME_DIRECTORY, str(runtime))
+    env = {run_files.RUNTIME_DIRECTORY: str(runtime), "TFMW_NO_INIT": "1"}
     command = ["run", "--hosts", "127.0.0.1:2222,127.0.0.2:2222", "--host-index"]
     with (
         tfmw_command(*command, "0", str(script), "0", env=env, stdin=PIPE) as first,

@@ -21,7 +21,7 @@ import pytest
 
 from tests.helpers.cluster import PROGRAMS, ROOT, tfmw_command
 from tfmw.cli import main
-from tfmw.launcher import status_socket
+from tfmw.launcher import run_files
 
 pytestmark = pytest.mark.multiprocess
 
@@ -69,13 +69,13 @@ def line_of(text: str, part: str) -> str:
 
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(status_socket.RUNTIME_DIRECTORY, str(tmp_path / "runtime"))
+    monkeypatch.setenv(run_files.RUNTIME_DIRECTORY, str(tmp_path / "runtime"))
 
 
 @contextlib.contextmanager
 def started(tmp_path: Path, fault: str, *options: str) -> Iterator[subprocess.Popen[str]]:
     (tmp_path / "fault").write_text(fault)
-    env = {status_socket.RUNTIME_DIRECTORY: os.environ[status_socket.RUNTIME_DIRECTORY]}
+    env = {run_files.RUNTIME_DIRECTORY: os.environ[run_files.RUNTIME_DIRECTORY]}
     command = ["run", "--workers", "2", "--log-dir", str(tmp_path / "logs"), *options]
     with tfmw_command(*command, PROGRAM, str(tmp_path), env=env) as run:
         yield run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tfmw.runtime import progress
@@ -17,7 +19,7 @@ def file(tmp_path, monkeypatch):
 
 
 def test_before_the_first_report(file):
-    assert file.read() == (progress.NOT_UP, 0, "")
+    assert file.read() == (progress.NOT_UP, 0, "", 0.0)
 
 
 def test_each_report_is_read_even_of_the_same_step(file):
@@ -25,7 +27,19 @@ def test_each_report_is_read_even_of_the_same_step(file):
     first = file.read()
     progress.report_alive()
     assert (first.step, first.blocked_in) == (7, "")
-    assert file.read() == (7, first.reports + 1, "")
+    assert file.read() == first._replace(reports=first.reports + 1)
+
+
+def test_the_rate_is_that_of_the_last_half_minute(file, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "_reporter", progress._Reporter())
+    for step, seconds in [(0, 0), (10, 1), (100, 9), (200, 10), (210, 10), (220, 10), (230, 10)]:
+        now[0] += seconds
+        progress.report_progress(step)
+    assert file.read().steps_per_s == 30 / 30  # the first 200 steps took 20 s
+    progress.report_progress(0)  # another training
+    assert file.read().steps_per_s == 0.0
 
 
 def test_nested_blocking_calls_are_named(file):

@@ -37,7 +37,8 @@ from tfmw.launcher import call
 from tfmw.launcher.attempt import SETTLE_S, AttemptContext
 from tfmw.launcher.environment import task_environment
 from tfmw.launcher.output import Display
-from tfmw.launcher.snapshot import Board
+from tfmw.launcher.run_files import Published
+from tfmw.launcher.run_status import RunStatus
 from tfmw.launcher.spawn import Spawner
 from tfmw.remote.links import Links
 from tfmw.remote.messages import (
@@ -215,7 +216,7 @@ class _Agent:
         context = AttemptContext(
             command=command,
             directory=self._folder / "run",
-            board=Board(self._folder / "run", command),
+            published=Published(RunStatus(self._folder / "run", command)),  # the job shows it
             env=task_environment({**environ, **setup.env}, setup.live),
             spawner=self._stack.enter_context(Spawner()),
             display=_Forward(self._links),

@@ -6,7 +6,8 @@ does. `diagnosis.py` finds the task that failed first, `watchdog.py` tasks that 
 `preemption.py` asks tasks to save their state and exit.
 
 `spawn.py`, `fork_server.py` and `task.py` start a process; `process.py` is the launcher's side of
-one. `output.py` prints what tasks write, `log_filter.py` leaves out TensorFlow's noise.
+one. `run_status.py` describes a run, and `run_files.py` lets `tfmw status` read that. `output.py`
+prints what tasks write, `log_filter.py` leaves out TensorFlow's noise.
 `isolation.py` creates a private network for tasks; `network.py` decides whether to use it, and
 connects tasks to servers outside by `proxy.py`.
 

@@ -34,7 +34,8 @@ from tfmw.launcher.output import Display, OutputPump
 from tfmw.launcher.preemption import Preemption
 from tfmw.launcher.process import Task
 from tfmw.launcher.restart import backoff_s, restarts_alone
-from tfmw.launcher.snapshot import Board, sentence
+from tfmw.launcher.run_files import Published
+from tfmw.launcher.run_status import sentence
 from tfmw.launcher.spawn import Spawner
 from tfmw.launcher.watchdog import (
     LAG_S,
@@ -87,7 +88,7 @@ class AttemptContext:
     Args:
         command: the arguments of `task.py`: "script", its path, its flags.
         directory: of the run; each attempt creates its folder in it.
-        board: what is known of the run, for `tfmw status`.
+        published: what `tfmw status` shows of the run.
         env: environment variables that all tasks share; a fork server is kept for the same ones.
         spawner: starts the processes.
         display: prints the tasks' output.
@@ -102,7 +103,7 @@ class AttemptContext:
 
     command: Sequence[str]
     directory: Path
-    board: Board
+    published: Published
     env: Mapping[str, str]
     spawner: Spawner
     display: Display
@@ -145,6 +146,7 @@ class Attempt:
         self._cluster = cluster
         self._settle_s = settle_s
         self._context = context
+        self._status = context.published.status
         self._stop = context.stop
         self._policy = policy
         self._directory = context.directory / f"attempt_{number}"
@@ -193,7 +195,7 @@ class Attempt:
 
     def _start_all(self) -> None:
         self._began_at = time.monotonic()
-        self._context.board.watch(self.tasks, self.number, self._cluster)
+        self._status.watch(self.tasks, self.number, self._cluster)
         with contextlib.ExitStack() as inputs:
             prepared = [self._prepare(task, inputs) for task in self.tasks]
             if self._cluster is None:
@@ -209,6 +211,7 @@ class Attempt:
         live = task.name == context.live
         task.start(context.spawner, context.command, stdin, live, fds)
         self._output.add(task)
+        context.published.update()
 
     def _prepare(
         self, task: Task, inputs: contextlib.ExitStack
@@ -330,7 +333,7 @@ class Attempt:
         statuses = [
             TaskStatus(
                 task.name,
-                *task.progress(),
+                *task.progress()[:3],
                 stopped=options.max_restarts > 0 and task.stopped(),
                 must_join=not self._has_ps,
             )
@@ -342,7 +345,7 @@ class Attempt:
             self._hung = self._with_who_is_missing(self._hung)
             self._dump_stacks()
             return True
-        for line in [*self._watchdog.stragglers(statuses), *self._context.board.new_straggler()]:
+        for line in [*self._watchdog.stragglers(statuses), *self._status.new_straggler()]:
             self._context.display.line(f"tfmw: {line}")
         return False
 
@@ -351,7 +354,7 @@ class Attempt:
 
         Tasks that wait for it are silent for as long, so its silence alone does not show it.
         """
-        late = missing(self._context.board.exchanges())
+        late = missing(self._status.exchanges())
         if late is None:
             return hung
         self._context.display.line(f"tfmw: {sentence(late, self.tasks, DUMP_S)}")
@@ -439,7 +442,7 @@ class Attempt:
         self._due.clear()
         if not self._stop.received:
             failed = [task for task in self.tasks if self._failed(task)]
-            for line in self._context.board.killed(failed):
+            for line in self._status.killed(failed):
                 self._context.display.line(f"tfmw: {line}")
         if grace_s > 0:
             for task in [task for task in self.tasks if not task.has_ended()]:
@@ -454,7 +457,7 @@ class Attempt:
             self._output.pump(POLL_S)
         self._output.drain()
         if self.failures():
-            self._context.board.dump(self._directory / "exchanges.json")
+            self._status.dump(self._directory / "exchanges.json")
         for task in self.tasks:
             task.close()
         self._output.close()

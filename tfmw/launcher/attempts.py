@@ -30,9 +30,9 @@ from tfmw.launcher.output import Display, is_watched
 from tfmw.launcher.process import task_name
 from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
 from tfmw.launcher.result import Result, exit_status
-from tfmw.launcher.snapshot import Board
+from tfmw.launcher.run_files import Published
+from tfmw.launcher.run_status import RunStatus
 from tfmw.launcher.spawn import Spawner
-from tfmw.launcher.status_socket import Server
 from tfmw.runtime.signals import Signals
 from tfmw.trackers import RUN_ID
 
@@ -143,12 +143,11 @@ def make_context(
     if note and (job.payload is None or note not in _printed_notes):
         _printed_notes.add(note)  # a notebook may launch from each cell
         print(f"tfmw: {note}", file=sys.stderr, flush=True)
-    board = Board(directory, job.command)
-    stack.enter_context(Server(board))
+    published = stack.enter_context(Published(RunStatus(directory, job.command)))
     context = AttemptContext(
         command=job.command,
         directory=directory,
-        board=board,
+        published=published,
         run_id=env.get(RUN_ID) or secrets.token_hex(8),
         env=env | proxies,
         spawner=spawner,

@@ -110,13 +110,6 @@ def input_seconds(found: Sequence[Exchange]) -> float | None:
     return (complete[-1].input_s - complete[0].input_s) / steps
 
 
-def step_rate(found: Sequence[Exchange]) -> float | None:
-    """Steps per second over a worker's exchanges; None if unknown."""
-    steps = found[-1].step - found[0].step if found else 0
-    seconds = found[-1].begun - found[0].begun if found else 0.0
-    return steps / seconds if steps >= _ENOUGH_STEPS and seconds > 0 else None
-
-
 def waiting_share(found: Sequence[Exchange]) -> float | None:
     """The part of a worker's time in which it waits for others; None if unknown."""
     complete = [exchange for exchange in found if exchange.done]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,19 +25,19 @@ def task_name(kind: str, index: int) -> str:
     return kind if kind in ("chief", "evaluator") else f"{kind} {index}"
 
 
-class Task:
-    """One process of the cluster: its role, its log, its exit status.
+class TaskFiles:
+    """The files of one task of this machine, and its process as /proc shows it.
 
     Args:
         kind: "worker", "chief", "ps" or "evaluator".
         index: its index among those of its kind.
-        directory: of the attempt; the task's own folder is created in it.
-        env: environment variables that all tasks share.
+        directory: of the attempt; the task's own folder is in it.
         restart: number of times that this task was restarted alone in this attempt.
+        pid: its process id; 0 before the start.
     """
 
     def __init__(
-        self, kind: str, index: int, directory: Path, env: Mapping[str, str], restart: int = 0
+        self, kind: str, index: int, directory: Path, restart: int = 0, pid: int = 0
     ) -> None:
         self.kind = kind
         self.index = index
@@ -45,60 +46,30 @@ class Task:
         folder = self.name.replace(" ", "_") + (f".{restart}" if restart else "")
         self.directory = directory / folder
         self.log = self.directory / "output.log"
-        self.env = {
-            **env,
-            ERROR_FILE: str(self.directory / "error.json"),
-            PROGRESS_FILE: str(self.directory / "progress"),
-            EXCHANGES_FILE: str(self.directory / "exchanges"),
-            STACKS_FILE: str(self.directory / "stacks"),
-            "TFMW_TASK": self.name,
+        self.files = {
+            ERROR_FILE: self.directory / "error.json",
+            PROGRESS_FILE: self.directory / "progress",
+            EXCHANGES_FILE: self.directory / "exchanges",
+            STACKS_FILE: self.directory / "stacks",
         }
+        self.pid = pid
         self.status: int | None = None  # as in subprocess: -9 is SIGKILL
-        self.started = 0.0
-        self.ended = 0.0  # monotonic seconds, as seen by the launcher
-        self.stream: int | None = None  # the launcher's end of its standard output and error
-        self._progress: ProgressFile | None = None
-        self._process: Child | None = None
-        self._log: IO[bytes] | None = None
 
-    def start(
-        self,
-        spawner: Spawner,
-        command: Sequence[str],
-        stdin: IO[bytes] | int,
-        terminal: bool,
-        fds: Sequence[int],
-    ) -> None:
-        """Starts the process; it dies with the calling thread (see `task`).
-
-        Args:
-            spawner: starts it.
-            command: the arguments of `task.py`.
-            stdin: its standard input.
-            terminal: whether it writes to a terminal rather than a pipe.
-            fds: descriptors that it inherits.
-        """
+    def make(self) -> None:
+        """Creates the files that the task writes at every step, at their full size."""
         self.directory.mkdir(parents=True)
-        self._log = open(self.log, "wb", buffering=0)  # noqa: SIM115  (closed in close)
-        self._progress = ProgressFile(Path(self.env[PROGRESS_FILE]))
-        make_file(Path(self.env[EXCHANGES_FILE]))
-        self.started = time.monotonic()
-        self._spawner = spawner
-        self._process = spawner.spawn(command, stdin, terminal, fds, self.env)
-        self.stream = self._process.stream
-
-    @property
-    def pid(self) -> int:
-        """Its process id; 0 before the start."""
-        return self._process.pid if self._process is not None else 0
+        ProgressFile(self.files[PROGRESS_FILE]).close()
+        make_file(self.files[EXCHANGES_FILE])
 
     def progress(self) -> Progress:
         """Its last report of progress."""
-        return self._progress.read() if self._progress is not None else Progress()
+        with contextlib.suppress(OSError, struct.error):
+            return Progress.unpacked(self.files[PROGRESS_FILE].read_bytes())
+        return Progress()
 
     def exchanges(self) -> list[Exchange]:
         """Its last exchanges with other workers, in order."""
-        return read_exchanges(Path(self.env[EXCHANGES_FILE]))
+        return read_exchanges(self.files[EXCHANGES_FILE])
 
     def stacks(self, timeout_s: float) -> str:
         """The stacks of its threads; "" if it does not write them.
@@ -106,7 +77,7 @@ class Task:
         Args:
             timeout_s: seconds in which it writes.
         """
-        file = Path(self.env[STACKS_FILE])
+        file = self.files[STACKS_FILE]
         if not self.catches(STACKS):
             return ""
         with contextlib.suppress(OSError):
@@ -120,28 +91,9 @@ class Task:
                 break
         return text
 
-    def read(self) -> bytes:
-        """The next bytes that the task wrote; b"" at the end."""
-        assert self.stream is not None
-        try:
-            data = os.read(self.stream, 1 << 16)
-        except OSError:  # Linux: EIO at the end of a pseudo-terminal
-            data = b""
-        if data and self._log is not None:
-            with contextlib.suppress(OSError):  # a full disk must not end the run
-                self._log.write(data)
-        return data
-
     def has_ended(self) -> bool:
-        """Whether the task has ended. It is a zombie until `close`, so its group keeps its id."""
-        if self._process is None or self.status is not None:
-            return True
-        found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is not None:
-            exited = found.si_code == os.CLD_EXITED
-            self.status = found.si_status if exited else -found.si_status
-            self.ended = time.monotonic()
-        return self.status is not None
+        """Whether its process has ended."""
+        return not self._read_proc("stat", lambda text: text.rpartition(") ")[2][:1] not in "ZX")
 
     def stopped(self) -> bool:
         """Whether a signal such as SIGSTOP, and not a debugger, has stopped the process."""
@@ -167,22 +119,96 @@ class Task:
     def error(self) -> dict[str, Any] | None:
         """The error that the task recorded with `record_error`."""
         try:
-            record: dict[str, Any] = json.loads(Path(self.env[ERROR_FILE]).read_text())
+            record: dict[str, Any] = json.loads(self.files[ERROR_FILE].read_text())
         except (OSError, ValueError):
             return None
         return record
-
-    def signal(self, number: int) -> None:
-        """Sends a signal to the task and to all processes of its session's first group."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
 
     def signal_alone(self, number: int) -> None:
         """Sends a signal to the task's own process only, if it is still running."""
         if not self.has_ended():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, number)
+
+
+class Task(TaskFiles):
+    """One process of the cluster: its role, its log, its exit status.
+
+    Args:
+        kind, index, directory, restart: as in `TaskFiles`.
+        env: environment variables that all tasks share.
+    """
+
+    def __init__(
+        self, kind: str, index: int, directory: Path, env: Mapping[str, str], restart: int = 0
+    ) -> None:
+        super().__init__(kind, index, directory, restart)
+        named = {name: str(path) for name, path in self.files.items()}
+        self.env = {**env, **named, "TFMW_TASK": self.name}
+        self.started = 0.0
+        self.ended = 0.0  # monotonic seconds, as seen by the launcher
+        self.stream: int | None = None  # the launcher's end of its standard output and error
+        self._progress: ProgressFile | None = None
+        self._process: Child | None = None
+        self._log: IO[bytes] | None = None
+
+    def start(
+        self,
+        spawner: Spawner,
+        command: Sequence[str],
+        stdin: IO[bytes] | int,
+        terminal: bool,
+        fds: Sequence[int],
+    ) -> None:
+        """Starts the process; it dies with the calling thread (see `task`).
+
+        Args:
+            spawner: starts it.
+            command: the arguments of `task.py`.
+            stdin: its standard input.
+            terminal: whether it writes to a terminal rather than a pipe.
+            fds: descriptors that it inherits.
+        """
+        self.make()
+        self._log = open(self.log, "wb", buffering=0)  # noqa: SIM115  (closed in close)
+        self._progress = ProgressFile(self.files[PROGRESS_FILE])
+        self.started = time.monotonic()
+        self._spawner = spawner
+        self._process = spawner.spawn(command, stdin, terminal, fds, self.env)
+        self.pid, self.stream = self._process.pid, self._process.stream
+
+    def progress(self) -> Progress:
+        """Its last report of progress."""
+        return self._progress.read() if self._progress is not None else Progress()
+
+    def read(self) -> bytes:
+        """The next bytes that the task wrote; b"" at the end."""
+        assert self.stream is not None
+        try:
+            data = os.read(self.stream, 1 << 16)
+        except OSError:  # Linux: EIO at the end of a pseudo-terminal
+            data = b""
+        if data and self._log is not None:
+            with contextlib.suppress(OSError):  # a full disk must not end the run
+                self._log.write(data)
+        return data
+
+    def has_ended(self) -> bool:
+        """Whether the task has ended. It is a zombie until `close`, so its group keeps its id."""
+        if self._process is None or self.status is not None:
+            return True
+        found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is not None:
+            exited = found.si_code == os.CLD_EXITED
+            self.status = found.si_status if exited else -found.si_status
+            self.ended = time.monotonic()
+        return self.status is not None
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the task and to all processes of its session's first group."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
 
     def close(self) -> None:
         """Frees the resources of the ended process."""

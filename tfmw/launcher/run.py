@@ -31,12 +31,11 @@ from typing import Any, NoReturn, TextIO
 
 from tfmw.cluster import Cluster
 from tfmw.errors import PREEMPTED, Preempted, TaskFailed, UsageError
-from tfmw.launcher import call, status_socket
+from tfmw.launcher import call, run_files
 from tfmw.launcher.attempt import FAREWELL_S, GRACE_S
 from tfmw.launcher.attempts import Job, run_job
 from tfmw.launcher.environment import compute_with_onednn, require_working_directory
 from tfmw.launcher.failure import Failure
-from tfmw.launcher.lone import keep_files
 from tfmw.launcher.options import AutoOnOff, RunOptions
 from tfmw.launcher.result import Result
 from tfmw.launcher.spawn import TASK_COMMAND
@@ -130,7 +129,7 @@ def run_here(argv: Sequence[str], *, module: bool = False) -> NoReturn:
     compute_with_onednn(os.environ)
     command = ["module" if module else "script", *argv]
     with contextlib.suppress(OSError, UsageError):  # it runs without `tfmw status` then
-        os.environ.update(keep_files(status_socket.directory(make=True), cluster, command))
+        os.environ.update(run_files.keep_files(cluster, command))
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [*TASK_COMMAND, *command])

@@ -1,13 +1,13 @@
-"""The socket on which a launcher tells its user about the run: `tfmw status`, `tfmw stacks`.
+"""The runs of this user that are alive, as files: what `tfmw status` and `tfmw stacks` read.
 
-    with Server(board): ...                        # in the launcher, as long as the run is alive
-    found = runs()                                 # in another terminal: [Run(...), ...]
-    found[0].ask("status")                         # what `Board.status` returns
+    with published(status): ...                    # in the launcher, as long as the run is alive
+    environ |= keep_files(cluster, command)        # a task without a launcher, before it begins
+    found = runs()                                 # in another terminal: [RunStatus(...), ...]
+    found[0].status()
 
-One socket for each run, in a directory of the user alone (mode 0700), itself of mode 0600. The
-server closes connections of other users, and a client does not use a directory that others could
-write. The protocol is one line each way: a question, and JSON. A task without a launcher has its
-files there instead (`lone`).
+Each run has a folder, <process id>-<run>, in a directory of the user alone (mode 0700). `run.json`
+describes it; the tasks' own files are where that says. A task without a launcher has its files
+beside it.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
+import shutil
 import stat
-import struct
-import threading
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfmw.cluster import Cluster
 from tfmw.errors import UsageError
-from tfmw.launcher.lone import LoneRun
-from tfmw.launcher.snapshot import Board
+from tfmw.launcher.process import Task
+from tfmw.launcher.run_status import RunStatus
 
 RUNTIME_DIRECTORY = "TFMW_RUNTIME_DIR"
-"""Variable: another directory for the sockets."""
+"""Variable: another directory for the folders."""
 
-_ANSWER_S = 30.0
-_SAMPLE_S = 1.0
-_QUESTIONS = ("status", "stacks")
+OWN_FILES = "TFMW_OWN_FILES"
+"""Variable with the folder of a task without a launcher."""
+
+_RUN = "run.json"
 
 
 def directory(make: bool = False) -> Path:
-    """The directory of this user's sockets.
+    """The directory of this user's runs.
 
     Args:
         make: whether to create it.
@@ -58,130 +60,104 @@ def directory(make: bool = False) -> Path:
         alone = found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
         if not (stat.S_ISDIR(found.st_mode) and alone):
             raise UsageError(
-                f"{path} is not a directory of this user alone (mode 0700): remove it, or set "
-                f"{RUNTIME_DIRECTORY} to another directory."
+                f"{path} is not a directory of this user alone: remove it, or name another one in "
+                f"{RUNTIME_DIRECTORY}."
             )
     return path
 
 
-class Server:
-    """Answers questions about a run, in a thread. Without a directory there is no socket.
+class Published:
+    """Lets other processes of this user read the state of a run, inside a `with`.
 
     Args:
-        board: what is known of the run.
+        status: of the run.
     """
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
-        self._path: Path | None = None
-        self._socket: socket.socket | None = None
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="tfmw-status", daemon=True)
+    def __init__(self, status: RunStatus) -> None:
+        self.status = status
+        self._folder: Path | None = None
 
-    def __enter__(self) -> Server:
-        with contextlib.suppress(OSError, UsageError):
-            path = directory(make=True) / f"{os.getpid()}-{self._board.directory.name}"
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            with _short(path) as name:
-                self._socket.bind(name)
-                os.chmod(name, 0o600)
-            self._socket.listen()
-            self._socket.settimeout(_SAMPLE_S)
-            self._path = path
-            self._thread.start()
+    def __enter__(self) -> Published:
+        with contextlib.suppress(OSError, UsageError):  # it runs without `tfmw status` then
+            self._folder = _new_folder(self.status.name)
+            self.update()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closed.set()
-        if self._path is not None:
-            with (
-                contextlib.suppress(OSError),
-                socket.socket(socket.AF_UNIX) as wakes,
-                _short(self._path) as name,
-            ):
-                wakes.connect(name)  # the thread need not wait for its time-out
-            self._path.unlink(missing_ok=True)
-        if self._socket is not None:
-            if self._thread.is_alive():
-                self._thread.join(timeout=2 * _SAMPLE_S)
-            self._socket.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _serve(self) -> None:
-        assert self._socket is not None
-        while not self._closed.is_set():
-            self._board.sample()
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # no question within the time
-                continue
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(_ANSWER_S)
-                if _user(connection) == os.getuid():
-                    self._answer(connection)
-
-    def _answer(self, connection: socket.socket) -> None:
-        question = connection.recv(100).decode("ascii", "replace").strip()
-        if question in _QUESTIONS:
-            answer = getattr(self._board, question)()
-            connection.sendall(json.dumps(answer).encode() + b"\n")
+    def update(self) -> None:
+        """Writes what has changed: another attempt, or a task that was started again."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                _write(self._folder, self.status)
 
 
-class Run:
-    """A run of this user that is alive.
+def keep_files(cluster: Cluster, command: Sequence[str]) -> dict[str, str]:
+    """Makes the files of this process's task; returns the variables that name them.
 
     Args:
-        path: of its socket.
+        cluster: which task of which cluster this process is.
+        command: the arguments of `task.py`.
+
+    Raises:
+        OSError, UsageError: they cannot be made.
     """
-
-    def __init__(self, path: Path) -> None:
-        pid, _, self.name = path.name.partition("-")
-        self.pid = int(pid)
-        self._path = path
-
-    def ask(self, question: str) -> Any:
-        """The answer to "status" or "stacks"; None if the run has ended."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_ANSWER_S)
-            try:
-                with _short(self._path) as name:
-                    connection.connect(name)
-            except (ConnectionRefusedError, FileNotFoundError):
-                self._path.unlink(missing_ok=True)  # its launcher was killed
-                return None
-            data = b""
-            with contextlib.suppress(ConnectionError):  # it ends at this moment
-                connection.sendall(question.encode() + b"\n")
-                while piece := connection.recv(1 << 16):
-                    data += piece
-        return json.loads(data) if data else None
+    folder = _new_folder(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    task = Task(cluster.task, cluster.index, folder, {})
+    task.make()
+    task.pid = os.getpid()
+    status = RunStatus(folder, command)
+    status.watch([task], 0, cluster.as_tf_config().get("cluster"))
+    _write(folder, status)
+    return {**{name: str(path) for name, path in task.files.items()}, OWN_FILES: str(folder)}
 
 
-def runs() -> list[Run | LoneRun]:
-    """The runs of this user, oldest first.
+def remove_files(environ: Mapping[str, str]) -> None:
+    """Removes the files, if this process is the one that keeps them."""
+    folder = environ.get(OWN_FILES, "")
+    if os.path.basename(folder).startswith(f"{os.getpid()}-"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def runs() -> list[RunStatus]:
+    """The runs of this user, oldest first. The folders of those that were killed are removed.
 
     Raises:
         UsageError: as in `directory`.
     """
+    found = []
+    for path in directory().glob("*-*"):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # it begins, or ends, just now
+            described = json.loads((path / _RUN).read_text())
+            own, process = _process(os.getpid()), _process(described["pid"])
+            if process == described["process"]:
+                found.append(described)
+            elif own["namespace"] == described["process"]["namespace"]:
+                shutil.rmtree(path, ignore_errors=True)
+    return [RunStatus.of(each) for each in sorted(found, key=lambda each: float(each["since"]))]
+
+
+def _new_folder(name: str) -> Path:
+    folder = directory(make=True) / f"{os.getpid()}-{name}"
+    runs()  # forgets those that were killed
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def _write(folder: Path, status: RunStatus) -> None:
+    text = json.dumps({**status.described(), "process": _process(status.pid)})
+    temporary = folder / f"{_RUN}.new"
+    temporary.write_text(text)
+    os.replace(temporary, folder / _RUN)
+
+
+def _process(pid: int) -> dict[str, Any]:
+    """What tells a process from a later one, or one of another container, with its number."""
     try:
-        paths = sorted(directory().iterdir(), key=lambda path: path.stat().st_mtime)
-    except FileNotFoundError:
-        return []
-    named = [path for path in paths if path.name.partition("-")[0].isdecimal()]
-    return [LoneRun(path) if path.is_dir() else Run(path) for path in named]
-
-
-def _user(connection: socket.socket) -> int:
-    """Who is at the other end: SO_PEERCRED of unix(7), pid, uid and gid."""
-    credentials = struct.Struct("3i")
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
-    return int(credentials.unpack(found)[1])
-
-
-@contextlib.contextmanager
-def _short(path: Path) -> Any:
-    """Another name of a path: that of a socket has 107 characters at most."""
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
-    finally:
-        os.close(folder)
+        # proc_pid_stat(5): the 22nd field is when it began; the name in brackets may have spaces.
+        began = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19]
+        return {"namespace": os.readlink(f"/proc/{pid}/ns/pid"), "began": began}
+    except (OSError, IndexError):
+        return {"namespace": "", "began": ""}

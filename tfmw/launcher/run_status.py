@@ -1,16 +1,16 @@
 """The state of a run that is alive, as JSON: what `tfmw status` shows.
 
-    board = Board(directory, command)
-    board.watch(attempt.tasks, 0)      # at the start of each attempt
-    board.status()                     # {"run": ..., "tasks": [{"task": "worker 0", ...}, ...]}
-    board.stacks()                     # {"worker 0": "Thread 0x... (most recent call first): ..."}
+    status = RunStatus(directory, command)
+    status.watch(attempt.tasks, 0)     # at the start of each attempt
+    status.status()                    # {"run": ..., "tasks": [{"task": "worker 0", ...}, ...]}
+    status.stacks()                    # {"worker 0": "Thread 0x... (most recent call first): ..."}
 
-The tasks' files say it, so a task that hangs is asked nothing; except for stacks.
+The tasks' files say it, so a task that hangs is asked nothing; except for stacks. `run_files`
+lets other processes of this user read the same.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import os
@@ -32,7 +32,7 @@ from tfmw.launcher.exchanges import (
     waiting_share,
 )
 from tfmw.launcher.failure import describe_status
-from tfmw.launcher.process import Task, task_name
+from tfmw.launcher.process import TaskFiles, task_name
 from tfmw.runtime.progress import JOINED, NOT_UP, UP
 from tfmw.runtime.recorder import NOBODY, Exchange
 from tfmw.runtime.stacks import is_installed
@@ -44,34 +44,42 @@ STRAGGLER_S = 10.0
 """Seconds between two looks for a straggler; a line names one that two looks have found."""
 
 _STAGES = {NOT_UP: "starting", UP: "joining", JOINED: "before its first step"}
-_SAMPLES = 30  # of the steps, one a second: the rate is of the last half minute
 _SHOWN_FRAMES = 3
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
-class Board:
-    """What is known of a run, between its attempts too.
+class RunStatus:
+    """The state of a run, between its attempts too.
 
     Args:
         directory: of the run.
         command: the arguments of its tasks.
+        pid: of its launcher.
+        since: when it began, in seconds of time.time().
     """
 
-    def __init__(self, directory: Path, command: Sequence[str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        command: Sequence[str],
+        pid: int | None = None,
+        since: float | None = None,
+    ) -> None:
         self.directory = directory
+        self.name = directory.name
+        self.pid = os.getpid() if pid is None else pid
         self._command = list(command)
         self._attempt = 0
-        self._tasks: list[Task] = []
-        self._elsewhere: dict[str, str] = {}  # task -> its host
-        self._since = time.time()
-        self._samples: collections.deque[tuple[float, int]] = collections.deque(maxlen=_SAMPLES)
+        self._tasks: Sequence[TaskFiles] = []
+        self._cluster: Mapping[str, Sequence[str]] = {}
+        self._since = time.time() if since is None else since
         self._look_at = 0.0  # for a straggler
         self._slowest: str | None = None  # in the last look
         self._named: str | None = None  # the straggler that a line has named
 
     def watch(
         self,
-        tasks: list[Task],
+        tasks: Sequence[TaskFiles],
         attempt: int,
         cluster: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
@@ -80,22 +88,50 @@ class Board:
         Args:
             tasks: on this host; those that replace them appear in the same list.
             attempt: its number.
-            cluster: addresses of all tasks by kind, where some are on other hosts.
+            cluster: addresses of all tasks by kind, if some are on other hosts.
         """
-        self._tasks, self._attempt = tasks, attempt
-        own = {task.name for task in tasks}
-        self._elsewhere = {
+        self._tasks, self._attempt, self._cluster = tasks, attempt, cluster or {}
+
+    def described(self) -> dict[str, Any]:
+        """All that another process needs, beside the tasks' files; see `of`."""
+        return {
+            "directory": str(self.directory),
+            "pid": self.pid,
+            "command": self._command,
+            "since": self._since,
+            "attempt": self._attempt,
+            "cluster": self._cluster,
+            "tasks": [
+                (task.kind, task.index, str(task.directory.parent), task.restart, task.pid)
+                for task in list(self._tasks)
+            ],
+        }
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> RunStatus:
+        """The run that another process has described."""
+        found = cls(
+            Path(described["directory"]),
+            described["command"],
+            described["pid"],
+            described["since"],
+        )
+        tasks = [
+            TaskFiles(kind, index, Path(folder), restart, pid)
+            for kind, index, folder, restart, pid in described["tasks"]
+        ]
+        found.watch(tasks, described["attempt"], described["cluster"])
+        return found
+
+    def _elsewhere(self) -> dict[str, str]:
+        """Task -> its host, of those on other hosts."""
+        own = {task.name for task in self._tasks}
+        return {
             name: split(address)[0]
-            for kind, addresses in (cluster or {}).items()
+            for kind, addresses in self._cluster.items()
             for index, address in enumerate(addresses)
             if (name := task_name(kind, index)) not in own
         }
-        self._samples.clear()
-
-    def sample(self) -> None:
-        """Notes how far the run is; call it about once a second."""
-        steps = [task.progress().step for task in list(self._tasks)]
-        self._samples.append((time.monotonic(), max(steps, default=NOT_UP)))
 
     def exchanges(self) -> dict[str, list[Exchange]]:
         """The last exchanges of each task that makes some."""
@@ -116,7 +152,7 @@ class Board:
         self._named = name
         return [found]
 
-    def killed(self, tasks: Sequence[Task]) -> list[str]:
+    def killed(self, tasks: Sequence[TaskFiles]) -> list[str]:
         """Log lines: in or before which exchange tasks were killed, of those that a signal ended.
 
         Args:
@@ -144,16 +180,16 @@ class Board:
         by_task = self.exchanges()
         late = missing(by_task)
         return {
-            "run": self.directory.name,
+            "run": self.name,
             "directory": str(self.directory),
-            "pid": os.getpid(),
+            "pid": self.pid,
             "command": self._command[1:],
             "since": self._since,
             "attempt": self._attempt,
-            "steps_per_s": self._rate(),
+            "steps_per_s": max((t.progress().steps_per_s for t in self._tasks), default=0) or None,
             "missing": None if late is None else {"sentence": str(late), "seconds": late.seconds},
             "straggler": straggler(by_task),
-            "elsewhere": self._elsewhere,
+            "elsewhere": self._elsewhere(),
             "tasks": [self._state(task, by_task.get(task.name, [])) for task in list(self._tasks)],
         }
 
@@ -169,16 +205,9 @@ class Board:
                 found[task.name] = "it is stopped by a signal; kill -CONT lets it go on"
             else:
                 found[task.name] = task.stacks(STACKS_S) or "it writes no stacks"
-        return found | {task: f"it runs on {host}" for task, host in self._elsewhere.items()}
+        return found | {task: f"it runs on {host}" for task, host in self._elsewhere().items()}
 
-    def _rate(self) -> float | None:
-        training = [(at, step) for at, step in self._samples if step >= 0]
-        if len(training) < 2 or training[-1][0] <= training[0][0]:
-            return None
-        (begin, first), (end, last) = training[0], training[-1]
-        return (last - first) / (end - begin)
-
-    def _state(self, task: Task, found: Sequence[Exchange]) -> dict[str, Any]:
+    def _state(self, task: TaskFiles, found: Sequence[Exchange]) -> dict[str, Any]:
         progress = task.progress()
         last = found[-1] if found else None
         inside = last is not None and not last.done
@@ -202,17 +231,17 @@ class Board:
         }
 
 
-def _stage(task: Task, step: int, blocked_in: str) -> str:
+def _stage(task: TaskFiles, step: int, blocked_in: str) -> str:
     if not task.pid:
         return _STAGES[NOT_UP]
     if task.has_ended():
-        return f"ended with status {task.status}"
+        return "ended" if task.status is None else f"ended with status {task.status}"
     if task.stopped():
         return "stopped by a signal"
     return f"in {blocked_in}" if blocked_in else _STAGES.get(step, "training")
 
 
-def sentence(late: Missing, tasks: Sequence[Task], stacks_s: float = STACKS_S) -> str:
+def sentence(late: Missing, tasks: Sequence[TaskFiles], stacks_s: float = STACKS_S) -> str:
     """One sentence: which task the others wait for, and where it is."""
     task = next(task for task in tasks if task.name == late.task)
     if task.has_ended():

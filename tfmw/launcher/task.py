@@ -85,7 +85,7 @@ def _write_stacks_on_request() -> None:
 
 
 def _remove_own_files() -> None:
-    from tfmw.launcher.lone import remove_files
+    from tfmw.launcher.run_files import remove_files
 
     remove_files(os.environ)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +30,9 @@ NOT_UP, UP, JOINED = -3, -2, -1
 AT_THE_END = "the wait for other tasks"
 """The blocking call of a task that is done: other tasks may take as long as they like."""
 
-_LAYOUT = struct.Struct("=qq32s")  # step, number of reports, name of a blocking call
+_LAYOUT = struct.Struct("=qq32sd")  # the fields of `Progress`
+
+_RATE_S = 15.0  # the rate is that of this many seconds to twice as many
 
 
 class Progress(NamedTuple):
@@ -39,21 +42,23 @@ class Progress(NamedTuple):
         step: training steps done; negative values: the stages of its start.
         reports: number of reports so far.
         blocked_in: the blocking call that it is in; "" for none.
+        steps_per_s: the rate of its last training steps; 0.0: unknown.
     """
 
     step: int = NOT_UP
     reports: int = 0
     blocked_in: str = ""
+    steps_per_s: float = 0.0
 
     def packed(self) -> bytes:
         """The content of the file."""
-        return _LAYOUT.pack(self.step, self.reports, self.blocked_in.encode())
+        return _LAYOUT.pack(self.step, self.reports, self.blocked_in.encode(), self.steps_per_s)
 
     @classmethod
     def unpacked(cls, data: bytes) -> Progress:
         """The inverse of `packed`. Raises struct.error if there are too few bytes."""
-        step, reports, blocked_in = _LAYOUT.unpack(data)
-        return cls(step, reports, blocked_in.rstrip(b"\0").decode("utf-8", "replace"))
+        step, reports, blocked_in, rate = _LAYOUT.unpack(data)
+        return cls(step, reports, blocked_in.rstrip(b"\0").decode("utf-8", "replace"), rate)
 
 
 class _Reporter:
@@ -63,6 +68,7 @@ class _Reporter:
         self._path: str | None = None
         self._file = -1
         self._last = Progress()
+        self._marks = [(0.0, -1), (0.0, -1)]  # two former reports: monotonic seconds, step
         self.blocking_calls: list[str] = []  # of all threads
 
     def report(self, step: int | None = None) -> None:
@@ -77,9 +83,20 @@ class _Reporter:
             last.step if step is None else step,
             last.reports + 1,
             self.blocking_calls[-1] if self.blocking_calls else "",
+            last.steps_per_s if step is None else self._rate(step),
         )
         with contextlib.suppress(OSError):  # a full disk must not end the training
             os.pwrite(self._file, self._last.packed(), 0)
+
+    def _rate(self, step: int) -> float:
+        now = time.monotonic()
+        (since, first), (later, _) = self._marks
+        if first < 0 or step < first:  # the first step, or another training
+            self._marks = [(now, step), (now, step)]
+            return 0.0
+        if now - later > _RATE_S:
+            self._marks = [self._marks[1], (now, step)]
+        return (step - first) / (now - since) if now > since else 0.0
 
     def _open(self, path: str | None) -> None:
         self._path, self._file = path, -1

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tfmw.errors import UsageError
-from tfmw.launcher import status_socket
-from tfmw.launcher.lone import LoneRun
+from tfmw.launcher import run_files
+from tfmw.launcher.run_status import RunStatus
 from tfmw.tools.engine_options import add_settings, attached
 
 COMMANDS = ("status", "stacks")
@@ -68,7 +68,7 @@ def main(options: argparse.Namespace, out: Callable[[str], None] = print) -> int
     if options.command == "stacks" and len(found) > 1:
         names = ", ".join(run.name for run in found)
         raise UsageError(f"several runs are alive: {names}; name one: tfmw stacks {found[0].name}")
-    answers = [a for run in found if (a := run.ask(options.command)) is not None]
+    answers = [getattr(run, options.command)() for run in found]
     if not answers:
         out("no run of this user is alive on this machine")
         return 1
@@ -82,8 +82,8 @@ def main(options: argparse.Namespace, out: Callable[[str], None] = print) -> int
     return 0
 
 
-def _chosen(name: str | None) -> list[status_socket.Run | LoneRun]:
-    found = status_socket.runs()
+def _chosen(name: str | None) -> list[RunStatus]:
+    found = run_files.runs()
     if name is None:
         return found
     chosen = [run for run in found if name == str(run.pid) or run.name.endswith(name)]
