@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from bench.works import WORKS
-from tfmw.runtime.ports import reserved_ports
+from tfmw.runtime.sockets import reserved_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 400

@@ -25,7 +25,7 @@ from tfmw.engines.ray import RayTasks
 from tfmw.engines.ray_place import RayPlace
 from tfmw.errors import TaskFailed, UsageError
 from tfmw.launcher import call
-from tfmw.runtime.ports import reserved_ports
+from tfmw.runtime.sockets import reserved_ports
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tfmw.runtime.etcd import Client
-from tfmw.runtime.ports import reserved_ports
+from tfmw.runtime.sockets import reserved_ports
 
 
 @contextlib.contextmanager

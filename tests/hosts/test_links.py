@@ -18,7 +18,7 @@ from tfmw.cluster import addresses
 from tfmw.errors import ClusterError
 from tfmw.hosts.links import HostLinks, why_not_connected
 from tfmw.remote.messages import End, Greeting, Ready
-from tfmw.runtime.ports import reserved_ports
+from tfmw.runtime.sockets import reserved_ports
 
 TOKEN = b"the token of these tests"
 STRANGERS = 100_000 if os.environ.get("TFMW_TEST_HOSTS") == "all" else 1_000

@@ -45,8 +45,8 @@ from tfmw.launcher.output import Display, collapse
 from tfmw.launcher.result import lines_about
 from tfmw.launcher.run import launch_tasks
 from tfmw.launcher.spawn import TASK_COMMAND
-from tfmw.runtime.ports import reserved_ports
 from tfmw.runtime.recorded_errors import record_error
+from tfmw.runtime.sockets import reserved_ports
 
 PROGRAM = str(PROGRAMS / "launch_tasks.py")
 NO_INIT = {"TFMW_NO_INIT": "1"}

@@ -20,7 +20,7 @@ from tests.helpers.threads import Exchange, in_threads
 from tfmw.mirrored.collectives import links, listener, ring
 from tfmw.mirrored.collectives.parts import even_cuts
 from tfmw.mirrored.collectives.ring import Ring, RingBroken
-from tfmw.runtime import recorder
+from tfmw.runtime import recorder, sockets
 
 Array = np.ndarray[Any, Any]
 KEY = b"k" * 32
@@ -501,7 +501,7 @@ def test_infinities_are_summed_without_a_warning(joined):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_worker_is_reached_by_address_and_by_name(host):
-    with listener._listen(host) as server:
+    with sockets.listen(host) as server:
         with socket.create_connection((host, server.getsockname()[1]), timeout=5):
             server.accept()[0].close()
         only_there = server.getsockname()[0] == host

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from tfmw.engines.agent import wait_connected
-from tfmw.engines.controller import any_port
 from tfmw.errors import TfmwError
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
@@ -35,6 +34,7 @@ from tfmw.remote.messages import (
     decode,
     encode,
 )
+from tfmw.runtime import sockets
 
 TOKEN = b"the token of these tests"
 PATIENT = Timing(beat_s=0.1, silence_s=10.0, hello_s=10.0)
@@ -60,7 +60,7 @@ class Peer:
 
 @contextlib.contextmanager
 def leader(timing: Timing = PATIENT) -> Iterator[Peer]:
-    peer = Peer(timing, listener=any_port())
+    peer = Peer(timing, listener=sockets.listen())
     with peer.links:
         yield peer
 

@@ -9,7 +9,6 @@ Standard library only.
 from __future__ import annotations
 
 import contextlib
-import errno
 import ipaddress
 import os
 import re
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfmw.errors import ClusterError
+from tfmw.runtime import sockets
 
 DEFAULT_PORT = 2222
 
@@ -125,25 +125,18 @@ def listen(address: str) -> socket.socket:
     Raises:
         ClusterError: the port is taken, or reserved for privileged users.
     """
-    host, port = split(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    server = socket.socket(family, socket.SOCK_STREAM)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        # All interfaces, as TensorFlow's server: `host` may be a name that only other hosts
+        # At all addresses, as TensorFlow's server: the host may be a name that only other hosts
         # resolve.
-        server.bind(("", port))
-        server.listen(1024)
-    except OSError as e:
-        server.close()
-        if e.errno in (errno.EADDRINUSE, errno.EACCES):
-            raise ClusterError(
-                f"port {port} of this task's address {address!r} cannot be used "
-                f"({os.strerror(e.errno)}): stop the process that holds it, or give this task "
-                "another port in every task's description of the cluster."
-            ) from None
-        raise
-    return server
+        return sockets.listen(port=split(address)[1])
+    except OSError as error:
+        if error.errno not in sockets.TAKEN:
+            raise
+        raise ClusterError(
+            f"port {split(address)[1]} of this task's address {address!r} cannot be used "
+            f"({os.strerror(error.errno)}): stop the process that holds it, or give this task "
+            "another port in every task's description of the cluster."
+        ) from None
 
 
 def check_port_free(address: str) -> None:

@@ -28,6 +28,7 @@ from tfmw.cluster.check_findings import Findings
 from tfmw.cluster.check_peers import CONNECT_S, PROTOCOL, Peers
 from tfmw.cluster.cluster import Cluster
 from tfmw.cluster.handshake import Hello, differences
+from tfmw.runtime import sockets
 from tfmw.runtime import versions as installed
 
 _SHARED_S = 10.0  # until a new file is visible on another machine: NFS caches listings
@@ -122,7 +123,7 @@ def _check_cluster(
             f"{cluster.address!r}, the address of this task ({cluster.task_name}), is not an "
             "address of this machine: correct the task's index or its address"
         )
-    any_port = addresses.listen(f"{addresses.split(cluster.address)[0]}:0")
+    any_port = sockets.listen()
     with Peers(cluster, findings) as peers, any_port:
         local = own_hello(any_port.getsockname()[1])
         peers.open(local)

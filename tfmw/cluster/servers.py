@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ import tensorflow as tf
 from tfmw.cluster import Cluster, addresses
 from tfmw.cluster.control import ControlServer, wait_for_end
 from tfmw.errors import UsageError
+from tfmw.runtime import sockets
 
 logger = logging.getLogger("tfmw")
 
@@ -184,6 +184,5 @@ def threads_of_a_task(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
+    with sockets.listen() as probe:
         return int(probe.getsockname()[1])

@@ -61,8 +61,8 @@ from tfmw.remote.messages import (
     Taken,
 )
 from tfmw.remote.tasks import TasksOfOneMachine
-from tfmw.runtime.ports import reserved_ports
 from tfmw.runtime.signals import Signals
+from tfmw.runtime.sockets import reserved_ports
 
 CONTACT, PAYLOAD = "contact.json", "payload"
 """Files that the controller writes into the folder of a job, where all hosts share it."""

@@ -15,7 +15,6 @@ import itertools
 import json
 import pickle
 import queue
-import socket
 import time
 import traceback
 from pathlib import Path
@@ -31,6 +30,7 @@ from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
 from tfmw.launcher.result import Result
 from tfmw.remote.links import Links
 from tfmw.remote.messages import Hello, Message
+from tfmw.runtime import sockets
 from tfmw.runtime.signals import Signals
 
 CANCEL = "cancel"
@@ -43,13 +43,6 @@ knows whether the job is queued again, so the controller writes no last state.""
 _POLL_S = 0.1
 _GROW_EVERY_S = 10.0
 _ENDED = dict(zip((0, 1, 2, PREEMPTED), ("done", "failed", "failed", "preempted"), strict=True))
-
-
-def any_port() -> socket.socket:
-    """A listening socket on a free port of all addresses of this machine."""
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    return socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=128)
 
 
 class Controller:
@@ -81,7 +74,7 @@ class Controller:
         with own_files.append(self._folder / jobs.OUTPUT) as output:
             self._output = output
             try:
-                token, listener = self._spec.token.encode(), any_port()
+                token, listener = self._spec.token.encode(), sockets.listen()
                 port = listener.getsockname()[1]
                 with Links(token, self._inbox.put, TIMING, listener, self._welcome) as links:
                     state, problem = self._run_attempts(links, port)

@@ -7,8 +7,6 @@ links.to_leader(message)
 
 from __future__ import annotations
 
-import errno
-import ipaddress
 import socket
 from collections.abc import Sequence
 
@@ -17,6 +15,7 @@ from tfmw.errors import ClusterError
 from tfmw.hosts.actions import HEARTBEAT_S, SILENCE_S
 from tfmw.remote.links import CLOSED, Links, Post, Timing
 from tfmw.remote.messages import Greeting, Message
+from tfmw.runtime import sockets
 
 TIMING = Timing(HEARTBEAT_S, SILENCE_S, hello_s=3.0)
 
@@ -71,20 +70,10 @@ def why_not_connected(problems: Sequence[str]) -> str:
 
 
 def _listening(address: str) -> socket.socket:
-    """Listens at an IP address of this machine, or at all of its addresses.
-
-    A name may mean another address here than for others (127.0.1.1 on Debian).
-    """
     host, port = addresses.split(address)
     try:
-        version = ipaddress.ip_address(host).version
-        family = socket.AF_INET6 if version == 6 else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=128)
-    except ValueError:
-        return addresses.listen(address)
+        return sockets.listen(host, port)
     except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            return addresses.listen(address)
         raise ClusterError(
             f"port {port} of this host's address {address!r} cannot be used ({error.strerror}): "
             "stop the process that holds it, or give this host another port in every --hosts."

@@ -44,9 +44,9 @@ from tfmw.launcher.watchdog import (
     TaskStatus,
     Watchdog,
 )
-from tfmw.runtime.ports import reserved_ports
 from tfmw.runtime.progress import AT_THE_END
 from tfmw.runtime.signals import Signals
+from tfmw.runtime.sockets import reserved_ports
 from tfmw.trackers import RUN_ID
 
 GRACE_S = 1.0

@@ -21,7 +21,7 @@ from typing import Any
 from tfmw.launcher.attempt import Attempt, AttemptContext
 from tfmw.launcher.failure import Failure
 from tfmw.remote.messages import Report, RestartReply, Start
-from tfmw.runtime.ports import reserved_ports
+from tfmw.runtime.sockets import reserved_ports
 from tfmw.trackers import RUN_ID
 
 

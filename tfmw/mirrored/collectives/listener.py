@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hmac
-import ipaddress
 import os
 import secrets
 import selectors
@@ -40,6 +39,7 @@ from tfmw.mirrored.collectives.links import (
     SharedSender,
     mapped,
 )
+from tfmw.runtime import sockets
 from tfmw.runtime.connections import keep_alive
 
 CONNECT_S = 5.0
@@ -116,7 +116,7 @@ class Listener:
     """
 
     def __init__(self, host: str):
-        self._tcp = _listen(host)
+        self._tcp = sockets.listen(host)
         self._unix = socket.socket(socket.AF_UNIX)
         own_machine, name = machine(), ""
         if own_machine is not None:
@@ -276,20 +276,6 @@ def machine() -> list[Any] | None:
 
 def _same_machine(one: Address, other: Address) -> bool:
     return one["machine"] is not None and one["machine"] == other["machine"]
-
-
-def _listen(host: str) -> socket.socket:
-    """A listening socket on a free port: of this IP address, or of all behind a name.
-
-    A machine may resolve its own name to another address than other machines (127.0.1.1 on Debian).
-    """
-    with contextlib.suppress(ValueError, OSError):
-        version = ipaddress.ip_address(host).version
-        family = socket.AF_INET6 if version == 6 else socket.AF_INET
-        return socket.create_server((host, 0), family=family)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
 
 
 def _tuned(peer: socket.socket) -> socket.socket:

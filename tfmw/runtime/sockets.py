@@ -1,9 +1,16 @@
-"""Free TCP ports of this machine, all different, reserved until the tasks start."""
+"""Listening sockets, and free TCP ports of this machine that are reserved until tasks start.
+
+    listen("10.0.0.7", 2222)      # at that address; at all of this machine's without one
+    with reserved_ports(2) as ports: ...
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import itertools
 import random
 import socket
@@ -11,6 +18,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tfmw.errors import UsageError
+
+TAKEN = (errno.EADDRINUSE, errno.EACCES)
+"""Errors of a port that another process has, or that is reserved for privileged users."""
+
+_BACKLOG = 1024
+
+
+def listen(host: str = "", port: int = 0) -> socket.socket:
+    """A listening socket at an IP address of this machine, or at all of its addresses.
+
+    A name may mean another address here than for others (127.0.1.1 on Debian).
+
+    Args:
+        host: an IP address; with anything else, and an address that is not this machine's, all.
+        port: 0 for any that is free.
+
+    Raises:
+        OSError: with an errno in `TAKEN`, the port cannot be used.
+    """
+    try:
+        version = ipaddress.ip_address(host).version
+        family = socket.AF_INET6 if version == 6 else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except ValueError:
+        pass
+    except OSError as error:
+        if error.errno in TAKEN:
+            raise
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=_BACKLOG)
 
 
 @contextlib.contextmanager
@@ -58,6 +96,6 @@ def _bind(port: int) -> socket.socket | None:
             return listener
         except OSError as error:
             listener.close()
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            if error.errno in TAKEN:
                 return None
     raise UsageError("no TCP socket can be opened on this machine; tfmw run needs a network stack.")
