@@ -25,7 +25,7 @@ from tfmw.errors import UsageError
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from tfmw.cluster.servers import Joined as JoinedServers
+    from tfmw.cluster.servers import JoinedServers
 
 
 def multi_worker_mirrored(
@@ -157,7 +157,7 @@ def parameter_server(
             "sync_replicas=True does not have: leave them out, or train asynchronously."
         )
     partition = servers.partition_of(partitioner, min_shard_bytes, len(resolved.ps))
-    joined.servers.settings = servers.Settings(
+    joined.servers.settings = servers.ServerSettings(
         partition, sync_replicas, replicas_to_aggregate, prefetch_rows, row_compression
     )
     tables.create_on_servers(partition, len(resolved.ps), max_whole_bytes)

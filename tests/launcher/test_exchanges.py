@@ -19,18 +19,18 @@ from tfmw.launcher.process import Task, TaskFiles
 from tfmw.launcher.run_files import Published
 from tfmw.launcher.run_status import RunStatus, innermost
 from tfmw.runtime import recorder
-from tfmw.runtime.recorder import NOBODY, Exchange
+from tfmw.runtime.recorder import NOBODY, RecordedExchange
 
 
-def exchange(number: int, done: bool = True, waiting_for: int = NOBODY) -> Exchange:
+def exchange(number: int, done: bool = True, waiting_for: int = NOBODY) -> RecordedExchange:
     at = number + 0.5 if done else 0.0
-    return Exchange(number, number, 8, number, 0.0, at, 0.1, waiting_for, "g")
+    return RecordedExchange(number, number, 8, number, 0.0, at, 0.1, waiting_for, "g")
 
 
-def run_of(own_s: float, steps: int = 30, input_s: float = 0.0) -> list[Exchange]:
+def run_of(own_s: float, steps: int = 30, input_s: float = 0.0) -> list[RecordedExchange]:
     """The exchanges of a worker: one a second, `own_s` after the last one."""
     return [
-        Exchange(n, n, 8, n + own_s, n * input_s, n + 1.0, 0.0, NOBODY, "gradients")
+        RecordedExchange(n, n, 8, n + own_s, n * input_s, n + 1.0, 0.0, NOBODY, "gradients")
         for n in range(1, steps + 1)
     ]
 
@@ -147,7 +147,7 @@ def test_where_a_killed_task_was() -> None:
 
 
 @pytest.mark.parametrize("found", [[], [exchange(7)]])
-def test_nobody_is_missing(found: list[Exchange]) -> None:
+def test_nobody_is_missing(found: list[RecordedExchange]) -> None:
     assert missing({"worker 0": found, "worker 1": found}) is None
 
 
@@ -176,11 +176,11 @@ class MadeTask:
     """A task, as far as its exchanges go."""
 
     name: str
-    made: list[Exchange]
+    made: list[RecordedExchange]
     kind: str = "worker"
     status: int | None = None
 
-    def exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> list[RecordedExchange]:
         return self.made
 
 

@@ -27,7 +27,7 @@ from tfmw.cluster import addresses, check_directories
 from tfmw.cluster.check_findings import Findings
 from tfmw.cluster.check_peers import CONNECT_S, PROTOCOL, Peers
 from tfmw.cluster.cluster import Cluster
-from tfmw.cluster.handshake import Hello, differences
+from tfmw.cluster.handshake import TaskDescription, differences
 from tfmw.runtime import sockets
 from tfmw.runtime import versions as installed
 
@@ -67,7 +67,7 @@ def report(
     leaves_markers = not several or cluster.task_name == next(iter(tasks))
     with check_directories.markers(directories if leaves_markers else {}, findings) as markers:
 
-        def own_hello(any_port: int | None = None) -> Hello:
+        def own_hello(any_port: int | None = None) -> TaskDescription:
             backend, gpus = find_devices()  # takes seconds; the port is already open
             if backend != "tensorflow":
                 findings.failed(
@@ -80,7 +80,7 @@ def report(
                 "any port": any_port,
             }
             facts = {**versions(), **paths}
-            return Hello(PROTOCOL, cluster.task_name, tasks, facts, details)
+            return TaskDescription(PROTOCOL, cluster.task_name, tasks, facts, details)
 
         if several:
             _check_cluster(cluster, own_hello, findings, timeout_s)
@@ -104,7 +104,9 @@ def _listed(facts: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {facts[name]}" for name in versions())
 
 
-def _check_single(local: Hello, directories: Mapping[str, str], findings: Findings) -> None:
+def _check_single(
+    local: TaskDescription, directories: Mapping[str, str], findings: Findings
+) -> None:
     findings.ok(f"one process; {_listed(local.facts)}; GPUs: {local.details['gpus']}")
     for option, marker in local.details["markers"].items():
         if marker is not None:
@@ -112,7 +114,10 @@ def _check_single(local: Hello, directories: Mapping[str, str], findings: Findin
 
 
 def _check_cluster(
-    cluster: Cluster, own_hello: Callable[[int], Hello], findings: Findings, timeout_s: float
+    cluster: Cluster,
+    own_hello: Callable[[int], TaskDescription],
+    findings: Findings,
+    timeout_s: float,
 ) -> None:
     """The check of a cluster of several tasks."""
     assert cluster.address is not None
@@ -173,7 +178,7 @@ def _unreached(name: str, address: str, problem: str, timeout_s: float) -> str:
     )
 
 
-def _compare(local: Hello, peers: Peers, findings: Findings, patience_s: float) -> None:
+def _compare(local: TaskDescription, peers: Peers, findings: Findings, patience_s: float) -> None:
     """Compares the tasks; both tasks of a pair print its differences."""
     before = findings.failures
     hellos = dict(peers.hellos)
@@ -203,7 +208,10 @@ def _compare(local: Hello, peers: Peers, findings: Findings, patience_s: float) 
 
 
 def _connect_next_in_ring(
-    cluster: Cluster, local: Hello, hellos: Mapping[str, Hello], findings: Findings
+    cluster: Cluster,
+    local: TaskDescription,
+    hellos: Mapping[str, TaskDescription],
+    findings: Findings,
 ) -> None:
     """Connects to the next worker on a port that its system chose, as the ring all-reduce does."""
     workers = cluster.tasks("chief", "worker")

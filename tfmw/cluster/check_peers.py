@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from tfmw.cluster import Cluster, addresses
 from tfmw.cluster.check_findings import Findings
-from tfmw.cluster.handshake import Channel, Hello, HelloServer, NotATask
+from tfmw.cluster.handshake import Channel, HelloServer, NotATask, TaskDescription
 from tfmw.errors import ClusterError
 
 PROTOCOL = "check"
@@ -36,12 +36,12 @@ class Peers:
 
     def __init__(self, cluster: Cluster, findings: Findings):
         assert cluster.address is not None
-        self.hellos: dict[str, Hello] = {}
+        self.hellos: dict[str, TaskDescription] = {}
         self.clocks_ahead: dict[str, float] = {}
         self._id = secrets.token_hex(8)
         self._task = cluster.task_name
         self._tasks = cluster.tasks()
-        self._hello: Hello | None = None
+        self._hello: TaskDescription | None = None
         self._ready = threading.Event()
         self._changed = threading.Condition()
         self._ids: dict[str, str] = {self._task: self._id}
@@ -63,7 +63,7 @@ class Peers:
         if self._server is not None:
             self._server.close()
 
-    def open(self, hello: Hello) -> None:
+    def open(self, hello: TaskDescription) -> None:
         """Responds to other tasks from now on, including those that have already connected."""
         self._hello = hello
         self._ready.set()
@@ -105,7 +105,7 @@ class Peers:
                 max(0.0, deadline + CONNECT_S - time.monotonic()),
             )
 
-    def _own_hello(self, leaving: bool = False) -> Hello:
+    def _own_hello(self, leaving: bool = False) -> TaskDescription:
         assert self._hello is not None
         details = {"id": self._id, "clock": time.time(), "leaving": leaving}
         return dataclasses.replace(self._hello, details={**self._hello.details, **details})
@@ -117,7 +117,7 @@ class Peers:
                 channel.send(self._own_hello(leaving).message())
                 # A task that has just started responds once it has imported TensorFlow.
                 timeout_s = max(CONNECT_S, deadline - time.monotonic())
-                remote = Hello.of(channel.receive(timeout_s), PROTOCOL)
+                remote = TaskDescription.of(channel.receive(timeout_s), PROTOCOL)
             self._record(remote)
         except NotATask:
             return "no tfmw check responds there"
@@ -129,14 +129,14 @@ class Peers:
             return error.strerror or str(error)
         return None if remote.task == name else f"{remote.task} responds there"
 
-    def _greet(self, remote: Hello, channel: Channel) -> None:
+    def _greet(self, remote: TaskDescription, channel: Channel) -> None:
         with channel, contextlib.suppress(OSError):
             self._record(remote)
             self._ready.wait()
             channel.send(self._own_hello().message())
             channel.wait_closed(CONNECT_S)  # the other side closes first: this port is left free
 
-    def _record(self, remote: Hello) -> None:
+    def _record(self, remote: TaskDescription) -> None:
         """Stores another task's hello. Raises NotATask if details are missing."""
         try:
             process, clock = str(remote.details["id"]), float(remote.details["clock"])

@@ -31,9 +31,9 @@ from typing import Any
 from tfmw.cluster import Cluster, addresses
 from tfmw.cluster.handshake import (
     Channel,
-    Hello,
     HelloServer,
     NotATask,
+    TaskDescription,
     difference,
     notice_of_waiting,
 )
@@ -57,9 +57,9 @@ Longer than it takes to notice it by the connection of this module, which also e
 """
 
 
-def _hello(cluster: Cluster, facts: Mapping[str, str]) -> Hello:
+def _hello(cluster: Cluster, facts: Mapping[str, str]) -> TaskDescription:
     tasks = cluster.tasks("chief", "worker", "ps")
-    return Hello(_PROTOCOL, cluster.task_name, tasks, dict(facts))
+    return TaskDescription(_PROTOCOL, cluster.task_name, tasks, dict(facts))
 
 
 class AlreadyCoordinated(ClusterError):
@@ -158,7 +158,7 @@ class ControlServer:
                 channel.send(message)  # the connection stays open: servers outlive this process
         self._listener.close()
 
-    def _greet(self, hello: Hello, channel: Channel) -> None:
+    def _greet(self, hello: TaskDescription, channel: Channel) -> None:
         problem = difference(self._hello, hello)
         if problem is None and hello.task == self._hello.task:
             with channel, contextlib.suppress(OSError):
@@ -212,7 +212,7 @@ class ControlServer:
             limit_silence(peers, SILENCE_S)
 
 
-def _is_coordinated(hello: Hello) -> bool:
+def _is_coordinated(hello: TaskDescription) -> bool:
     """Whether a coordinator of the same cluster listens at the chief's address."""
     try:
         with Channel.connect(hello.tasks["chief"], _CONNECT_S) as channel:
@@ -225,7 +225,7 @@ def _is_coordinated(hello: Hello) -> bool:
 class _Coordinator:
     """The coordinator as a server sees it: its address, and the last problem with it."""
 
-    def __init__(self, hello: Hello):
+    def __init__(self, hello: TaskDescription):
         self._hello = hello
         self._address = hello.tasks["chief"]
         self.was_there = False

@@ -1,8 +1,9 @@
 """How tasks of a cluster meet and compare: each sends a hello, one line of JSON over TCP.
 
-    local = Hello("rendezvous", "worker 1", {"worker 0": "h0:2222", ...}, {"keras": "3.15.1"})
+    tasks = {"worker 0": "h0:2222", ...}
+    local = TaskDescription("rendezvous", "worker 1", tasks, {"keras": "3.15.1"})
 
-    def greet(remote: Hello, channel: Channel) -> None: ...      # runs in a thread per connection
+    def greet(remote: TaskDescription, channel: Channel) -> None: ...      # in a thread for each
     with HelloServer("h0:2222", "rendezvous", greet): ...
 
     with Channel.connect("h0:2222", timeout_s=5) as channel:
@@ -45,7 +46,7 @@ class NotATask(OSError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Hello:
+class TaskDescription:
     """A task's description of itself and of the cluster.
 
     Attributes:
@@ -68,7 +69,7 @@ class Hello:
         return {"tfmw": fields.pop("protocol"), **fields}
 
     @classmethod
-    def of(cls, message: Mapping[str, Any], protocol: str) -> Hello:
+    def of(cls, message: Mapping[str, Any], protocol: str) -> TaskDescription:
         """The hello in a message.
 
         Raises:
@@ -85,12 +86,12 @@ class Hello:
         return hello
 
 
-def difference(local: Hello, remote: Hello) -> str | None:
+def difference(local: TaskDescription, remote: TaskDescription) -> str | None:
     """One sentence on the first difference between two tasks; None where they agree."""
     return next(differences(local, remote), None)
 
 
-def differences(local: Hello, remote: Hello) -> Iterator[str]:
+def differences(local: TaskDescription, remote: TaskDescription) -> Iterator[str]:
     """One sentence for each difference between two tasks, those of the cluster first."""
     yield from _cluster_differences(local, remote)
     for name in sorted({*local.facts, *remote.facts}):
@@ -102,7 +103,7 @@ def differences(local: Hello, remote: Hello) -> Iterator[str]:
             )
 
 
-def _cluster_differences(local: Hello, remote: Hello) -> Iterator[str]:
+def _cluster_differences(local: TaskDescription, remote: TaskDescription) -> Iterator[str]:
     advice = 'Give every task the same "cluster" in TF_CONFIG.'
     jobs = dict.fromkeys(name.partition(" ")[0] for name in (*local.tasks, *remote.tasks))
     for job in jobs:
@@ -238,7 +239,9 @@ class HelloServer:
         ClusterError: the port is taken.
     """
 
-    def __init__(self, address: str, protocol: str, greet: Callable[[Hello, Channel], None]):
+    def __init__(
+        self, address: str, protocol: str, greet: Callable[[TaskDescription, Channel], None]
+    ):
         self._listener = addresses.listen(address)
         self._protocol = protocol
         self._greet = greet
@@ -267,7 +270,7 @@ class HelloServer:
     def _receive_hello(self, peer: socket.socket) -> None:
         channel = Channel(peer)
         try:
-            hello = Hello.of(channel.receive(_HELLO_S), self._protocol)
+            hello = TaskDescription.of(channel.receive(_HELLO_S), self._protocol)
         except OSError as error:
             logger.debug("a connection to the port of this task was closed: %s", error)
             channel.close()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tfmw import trackers
 from tfmw.cluster import membership, rendezvous
 from tfmw.cluster.cluster import Cluster
-from tfmw.cluster.membership import Joined
+from tfmw.cluster.membership import JoinedCluster
 from tfmw.errors import UsageError
 from tfmw.runtime.imports import collector_paused
 
@@ -167,7 +167,7 @@ def _join_multi_worker(
     strategy = tf.distribute.MultiWorkerMirroredStrategy(
         cluster_resolver=resolver, communication_options=options
     )
-    membership.set_joined(Joined(cluster, strategy, options, collectives=collectives))
+    membership.set_joined(JoinedCluster(cluster, strategy, options, collectives=collectives))
     _guard_models(cluster)
     _end_at_sigterm()
     membership.end_together(cluster)
@@ -210,7 +210,7 @@ def _join_parameter_servers(
     _bound_threads()
     servers = server_tasks.coordinate(cluster, facts, timeout_s=start_timeout_s)
     options = communication_options("auto", None, None)
-    membership.set_joined(Joined(cluster, servers.strategy, options, servers))
+    membership.set_joined(JoinedCluster(cluster, servers.strategy, options, servers))
     _guard_models(cluster)
     membership.leave_servers_at_exit(servers)
 

@@ -1,7 +1,7 @@
 """How synchronous workers end: together, however long one of them is busy.
 
     with shared_call(): ...      # around what all tasks enter, in the same order
-    Leaving(tasks, rank).wait()  # at exit: until all tasks are at their end
+    Departure(tasks, rank).wait()  # at exit: until all tasks are at their end
 
 TensorFlow treats the exit of one task as a failure of the others. So each task announces its end,
 and exits when all have. A task that waits in a shared call for a task that has announced its end
@@ -83,7 +83,7 @@ def look() -> None:
         raise _calls.problem
 
 
-class Leaving:
+class Departure:
     """The end of this task among the others.
 
     Args:

@@ -22,13 +22,13 @@ from tfmw.cluster.cluster import Cluster
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from tfmw.cluster.servers import Joined as JoinedServers
+    from tfmw.cluster.servers import JoinedServers
 
 logger = logging.getLogger("tfmw")
 
 
 @dataclasses.dataclass
-class Joined:
+class JoinedCluster:
     """A cluster that this process has joined.
 
     Attributes:
@@ -48,16 +48,16 @@ class Joined:
     at_failure: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
 
-_joined: Joined | None = None
+_joined: JoinedCluster | None = None
 _evaluating = False
 
 
-def joined() -> Joined | None:
+def joined() -> JoinedCluster | None:
     """The cluster that `init` joined; None in a process without a cluster."""
     return _joined
 
 
-def set_joined(value: Joined) -> None:
+def set_joined(value: JoinedCluster) -> None:
     """Sets the cluster that this process has joined."""
     global _joined
     _joined = value
@@ -135,13 +135,13 @@ def watch_errors() -> None:
 
 def end_together(cluster: Cluster) -> None:
     """At exit, waits for the other tasks: TensorFlow treats a peer's exit as a failure."""
-    from tfmw.cluster.leaving import Leaving
+    from tfmw.cluster.leaving import Departure
 
     watch_errors()
     names = list(cluster.tasks("chief", "worker"))
     jobs = [name.partition(" ") for name in names]
     tasks = [f"/job:{job}/replica:0/task:{index or 0}" for job, _, index in jobs]
-    leaving = Leaving(tasks, names, cluster.rank, report_failure)
+    departure = Departure(tasks, names, cluster.rank, report_failure)
 
     def leave() -> None:
         if _failed:
@@ -149,7 +149,7 @@ def end_together(cluster: Cluster) -> None:
         import tensorflow as tf
 
         try:
-            leaving.wait()
+            departure.wait()
         except tf.errors.OpError as e:
             logger.warning("exits before the other tasks have finished: %s", e.message)
             return
@@ -171,7 +171,7 @@ def report_failure(error: BaseException) -> None:
             close()  # ends tasks that wait for this one, with its error
 
 
-def _report(joined: Joined, error: BaseException) -> None:
+def _report(joined: JoinedCluster, error: BaseException) -> None:
     import tensorflow as tf
 
     from tfmw.keras_compat import runtime

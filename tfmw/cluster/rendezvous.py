@@ -21,9 +21,9 @@ from typing import Any
 from tfmw.cluster import Cluster, addresses
 from tfmw.cluster.handshake import (
     Channel,
-    Hello,
     HelloServer,
     NotATask,
+    TaskDescription,
     difference,
     notice_of_waiting,
 )
@@ -49,7 +49,7 @@ def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0
         ClusterError: the port of this task is taken, or tasks disagree.
         TfmwError: a task did not connect in time; the message names it.
     """
-    hello = Hello(_PROTOCOL, cluster.task_name, cluster.tasks("chief", "worker"), facts)
+    hello = TaskDescription(_PROTOCOL, cluster.task_name, cluster.tasks("chief", "worker"), facts)
     if cluster.rank == 0:
         _Meeting(hello, timeout_s).hold()
     else:
@@ -62,7 +62,7 @@ def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0
 class _Peer:
     """A task that has sent its hello and waits for the response."""
 
-    hello: Hello
+    hello: TaskDescription
     channel: Channel
     problem: str | None
 
@@ -70,7 +70,7 @@ class _Peer:
 class _Meeting:
     """The chief's side: collects a hello from every other task, compares, responds to all."""
 
-    def __init__(self, hello: Hello, timeout_s: float):
+    def __init__(self, hello: TaskDescription, timeout_s: float):
         self._hello = hello
         self._address = next(iter(hello.tasks.values()))
         self._expected = {name for name in hello.tasks if name != hello.task}
@@ -96,7 +96,7 @@ class _Meeting:
         if problem is not None:
             raise problem
 
-    def _greet(self, hello: Hello, channel: Channel) -> None:
+    def _greet(self, hello: TaskDescription, channel: Channel) -> None:
         with self._changed:
             self._peers = [g for g in self._peers if not g.channel.closed_by_peer()]
             problem = difference(self._hello, hello)
@@ -146,7 +146,7 @@ class _Meeting:
         )
 
 
-def _ask_chief(hello: Hello, timeout_s: float) -> None:
+def _ask_chief(hello: TaskDescription, timeout_s: float) -> None:
     """On tasks other than the chief: sends the hello, and waits for the chief's response."""
     chief = next(iter(hello.tasks.values()))
     deadline = time.monotonic() + timeout_s

@@ -32,7 +32,7 @@ _serving: list[tf.distribute.Server] = []  # kept for ever: TensorFlow's servers
 
 
 @dataclasses.dataclass
-class Settings:
+class ServerSettings:
     """Options of parameter-server training.
 
     Attributes:
@@ -52,7 +52,7 @@ class Settings:
 
 
 @dataclasses.dataclass
-class Joined:
+class JoinedServers:
     """A cluster that this process coordinates.
 
     Attributes:
@@ -65,7 +65,7 @@ class Joined:
     strategy: tf.distribute.ParameterServerStrategy
     control: ControlServer
     cluster: Cluster
-    settings: Settings = dataclasses.field(default_factory=Settings)
+    settings: ServerSettings = dataclasses.field(default_factory=ServerSettings)
     _coordinator: Any = None
 
     @property
@@ -111,7 +111,7 @@ def serve(
     wait_for_end(cluster, facts, patience_s=patience_s, serve_again=serve_again)
 
 
-def coordinate(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float) -> Joined:
+def coordinate(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float) -> JoinedServers:
     """Connects to every server of the cluster.
 
     Args:
@@ -137,7 +137,7 @@ def coordinate(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float) 
     logger.info(
         "%r: in, %d workers, %d parameter servers", cluster, len(cluster.workers), len(cluster.ps)
     )
-    return Joined(strategy, control, cluster)
+    return JoinedServers(strategy, control, cluster)
 
 
 def partition_of(

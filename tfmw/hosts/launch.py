@@ -21,7 +21,7 @@ from tfmw.errors import ClusterError, UsageError
 from tfmw.hosts.actions import Settings
 from tfmw.hosts.lease import DIRECTORY, Lease, lease_of
 from tfmw.hosts.run import run_on_hosts
-from tfmw.launcher.attempts import Job
+from tfmw.launcher.attempts import LocalRun
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.run import check_program
 from tfmw.runtime.signals import Signals
@@ -93,7 +93,7 @@ def launch_on_hosts(
         ps=options.ps,
         evaluator=options.evaluator,
     )
-    job = Job(
+    job = LocalRun(
         command=["module" if module else "script", *argv],
         tasks=[("worker", index) for index in range(options.workers_per_host)],
         options=dataclasses.replace(run_options, isolate="off"),

@@ -42,7 +42,7 @@ from tfmw.hosts.actions import (
 from tfmw.hosts.lease import Lease, Lost
 from tfmw.hosts.links import HostLinks, why_not_connected
 from tfmw.hosts.supervisor import Supervisor
-from tfmw.launcher.attempts import Job, make_context
+from tfmw.launcher.attempts import LocalRun, make_context
 from tfmw.launcher.output import Display
 from tfmw.remote.tasks import TasksOfOneMachine
 from tfmw.runtime.fence import FENCE
@@ -59,7 +59,7 @@ IDLE_S = 0.02
 
 
 def run_on_hosts(
-    job: Job, settings: Settings, host: int, lease: Lease, token: bytes, stop: Signals
+    job: LocalRun, settings: Settings, host: int, lease: Lease, token: bytes, stop: Signals
 ) -> int:
     """Supervises this host's tasks until the run is over.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import json
 import signal
 import subprocess
@@ -69,6 +70,17 @@ PROGRESS_CHECK_S = 0.2
 
 DUMP_S = 1.0
 """Seconds in which the tasks of an attempt that hangs write their stacks."""
+
+
+class Event(enum.Enum):
+    """Why an attempt is over."""
+
+    DONE = "all tasks have ended, or only serve"
+    FAILED = "a task failed"
+    HANGS = "a task hangs"
+    SIGNALLED = "the launcher received a signal"
+    OVERDUE = "tasks have not saved their state in time"
+    OUTPUT_CLOSED = "nobody reads the output"
 
 
 class Restarts(Protocol):
@@ -254,32 +266,39 @@ class Attempt:
     # ---- watch ---------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Returns when all tasks are done, one has failed or hangs, or the run is to stop."""
-        while not self.is_over(self._context.options.monitor_interval_s):
+        """Returns once the attempt is over."""
+        while self.poll(self._context.options.monitor_interval_s) is None:
             pass
 
-    def is_over(self, wait_s: float) -> bool:
-        """Looks at the tasks once: whether all are done, one has failed, or the run is to stop.
+    def poll(self, wait_s: float) -> Event | None:
+        """Looks at the tasks once, and starts those that restart alone.
 
         Args:
             wait_s: seconds to wait for output of the tasks before.
+
+        Returns:
+            Why the attempt is over; None: it continues.
         """
         if self._context.display.broken:
-            return True
+            return Event.OUTPUT_CLOSED
         if self._stop.received and not self._preemption.waits(self.tasks):
-            return True
+            return Event.SIGNALLED
         self._output.pump(wait_s)
         ended = [task.has_ended() for task in self.tasks]
         if any(self._failed(task) for task in self.tasks):
             self._settle()
             if not self._restart_alone() and not self._only_lost_preempted_peers():
-                return True
+                return Event.FAILED
         self._start_due()
         if all(ended) and not self._due:
-            return True
+            return Event.DONE
         if self.preempted():
             self._preemption.begin()
-        return self._preemption.overdue or self._served_out() or self._hangs()
+        if self._preemption.overdue:
+            return Event.OVERDUE
+        if self._served_out():
+            return Event.DONE
+        return Event.HANGS if self._hangs() else None
 
     def ask_to_leave(self) -> bool:
         """Has the tasks save their state and leave, once they train; whether they are asked."""

@@ -1,7 +1,7 @@
 """A run as a sequence of attempts, until the restart policy ends it.
 
     with Signals() as stop:
-        result, outcomes = run_job(Job(command, tasks, options), stop)
+        result, outcomes = run_locally(LocalRun(command, tasks, options), stop)
 
 `attempt.py` makes one attempt; `restart.py` decides whether there is another.
 """
@@ -43,7 +43,7 @@ _printed_notes: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class LocalRun:
     """A command to run, its tasks, and the options of the run.
 
     Args:
@@ -77,7 +77,7 @@ class Job:
         return sum(kind == "worker" for kind, _ in self.tasks)
 
 
-def run_job(job: Job, stop: Signals) -> tuple[Result, dict[str, call.Outcome | None]]:
+def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Outcome | None]]:
     """Runs attempts until the restart policy ends the run.
 
     Returns:
@@ -119,7 +119,7 @@ def run_job(job: Job, stop: Signals) -> tuple[Result, dict[str, call.Outcome | N
 
 
 def make_context(
-    job: Job, environ: Mapping[str, str], stop: Signals, stack: contextlib.ExitStack
+    job: LocalRun, environ: Mapping[str, str], stop: Signals, stack: contextlib.ExitStack
 ) -> tuple[AttemptContext, bool]:
     """The context of all attempts, and whether the tasks have a private network."""
     terminal = is_watched(job.stdout)
@@ -162,7 +162,7 @@ def make_context(
     return context, network is not None
 
 
-def _uses_standby(job: Job, env: Mapping[str, str]) -> bool:
+def _uses_standby(job: LocalRun, env: Mapping[str, str]) -> bool:
     """Whether one process imports TensorFlow for all tasks.
 
     A script that tfmw does not initialize may set variables that TensorFlow reads at its import.

@@ -92,7 +92,7 @@ def write(payload: Payload, file: IO[bytes]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class ReceivedCall:
     """A received call, still pickled: its modules may need tfmw.init before their import."""
 
     blob: bytes
@@ -115,7 +115,7 @@ class Call:
         self.result.close()
 
 
-def receive() -> Call:
+def receive() -> ReceivedCall:
     """In the child: reads the call from standard input."""
     path, blob, sizes = pickle.load(sys.stdin.buffer)
     arrays = []
@@ -131,7 +131,7 @@ def receive() -> Call:
         path = [*sys.path, *(p for p in path if p not in sys.path and os.path.isdir(p))]
     sys.path[:] = path
     result = open(int(os.environ.pop(RESULT_FD)), "wb")  # noqa: SIM115  (the call closes it)
-    return Call(blob, result, arrays)
+    return ReceivedCall(blob, result, arrays)
 
 
 def loads(data: bytes, arrays: Sequence[Any] = ()) -> Any:

@@ -14,9 +14,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tfmw.runtime.recorder import NOBODY, Exchange
+from tfmw.runtime.recorder import NOBODY, RecordedExchange
 
-ByTask = Mapping[str, Sequence[Exchange]]
+ByTask = Mapping[str, Sequence[RecordedExchange]]
 
 SLOWER, SLOWER_S = 1.5, 0.002
 """A straggler takes this many times what the others take, and this many seconds more, per step."""
@@ -76,7 +76,7 @@ def ended_at(task: str, by_task: ByTask) -> str | None:
     return f"{task} ended in {found[-1]}" if found and not found[-1].done else None
 
 
-def own_seconds(found: Sequence[Exchange]) -> float | None:
+def own_seconds(found: Sequence[RecordedExchange]) -> float | None:
     """Seconds of a step that a worker takes before and between its exchanges; None if unknown.
 
     It is the time in which others may wait for it.
@@ -98,7 +98,7 @@ def own_seconds(found: Sequence[Exchange]) -> float | None:
     return sum(min(gap, 20 * usual) for gap in gaps) / steps
 
 
-def input_seconds(found: Sequence[Exchange]) -> float | None:
+def input_seconds(found: Sequence[RecordedExchange]) -> float | None:
     """Seconds of a step in which a worker waits for its input; None if unknown.
 
     It is known after each call of the driver, of some steps.
@@ -110,7 +110,7 @@ def input_seconds(found: Sequence[Exchange]) -> float | None:
     return (complete[-1].input_s - complete[0].input_s) / steps
 
 
-def waiting_share(found: Sequence[Exchange]) -> float | None:
+def waiting_share(found: Sequence[RecordedExchange]) -> float | None:
     """The part of a worker's time in which it waits for others; None if unknown."""
     complete = [exchange for exchange in found if exchange.done]
     seconds = complete[-1].done - complete[0].begun if len(complete) > _ENOUGH_STEPS else 0.0

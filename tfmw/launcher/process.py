@@ -14,7 +14,7 @@ from typing import IO, Any
 from tfmw.launcher.spawn import Child, Spawner
 from tfmw.runtime.progress import PROGRESS_FILE, Progress, ProgressFile
 from tfmw.runtime.recorded_errors import ERROR_FILE
-from tfmw.runtime.recorder import EXCHANGES_FILE, Exchange, make_file, read_exchanges
+from tfmw.runtime.recorder import EXCHANGES_FILE, RecordedExchange, make_file, read_exchanges
 from tfmw.runtime.signals import STACKS, STACKS_FILE
 
 _POLL_S = 0.02  # between two looks at a file of stacks
@@ -67,7 +67,7 @@ class TaskFiles:
             return Progress.unpacked(self.files[PROGRESS_FILE].read_bytes())
         return Progress()
 
-    def exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> list[RecordedExchange]:
         """Its last exchanges with other workers, in order."""
         return read_exchanges(self.files[EXCHANGES_FILE])
 

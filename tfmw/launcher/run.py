@@ -33,7 +33,7 @@ from tfmw.cluster import Cluster
 from tfmw.errors import PREEMPTED, Preempted, TaskFailed, UsageError
 from tfmw.launcher import call, run_files
 from tfmw.launcher.attempt import FAREWELL_S, GRACE_S
-from tfmw.launcher.attempts import Job, run_job
+from tfmw.launcher.attempts import LocalRun, run_locally
 from tfmw.launcher.environment import compute_with_onednn, require_working_directory
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import AutoOnOff, RunOptions
@@ -98,7 +98,7 @@ def launch_tasks(
             folder cannot be written.
     """
     check_program(argv, module)
-    job = Job(
+    job = LocalRun(
         command=["module" if module else "script", *argv],
         tasks=task_layout(workers, ps, evaluator),
         options=options or RunOptions(),
@@ -110,7 +110,7 @@ def launch_tasks(
         farewell_s=farewell_s,
     )
     with Signals() as stop:
-        result, _ = run_job(job, stop)
+        result, _ = run_locally(job, stop)
     return result
 
 
@@ -175,7 +175,7 @@ def launch(
         Exception: the exception of the function in the first worker that failed. Its cause is a
             `TaskFailed` with the worker's traceback.
     """
-    job = Job(
+    job = LocalRun(
         command=["call"],
         tasks=task_layout(workers, 0, False),
         options=RunOptions(max_restarts=max_restarts, isolate=isolate),
@@ -187,7 +187,7 @@ def launch(
         payload=call.pack(fn, args),
     )
     with Signals() as stop:
-        result, outcomes = run_job(job, stop)
+        result, outcomes = run_locally(job, stop)
     return return_values(result, outcomes)
 
 

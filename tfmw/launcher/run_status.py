@@ -34,7 +34,7 @@ from tfmw.launcher.exchanges import (
 from tfmw.launcher.failure import describe_status
 from tfmw.launcher.process import TaskFiles, task_name
 from tfmw.runtime.progress import JOINED, NOT_UP, UP
-from tfmw.runtime.recorder import NOBODY, Exchange
+from tfmw.runtime.recorder import NOBODY, RecordedExchange
 from tfmw.runtime.stacks import is_installed
 
 STACKS_S = 2.0
@@ -133,7 +133,7 @@ class RunStatus:
             if (name := task_name(kind, index)) not in own
         }
 
-    def exchanges(self) -> dict[str, list[Exchange]]:
+    def exchanges(self) -> dict[str, list[RecordedExchange]]:
         """The last exchanges of each task that makes some."""
         workers = [task for task in list(self._tasks) if task.kind in ("chief", "worker")]
         found = {task.name: task.exchanges() for task in workers}
@@ -207,7 +207,7 @@ class RunStatus:
                 found[task.name] = task.stacks(STACKS_S) or "it writes no stacks"
         return found | {task: f"it runs on {host}" for task, host in self._elsewhere().items()}
 
-    def _state(self, task: TaskFiles, found: Sequence[Exchange]) -> dict[str, Any]:
+    def _state(self, task: TaskFiles, found: Sequence[RecordedExchange]) -> dict[str, Any]:
         progress = task.progress()
         last = found[-1] if found else None
         inside = last is not None and not last.done

@@ -60,7 +60,7 @@ class PsDriver:
         examples: number of examples since then, including those of dropped gradients.
     """
 
-    def __init__(self, model: keras.Model, servers: ps_cluster.Joined, source: data.Source):
+    def __init__(self, model: keras.Model, servers: ps_cluster.JoinedServers, source: data.Source):
         self.model = model
         self.applied = 0
         self.examples = 0

@@ -43,7 +43,7 @@ class ParameterServerTraining:
         self,
         session: Session,
         arguments: FitArguments,
-        servers: ps_cluster.Joined,
+        servers: ps_cluster.JoinedServers,
         record: dict[str, Any] | None,
     ):
         if arguments.steps_per_epoch is None:

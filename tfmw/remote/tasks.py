@@ -105,7 +105,7 @@ class TasksOfOneMachine:
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return None
-        attempt.is_over(0.0)  # what has failed until now has failed by itself
+        attempt.poll(0.0)  # what has failed until now has failed by itself
         attempt.end(0.0)
         self.results = attempt.results()
         return "ended", attempt.number, report_of(attempt)
@@ -120,7 +120,7 @@ class TasksOfOneMachine:
         if attempt is not None:
             if self._preempts and attempt.ask_to_leave():
                 self._preempts = False
-            if attempt.is_over(wait_s):
+            if attempt.poll(wait_s) is not None:
                 return self.end()
             task = self._restarts.next_request()
             return None if task is None else ("restart_wanted", attempt.number, task)

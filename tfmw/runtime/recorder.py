@@ -4,7 +4,7 @@
     waits_for(rank)                 # nothing comes from that worker, or it takes nothing
     done()
 
-    read_exchanges(path)            # in the launcher: [Exchange(number=57, ...), ...], in order
+    read_exchanges(path)            # in the launcher: [RecordedExchange(number=57, ...), ...]
 
 Each worker of a launcher has a file, named by TFMW_EXCHANGES_FILE, with room for KEPT exchanges. It
 is mapped into memory: a record takes a microsecond (bench/recorder.py) and no system call, and is
@@ -32,14 +32,14 @@ KEPT = 512
 
 NOBODY = -1
 
-# Words of 8 bytes, those of `Exchange` in order; the kind has two.
+# Words of 8 bytes, those of `RecordedExchange` in order; the kind has two.
 _LAYOUT = struct.Struct("=qqqddddq16s")
 _WORDS, _pack, _clock = _LAYOUT.size // 8, _LAYOUT.pack_into, time.monotonic
 _DONE, _WAITED, _WAITING_FOR = 5, 6, 7  # what is written later, each as one word
 _BETWEEN_STEPS = frozenset({"metrics", "broadcast", "sum"})  # kinds that are not part of a step
 
 
-class Exchange(NamedTuple):
+class RecordedExchange(NamedTuple):
     """One exchange of a worker with the others.
 
     Args:
@@ -202,7 +202,7 @@ def make_file(path: Path) -> None:
         file.write(bytes(_LAYOUT.size * KEPT))
 
 
-def read_exchanges(path: Path) -> list[Exchange]:
+def read_exchanges(path: Path) -> list[RecordedExchange]:
     """The exchanges in a file, in order; [] if there are none."""
     try:
         data = path.read_bytes()
@@ -213,5 +213,5 @@ def read_exchanges(path: Path) -> list[Exchange]:
     for *numbers, what in _LAYOUT.iter_unpack(whole):
         if numbers[0]:
             kind = what.rstrip(b"\0").decode("ascii", "replace")
-            found.append(Exchange._make([*numbers, kind]))
+            found.append(RecordedExchange._make([*numbers, kind]))
     return sorted(found)

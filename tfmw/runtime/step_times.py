@@ -40,7 +40,7 @@ class Split(NamedTuple):
 
 
 @dataclasses.dataclass
-class Call:
+class TimedCall:
     """One call of the driver: what it did, in training; 0 steps otherwise."""
 
     steps: int = 0
@@ -61,9 +61,9 @@ class StepTimes:
     clock: Callable[[], float] = time.monotonic
 
     @contextlib.contextmanager
-    def of_call(self) -> Iterator[Call]:
+    def of_call(self) -> Iterator[TimedCall]:
         """Measures a call of the driver."""
-        call, begin, exchanged = Call(), self.clock(), recorder.totals().seconds
+        call, begin, exchanged = TimedCall(), self.clock(), recorder.totals().seconds
         yield call
         if not call.steps:
             return
@@ -78,7 +78,7 @@ class StepTimes:
         self.input_s += call.input_s
         self.communication_s += recorder.totals().seconds - exchanged
 
-    def _trace(self, call: Call, begin: float) -> None:
+    def _trace(self, call: TimedCall, begin: float) -> None:
         first = tracing.current_step() + 1
         name = f"step {first}" if call.steps == 1 else f"steps {first} to {first + call.steps - 1}"
         tracing.add(tracing.STEPS, name, begin, self.clock(), examples=call.examples)

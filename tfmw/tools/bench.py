@@ -20,7 +20,7 @@ from typing import Any
 
 from tfmw.errors import UsageError
 from tfmw.launcher.exchanges import straggler
-from tfmw.runtime.recorder import EXCHANGES_FILE, Exchange, read_exchanges
+from tfmw.runtime.recorder import EXCHANGES_FILE, RecordedExchange, read_exchanges
 from tfmw.tools.cost import Cost, report
 from tfmw.tools.overlap import exchanges_of, overlap
 
@@ -89,7 +89,7 @@ def _load(target: str) -> Callable[[], Any]:
     return make
 
 
-def _measure(target: str, steps: int) -> tuple[Cost, int | None, int, str, list[Exchange]]:
+def _measure(target: str, steps: int) -> tuple[Cost, int | None, int, str, list[RecordedExchange]]:
     """On each worker: (cost, global batch, parameters, how weights are updated, exchanges)."""
     import keras
     import numpy as np

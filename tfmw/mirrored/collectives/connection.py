@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfmw.cluster import addresses, membership
 from tfmw.cluster.group import Group
-from tfmw.cluster.membership import Joined
+from tfmw.cluster.membership import JoinedCluster
 from tfmw.mirrored.collectives import listener
 from tfmw.mirrored.collectives.hierarchy import HIERARCHY, AnyRing, connect
 from tfmw.mirrored.collectives.ring import RingBroken
@@ -45,7 +45,7 @@ def ring_of(strategy: tf.distribute.Strategy) -> AnyRing | None:
     return _ring
 
 
-def _connect(joined: Joined) -> AnyRing | None:
+def _connect(joined: JoinedCluster) -> AnyRing | None:
     group = Group.of(joined.strategy)
     devices = joined.strategy.extended.worker_devices
     if not all(group.from_all(len(devices) == 1 and "CPU" in devices[0].upper())):
