@@ -15,12 +15,9 @@ and `tf.io.gfile` for directories that are URLs.
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from typing import Any
 
 from tfmw.cluster import addresses, check_directories
@@ -79,7 +76,7 @@ def report(
                 "markers": markers,
                 "any port": any_port,
             }
-            facts = {**versions(), **paths}
+            facts = {**installed.common_versions(), **paths}
             return TaskDescription(PROTOCOL, cluster.task_name, tasks, facts, details)
 
         if several:
@@ -91,17 +88,8 @@ def report(
     return 1 if count else 0
 
 
-def versions() -> dict[str, str]:
-    """The versions that must be the same on every task, by name."""
-    found = {"Python": ".".join(map(str, sys.version_info[:2]))}
-    for package in ("tensorflow", "keras", "numpy", "tfmw"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
-
-
 def _listed(facts: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {facts[name]}" for name in versions())
+    return ", ".join(f"{name} {facts[name]}" for name in installed.common_versions())
 
 
 def _check_single(

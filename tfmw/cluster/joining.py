@@ -5,14 +5,12 @@ cluster = tfmw.init()        # joins the cluster; no-op on a single machine
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from tfmw import trackers
@@ -21,6 +19,7 @@ from tfmw.cluster.cluster import Cluster
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.errors import UsageError
 from tfmw.runtime.imports import collector_paused
+from tfmw.runtime.versions import common_versions
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -138,11 +137,7 @@ def _join_multi_worker(
     start_timeout_s: float,
 ) -> None:
     _require_not_started("tfmw.init()")
-    facts = {
-        **{name: _version(name) for name in ("tensorflow", "keras", "numpy", "tfmw")},
-        "Python": ".".join(map(str, sys.version_info[:2])),
-        "collectives": collectives,
-    }
+    facts = {**common_versions(), "collectives": collectives}
     rendezvous.meet(cluster, facts, timeout_s=start_timeout_s)
     with collector_paused():
         import tensorflow as tf
@@ -193,7 +188,7 @@ def _join_parameter_servers(
             'servers to "cluster" ("ps", and a "chief" that coordinates), or train synchronously.'
         )
     _require_not_started("tfmw.init()")
-    facts = {name: _version(name) for name in ("tensorflow", "keras", "numpy", "tfmw")}
+    facts = common_versions()
     from tfmw.cluster import servers as server_tasks
 
     if cluster.task in ("ps", "worker"):
@@ -227,14 +222,6 @@ def _guard_models(cluster: Cluster) -> None:
         )
 
     guard_models(refuse, cluster.is_chief)
-
-
-def _version(package: str) -> str:
-    """The installed version, from the package's metadata, or by an import if it has none."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # installed under another name, as tensorflow-cpu is
-        return str(importlib.import_module(package).__version__)
 
 
 def _bound_threads() -> None:

@@ -31,7 +31,7 @@ from typing import Any
 from tfmw.cluster import check_directories
 from tfmw.cluster.check_findings import Findings
 from tfmw.engines import own_files
-from tfmw.engines.engine import TIMING, Contact, versions
+from tfmw.engines.engine import TIMING, Contact
 from tfmw.errors import TfmwError
 from tfmw.launcher import call
 from tfmw.launcher.attempt import SETTLE_S, AttemptContext
@@ -63,6 +63,7 @@ from tfmw.remote.messages import (
 from tfmw.remote.tasks import TasksOfOneMachine
 from tfmw.runtime.signals import Signals
 from tfmw.runtime.sockets import reserved_ports
+from tfmw.runtime.versions import common_versions
 
 CONTACT, PAYLOAD = "contact.json", "payload"
 """Files that the controller writes into the folder of a job, where all hosts share it."""
@@ -155,7 +156,7 @@ class _Agent:
             self._links.dial(
                 "controller",
                 self._contact.addresses,
-                lambda address: Hello(*own, address, port, versions()),
+                lambda address: Hello(*own, address, port, common_versions()),
             )
             wait_connected(self._inbox)
             tasks: TasksOfOneMachine | None = None

@@ -20,15 +20,14 @@ import abc
 import dataclasses
 import importlib
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from typing import Any, Protocol
 
 from tfmw.errors import UsageError
 from tfmw.launcher.call import Payload
 from tfmw.launcher.options import RunOptions
 from tfmw.remote.links import Timing
+from tfmw.runtime.versions import common_versions
 
 TIMING = Timing(beat_s=2.0, silence_s=20.0, hello_s=10.0)
 """Of the connections between a controller and its tasks."""
@@ -56,24 +55,13 @@ class JobSpec:
     workers: tuple[int, int]
     options: RunOptions
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    facts: Mapping[str, str] = dataclasses.field(default_factory=lambda: versions())
+    facts: Mapping[str, str] = dataclasses.field(default_factory=common_versions)
     directories: Mapping[str, str] = dataclasses.field(default_factory=dict)
     script: bytes = b""
     folder: str = ""
     live: bool = False
     columns: int = 120
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(32))
-
-
-def versions() -> dict[str, str]:
-    """What must be the same for the caller and for every task."""
-    found = {"Python": ".".join(map(str, sys.version_info[:2]))}
-    for package in ("tensorflow", "keras", "tfmw"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # under another name, such as tensorflow-cpu
-            continue
-    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Which packages are installed, and which devices TensorFlow sees."""
+"""Installed packages, those that must be the same on all tasks, and devices of TensorFlow."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import subprocess
@@ -32,6 +33,22 @@ def ask_tensorflow(python: str = sys.executable) -> tuple[str, str]:
         return ("unknown", f"unknown: TensorFlow can't be imported: {last}")
     backend, gpus = json.loads(result.stdout.splitlines()[-1])
     return backend, ", ".join(gpus) or "none"
+
+
+def common_versions() -> dict[str, str]:
+    """The versions that must be the same on every task, by name."""
+    found = {"Python": ".".join(map(str, sys.version_info[:2]))}
+    for package in ("tensorflow", "keras", "numpy", "tfmw"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError, LookupError):
+            found[package] = _version_of(package)
+    return found
+
+
+def _version_of(module: str) -> str:
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:  # under another name, such as tensorflow-cpu
+        return importlib.metadata.version(importlib.metadata.packages_distributions()[module][0])
 
 
 def version(package: str) -> str:
