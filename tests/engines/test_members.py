@@ -15,6 +15,7 @@ from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.output import Display
 from tfmw.launcher.preemption import GRACE_S
+from tfmw.launcher.restart import AttemptOutcome
 from tfmw.launcher.result import Result
 from tfmw.launcher.run import return_values
 from tfmw.remote.messages import (
@@ -23,8 +24,6 @@ from tfmw.remote.messages import (
     Hello,
     Look,
     Looked,
-    Mark,
-    Marked,
     Message,
     Output,
     Progress,
@@ -106,12 +105,15 @@ class World:
         failures: tuple[Failure, ...] = ()
         if failure:
             failures = (Failure(f"worker {rank}", **{"status": 1, "step": 4, **failure}),)
-        report = Report(done=not failures, step=5, seconds=1.0, failures=failures)
+        report = Report(done=not failures, step=5, failures=failures)
         self.say(rank, Ended(3, report, body))
+
+    def outcome(self) -> AttemptOutcome:
+        return self.members.attempt.outcome(self.now)
 
     @property
     def cause(self) -> Any:
-        return self.members.outcome().failures[0]
+        return self.outcome().failures[0]
 
 
 def test_all_get_the_cluster_and_their_place_on_their_host() -> None:
@@ -144,7 +146,7 @@ def test_results_output_and_backups() -> None:
     assert world.members.look()
     assert world.out.getvalue() == "[worker 1 on h1] hello\n"
     assert world.members.results() == {"worker 0 on h0": b"zero", "worker 1 on h1": b"one"}
-    outcome = world.members.outcome()
+    outcome = world.outcome()
     assert (outcome.failures, outcome.step) == ((), 9)
     assert world.tasks.kept() == b"tar"
     assert world.members.details()["backup"] == "step_9"
@@ -177,11 +179,11 @@ def test_directory_that_is_not_shared_ends_the_job(shared: bool) -> None:
     world.hello(1)
     shared_ones = {"backup_dir": "/shared"}
     names: dict[str, str | None] = {"backup_dir": "name"}
-    assert world.sent(0) == [Mark(shared_ones)]
-    world.say(0, Marked(names, ()))
+    assert world.sent(0) == [Look(shared_ones, {}, "")]
+    world.say(0, Looked(names, ()))
     assert world.sent(1) == [Look(shared_ones, names, "worker 0 on h0")]
     problem = "failed: backup_dir /shared is not the same here as on worker 0"
-    world.say(1, Looked(() if shared else (problem,)))
+    world.say(1, Looked(names, () if shared else (problem,)))
     assert world.members.look() is not shared
     assert (world.members.phase == "running") is shared
     if not shared:
@@ -193,7 +195,7 @@ def test_directory_that_cannot_be_written_ends_the_job() -> None:
     world = World(directories={"backup_dir": "/shared"})
     world.hello(0)
     world.hello(1)
-    world.say(0, Marked({"backup_dir": None}, ("failed: cannot be written",)))
+    world.say(0, Looked({"backup_dir": None}, ("failed: cannot be written",)))
     assert world.members.look()
     assert world.cause.error == "cannot be written."
 
@@ -238,7 +240,7 @@ def test_result_of_a_job_whose_first_task_never_connected() -> None:
     world = World()
     world.tasks.gone = {0: "no such command"}
     assert world.members.look()
-    failures = tuple(world.members.outcome().failures)
+    failures = tuple(world.outcome().failures)
     result = Result(1, {}, failures, None)
     with pytest.raises(TaskFailed, match=r"worker 0 failed after 0\.0 s: no such command"):
         return_values(result, {})
@@ -267,7 +269,7 @@ def test_peers_of_tasks_that_saved_their_state_have_not_failed() -> None:
     report = Report(preempted=True, step=5)
     world.say(0, Ended(3, report))
     world.ended(1, error="UnavailableError: gone", secondary=True)
-    outcome = world.members.outcome()
+    outcome = world.outcome()
     assert outcome.preempted
     assert outcome.failures == ()
 
@@ -280,4 +282,4 @@ def test_task_that_stays_when_another_saved_its_state_is_not_waited_for_for_ever
     assert not world.members.look()
     world.now += 1
     assert world.members.look()
-    assert world.members.outcome().preempted
+    assert world.outcome().preempted

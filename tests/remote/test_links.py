@@ -198,7 +198,7 @@ MESSAGES = [
     Setup(("call",), {}, {"A": "b"}, RunOptions(preempt_grace_s=1), "/a", False, 80, b"\n\0"),
     Join({"tfmw": "1"}, 3, -1),
     Start("run", 2, (0, 2), {"worker": ("h0:1", "h2:1")}, (("worker", 1),)),
-    Ended(2, Report(done=True, step=3, seconds=1.5)),
+    Ended(2, Report(done=True, step=3)),
     Ended(2, Report(failures=(Failure("worker 1", log=Path("/a/log"), host="h1"),)), b"result"),
 ]
 

@@ -24,7 +24,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +50,12 @@ from tfmw.remote.messages import (
     Line,
     Look,
     Looked,
-    Mark,
-    Marked,
     Message,
     Output,
     Progress,
     Refused,
     Setup,
     Start,
-    Taken,
 )
 from tfmw.remote.tasks import TasksOfOneMachine
 from tfmw.runtime.signals import Signals
@@ -162,8 +159,6 @@ class _Agent:
             tasks: TasksOfOneMachine | None = None
             while (message := self._next()) is not None:
                 match message:
-                    case Mark(directories=directories):
-                        self._mark(directories)
                     case Look():
                         self._look(message)
                     case Backup(body=body):
@@ -186,20 +181,18 @@ class _Agent:
 
     # ---- before the start ------------------------------------------------------------------------
 
-    def _mark(self, directories: Mapping[str, str]) -> None:
-        problems: list[str] = []
-        names = self._stack.enter_context(
-            check_directories.markers(directories, Findings(problems.append))
-        )
-        self._links.to_leader(Marked(names, tuple(problems)))
-
     def _look(self, look: Look) -> None:
         problems: list[str] = []
         findings = Findings(lambda line: None if line.startswith("ok") else problems.append(line))
-        for option, path in look.directories.items():
-            name = look.names[option] or ""
-            check_directories.find_marker(option, path, name, look.chief, findings, _MARKER_S)
-        self._links.to_leader(Looked(tuple(problems)))
+        names = look.names
+        if not names:
+            markers = check_directories.markers(look.directories, findings)
+            names = self._stack.enter_context(markers)
+        else:
+            for option, path in look.directories.items():
+                name = names[option] or ""
+                check_directories.find_marker(option, path, name, look.chief, findings, _MARKER_S)
+        self._links.to_leader(Looked(names, tuple(problems)))
 
     def _set_up(self, setup: Setup) -> TasksOfOneMachine:
         with contextlib.suppress(OSError):
@@ -256,7 +249,7 @@ class _Agent:
         with contextlib.suppress(queue.Empty):
             while wanted:
                 message = self._next(max(0.0, deadline - time.monotonic()))
-                wanted = not (message is None or isinstance(message, Taken | End))
+                wanted = not (message is None or isinstance(message, End))
 
     def _send_backup(self) -> None:
         """Sends the newest complete backup, if the controller does not have it."""

@@ -111,9 +111,8 @@ class Controller:
                 members.end()
             if self._cancelled():
                 return "cancelled", "it was cancelled"
-            found = dataclasses.replace(
-                members.outcome(), signals=tuple(self._stop.received), attempt=number
-            )
+            outcome = members.attempt.outcome(time.monotonic())
+            found = dataclasses.replace(outcome, signals=tuple(self._stop.received))
             if self._growing and found.preempted and self._tasks.requeues:
                 return "queued", ""  # the engine starts the job again with more tasks
             self._growing = False
@@ -193,7 +192,7 @@ class Controller:
             least < most
             and self._spec.options.max_restarts > 0
             and members.count < most
-            and members.step() > 0
+            and members.attempt.step > 0
             and self._tasks.room(most) > members.count
         )
 
@@ -209,7 +208,7 @@ class Controller:
             tasks={},
             failures=failed,
             directory=None,
-            attempts=members.number + 1,
+            attempts=members.attempt.number + 1,
             restarts=self._policy.restarts,
         )
         # The log is what they are printed to.

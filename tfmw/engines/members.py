@@ -4,7 +4,7 @@
     members.start(server.port)              # the engine starts the tasks
     for event in inbox: members.handle(*event)
     members.phase                           # "gathering", "checking", "running", "ended"
-    members.outcome()                       # for the restart policy
+    members.attempt                         # how they end: `tfmw.remote.remote_attempt`
 
 Events come in, messages go out; nothing here waits, so the controller remains responsive.
 """
@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from tfmw.cluster import addresses
 from tfmw.engines.engine import Contact, JobSpec, Tasks
-from tfmw.launcher.failure import Failure
 from tfmw.launcher.output import Display
-from tfmw.launcher.preemption import GRACE_S
-from tfmw.launcher.restart import AttemptOutcome
 from tfmw.remote.links import Links
 from tfmw.remote.messages import (
     Backup,
@@ -33,18 +31,14 @@ from tfmw.remote.messages import (
     Line,
     Look,
     Looked,
-    Mark,
-    Marked,
     Message,
     Output,
     Progress,
     Refused,
-    Report,
     Setup,
     Start,
-    Taken,
 )
-from tfmw.remote.outcome import outcome_of
+from tfmw.remote.remote_attempt import RemoteAttempt
 
 LIVE = "live"
 """The name, for `Display`, of the first task where its output is for a terminal."""
@@ -58,20 +52,12 @@ LOST_S = 2.0
 
 @dataclasses.dataclass
 class Member:
-    """One task: its hello, the name of its connection, and how it ended."""
+    """One task: the name of its connection, its hello, and its result."""
 
     name: Hashable
     hello: Hello
-    looked: bool = False
     step: int = -1
-    report: Report | None = None
     result: bytes = b""
-    lost: str = ""
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more is to come."""
-        return self.report is not None or bool(self.lost)
 
 
 class Members:
@@ -97,7 +83,6 @@ class Members:
         count: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.number = number
         self.count = count
         self.phase = "gathering"
         self.members: dict[int, Member] = {}
@@ -107,19 +92,21 @@ class Members:
         self._display = display
         self._clock = clock
         self._ranks: dict[Hashable, int] = {}
-        self._failures: list[Failure] = []
         self._lost_at: dict[int, float] = {}
-        self._settled_at = float("inf")
-        self._leave_by = float("inf")
+        self._unseen = set(range(count))  # whose directories have not been looked at
         self._backup = ""  # the newest that the job keeps
-        self._began = clock()
+        self._start_by = clock() + (spec.options.start_timeout_s or math.inf)
+        self.attempt = RemoteAttempt(
+            number, range(count), spec.options, self.label, clock(), SETTLE_S
+        )
+        """How its tasks end."""
 
     # ---- start -----------------------------------------------------------------------------------
 
     def start(self, port: int) -> None:
         """Has the engine start the tasks; they connect to the port."""
         self._tasks.start(
-            self.count, Contact(self._tasks.hosts(), port, self._spec.token, self.number)
+            self.count, Contact(self._tasks.hosts(), port, self._spec.token, self.attempt.number)
         )
 
     def handle(self, event: str, name: Hashable, *what: Any) -> None:
@@ -129,13 +116,13 @@ class Members:
             self._welcome(name, *what)
         elif event == "from_member" and rank is not None:
             self._receive(rank, self.members[rank], *what)
-        elif event == "member_lost" and rank is not None and not self.members[rank].over:
-            self._lost(rank, "its connection was lost")
+        elif event == "member_lost" and rank in self.attempt.running:
+            self.attempt.lost(rank, "its connection was lost", self._clock())
 
     def _welcome(self, name: Hashable, hello: Message) -> None:
         if (
             isinstance(hello, Hello)
-            and hello.attempt == self.number
+            and hello.attempt == self.attempt.number
             and self.phase == "gathering"
             and hello.rank not in self.members
         ):
@@ -148,12 +135,8 @@ class Members:
 
     def _receive(self, rank: int, member: Member, message: Message) -> None:
         match message:
-            case Marked():
-                self._marked(rank, member, message)
-            case Looked(problems=problems):
-                member.looked = True
-                if not self._found(rank, problems) and all(m.looked for m in self._in_order()):
-                    self._run()
+            case Looked() if self.phase == "checking":
+                self._looked(rank, message)
             case Output(final=final, body=body):
                 live = self._spec.live and rank == 0
                 self._display.feed(LIVE if live else self.label(rank), body, final)
@@ -161,11 +144,16 @@ class Members:
                 self._display.line(text)
             case Progress(step=step):
                 member.step = step
+                self.attempt.step = max(self.attempt.step, step)
             case Backup(name=name, body=body):
                 self._tasks.keep(body)
                 self._backup = name
-            case Ended():
-                self._ended(rank, member, message)
+            case Ended(report=report, body=body):
+                named = (dataclasses.replace(f, task=self.label(rank)) for f in report.failures)
+                report = dataclasses.replace(report, failures=tuple(named))
+                member.result = body
+                self.attempt.ended(rank, report, self._clock())
+                self._send(rank, End(message.attempt))
 
     def _in_order(self) -> list[Member]:
         return [self.members[rank] for rank in sorted(self.members)]
@@ -187,27 +175,24 @@ class Members:
                         "the job was submitted: install the same version on all machines.",
                     )
                     return
-        shared = {k: v for k, v in self._spec.directories.items() if "://" not in v}
-        if not shared:
+        if self._shared():
+            self._send(0, Look(self._shared(), {}, ""))
+        else:
             self._run()
-            return
-        self._send(0, Mark(shared))
 
-    def _marked(self, rank: int, member: Member, marked: Marked) -> None:
-        if self._found(rank, marked.problems) or self.count == 1:
-            if self.phase == "checking":
-                self._run()
-            return
-        member.looked = True
-        shared = {k: v for k, v in self._spec.directories.items() if "://" not in v}
-        for other in range(1, self.count):
-            self._send(other, Look(shared, marked.names, chief=self.label(0)))
+    def _shared(self) -> dict[str, str]:
+        return {k: v for k, v in self._spec.directories.items() if "://" not in v}
 
-    def _found(self, rank: int, problems: Sequence[str]) -> bool:
-        """Whether a look at the directories found problems, which then end the attempt."""
-        if problems and self.phase == "checking":
-            self._fail(rank, problems[0].removeprefix("failed: ") + ".")
-        return bool(problems)
+    def _looked(self, rank: int, looked: Looked) -> None:
+        if looked.problems:
+            self._fail(rank, looked.problems[0].removeprefix("failed: ") + ".")
+            return
+        self._unseen.discard(rank)
+        if rank == 0:
+            for other in self._unseen:
+                self._send(other, Look(self._shared(), looked.names, chief=self.label(0)))
+        if not self._unseen:
+            self._run()
 
     def _run(self) -> None:
         """Sends the cluster to all tasks; they start."""
@@ -234,106 +219,50 @@ class Members:
             )
             self._send(rank, setup)
             ranks = tuple(range(self.count))
-            self._send(rank, Start("", self.number, ranks, cluster, (("worker", rank),)))
+            self._send(rank, Start("", self.attempt.number, ranks, cluster, (("worker", rank),)))
 
     # ---- watch -----------------------------------------------------------------------------------
 
     def label(self, rank: int) -> str:
-        """The task's name in the output: "worker 1 on h2"."""
-        return f"worker {rank} on {self.members[rank].hello.host}"
-
-    def _ended(self, rank: int, member: Member, ended: Ended) -> None:
-        member.report, member.result = ended.report, ended.body
-        if ended.report.preempted:
-            grace_s = self._spec.options.preempt_grace_s
-            limit = self._clock() + (GRACE_S if grace_s is None else grace_s)
-            self._leave_by = min(self._leave_by, limit)
-        self._send(rank, Taken())
-        if self.phase == "running":
-            for failure in ended.report.failures:
-                self._add(dataclasses.replace(failure, task=self.label(rank)))
+        """The task's name in the output: "worker 1 on h2"; "worker 1" before it has connected."""
+        member = self.members.get(rank)
+        return f"worker {rank} on {member.hello.host}" if member else f"worker {rank}"
 
     def look(self) -> bool:
         """Looks at what the engine has lost, and at the time; whether the attempt is over."""
+        now, attempt = self._clock(), self.attempt
         for rank, why in self._tasks.lost().items():
-            member = self.members.get(rank)
-            if self.phase in ("gathering", "checking") and member is None:
-                self._add(self._failure(rank, why, external=True), f"worker {rank}")
-            elif member is not None and not member.over:
-                if self._clock() - self._lost_at.setdefault(rank, self._clock()) > LOST_S:
-                    self._lost(rank, why)
-        limit = self._spec.options.start_timeout_s
-        if self.phase == "gathering" and limit and self._clock() - self._began > limit:
+            # One that has connected may still report why it ended.
+            patience = LOST_S if rank in self.members else -1.0
+            if rank in attempt.running and now - self._lost_at.setdefault(rank, now) > patience:
+                attempt.lost(rank, why, now)
+        if self.phase == "gathering" and now > self._start_by:
             rank = next(r for r in itertools.count() if r not in self.members)
-            why = f"has not connected within {limit:g} s of its start"
-            self._add(self._failure(rank, why, external=True))
-        if self._failures and self._clock() >= self._settled_at:
-            return True
-        if self._clock() >= self._leave_by:
-            return True
-        return self.phase == "running" and all(member.over for member in self.members.values())
-
-    def _lost(self, rank: int, why: str) -> None:
-        self.members[rank].lost = why
-        self._add(self._failure(rank, why, external=True))
+            limit = self._spec.options.start_timeout_s
+            attempt.lost(rank, f"has not connected within {limit:g} s of its start", now)
+        return attempt.must_end(now) or not attempt.running
 
     def _fail(self, rank: int, problem: str) -> None:
         """Ends the attempt, and the run, for something that no restart mends."""
-        self._add(dataclasses.replace(self._failure(rank, "", usage=True), error=problem, how=""))
-
-    def _add(self, failure: Failure, task: str = "") -> None:
-        known = {found.task for found in self._failures}
-        failure = dataclasses.replace(failure, task=task or failure.task)
-        if failure.task in known:
-            return
-        self._failures.append(failure)
-        patience = SETTLE_S if all(f.secondary for f in self._failures) else 0.0
-        self._settled_at = min(self._settled_at, self._clock() + patience)
-
-    def _failure(
-        self, rank: int, how: str, *, usage: bool = False, external: bool = False
-    ) -> Failure:
-        return Failure(
-            self.label(rank) if rank in self.members else f"worker {rank}",
-            how=how,
-            seconds=self._clock() - self._began,
-            usage=usage,
-            step=self.step(),
-            external=external,
-            attempt=self.number,
-        )
+        now = self._clock()
+        found = self.attempt.failure(rank, now, error=problem, usage=True, external=False)
+        self.attempt.fail(found, now)
 
     # ---- end -------------------------------------------------------------------------------------
 
     def ask_to_leave(self) -> None:
         """Has the tasks save their state and leave."""
         if self.members:
-            self._send(min(self.members), Leave(self.number))
+            self._send(min(self.members), Leave(self.attempt.number))
 
     def end(self) -> None:
         """Ends all tasks; what they still send is not waited for."""
         self.phase = "ended"
         for rank in self.members:
-            self._send(rank, End(self.number))
+            self._send(rank, End(self.attempt.number))
         self._tasks.end()
         for member in self.members.values():
             self._links.drop(member.name)
-
-    def step(self) -> int:
-        """The largest training step that a task has reported; negative if none has."""
-        return max((member.step for member in self.members.values()), default=-1)
-
-    def outcome(self) -> AttemptOutcome:
-        """How the attempt ended."""
-        reports = [m.report for m in self.members.values() if m.report is not None]
-        found = outcome_of(self.number, reports, self._failures)
-        lost_peers = found.preempted and all(f.secondary for f in found.failures)
-        return dataclasses.replace(
-            found,
-            step=max(found.step, self.step()),
-            seconds=max(found.seconds, self._clock() - self._began),
-            failures=() if lost_peers else found.failures,
-        )
 
     def results(self) -> dict[str, bytes]:
         """What each task's function sent, pickled, by the task's name."""
@@ -343,10 +272,10 @@ class Members:
         """For the job's status."""
         members = self._in_order()
         return {
-            "attempt": self.number,
+            "attempt": self.attempt.number,
             "workers": self.count,
             "hosts": [member.hello.host for member in members],
-            "step": self.step(),
+            "step": self.attempt.step,
             "steps": [member.step for member in members],
             **({"backup": self._backup} if self._backup else {}),
         }

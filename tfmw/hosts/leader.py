@@ -22,6 +22,7 @@ fewer than `min_hosts`        give up the lock, as another host may see more
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -41,8 +42,6 @@ from tfmw.hosts.actions import (
 )
 from tfmw.hosts.placement import Plan, placed
 from tfmw.launcher.attempt import FAREWELL_S
-from tfmw.launcher.failure import Failure
-from tfmw.launcher.preemption import GRACE_S
 from tfmw.launcher.restart import RestartPolicy
 from tfmw.launcher.result import lines_about
 from tfmw.remote.messages import (
@@ -60,7 +59,7 @@ from tfmw.remote.messages import (
     RestartRequest,
     Start,
 )
-from tfmw.remote.outcome import outcome_of
+from tfmw.remote.remote_attempt import RemoteAttempt
 
 RESIGN_S = 2.0
 """Seconds in which hosts reach a new leader; with too few of them, another host may try to lead."""
@@ -78,13 +77,11 @@ class Member:
 
     Attributes:
         ports: for its tasks, once it is ready.
-        attempt: in which its tasks run.
         last: the last attempt that it took part in, and its largest step.
         leaving: whether it is preempted.
     """
 
     ports: tuple[int, ...] | None = None
-    attempt: int | None = None
     last: tuple[int, int] = (-1, -1)
     leaving: bool = False
 
@@ -116,13 +113,11 @@ class Leader:
         self.record = record
         self._inherited = record.running  # an attempt whose end no leader has judged
         self._former = record.leader
-        self._host = host
-        self._plan: Plan | None = None  # of the attempt that runs
+        self._own = host
+        self._attempt: RemoteAttempt | None = None  # that runs; the next three are about it
+        self._plan = Plan({}, {})
         self._again: dict[int, int] = {}  # host -> how often its tasks were started again
-        self._reports: dict[int, Report] = {}
-        self._failures: list[Failure] = []
         self._ending_since: float | None = None
-        self._leave_by: float | None = None
         self._short_since: float | None = None  # since when there are too few hosts
         self._has_led = False  # whether it has started an attempt: then hosts have reached it
         self._gathering_since = now
@@ -143,36 +138,36 @@ class Leader:
         if isinstance(message, Ready) and len(message.ports) == self._settings.ports_per_host:
             member.ports = message.ports
             self._ready(host, member)
-        elif isinstance(message, Ended) and message.attempt == member.attempt:
-            member.attempt = None
-            self._reports[host] = message.report
-            if not self._chief_is_done():
-                name = self._settings.name(host)
-                found = message.report.failures
-                self._failures += [dataclasses.replace(failure, host=name) for failure in found]
+        elif isinstance(message, Ended) and self._runs(host, message.attempt):
             self._ended(host, message.report, now)
-        elif isinstance(message, RestartRequest) and message.attempt == member.attempt:
+        elif isinstance(message, RestartRequest) and self._runs(host, message.attempt):
             allowed = not self._ends() and self._counts_restart()
             restarts = self._policy.restarts
             self._send(host, RestartReply(message.attempt, message.task, allowed, restarts))
         elif isinstance(message, Leaving):
             member.leaving = True
             self._left.add(host)
-            if member.attempt is None:
-                self._dismiss()
-            else:
+            if self._runs(host):
                 self._preempt_all()
+            else:
+                self._dismiss()
+
+    def _runs(self, host: int, number: int | None = None) -> bool:
+        """Whether a host runs tasks, of this attempt."""
+        attempt = self._attempt
+        return attempt is not None and host in attempt.running and number in (None, attempt.number)
 
     def _ready(self, host: int, member: Member) -> None:
         """A host could take part in the attempt that runs."""
-        if self._plan is None or self._ending_since is not None or member.leaving:
+        attempt = self._attempt
+        if attempt is None or self._ending_since is not None or member.leaving:
             return
         if host not in self._plan.tasks:
             self._notify(f"{self._settings.name(host)} joins after the next backup")
             self._preempt_all()
-        elif member.attempt is None and host not in self._reports:  # it was lost, and is back
+        elif host not in attempt.running and host not in attempt.reports:  # it is back
             self._again[host] = self._again.get(host, 0) + 1
-            self._send_start(host, self._plan)
+            self._send_start(host, attempt)
 
     def _join(self, host: int, join: Join) -> None:
         facts = self._settings.facts
@@ -190,28 +185,19 @@ class Leader:
 
     def lost(self, host: int, why: str, now: float) -> None:
         """The connection to a member is lost."""
-        member = self._members.pop(host, None)
-        if member is None or member.attempt is None or self.over:
+        self._members.pop(host, None)
+        attempt = self._attempt
+        if attempt is None or host not in attempt.running or self.over:
             return
         self._notify(f"{self._settings.name(host)} is lost: {why}")
-        if self._chief_is_done():
-            self._conclude(now)
-            return
-        if self._continues_without(host):
-            return
-        self._failures.append(self._lost_host(host, why))
-        self._end_all(now)
-
-    def _chief_is_done(self) -> bool:
-        """Whether servers, and workers beside them, are not needed any more."""
-        report = self._reports.get(self._host)
-        return self._settings.ps > 0 and report is not None and report.done
+        attempt.running.discard(host)
+        if not self._continues_without(host):
+            attempt.lost(host, why, now)
+        self._conclude(now)
 
     def _continues_without(self, host: int) -> bool:
         """Whether the attempt continues until the host is back; that is a restart of its tasks."""
-        if self._plan is None or self._ends() or not self._plan.restarts_alone(host):
-            return False
-        if not self._counts_restart():
+        if self._ends() or not self._plan.restarts_alone(host) or not self._counts_restart():
             return False
         tasks = ", ".join(f"{kind} {index}" for kind, index in self._plan.tasks[host])
         self._notify(
@@ -222,7 +208,7 @@ class Leader:
 
     def _ends(self) -> bool:
         """Whether the attempt that runs ends soon."""
-        return self._ending_since is not None or self._leave_by is not None
+        return self._attempt is not None and self._attempt.end_at < math.inf
 
     def _counts_restart(self) -> bool:
         """Counts a restart of single tasks, if one is left for all hosts together."""
@@ -232,59 +218,42 @@ class Leader:
         self._publish(policy=self._policy.saved())
         return True
 
-    def _lost_host(self, host: int, why: str) -> Failure:
-        step = max((report.step for report in self._reports.values()), default=-1)
-        name = self._settings.name(host)
-        attempt = self.record.attempt
-        return Failure(
-            f"host {name}", how=why, step=step, external=True, attempt=attempt, host=name
-        )
+    def _host(self, host: int) -> str:
+        return f"host {self._settings.name(host)}"
 
     # ---- the attempt that runs -------------------------------------------------------------------
 
     def _ended(self, host: int, report: Report, now: float) -> None:
-        if self._chief_is_done():
-            if self._leave_by is None:
-                self._leave_by = now + FAREWELL_S  # servers and workers end by themselves
-        elif report.failures:
-            self._end_all(now)
-        elif report.preempted and self._leave_by is None:
-            self._leave_by = now + self._grace_s()  # the others leave at the same step
-        elif not report.done and not report.preempted and self._ending_since is None:
-            how = "was ended before it had saved its state"
-            self._failures.append(
-                dataclasses.replace(self._lost_host(host, how), task=self._settings.name(host))
-            )
-            self._end_all(now)
-        self._conclude(now)
-
-    def _grace_s(self) -> float:
-        grace_s = self._settings.options.preempt_grace_s
-        return GRACE_S if grace_s is None else grace_s
-
-    def _end_all(self, now: float) -> None:
-        if self._ending_since is None:
-            self._ending_since = now
-            for host in self._running():
-                self._send(host, End(self.record.attempt))
+        assert self._attempt is not None
+        name = self._settings.name(host)
+        failures = tuple(dataclasses.replace(failure, host=name) for failure in report.failures)
+        self._attempt.ended(host, dataclasses.replace(report, failures=failures), now)
+        if self._settings.ps and host == self._own and report.done:  # the chief is
+            self._attempt.succeeded(now, FAREWELL_S)
         self._conclude(now)
 
     def _preempt_all(self) -> None:
         # No deadline here: tasks are asked once they can save their state, which may take a while.
-        for host in self._running():
-            self._send(host, Leave(self.record.attempt))
+        self._send_running(Leave)
 
-    def _running(self) -> list[int]:
-        return [h for h, member in sorted(self._members.items()) if member.attempt is not None]
+    def _send_running(self, kind: type[Leave | End]) -> None:
+        if self._attempt is not None:
+            for host in sorted(self._attempt.running):
+                self._send(host, kind(self._attempt.number))
 
     def _conclude(self, now: float) -> None:
-        """Judges the attempt, once it runs nowhere."""
-        if self._plan is None or self._running():
+        """Ends the attempt's tasks if it is time, and judges it once it runs nowhere."""
+        attempt = self._attempt
+        if attempt is None:
             return
-        outcome = outcome_of(self.record.attempt, self._reports.values(), self._failures)
+        if attempt.running:
+            if attempt.must_end(now) and self._ending_since is None:
+                self._ending_since = now
+                self._send_running(End)
+            return
+        outcome = attempt.outcome(now)
         failures = outcome.failures
-        self._plan, self._again, self._reports, self._failures = None, {}, {}, []
-        self._ending_since = self._leave_by = None
+        self._attempt, self._again, self._ending_since = None, {}, None
         self._gathering_since = now
         if not failures and not outcome.preempted:
             self._finish(0, ())
@@ -301,7 +270,7 @@ class Leader:
 
     def _dismiss(self) -> None:
         """Dismisses preempted hosts whose tasks have ended."""
-        leaving = [h for h, m in self._members.items() if m.leaving and m.attempt is None]
+        leaving = [h for h, m in self._members.items() if m.leaving and not self._runs(h)]
         if leaving and len(leaving) == len(self._members):
             self._finish(PREEMPTED, ())
             return
@@ -320,18 +289,15 @@ class Leader:
         """
         if self.over:
             return
-        if self._plan is not None:
-            self._hurry(now)
-        else:
+        attempt = self._attempt
+        if attempt is None:
             self._gather(now, alone_since)
-
-    def _hurry(self, now: float) -> None:
-        if self._ending_since is not None and now - self._ending_since >= END_S:
-            for host in self._running():
+        elif self._ending_since is not None and now - self._ending_since >= END_S:
+            for host in sorted(attempt.running):
                 self._out.append(Drop(host))
                 self.lost(host, f"its tasks did not end within {END_S:g} s", now)
-        elif self._ending_since is None and self._leave_by is not None and now >= self._leave_by:
-            self._end_all(now)
+        else:
+            self._conclude(now)
 
     def _gather(self, now: float, alone_since: float) -> None:
         settings = self._settings
@@ -341,14 +307,14 @@ class Leader:
             self._lack(now, alone_since)
             return
         self._short_since = None
-        if any(member.ports is None or member.attempt for member in self._members.values()):
+        if any(member.ports is None for member in self._members.values()):
             return
         if now - self._gathering_since < self._patience_s(missing):
             return
         if self._inherited and not self._judge_inherited(now):
             return
         if now >= self._not_before:
-            self._start()
+            self._start(now)
 
     def _patience_s(self, missing: set[int]) -> float:
         """Seconds to wait for missing hosts, and until none of their tasks can run any more."""
@@ -386,21 +352,20 @@ class Leader:
         attempt = self.record.attempt
         members = self._members.values()
         step = max((m.last[1] for m in members if m.last[0] == attempt), default=-1)
-        lost = dataclasses.replace(
-            self._lost_host(self._former, "it led, and its supervisor or connection was lost"),
-            step=step,
-        )
-        report = Report(step=step)
-        decision = self._policy.decide(outcome_of(attempt, [report], [lost]))
+        judged = RemoteAttempt(attempt, (), self._settings.options, self._host, now)
+        judged.step = step
+        judged.lost(self._former, "it led, and its supervisor or connection was lost", now)
+        outcome = judged.outcome(now)
+        decision = self._policy.decide(outcome)
         self._notify(decision.message)
         if not decision.restart:
-            self._finish(1, lines_about([lost]))
+            self._finish(1, lines_about(outcome.failures))
             return False
         self._not_before = now + decision.delay_s
         self._publish(running=False, policy=self._policy.saved())
         return True
 
-    def _start(self) -> None:
+    def _start(self, now: float) -> None:
         """Starts an attempt on all members."""
         hosts = tuple(sorted(self._members))
         self._publish(
@@ -411,22 +376,24 @@ class Leader:
         )
         self._has_led = True
         ports = {host: self._members[host].ports or () for host in hosts}
-        self._plan = placed(self._settings, self._host, ports)
+        self._plan = placed(self._settings, self._own, ports)
+        number, options = self.record.attempt, self._settings.options
+        attempt = self._attempt = RemoteAttempt(number, (), options, self._host, now)
         for host in hosts:
-            self._send_start(host, self._plan)
+            self._send_start(host, attempt)
         missing = set(range(len(self._settings.hosts))) - set(hosts)
         without = f", without {self._settings.names(missing)}" if missing else ""
         self._notify(f"attempt {self.record.attempt} on {self._settings.names(hosts)}{without}")
 
-    def _send_start(self, host: int, plan: Plan) -> None:
-        member = self._members[host]
-        member.attempt, member.ports = self.record.attempt, None
+    def _send_start(self, host: int, attempt: RemoteAttempt) -> None:
+        attempt.running.add(host)
+        self._members[host].ports = None
         start = Start(
             run=self.record.run,
-            attempt=self.record.attempt,
-            hosts=tuple(sorted(plan.tasks)),
-            cluster=plan.cluster,
-            tasks=plan.tasks[host],
+            attempt=attempt.number,
+            hosts=tuple(sorted(self._plan.tasks)),
+            cluster=self._plan.cluster,
+            tasks=self._plan.tasks[host],
             again=self._again.get(host, 0),
         )
         self._send(host, start)

@@ -8,9 +8,9 @@ the other one does not use.
 
 - Between supervisors: a member sends `Greeting`, `Join`, `Ready`, `Ended`, `RestartRequest` and
   `Leaving`; the leader sends `Start`, `RestartReply`, `End`, `Leave`, `Over` and `Refused`.
-- Between an agent and its job's controller: the agent sends `Hello`, `Marked`, `Looked`, `Output`,
-  `Line`, `Progress`, `Backup` and `Ended`; the controller sends `Mark`, `Look`, `Backup`, `Setup`,
-  `Start`, `End`, `Leave`, `Taken` and `Refused`.
+- Between an agent and its job's controller: the agent sends `Hello`, `Looked`, `Output`, `Line`,
+  `Progress`, `Backup` and `Ended`; the controller sends `Look`, `Backup`, `Setup`, `Start`, `End`,
+  `Leave` and `Refused`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,12 @@ class Report:
     Attributes:
         done: whether all of its tasks ended with status 0.
         step: the largest training step that a task has reported; negative: none.
-        seconds: how long it took.
         preempted: whether tasks saved their state and exited.
         failures: of tasks that failed on their own, the root cause first.
     """
 
     done: bool = False
     step: int = -1
-    seconds: float = 0.0
     preempted: bool = False
     failures: tuple[Failure, ...] = ()
 
@@ -163,7 +161,7 @@ class RestartReply:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """End the tasks of the attempt at once."""
+    """End the tasks of the attempt at once; from a controller also: it has the result."""
 
     attempt: int
 
@@ -217,23 +215,14 @@ class Hello:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mark:
-    """Keep a marker file in each of these directories, which are given by option."""
-
-    directories: dict[str, str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Marked:
-    """The names of the marker files by option; None if a directory cannot be written to."""
-
-    names: dict[str, str | None]
-    problems: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Look:
-    """Look for the marker files of another task, the chief."""
+    """Look whether directories are shared.
+
+    Attributes:
+        directories: by option.
+        names: of the chief's marker files in them, by option; none: make them, as the chief.
+        chief: name of that task.
+    """
 
     directories: dict[str, str]
     names: dict[str, str | None]
@@ -242,8 +231,9 @@ class Look:
 
 @dataclasses.dataclass(frozen=True)
 class Looked:
-    """The marker files were looked for."""
+    """The names of the marker files by option, and what is wrong with the directories."""
 
+    names: dict[str, str | None]
     problems: tuple[str, ...]
 
 
@@ -307,15 +297,10 @@ class Progress:
     step: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Taken:
-    """The controller has the result."""
-
-
 FromMember = Join | Ready | Ended | RestartRequest | Leaving
 FromLeader = Start | RestartReply | End | Leave | Over | Refused
-FromAgent = Hello | Marked | Looked | Output | Line | Progress | Backup | Ended
-FromController = Mark | Look | Setup | Backup | Start | End | Leave | Taken | Refused
+FromAgent = Hello | Looked | Output | Line | Progress | Backup | Ended
+FromController = Look | Setup | Backup | Start | End | Leave | Refused
 Message = Greeting | FromMember | FromLeader | FromAgent | FromController
 
 _BY_NAME: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}

@@ -179,7 +179,6 @@ def report_of(attempt: Attempt) -> Report:
     return Report(
         done=attempt.done(),
         step=attempt.step(),
-        seconds=attempt.seconds(),
         preempted=attempt.preempted(),
         failures=tuple(
             dataclasses.replace(

@@ -1,0 +1,133 @@
+"""One attempt on several machines, as the process that leads it knows it; time comes in.
+
+    attempt = RemoteAttempt(3, {0, 1}, RunOptions(), name=str, now=0.0)
+    attempt.ended(0, report, now=9.0)       # none of its tasks runs any more
+    attempt.lost(1, "no sign of life for 3 s", now=9.5)
+    attempt.must_end(now=9.5)               # whether the leader must end all tasks
+    attempt.running                         # machines whose tasks may run; when empty, judge:
+    attempt.outcome(now=9.6)                # for the restart policy
+
+================================  ================================================================
+event                             what follows
+================================  ================================================================
+a task fails, a machine is lost   all tasks end: at once, or after `settle_s` if the failures only
+                                  report a lost task
+tasks save their state and leave  the others leave at the same step, within the grace period
+`succeeded`: the chief is done    serving tasks end by themselves, within a limit; later failures
+                                  are a consequence
+================================  ================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tfmw.launcher.failure import Failure
+from tfmw.launcher.options import RunOptions
+from tfmw.launcher.preemption import GRACE_S
+from tfmw.launcher.restart import AttemptOutcome
+from tfmw.remote.messages import Report
+
+
+class RemoteAttempt:
+    """Collects how the tasks of all machines end.
+
+    Args:
+        number: of the attempt.
+        machines: numbers of the machines.
+        options: of the run.
+        name: returns a machine's name in failures.
+        now: monotonic seconds.
+        settle_s: seconds to wait for the cause if failures only report a lost task.
+
+    Attributes:
+        running: machines whose tasks may run.
+        reports: of machines whose tasks have ended.
+        step: the largest training step that is known; negative: none.
+        end_at: when the leader must end the tasks that still run.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        machines: Iterable[int],
+        options: RunOptions,
+        name: Callable[[int], str],
+        now: float,
+        settle_s: float = 0.0,
+    ) -> None:
+        self.number = number
+        self.running = set(machines)
+        self.reports: dict[int, Report] = {}
+        self.step = -1
+        self.end_at = math.inf
+        self._failures: list[Failure] = []
+        self._succeeded = False
+        self._name = name
+        self._began = now
+        self._settle_s = settle_s
+        self._grace_s = GRACE_S if options.preempt_grace_s is None else options.preempt_grace_s
+
+    def ended(self, machine: int, report: Report, now: float) -> None:
+        """No task of a machine runs any more."""
+        self.running.discard(machine)
+        self.reports[machine] = report
+        self.step = max(self.step, report.step)
+        for failure in report.failures:
+            self.fail(failure, now)
+        if report.preempted:
+            self.end_by(now + self._grace_s)
+        elif not report.done and not report.failures and not self.must_end(now):
+            how = "was ended before it had saved its state"
+            self.fail(self.failure(machine, now, how=how), now)
+
+    def lost(self, machine: int, why: str, now: float) -> None:
+        """A machine, or the connection to it, is lost."""
+        self.running.discard(machine)
+        self.fail(self.failure(machine, now, how=why), now)
+
+    def succeeded(self, now: float, farewell_s: float) -> None:
+        """The chief is done: the other tasks have some seconds to end by themselves."""
+        self._succeeded = True
+        self.end_by(now + farewell_s)
+
+    def fail(self, failure: Failure, now: float) -> None:
+        """Something failed: one failure of each task."""
+        if self._succeeded or failure.task in {known.task for known in self._failures}:
+            return
+        self._failures.append(failure)
+        only_lost = all(known.secondary for known in self._failures)
+        self.end_by(now + (self._settle_s if only_lost else 0.0))
+
+    def failure(self, machine: int, now: float, **fields: Any) -> Failure:
+        """A failure of a machine, from outside of the program unless `fields` says otherwise."""
+        known = {"seconds": now - self._began, "step": self.step, "attempt": self.number}
+        return Failure(self._name(machine), **{**known, "external": True, **fields})
+
+    def end_by(self, at: float) -> None:
+        """The tasks must have ended then."""
+        self.end_at = min(self.end_at, at)
+
+    def must_end(self, now: float) -> bool:
+        """Whether the leader must end the tasks that still run."""
+        return now >= self.end_at
+
+    def outcome(self, now: float) -> AttemptOutcome:
+        """How the attempt ended.
+
+        Clocks of machines differ, so failures are in the order in which the leader learned of them;
+        those that only report the loss of another task come last.
+        """
+        preempted = any(report.preempted for report in self.reports.values())
+        only_lost = all(failure.secondary for failure in self._failures)
+        return AttemptOutcome(
+            failures=()
+            if preempted and only_lost
+            else tuple(sorted(self._failures, key=lambda failure: failure.secondary)),
+            step=self.step,
+            seconds=now - self._began,
+            preempted=preempted,
+            attempt=self.number,
+        )
