@@ -21,23 +21,31 @@ from tfmw.hosts.actions import (
     Campaign,
     Dial,
     Drop,
-    EndTasks,
     Exit,
-    Preempt,
     Prepare,
     Publish,
     Record,
     Resign,
-    RestartTask,
     Settings,
-    StartTasks,
     ToLeader,
     ToMember,
+    ToTasks,
 )
 from tfmw.hosts.supervisor import Supervisor
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
-from tfmw.remote.messages import Report, Start, decode, encode
+from tfmw.remote.messages import (
+    End,
+    Ended,
+    Leave,
+    Ready,
+    Report,
+    RestartReply,
+    RestartRequest,
+    Start,
+    decode,
+    encode,
+)
 
 STEP_S = 0.1
 TTL_S, MARGIN_S = 10.0, 2.0
@@ -180,7 +188,8 @@ class World:
         """A task that could restart alone, beside servers."""
         host = self.hosts[index]
         if host is not None and host.tasks is not None and self.settings.ps:
-            host.machine.restart_wanted(host.tasks.start.attempt, f"task of {index}", self.now)
+            wanted = RestartRequest(host.tasks.start.attempt, f"task of {index}")
+            host.machine.from_tasks(wanted, self.now)
 
     def cut(self, one: int, other: int) -> None:
         self.cuts.add(frozenset({one, other}))
@@ -205,7 +214,9 @@ class World:
             for index, host in enumerate(self.hosts):
                 if host is not None:
                     self._lock(index, host)
+                    self._act(index, host)
                     self._work(index, host)
+                    self._act(index, host)
                     host.machine.tick(self.now)
                     self._act(index, host)
             self._train()
@@ -349,18 +360,18 @@ class World:
         if host.prepare_at is not None and self.now >= host.prepare_at:
             host.prepare_at = None
             ports = range(1000, 1000 + self.settings.ports_per_host)
-            host.machine.prepared(tuple(ports), self.now)
+            host.machine.from_tasks(Ready(tuple(ports)), self.now)
         tasks = host.tasks
         if tasks is None:
             return
         if tasks.end_at is not None and self.now >= tasks.end_at:
             host.tasks = None
             report = tasks.report or Report(step=self.step())
-            host.machine.ended(tasks.start.attempt, report, self.now)
+            host.machine.from_tasks(Ended(tasks.start.attempt, report), self.now)
             return
         if tasks.report is not None and tasks.end_at is None:
             host.tasks = None
-            host.machine.ended(tasks.start.attempt, tasks.report, self.now)
+            host.machine.from_tasks(Ended(tasks.start.attempt, tasks.report), self.now)
             return
         if tasks.report is not None:
             return
@@ -438,18 +449,18 @@ class World:
                         link.open[1] = False
             case Prepare():
                 host.prepare_at = self.now + self.random.uniform(0.0, 1.0)
-            case StartTasks(start):
+            case ToTasks(Start() as start):
                 self._start_tasks(index, host, start)
-            case EndTasks():
+            case ToTasks(End()):
                 if host.tasks is not None and host.tasks.end_at is None:
                     host.tasks.end_at = self.now + self.random.uniform(0.0, 0.5)
-            case RestartTask(reply) if reply.allowed:
+            case ToTasks(RestartReply() as reply) if reply.allowed:
                 assert reply.restarts not in self.restarts, "two restarts are counted as one"
                 assert reply.restarts <= self.settings.options.max_restarts
                 self.restarts.append(reply.restarts)
-            case RestartTask() if host.tasks is not None and host.tasks.report is None:
+            case ToTasks(RestartReply()) if host.tasks is not None and host.tasks.report is None:
                 host.tasks.report = Report(failures=(failure(index, False),), step=self.step())
-            case Preempt():
+            case ToTasks(Leave()):
                 if host.tasks is not None:
                     host.tasks.leave_at = self.now + self.random.uniform(0.0, 2.0)
             case Exit(status):

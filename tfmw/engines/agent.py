@@ -167,7 +167,7 @@ class _Agent:
                         tasks = self._set_up(message)
                     case Start() if tasks is not None:
                         ports.close()
-                        tasks.start(message)
+                        tasks.do(message)
                         self._watch(tasks)
                         return
                     case End() | Refused():
@@ -227,24 +227,22 @@ class _Agent:
 
     def _watch(self, tasks: TasksOfOneMachine) -> None:
         """Returns once the task has ended, and the controller has its result or is gone."""
-        told, wanted, event = 0.0, True, None
-        while wanted and event is None:
-            event = tasks.look(_LOOK_S)
+        told, wanted, ended = 0.0, True, None
+        while ended is None:
+            found = tasks.look(_LOOK_S)
+            ended = found if isinstance(found, Ended) else None
             with contextlib.suppress(queue.Empty):
                 message = self._next(0.0)
-                wanted = not (message is None or isinstance(message, End))
-                if isinstance(message, Leave):
-                    tasks.preempt()
+                if message is None or isinstance(message, End):
+                    wanted, ended = False, ended or tasks.end()
+                elif isinstance(message, Leave):
+                    tasks.do(message)
             if time.monotonic() - told >= _TELL_S:
                 told = time.monotonic()
                 self._links.to_leader(Progress(tasks.step))
                 self._send_backup()
-        event = event or tasks.end()
-        assert event is not None
         self._send_backup()
-        _, attempt, report = event
-        (result,) = tasks.results.values() or [b""]
-        self._links.to_leader(Ended(attempt, report, result))
+        self._links.to_leader(ended)
         deadline = time.monotonic() + _FAREWELL_S
         with contextlib.suppress(queue.Empty):
             while wanted:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tfmw.cluster import addresses
 from tfmw.launcher.options import RunOptions
-from tfmw.remote.messages import Message, RestartReply, Start
+from tfmw.remote.messages import End, Leave, Message, RestartReply, Start
 
 HEARTBEAT_S = 0.5
 """Seconds between two signs of life on a connection."""
@@ -138,31 +138,14 @@ class Publish:
 
 @dataclasses.dataclass(frozen=True)
 class Prepare:
-    """Get this host ready for the next attempt; `prepared` has its ports."""
+    """Get this host ready for the next attempt; `from_tasks` reports its ports."""
 
 
 @dataclasses.dataclass(frozen=True)
-class StartTasks:
-    """Start this host's tasks of an attempt."""
+class ToTasks:
+    """Start or end this host's tasks, restart one, or have them leave; `from_tasks` reports."""
 
-    start: Start
-
-
-@dataclasses.dataclass(frozen=True)
-class RestartTask:
-    """Restart one task alone, or end this host's tasks, as the reply says."""
-
-    reply: RestartReply
-
-
-@dataclasses.dataclass(frozen=True)
-class EndTasks:
-    """End this host's tasks now; `ended` reports how."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Preempt:
-    """Have this host's tasks save their state and leave."""
+    message: Start | RestartReply | Leave | End
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,10 +172,7 @@ Action = (
     | Resign
     | Publish
     | Prepare
-    | StartTasks
-    | RestartTask
-    | EndTasks
-    | Preempt
+    | ToTasks
     | Notify
     | Exit
 )

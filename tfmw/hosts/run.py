@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from tfmw.hosts.actions import (
@@ -26,18 +27,15 @@ from tfmw.hosts.actions import (
     Campaign,
     Dial,
     Drop,
-    EndTasks,
     Exit,
     Notify,
-    Preempt,
     Prepare,
     Publish,
     Resign,
-    RestartTask,
     Settings,
-    StartTasks,
     ToLeader,
     ToMember,
+    ToTasks,
 )
 from tfmw.hosts.lease import Lease, Lost
 from tfmw.hosts.links import HostLinks, why_not_connected
@@ -192,36 +190,34 @@ class _Loop:
 
     def run(self, events: queue.SimpleQueue[tuple[Any, ...]], stop: Signals) -> Exit:
         """Returns how this supervisor ends."""
-        interval_s = self._settings.options.monitor_interval_s
         while True:
-            # It waits for whoever can bring news: its tasks, or the other hosts where none runs.
-            wait_s = min(interval_s, IDLE_S)
-            is_idle = self._tasks.idle
-            event = self._tasks.look(wait_s)
-            if event is not None:
+            for event in self._news(events, stop):
                 self._hand_over(event)
-            if (way := self._receive(events, wait_s if is_idle else 0.0)) is not None:
-                return way
-            if self._keeper.is_expired():
-                self._hand_over(("lease_lost", "the lock could not be renewed in time"))
-            for number in stop.received[self._signals :]:
-                self._signals += 1
-                self._hand_over(("signalled", number))
-            if self._display.broken:
-                self._hand_over(("signalled", signal.SIGPIPE))
-            self._supervisor.tick(time.monotonic())
-            if (way := self._act()) is not None:
-                return way
-
-    def _receive(self, events: queue.SimpleQueue[tuple[Any, ...]], wait_s: float) -> Exit | None:
-        """Hands over what has happened, after up to `wait_s` seconds until something does."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._hand_over(events.get(timeout=wait_s))
-                wait_s = 0.0
                 if (way := self._act()) is not None:
                     return way
-        return None
+
+    def _news(
+        self, events: queue.SimpleQueue[tuple[Any, ...]], stop: Signals
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yields what has happened. Waits for its tasks, or for other hosts where none runs."""
+        wait_s = min(self._settings.options.monitor_interval_s, IDLE_S)
+        is_idle = self._tasks.idle
+        if (message := self._tasks.look(wait_s)) is not None:
+            yield "from_tasks", message
+        wait_s = wait_s if is_idle else 0.0
+        with contextlib.suppress(queue.Empty):
+            while True:
+                event = events.get(timeout=wait_s)
+                wait_s = 0.0
+                yield event
+        if self._keeper.is_expired():
+            yield "lease_lost", "the lock could not be renewed in time"
+        for number in stop.received[self._signals :]:
+            self._signals += 1
+            yield "signalled", number
+        if self._display.broken:
+            yield "signalled", signal.SIGPIPE
+        yield ("tick",)
 
     def _hand_over(self, event: tuple[Any, ...]) -> None:
         name, *arguments = event
@@ -268,16 +264,10 @@ class _Loop:
                 self._keeper.publish(action)
             case Prepare():
                 self._tasks.prepare(self._settings.ports_per_host)
-            case StartTasks(start):
-                self._tasks.start(start)
-            case RestartTask(reply):
-                self._tasks.restart(reply)
-            case Preempt():
-                self._tasks.preempt()
-            case EndTasks():
-                event = self._tasks.end()
-                if event is not None:
-                    self._hand_over(event)
+            case ToTasks(message):
+                ended = self._tasks.do(message)
+                if ended is not None:
+                    self._hand_over(("from_tasks", ended))
             case Notify(text):
                 self._notify(text)
 

@@ -2,7 +2,7 @@
 
     supervisor = Supervisor(settings, host=1, now=0.0)
     supervisor.lease_gained(None, now=0.3)
-    supervisor.prepared((12001,), now=0.4)
+    supervisor.from_tasks(Ready((12001,)), now=0.4)
     for action in supervisor.take(now=0.4): ...
 
 A pure state machine: no socket, thread, file or clock in here. Each method is an event; `take`
@@ -23,19 +23,16 @@ from tfmw.hosts.actions import (
     Campaign,
     Dial,
     Drop,
-    EndTasks,
     Exit,
     Notify,
-    Preempt,
     Prepare,
     Publish,
     Record,
     Resign,
-    RestartTask,
     Settings,
-    StartTasks,
     ToLeader,
     ToMember,
+    ToTasks,
 )
 from tfmw.hosts.leader import Leader
 from tfmw.launcher.preemption import GRACE_S
@@ -111,7 +108,7 @@ class Supervisor:
 
     def lease_gained(self, record: Record | None, now: float) -> None:
         """This host has the lock; `record` is what the holder before wrote last."""
-        if self._exit is not None or self._campaign_at is not None:
+        if self._exit or self._leave_by is not None or self._campaign_at is not None:
             self._out.append(Resign())
             return
         if record is not None and record.status is not None and record.run == self._run:
@@ -207,26 +204,18 @@ class Supervisor:
 
     # ---- this host's tasks ---------------------------------------------------------------------
 
-    def prepared(self, ports: tuple[int, ...], now: float) -> None:
-        """This host can start tasks, which get these ports."""
-        self._ports = ports
-        self._tell(Ready(ports), now)
-
-    def restart_wanted(self, attempt: int, task: str, now: float) -> None:
-        """A task has died that could restart alone: the leader counts for all hosts."""
-        if attempt == self._attempt:
-            self._tell(RestartRequest(attempt, task), now)
-
-    def ended(self, attempt: int, report: Report, now: float) -> None:
-        """No task of the attempt runs here any more."""
-        self._attempt = None
-        self._last = attempt, report.step
-        self._alone_since = now
-        self._tell(Ended(attempt, report), now)
-        if self._exit is not None:
-            self._out.append(self._exit)
-        else:
-            self._out.append(Prepare())
+    def from_tasks(self, message: Ready | RestartRequest | Ended, now: float) -> None:
+        """A message of this host's tasks for the leader."""
+        match message:
+            case Ready(ports=ports):
+                self._ports = ports
+            case Ended(attempt=attempt, report=report):
+                self._attempt = None
+                self._last = attempt, report.step
+                self._alone_since = now
+        self._tell(message, now)
+        if isinstance(message, Ended):
+            self._out.append(Prepare() if self._exit is None else self._exit)
 
     def _join(self, now: float) -> None:
         self._tell(Join(dict(self._settings.facts), *self._last), now)
@@ -254,17 +243,14 @@ class Supervisor:
                 self._run, self._attempt, self._ports = message.run, message.attempt, None
                 self._started = message.attempt, message.again
                 self._alone_since = now
-                self._out.append(StartTasks(message))
+                self._out.append(ToTasks(message))
             case Start():
                 self._tell(Ended(message.attempt, Report()), now)
                 if self._ports is not None:
                     self._tell(Ready(self._ports), now)
-            case RestartReply(attempt=attempt) if attempt == self._attempt:
-                self._out.append(RestartTask(message))
-            case End(attempt=attempt) if attempt == self._attempt:
-                self._end_tasks()
-            case Leave(attempt=attempt) if attempt == self._attempt:
-                self._out.append(Preempt())
+            case RestartReply(attempt=attempt) | End(attempt=attempt) | Leave(attempt=attempt):
+                if attempt == self._attempt:
+                    self._out.append(ToTasks(message))
             case Over(status=status, lines=lines):
                 self._leave(Exit(status, lines))
             case Refused(problem=problem):
@@ -272,7 +258,7 @@ class Supervisor:
 
     def _end_tasks(self) -> None:
         if self._attempt is not None:
-            self._out.append(EndTasks())
+            self._out.append(ToTasks(End(self._attempt)))
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -281,10 +267,7 @@ class Supervisor:
         if number in LEAVE and self._leave_by is None:
             grace_s = self._settings.options.preempt_grace_s
             self._leave_by = now + (GRACE_S if grace_s is None else grace_s)
-            if self.leader is not None or self._linked:
-                self._tell(Leaving(), now)
-            elif self._attempt is None:
-                self._leave(Exit(PREEMPTED))
+            self._tell(Leaving(), now)
         else:
             self._leave(Exit(128 + number))
 
@@ -296,16 +279,19 @@ class Supervisor:
         self._out.append(Campaign(False))
         if self._attempt is None:
             self._out.append(way)
-        else:
-            self._out.append(EndTasks())
+        self._end_tasks()
 
     def tick(self, now: float) -> None:
         """Whatever time brings; called several times a second."""
         if self._exit is not None:
             return
-        if self._leave_by is not None and now >= self._leave_by:
-            self._leave(Exit(128 + signal.SIGTERM))
-            return
+        if self._leave_by is not None:
+            if now >= self._leave_by:
+                self._leave(Exit(128 + signal.SIGTERM))
+                return
+            if self.leader is None and not self._linked and self._attempt is None:
+                self._leave(Exit(PREEMPTED))  # nobody leads who could dismiss it
+                return
         if self._campaign_at is not None and now >= self._campaign_at:
             self._campaign_at = None
             self._out.append(Campaign(True))

@@ -2,10 +2,10 @@
 
     tasks = TasksOfOneMachine(context)
     tasks.prepare(count=2)
-    tasks.look(0.05)              # ("prepared", (12001, 12002)) once tasks can start at once
-    tasks.start(message)
-    tasks.look(0.05)              # ("restart_wanted", attempt, task); `restart` has the reply
-    tasks.look(0.05)              # ("ended", attempt, report) once none of them runs
+    tasks.look(0.05)              # Ready((12001, 12002)) once tasks can start at once
+    tasks.do(Start(...))
+    tasks.look(0.05)              # RestartRequest(...), which a RestartReply answers
+    tasks.look(0.05)              # Ended(...) once none of them runs
 
 A supervisor drives one, and so does an engine's agent, whose machine has one task.
 """
@@ -16,11 +16,19 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from tfmw.launcher.attempt import Attempt, AttemptContext
 from tfmw.launcher.failure import Failure
-from tfmw.remote.messages import Report, RestartReply, Start
+from tfmw.remote.messages import (
+    End,
+    Ended,
+    Leave,
+    Ready,
+    Report,
+    RestartReply,
+    RestartRequest,
+    Start,
+)
 from tfmw.runtime.sockets import reserved_ports
 from tfmw.trackers import RUN_ID
 
@@ -32,9 +40,6 @@ class TasksOfOneMachine:
         context: of all attempts.
         env: environment variables that its tasks have instead of those of the run.
         settle_s: see `Attempt`; 0: the cause may be on another machine.
-
-    Attributes:
-        results: see `Attempt.results`; of the tasks that have ended last.
     """
 
     def __init__(
@@ -43,7 +48,6 @@ class TasksOfOneMachine:
         env: Mapping[str, str] | None = None,
         settle_s: float = 0.0,
     ) -> None:
-        self.results: dict[str, bytes] = {}
         self._context = context
         self._env = env
         self._settle_s = settle_s
@@ -70,8 +74,20 @@ class TasksOfOneMachine:
         timeout_s = self._context.options.start_timeout_s or float("inf")
         self._ready_by = time.monotonic() + timeout_s
 
-    def start(self, start: Start) -> None:
-        """Starts the tasks. Their ports were held until now."""
+    def do(self, message: Start | RestartReply | Leave | End) -> Ended | None:
+        """Does what the leader wants of the tasks; returns how they ended, if that ends them."""
+        match message:
+            case Start():
+                self._start(message)
+            case RestartReply():
+                self._restarts.decide(message)
+            case Leave():  # as soon as they can
+                self._preempts = True
+            case End():
+                return self.end()
+        return None
+
+    def _start(self, start: Start) -> None:
         self._restarts = _Restarts()
         # The tracker's run goes on where another host has the chief.
         run_id = self._context.env.get(RUN_ID) or start.run
@@ -89,29 +105,21 @@ class TasksOfOneMachine:
             env=self._env,
         )
         self._preempts = False
-        self._ports.close()
+        self._ports.close()  # they were held until now
         self._attempt.start()
 
-    def restart(self, reply: RestartReply) -> None:
-        """Restarts a task alone; or `look` returns the end of this host's tasks."""
-        self._restarts.decide(reply)
-
-    def preempt(self) -> None:
-        """Has the tasks save their state and leave, as soon as they can."""
-        self._preempts = True
-
-    def end(self) -> tuple[Any, ...] | None:
-        """Ends the tasks at once; returns the event, if any ran."""
+    def end(self) -> Ended | None:
+        """Ends the tasks at once; returns how they ended, if any ran."""
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return None
         attempt.poll(0.0)  # what has failed until now has failed by itself
         attempt.end(0.0)
-        self.results = attempt.results()
-        return "ended", attempt.number, report_of(attempt)
+        body = b"".join(attempt.results().values())  # of one task at most
+        return Ended(attempt.number, report_of(attempt), body)
 
-    def look(self, wait_s: float) -> tuple[Any, ...] | None:
-        """Looks at the tasks once; returns an event, if there is one. At once if it is `idle`.
+    def look(self, wait_s: float) -> Ready | RestartRequest | Ended | None:
+        """Looks at the tasks once; returns a message for the leader. At once if it is `idle`.
 
         Args:
             wait_s: seconds to wait for output of the tasks.
@@ -123,14 +131,14 @@ class TasksOfOneMachine:
             if attempt.poll(wait_s) is not None:
                 return self.end()
             task = self._restarts.next_request()
-            return None if task is None else ("restart_wanted", attempt.number, task)
+            return None if task is None else RestartRequest(attempt.number, task)
         spawner = self._context.spawner
         if not self._wanted or not (spawner.is_ready(wait_s) or time.monotonic() > self._ready_by):
             return None
         spawner.wait([], 0.0)  # a fork server that is too late is left out
         count, self._wanted = self._wanted, 0
         self._ports.close()
-        return "prepared", tuple(self._ports.enter_context(reserved_ports(count)))
+        return Ready(tuple(self._ports.enter_context(reserved_ports(count))))
 
     def close(self) -> None:
         """Ends everything."""
