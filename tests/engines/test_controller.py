@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from tests.engines.test_members import FakeTasks
+from tests.engines.test_job_attempt import FakeTasks
 from tfmw.engines.controller import Controller
 from tfmw.engines.engine import JobSpec
 from tfmw.engines.job import OUTPUT, STATUS

@@ -14,7 +14,7 @@ import tfmw
 from tfmw.engines import Local, agent, own_files
 from tfmw.engines.agent import CONTACT, PAYLOAD
 from tfmw.engines.engine import Contact, JobSpec
-from tfmw.engines.folder import SPEC, FolderPlace, control, write_contact, write_job
+from tfmw.engines.folder import SPEC, FolderHandle, control, write_contact, write_job
 from tfmw.engines.job import BACKUP, RESULT, STATUS, Job
 from tfmw.engines.local_jobs import LocalTasks
 from tfmw.errors import UsageError
@@ -61,8 +61,8 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 def job_of(folder: Path) -> Job:
-    place = FolderPlace(folder, state=lambda: "lost", kill=lambda: None)
-    return Job("local", folder.name, place, "here")
+    handle = FolderHandle(folder, state=lambda: "lost", kill=lambda: None)
+    return Job("local", folder.name, handle, "here")
 
 
 def attach(folder: Path) -> Job:

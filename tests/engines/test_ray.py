@@ -19,10 +19,10 @@ import pytest
 import tfmw
 from tests.engines.contract import TIMEOUT_S, Contract, FromAShell, runs_forever, wait_for
 from tests.helpers.cluster import ONE_THREAD, PYTHONPATH
-from tfmw.engines import Engine, Job, Ray, ray_place
+from tfmw.engines import Engine, Job, Ray, ray_handle
 from tfmw.engines import job as jobs
 from tfmw.engines.ray import RayTasks
-from tfmw.engines.ray_place import RayPlace
+from tfmw.engines.ray_handle import RayHandle
 from tfmw.errors import TaskFailed, UsageError
 from tfmw.launcher import call
 from tfmw.runtime.sockets import reserved_ports
@@ -154,13 +154,13 @@ def test_controller_that_is_not_reached_is_not_lost() -> None:
     actor = BusyActor(status, away)
     with socket.create_server(("127.0.0.1", 0)) as server:
         head = f"127.0.0.1:{server.getsockname()[1]}"
-        job = Job("ray", "4711", RayPlace(FakeRay(), actor, head), "here")
+        job = Job("ray", "4711", RayHandle(FakeRay(), actor, head), "here")
         assert job.status() == "running"
         assert actor.calls == 2
         actor = BusyActor(away, GetTimeoutError(), b"some output")
-        assert RayPlace(FakeRay(), actor, head).read("output.log") == b"some output"
+        assert RayHandle(FakeRay(), actor, head).read("output.log") == b"some output"
         actor = BusyActor(status, ActorDiedError(), status)
-        lost = Job("ray", "4711", RayPlace(FakeRay(), actor, head), "here").details()
+        lost = Job("ray", "4711", RayHandle(FakeRay(), actor, head), "here").details()
     assert lost["state"] == "lost"
     assert lost["problem"].startswith("its controller on the cluster was lost: The actor died unex")
 
@@ -175,13 +175,13 @@ def test_without_its_head_ray_has_lost_the_job(
     """
     from ray.exceptions import GetTimeoutError
 
-    monkeypatch.setattr(ray_place, "_HEAD_S", 0.3)
+    monkeypatch.setattr(ray_handle, "_HEAD_S", 0.3)
     monkeypatch.setattr(jobs, "_ASK_EVERY_S", 0.1)
     with reserved_ports(1) as (port,):
         head = f"127.0.0.1:{port}"
     reply = b'{"state": "running"}' if replies else GetTimeoutError()
     actor = BusyActor(*[reply] * 1000)
-    job = Job("ray", "4711", RayPlace(FakeRay(), actor, head), "here")
+    job = Job("ray", "4711", RayHandle(FakeRay(), actor, head), "here")
     sentence = rf"ray:4711 has no result: Ray's head at {head} has not been reachable for 0\.3 s \("
     with pytest.raises(TaskFailed, match=sentence):
         job.result()

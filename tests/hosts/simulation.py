@@ -22,11 +22,11 @@ from tfmw.hosts.actions import (
     Dial,
     Drop,
     Exit,
+    HostSettings,
     Prepare,
     Publish,
     Record,
     Resign,
-    Settings,
     ToLeader,
     ToMember,
     ToTasks,
@@ -37,9 +37,9 @@ from tfmw.launcher.options import RunOptions
 from tfmw.remote.messages import (
     End,
     Ended,
+    EndReport,
     Leave,
     Ready,
-    Report,
     RestartReply,
     RestartRequest,
     Start,
@@ -73,7 +73,7 @@ class Tasks:
     since: float
     leave_at: float | None = None
     end_at: float | None = None  # ended by the supervisor
-    report: Report | None = None
+    report: EndReport | None = None
 
 
 @dataclasses.dataclass
@@ -92,7 +92,7 @@ class Link:
 class Host:
     """One supervisor, and what its process holds."""
 
-    def __init__(self, settings: Settings, index: int, now: float) -> None:
+    def __init__(self, settings: HostSettings, index: int, now: float) -> None:
         self.machine = Supervisor(settings, index, now)
         self.link: Link | None = None
         self.tasks: Tasks | None = None
@@ -128,7 +128,7 @@ class World:
         rejoin_timeout_s: float = 3.0,
         max_restarts: int = 10**6,
     ) -> None:
-        self.settings = Settings(
+        self.settings = HostSettings(
             hosts=tuple(f"h{i}:1" for i in range(hosts)),
             workers_per_host=1,
             min_hosts=min_hosts,
@@ -182,7 +182,7 @@ class World:
     def kill_task(self, index: int) -> None:
         host = self.hosts[index]
         if host is not None and host.tasks is not None and host.tasks.report is None:
-            host.tasks.report = Report(failures=(failure(index, False),), step=self.step())
+            host.tasks.report = EndReport(failures=(failure(index, False),), step=self.step())
 
     def kill_task_alone(self, index: int) -> None:
         """A task that could restart alone, beside servers."""
@@ -366,7 +366,7 @@ class World:
             return
         if tasks.end_at is not None and self.now >= tasks.end_at:
             host.tasks = None
-            report = tasks.report or Report(step=self.step())
+            report = tasks.report or EndReport(step=self.step())
             host.machine.from_tasks(Ended(tasks.start.attempt, report), self.now)
             return
         if tasks.report is not None and tasks.end_at is None:
@@ -381,11 +381,11 @@ class World:
                 other = self.hosts[peer]
                 assert other is not None
                 assert other.tasks is not None
-                other.tasks.report = Report(preempted=True, step=self.step())
+                other.tasks.report = EndReport(preempted=True, step=self.step())
         elif train:
             tasks.since = self.now
         elif self.now - tasks.since >= LOST_PEER_S:
-            tasks.report = Report(failures=(failure(index, True),), step=self.step())
+            tasks.report = EndReport(failures=(failure(index, True),), step=self.step())
 
     def _train(self) -> None:
         """The attempt that trains makes steps, and its chief writes a backup of each."""
@@ -405,7 +405,7 @@ class World:
                 host = self.hosts[index]
                 assert host is not None
                 assert host.tasks is not None
-                host.tasks.report = Report(done=True, step=self.step())
+                host.tasks.report = EndReport(done=True, step=self.step())
 
     # ---- what supervisors ask for ----------------------------------------------------------------
 
@@ -459,7 +459,7 @@ class World:
                 assert reply.restarts <= self.settings.options.max_restarts
                 self.restarts.append(reply.restarts)
             case ToTasks(RestartReply()) if host.tasks is not None and host.tasks.report is None:
-                host.tasks.report = Report(failures=(failure(index, False),), step=self.step())
+                host.tasks.report = EndReport(failures=(failure(index, False),), step=self.step())
             case ToTasks(Leave()):
                 if host.tasks is not None:
                     host.tasks.leave_at = self.now + self.random.uniform(0.0, 2.0)

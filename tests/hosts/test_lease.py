@@ -21,7 +21,7 @@ from tfmw import storage
 from tfmw.hosts import lease as lease_module
 from tfmw.hosts.actions import Record
 from tfmw.hosts.lease import DirectoryLease, EtcdLease, Lease, Lost, lease_of
-from tfmw.hosts.run import LeaseKeeper
+from tfmw.hosts.supervisor_loop import LeaseKeeper
 from tfmw.runtime import fence
 
 Make = Callable[[int], Lease]

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from tests.helpers.hosts import Hosts, Loopback, Namespaces, network
-from tfmw.hosts.actions import Settings
-from tfmw.hosts.placement import placed
+from tfmw.hosts.actions import HostSettings
+from tfmw.hosts.task_placement import placed
 from tfmw.launcher.options import RunOptions
 
 TOKEN = "0123456789abcdef" * 4
 Test = Callable[..., None]
 
-SETTINGS = Settings(
+SETTINGS = HostSettings(
     hosts=("h0:2222", "h1:2222", "h2:2222"),
     workers_per_host=1,
     min_hosts=2,

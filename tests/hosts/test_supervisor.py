@@ -18,7 +18,7 @@ from tfmw.errors import PREEMPTED
 from tfmw.hosts.actions import SILENCE_S, Publish, Record, ToLeader, ToTasks
 from tfmw.hosts.leader import DRAIN_S
 from tfmw.hosts.supervisor import Supervisor
-from tfmw.remote.messages import Ended, Ready, Report, Start
+from tfmw.remote.messages import Ended, EndReport, Ready, Start
 
 HOSTS = 3
 PATIENCE_S = 90.0  # simulated
@@ -208,12 +208,12 @@ def test_a_host_that_starts_nothing_is_still_ready():
     supervisor.from_tasks(Ready((1000,)), 0.3)
     start = Start("run", 0, (0, 1), {}, (("worker", 0),))
     supervisor.from_leader(start, 0.4)
-    supervisor.from_tasks(Ended(0, Report()), 0.5)
+    supervisor.from_tasks(Ended(0, EndReport()), 0.5)
     supervisor.from_tasks(Ready((1001,)), 0.6)
     supervisor.take(0.6)
     supervisor.from_leader(start, 0.7)
     sent = [a.message for a in supervisor.take(0.7) if isinstance(a, ToLeader)]
-    assert sent == [Ended(0, Report()), Ready((1001,))]
+    assert sent == [Ended(0, EndReport()), Ready((1001,))]
 
 
 def test_the_policys_count_moves_with_the_lead():
@@ -301,7 +301,7 @@ def test_a_worker_host_that_is_lost_after_the_chief_is_done_changes_nothing():
     host = world.hosts[leader]
     assert host is not None
     assert host.tasks is not None
-    host.tasks.report = Report(done=True, step=world.step())
+    host.tasks.report = EndReport(done=True, step=world.step())
     world.run(0.5)
     world.kill((leader + 1) % HOSTS)
     world.run(15.0)

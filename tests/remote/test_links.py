@@ -21,14 +21,14 @@ from tfmw.launcher.options import RunOptions
 from tfmw.remote.channel import Forged, Sealer, Unsealer, session_key
 from tfmw.remote.links import MAX_STRANGERS, Links, Timing
 from tfmw.remote.messages import (
-    Backup,
+    BackupFiles,
     End,
     Ended,
-    Greeting,
+    EndReport,
+    HostHello,
     Join,
     Malformed,
     Ready,
-    Report,
     Setup,
     Start,
     decode,
@@ -38,7 +38,7 @@ from tfmw.runtime import sockets
 
 TOKEN = b"the token of these tests"
 PATIENT = Timing(beat_s=0.1, silence_s=10.0, hello_s=10.0)
-HELLO = Greeting(1, 0, ())
+HELLO = HostHello(1, 0, ())
 
 
 class Peer:
@@ -71,10 +71,10 @@ def member(of: Peer, timing: Timing = PATIENT) -> Iterator[Peer]:
     peer = Peer(timing)
     with peer.links:
         addresses = [("nowhere.invalid", 1), ("127.0.0.1", of.port)]
-        peer.links.dial("leader", addresses, lambda address: Greeting(1, 0, (address,)))
+        peer.links.dial("leader", addresses, lambda address: HostHello(1, 0, (address,)))
         assert peer.next() == ("leader_connected", "leader")
         assert of.next() == ("member_connected", "member")
-        assert of.next() == ("from_member", "member", Greeting(1, 0, ("127.0.0.1",)))
+        assert of.next() == ("from_member", "member", HostHello(1, 0, ("127.0.0.1",)))
         yield peer
 
 
@@ -89,7 +89,7 @@ def closed(other: socket.socket) -> bool:
 
 def test_messages_of_any_length_both_ways() -> None:
     with leader() as server, member(server) as client:
-        backup = Backup("step_1", bytes(range(256)) * 20_000)  # twenty frames
+        backup = BackupFiles("step_1", bytes(range(256)) * 20_000)  # twenty frames
         client.links.to_leader(backup)
         assert server.next() == ("from_member", "member", backup)
         server.links.to_member("member", End(0))
@@ -198,8 +198,8 @@ MESSAGES = [
     Setup(("call",), {}, {"A": "b"}, RunOptions(preempt_grace_s=1), "/a", False, 80, b"\n\0"),
     Join({"tfmw": "1"}, 3, -1),
     Start("run", 2, (0, 2), {"worker": ("h0:1", "h2:1")}, (("worker", 1),)),
-    Ended(2, Report(done=True, step=3)),
-    Ended(2, Report(failures=(Failure("worker 1", log=Path("/a/log"), host="h1"),)), b"result"),
+    Ended(2, EndReport(done=True, step=3)),
+    Ended(2, EndReport(failures=(Failure("worker 1", log=Path("/a/log"), host="h1"),)), b"result"),
 ]
 
 

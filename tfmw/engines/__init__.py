@@ -7,7 +7,7 @@ Read `engine.py` next: what an engine is. `ray.py`, `slurm.py`, `spark.py` and `
 engines; `folder.py` is what those with a shared folder have in common, `own_files.py` why what is
 in it can be unpickled. What all of them share:
 `submit.py`, the entry points, and `job.py`, what they return; `controller.py`, which restarts, and
-`members.py`, one attempt; `agent.py`, the process of each task. `tfmw.remote` connects the two.
+`job_attempt.py`, one attempt; `agent.py`, the process of each task. `tfmw.remote` connects the two.
 
 May import: `tfmw.checkpoint`, `tfmw.data`, `tfmw.remote`, and what is below them. Only `local`,
 `serialization` and `process_settings` import TensorFlow; no engine's library is imported before an

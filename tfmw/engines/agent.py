@@ -42,20 +42,20 @@ from tfmw.launcher.run_status import RunStatus
 from tfmw.launcher.spawn import Spawner
 from tfmw.remote.links import Links
 from tfmw.remote.messages import (
-    Backup,
+    AgentHello,
+    BackupFiles,
     End,
     Ended,
-    Hello,
     Leave,
     Line,
     Look,
     Looked,
     Message,
     Output,
-    Progress,
     Refused,
     Setup,
     Start,
+    StepReached,
 )
 from tfmw.remote.tasks import TasksOfOneMachine
 from tfmw.runtime.signals import Signals
@@ -153,7 +153,7 @@ class _Agent:
             self._links.dial(
                 "controller",
                 self._contact.addresses,
-                lambda address: Hello(*own, address, port, common_versions()),
+                lambda address: AgentHello(*own, address, port, common_versions()),
             )
             wait_connected(self._inbox)
             tasks: TasksOfOneMachine | None = None
@@ -161,7 +161,7 @@ class _Agent:
                 match message:
                     case Look():
                         self._look(message)
-                    case Backup(body=body):
+                    case BackupFiles(body=body):
                         self._sent_backup = unpack(body, self._backups)
                     case Setup():
                         tasks = self._set_up(message)
@@ -239,7 +239,7 @@ class _Agent:
                     tasks.do(message)
             if time.monotonic() - told >= _TELL_S:
                 told = time.monotonic()
-                self._links.to_leader(Progress(tasks.step))
+                self._links.to_leader(StepReached(tasks.step))
                 self._send_backup()
         self._send_backup()
         self._links.to_leader(ended)
@@ -256,7 +256,7 @@ class _Agent:
         try:
             newest = max(p.name for p in self._backups.glob("step_*"))
             if newest != self._sent_backup:
-                self._links.to_leader(Backup(newest, packed(self._backups / newest)))
+                self._links.to_leader(BackupFiles(newest, packed(self._backups / newest)))
                 self._sent_backup = newest
         except (ValueError, OSError):  # none yet, or it has just been replaced by a newer one
             return

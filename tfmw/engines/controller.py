@@ -23,13 +23,13 @@ from typing import Any
 from tfmw.engines import job as jobs
 from tfmw.engines import own_files
 from tfmw.engines.engine import TIMING, JobSpec, Tasks
-from tfmw.engines.members import LIVE, Members
+from tfmw.engines.job_attempt import LIVE, JobAttempt
 from tfmw.errors import PREEMPTED
 from tfmw.launcher.output import Display
 from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
 from tfmw.launcher.result import Result
 from tfmw.remote.links import Links
-from tfmw.remote.messages import Hello, Message
+from tfmw.remote.messages import AgentHello, Message
 from tfmw.runtime import sockets
 from tfmw.runtime.signals import Signals
 
@@ -103,15 +103,15 @@ class Controller:
                 return "cancelled", "it was cancelled before its tasks had a place"
             self._say(state="starting" if number == 0 else "restarting", attempt=number)
             display = Display(self._output, LIVE if self._spec.live else None)
-            members = Members(self._spec, self._tasks, links, display, number, count)
+            attempt = JobAttempt(self._spec, self._tasks, links, display, number, count)
             try:
-                members.start(port)
-                self._watch(members, display)
+                attempt.start(port)
+                self._watch(attempt, display)
             finally:
-                members.end()
+                attempt.end()
             if self._cancelled():
                 return "cancelled", "it was cancelled"
-            outcome = members.attempt.outcome(time.monotonic())
+            outcome = attempt.ending.outcome(time.monotonic())
             found = dataclasses.replace(outcome, signals=tuple(self._stop.received))
             if self._growing and found.preempted and self._tasks.requeues:
                 return "queued", ""  # the engine starts the job again with more tasks
@@ -123,7 +123,7 @@ class Controller:
             if decision.message:
                 display.line(f"tfmw: {decision.message}")
             if not decision.restart:
-                return self._finish(members, found, failures)
+                return self._finish(attempt, found, failures)
             counted = {"restarts": self._policy.restarts, jobs.POLICY: self._policy.saved()}
             self._say(state="restarting", step=found.step, **counted)
             self._pause(decision.delay_s)
@@ -131,7 +131,7 @@ class Controller:
 
     def _welcome(self, hello: Message) -> int:
         """A name for each connection: a task of an earlier attempt may have the rank of another."""
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, AgentHello):
             raise ValueError("no task of this job")
         return next(self._connections)
 
@@ -148,7 +148,7 @@ class Controller:
         return int(before.get("attempt", -1)) + 1
 
     def _placed(self) -> int:
-        """Waits until the engine has a place for the tasks: how many; 0 if cancelled."""
+        """Waits until the engine has room for the tasks: how many; 0 if cancelled."""
         while not self._cancelled() and not self._stop.received:
             if count := self._tasks.available(*self._spec.workers):
                 return count
@@ -161,43 +161,43 @@ class Controller:
         while time.monotonic() < until and not self._cancelled() and not self._stop.received:
             time.sleep(_POLL_S)
 
-    def _watch(self, members: Members, display: Display) -> None:
+    def _watch(self, attempt: JobAttempt, display: Display) -> None:
         """Returns when the attempt is over, or the job is to end."""
         grow_at = time.monotonic() + _GROW_EVERY_S
         asked = False
-        while not members.look():
+        while not attempt.look():
             try:
-                members.handle(*self._inbox.get(timeout=_POLL_S))
+                attempt.handle(*self._inbox.get(timeout=_POLL_S))
                 while True:
-                    members.handle(*self._inbox.get_nowait())
+                    attempt.handle(*self._inbox.get_nowait())
             except queue.Empty:
                 pass
-            if members.phase == "running":
-                self._say(state="running", **members.details())
+            if attempt.phase == "running":
+                self._say(state="running", **attempt.details())
             if self._cancelled():
                 return
             if self._stop.received and not asked:
                 asked = True
-                members.ask_to_leave()
+                attempt.ask_to_leave()
             if not asked and time.monotonic() > grow_at:
                 grow_at = time.monotonic() + _GROW_EVERY_S
-                if self._can_grow(members):
+                if self._can_grow(attempt):
                     asked = self._growing = True
                     display.line("tfmw: there is a place for more tasks: all save their state")
-                    members.ask_to_leave()
+                    attempt.ask_to_leave()
 
-    def _can_grow(self, members: Members) -> bool:
+    def _can_grow(self, attempt: JobAttempt) -> bool:
         least, most = self._spec.workers
         return (
             least < most
             and self._spec.options.max_restarts > 0
-            and members.count < most
-            and members.attempt.step > 0
-            and self._tasks.room(most) > members.count
+            and attempt.count < most
+            and attempt.ending.step > 0
+            and self._tasks.room(most) > attempt.count
         )
 
     def _finish(
-        self, members: Members, found: AttemptOutcome, failures: list[Any]
+        self, attempt: JobAttempt, found: AttemptOutcome, failures: list[Any]
     ) -> tuple[str, str]:
         """Writes the result; returns the job's last state, and its problem."""
         log = self._folder / jobs.OUTPUT
@@ -208,7 +208,7 @@ class Controller:
             tasks={},
             failures=failed,
             directory=None,
-            attempts=members.attempt.number + 1,
+            attempts=attempt.ending.number + 1,
             restarts=self._policy.restarts,
         )
         # The log is what they are printed to.
@@ -216,7 +216,7 @@ class Controller:
         for line in lines:
             self._output.write(f"{line}\n")
         self._output.flush()
-        own_files.write(self._folder / jobs.RESULT, pickle.dumps((result, members.results())))
+        own_files.write(self._folder / jobs.RESULT, pickle.dumps((result, attempt.results())))
         if status == PREEMPTED and self._tasks.requeues:
             return "queued", ""
         return _ENDED[status], lines[-1] if lines else ""

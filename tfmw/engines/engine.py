@@ -1,8 +1,8 @@
 """What an engine is: a system that places processes on machines, and accounts for them.
 
     class Mine(Engine):              # settings, and what the caller's process asks for
-        def submit(self, spec, payload): ...      # a place where the job's controller runs
-        def attach(self, number): ...             # the same place, from another process
+        def submit(self, spec, payload): ...      # a handle of the job's controller
+        def attach(self, number): ...             # the same, from another process
 
     class MyTasks(Tasks):            # beside the controller: start these tasks, watch, end
         def start(self, count, attempt, contact): ...
@@ -101,7 +101,7 @@ class Tasks(abc.ABC):
         return most
 
     def room(self, most: int) -> int:
-        """The number of tasks for which there is a place, those that run included; at most `most`.
+        """The number of tasks that have room, those that run included; at most `most`.
 
         An engine that returns more than run makes a job with `workers=(2, 8)` grow.
         """
@@ -131,8 +131,8 @@ class Tasks(abc.ABC):
         """Gives everything back that the job has."""
 
 
-class Place(Protocol):
-    """Where a job's controller runs, and how other processes reach its files."""
+class JobHandle(Protocol):
+    """A job's controller and its files, for other processes."""
 
     why: str
     """Why the engine lost the job, as a clause, once `state` has returned "lost"; "": unknown."""
@@ -171,12 +171,12 @@ class Engine(abc.ABC):
     """Before the colon in a job's id: "slurm" in "slurm:4711"."""
 
     @abc.abstractmethod
-    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, Place]:
-        """Starts a job's controller; returns the job's number and its place."""
+    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
+        """Starts a job's controller; returns the job's number and handle."""
 
     @abc.abstractmethod
-    def attach(self, number: str) -> Place:
-        """The place of a job that another process has submitted. Raises UsageError."""
+    def attach(self, number: str) -> JobHandle:
+        """The handle of a job that another process has submitted. Raises UsageError."""
 
     def numbers(self) -> list[str]:
         """Numbers of the jobs that are there, the oldest first."""

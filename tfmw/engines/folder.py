@@ -2,7 +2,7 @@
 
     folder = write_job(root / "3fa9c2", spec, payload)     # where the job is submitted
     control(folder, tasks)                                 # in the controller's process
-    FolderPlace(folder, ...).read("status.json")           # from everywhere that sees the folder
+    FolderHandle(folder, ...).read("status.json")           # from everywhere that sees the folder
 
 The folder is its owner's only, as it holds the job's token, and pickles (`own_files.py`).
 """
@@ -123,12 +123,12 @@ def control(folder: Path, make_tasks: Callable[[Path], Tasks]) -> str:
         return Controller(spec, make_tasks(folder), folder, stop).run()
 
 
-class FolderPlace:
-    """The place of a job with a folder.
+class FolderHandle:
+    """The handle of a job with a folder.
 
     Args:
         folder: of the job.
-        state: returns what the engine knows of the controller; see `Place.state`.
+        state: returns what the engine knows of the controller; see `JobHandle.state`.
         kill: ends the job without its controller.
     """
 
@@ -143,18 +143,18 @@ class FolderPlace:
         return self._folder.exists()
 
     def read(self, name: str, offset: int = 0) -> bytes:
-        """See `Place.read`."""
+        """See `JobHandle.read`."""
         try:
             return own_files.read(self._folder, name, offset)
         except FileNotFoundError:
             return b""
 
     def cancel(self) -> None:
-        """See `Place.cancel`."""
+        """See `JobHandle.cancel`."""
         (self._folder / CANCEL).touch()
 
     def forget(self) -> None:
-        """See `Place.forget`."""
+        """See `JobHandle.forget`."""
         target = self._folder.resolve()
         if self._folder.is_symlink():
             self._folder.unlink()

@@ -7,7 +7,8 @@
     job.result(timeout_s=600)     # what the function returned in each task
     job.cancel()
 
-The controller writes small files (`FILES`), and a `Place` reads them from wherever the caller is.
+The controller writes small files (`FILES`), and a `JobHandle` reads them from any
+machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import time
 from typing import Any, TextIO
 
-from tfmw.engines.engine import Place
+from tfmw.engines.engine import JobHandle
 from tfmw.errors import TaskFailed
 from tfmw.launcher import call
 from tfmw.launcher.run import return_values
@@ -44,16 +45,16 @@ class Job:
     Args:
         engine: name of its engine.
         number: which of the engine's jobs it is.
-        place: where its controller runs.
+        handle: of its controller.
         where: where it runs, for people.
     """
 
-    def __init__(self, engine: str, number: str, place: Place, where: str) -> None:
+    def __init__(self, engine: str, number: str, handle: JobHandle, where: str) -> None:
         self.id = f"{engine}:{number}"
         """Names the job for `tfmw.attach`, `tfmw logs` and `tfmw cancel`."""
         self.where = where
         """Where the job runs: the engine's own number, and its dashboard if it has one."""
-        self._place = place
+        self._handle = handle
         self._last, self._ask_at = "", 0.0
 
     def __repr__(self) -> str:
@@ -77,18 +78,18 @@ class Job:
             tasks, once they have started; "backup", the newest one that the job keeps; "problem",
             one sentence, where it has failed or was lost.
         """
-        data = self._place.read(STATUS)
+        data = self._handle.read(STATUS)
         found: dict[str, Any] = json.loads(data) if data else {"state": "queued"}
         if found["state"] not in ENDED:
             known = self._known()
             if known in ENDED:
                 # The controller may have written its last state since then.
-                data = self._place.read(STATUS)
+                data = self._handle.read(STATUS)
                 found = json.loads(data) if data else found
                 if found["state"] not in ENDED:
                     found["state"] = known
-                    if self._place.why:
-                        found["problem"] = self._place.why
+                    if self._handle.why:
+                        found["problem"] = self._handle.why
             elif known == "queued":  # again, after a failure of a node
                 found["state"] = known
         found.pop(POLICY, None)
@@ -98,7 +99,7 @@ class Job:
         """What the engine knows; asked from time to time, as that may cost it something."""
         now = time.monotonic()
         if now >= self._ask_at:
-            self._last = self._place.state()
+            self._last = self._handle.state()
             self._ask_at = time.monotonic() + _ASK_EVERY_S
         return self._last
 
@@ -113,13 +114,13 @@ class Job:
             The text so far.
         """
         if not follow:
-            return self._place.read(OUTPUT).decode("utf-8", "replace")
+            return self._handle.read(OUTPUT).decode("utf-8", "replace")
         out = sys.stdout if out is None else out
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         offset, shown = 0, []
         while True:
             over = self.status() in ENDED
-            while data := self._place.read(OUTPUT, offset):
+            while data := self._handle.read(OUTPUT, offset):
                 offset += len(data)
                 shown.append(decoder.decode(data))
                 out.write(shown[-1])
@@ -160,7 +161,7 @@ class Job:
                 `TaskFailed` with the task's traceback.
         """
         state = self.wait(timeout_s)
-        data = self._place.read(RESULT)
+        data = self._handle.read(RESULT)
         if state in ("cancelled", "lost") or not data:
             problem = self.details().get("problem") or f"{self.where} was {state}"
             raise TaskFailed(f"{self.id} has no result: {problem}.")
@@ -175,16 +176,16 @@ class Job:
         """
         if self.status() in ENDED:
             return
-        self._place.cancel()
+        self._handle.cancel()
         try:
             self.wait(timeout_s)
         except TimeoutError:
-            self._place.kill()
+            self._handle.kill()
 
     def forget(self) -> None:
         """Removes the files of a job that has ended: its output, its result."""
-        self._place.forget()
+        self._handle.forget()
 
     def backup(self) -> bytes:
         """The newest backup of a fit without `backup_dir`, as a tar archive; b"" for none."""
-        return self._place.read(BACKUP)
+        return self._handle.read(BACKUP)

@@ -14,10 +14,10 @@ import sys
 import threading
 from pathlib import Path
 
-from tfmw.engines.engine import Contact, JobSpec, Place
+from tfmw.engines.engine import Contact, JobHandle, JobSpec
 from tfmw.engines.folder import (
     FolderEngine,
-    FolderPlace,
+    FolderHandle,
     FolderTasks,
     control,
     write_contact,
@@ -42,7 +42,7 @@ class Local(FolderEngine):
 
     name = "local"
 
-    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, Place]:
+    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
         folder = write_job(self.root, spec, payload)
         with open(folder / "controller.log", "wb") as log:
             process = subprocess.Popen(
@@ -56,7 +56,7 @@ class Local(FolderEngine):
         threading.Thread(target=process.wait, daemon=True).start()
         return folder.name, self.attach(folder.name)
 
-    def attach(self, number: str) -> Place:
+    def attach(self, number: str) -> JobHandle:
         folder = self.folder(number)
         pid = int((folder / "pid").read_text())
 
@@ -68,7 +68,7 @@ class Local(FolderEngine):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-        return FolderPlace(folder, state, kill)
+        return FolderHandle(folder, state, kill)
 
 
 class LocalTasks(FolderTasks):

@@ -24,8 +24,8 @@ import numpy as np
 
 from tfmw.engines.agent import run_task
 from tfmw.engines.controller import CANCEL, Controller
-from tfmw.engines.engine import Contact, Engine, JobSpec, Place, Tasks, library
-from tfmw.engines.ray_place import READ, RayPlace, reason
+from tfmw.engines.engine import Contact, Engine, JobHandle, JobSpec, Tasks, library
+from tfmw.engines.ray_handle import READ, RayHandle, reason
 from tfmw.errors import UsageError
 from tfmw.launcher.call import Payload
 
@@ -60,7 +60,7 @@ class Ray(Engine):
 
     name = "ray"
 
-    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, Place]:
+    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
         ray = self._connect()
         number = secrets.token_hex(4)
         here = ray.get_runtime_context().get_node_id()
@@ -89,12 +89,12 @@ class Ray(Engine):
         except BaseException:
             ray.kill(actor)
             raise
-        return number, self._place(ray, actor)
+        return number, self._handle(ray, actor)
 
-    def attach(self, number: str) -> Place:
+    def attach(self, number: str) -> JobHandle:
         ray = self._connect(start=False)
         try:
-            return self._place(ray, ray.get_actor(number, namespace=NAMESPACE))
+            return self._handle(ray, ray.get_actor(number, namespace=NAMESPACE))
         except ValueError as error:
             known = ", ".join(f"ray:{n}" for n in self.numbers()) or "none"
             raise UsageError(
@@ -116,8 +116,8 @@ class Ray(Engine):
         gpus = {"GPU": float(self.gpus_per_worker)} if self.gpus_per_worker else {}
         return {"CPU": 1.0, **gpus, **self.resources}
 
-    def _place(self, ray: Any, actor: Any) -> Place:
-        return RayPlace(ray, actor, ray.get_runtime_context().gcs_address)
+    def _handle(self, ray: Any, actor: Any) -> JobHandle:
+        return RayHandle(ray, actor, ray.get_runtime_context().gcs_address)
 
     def _connect(self, start: bool = True) -> Any:
         """Ray, connected; `start`: to a new cluster of this machine where there is none."""
@@ -155,7 +155,7 @@ class _ControllerActor:
         os._exit(0)
 
     def read(self, name: str, offset: int) -> bytes:
-        """See `Place.read`."""
+        """See `JobHandle.read`."""
         try:
             with open(self._folder / name, "rb") as file:
                 file.seek(offset)
@@ -164,7 +164,7 @@ class _ControllerActor:
             return b""
 
     def cancel(self) -> None:
-        """See `Place.cancel`."""
+        """See `JobHandle.cancel`."""
         (self._folder / CANCEL).touch()
 
     def remove(self) -> None:

@@ -21,10 +21,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tfmw.engines import agent
-from tfmw.engines.engine import Contact, JobSpec, Place
+from tfmw.engines.engine import Contact, JobHandle, JobSpec
 from tfmw.engines.folder import (
     FolderEngine,
-    FolderPlace,
+    FolderHandle,
     FolderTasks,
     control,
     write_contact,
@@ -109,7 +109,7 @@ class Slurm(FolderEngine):
 
     name = "slurm"
 
-    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, Place]:
+    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
         folder = write_job(self.root, spec, payload)
         script = SCRIPT.format(
             notice_s=self.notice_s,
@@ -133,8 +133,8 @@ class Slurm(FolderEngine):
         (self.root / number).symlink_to(folder.name)
         return number, self.attach(number)
 
-    def attach(self, number: str) -> Place:
-        return _SlurmPlace(self.folder(number), number)
+    def attach(self, number: str) -> JobHandle:
+        return _SlurmHandle(self.folder(number), number)
 
     def numbers(self) -> list[str]:
         return [n for n in super().numbers() if (self.root / n).is_symlink()]
@@ -163,8 +163,8 @@ class Slurm(FolderEngine):
         return [*size, *(f"--{k}={v}" for k, v in named.items() if v), *self.options]
 
 
-class _SlurmPlace(FolderPlace):
-    """The place of a job of Slurm.
+class _SlurmHandle(FolderHandle):
+    """The handle of a job of Slurm.
 
     Args:
         folder: of the job.
@@ -176,7 +176,7 @@ class _SlurmPlace(FolderPlace):
         self._number = number
 
     def cancel(self) -> None:
-        """See `Place.cancel`; a job that is still queued has no controller."""
+        """See `JobHandle.cancel`; a job that is still queued has no controller."""
         super().cancel()
         if self._state() == "queued":
             self._end()

@@ -21,15 +21,15 @@ from typing import Any
 
 from tfmw.engines.agent import run_task
 from tfmw.engines.controller import Controller
-from tfmw.engines.engine import Contact, Engine, JobSpec, Place, Tasks, library
-from tfmw.engines.folder import FolderPlace
+from tfmw.engines.engine import Contact, Engine, JobHandle, JobSpec, Tasks, library
+from tfmw.engines.folder import FolderHandle
 from tfmw.errors import UsageError
 from tfmw.launcher import call
 from tfmw.launcher.call import Payload
 
 _END_S = 20.0  # in which a stage ends by itself
 
-_places: dict[str, FolderPlace] = {}
+_handles: dict[str, FolderHandle] = {}
 """The jobs of this process by number."""
 
 
@@ -46,31 +46,31 @@ class Spark(Engine):
 
     name = "spark"
 
-    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, Place]:
+    def submit(self, spec: JobSpec, payload: Payload) -> tuple[str, JobHandle]:
         context = _context()
         number = secrets.token_hex(4)
         folder = Path(tempfile.mkdtemp(prefix="tfmw-job-"))
         controller = Controller(spec, SparkTasks(context, payload, number), folder)
         thread = threading.Thread(target=controller.run, name=f"tfmw-{number}", daemon=True)
-        _places[number] = FolderPlace(
+        _handles[number] = FolderHandle(
             folder,
             state=lambda: "running" if thread.is_alive() else "lost",
             kill=lambda: context.cancelJobGroup(number),
         )
         thread.start()
-        return number, _places[number]
+        return number, _handles[number]
 
-    def attach(self, number: str) -> Place:
-        place = _places.get(number)
-        if place is None or number not in self.numbers():
+    def attach(self, number: str) -> JobHandle:
+        handle = _handles.get(number)
+        if handle is None or number not in self.numbers():
             raise UsageError(
                 f"there is no job spark:{number} in this process: on Spark a job ends with the "
                 "process that has submitted it, and only that can attach to it."
             )
-        return place
+        return handle
 
     def numbers(self) -> list[str]:
-        return [number for number, place in _places.items() if place.exists()]
+        return [number for number, handle in _handles.items() if handle.exists()]
 
     def where(self, number: str) -> str:
         context = _context()

@@ -248,8 +248,8 @@ def start(engine: Engine, spec: JobSpec, payload: call.Payload, live: bool = Fal
         )
     env = {**spec.env, **({"TFMW_TTY": "1"} if live else {})}
     spec = dataclasses.replace(spec, live=live, columns=terminal_size().columns, env=env)
-    number, place = engine.submit(spec, payload)
-    return Job(engine.name, number, place, engine.where(number))
+    number, handle = engine.submit(spec, payload)
+    return Job(engine.name, number, handle, engine.where(number))
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ SILENCE_S = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class HostSettings:
     """What is the same on all hosts of a run.
 
     Args:
@@ -44,7 +44,7 @@ class Settings:
 
     @property
     def ports_per_host(self) -> int:
-        """The most ports that the tasks of one host need; see `placement`."""
+        """The most ports that the tasks of one host need; see `task_placement`."""
         if not self.ps:
             return self.workers_per_host
         return self.workers_per_host + 1 + math.ceil(self.ps / self.min_hosts)

@@ -18,9 +18,9 @@ from pathlib import Path
 from tfmw import __version__
 from tfmw.cluster import addresses
 from tfmw.errors import ClusterError, UsageError
-from tfmw.hosts.actions import Settings
+from tfmw.hosts.actions import HostSettings
 from tfmw.hosts.lease import DIRECTORY, Lease, lease_of
-from tfmw.hosts.run import run_on_hosts
+from tfmw.hosts.supervisor_loop import run_on_hosts
 from tfmw.launcher.attempts import LocalRun
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.run import check_program
@@ -81,9 +81,9 @@ def launch_on_hosts(
     hosts = _checked_hosts(options)
     _check_options(options, run_options, len(hosts))
     host = addresses.local_index(hosts) if options.host is None else options.host
-    lease = lease_of(_place(options, argv), host)
+    lease = lease_of(_rendezvous(options, argv), host)
     token = _token(options, hosts, lease, os.environ)
-    settings = Settings(
+    settings = HostSettings(
         hosts=hosts,
         workers_per_host=options.workers_per_host,
         min_hosts=options.min_hosts or len(hosts),
@@ -112,7 +112,7 @@ def _checked_hosts(options: HostOptions) -> tuple[str, ...]:
             raise ClusterError(f"--hosts lists {host} twice; give every host once.")
     if options.host is not None and not 0 <= options.host < len(hosts):
         raise ClusterError(
-            f"--host-index is {options.host}; expected 0 to {len(hosts) - 1}, a place in --hosts."
+            f"--host-index is {options.host}; expected 0 to {len(hosts) - 1}, an index of --hosts."
         )
     return hosts
 
@@ -145,7 +145,7 @@ def _check_options(options: HostOptions, run_options: RunOptions, hosts: int) ->
         )
 
 
-def _place(options: HostOptions, argv: Sequence[str]) -> str:
+def _rendezvous(options: HostOptions, argv: Sequence[str]) -> str:
     if options.rendezvous is not None:
         return options.rendezvous
     found = backup_dir_of(argv)

@@ -10,7 +10,7 @@ It gathers hosts, runs an attempt on them, collects how it ended on each, and as
 ============================  ====================================================================
 a task fails, or a host or    the tasks of all hosts end at once, and the hosts gather again
 its connection is lost
-with parameter servers, a     its workers start again once it is back; see `placement`
+with parameter servers, a     its workers start again once it is back; see `task_placement`
 host with workers only is
 lost
 a host joins                  the tasks save their state and exit; the next attempt has all hosts
@@ -33,20 +33,21 @@ from tfmw.hosts.actions import (
     SILENCE_S,
     Action,
     Drop,
+    HostSettings,
     Notify,
     Publish,
     Record,
     Resign,
-    Settings,
     ToMember,
 )
-from tfmw.hosts.placement import Plan, placed
+from tfmw.hosts.task_placement import TaskPlacement, placed
 from tfmw.launcher.attempt import FAREWELL_S
 from tfmw.launcher.restart import RestartPolicy
 from tfmw.launcher.result import lines_about
 from tfmw.remote.messages import (
     End,
     Ended,
+    EndReport,
     Join,
     Leave,
     Leaving,
@@ -54,7 +55,6 @@ from tfmw.remote.messages import (
     Over,
     Ready,
     Refused,
-    Report,
     RestartReply,
     RestartRequest,
     Start,
@@ -72,7 +72,7 @@ END_S = 20.0
 
 
 @dataclasses.dataclass
-class Member:
+class HostState:
     """A host that has joined.
 
     Attributes:
@@ -98,11 +98,16 @@ class Leader:
     """
 
     def __init__(
-        self, settings: Settings, host: int, record: Record | None, now: float, out: list[Action]
+        self,
+        settings: HostSettings,
+        host: int,
+        record: Record | None,
+        now: float,
+        out: list[Action],
     ) -> None:
         self._settings = settings
         self._out = out
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, HostState] = {}
         self._left: set[int] = set()  # preempted hosts, which are not waited for
         self._policy = RestartPolicy(settings.options, settings.workers_per_host)
         if record is None or record.status is not None:
@@ -115,7 +120,7 @@ class Leader:
         self._former = record.leader
         self._own = host
         self._attempt: RemoteAttempt | None = None  # that runs; the next three are about it
-        self._plan = Plan({}, {})
+        self._plan = TaskPlacement({}, {})
         self._again: dict[int, int] = {}  # host -> how often its tasks were started again
         self._ending_since: float | None = None
         self._short_since: float | None = None  # since when there are too few hosts
@@ -157,7 +162,7 @@ class Leader:
         attempt = self._attempt
         return attempt is not None and host in attempt.running and number in (None, attempt.number)
 
-    def _ready(self, host: int, member: Member) -> None:
+    def _ready(self, host: int, member: HostState) -> None:
         """A host could take part in the attempt that runs."""
         attempt = self._attempt
         if attempt is None or self._ending_since is not None or member.leaving:
@@ -180,7 +185,7 @@ class Leader:
                 )
                 self._send(host, Refused(problem))
                 return
-        self._members[host] = Member(last=(join.attempt, join.step))
+        self._members[host] = HostState(last=(join.attempt, join.step))
         self._left.discard(host)
 
     def lost(self, host: int, why: str, now: float) -> None:
@@ -223,7 +228,7 @@ class Leader:
 
     # ---- the attempt that runs -------------------------------------------------------------------
 
-    def _ended(self, host: int, report: Report, now: float) -> None:
+    def _ended(self, host: int, report: EndReport, now: float) -> None:
         assert self._attempt is not None
         name = self._settings.name(host)
         failures = tuple(dataclasses.replace(failure, host=name) for failure in report.failures)

@@ -84,30 +84,30 @@ class Lease(Protocol):
         ...
 
 
-def lease_of(place: str, host: int) -> Lease:
+def lease_of(rendezvous: str, host: int) -> Lease:
     """The lease at "dir:/shared/path" or "etcd://host:2379/key".
 
     Args:
-        place: as the user wrote it.
+        rendezvous: as the user wrote it.
         host: index of this host.
 
     Raises:
         UsageError: neither of them, a directory that cannot be written to, or certificates that
             cannot be read.
     """
-    if place.startswith(etcd.SCHEMES):
+    if rendezvous.startswith(etcd.SCHEMES):
         try:
-            return EtcdLease(place, host)
+            return EtcdLease(rendezvous, host)
         except OSError as error:
             raise UsageError(
-                f"the certificates for --rendezvous {place} cannot be read ({error}): set "
+                f"the certificates for --rendezvous {rendezvous} cannot be read ({error}): set "
                 "ETCDCTL_CACERT, ETCDCTL_CERT and ETCDCTL_KEY to their files."
             ) from error
-    if place.startswith(DIRECTORY) and len(place) > len(DIRECTORY):
-        return DirectoryLease(Path(place.removeprefix(DIRECTORY)))
+    if rendezvous.startswith(DIRECTORY) and len(rendezvous) > len(DIRECTORY):
+        return DirectoryLease(Path(rendezvous.removeprefix(DIRECTORY)))
     raise UsageError(
-        f"--rendezvous is {place!r}; expected dir:/path of a directory that all hosts share, or "
-        "etcd://host:2379 (etcds:// over TLS)."
+        f"--rendezvous is {rendezvous!r}; expected dir:/path of a directory that all hosts share, "
+        "or etcd://host:2379 (etcds:// over TLS)."
     )
 
 

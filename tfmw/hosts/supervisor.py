@@ -6,8 +6,8 @@
     for action in supervisor.take(now=0.4): ...
 
 A pure state machine: no socket, thread, file or clock in here. Each method is an event; `take`
-returns what to do about it, in order. `run.py` is the process around it, and tests put a simulated
-network, lock and clock there.
+returns what to do about it, in order. `supervisor_loop.py` is the process around it, and tests put
+a simulated network, lock and clock there.
 
 Who has the lock leads (`leader.py`). All others are connected to it. A supervisor whose connection
 to the leader is lost ends its tasks at once, and one that has lost the lock does too.
@@ -24,12 +24,12 @@ from tfmw.hosts.actions import (
     Dial,
     Drop,
     Exit,
+    HostSettings,
     Notify,
     Prepare,
     Publish,
     Record,
     Resign,
-    Settings,
     ToLeader,
     ToMember,
     ToTasks,
@@ -39,6 +39,7 @@ from tfmw.launcher.preemption import GRACE_S
 from tfmw.remote.messages import (
     End,
     Ended,
+    EndReport,
     FromMember,
     Join,
     Leave,
@@ -47,7 +48,6 @@ from tfmw.remote.messages import (
     Over,
     Ready,
     Refused,
-    Report,
     RestartReply,
     RestartRequest,
     Start,
@@ -71,7 +71,7 @@ class Supervisor:
         now: monotonic seconds.
     """
 
-    def __init__(self, settings: Settings, host: int, now: float) -> None:
+    def __init__(self, settings: HostSettings, host: int, now: float) -> None:
         self._settings = settings
         self._host = host
         self._out: list[Action] = [Prepare(), Campaign(True)]
@@ -245,7 +245,7 @@ class Supervisor:
                 self._alone_since = now
                 self._out.append(ToTasks(message))
             case Start():
-                self._tell(Ended(message.attempt, Report()), now)
+                self._tell(Ended(message.attempt, EndReport()), now)
                 if self._ports is not None:
                     self._tell(Ready(self._ports), now)
             case RestartReply(attempt=attempt) | End(attempt=attempt) | Leave(attempt=attempt):

@@ -27,7 +27,7 @@ HEADER = struct.Struct(f"!I{MAC_BYTES}s")
 
 
 class Forged(TfmwError):
-    """A frame that does not come from a holder of the token, or not in this place."""
+    """A frame that does not come from a holder of the token, or not at this point."""
 
 
 def session_key(token: bytes, nonce: bytes, other_nonce: bytes) -> bytes:

@@ -6,11 +6,11 @@
 The shapes are known, and checked field by field. Each of the two kinds of leaders has messages that
 the other one does not use.
 
-- Between supervisors: a member sends `Greeting`, `Join`, `Ready`, `Ended`, `RestartRequest` and
+- Between supervisors: a member sends `HostHello`, `Join`, `Ready`, `Ended`, `RestartRequest` and
   `Leaving`; the leader sends `Start`, `RestartReply`, `End`, `Leave`, `Over` and `Refused`.
-- Between an agent and its job's controller: the agent sends `Hello`, `Looked`, `Output`, `Line`,
-  `Progress`, `Backup` and `Ended`; the controller sends `Look`, `Backup`, `Setup`, `Start`, `End`,
-  `Leave` and `Refused`.
+- Between an agent and its job's controller: the agent sends `AgentHello`, `Looked`, `Output`,
+  `Line`, `StepReached`, `BackupFiles` and `Ended`; the controller sends `Look`, `BackupFiles`,
+  `Setup`, `Start`, `End`, `Leave` and `Refused`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Malformed(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class EndReport:
     """How an attempt ended on one host.
 
     Attributes:
@@ -50,7 +50,7 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True)
-class Greeting:
+class HostHello:
     """The first message of a connection between supervisors.
 
     Attributes:
@@ -99,7 +99,7 @@ class Ended:
     """
 
     attempt: int
-    report: Report
+    report: EndReport
     body: bytes = b""
 
 
@@ -194,7 +194,7 @@ class Refused:
 
 
 @dataclasses.dataclass(frozen=True)
-class Hello:
+class AgentHello:
     """The first message of an agent.
 
     Attributes:
@@ -263,7 +263,7 @@ class Setup:
 
 
 @dataclasses.dataclass(frozen=True)
-class Backup:
+class BackupFiles:
     """A backup of a job without a `backup_dir`.
 
     Attributes:
@@ -291,7 +291,7 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class StepReached:
     """The largest training step of a task."""
 
     step: int
@@ -299,9 +299,9 @@ class Progress:
 
 FromMember = Join | Ready | Ended | RestartRequest | Leaving
 FromLeader = Start | RestartReply | End | Leave | Over | Refused
-FromAgent = Hello | Looked | Output | Line | Progress | Backup | Ended
-FromController = Look | Setup | Backup | Start | End | Leave | Refused
-Message = Greeting | FromMember | FromLeader | FromAgent | FromController
+FromAgent = AgentHello | Looked | Output | Line | StepReached | BackupFiles | Ended
+FromController = Look | Setup | BackupFiles | Start | End | Leave | Refused
+Message = HostHello | FromMember | FromLeader | FromAgent | FromController
 
 _BY_NAME: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}
 

@@ -28,7 +28,7 @@ from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.preemption import GRACE_S
 from tfmw.launcher.restart import AttemptOutcome
-from tfmw.remote.messages import Report
+from tfmw.remote.messages import EndReport
 
 
 class RemoteAttempt:
@@ -60,7 +60,7 @@ class RemoteAttempt:
     ) -> None:
         self.number = number
         self.running = set(machines)
-        self.reports: dict[int, Report] = {}
+        self.reports: dict[int, EndReport] = {}
         self.step = -1
         self.end_at = math.inf
         self._failures: list[Failure] = []
@@ -70,7 +70,7 @@ class RemoteAttempt:
         self._settle_s = settle_s
         self._grace_s = GRACE_S if options.preempt_grace_s is None else options.preempt_grace_s
 
-    def ended(self, machine: int, report: Report, now: float) -> None:
+    def ended(self, machine: int, report: EndReport, now: float) -> None:
         """No task of a machine runs any more."""
         self.running.discard(machine)
         self.reports[machine] = report

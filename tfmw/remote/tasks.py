@@ -22,9 +22,9 @@ from tfmw.launcher.failure import Failure
 from tfmw.remote.messages import (
     End,
     Ended,
+    EndReport,
     Leave,
     Ready,
-    Report,
     RestartReply,
     RestartRequest,
     Start,
@@ -182,9 +182,9 @@ class _Restarts:
         self._replies[reply.task] = reply.allowed
 
 
-def report_of(attempt: Attempt) -> Report:
+def report_of(attempt: Attempt) -> EndReport:
     """How an attempt ended on this machine; call it after `Attempt.end`."""
-    return Report(
+    return EndReport(
         done=attempt.done(),
         step=attempt.step(),
         preempted=attempt.preempted(),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tfmw.engines.engine import Contact, JobSpec, Tasks
-from tfmw.engines.members import LOST_S, SETTLE_S, Members
+from tfmw.engines.job_attempt import LOST_S, SETTLE_S, JobAttempt
 from tfmw.errors import TaskFailed
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
@@ -19,18 +19,18 @@ from tfmw.launcher.restart import AttemptOutcome
 from tfmw.launcher.result import Result
 from tfmw.launcher.run import return_values
 from tfmw.remote.messages import (
-    Backup,
+    AgentHello,
+    BackupFiles,
     Ended,
-    Hello,
+    EndReport,
     Look,
     Looked,
     Message,
     Output,
-    Progress,
     Refused,
-    Report,
     Setup,
     Start,
+    StepReached,
     encode,
 )
 
@@ -80,36 +80,36 @@ class World:
         self.spec = JobSpec(("call",), (2, 2), RunOptions(), facts=FACTS, **spec)
         self.links = FakeLinks()
         links: Any = self.links
-        self.members = Members(
+        self.attempt = JobAttempt(
             self.spec, self.tasks, links, Display(self.out), 3, 2, clock=lambda: self.now
         )
-        self.members.start(4000)
+        self.attempt.start(4000)
 
     def say(self, rank: int, message: Message) -> None:
-        self.members.handle("from_member", "abc"[rank], message)
+        self.attempt.handle("from_member", "abc"[rank], message)
 
     def sent(self, rank: int) -> list[Any]:
         return self.links.sent["abc"[rank]]
 
     def hello(self, rank: int, **other: Any) -> None:
-        hello = Hello(rank, 3, f"h{rank}", f"10.0.0.{rank}", 5000 + rank, FACTS)
+        hello = AgentHello(rank, 3, f"h{rank}", f"10.0.0.{rank}", 5000 + rank, FACTS)
         self.say(rank, dataclasses.replace(hello, **other))
 
     def begun(self) -> World:
         self.hello(1)
         self.hello(0)
-        assert self.members.phase == "running"
+        assert self.attempt.phase == "running"
         return self
 
     def ended(self, rank: int, body: bytes = b"", **failure: Any) -> None:
         failures: tuple[Failure, ...] = ()
         if failure:
             failures = (Failure(f"worker {rank}", **{"status": 1, "step": 4, **failure}),)
-        report = Report(done=not failures, step=5, failures=failures)
+        report = EndReport(done=not failures, step=5, failures=failures)
         self.say(rank, Ended(3, report, body))
 
     def outcome(self) -> AttemptOutcome:
-        return self.members.attempt.outcome(self.now)
+        return self.attempt.ending.outcome(self.now)
 
     @property
     def cause(self) -> Any:
@@ -138,19 +138,19 @@ def test_all_get_the_cluster_and_their_place_on_their_host() -> None:
 def test_results_output_and_backups() -> None:
     world = World().begun()
     world.say(1, Output(False, b"hello\n"))
-    world.say(0, Progress(9))
-    world.say(0, Backup("step_9", b"tar"))
+    world.say(0, StepReached(9))
+    world.say(0, BackupFiles("step_9", b"tar"))
     world.ended(0, b"zero")
-    assert not world.members.look()
+    assert not world.attempt.look()
     world.ended(1, b"one")
-    assert world.members.look()
+    assert world.attempt.look()
     assert world.out.getvalue() == "[worker 1 on h1] hello\n"
-    assert world.members.results() == {"worker 0 on h0": b"zero", "worker 1 on h1": b"one"}
+    assert world.attempt.results() == {"worker 0 on h0": b"zero", "worker 1 on h1": b"one"}
     outcome = world.outcome()
     assert (outcome.failures, outcome.step) == ((), 9)
     assert world.tasks.kept() == b"tar"
-    assert world.members.details()["backup"] == "step_9"
-    world.members.end()
+    assert world.attempt.details()["backup"] == "step_9"
+    world.attempt.end()
     assert set(world.links.dropped) == {"a", "b"}
 
 
@@ -158,15 +158,15 @@ def test_the_chief_gets_the_backup_that_was_kept() -> None:
     world = World()
     world.tasks.keep(b"tar")
     world.begun()
-    assert world.sent(0)[0] == Backup("", b"tar")
-    assert not [m for m in world.sent(1) if isinstance(m, Backup)]
+    assert world.sent(0)[0] == BackupFiles("", b"tar")
+    assert not [m for m in world.sent(1) if isinstance(m, BackupFiles)]
 
 
 def test_versions_that_differ_end_the_job() -> None:
     world = World()
     world.hello(0)
     world.hello(1, facts={**FACTS, "keras": "3.10.0"})
-    assert world.members.look()
+    assert world.attempt.look()
     assert world.cause.usage
     assert world.cause.error.startswith("keras is 3.10.0 on h1, and 3.15.1 where the job was subm")
     assert not world.sent(0) + world.sent(1)
@@ -184,8 +184,8 @@ def test_directory_that_is_not_shared_ends_the_job(shared: bool) -> None:
     assert world.sent(1) == [Look(shared_ones, names, "worker 0 on h0")]
     problem = "failed: backup_dir /shared is not the same here as on worker 0"
     world.say(1, Looked(names, () if shared else (problem,)))
-    assert world.members.look() is not shared
-    assert (world.members.phase == "running") is shared
+    assert world.attempt.look() is not shared
+    assert (world.attempt.phase == "running") is shared
     if not shared:
         assert world.cause.usage
         assert world.cause.error.startswith("backup_dir /shared is not the same")
@@ -196,29 +196,29 @@ def test_directory_that_cannot_be_written_ends_the_job() -> None:
     world.hello(0)
     world.hello(1)
     world.say(0, Looked({"backup_dir": None}, ("failed: cannot be written",)))
-    assert world.members.look()
+    assert world.attempt.look()
     assert world.cause.error == "cannot be written."
 
 
 def test_the_cause_is_waited_for_where_a_task_only_lost_another() -> None:
     world = World().begun()
     world.ended(0, error="UnavailableError: gone", secondary=True)
-    assert not world.members.look()
+    assert not world.attempt.look()
     world.now += SETTLE_S / 2
-    assert not world.members.look()
+    assert not world.attempt.look()
     world.ended(1, error="KeyError: 'x'")
-    assert world.members.look()
+    assert world.attempt.look()
     assert (world.cause.task, world.cause.error) == ("worker 1 on h1", "KeyError: 'x'")
     other = World().begun()
     other.ended(0, error="UnavailableError: gone", secondary=True)
     other.now += SETTLE_S
-    assert other.members.look()
+    assert other.attempt.look()
 
 
 def test_lost_connection_is_a_failure_from_outside() -> None:
     world = World().begun()
-    world.members.handle("member_lost", "b", "silent")
-    assert world.members.look()
+    world.attempt.handle("member_lost", "b", "silent")
+    assert world.attempt.look()
     assert world.cause.external
     assert (world.cause.task, world.cause.how) == ("worker 1 on h1", "its connection was lost")
 
@@ -226,20 +226,20 @@ def test_lost_connection_is_a_failure_from_outside() -> None:
 def test_task_that_the_engine_lost_may_still_report() -> None:
     world = World().begun()
     world.tasks.gone = {1: "SIGKILL"}
-    assert not world.members.look()
+    assert not world.attempt.look()
     world.now += LOST_S + 0.1
-    assert world.members.look()
+    assert world.attempt.look()
     assert world.cause.how == "SIGKILL"
     early = World()
     early.tasks.gone = {0: "no such command"}
-    assert early.members.look()
+    assert early.attempt.look()
     assert (early.cause.task, early.cause.how) == ("worker 0", "no such command")
 
 
 def test_result_of_a_job_whose_first_task_never_connected() -> None:
     world = World()
     world.tasks.gone = {0: "no such command"}
-    assert world.members.look()
+    assert world.attempt.look()
     failures = tuple(world.outcome().failures)
     result = Result(1, {}, failures, None)
     with pytest.raises(TaskFailed, match=r"worker 0 failed after 0\.0 s: no such command"):
@@ -250,7 +250,7 @@ def test_task_that_does_not_connect_is_named() -> None:
     world = World()
     world.hello(0)
     world.now += 121
-    assert world.members.look()
+    assert world.attempt.look()
     assert world.cause.task == "worker 1"
     assert world.cause.how == "has not connected within 120 s of its start"
 
@@ -260,13 +260,13 @@ def test_tasks_of_another_attempt_are_refused() -> None:
     world.hello(0, attempt=2)
     assert isinstance(world.sent(0)[0], Refused)
     world.begun()
-    world.say(2, Hello(0, 3, "h2", "", 1, FACTS))
+    world.say(2, AgentHello(0, 3, "h2", "", 1, FACTS))
     assert isinstance(world.sent(2)[0], Refused)
 
 
 def test_peers_of_tasks_that_saved_their_state_have_not_failed() -> None:
     world = World().begun()
-    report = Report(preempted=True, step=5)
+    report = EndReport(preempted=True, step=5)
     world.say(0, Ended(3, report))
     world.ended(1, error="UnavailableError: gone", secondary=True)
     outcome = world.outcome()
@@ -276,10 +276,10 @@ def test_peers_of_tasks_that_saved_their_state_have_not_failed() -> None:
 
 def test_task_that_stays_when_another_saved_its_state_is_not_waited_for_for_ever() -> None:
     world = World().begun()
-    report = Report(preempted=True, step=5)
+    report = EndReport(preempted=True, step=5)
     world.say(0, Ended(3, report))
     world.now += GRACE_S - 1
-    assert not world.members.look()
+    assert not world.attempt.look()
     world.now += 1
-    assert world.members.look()
+    assert world.attempt.look()
     assert world.outcome().preempted

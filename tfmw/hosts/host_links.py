@@ -14,7 +14,7 @@ from tfmw.cluster import addresses
 from tfmw.errors import ClusterError
 from tfmw.hosts.actions import HEARTBEAT_S, SILENCE_S
 from tfmw.remote.links import CLOSED, Links, Post, Timing
-from tfmw.remote.messages import Greeting, Message
+from tfmw.remote.messages import HostHello, Message
 from tfmw.runtime import sockets
 
 TIMING = Timing(HEARTBEAT_S, SILENCE_S, hello_s=3.0)
@@ -40,7 +40,7 @@ class HostLinks(Links):
 
     def _host_of(self, greeting: Message) -> int:
         if (
-            not isinstance(greeting, Greeting)
+            not isinstance(greeting, HostHello)
             or (greeting.to, greeting.hosts) != (self._host, self._hosts)
             or greeting.host not in range(len(self._hosts))
         ):
@@ -56,7 +56,7 @@ class HostLinks(Links):
         self.dial(
             host,
             [addresses.split(self._hosts[host])],
-            lambda _: Greeting(self._host, host, self._hosts),
+            lambda _: HostHello(self._host, host, self._hosts),
             # From loopback address to loopback address, so that each host keeps its own.
             local=(own, 0) if own.startswith("127.") else None,
         )

@@ -19,10 +19,10 @@ _RETRY_S = 0.2
 
 
 class _Gone(Exception):
-    """The job's controller is lost; `RayPlace.why` has the reason."""
+    """The job's controller is lost; `RayHandle.why` has the reason."""
 
 
-class RayPlace:
+class RayHandle:
     """A job's controller actor, from any process of the cluster.
 
     A call that gets lost, as on a busy node, says nothing about the job: Ray then calls the actor
@@ -43,7 +43,7 @@ class RayPlace:
         self.why = ""
 
     def read(self, name: str, offset: int = 0) -> bytes:
-        """See `Place.read`."""
+        """See `JobHandle.read`."""
         found = bytearray()
         with contextlib.suppress(self._ray.exceptions.RayActorError, _Gone):
             while True:
@@ -54,7 +54,7 @@ class RayPlace:
         return bytes(found)
 
     def state(self) -> str:
-        """See `Place.state`."""
+        """See `JobHandle.state`."""
         try:
             self._look_at_head()  # the controller may reply for a while without it
             self._call("read", jobs.STATUS, 0, patience_s=0)
@@ -68,16 +68,16 @@ class RayPlace:
             return "lost"
 
     def cancel(self) -> None:
-        """See `Place.cancel`."""
+        """See `JobHandle.cancel`."""
         with contextlib.suppress(self._ray.exceptions.RayActorError, _Gone):
             self._call("cancel")
 
     def kill(self) -> None:
-        """See `Place.kill`: tasks and placement group belong to the actor."""
+        """See `JobHandle.kill`: tasks and placement group belong to the actor."""
         self._ray.kill(self._actor)
 
     def forget(self) -> None:
-        """See `Place.forget`."""
+        """See `JobHandle.forget`."""
         with contextlib.suppress(self._ray.exceptions.RayActorError):
             try:
                 self._call("remove")

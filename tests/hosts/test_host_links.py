@@ -16,8 +16,8 @@ import pytest
 
 from tfmw.cluster import addresses
 from tfmw.errors import ClusterError
-from tfmw.hosts.links import HostLinks, why_not_connected
-from tfmw.remote.messages import End, Greeting, Ready
+from tfmw.hosts.host_links import HostLinks, why_not_connected
+from tfmw.remote.messages import End, HostHello, Ready
 from tfmw.runtime.sockets import reserved_ports
 
 TOKEN = b"the token of these tests"
@@ -56,7 +56,7 @@ def member(hosts: list[str], leader: Peer) -> Iterator[Peer]:
         peer.links.dial_host(0)
         assert peer.next() == ("leader_connected", 0)
         assert leader.next() == ("member_connected", 1)
-        assert leader.next() == ("from_member", 1, Greeting(1, 0, tuple(hosts)))
+        assert leader.next() == ("from_member", 1, HostHello(1, 0, tuple(hosts)))
         yield peer
 
 

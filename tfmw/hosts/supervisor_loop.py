@@ -28,17 +28,17 @@ from tfmw.hosts.actions import (
     Dial,
     Drop,
     Exit,
+    HostSettings,
     Notify,
     Prepare,
     Publish,
     Resign,
-    Settings,
     ToLeader,
     ToMember,
     ToTasks,
 )
+from tfmw.hosts.host_links import HostLinks, why_not_connected
 from tfmw.hosts.lease import Lease, Lost
-from tfmw.hosts.links import HostLinks, why_not_connected
 from tfmw.hosts.supervisor import Supervisor
 from tfmw.launcher.attempts import LocalRun, make_context
 from tfmw.launcher.output import Display
@@ -57,7 +57,7 @@ IDLE_S = 0.02
 
 
 def run_on_hosts(
-    job: LocalRun, settings: Settings, host: int, lease: Lease, token: bytes, stop: Signals
+    job: LocalRun, settings: HostSettings, host: int, lease: Lease, token: bytes, stop: Signals
 ) -> int:
     """Supervises this host's tasks until the run is over.
 
@@ -173,7 +173,7 @@ class _Loop:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: HostSettings,
         host: int,
         links: HostLinks,
         keeper: LeaseKeeper,

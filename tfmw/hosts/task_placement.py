@@ -24,14 +24,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from tfmw.cluster import addresses
-from tfmw.hosts.actions import Settings
+from tfmw.hosts.actions import HostSettings
 
 Layout = tuple[tuple[str, int], ...]
 """(kind, index) of some tasks."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TaskPlacement:
     """Where the tasks of an attempt run.
 
     Attributes:
@@ -47,7 +47,9 @@ class Plan:
         return "ps" in self.cluster and all(kind == "worker" for kind, _ in self.tasks[host])
 
 
-def placed(settings: Settings, leader: int, ports: Mapping[int, Sequence[int]]) -> Plan:
+def placed(
+    settings: HostSettings, leader: int, ports: Mapping[int, Sequence[int]]
+) -> TaskPlacement:
     """Places the tasks of an attempt.
 
     Args:
@@ -70,4 +72,4 @@ def placed(settings: Settings, leader: int, ports: Mapping[int, Sequence[int]]) 
         tasks[host] += ((kind, len(before)),)
     if settings.evaluator:
         tasks[leader] += (("evaluator", 0),)
-    return Plan(cluster, tasks)
+    return TaskPlacement(cluster, tasks)

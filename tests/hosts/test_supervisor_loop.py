@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tfmw.errors import PREEMPTED
-from tfmw.hosts.actions import Settings
-from tfmw.hosts.run import IDLE_S, _Loop
+from tfmw.hosts.actions import HostSettings
+from tfmw.hosts.supervisor_loop import IDLE_S, _Loop
 from tfmw.launcher.options import RunOptions
 
 ROUNDS = 3
@@ -45,7 +45,7 @@ class Tasks:
 
 @pytest.mark.parametrize("idle", [True, False])
 def test_it_waits_for_its_tasks_or_for_other_hosts(idle):
-    settings = Settings(
+    settings = HostSettings(
         hosts=("10.0.0.1:1", "10.0.0.2:1"),
         min_hosts=2,
         workers_per_host=1,

@@ -1,6 +1,6 @@
 """One attempt of a job, from the controller's side: its tasks gathered, checked, started, watched.
 
-    members = Members(spec, tasks, display, number=0, count=8)
+    attempt = JobAttempt(spec, tasks, display, number=0, count=8)
     members.start(server.port)              # the engine starts the tasks
     for event in inbox: members.handle(*event)
     members.phase                           # "gathering", "checking", "running", "ended"
@@ -23,20 +23,20 @@ from tfmw.engines.engine import Contact, JobSpec, Tasks
 from tfmw.launcher.output import Display
 from tfmw.remote.links import Links
 from tfmw.remote.messages import (
-    Backup,
+    AgentHello,
+    BackupFiles,
     End,
     Ended,
-    Hello,
     Leave,
     Line,
     Look,
     Looked,
     Message,
     Output,
-    Progress,
     Refused,
     Setup,
     Start,
+    StepReached,
 )
 from tfmw.remote.remote_attempt import RemoteAttempt
 
@@ -51,16 +51,16 @@ LOST_S = 2.0
 
 
 @dataclasses.dataclass
-class Member:
+class TaskState:
     """One task: the name of its connection, its hello, and its result."""
 
     name: Hashable
-    hello: Hello
+    hello: AgentHello
     step: int = -1
     result: bytes = b""
 
 
-class Members:
+class JobAttempt:
     """All tasks of one attempt.
 
     Args:
@@ -85,7 +85,7 @@ class Members:
     ) -> None:
         self.count = count
         self.phase = "gathering"
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, TaskState] = {}
         self._spec = spec
         self._tasks = tasks
         self._links = links
@@ -96,7 +96,7 @@ class Members:
         self._unseen = set(range(count))  # whose directories have not been looked at
         self._backup = ""  # the newest that the job keeps
         self._start_by = clock() + (spec.options.start_timeout_s or math.inf)
-        self.attempt = RemoteAttempt(
+        self.ending = RemoteAttempt(
             number, range(count), spec.options, self.label, clock(), SETTLE_S
         )
         """How its tasks end."""
@@ -106,7 +106,7 @@ class Members:
     def start(self, port: int) -> None:
         """Has the engine start the tasks; they connect to the port."""
         self._tasks.start(
-            self.count, Contact(self._tasks.hosts(), port, self._spec.token, self.attempt.number)
+            self.count, Contact(self._tasks.hosts(), port, self._spec.token, self.ending.number)
         )
 
     def handle(self, event: str, name: Hashable, *what: Any) -> None:
@@ -116,24 +116,24 @@ class Members:
             self._welcome(name, *what)
         elif event == "from_member" and rank is not None:
             self._receive(rank, self.members[rank], *what)
-        elif event == "member_lost" and rank in self.attempt.running:
-            self.attempt.lost(rank, "its connection was lost", self._clock())
+        elif event == "member_lost" and rank in self.ending.running:
+            self.ending.lost(rank, "its connection was lost", self._clock())
 
     def _welcome(self, name: Hashable, hello: Message) -> None:
         if (
-            isinstance(hello, Hello)
-            and hello.attempt == self.attempt.number
+            isinstance(hello, AgentHello)
+            and hello.attempt == self.ending.number
             and self.phase == "gathering"
             and hello.rank not in self.members
         ):
             self._ranks[name] = hello.rank
-            self.members[hello.rank] = Member(name, hello)
+            self.members[hello.rank] = TaskState(name, hello)
             if len(self.members) == self.count:
                 self._check()
         else:
             self._links.to_member(name, Refused("this attempt has its tasks"))
 
-    def _receive(self, rank: int, member: Member, message: Message) -> None:
+    def _receive(self, rank: int, member: TaskState, message: Message) -> None:
         match message:
             case Looked() if self.phase == "checking":
                 self._looked(rank, message)
@@ -142,20 +142,20 @@ class Members:
                 self._display.feed(LIVE if live else self.label(rank), body, final)
             case Line(text=text):
                 self._display.line(text)
-            case Progress(step=step):
+            case StepReached(step=step):
                 member.step = step
-                self.attempt.step = max(self.attempt.step, step)
-            case Backup(name=name, body=body):
+                self.ending.step = max(self.ending.step, step)
+            case BackupFiles(name=name, body=body):
                 self._tasks.keep(body)
                 self._backup = name
             case Ended(report=report, body=body):
                 named = (dataclasses.replace(f, task=self.label(rank)) for f in report.failures)
                 report = dataclasses.replace(report, failures=tuple(named))
                 member.result = body
-                self.attempt.ended(rank, report, self._clock())
+                self.ending.ended(rank, report, self._clock())
                 self._send(rank, End(message.attempt))
 
-    def _in_order(self) -> list[Member]:
+    def _in_order(self) -> list[TaskState]:
         return [self.members[rank] for rank in sorted(self.members)]
 
     def _send(self, rank: int, message: Message) -> None:
@@ -201,7 +201,7 @@ class Members:
         cluster = {"worker": tuple(addresses.joined(h.address, h.port) for h in hellos)}
         backup = self._tasks.kept()
         if backup:
-            self._send(0, Backup("", backup))
+            self._send(0, BackupFiles("", backup))
         for rank, hello in enumerate(hellos):
             here = [r for r, other in enumerate(hellos) if other.address == hello.address]
             setup = Setup(
@@ -219,7 +219,7 @@ class Members:
             )
             self._send(rank, setup)
             ranks = tuple(range(self.count))
-            self._send(rank, Start("", self.attempt.number, ranks, cluster, (("worker", rank),)))
+            self._send(rank, Start("", self.ending.number, ranks, cluster, (("worker", rank),)))
 
     # ---- watch -----------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class Members:
 
     def look(self) -> bool:
         """Looks at what the engine has lost, and at the time; whether the attempt is over."""
-        now, attempt = self._clock(), self.attempt
+        now, attempt = self._clock(), self.ending
         for rank, why in self._tasks.lost().items():
             # One that has connected may still report why it ended.
             patience = LOST_S if rank in self.members else -1.0
@@ -245,21 +245,21 @@ class Members:
     def _fail(self, rank: int, problem: str) -> None:
         """Ends the attempt, and the run, for something that no restart mends."""
         now = self._clock()
-        found = self.attempt.failure(rank, now, error=problem, usage=True, external=False)
-        self.attempt.fail(found, now)
+        found = self.ending.failure(rank, now, error=problem, usage=True, external=False)
+        self.ending.fail(found, now)
 
     # ---- end -------------------------------------------------------------------------------------
 
     def ask_to_leave(self) -> None:
         """Has the tasks save their state and leave."""
         if self.members:
-            self._send(min(self.members), Leave(self.attempt.number))
+            self._send(min(self.members), Leave(self.ending.number))
 
     def end(self) -> None:
         """Ends all tasks; what they still send is not waited for."""
         self.phase = "ended"
         for rank in self.members:
-            self._send(rank, End(self.attempt.number))
+            self._send(rank, End(self.ending.number))
         self._tasks.end()
         for member in self.members.values():
             self._links.drop(member.name)
@@ -272,10 +272,10 @@ class Members:
         """For the job's status."""
         members = self._in_order()
         return {
-            "attempt": self.attempt.number,
+            "attempt": self.ending.number,
             "workers": self.count,
             "hosts": [member.hello.host for member in members],
-            "step": self.attempt.step,
+            "step": self.ending.step,
             "steps": [member.step for member in members],
             **({"backup": self._backup} if self._backup else {}),
         }
