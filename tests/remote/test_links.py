@@ -18,7 +18,7 @@ from tfmw.engines.agent import wait_connected
 from tfmw.errors import TfmwError
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
-from tfmw.remote.channel import Forged, Sealer, Unsealer, session_key
+from tfmw.remote.channel import Forged, Frames, session_key
 from tfmw.remote.links import MAX_STRANGERS, Links, Timing
 from tfmw.remote.messages import (
     BackupFiles,
@@ -177,21 +177,21 @@ def test_unreachable_controller_is_named() -> None:
 
 def test_a_frame_is_only_good_once_in_its_place_and_direction():
     key = session_key(TOKEN, b"n" * 32, b"m" * 32)
-    seal, unseal = Sealer(key, "client"), Unsealer(key, "client")
+    seal, unseal = Frames(key, "client").seal, Frames(key, "client").unseal
     first, second = seal(b"first"), seal(b"second")
     mac = slice(4, 36)
     assert unseal(first[36:], first[mac]) == b"first"
     with pytest.raises(Forged):  # again
         unseal(first[36:], first[mac])
     with pytest.raises(Forged):  # after one that was left out
-        Unsealer(key, "client")(second[36:], second[mac])
+        Frames(key, "client").unseal(second[36:], second[mac])
     with pytest.raises(Forged):  # altered
-        Unsealer(key, "client")(b"First", first[mac])
+        Frames(key, "client").unseal(b"First", first[mac])
     with pytest.raises(Forged):
-        Unsealer(key, "server")(first[36:], first[mac])
+        Frames(key, "server").unseal(first[36:], first[mac])
     other = session_key(TOKEN, b"n" * 32, b"M" * 32)
     with pytest.raises(Forged):
-        Unsealer(other, "client")(first[36:], first[mac])
+        Frames(other, "client").unseal(first[36:], first[mac])
 
 
 MESSAGES = [

@@ -111,6 +111,7 @@ class _Forward(Display):
         self._links.to_leader(Line(text))
 
 
+@dataclasses.dataclass
 class _Agent:
     """One task, and its connection.
 
@@ -124,45 +125,39 @@ class _Agent:
         folder: of this task, removed at its end.
     """
 
-    def __init__(
-        self,
-        links: Links,
-        inbox: queue.SimpleQueue[tuple[Any, ...]],
-        contact: Contact,
-        rank: int,
-        payload: Callable[[], call.Payload],
-        host: str,
-        folder: Path,
-    ) -> None:
-        self._links = links
-        self._inbox = inbox
-        self._contact = contact
-        self._rank = rank
-        self._payload = payload
-        self._host = host
-        self._folder = folder
-        self._backups = folder / "backups"
-        self._sent_backup = ""
-        self._stack = contextlib.ExitStack()
+    links: Links
+    inbox: queue.SimpleQueue[tuple[Any, ...]]
+    contact: Contact
+    rank: int
+    payload: Callable[[], call.Payload]
+    host: str
+    folder: Path
+    sent_backup: str = ""
+    stack: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+
+    @property
+    def backups(self) -> Path:
+        """The folder whose newest backup the job keeps."""
+        return self.folder / "backups"
 
     def run(self) -> None:
         """Serves the controller until the task has ended."""
-        with self._stack, contextlib.ExitStack() as ports:
+        with self.stack, contextlib.ExitStack() as ports:
             (port,) = ports.enter_context(reserved_ports(1))
-            own = self._rank, self._contact.attempt, self._host
-            self._links.dial(
+            own = self.rank, self.contact.attempt, self.host
+            self.links.dial(
                 "controller",
-                self._contact.addresses,
+                self.contact.addresses,
                 lambda address: AgentHello(*own, address, port, common_versions()),
             )
-            wait_connected(self._inbox)
+            wait_connected(self.inbox)
             tasks: TasksOfOneMachine | None = None
             while (message := self._next()) is not None:
                 match message:
                     case Look():
                         self._look(message)
                     case BackupFiles(body=body):
-                        self._sent_backup = unpack(body, self._backups)
+                        self.sent_backup = unpack(body, self.backups)
                     case Setup():
                         tasks = self._set_up(message)
                     case Start() if tasks is not None:
@@ -175,7 +170,7 @@ class _Agent:
 
     def _next(self, timeout_s: float | None = None) -> Message | None:
         """The controller's next message; None once the connection is lost. Raises queue.Empty."""
-        event, *arguments = self._inbox.get(timeout=timeout_s)
+        event, *arguments = self.inbox.get(timeout=timeout_s)
         message: Message | None = arguments[0] if event == "from_leader" else None
         return message
 
@@ -187,40 +182,40 @@ class _Agent:
         names = look.names
         if not names:
             markers = check_directories.markers(look.directories, findings)
-            names = self._stack.enter_context(markers)
+            names = self.stack.enter_context(markers)
         else:
             for option, path in look.directories.items():
                 name = names[option] or ""
                 check_directories.find_marker(option, path, name, look.chief, findings, _MARKER_S)
-        self._links.to_leader(Looked(names, tuple(problems)))
+        self.links.to_leader(Looked(names, tuple(problems)))
 
     def _set_up(self, setup: Setup) -> TasksOfOneMachine:
         with contextlib.suppress(OSError):
-            self._stack.enter_context(contextlib.chdir(setup.folder))
+            self.stack.enter_context(contextlib.chdir(setup.folder))
         os.environ["COLUMNS"] = str(setup.columns)  # a task's terminal gets this width
         environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-        secret = hmac.digest(self._contact.token.encode(), b"tfmw tasks", "sha256").hex()
-        environ |= {"TFMW_TOKEN": secret, call.ELSEWHERE: self._host, BACKUPS: str(self._backups)}
+        secret = hmac.digest(self.contact.token.encode(), b"tfmw tasks", "sha256").hex()
+        environ |= {"TFMW_TOKEN": secret, call.ELSEWHERE: self.host, BACKUPS: str(self.backups)}
         command = list(setup.command)
         if command[0] == "script" and not os.path.isfile(command[1]):
-            script = self._folder / "script" / os.path.basename(command[1])
+            script = self.folder / "script" / os.path.basename(command[1])
             script.parent.mkdir()
             script.write_bytes(setup.body)
             command[1] = str(script)
         context = AttemptContext(
             command=command,
-            directory=self._folder / "run",
-            published=Published(RunStatus(self._folder / "run", command)),  # the job shows it
+            directory=self.folder / "run",
+            published=Published(RunStatus(self.folder / "run", command)),  # the job shows it
             env=task_environment({**environ, **setup.env}, setup.live),
-            spawner=self._stack.enter_context(Spawner()),
-            display=_Forward(self._links),
-            live=f"worker {self._rank}" if setup.live else None,
-            payload=self._payload() if command[0] == "call" else None,
-            stop=self._stack.enter_context(Signals()),
+            spawner=self.stack.enter_context(Spawner()),
+            display=_Forward(self.links),
+            live=f"worker {self.rank}" if setup.live else None,
+            payload=self.payload() if command[0] == "call" else None,
+            stop=self.stack.enter_context(Signals()),
             options=setup.options,
         )
         tasks = TasksOfOneMachine(context, env=setup.own_env, settle_s=SETTLE_S)
-        self._stack.callback(tasks.close)
+        self.stack.callback(tasks.close)
         return tasks
 
     # ---- the task --------------------------------------------------------------------------------
@@ -239,10 +234,10 @@ class _Agent:
                     tasks.do(message)
             if time.monotonic() - told >= _TELL_S:
                 told = time.monotonic()
-                self._links.to_leader(StepReached(tasks.step))
+                self.links.to_leader(StepReached(tasks.step))
                 self._send_backup()
         self._send_backup()
-        self._links.to_leader(ended)
+        self.links.to_leader(ended)
         deadline = time.monotonic() + _FAREWELL_S
         with contextlib.suppress(queue.Empty):
             while wanted:
@@ -251,13 +246,13 @@ class _Agent:
 
     def _send_backup(self) -> None:
         """Sends the newest complete backup, if the controller does not have it."""
-        if self._links.backlog:  # of the one before
+        if self.links.backlog:  # of the one before
             return
         try:
-            newest = max(p.name for p in self._backups.glob("step_*"))
-            if newest != self._sent_backup:
-                self._links.to_leader(BackupFiles(newest, packed(self._backups / newest)))
-                self._sent_backup = newest
+            newest = max(p.name for p in self.backups.glob("step_*"))
+            if newest != self.sent_backup:
+                self.links.to_leader(BackupFiles(newest, packed(self.backups / newest)))
+                self.sent_backup = newest
         except (ValueError, OSError):  # none yet, or it has just been replaced by a newer one
             return
 

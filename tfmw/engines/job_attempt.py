@@ -1,10 +1,10 @@
 """One attempt of a job, from the controller's side: its tasks gathered, checked, started, watched.
 
-    attempt = JobAttempt(spec, tasks, display, number=0, count=8)
-    members.start(server.port)              # the engine starts the tasks
-    for event in inbox: members.handle(*event)
-    members.phase                           # "gathering", "checking", "running", "ended"
-    members.attempt                         # how they end: `tfmw.remote.remote_attempt`
+    attempt = JobAttempt(spec, tasks, links, display, number=0, count=8)
+    attempt.start(port)                     # the engine starts the tasks, which connect
+    for event in inbox: attempt.handle(*event)
+    attempt.look()                          # whether it is over
+    attempt.ending                          # how: see `tfmw.remote.remote_attempt`
 
 Events come in, messages go out; nothing here waits, so the controller remains responsive.
 """

@@ -1,9 +1,7 @@
 """Authenticated messages over one connection: HMAC-SHA256, a nonce of each side, sequence numbers.
 
-    seal = Sealer(session_key(token, nonce, other_nonce), "leader")
-    frame = seal(b"...")                                   # length, MAC, bytes
-    unseal = Unsealer(session_key(token, nonce, other_nonce), "leader")
-    unseal(b"...", mac)                                    # raises Forged unless it is the next
+    frame = Frames(session_key(token, nonce, other_nonce), "client").seal(b"...")
+    Frames(session_key(token, nonce, other_nonce), "client").unseal(b"...", mac)   # or Forged
 
 The token never travels. A frame that is altered, repeated, left out, sent back to its sender or
 taken from another connection has the wrong MAC. Nothing is encrypted: whoever reads the network
@@ -41,8 +39,8 @@ def session_key(token: bytes, nonce: bytes, other_nonce: bytes) -> bytes:
     return hmac.digest(token, b"tfmw hosts 1 " + nonce + other_nonce, "sha256")
 
 
-class _Sequence:
-    """One direction of one connection.
+class Frames:
+    """The frames of one direction of a connection; its sender seals them, its receiver checks them.
 
     Args:
         key: see `session_key`.
@@ -54,24 +52,17 @@ class _Sequence:
         self._sender = sender.encode()
         self._next = 0
 
-    def _mac(self, message: bytes) -> bytes:
-        mac = hmac.digest(self._key, b"%s %d " % (self._sender, self._next) + message, "sha256")
-        self._next += 1
-        return mac
-
-
-class Sealer(_Sequence):
-    """Makes frames of the messages that one side sends."""
-
-    def __call__(self, message: bytes) -> bytes:
+    def seal(self, message: bytes) -> bytes:
+        """The next frame."""
         return HEADER.pack(len(message), self._mac(message)) + message
 
-
-class Unsealer(_Sequence):
-    """Checks the frames that come from one side."""
-
-    def __call__(self, message: bytes, mac: bytes) -> bytes:
+    def unseal(self, message: bytes, mac: bytes) -> bytes:
         """The message. Raises Forged unless it is the next one of that side."""
         if not hmac.compare_digest(mac, self._mac(message)):
             raise Forged("a message does not have the MAC of this run's token")
         return message
+
+    def _mac(self, message: bytes) -> bytes:
+        mac = hmac.digest(self._key, b"%s %d " % (self._sender, self._next) + message, "sha256")
+        self._next += 1
+        return mac

@@ -26,7 +26,7 @@ from collections.abc import Callable, Coroutine, Hashable, Iterable
 from typing import Any, NamedTuple, Self
 
 from tfmw.remote import channel, messages
-from tfmw.remote.channel import Forged, Sealer, Unsealer, session_key
+from tfmw.remote.channel import Forged, Frames, session_key
 from tfmw.remote.messages import Message
 
 MAX_STRANGERS = 64
@@ -66,8 +66,8 @@ class _Link:
     ) -> None:
         self._reader = reader
         self._writer = writer
-        self._seal = Sealer(key, side)
-        self._unseal = Unsealer(key, "client" if side == "server" else "server")
+        self._sent = Frames(key, side)
+        self._received = Frames(key, "client" if side == "server" else "server")
         self._timing = timing
         self._unsent: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._writing: asyncio.Future[None] | None = None
@@ -95,7 +95,7 @@ class _Link:
                 length, mac = channel.HEADER.unpack(header)
                 if length > channel.LARGEST:
                     raise Forged(f"a frame of {length} bytes")
-                frame = self._unseal(await self._reader.readexactly(length), mac)
+                frame = self._received.unseal(await self._reader.readexactly(length), mac)
             if not frame:
                 return b""
             more = bool(frame[0])
@@ -132,7 +132,7 @@ class _Link:
             while (data := await self._next()) is not None:
                 for at in range(0, max(len(data), 1), _PIECE):
                     mark = bytes([at + _PIECE < len(data)]) if data else b""
-                    self._writer.write(self._seal(mark + data[at : at + _PIECE]))
+                    self._writer.write(self._sent.seal(mark + data[at : at + _PIECE]))
                     async with asyncio.timeout(self._timing.silence_s):
                         await self._writer.drain()
                 self.backlog -= len(data)

@@ -3,14 +3,8 @@
     data = encode(Ended(attempt=3, report=report))      # bytes: JSON, then a field of bytes
     decode(data)                                        # the same value, or raises Malformed
 
-The shapes are known, and checked field by field. Each of the two kinds of leaders has messages that
-the other one does not use.
-
-- Between supervisors: a member sends `HostHello`, `Join`, `Ready`, `Ended`, `RestartRequest` and
-  `Leaving`; the leader sends `Start`, `RestartReply`, `End`, `Leave`, `Over` and `Refused`.
-- Between an agent and its job's controller: the agent sends `AgentHello`, `Looked`, `Output`,
-  `Line`, `StepReached`, `BackupFiles` and `Ended`; the controller sends `Look`, `BackupFiles`,
-  `Setup`, `Start`, `End`, `Leave` and `Refused`.
+The shapes are known, and checked field by field. `FromMember` and the other unions say which side
+of a connection sends which: a supervisor and the one that leads, an agent and its job's controller.
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ class Malformed(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class EndReport:
-    """How an attempt ended on one host.
+    """How an attempt ended on one machine.
 
     Attributes:
         done: whether all of its tasks ended with status 0.
@@ -49,88 +43,19 @@ class EndReport:
     failures: tuple[Failure, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class HostHello:
-    """The first message of a connection between supervisors.
-
-    Attributes:
-        host: index of the host that has connected.
-        to: index of the one that it means.
-        hosts: addresses of all supervisors.
-    """
-
-    host: int
-    to: int
-    hosts: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Join:
-    """A host takes part from now on.
-
-    Attributes:
-        facts: what must be the same on every host, by name.
-        attempt: the last attempt that it took part in; -1: none.
-        step: the largest step in that attempt.
-    """
-
-    facts: dict[str, str]
-    attempt: int
-    step: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Ready:
-    """A host can start its tasks.
-
-    Attributes:
-        ports: one for each of its tasks.
-    """
-
-    ports: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """No task of the attempt runs on this host any more.
-
-    Attributes:
-        body: the pickled result of an agent's task.
-    """
-
-    attempt: int
-    report: EndReport
-    body: bytes = b""
-
-
-@dataclasses.dataclass(frozen=True)
-class RestartRequest:
-    """A task has died that could restart alone. Its host waits for the `RestartReply`.
-
-    Attributes:
-        attempt: that continues meanwhile.
-        task: "worker 1".
-    """
-
-    attempt: int
-    task: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaving:
-    """This host's supervisor got a signal: save the state, and continue without it."""
+# ---- of supervisors and of agents --------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Start this host's tasks.
+    """Start the receiving machine's tasks.
 
     Attributes:
         run: identifies the run.
         attempt: its number.
-        hosts: indexes of the hosts that take part.
+        hosts: indexes of the machines that take part.
         cluster: addresses of all tasks by kind, as in TF_CONFIG.
-        tasks: (kind, index) of the receiving host's tasks.
+        tasks: (kind, index) of the receiving machine's tasks.
         again: how often these tasks have been started before in this attempt.
     """
 
@@ -143,20 +68,10 @@ class Start:
 
 
 @dataclasses.dataclass(frozen=True)
-class RestartReply:
-    """Whether a task restarts alone; otherwise the attempt ends.
-
-    Attributes:
-        attempt: of the request.
-        task: of the request.
-        allowed: whether the run has a restart left.
-        restarts: how many the run has used up, this one included.
-    """
+class Leave:
+    """Have the tasks of the attempt save their state and leave: preemption."""
 
     attempt: int
-    task: str
-    allowed: bool
-    restarts: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,30 +82,87 @@ class End:
 
 
 @dataclasses.dataclass(frozen=True)
-class Leave:
-    """Have the tasks of the attempt save their state and leave: preemption."""
+class Refused:
+    """The sender of a hello or of facts cannot take part."""
+
+    problem: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """No task of the attempt runs here any more; `body`: the pickled result of an agent's task."""
 
     attempt: int
+    report: EndReport
+    body: bytes = b""
+
+
+# ---- of supervisors ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class HostHello:
+    """The first message between supervisors: from and to which of these hosts, by index."""
+
+    host: int
+    to: int
+    hosts: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Join:
+    """A host takes part from now on.
+
+    Attributes:
+        facts: settings that must be the same on every host, by name.
+        attempt: the last attempt that it took part in; -1: none.
+        step: the largest step in that attempt.
+    """
+
+    facts: dict[str, str]
+    attempt: int
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A host can start its tasks, which get these ports."""
+
+    ports: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RestartRequest:
+    """A task, such as "worker 1", has died and could restart alone; `RestartReply` decides."""
+
+    attempt: int
+    task: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RestartReply:
+    """Whether the task restarts alone, or the attempt ends; and the restarts so far, with it."""
+
+    attempt: int
+    task: str
+    allowed: bool
+    restarts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaving:
+    """This host's supervisor got a signal: save the state, and continue without it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Over:
-    """The run has ended.
-
-    Attributes:
-        status: exit status.
-        lines: for the user.
-    """
+    """The run has ended, with an exit status, and lines for the user."""
 
     status: int
     lines: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Refused:
-    """This host cannot take part."""
-
-    problem: str
+# ---- of agents ---------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +203,7 @@ class Look:
 
 @dataclasses.dataclass(frozen=True)
 class Looked:
-    """The names of the marker files by option, and what is wrong with the directories."""
+    """The names of the marker files by option, and problems of the directories."""
 
     names: dict[str, str | None]
     problems: tuple[str, ...]
@@ -239,16 +211,10 @@ class Looked:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The job of an agent's task.
+    """The job of an agent's task; see `tfmw.engines.engine.JobSpec`.
 
     Attributes:
-        command: see `tfmw.engines.engine.JobSpec`, also for the next ones.
-        env: variables of all tasks.
-        own_env: variables of this task.
-        options: of the run.
-        folder: in which the task starts, where it exists.
-        live: whether its output is for a terminal.
-        columns: width of the terminal.
+        own_env: variables of this task only.
         body: the script, for machines that do not have it.
     """
 
@@ -264,12 +230,7 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class BackupFiles:
-    """A backup of a job without a `backup_dir`.
-
-    Attributes:
-        name: of its directory.
-        body: the directory as a tar archive.
-    """
+    """A backup of a job without a `backup_dir`: its name, and its directory as a tar archive."""
 
     name: str
     body: bytes
