@@ -70,6 +70,7 @@ BACKUPS = "TFMW_JOB_BACKUPS"
 
 _LOOK_S = 0.05  # seconds between two looks at the task
 _TELL_S = 0.5  # seconds between two reports of progress
+_BACKLOG = 1 << 20  # bytes that may be unsent before a backup
 _MARKER_S = 10.0  # in which a file must appear in a directory that several hosts share
 _FAREWELL_S = 60.0  # in which the controller takes the result
 
@@ -235,7 +236,8 @@ class _Agent:
             if time.monotonic() - told >= _TELL_S:
                 told = time.monotonic()
                 self.links.to_leader(StepReached(tasks.step))
-                self._send_backup()
+                if self.links.backlog < _BACKLOG:  # the backup before has been sent
+                    self._send_backup()
         self._send_backup()
         self.links.to_leader(ended)
         deadline = time.monotonic() + _FAREWELL_S
@@ -246,8 +248,6 @@ class _Agent:
 
     def _send_backup(self) -> None:
         """Sends the newest complete backup, if the controller does not have it."""
-        if self.links.backlog:  # of the one before
-            return
         try:
             newest = max(p.name for p in self.backups.glob("step_*"))
             if newest != self.sent_backup:
