@@ -1,4 +1,4 @@
-"""Where a call's workers run: this machine, Ray, Slurm, Spark.
+"""The systems that run a call's workers: this machine, Ray, Slurm, Spark.
 
 Read `local.py` first: `tfmw.fit(..., workers=2)`, on this machine and, with `on=`, on an engine.
 `serialization.py` packs models.

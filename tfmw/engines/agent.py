@@ -1,4 +1,4 @@
-"""What an engine starts for each task: runs it as a child process, and connects it to its job.
+"""The process that an engine starts for each task: runs it as a child, connected to its job.
 
     run_task(contact, rank=1, payload=lambda: [data], host="h1")
     python -m tfmw.engines.agent FOLDER RANK      # the same, by the files of a shared folder

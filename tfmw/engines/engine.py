@@ -1,4 +1,4 @@
-"""What an engine is: a system that places processes on machines, and accounts for them.
+"""An engine: a system that places processes on machines, and accounts for them.
 
     class Mine(Engine):              # settings, and what the caller's process asks for
         def submit(self, spec, payload): ...      # a handle of the job's controller
@@ -35,7 +35,7 @@ TIMING = Timing(beat_s=2.0, silence_s=20.0, hello_s=10.0)
 
 @dataclasses.dataclass(frozen=True)
 class JobSpec:
-    """What to run, for the controller; the call itself travels as the payload.
+    """A job, for the controller; the call itself travels as the payload.
 
     Args:
         command: the arguments of `tfmw.launcher.task`: "call", or "script", its path and its flags.
@@ -124,7 +124,7 @@ class Tasks(abc.ABC):
         self._backup = backup
 
     def kept(self) -> bytes:
-        """What `keep` has kept last; b"" for nothing."""
+        """The last backup that `keep` got; b"" for none."""
         return getattr(self, "_backup", b"")
 
     def close(self) -> None:  # noqa: B027  (most have nothing to give back)
@@ -141,7 +141,7 @@ class JobHandle(Protocol):
         """A file of the job from `offset` on; b"" if there is none."""
 
     def state(self) -> str:
-        """What the engine knows of a job whose controller has not written its last state.
+        """The state of a job whose controller has not written its last one, as the engine knows it.
 
         Returns:
             "queued", "running", "cancelled" or "lost"; "" where the engine cannot be asked now.
@@ -159,7 +159,7 @@ class JobHandle(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Engine(abc.ABC):
-    """Where jobs run. The settings of each engine are its fields.
+    """A system that runs jobs. The settings of each engine are its fields.
 
     Args:
         max_restarts: how often `tfmw.fit` starts all tasks again from the newest backup.
@@ -183,7 +183,7 @@ class Engine(abc.ABC):
         return []
 
     def where(self, number: str) -> str:
-        """Where the job runs, for people: "Slurm job 4711", and a dashboard's address."""
+        """The engine's name of the job, for people: "Slurm job 4711", and a dashboard's address."""
         return f"{self.name} job {number}"
 
 

@@ -53,7 +53,7 @@ class Job:
         self.id = f"{engine}:{number}"
         """Names the job for `tfmw.attach`, `tfmw logs` and `tfmw cancel`."""
         self.where = where
-        """Where the job runs: the engine's own number, and its dashboard if it has one."""
+        """The engine's own number of the job, and its dashboard if it has one."""
         self._handle = handle
         self._last, self._ask_at = "", 0.0
 
@@ -96,7 +96,7 @@ class Job:
         return found
 
     def _known(self) -> str:
-        """What the engine knows; asked from time to time, as that may cost it something."""
+        """The engine's answer; it is asked from time to time, as that may cost it something."""
         now = time.monotonic()
         if now >= self._ask_at:
             self._last = self._handle.state()
@@ -104,7 +104,7 @@ class Job:
         return self._last
 
     def logs(self, follow: bool = False, out: TextIO | None = None) -> str:
-        """What its tasks have printed, each line labelled with its task and host.
+        """The output of its tasks, each line labelled with its task and host.
 
         Args:
             follow: whether to print it, and what follows until the job ends.
@@ -149,7 +149,7 @@ class Job:
         return state
 
     def result(self, timeout_s: float | None = None) -> list[Any]:
-        """What the function returned in each task, in the order of the tasks.
+        """The function's result in each task, in the order of the tasks.
 
         Args:
             timeout_s: seconds to wait at most; None: as long as it takes.

@@ -265,7 +265,7 @@ class JobAttempt:
             self._links.drop(member.name)
 
     def results(self) -> dict[str, bytes]:
-        """What each task's function sent, pickled, by the task's name."""
+        """The pickled result of each task's function, by the task's name."""
         return {self.label(rank): self.members[rank].result for rank in sorted(self.members)}
 
     def details(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What of a process decides its results, beside the model and the data.
+"""Settings of a process that decide its results, beside the model and the data.
 
 The workers of `tfmw.fit(..., workers=2)` begin where the caller's process is: shuffled arrays then
 have the order that they have in one process, and a function that makes a model or a dataset makes

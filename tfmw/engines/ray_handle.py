@@ -86,7 +86,7 @@ class RayHandle:
         self._ray.kill(self._actor)
 
     def _call(self, method: str, *args: Any, patience_s: float = _UNAVAILABLE_S) -> Any:
-        """What a method of the actor returns, also if it has to be called again.
+        """The result of a method of the actor, also if it has to be called again.
 
         Raises:
             _Gone: Ray's head is lost, or the actor was found dead before.

@@ -207,7 +207,7 @@ def state_name(number: str) -> str | None:
 
 
 def _command(*command: str, env: Mapping[str, str] | None = None) -> str:
-    """What a command of Slurm prints.
+    """The output of a command of Slurm.
 
     Raises:
         UsageError: it is not installed, or fails.

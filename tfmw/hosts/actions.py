@@ -1,4 +1,4 @@
-"""What the supervisors' state machines know, and what they ask of the process around them."""
+"""Settings of the supervisors' state machines, and their requests to the process around them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SILENCE_S = 3.0
 
 @dataclasses.dataclass(frozen=True)
 class HostSettings:
-    """What is the same on all hosts of a run.
+    """Settings that all hosts of a run share.
 
     Args:
         hosts: addresses of all supervisors, "host:port".
@@ -28,7 +28,7 @@ class HostSettings:
         min_hosts: how few hosts may train.
         rejoin_timeout_s: seconds to wait for hosts that are not there.
         options: restarts and time limits.
-        facts: what must be the same on all hosts, by name.
+        facts: further settings that all hosts must share, by name.
         ps: number of parameter servers, on all hosts together.
         evaluator: whether one host has an evaluator.
     """
@@ -65,7 +65,7 @@ class HostSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What the leader keeps beside the lock.
+    """The leader's notes beside the lock.
 
     Attributes:
         run: identifies the run.
@@ -73,7 +73,7 @@ class Record:
         leader: index of the host that leads.
         hosts: indexes of the hosts of the last attempt.
         running: whether that attempt has not ended, as far as its leader knew.
-        policy: what `RestartPolicy` has counted.
+        policy: the counts of `RestartPolicy`.
         status: how the run ended; None: it has not.
         lines: about that, for the user.
     """

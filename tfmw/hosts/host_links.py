@@ -26,7 +26,7 @@ class HostLinks(Links):
     Args:
         hosts: addresses of all supervisors.
         host: index of this one.
-        token: what all of them know.
+        token: the secret of all of them.
         post: see `tfmw.remote.links.Links`; hosts have their indexes for names.
 
     Raises:

@@ -175,7 +175,7 @@ def backup_dir_of(argv: Sequence[str]) -> str | None:
 def _token(
     options: HostOptions, hosts: Sequence[str], lease: Lease, environ: Mapping[str, str]
 ) -> bytes:
-    """What supervisors prove to each other."""
+    """The token that supervisors prove to each other."""
     source, token = TOKEN, environ.get(TOKEN, "").strip()
     if options.token_file is not None:
         source = f"--token-file {options.token_file}"
@@ -213,7 +213,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _facts(argv: Sequence[str], options: HostOptions, run: RunOptions) -> dict[str, str]:
-    """What must be the same on every host; tasks compare the versions of TensorFlow and Keras."""
+    """Settings that every host must share; tasks compare the versions of TensorFlow and Keras."""
     return {
         "the command": " ".join(argv),
         "--workers-per-host": str(options.workers_per_host),

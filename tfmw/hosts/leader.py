@@ -92,7 +92,7 @@ class Leader:
     Args:
         settings: of the run.
         host: index of this host.
-        record: what the leader before has left; None: nobody has led here.
+        record: of the leader before; None: nobody has led here.
         now: monotonic seconds.
         out: where actions go.
     """
@@ -286,7 +286,7 @@ class Leader:
     # ---- gathering -----------------------------------------------------------------------------
 
     def tick(self, now: float, alone_since: float) -> None:
-        """Whatever time brings.
+        """Acts on the time.
 
         Args:
             now: monotonic seconds.

@@ -1,4 +1,4 @@
-"""Who leads: the holder of a lock that exists already and is trusted.
+"""The lock whose holder leads; such locks exist already and are trusted.
 
     lease = lease_of("dir:/shared/run7/supervisors", host=1)
     lease.acquire()                  # whether this process holds the lock now
@@ -63,7 +63,7 @@ class Lease(Protocol):
         ...
 
     def record(self) -> Record | None:
-        """What was published last; None: nothing. Raises OSError."""
+        """The last record; None: there is none. Raises OSError."""
         ...
 
     def publish(self, record: Record) -> None:

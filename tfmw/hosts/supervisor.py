@@ -1,4 +1,4 @@
-"""What the supervisor of one host does: takes part, and leads while its host has the lock.
+"""The supervisor of one host: takes part, and leads while its host has the lock.
 
     supervisor = Supervisor(settings, host=1, now=0.0)
     supervisor.lease_gained(None, now=0.3)
@@ -76,7 +76,7 @@ class Supervisor:
         self._host = host
         self._out: list[Action] = [Prepare(), Campaign(True)]
         self.leader: Leader | None = None
-        """What this host does as the one that leads; None while another does."""
+        """The leader's part, while this host leads; else None."""
         self._dialed: int | None = None  # the host that leads, as far as this one knows
         self._linked = False  # whether it is connected to that host
         self._campaign_at: float | None = None
@@ -232,7 +232,7 @@ class Supervisor:
             self._out.append(ToLeader(message))
 
     def _execute(self, message: Message, now: float) -> None:
-        """What the leader wants of this host."""
+        """Executes a message of the leader."""
         match message:
             case Start() if (
                 self._attempt is None
@@ -282,7 +282,7 @@ class Supervisor:
         self._end_tasks()
 
     def tick(self, now: float) -> None:
-        """Whatever time brings; called several times a second."""
+        """Acts on the time; called several times a second."""
         if self._exit is not None:
             return
         if self._leave_by is not None:

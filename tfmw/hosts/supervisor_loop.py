@@ -66,7 +66,7 @@ def run_on_hosts(
         settings: of the run.
         host: index of this host.
         lease: decides who leads.
-        token: what all supervisors know.
+        token: the secret of all supervisors.
         stop: the signals that this process got.
 
     Returns:

@@ -32,7 +32,7 @@ Layout = tuple[tuple[str, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class TaskPlacement:
-    """Where the tasks of an attempt run.
+    """The hosts of an attempt's tasks.
 
     Attributes:
         cluster: addresses of all tasks by kind, as in TF_CONFIG; an evaluator has none.

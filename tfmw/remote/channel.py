@@ -32,7 +32,7 @@ def session_key(token: bytes, nonce: bytes, other_nonce: bytes) -> bytes:
     """The key of one connection.
 
     Args:
-        token: what all supervisors know.
+        token: the secret of all processes of the run.
         nonce: of the side that was connected to.
         other_nonce: of the side that has connected.
     """

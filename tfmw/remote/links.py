@@ -152,7 +152,7 @@ class Links:
     """All connections of one process.
 
     Args:
-        token: what all processes of the run know.
+        token: the secret of all processes of the run.
         post: called, in a thread of its own, with (name of the event, its arguments...).
         timing: time limits.
         listener: a listening socket, for members; closed at the end.
