@@ -182,7 +182,7 @@ def test_directory_that_is_not_shared_ends_the_job(shared: bool) -> None:
     assert world.sent(0) == [Look(shared_ones, {}, "")]
     world.say(0, Looked(names, ()))
     assert world.sent(1) == [Look(shared_ones, names, "worker 0 on h0")]
-    problem = "failed: backup_dir /shared is not the same here as on worker 0"
+    problem = "backup_dir /shared is not the same here as on worker 0"
     world.say(1, Looked(names, () if shared else (problem,)))
     assert world.attempt.look() is not shared
     assert (world.attempt.phase == "running") is shared
@@ -195,7 +195,7 @@ def test_directory_that_cannot_be_written_ends_the_job() -> None:
     world = World(directories={"backup_dir": "/shared"})
     world.hello(0)
     world.hello(1)
-    world.say(0, Looked({"backup_dir": None}, ("failed: cannot be written",)))
+    world.say(0, Looked({"backup_dir": None}, ("cannot be written",)))
     assert world.attempt.look()
     assert world.cause.error == "cannot be written."
 

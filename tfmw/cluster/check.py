@@ -15,13 +15,13 @@ and `tf.io.gfile` for directories that are URLs.
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tfmw.cluster import addresses, check_directories
-from tfmw.cluster.check_findings import Findings
+from tfmw.cluster import addresses, shared_directories
 from tfmw.cluster.check_peers import CONNECT_S, PROTOCOL, Peers
 from tfmw.cluster.cluster import Cluster
 from tfmw.cluster.handshake import TaskDescription, differences
@@ -30,6 +30,28 @@ from tfmw.runtime import versions as installed
 
 _SHARED_S = 10.0  # until a new file is visible on another machine: NFS caches listings
 _CLOCKS_APART_S = 60.0  # more than a clock without NTP loses in a month
+
+
+@dataclasses.dataclass
+class Findings:
+    """What is printed: a line for each finding, and how many of them are failures.
+
+    Args:
+        show: prints a line.
+    """
+
+    show: Callable[[str], None]
+    failures: int = 0
+
+    def ok(self, text: str) -> None:
+        self.show(f"ok: {text}")
+
+    def note(self, text: str) -> None:
+        self.show(f"note: {text}")
+
+    def failed(self, text: str) -> None:
+        self.failures += 1
+        self.show(f"failed: {text}")
 
 
 def report(
@@ -62,7 +84,9 @@ def report(
     tasks = cluster.tasks()
     several = len(tasks) > 1 and cluster.task_name in tasks
     leaves_markers = not several or cluster.task_name == next(iter(tasks))
-    with check_directories.markers(directories if leaves_markers else {}, findings) as markers:
+    with shared_directories.markers(directories if leaves_markers else {}) as (markers, problems):
+        for problem in problems:
+            findings.failed(problem)
 
         def own_hello(any_port: int | None = None) -> TaskDescription:
             backend, gpus = find_devices()  # takes seconds; the port is already open
@@ -70,7 +94,7 @@ def report(
                 findings.failed(
                     f"the Keras backend is {backend!r} ({gpus}): set KERAS_BACKEND=tensorflow"
                 )
-            paths = {k: check_directories.absolute(v) for k, v in directories.items()}
+            paths = {k: shared_directories.absolute(v) for k, v in directories.items()}
             details = {
                 "gpus": gpus if cluster.rank >= 0 else None,
                 "markers": markers,
@@ -117,7 +141,9 @@ def _check_cluster(
             "address of this machine: correct the task's index or its address"
         )
     any_port = sockets.listen()
-    with Peers(cluster, findings) as peers, any_port:
+    with Peers(cluster, findings.failed) as peers, any_port:
+        if peers.listens:
+            findings.ok(f"port {addresses.split(cluster.address)[1]} of this task is free")
         local = own_hello(any_port.getsockname()[1])
         peers.open(local)
         deadline = time.monotonic() + timeout_s
@@ -189,7 +215,11 @@ def _compare(local: TaskDescription, peers: Peers, findings: Findings, patience_
         for option, marker in remote.details.get("markers", {}).items():
             path = local.facts.get(option)
             if marker is not None and path is not None and path == remote.facts.get(option):
-                check_directories.find_marker(option, path, marker, name, findings, patience_s)
+                problem = shared_directories.find_marker(option, path, marker, name, patience_s)
+                if problem is None:
+                    findings.ok(f"{option} {path} is shared with {name}, which can write there")
+                else:
+                    findings.failed(problem)
     if hellos and findings.failures == before:
         gpus = local.details["gpus"] or "not used"
         findings.ok(f"{len(hellos) + 1} tasks agree: {_listed(local.facts)}; GPUs: {gpus}")

@@ -1,6 +1,6 @@
 """The connections of `tfmw check`: every task connects to every other one, in both directions.
 
-with Peers(cluster, findings) as peers:
+with Peers(cluster, findings.failed) as peers:
     peers.open(hello)                             # responds to other tasks from now on
     problems = peers.connect_all(others, deadline)
     peers.hellos                                  # the hello of each other task
@@ -14,10 +14,9 @@ import dataclasses
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from tfmw.cluster import Cluster, addresses
-from tfmw.cluster.check_findings import Findings
+from tfmw.cluster import Cluster
 from tfmw.cluster.handshake import Channel, HelloServer, NotATask, TaskDescription
 from tfmw.errors import ClusterError
 
@@ -32,9 +31,13 @@ class Peers:
     Attributes:
         hellos: task -> its hello.
         clocks_ahead: task -> seconds by which its clock is ahead of this one's.
+
+    Args:
+        cluster: this process is one of its tasks.
+        failed: called with each problem, one clause.
     """
 
-    def __init__(self, cluster: Cluster, findings: Findings):
+    def __init__(self, cluster: Cluster, failed: Callable[[str], None]):
         assert cluster.address is not None
         self.hellos: dict[str, TaskDescription] = {}
         self.clocks_ahead: dict[str, float] = {}
@@ -47,14 +50,17 @@ class Peers:
         self._ids: dict[str, str] = {self._task: self._id}
         self._left: set[str] = set()
         self._duplicates: set[str] = set()
-        self._findings = findings
+        self._failed = failed
         self._server: HelloServer | None = None
         try:
             self._server = HelloServer(cluster.address, PROTOCOL, self._greet)
         except ClusterError as error:
-            findings.failed(str(error).rstrip("."))
-            return
-        findings.ok(f"port {addresses.split(cluster.address)[1]} of this task is free")
+            failed(str(error).rstrip("."))
+
+    @property
+    def listens(self) -> bool:
+        """Whether this task's port was free."""
+        return self._server is not None
 
     def __enter__(self) -> Peers:
         return self
@@ -119,9 +125,7 @@ class Peers:
                 timeout_s = max(CONNECT_S, deadline - time.monotonic())
                 remote = TaskDescription.of(channel.receive(timeout_s), PROTOCOL)
             self._record(remote)
-        except NotATask:
-            return "no tfmw check responds there"
-        except ConnectionAbortedError:
+        except (NotATask, ConnectionAbortedError):
             return "no tfmw check responds there"
         except TimeoutError:
             return "no response"
@@ -147,7 +151,7 @@ class Peers:
         with self._changed:
             if self._ids.setdefault(name, process) != process and name not in self._duplicates:
                 self._duplicates.add(name)
-                self._findings.failed(f"two processes are {name}: give each task its own index")
+                self._failed(f"two processes are {name}: give each task its own index")
             if name != self._task:
                 self.hellos.setdefault(name, remote)
                 self.clocks_ahead.setdefault(name, clock - time.time())

@@ -28,8 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tfmw.cluster import check_directories
-from tfmw.cluster.check_findings import Findings
+from tfmw.cluster import shared_directories
 from tfmw.engines import own_files
 from tfmw.engines.engine import TIMING, Contact
 from tfmw.errors import TfmwError
@@ -178,16 +177,18 @@ class _Agent:
     # ---- before the start ------------------------------------------------------------------------
 
     def _look(self, look: Look) -> None:
-        problems: list[str] = []
-        findings = Findings(lambda line: None if line.startswith("ok") else problems.append(line))
         names = look.names
         if not names:
-            markers = check_directories.markers(look.directories, findings)
-            names = self.stack.enter_context(markers)
+            markers = shared_directories.markers(look.directories)
+            names, problems = self.stack.enter_context(markers)
         else:
-            for option, path in look.directories.items():
-                name = names[option] or ""
-                check_directories.find_marker(option, path, name, look.chief, findings, _MARKER_S)
+            found = (
+                shared_directories.find_marker(
+                    option, path, names[option] or "", look.chief, _MARKER_S
+                )
+                for option, path in look.directories.items()
+            )
+            problems = [problem for problem in found if problem is not None]
         self.links.to_leader(Looked(names, tuple(problems)))
 
     def _set_up(self, setup: Setup) -> TasksOfOneMachine:

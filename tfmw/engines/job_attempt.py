@@ -185,7 +185,7 @@ class JobAttempt:
 
     def _looked(self, rank: int, looked: Looked) -> None:
         if looked.problems:
-            self._fail(rank, looked.problems[0].removeprefix("failed: ") + ".")
+            self._fail(rank, looked.problems[0] + ".")
             return
         self._unseen.discard(rank)
         if rank == 0:

@@ -1,7 +1,7 @@
 """Are directories shared and writable: the chief writes a marker file, other tasks look for it.
 
-    with markers({"--backup_dir": "/shared"}, findings) as names: ...    # on the chief
-    find_marker("--backup_dir", "/shared", name, "worker 0", findings)   # on other tasks
+    with markers({"--backup_dir": "/shared"}) as (names, problems): ...       # on the chief
+    problem = find_marker("--backup_dir", "/shared", name, "worker 0", 10.0)   # on other tasks
 
 A directory that does not exist is created, and removed afterwards. URLs go through `tf.io.gfile`.
 """
@@ -15,8 +15,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 
-from tfmw.cluster.check_findings import Findings
-
 _RETRY_S = 0.1
 
 
@@ -26,45 +24,46 @@ def absolute(path: str) -> str:
 
 
 @contextlib.contextmanager
-def markers(directories: Mapping[str, str], findings: Findings) -> Iterator[dict[str, str | None]]:
+def markers(directories: Mapping[str, str]) -> Iterator[tuple[dict[str, str | None], list[str]]]:
     """Keeps a marker file in each directory while the body runs.
 
     Args:
         directories: option -> directory.
-        findings: where a directory that cannot be written is reported.
 
     Yields:
-        Option -> name of the file; None where it cannot be written.
+        (option -> name of the file, None if it cannot be written; one clause for each of those).
     """
     with contextlib.ExitStack() as stack:
         names: dict[str, str | None] = {}
+        problems = []
         for option, path in directories.items():
             names[option] = None
             try:
                 names[option] = stack.enter_context(_marker(path))
             except _gfile_errors() as error:
                 reason = getattr(error, "strerror", None) or str(error)
-                findings.failed(
+                problems.append(
                     f"{option} {path} cannot be written ({reason}): make it, give this user the "
                     "right to write there, or name another one"
                 )
-        yield names
+        yield names, problems
 
 
-def find_marker(
-    option: str, path: str, name: str, chief: str, findings: Findings, patience_s: float
-) -> None:
-    """Looks for the chief's marker file, for `patience_s` seconds: NFS caches listings."""
+def find_marker(option: str, path: str, name: str, chief: str, patience_s: float) -> str | None:
+    """Looks for the chief's marker file, for `patience_s` seconds: NFS caches listings.
+
+    Returns:
+        None, or one clause: the directory is another one.
+    """
     deadline = time.monotonic() + patience_s
     while _read(os.path.join(path, name)) != name:
         if time.monotonic() > deadline:
-            findings.failed(
+            return (
                 f"{option} {path} is not the same here as on {chief}: mount one file system there "
                 "on all machines (NFS, Lustre), or name a gs:// or s3:// path"
             )
-            return
         time.sleep(_RETRY_S)
-    findings.ok(f"{option} {path} is shared with {chief}, which can write there")
+    return None
 
 
 def _is_local(path: str) -> bool:
