@@ -37,6 +37,7 @@ exclude_patterns = [".*", "build", "tests", "bench", "recipes", "**/__pycache__"
 navigation = {
     "Guides": [
         "docs/training",
+        "docs/custom-loops",
         "docs/trackers",
         "docs/stands-still",
         "docs/monitoring",

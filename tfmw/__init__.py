@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tfmw.errors import ClusterError, TaskFailed, TfmwError, UsageError
     from tfmw.export import export
     from tfmw.fit import evaluate, fit, predict
+    from tfmw.on_batch import predict_on_batch, test_on_batch, train_on_batch
     from tfmw.runtime.progress import report_progress
     from tfmw.strategies import init
 
@@ -46,9 +47,12 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "layers": ("tfmw.layers", None),
     "launch": ("tfmw.engines.submit", "launch"),
     "predict": ("tfmw.fit", "predict"),
+    "predict_on_batch": ("tfmw.on_batch", "predict_on_batch"),
     "report_progress": ("tfmw.runtime.progress", "report_progress"),
     "strategies": ("tfmw.strategies", None),
     "submit": ("tfmw.engines.submit", "submit"),
+    "test_on_batch": ("tfmw.on_batch", "test_on_batch"),
+    "train_on_batch": ("tfmw.on_batch", "train_on_batch"),
 }
 
 __all__ = [
@@ -69,9 +73,12 @@ __all__ = [
     "launch",
     "layers",
     "predict",
+    "predict_on_batch",
     "report_progress",
     "strategies",
     "submit",
+    "test_on_batch",
+    "train_on_batch",
 ]
 
 

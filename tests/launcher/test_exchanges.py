@@ -146,6 +146,12 @@ def test_where_a_killed_task_was() -> None:
     assert ended_at("worker 1", {}) is None
 
 
+def test_exchanges_without_neighbours_say_nothing_of_a_step() -> None:
+    every_other = run_of(0.1)[::2]
+    assert own_seconds(every_other) is None
+    assert straggler({"worker 0": every_other, "worker 1": run_of(0.4)}) is None
+
+
 @pytest.mark.parametrize("found", [[], [exchange(7)]])
 def test_nobody_is_missing(found: list[RecordedExchange]) -> None:
     assert missing({"worker 0": found, "worker 1": found}) is None

@@ -28,6 +28,16 @@ def assert_compiled(model: keras.Model, method: str) -> None:
     model._assert_compile_called(method)
 
 
+def compiled_parts(model: keras.Model) -> list[Any]:
+    """What a call to `compile` replaces."""
+    return [model.optimizer, model._compile_loss, model._compile_metrics]
+
+
+def class_weight_to_sample_weights(y: Any, class_weight: dict[int, float]) -> Any:
+    """The weight of each example, float32 [examples], from the weights of its class."""
+    return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
+
+
 NOTES_OF_CALLS = ("_called",)
 
 """Attributes in which layers record their calls, and which no step reads."""

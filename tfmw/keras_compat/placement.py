@@ -145,16 +145,24 @@ def _assign(to: tf.Variable, value: tf.Variable) -> None:
 
 
 @contextlib.contextmanager
-def placed(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[Placement]:
+def placed(
+    model: keras.Model,
+    strategy: tf.distribute.Strategy,
+    copies: dict[int, tf.Variable] | None = None,
+    seeds_vary: bool = True,
+) -> Iterator[Placement]:
     """Places the model on every replica of `strategy` and takes it back in the end.
 
     Args:
         model: compiled and built, with its optimizer built; the same on all workers (`agreement`).
         strategy: a synchronous strategy.
+        copies: id of a Keras variable -> what replaces its `tf.Variable`. The copies of an earlier
+            placement serve again, and so do functions traced with them; new ones are added.
+        seeds_vary: whether each replica draws its own random numbers.
     """
     variables = shared_variables(model)
     # In a nested call seeds already differ between replicas.
-    seeds = [] if is_placed(model) else seeds_of(model)
+    seeds = seeds_of(model) if seeds_vary and not is_placed(model) else []
     originals = [native(v) for v in variables]
     distributed = any(isinstance(v, tf.distribute.DistributedValues) for v in originals)
     if strategy.num_replicas_in_sync == 1:
@@ -171,12 +179,20 @@ def placed(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[Pla
             stack.enter_context(stable_variable_keys(optimizer, list(model.trainable_variables)))
         with strategy.scope():
             for variable, original in zip(variables, originals, strict=True):
-                copy = tf.Variable(
-                    original.read_value(),
-                    trainable=original.trainable,
-                    name=original.name.split(":")[0],
-                    aggregation=tf.VariableAggregation.NONE,
-                )
+                copy = None if copies is None else copies.get(id(variable))
+                if copy is None:
+                    copy = tf.Variable(
+                        original.read_value(),
+                        trainable=original.trainable,
+                        name=original.name.split(":")[0],
+                        aggregation=tf.VariableAggregation.NONE,
+                    )
+                    if copies is not None:
+                        copies[id(variable)] = copy
+                else:
+                    value = strategy.experimental_local_results(original)[0]
+                    for each in strategy.experimental_local_results(copy):
+                        _assign(each, value)
                 set_native(variable, copy)
         try:
             with _seeds_varied(model, strategy, seeds):
@@ -259,8 +275,23 @@ def _vary_seeds(strategy: tf.distribute.Strategy, seeds: list[Any]) -> None:
     for state in seeds:
         for local, copy in enumerate(local_copies(strategy, state)):
             value = copy.numpy()
-            fold = np.array([(first + local) * _SEED_STEP & 0x7FFFFFFF, 0]).astype(value.dtype)
-            copy.assign(value ^ fold)
+            copy.assign(value ^ _fold(first + local).astype(value.dtype))
+
+
+def vary_seeds(model: keras.Model, replica: int) -> None:
+    """As placement does on entry and at its end, within a step. In a replica context.
+
+    Args:
+        replica: the number of the replica that runs, over all processes.
+    """
+    for state in seeds_of(model) if replica else []:
+        value = state.value
+        state.assign(tf.bitwise.bitwise_xor(value, tf.constant(_fold(replica), value.dtype)))
+
+
+def _fold(replica: int) -> np.ndarray:
+    """int64 [2]: what a replica's seeds differ in from those of replica 0."""
+    return np.array([replica * _SEED_STEP & 0x7FFFFFFF, 0])
 
 
 def refuse_raw_variables(model: keras.Model) -> None:

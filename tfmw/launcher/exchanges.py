@@ -93,6 +93,8 @@ def own_seconds(found: Sequence[RecordedExchange]) -> float | None:
         for before, after in itertools.pairwise(of_steps)
         if after.number == before.number + 1
     ]
+    if not gaps:
+        return None  # exchanges are read while they are overwritten
     # Between the calls of a driver other things happen: callbacks, backups.
     usual = statistics.median(gaps)
     return sum(min(gap, 20 * usual) for gap in gaps) / steps

@@ -33,7 +33,7 @@ import tensorflow as tf
 
 from tfmw import tables
 from tfmw.checkpoint.parts import SlotParts
-from tfmw.data import ShardSizes, static_batch_size
+from tfmw.data import Sharding, ShardSizes, static_batch_size
 from tfmw.keras_compat import (
     fused_update,
     increments,
@@ -72,6 +72,7 @@ class SyncDriver:
         examples: of the steps so far, over all replicas.
         times: where the time of this worker's training steps went.
         updates: how each of the model's optimizers updates the weights.
+        copies: see `placement.placed`.
         traces_valid: called, once `reset` was called, before an earlier trace is used again.
     """
 
@@ -86,6 +87,7 @@ class SyncDriver:
         self.strategy = strategy
         self.examples = 0
         self.times = StepTimes()
+        self.copies: dict[int, tf.Variable] | None = None
         self.traces_valid: Callable[[], bool] = lambda: True
         self._reduction = Reduction(strategy, compression)
         self.updates = [
@@ -116,6 +118,11 @@ class SyncDriver:
     def replicas(self) -> int:
         """Number of replicas, over all processes."""
         return self._replicas.count
+
+    @property
+    def sharding(self) -> Sharding:
+        """How a global batch is divided between the replicas."""
+        return self._replicas.sharding
 
     @property
     def outlives_placement(self) -> bool:
@@ -151,9 +158,9 @@ class SyncDriver:
         placement.refuse_raw_variables(self.model)
         placement.refuse_other_scope(self.model, self.strategy)
         enter(shared_updates(self.model, self.updates))
-        with self._lost_peer_named():
+        with self.lost_peer_named():
             agree(self._replicas.group, self.strategy, placement.shared_variables(self.model))
-        self._placement = enter(placement.placed(self.model, self.strategy))
+        self._placement = enter(placement.placed(self.model, self.strategy, self.copies))
         variables = self.model.trainable_variables
         for optimizer in optimizers.optimizers_of(self.model):
             enter(fused_update.fused_update(optimizer, variables))
@@ -169,7 +176,7 @@ class SyncDriver:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        with self._lost_peer_named():
+        with self.lost_peer_named():
             self._stack.__exit__(*error)
 
     # ------------------------------------------------------------ steps
@@ -212,7 +219,7 @@ class SyncDriver:
             taken = [update.before_steps() for update in self.updates]
             if any(taken):
                 self._placement.free_originals()
-        with self._lost_peer_named():
+        with self.lost_peer_named():
             if not self._gathers:
                 return self._run(loop, iterator, max_steps, trains)
             # A batch of another shape, such as the last one, needs its own call.
@@ -238,22 +245,7 @@ class SyncDriver:
         self, kind: str, uneven: bool, size_known: bool, iterator: Any
     ) -> Callable[..., Any]:
         """A function (iterator, max_steps) -> (steps done, examples of them, input's seconds)."""
-        averages = self._state.variables() if uneven and kind == "train" else []
-
-        def one_step(parts: Any, total: Any) -> Any:
-            """Number of examples of one step over all replicas; 0 at the end of the data."""
-            assigned: list[Any] = []
-            if kind == "train":
-                assigned = self._state.assigned = self._state.assigned or []
-            with recorded_assignments(assigned, self._metrics.note_update):
-                totals = self.strategy.run(
-                    lambda p, t: self._replica_step(kind, p, t, uneven, size_known, averages),
-                    args=(parts, total),
-                )
-            if size_known:
-                return tf.maximum(total, 1)  # a batch without examples is not the end
-            return tf.cast(self._replicas.first_result(totals), tf.int64)
-
+        one_step = self.global_step(kind, uneven, size_known)
         if self.model.run_eagerly:
             return functools.partial(eager_loop, one_step)
         loop = self._traces.function(
@@ -267,6 +259,33 @@ class SyncDriver:
             if not all(followed):
                 return self._step_loop(kind, uneven, size_known, iterator)
         return loop
+
+    def global_step(self, kind: str, uneven: bool, size_known: bool = True) -> Callable[..., Any]:
+        """A function (this process's parts of a batch, size of the whole batch) -> examples.
+
+        Its result is int64 [], over all replicas; 0 at the end of the data.
+
+        Args:
+            kind: "train" or "test".
+            uneven: whether shards differ in size.
+            size_known: see `train`.
+        """
+        averages = self._state.variables() if uneven and kind == "train" else []
+
+        def one_step(parts: Any, total: Any) -> Any:
+            assigned: list[Any] = []
+            if kind == "train":
+                assigned = self._state.assigned = self._state.assigned or []
+            with recorded_assignments(assigned, self._metrics.note_update):
+                totals = self.strategy.run(
+                    lambda p, t: self._replica_step(kind, p, t, uneven, size_known, averages),
+                    args=(parts, total),
+                )
+            if size_known:
+                return tf.maximum(total, 1)  # a batch without examples is not the end
+            return tf.cast(self._replicas.first_result(totals), tf.int64)
+
+        return one_step
 
     def _replica_step(
         self,
@@ -434,7 +453,7 @@ class SyncDriver:
         self._gathers |= not self._reduction.shapes_may_change
 
     @contextlib.contextmanager
-    def _lost_peer_named(self) -> Iterator[None]:
+    def lost_peer_named(self) -> Iterator[None]:
         """Replaces the error of a step by one that names the lost task and the reason."""
         try:
             with self._replicas.group.shared_call():
@@ -446,6 +465,41 @@ class SyncDriver:
                 raise
             lost = isinstance(broken, OSError | tf.errors.OpError)
             raise (self._replicas.group.root_cause(broken) if lost else broken) from None
+
+    def batch_step(self, kind: str, uneven: bool) -> Callable[..., Any]:
+        """A function for one batch, after which the state of all replicas is equal.
+
+        Between two of its calls the model is an ordinary one: metrics have the values of the whole
+        batch, moving averages their mean, and seeds do not depend on the replica.
+
+        Args:
+            kind: "train" or "test".
+            uneven: whether shards differ in size.
+
+        Returns:
+            A function (this process's parts of the batch, int64 [] examples of the whole batch,
+            float32 [n] signals of this task) -> (logs, the sums of signals over tasks).
+        """
+        self.reset_metrics()
+        step = self.global_step(kind, uneven)
+        run, first = self.strategy.run, self._replicas.sharding.first_replica
+
+        def begin() -> None:
+            self.model.reset_metrics()
+            placement.vary_seeds(self.model, first + self._replicas.local_index())
+
+        def end() -> None:
+            placement.vary_seeds(self.model, first + self._replicas.local_index())
+            if kind == "train" and self.replicas > 1:
+                self._state.average_on_replica(self._state.variables())
+
+        def whole_step(parts: Any, total: tf.Tensor, signals: tf.Tensor) -> Any:
+            run(begin)
+            step(parts, total)
+            run(end)
+            return self._metrics.of_batch(kind, signals)
+
+        return whole_step
 
     # ------------------------------------------------------------ metrics, state, predictions
 
@@ -467,22 +521,22 @@ class SyncDriver:
             kind: "train" or "test".
             signals: of this task, summed over all tasks in `self.signals` afterwards.
         """
-        with self._lost_peer_named():
+        with self.lost_peer_named():
             return self._metrics.result(kind, signals)
 
     def average_state(self) -> None:
         """Sets moving averages to the mean over replicas, everywhere; a collective."""
-        with self._lost_peer_named():
+        with self.lost_peer_named():
             self._state.average()
 
     def replica_state(self) -> tuple[tf.Tensor, tf.Tensor]:
         """The replica-local state; see `ReplicaState.rows`. A collective."""
-        with self._lost_peer_named():
+        with self.lost_peer_named():
             return self._state.rows()
 
     def copy_optimizer_to_chief(self) -> None:
         """Gives the chief's optimizer its whole state until the next step; a collective."""
-        with self._lost_peer_named():
+        with self.lost_peer_named():
             for update in self.updates:
                 update.copy_to_chief()
 
@@ -502,7 +556,7 @@ class SyncDriver:
         Args:
             between_steps: only where the optimizer is looked at there.
         """
-        with self._lost_peer_named():
+        with self.lost_peer_named():
             for update in self.updates:
                 if between_steps:
                     update.after_steps()
@@ -532,7 +586,7 @@ class SyncDriver:
         averages = self._state.all_variables() if inside_epoch else []
         apart = {id(v) for v in [*seeds, *metrics, *averages]}  # task-local state
         variables = [v for v in placement.all_variables(self.model) if id(v) not in apart]
-        with self._lost_peer_named():
+        with self.lost_peer_named():
             different = agree(group, self.strategy, variables)
         if different and group.is_chief:
             warnings.warn(
@@ -559,7 +613,7 @@ class SyncDriver:
             step = self._traces.get(
                 "predict", functools.partial(self._traces.function, step, reduce_retracing=True)
             )
-        return prediction.Predictions(step, self._replicas, iterator, self._lost_peer_named)
+        return prediction.Predictions(step, self._replicas, iterator, self.lost_peer_named)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

@@ -104,12 +104,25 @@ class ReplicaMetrics:
         )
         values, sums = run(tf.constant([*signals, 0.0], tf.float32))
         self.signals = [float(s) for s in sums.numpy()[: len(signals)]]
-        return _python_logs(values)
+        return python_logs(values)
+
+    def of_batch(self, kind: str, signals: tf.Tensor) -> tuple[dict[str, Any], tf.Tensor]:
+        """(logs of the step traced before, sums of signals); metrics become equal on all replicas.
+
+        Args:
+            kind: "train" or "test".
+            signals: float32 [n], of this task.
+        """
+        return self._compute(self.logs(kind), signals, share=True)
 
     def _compute(
-        self, logs: StepLogs, local_signals: tf.Tensor
+        self, logs: StepLogs, local_signals: tf.Tensor, share: bool = False
     ) -> tuple[dict[str, Any], tf.Tensor]:
-        """(logs over all replicas, sums of signals). In a cross-replica context."""
+        """(logs over all replicas, sums of signals). In a cross-replica context.
+
+        Args:
+            share: whether replicas assign the combined values to their metrics.
+        """
         variables = metric_variables(self._model)
         raw = list(logs.raw)
 
@@ -120,7 +133,12 @@ class ReplicaMetrics:
             # The signals of a task count once, with any number of replicas.
             signals = tf.identity(local_signals)
             values.append(signals if local == 0 else tf.zeros_like(signals))
-            return values if self._replicas.count == 1 else self._combine(variables, values)
+            if self._replicas.count == 1:
+                return values
+            values = self._combine(variables, values)
+            for variable, value in zip(variables if share else [], values, strict=False):
+                variable.assign(value)
+            return values
 
         sums = self._replicas.strategy.run(combined, args=(local_signals,))
         sums = [self._replicas.first_result(s) for s in sums]
@@ -265,12 +283,12 @@ def noting_results(model: keras.Model) -> Iterator[None]:
         yield
 
 
-def _python_logs(logs: dict[str, Any]) -> dict[str, Any]:
+def python_logs(logs: dict[str, Any]) -> dict[str, Any]:
     """Logs in Keras's form: flat, with Python floats for scalars."""
     flat: dict[str, Any] = {}
     for name, value in logs.items():
         if isinstance(value, dict):
-            flat.update(_python_logs(value))
+            flat.update(python_logs(value))
             continue
         array = np.asarray(value)
         flat[name] = float(array) if array.ndim == 0 else array

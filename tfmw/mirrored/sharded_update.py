@@ -429,6 +429,11 @@ class SharedUpdate:
             self._copied = False
 
 
+def is_driven(model: Any) -> bool:
+    """Whether a call of fit, evaluate or predict has the model now."""
+    return bool(vars(model).get(_UPDATES))
+
+
 @contextlib.contextmanager
 def shared_updates(model: Any, updates: list[SharedUpdate]) -> Iterator[None]:
     """In the end the optimizers have their whole state again; all workers enter and leave it.

@@ -134,7 +134,7 @@ def _checked(model: Any, method: str) -> keras.Model:
             raise UsageError(
                 f"the model function returned {type(model).__name__}: expected a Keras model."
             )
-    if method != "predict" and not model.compiled:
+    if not method.startswith("predict") and not model.compiled:
         raise UsageError(
             f"the model is not compiled: call model.compile(optimizer=..., loss=...) before "
             f"tfmw.{method}()."

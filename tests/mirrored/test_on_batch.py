@@ -1,0 +1,74 @@
+"""train_on_batch, test_on_batch and predict_on_batch beside Keras's methods in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfmw
+from tfmw import strategies
+
+LOOPS = [
+    "batches_of_many_sizes",
+    "weighted_examples",
+    "clipped_weights",
+    "own_step",
+    "gan",
+    "reinforce",
+]
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module", params=["devices", "workers"])
+def tasks(request: pytest.FixtureRequest, run_cluster: Any) -> list[dict[str, Any]]:
+    """What each task of two replicas wrote."""
+    workers = 2 if request.param == "workers" else 1
+    run = run_cluster("on_batch.py", request.param, workers=workers, timeout_s=300)
+    assert run.status == 0, run.output
+    return list(run)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_has_the_numbers_of_one_process(tasks: list[dict[str, Any]], loop: str) -> None:
+    for task in tasks:
+        expected, received = task[loop]
+        np.testing.assert_allclose(received, expected, rtol=2e-4, atol=2e-5)
+
+
+def test_the_model_is_an_ordinary_one_between_calls(tasks: list[dict[str, Any]]) -> None:
+    first = tasks[0]["ordinary"]
+    assert len({tuple(state) for state in first["states"]}) == 3
+    for task in tasks[1:]:
+        assert task["ordinary"] == first
+
+
+def test_compile_takes_effect(tasks: list[dict[str, Any]]) -> None:
+    assert all(not any(task["recompiled"]) for task in tasks)
+
+
+def test_parameter_servers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategies, "servers_of", lambda strategy: "servers")
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(tfmw.UsageError, match="train_on_batch needs synchronous replicas"):
+        tfmw.train_on_batch(model, np.zeros([2, 2]), np.zeros([2, 1]))
+
+
+def test_wrong_use_is_one_sentence(tasks: list[dict[str, Any]]) -> None:
+    for task in tasks:
+        if "lengths" in task:
+            assert "tensors with [8, 7] rows" in task["lengths"]
+            assert "from within tfmw.fit" in task["within fit"]
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [("batches", "tasks passed different batches"), ("weights", "bias' differs between tasks")],
+)
+def test_tasks_that_differ_end(run_cluster: Any, what: str, sentence: str) -> None:
+    run = run_cluster("on_batch.py", what, status=2)
+    assert sentence in run.output
