@@ -65,7 +65,7 @@ class HostLinks(Links):
 def why_not_connected(problems: Sequence[str]) -> str:
     """Why a host cannot be reached, and what to look at."""
     return ", ".join(problems).replace(
-        CLOSED, f"{CLOSED}: is its token (TFMW_TOKEN) the same, and its --hosts?"
+        CLOSED, "it closes the connection: is its token (TFMW_TOKEN) the same, and its --hosts?"
     )
 
 
