@@ -11,14 +11,8 @@ import pytest
 import tensorflow as tf
 
 from tfmw.data.reshuffles import _folded
-from tfmw.keras_compat import graph, metrics, parameter_servers
-from tfmw.keras_compat.batch_reduction import (
-    batch_reduction,
-    increment_kind,
-    is_independent,
-    is_of_shape,
-    uses_shape,
-)
+from tfmw.keras_compat import dataflow, graph, metrics, parameter_servers
+from tfmw.keras_compat.dataflow import Dataflow
 from tfmw.parameter_server.batch_ops import copied_ops, ops_between
 
 DEEP = 5000
@@ -60,12 +54,12 @@ def test_walks_over_chains_of_thousands_of_operations() -> None:
         added = chain(METRIC.value, "AddV2", WEIGHT.read_value())
         total = metrics.increment(METRIC, added * 2.0 + x[0, 0])
         (again,) = copied_ops([x], [deep], [tf.identity(x)])
+        flows = Dataflow(x)
         return {
-            "mean": batch_reduction(mean, None),
-            "sum": batch_reduction(tf.reduce_sum(deep) * WEIGHT, None),
-            "divided": batch_reduction(tf.reduce_sum(x) / two, 2),
-            "shape": (increment_kind(shape, None), is_of_shape(shape), uses_shape(shape)),
-            "number": (increment_kind(two, 2), is_independent(two), is_independent(deep)),
+            "mean": flows.of(mean)[:3],
+            "sum": flows.of(tf.reduce_sum(deep) * WEIGHT)[:3],
+            "shape": flows.of(shape)[:3],
+            "number": flows.of(two)[:3],
             "metric": metrics.combination(METRIC, added),
             "increment": total is not None and total.dtype,
             "plain": ops_between([x], deep) is not None,
@@ -73,11 +67,10 @@ def test_walks_over_chains_of_thousands_of_operations() -> None:
         }
 
     assert in_graph(look) == {
-        "mean": "mean",
-        "sum": "sum",
-        "divided": "mean",
-        "shape": ("sum", True, True),
-        "number": ("sum", True, False),
+        "mean": ("reduced", (), 0),
+        "sum": ("reduced", (), 1),
+        "shape": ("size", (), 1),
+        "number": ("fixed", (), 0),
         "metric": "sum",
         "increment": tf.float32,
         "plain": True,
@@ -114,18 +107,18 @@ def test_operations_with_many_paths_are_visited_once(monkeypatch: pytest.MonkeyP
         visited.extend(op.name for op in found)
         return found
 
-    monkeypatch.setattr(graph, "ancestors", ancestors)
+    monkeypatch.setattr(dataflow, "ancestors", ancestors)
 
-    def look(x: Any) -> tuple[set[str | None], int]:
-        loss, kinds = tf.reduce_mean(x), set()
+    def look(x: Any) -> tuple[set[str], int]:
+        loss, kinds, flows = tf.reduce_mean(x), set(), Dataflow(x)
         for _ in range(200):
             loss = loss + loss * WEIGHT  # 2 ** 200 paths
-            kinds.add(batch_reduction(loss, None))
+            kinds.add(flows.of(loss).kind)
         return kinds, len(x.graph.get_operations())
 
     kinds, operations = in_graph(look)
-    assert kinds == {"mean"}
-    assert len(visited) <= 2 * operations  # for what is of the batch, and for sums and means
+    assert kinds == {"reduced"}
+    assert len(visited) <= operations
 
 
 def test_order_of_inputs_of_any_graph() -> None:

@@ -7,7 +7,7 @@ Nothing is handed on from here: import the subject, as in `from tfmw.keras_compa
 * `losses`: each replica's weight in the global batch. Read it first: it is why N workers have the
   results of one process.
 * `graph`: walks over graphs, for all modules that look at traced functions.
-* `batch_reduction`, `coupling`: which losses are sums or means, and which compare examples.
+* `dataflow`, `differences`: which values are sums or means over examples, and which compare them.
 * `increments`: what steps add to variables of users' own metrics and layers.
 * `masked_norm`: synchronized batch normalization of masked inputs.
 * `optimizers`: updates on each replica, after one reduction of the gradients.

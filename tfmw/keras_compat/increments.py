@@ -17,8 +17,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.keras_compat.batch_reduction import increment_kind
-from tfmw.keras_compat.graph import static_value
+from tfmw.errors import UsageError
+from tfmw.keras_compat.differences import user_line
+from tfmw.keras_compat.graph import is_symbolic, static_value
 from tfmw.keras_compat.losses import ReplicaWeight, current_weight
 from tfmw.keras_compat.metrics import combination, increment, leaf_metrics
 
@@ -30,13 +31,51 @@ def assigned_in_layer(variable: Any, value: Any) -> Any:
     weight = current_weight()
     if weight is None or not variable.dtype.startswith(("float", "bfloat")):
         return value
+    if is_symbolic(value):
+        _refuse_rows(variable, value, weight)
     added = increment(variable, value)
     # A number in the graph may be one of examples only by chance.
     if added is None or static_value(added) is not None:
         return value
-    if increment_kind(added, weight.static_rows) != "sum":
+    if increment_kind(added, weight) != "sum":
         return value
     return value + (weight.estimate_of_sum(added) - added)
+
+
+def _refuse_rows(variable: Any, value: Any, weight: ReplicaWeight) -> None:
+    """Refuses a queue of examples, or whatever else keeps values of single examples."""
+    if weight.flows.of(value).kind != "rows":
+        return
+    line = user_line(value.op)
+    raise UsageError(
+        f"the variable {variable.path!r} gets values of single examples"
+        f"{'' if line is None else f' at {line}'}, such as a queue of features: replicas have "
+        "different examples, and a weight must be the same on all of them. Train on one replica, "
+        "or keep a mean or sum over the batch in the variable."
+    )
+
+
+def increment_kind(value: Any, weight: ReplicaWeight) -> str:
+    """What an increment of a variable, of any shape, is of a batch.
+
+    Returns:
+        "sum" of its examples, or a number of them; "once": a mean over its examples, or a value
+        that does not depend on them; "unknown" for any other value.
+    """
+    if not is_symbolic(value):
+        return "unknown"
+    reduction = weight.reduction_of(value)
+    if reduction is not None:
+        return "sum" if reduction == "sum" else "once"
+    if weight.flows.of(value).kind != "fixed":
+        return "unknown"
+    rows = weight.static_rows
+    number = None if rows is None else static_value(value)
+    if number is None:
+        return "once"
+    if rows == 1:
+        return "unknown"  # a number of examples, or of batches
+    return "sum" if (number % rows == 0).all() and number.any() else "once"
 
 
 def note_metric_update(variable: Any, value: Any) -> None:
@@ -82,7 +121,9 @@ def _correct(metric: Any, updates: list[tuple[Any, Any]], weight: ReplicaWeight)
         if combination(variable, value) != "sum":
             continue
         added = increment(variable, value)
-        kind = increment_kind(added, weight.static_rows)
+        kind = increment_kind(added, weight)
+        if is_symbolic(added):
+            weight.note(f"the metric {metric.name}", added)
         if kind == "once" and added is not None and added.dtype.is_floating:
             once.append((variable, added))
         elif kind == "once":  # an integer: no part of it can be added
@@ -90,7 +131,11 @@ def _correct(metric: Any, updates: list[tuple[Any, Any]], weight: ReplicaWeight)
         kinds.add(kind)
     if "unknown" in kinds:
         if once:
-            weight.unclear_metrics.add(metric.name)
+            weight.differences.messages.append(
+                f"the metric {metric.name} adds up values of a whole batch together with others: "
+                "it is the mean of what replicas find in their parts of the batch. Return one "
+                "value per example, or keep sums and counts in variables and divide in result()."
+            )
         return
     for variable, added in once:
         much = added * tf.cast(1 - weight.fraction, added.dtype)

@@ -25,11 +25,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing_layer import (
+    BaseImagePreprocessingLayer as _ImageLayer,
+)
 from keras.src.losses import loss as loss_module
 from keras.src.trainers import trainer as base_trainer
 
-from tfmw.keras_compat.batch_reduction import batch_reduction, increment_kind, uses_shape
-from tfmw.keras_compat.coupling import couples_examples
+from tfmw.keras_compat.dataflow import FIXED, Dataflow, Flow
+from tfmw.keras_compat.differences import Differences
 from tfmw.keras_compat.graph import is_symbolic
 
 
@@ -51,10 +54,8 @@ class ReplicaWeight:
             batch without examples on any replica is the end of the data and updates nothing.
         in_loss: whether the weight is applied to the loss that is differentiated, in
             `optimizer.scale_loss`. If not, it is applied to the gradients.
-        has_keras_loss: whether some loss of the step was reduced by Keras or `tf.nn`.
-        has_scalar_loss: whether a loss function returned a scalar, taken for a mean.
-        coupled_losses: names of losses that compare the examples of a batch.
-        unclear_metrics: names of metrics that are neither sums nor means over examples.
+        flows: how the tensors of the step follow from the examples of this replica.
+        differences: losses and metrics that replicas cannot combine.
         loss_weighted: whether the weight was applied to the loss that is differentiated.
         layer_losses: id of a layer -> the losses that it passed to `add_loss` on this replica.
         gather: the slices of all replicas, of slices of which each replica has some: values and
@@ -84,13 +85,34 @@ class ReplicaWeight:
         self.uneven = uneven
         self.size_known = size_known
         self.in_loss = in_loss
-        self.has_keras_loss = False
-        self.has_scalar_loss = False
-        self.coupled_losses: set[str] = set()
-        self.unclear_metrics: set[str] = set()
+        self.flows = Dataflow(())
+        self.differences = Differences()
+        self._loss_name: str | None = None
         self.loss_weighted = False
         self.layer_losses: dict[int, list[tf.Tensor]] = {}
         self.deferred: list[tuple[list[Any], Callable[[list[Any]], None]]] | None = None
+
+    def begins(self, batch: Any) -> None:
+        """Notes the tensors that the step gets, in the graph in which it is traced."""
+        self.flows = Dataflow(batch, self.static_rows)
+
+    def note(self, subject: str, value: Any) -> bool:
+        """Notes a loss or metric that replicas cannot combine; returns whether they can."""
+        return self.differences.note(subject, self.flows.of(value))
+
+    @contextlib.contextmanager
+    def in_loss_object(self, name: str) -> Iterator[None]:
+        """Values that Keras reduces in this context are those of a loss of this name."""
+        before, self._loss_name = self._loss_name, name
+        try:
+            yield
+        finally:
+            self._loss_name = before
+
+    def note_loss_values(self, values: Any) -> None:
+        """Notes the values of a loss, before they are reduced, if replicas cannot combine them."""
+        if self._loss_name is not None:
+            self.note(f"the loss {self._loss_name}", values)
 
     @contextlib.contextmanager
     def deferring_gradients(self) -> Iterator[list[Any]]:
@@ -112,24 +134,78 @@ class ReplicaWeight:
         present = self.examples > 0
         stopped = [tf.stop_gradient(tf.where(present, v, tf.zeros_like(v))) for v in values]
         reduced: list[tf.Tensor] = replica.all_reduce(tf.distribute.ReduceOp.SUM, stopped)
-        return [tf.stop_gradient(v) for v in reduced]
+        sums = [tf.stop_gradient(v) for v in reduced]
+        for value in sums:
+            self.flows.declare(value, FIXED)
+        return sums
 
     def estimate_of_sum(self, local_sum: tf.Tensor) -> tf.Tensor:
         """A sum over this replica's examples -> an estimate of the sum over the global batch."""
-        return tf.math.divide_no_nan(local_sum, tf.cast(self.fraction, local_sum.dtype))
+        estimate = tf.math.divide_no_nan(local_sum, tf.cast(self.fraction, local_sum.dtype))
+        return self.declared(estimate, local_sum)
 
-    def estimate_of_scalar(self, local: tf.Tensor) -> tf.Tensor:
+    def estimate_of_scalar(self, local: Any) -> Any:
         """A scalar -> an estimate; taken for a mean or a weight penalty if not seen to be a sum."""
         return self.estimate_of_sum(local) if self.reduction_of(local) == "sum" else local
 
-    def reduction_of(self, local: Any) -> str | None:
-        """See `batch_reduction`."""
-        return batch_reduction(local, self.static_rows)
+    def reduction_of(self, value: Any) -> str | None:
+        """How a value of any shape was computed from the examples of a batch.
+
+        Returns:
+            "sum", also for a number of examples; "mean"; None if it is neither, such as a penalty
+            of weights, or if there is no graph to inspect.
+        """
+        flow = self.flows.of(value)
+        if flow.kind == "size" and not flow.axes:
+            return "sum"
+        if flow.kind != "reduced":
+            return None
+        return "sum" if flow.degree == 1 else "mean"
+
+    def declared(self, estimate: Any, values: Any) -> Any:
+        """The estimate, known to be one from `values`."""
+        flow = self.flows.of(values)
+        if flow.has_pairs:
+            flow = Flow("compared", origin=flow.origin)
+        elif flow.kind in ("rows", "size", "reduced"):
+            flow = Flow("reduced")
+        self.flows.declare(estimate, flow)
+        return estimate
 
     def weighted_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """The loss that Keras's own `train_step` differentiates."""
         self.loss_weighted = True
-        return loss * tf.cast(self.fraction, loss.dtype)
+        loss = self.estimate_of_scalar(loss)
+        return self.declared(loss * tf.cast(self.fraction, loss.dtype), loss)
+
+    def estimates_of_gradients(self, target: Any, grads: Any) -> Any:
+        """Gradients of this replica's loss -> estimates of those of the global loss.
+
+        The loss is noted if replicas cannot combine it.
+
+        Args:
+            target: what was differentiated: a loss, or losses that are added up.
+            grads: a structure of gradients with respect to weights.
+        """
+        losses = [loss for loss in tf.nest.flatten(target) if is_symbolic(loss)]
+        flows = [self.flows.of(loss) for loss in losses]
+        for flow in flows:
+            self.differences.note("the loss of train_step", flow)
+        # Values per example, or sums of them, are added up.
+        added = [
+            flow.kind == "rows" or (flow.kind, flow.degree) == ("reduced", 1) for flow in flows
+        ]
+
+        def estimate(grad: Any) -> Any:
+            if grad is None:
+                return None
+            if added and all(added):
+                grad = scaled(grad, tf.math.divide_no_nan(tf.ones([], tf.float64), self.fraction))
+            values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
+            self.flows.declare(values, Flow("reduced"))
+            return grad
+
+        return tf.nest.map_structure(estimate, grads)
 
     def per_example(self, values: tf.Tensor) -> bool:
         """Whether `values` have one row for each example of this replica.
@@ -141,8 +217,18 @@ class ReplicaWeight:
         return values.shape[0] == self.static_rows
 
 
-# Loss -> whether its values for one example depend on other examples.
-_coupled: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+def scaled(grad: Any, factor: Any) -> Any:
+    """A gradient, dense or `tf.IndexedSlices`, times a scalar; None stays None."""
+    if grad is None:
+        return None
+    if isinstance(grad, tf.IndexedSlices):
+        values = grad.values * tf.cast(factor, grad.values.dtype)
+        return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
+    return grad * tf.cast(factor, grad.dtype)
+
+
+# Loss -> the flow of its values, where there is no graph of the step.
+_traced_alone: weakref.WeakKeyDictionary[Any, Flow] = weakref.WeakKeyDictionary()
 
 # Per thread: MirroredStrategy traces each replica in a thread of its own.
 _traced = threading.local()
@@ -187,6 +273,7 @@ def _install_hooks() -> None:
     _hook_layers()
     _hook_metrics()
     _hook_tf_nn()
+    _hook_gradients()
 
 
 def _hook_loss_scaling() -> None:
@@ -198,40 +285,60 @@ def _hook_loss_scaling() -> None:
         weight = current_weight()
         if weight is None:
             return keras_scale(value)
-        weight.has_keras_loss = True
         return value
 
     def unscale(value: Any) -> Any:
-        return keras_unscale(value) if current_weight() is None else value
+        weight = current_weight()
+        if weight is None:
+            return keras_unscale(value)
+        weight.note("the loss", value)
+        return weight.estimate_of_scalar(value)
 
     loss_module.scale_loss_for_distribution = scale
     loss_module.unscale_loss_for_distribution = unscale
 
 
 def _hook_loss_calls() -> None:
-    """Notes losses that compare the examples of a batch, and losses that return a scalar."""
+    """Notes losses that compare the examples of a batch, and other functions of whole batches."""
     keras_call = keras.losses.Loss.__call__
     keras_reduce_weighted = loss_module.reduce_weighted_values
 
     def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         weight = current_weight()
-        if weight is not None:
-            with weighting_losses(None):
-                if self not in _coupled:
-                    _coupled[self] = couples_examples(self, y_true, y_pred)
-            if _coupled[self]:
-                weight.coupled_losses.add(self.name)
-        return keras_call(self, y_true, y_pred, sample_weight)
+        if weight is None:
+            return keras_call(self, y_true, y_pred, sample_weight)
+        if not tf.inside_function():
+            if self not in _traced_alone:
+                with weighting_losses(None):
+                    _traced_alone[self] = _flow_alone(self, y_true, y_pred)
+            weight.differences.note(f"the loss {self.name}", _traced_alone[self])
+        with weight.in_loss_object(self.name):
+            return keras_call(self, y_true, y_pred, sample_weight)
 
     def reduce_weighted_values(values: Any, *arguments: Any, **options: Any) -> Any:
         weight = current_weight()
-        if weight is not None and tf.convert_to_tensor(values).shape.rank == 0:
-            # A scalar from a loss function is taken for a mean over its examples.
-            weight.has_scalar_loss = True
+        if weight is not None:
+            weight.note_loss_values(values)
         return keras_reduce_weighted(values, *arguments, **options)
 
     keras.losses.Loss.__call__ = call
     loss_module.reduce_weighted_values = reduce_weighted_values
+
+
+def _flow_alone(loss: Any, y_true: Any, y_pred: Any) -> Flow:
+    """The flow of a loss's values, in a graph of its own: of a step that runs eagerly."""
+    found = [Flow("unknown")]
+
+    @tf.function(autograph=False)
+    def traced(*batch: Any) -> None:
+        found.append(Dataflow(batch).of(loss.call(*batch)))
+
+    def spec(tensor: Any) -> tf.TensorSpec:
+        return tf.TensorSpec([None, *tensor.shape[1:]], loss.dtype)
+
+    with contextlib.suppress(Exception):  # a user's function may need values
+        traced.get_concrete_function(*tf.nest.map_structure(spec, (y_true, y_pred)))
+    return found[-1]
 
 
 def _hook_reductions() -> None:
@@ -250,7 +357,9 @@ def _hook_reductions() -> None:
         valid = tf.reduce_sum(tf.cast(mask, tf.float32))
         all_entries, all_valid = weight.all_sum([entries, valid])
         ratio = tf.math.divide_no_nan(all_entries * valid, all_valid * entries)
-        return weights * tf.cast(ratio, weights.dtype)
+        out = weights * tf.cast(ratio, weights.dtype)
+        weight.flows.declare(out, weight.flows.of(weights))
+        return out
 
     def reduce_values(
         values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"
@@ -259,7 +368,6 @@ def _hook_reductions() -> None:
         weight = current_weight()
         if weight is None or reduction in (None, "none"):
             return loss
-        weight.has_keras_loss = True
         if values.shape.rank == 0:
             return weight.estimate_of_scalar(loss)
         if reduction == "sum":
@@ -269,7 +377,7 @@ def _hook_reductions() -> None:
             local = tf.reduce_sum(tf.cast(sample_weight, precise))
             (everywhere,) = weight.all_sum([local])
             ratio = tf.math.divide_no_nan(local, everywhere * tf.cast(weight.fraction, precise))
-            return loss * tf.cast(ratio, loss.dtype)
+            return weight.declared(loss * tf.cast(ratio, loss.dtype), values)
         return loss
 
     loss_module.apply_mask = apply_mask
@@ -285,7 +393,6 @@ def _hook_additional_losses() -> None:
         weight = current_weight()
         if weight is None:
             return keras_aggregate(self, loss)
-        weight.has_keras_loss = True
         summed = base_trainer.Trainer._aggregate_additional_loss(self, loss)
         if weight.per_example(loss):
             return weight.estimate_of_sum(summed)
@@ -320,6 +427,22 @@ def _hook_layers() -> None:
     for name in _USE_LAYER_LOSSES:
         setattr(keras.Layer, name, per_replica(getattr(keras.Layer, name)))
 
+    def by_example(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def wrapper(self: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
+            out = call(self, inputs, *arguments, **named)
+            weight = current_weight()
+            before = tf.nest.flatten(inputs, expand_composites=True)
+            if weight is not None and len(before) == 1:
+                weight.flows.declare(out, weight.flows.of(before[0]))
+            return out
+
+        return wrapper
+
+    # What these layers do with the examples of a replica's part of the batch is documented.
+    for layer in (keras.layers.BatchNormalization, _ImageLayer):
+        layer.call = by_example(layer.call)
+
 
 def _hook_metrics() -> None:
     keras_update_mean = keras.metrics.Mean.update_state
@@ -329,13 +452,11 @@ def _hook_metrics() -> None:
         # A scalar is the mean of a batch, and the batch counts once: each replica counts with
         # its fraction of the batch.
         weight = current_weight()
+        if weight is not None and is_symbolic(values):
+            weight.note(f"the metric {self.name}", values)
         if weight is not None and sample_weight is None:
             values = tf.convert_to_tensor(values)
             if values.shape == ():
-                of_function = isinstance(self, keras.metrics.MeanMetricWrapper)
-                if of_function and increment_kind(values, weight.static_rows) == "unknown":
-                    if hasattr(values, "graph"):
-                        weight.unclear_metrics.add(self.name)
                 if values.dtype.is_floating:
                     values = weight.estimate_of_scalar(values)
                 sample_weight = weight.fraction
@@ -363,8 +484,14 @@ def _hook_tf_nn() -> None:
         weight = current_weight()
         if weight is None:
             return tf_average(per_example_loss, sample_weight, global_batch_size)
-        weight.has_keras_loss = True
-        if global_batch_size is None or _computed_from_shape(global_batch_size):
+        if global_batch_size is None or (
+            tf.is_tensor(global_batch_size)
+            and (
+                not is_symbolic(global_batch_size)
+                or weight.flows.of(global_batch_size).kind == "size"
+            )
+        ):
+            # Eager: users pass a size that they know as a Python number.
             rows = tf.shape(per_example_loss)[0]
             return tf_average(per_example_loss, sample_weight, rows)
         return weight.estimate_of_sum(
@@ -375,7 +502,6 @@ def _hook_tf_nn() -> None:
         weight = current_weight()
         if weight is None:
             return tf_regularization(regularization_loss)
-        weight.has_keras_loss = True
         return tf.reduce_sum(regularization_loss)
 
     for module in (tf.nn, tf.compat.v2.nn, tf.compat.v1.nn):
@@ -384,10 +510,26 @@ def _hook_tf_nn() -> None:
                 setattr(module, function.__name__, function)
 
 
-def _computed_from_shape(size: Any) -> bool:
-    """Whether a batch size was computed from the shape of a tensor, such as the current batch."""
-    # Eager: users pass a size that they know as a Python number.
-    return tf.is_tensor(size) and (uses_shape(size) if is_symbolic(size) else True)
+def _hook_gradients() -> None:
+    """Gradients with respect to weights are estimates of those of the global loss."""
+    tape_gradient = tf.GradientTape.gradient
+
+    def gradient(
+        self: Any,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
+        grads = tape_gradient(self, target, sources, output_gradients, *arguments, **options)
+        weight = current_weight()
+        of_weights = all(hasattr(source, "handle") for source in tf.nest.flatten(sources))
+        if weight is None or output_gradients is not None or not of_weights:
+            return grads
+        return weight.estimates_of_gradients(target, grads)
+
+    tf.GradientTape.gradient = gradient
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [

@@ -47,7 +47,7 @@ from tfmw.keras_compat import (
 from tfmw.keras_compat.metrics import metric_variables, recorded_assignments
 from tfmw.mirrored import prediction
 from tfmw.mirrored.agreement import agree
-from tfmw.mirrored.collectives.reduction import SUM, Reduction, scaled
+from tfmw.mirrored.collectives.reduction import SUM, Reduction
 from tfmw.mirrored.metrics import NotedResults, ReplicaMetrics, noting_results
 from tfmw.mirrored.replica_state import ReplicaState
 from tfmw.mirrored.replicas import Replicas, Traces
@@ -357,7 +357,13 @@ class SyncDriver:
         self, kind: str, batch: Any, local: int, weight: losses.ReplicaWeight | None
     ) -> None:
         model = self.model
-        step = model.train_step if kind == "train" else model.test_step
+        model_step = model.train_step if kind == "train" else model.test_step
+
+        def step(batch: Any) -> Any:
+            if weight is not None:
+                weight.begins(batch)
+            return model_step(batch)
+
         is_own = models.overrides_step(model, f"{kind}_step")
         if model.jit_compile and not model.run_eagerly and not self._has_tables:
             if weight is None:
@@ -367,24 +373,9 @@ class SyncDriver:
         with NotedResults.on_this_thread() as noted:
             returned = step(batch)
         self._metrics.logs(kind).keep(returned, noted if is_own else None, local, weight)
-        if weight is not None and weight.has_scalar_loss:
-            self._warn_once(
-                "a loss function returned one number instead of one per example: it is taken for "
-                "a mean over the examples of each replica."
-            )
-        if weight is not None and weight.unclear_metrics:
-            self._warn_once(
-                f"the metric {', '.join(sorted(weight.unclear_metrics))} is neither a sum nor a "
-                "mean over the examples of a batch: it is the mean of what replicas find in their "
-                "parts of the batch. Return one value per example, or keep sums and counts in "
-                "variables and divide in result()."
-            )
-        if weight is not None and weight.coupled_losses:
-            self._warn_once(
-                f"the loss {', '.join(sorted(weight.coupled_losses))} compares the examples of a "
-                "batch with each other. Each replica compares those of its own part of the batch "
-                "only, so results depend on the number of replicas."
-            )
+        if weight is not None:
+            for message in weight.differences.messages:
+                self._warn_once(message)
 
     def _compiled(
         self,
@@ -428,15 +419,11 @@ class SyncDriver:
         weight: losses.ReplicaWeight,
     ) -> contextlib.AbstractContextManager[tuple[list[Any], list[Any]]]:
         """Gradients of this replica -> gradients of the global batch, and what they update."""
-        if not weight.has_keras_loss:
-            self._warn_once(
-                "train_step computes its loss without Keras's losses: it is taken for a mean over "
-                "the examples of each replica. For a sum divided by the global batch size, write "
-                "tf.nn.compute_average_loss(per_example, global_batch_size=...); for a sum, use a "
-                'keras.losses object with reduction="sum".'
-            )
+        for grad, variable in zip(grads, variables, strict=True):
+            if grad is not None:
+                weight.note(f"the gradient of {variable.path}", grad)
         if not weight.loss_weighted:
-            grads = [scaled(g, weight.fraction) for g in grads]
+            grads = [losses.scaled(g, weight.fraction) for g in grads]
         if weight.uneven:
             present = weight.examples > 0
             grads = [or_zeros(g, present) for g in grads]

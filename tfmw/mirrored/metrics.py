@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.errors import UsageError
-from tfmw.keras_compat import increments, losses, objects, placement
+from tfmw.keras_compat import increments, losses, models, objects, placement
 from tfmw.keras_compat.metrics import combination, leaf_metrics, metric_variables
 from tfmw.mirrored.replicas import Replicas, Traces
 
@@ -55,7 +55,7 @@ class ReplicaMetrics:
         if self._replicas.count == 1:
             return value
         if all(variable is not v for v in metric_variables(self._model)):
-            return increments.assigned_in_layer(variable, value)
+            return self._assigned_elsewhere(variable, value)
         how = combination(variable, value)
         if how is None:
             raise UsageError(
@@ -67,6 +67,13 @@ class ReplicaMetrics:
             self._combined[id(variable)] = how
         increments.note_metric_update(variable, value)
         return value
+
+    def _assigned_elsewhere(self, variable: Any, value: Any) -> Any:
+        """What a replica assigns to a variable that no metric has."""
+        state = models.state_variables_of(self._model)
+        if all(variable is not v for v in state):
+            return value  # of an optimizer
+        return increments.assigned_in_layer(variable, value)
 
     def reset(self) -> None:
         """Sets all metrics to their initial state."""
@@ -227,6 +234,8 @@ class StepLogs:
             # The value of the global batch, if it is a mean over examples.
             value = tf.reduce_mean(tf.cast(value, tf.float32))
             if weight is not None:
+                weight.note(f"the log {name}", value)
+                value = weight.estimate_of_scalar(value)
                 value = tf.math.multiply_no_nan(value, tf.cast(weight.fraction, tf.float32))
             copies = self.raw.setdefault(name, [])
             with tf.init_scope():

@@ -145,7 +145,7 @@ def reduction_weighted() -> Case:
     )
 
 
-@row("custom loss function that returns one number", core=True, warns="returned one number")
+@row("custom loss function that returns one number", core=True)
 def scalar() -> Case:
     def loss(y_true: Any, y_pred: Any) -> Any:
         return ops.mean(ops.square(y_pred - y_true))

@@ -94,7 +94,7 @@ class HandWritten(_Net):
         return {"error": tf.reduce_mean(tf.square(self(x) - tf.one_hot(y, 3)))}
 
 
-@row("train_step: hand-written mean", warns="taken for a mean")
+@row("train_step: hand-written mean")
 def hand_written() -> Case:
     model = HandWritten()
     model.compile(adam())
@@ -302,7 +302,7 @@ class VaeStep(keras.Model):
         return {"total": self.total.result(), "kl_loss": self.kl.result()}
 
 
-@row("VAE with train_step, as in Keras's examples", warns="taken for a mean")
+@row("VAE with train_step, as in Keras's examples")
 def vae_step() -> Case:
     model = VaeStep()
     model.compile(adam())
@@ -344,7 +344,7 @@ class Siamese(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-@row("unbuilt siamese network, train_step on triplets", warns="taken for a mean")
+@row("unbuilt siamese network, train_step on triplets")
 def siamese() -> Case:
     model = Siamese()
     model.compile(adam())

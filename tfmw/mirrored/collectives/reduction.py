@@ -24,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.cluster import membership
+from tfmw.keras_compat.losses import scaled
 from tfmw.mirrored.collectives.connection import ring_of
 from tfmw.mirrored.collectives.hierarchy import AnyRing
 from tfmw.mirrored.collectives.parts import Cuts
@@ -360,13 +361,3 @@ def _add_16_bits(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
 def _as_type(grad: Any, dtype: tf.DType) -> Any:
     return grad if grad.dtype == dtype else tf.cast(grad, dtype)
-
-
-def scaled(grad: Any, factor: Any) -> Any:
-    """A gradient, dense or `tf.IndexedSlices`, times a scalar; None stays None."""
-    if grad is None:
-        return None
-    if isinstance(grad, tf.IndexedSlices):
-        values = grad.values * tf.cast(factor, grad.values.dtype)
-        return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
-    return grad * tf.cast(factor, grad.dtype)

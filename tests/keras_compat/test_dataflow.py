@@ -1,0 +1,310 @@
+"""How values follow from the examples of a batch, by their graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from tfmw.keras_compat.dataflow import Dataflow, Flow
+from tfmw.keras_compat.increments import increment_kind
+from tfmw.keras_compat.losses import ReplicaWeight
+
+FEATURES = 5
+WEIGHTS = tf.Variable(tf.ones([FEATURES]))
+KERNEL = tf.Variable(tf.ones([FEATURES, 3]))
+IMAGE_KERNEL = tf.Variable(tf.ones([3, 3, 1, 2]))
+TABLE = tf.Variable(tf.ones([9, 3]))
+CELL = keras.layers.LSTM(3, return_sequences=True)
+
+
+def flow_of(function: Callable[[Any], Any], rows: int | None, *shape: int | None) -> Flow:
+    """The flow of a function of a batch [rows, *shape]."""
+    found = []
+
+    @tf.function(autograph=False)
+    def step(x: Any) -> Any:
+        value = function(x)
+        found.append(Dataflow(x, rows).of(value))
+        return x
+
+    step.get_concrete_function(tf.TensorSpec([rows, *(shape or (FEATURES,))]))
+    return found[0]
+
+
+def number_of(x: Any) -> Any:
+    return ops.cast(ops.shape(x)[0], "float32")
+
+
+def normalized(x: Any) -> Any:
+    return x / ops.norm(x, axis=1, keepdims=True)
+
+
+def accumulated(x: Any) -> Any:
+    total = ops.mean(x)
+    for _ in range(50):
+        total = total + 0.1 * ops.mean(ops.square(x))
+    return total
+
+
+def as_map(x: Any) -> Any:
+    return tf.map_fn(lambda row: tf.reduce_sum(row) * row, x)
+
+
+def in_halves(x: Any) -> Any:
+    both = ops.concatenate([x, 2 * x], axis=0)
+    rows = ops.shape(x)[0]
+    return ops.mean(ops.square(both[:rows] - both[rows:]))
+
+
+def cross_entropy(scores: Any, x: Any) -> Any:
+    return keras.losses.sparse_categorical_crossentropy(
+        ops.arange(ops.shape(x)[0]), scores, from_logits=True
+    )
+
+
+def penalized(x: Any) -> Any:
+    """A gradient penalty."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        score = tf.nn.leaky_relu(x @ KERNEL.value()) * 2.0 + 0.5
+    grads = tape.gradient(score, [x])[0]
+    return tf.reduce_mean((tf.sqrt(tf.reduce_sum(tf.square(grads), axis=1)) - 1.0) ** 2)
+
+
+def chosen(x: Any) -> Any:
+    """Of each example the probability of one class, as of the actions in a policy gradient."""
+    places = tf.range(tf.shape(x)[0])
+    labels = tf.argmax(x, axis=1, output_type=tf.int32)
+    return tf.reduce_mean(tf.gather_nd(x, tf.stack([places, labels], axis=1)))
+
+
+def generated(x: Any) -> Any:
+    noise = tf.random.normal([tf.shape(x)[0], FEATURES])
+    fakes = noise * WEIGHTS
+    both = tf.concat([fakes, x], axis=0)
+    labels = tf.concat([tf.ones([tf.shape(x)[0], 1]), tf.zeros([tf.shape(x)[0], 1])], axis=0)
+    return tf.reduce_mean(tf.square(both - labels))
+
+
+def conditional(x: Any) -> Any:
+    return tf.cond(WEIGHTS[0] > 0, lambda: tf.reduce_mean(x), lambda: tf.reduce_mean(2 * x))
+
+
+@tf.function
+def inner(x: Any) -> Any:
+    return tf.reduce_mean(tf.square(x)) + tf.reduce_sum(WEIGHTS)
+
+
+def nearest_code(x: Any) -> Any:
+    """As VQ-VAE: each row's nearest row of a table."""
+    flat = tf.reshape(x @ KERNEL, [-1, 3])
+    distances = (
+        tf.reduce_sum(flat**2, axis=1, keepdims=True)
+        + tf.reduce_sum(TABLE**2, axis=1)
+        - 2 * tf.matmul(flat, TABLE, transpose_b=True)
+    )
+    chosen = tf.one_hot(tf.argmin(distances, axis=1), 9)
+    codes = tf.reshape(tf.matmul(chosen, TABLE), tf.shape(x @ KERNEL))
+    return tf.reduce_mean((tf.stop_gradient(codes) - x @ KERNEL) ** 2)
+
+
+MEANS: list[Any] = [
+    lambda x: ops.mean(x),
+    lambda x: ops.mean(ops.sum(x, axis=1)),
+    lambda x: -0.5 * ops.mean(x) + 2 * ops.mean(ops.exp(x)),
+    lambda x: ops.sum(x) / number_of(x),
+    lambda x: ops.sum(x / number_of(x)),
+    lambda x: ops.sum(x) * (1.0 / number_of(x)),
+    lambda x: tf.math.divide_no_nan(ops.sum(x), ops.cast(tf.size(x), "float32")),
+    lambda x: ops.sum(x) / (number_of(x) + 1e-7),
+    lambda x: ops.sum(ops.mean(x, axis=0)),
+    lambda x: 1 - ops.mean(x),
+    lambda x: ops.mean(ops.mean(ops.square(x), axis=1) + ops.mean(x)),
+    lambda x: ops.mean(x) + ops.sum(ops.square(WEIGHTS)),
+    lambda x: ops.mean(x @ KERNEL),
+    lambda x: ops.mean(ops.einsum("ij,jk->ik", x, KERNEL)),
+    lambda x: ops.mean(ops.einsum("bi,bi->b", x, 2 * x)),
+    lambda x: ops.mean(ops.softmax(x)),
+    lambda x: tf.reduce_mean(tf.linalg.diag_part(x @ tf.transpose(x))),
+    lambda x: ops.mean(ops.reshape(x, (-1,))),
+    lambda x: ops.mean(ops.reshape(x, (-1, FEATURES, 1)) * WEIGHTS[:, None]),
+    lambda x: ops.mean(ops.transpose(x) * WEIGHTS[:, None]),
+    lambda x: ops.mean(ops.repeat(x, 3, axis=0)),
+    lambda x: ops.mean(tf.tile(x[:, None], [1, 4, 1]) - x[:, None]),
+    lambda x: ops.mean(x[:, 1:3] - x[:, :2]),
+    lambda x: ops.mean(ops.concatenate([x, x], axis=1)),
+    lambda x: ops.mean(ops.stack([x, 2 * x], axis=1)),
+    lambda x: ops.mean(ops.logsumexp(x, axis=1)),
+    lambda x: ops.mean(ops.take(TABLE, ops.argmax(x, axis=1), axis=0)),
+    lambda x: ops.mean(ops.take_along_axis(x, ops.argmax(x, axis=1)[:, None], axis=1)),
+    lambda x: ops.mean(keras.random.normal(ops.shape(x)) * x),
+    lambda x: ops.mean(ops.where(x > 0, x, 0.0)),
+    lambda x: ops.mean(ops.cumsum(x, axis=1)),
+    lambda x: ops.mean(normalized(x)),
+    lambda x: tf.reduce_mean(tf.nn.dropout(x, 0.5)),
+    accumulated,
+    in_halves,
+    lambda x: ops.mean(as_map(x)),
+    lambda x: ops.mean(ops.softmax(ops.expand_dims(x, -1) * WEIGHTS, axis=1)),
+    lambda x: ops.mean(ops.softmax(x / 4.0)),
+    penalized,
+    chosen,
+    generated,
+    conditional,
+    inner,
+    nearest_code,
+]
+SUMS: list[Any] = [
+    lambda x: ops.sum(x),
+    lambda x: 0.1 * ops.sum(ops.square(x)),
+    lambda x: ops.sum(ops.mean(x, axis=1)),
+    lambda x: ops.sum(x) / 8.0,
+    lambda x: ops.sum(x) * WEIGHTS[0],
+    lambda x: ops.sum(ops.sum(x, axis=0)),
+    lambda x: ops.sum(x, axis=0),
+    lambda x: ops.transpose(x) @ x,
+    lambda x: tf.nn.l2_loss(x),
+    lambda x: ops.sum(tf.boolean_mask(x, x[:, 0] > 0)),
+    lambda x: ops.segment_sum(x, ops.argmax(x, axis=1), num_segments=FEATURES),
+]
+COMPARED: list[Any] = [
+    lambda x: ops.mean(x @ ops.transpose(x)),
+    lambda x: ops.mean(ops.matmul(normalized(x), ops.transpose(normalized(x)))),
+    lambda x: ops.mean(ops.einsum("id,jd->ij", x, x)),
+    lambda x: ops.mean(ops.tensordot(x, x, axes=[[1], [1]])),
+    lambda x: ops.mean(ops.square(x[:, None] - x[None])),
+    lambda x: ops.mean(ops.mean(x, axis=1) - ops.mean(x, axis=1, keepdims=True)),
+    lambda x: ops.mean(cross_entropy(x @ ops.transpose(x), x)),
+    lambda x: ops.mean(ops.softmax(x, axis=0)),
+    lambda x: ops.max(x),
+    lambda x: ops.mean(ops.cumsum(x, axis=0)),
+    lambda x: ops.mean(ops.flip(x, axis=0) * x),
+    lambda x: ops.mean(ops.roll(x, 1, axis=0) * x),
+    lambda x: ops.mean(tf.gather(x, tf.random.shuffle(tf.range(tf.shape(x)[0])))),
+    lambda x: ops.mean(x[0] - x),
+    lambda x: ops.mean(x[1:] - x[:-1]),
+    lambda x: ops.mean(ops.sort(x, axis=0)),
+    lambda x: ops.mean(tf.tile(x, [tf.shape(x)[0], 1]) - tf.repeat(x, tf.shape(x)[0], axis=0)),
+]
+NONLINEAR: list[Any] = [
+    lambda x: ops.sqrt(ops.mean(x)),
+    lambda x: ops.sum(x) / ops.sum(ops.abs(x)),
+    lambda x: ops.mean(ops.square(x - ops.mean(x, axis=0))),
+    lambda x: ops.sum(x) + ops.mean(x),
+    lambda x: 1 - ops.sum(x),
+    lambda x: ops.std(x),
+    lambda x: ops.mean(tf.boolean_mask(x, x[:, 0] > 0)),
+    lambda x: ops.mean(x) * ops.mean(x),
+]
+
+
+@pytest.mark.parametrize("rows", [None, 4, FEATURES])
+@pytest.mark.parametrize("function", MEANS)
+def test_means(function: Any, rows: int | None) -> None:
+    flow = flow_of(function, rows)
+    assert (flow.kind, flow.degree) == ("reduced", 0), flow
+
+
+@pytest.mark.parametrize("rows", [None, 4, FEATURES])
+@pytest.mark.parametrize("function", SUMS)
+def test_sums(function: Any, rows: int | None) -> None:
+    flow = flow_of(function, rows)
+    assert (flow.kind, flow.degree) == ("reduced", 1), flow
+
+
+@pytest.mark.parametrize("rows", [None, 4, FEATURES])
+@pytest.mark.parametrize("function", COMPARED)
+def test_comparisons(function: Any, rows: int | None) -> None:
+    flow = flow_of(function, rows)
+    assert flow.kind == "compared", flow
+    assert flow.origin is not None
+
+
+@pytest.mark.parametrize("rows", [None, 4, FEATURES])
+@pytest.mark.parametrize("function", NONLINEAR)
+def test_functions_of_reductions(function: Any, rows: int | None) -> None:
+    flow = flow_of(function, rows)
+    assert flow.kind == "nonlinear", flow
+    assert flow.origin is not None
+
+
+@pytest.mark.parametrize("rows", [None, 4])
+def test_recurrent_layer_keeps_examples_apart(rows: int | None) -> None:
+    flow = flow_of(lambda x: CELL(x), rows, 6, FEATURES)
+    assert (flow.kind, flow.axes) == ("rows", ((0, "examples"),)), flow
+
+
+@pytest.mark.parametrize("rows", [None, 4])
+def test_convolution_keeps_examples_apart(rows: int | None) -> None:
+    def images(x: Any) -> Any:
+        x = tf.nn.conv2d(x, IMAGE_KERNEL, 1, "SAME")
+        return ops.mean(ops.max_pool(x, 2), axis=(1, 2))
+
+    flow = flow_of(images, rows, 8, 8, 1)
+    assert (flow.kind, flow.axes) == ("rows", ((0, "examples"),)), flow
+
+
+def test_attention_keeps_examples_apart() -> None:
+    attention = keras.layers.MultiHeadAttention(2, 3)
+    flow = flow_of(lambda x: ops.mean(attention(x, x)), None, 6, FEATURES)
+    assert (flow.kind, flow.degree) == ("reduced", 0), flow
+
+
+def kind_of(increment: Callable[[Any], Any], rows: int | None) -> str:
+    """`increment_kind` of a value that a step adds to a variable."""
+    found = []
+
+    @tf.function(autograph=False)
+    def step(x: Any) -> Any:
+        ten = tf.constant(10)
+        weight = ReplicaWeight(
+            ten, ten, uneven=False, size_known=True, in_loss=True, static_rows=rows
+        )
+        weight.begins(x)
+        found.append(increment_kind(increment(x), weight))
+        return x
+
+    step.get_concrete_function(tf.TensorSpec([rows, FEATURES]))
+    return found[0]
+
+
+@pytest.mark.parametrize("rows", [None, 4])
+@pytest.mark.parametrize(
+    ("increment", "expected"),
+    [
+        (lambda x: ops.sum(x, axis=0), "sum"),
+        (number_of, "sum"),
+        (lambda x: ops.cast(tf.size(x), "float32"), "sum"),
+        (lambda x: tf.transpose(x) @ x, "sum"),
+        (lambda x: ops.mean(x, axis=0), "once"),
+        (lambda x: tf.constant(1.0), "once"),
+        (lambda x: 2 * WEIGHTS, "once"),
+        (lambda x: ops.sqrt(ops.mean(x)), "unknown"),
+        (lambda x: 1.0, "unknown"),
+    ],
+)
+def test_kind_of_an_increment(increment: Any, expected: str, rows: int | None) -> None:
+    assert kind_of(increment, rows) == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "rows", "expected"),
+    [
+        *((4.0, 4, "sum"), (8.0, 4, "sum"), (4.0, None, "once")),
+        *((1.0, 4, "once"), (0.0, 4, "once"), (1.0, 1, "unknown")),
+    ],
+)
+def test_a_number_that_may_be_one_of_examples(
+    number: float, rows: int | None, expected: str
+) -> None:
+    """Where the size of batches is known, the graph has the number of examples as a constant."""
+    assert kind_of(lambda _: tf.constant(number), rows) == expected
+
+
+def test_flow_of_an_eager_tensor_is_unknown() -> None:
+    assert Dataflow(()).of(tf.reduce_sum(tf.ones([4]))) == Flow("unknown")
