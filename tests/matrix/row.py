@@ -66,7 +66,8 @@ class Row:
         fast: of the core, in the smaller set that `make test-fast` runs, and `make test` on three
             processes and on two of two devices.
         long: takes so long that only `make test-long` runs it.
-        warns: part of a warning that tfmw must give on several replicas.
+        warns: part of a warning that tfmw must give on several replicas. Of a row without one, it
+            must not warn that results differ.
         only: the columns that run it; all, where there are none.
         floatx: Keras's default type while it runs.
     """
@@ -108,7 +109,8 @@ def run(row: Row, strategy: tf.distribute.Strategy | None, **options: Any) -> di
 
     Returns:
         Name -> array: "log/...", "evaluate/...", "predict/...", "weight/...", "optimizer/...",
-        and "warned": 1 where the warning of the row was given.
+        and "warned": 1 where the warning of the row was given, or, of a row without one, a
+        warning that results differ.
     """
     keras.backend.clear_session()
     keras.utils.set_random_seed(1)
@@ -136,8 +138,10 @@ def _run(
     for n, optimizer in enumerate(case.optimizers or [model.optimizer]):
         for i, variable in enumerate(optimizer.variables):
             results[f"optimizer/{n}/{i}"] = np.asarray(variable.value)
-    heard = row.warns and any(row.warns in str(w.message) for w in caught)
-    results["warned"] = np.array(int(bool(heard)))
+    differs = "results depend on the number of replicas", "tfmw cannot tell"
+    said = (row.warns,) if row.warns else differs
+    heard = any(words in str(w.message) for words in said for w in caught)
+    results["warned"] = np.array(int(heard))
     return results
 
 

@@ -163,7 +163,11 @@ class Dataflow:
 
     def _known(self, tensor: Any) -> Flow:
         given = self._given.get(_key(tensor))
-        return self._flows[_op_key(tensor.op)][tensor.value_index] if given is None else given
+        if given is not None:
+            return given
+        found = self._flows[_op_key(tensor.op)]
+        # A call gets more results when it is differentiated.
+        return found[tensor.value_index] if tensor.value_index < len(found) else Flow("unknown")
 
     # ------------------------------------------------------------ operations
 
