@@ -6,12 +6,13 @@
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-updates test-fast test-hosts test-oldest test-keras survey bench lint type docs diagrams notebooks clean
+.PHONY: help demo test test-long test-updates test-fast test-hosts test-oldest test-keras survey bench package lint type docs diagrams notebooks clean
 
 SHELL := bash
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV   := $(VENV)/.installed-dev
 
 # The first Python that TensorFlow has wheels for; `make PYTHON=/path/to/python` overrides it.
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -25,7 +26,7 @@ WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 
 help:
 	@sed -n 's/^# make /make /p' Makefile
 	@echo "make test-long, make test-updates, make test-fast, make test-hosts, make test-oldest, make test-keras, make survey, make lint, make type,"
-	@echo "make notebooks, make diagrams, make clean"
+	@echo "make package, make notebooks, make diagrams, make clean"
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { \
@@ -33,8 +34,14 @@ $(STAMP): pyproject.toml
 	       "install one, or say where it is: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; \
 	  exit 1; }
 	@test -x $(BIN)/python || { echo "Creating $(VENV) with $(PYTHON)"; "$(PYTHON)" -m venv $(VENV); }
-	@echo "Installing tfmw and TensorFlow into $(VENV) (a few minutes, once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@echo "Installing tfmw and TensorFlow into $(VENV) (a minute, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(DEV): $(STAMP)
+	@echo "Installing what tests and documentation need into $(VENV) (some minutes, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --editable '.[dev,docs,engines,trackers]'
 	@touch $@
 
 demo: $(STAMP)
@@ -67,13 +74,13 @@ test: lint type docs
 	@$(PYTEST) -m "not long$(if $(MISSING), and $(MISSING))"
 
 # More cases of what make test has examples of: they take long, and rarely break.
-test-long: $(STAMP)
+test-long: $(DEV)
 	@$(if $(NODEJS),,echo "$(NO_NODEJS)")
 	@$(PYTEST) -m "long$(if $(MISSING), and $(MISSING))"
 
 # The matrix, backups and resuming with each way to make the update forced: shared between workers or
 # not, compiled or not. An hour.
-test-updates: $(STAMP)
+test-updates: $(DEV)
 	@for shared in on off; do for fused in on off; do \
 	  TFMW_SHARD_OPTIMIZER=$$shared TFMW_FUSED_UPDATE=$$fused $(BIN)/python -m pytest --timeout 1800 \
 	    tests/matrix tests/checkpoint/test_restart_fit.py tests/checkpoint/test_resume.py || exit 1; \
@@ -81,7 +88,7 @@ test-updates: $(STAMP)
 
 # Hosts that come and go, at every point and by many more schedules than make test has. Best as root,
 # for network namespaces (TFMW_TEST_NAMESPACES=0: without them), and with etcd and Slurm.
-test-hosts: $(STAMP)
+test-hosts: $(DEV)
 	@TFMW_TEST_HOSTS=all TFMW_TEST_SCHEDULES=5000 $(BIN)/python -m pytest --timeout 1200 \
 	  $(if $(MISSING),-m "$(MISSING)") tests/hosts
 
@@ -97,25 +104,25 @@ test-oldest: pyproject.toml
 	  tests/matrix
 
 # Everything that Keras exports, on two replicas beside one process: a table in docs/equivalence.md.
-survey: $(STAMP)
+survey: $(DEV)
 	@$(QUIET) $(BIN)/python -m tests.keras_compat.survey $(WITHOUT_NOTICES)
 
 # Everything that takes no longer than a moment, and a few rows of the matrix.
-test-fast: $(STAMP)
+test-fast: $(DEV)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not multiprocess and not slow and not long"
 
 # Keras's own tests, run through tfmw: all of them, or as many as SAMPLE says, drawn anew for each
 # commit, or by the SEED that a run has printed.
-test-keras: $(STAMP)
+test-keras: $(DEV)
 	@$(BIN)/python -m tests.keras_suite --jobs $(JOBS) \
 	  $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED))
 
-lint: $(STAMP)
+lint: $(DEV)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet . || { echo "To format: $(BIN)/ruff format ."; exit 1; }
 	@broken=$$($(BIN)/lint-imports --no-logo) || { echo "$$broken"; exit 1; }
 
-type: $(STAMP)
+type: $(DEV)
 	@$(BIN)/mypy --no-error-summary
 
 # Its peers go into an environment of their own: tf_keras, and PyTorch without CUDA's libraries where
@@ -128,17 +135,24 @@ bench: pyproject.toml
 	  'torch==2.13.0' --editable '.[bench]'
 	@$(BENCH)/bin/python -m bench
 
+# The sdist and the wheel in dist, and whether they work: in empty environments of every supported
+# Python that is found, and from the unpacked sdist.
+package: $(DEV)
+	@rm -rf dist
+	@output=$$($(BIN)/python -m build --outdir dist . 2>&1) || { echo "$$output"; exit 1; }
+	@$(BIN)/python -m tests.package
+
 # The site. A broken link, or a public name without a docstring, is an error.
-docs: $(STAMP)
+docs: $(DEV)
 	@$(QUIET) $(BIN)/python -m sphinx -c docs -E -W --keep-going --quiet . build/docs $(WITHOUT_NOTICES)
 	@echo "build/docs/index.html"
 
 # The diagrams of the pages, as SVGs in docs/diagrams. Needs npm, for mermaid, and chromium.
-diagrams: $(STAMP)
+diagrams: $(DEV)
 	@$(BIN)/python docs/diagrams.py
 
 # Runs every notebook and keeps what it showed, in place.
-notebooks: $(STAMP)
+notebooks: $(DEV)
 	@$(BIN)/python notebooks/execute.py 2> >(grep -v IPKernelApp >&2)
 
 clean:

@@ -76,6 +76,9 @@ navigation = {
         "docs/reference/export",
         "docs/reference/errors",
         "docs/reference/command-line",
+        "docs/compatibility",
+        "SECURITY",
+        "CHANGELOG",
     ],
     "Development": [
         "docs/how-it-works",
