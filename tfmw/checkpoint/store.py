@@ -17,6 +17,9 @@ One backup is one directory `step_<n>` with these files:
 * `record.json`: everything else as JSON, with the SHA-256 of itself and the sizes of the other
   files. It is written last: a directory without a valid record is not a backup.
 
+The record has the format's number: 1, or 2 with tables. Of format 1 with tables all rows are in
+`tensors`; it is read, too.
+
 A backup is written under a temporary name, flushed and renamed (`tfmw.storage`). The two newest are
 kept, and one more if these share files of tables. Reading is safe: no pickle, no code, no links
 followed, and never more memory than the files have bytes. Paths are local, or URLs that
@@ -86,12 +89,14 @@ class Backup:
         record: dict[str, Any],
         layout: tables.Layout | None = None,
         changed: bool = False,
+        prefix_of_tables: str = TABLES,
     ):
         self.path = path
         self.step = step
         self.record = record
         self._layout = layout or {}
         self._changed = changed
+        self._prefix_of_tables = prefix_of_tables
 
     def tensors(self, servers: int = 0) -> SavedTensors:
         """All tensors by name. Raises Damaged if a checksum does not match.
@@ -103,16 +108,19 @@ class Backup:
         try:
             with storage.checkpoint_reader(prefix) as reader:
                 shapes, types = self._listed(reader, PREFIX)
-                names = [name for name in sorted(shapes) if not tables.is_changed_rows(name)]
-                arrays = {name: reader.get_tensor(name) for name in names}
+                arrays = {
+                    name: reader.get_tensor(name)
+                    for name in sorted(shapes)
+                    if name not in self._layout and not tables.is_changed_rows(name)
+                }
+            whole = os.path.join(self.path, self._prefix_of_tables)
             if self._layout:
-                whole = os.path.join(self.path, TABLES)
                 with storage.checkpoint_reader(whole) as reader:
-                    of_tables, dtypes = self._listed(reader, TABLES)
+                    of_tables, dtypes = self._listed(reader, self._prefix_of_tables)
                 tables.verify(whole, self._layout, of_tables, dtypes, servers)
             if self._changed:
                 tables.verify_changed(prefix, self._layout, types, servers)
-            return SavedTensors(self.path, arrays, self._layout, self._changed)
+            return SavedTensors(whole, arrays, self._layout, prefix if self._changed else None)
         except (
             tf.errors.OpError,
             ValueError,
@@ -373,12 +381,15 @@ class BackupStore:
             if hashlib.sha256(text.encode()).hexdigest() != sealed["sha256"]:
                 raise Damaged(f"backup {path} is damaged: {_RECORD} does not match its checksum")
             body = json.loads(text)
-            expected = _format(body.get("tables"))
-            if body["format"] != expected:
+            layout = body.get("tables") or {}
+            readable = [1, _format(layout)]
+            if body["format"] not in readable:
                 raise UsageError(
-                    f"backup {path} has format {body['format']}, this version reads {expected}: "
-                    "resume with the version that wrote it, or use another backup_dir."
+                    f"backup {path} has format {body['format']}, this version reads up to "
+                    f"{readable[-1]}: resume with the version that wrote it, or use another "
+                    "backup_dir."
                 )
+            in_tensors = body["format"] != readable[-1]
             for name, size in body["sizes"].items():
                 if not _FILES.fullmatch(name):
                     raise Damaged(f"backup {path} is damaged: it lists a file {name!r}")
@@ -386,7 +397,7 @@ class BackupStore:
                 if found != size:
                     raise Damaged(f"backup {path} is damaged: {name} has {found} of {size} bytes")
             index = storage.sha256(os.path.join(path, f"{PREFIX}.index"))
-            of_tables = _index_of_tables(path, body.get("tables", {}))
+            of_tables = None if in_tensors else _index_of_tables(path, layout)
             if (index, of_tables) != (body["index_sha256"], body.get("tables_index_sha256")):
                 raise Damaged(f"backup {path} is damaged: its index does not match its checksum")
             if body["step"] != step or not isinstance(body["record"], dict):
@@ -403,7 +414,9 @@ class BackupStore:
             tf.errors.OpError,
         ) as e:
             raise Damaged(f"backup {path} is damaged: {_first_line(e)}") from e
-        return Backup(path, step, body["record"], body.get("tables"), bool(body.get("changed")))
+        prefix_of_tables = PREFIX if in_tensors else TABLES
+        changed = bool(body.get("changed"))
+        return Backup(path, step, body["record"], layout, changed, prefix_of_tables)
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:

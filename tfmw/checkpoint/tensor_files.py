@@ -23,19 +23,23 @@ class SavedTensors(Mapping[str, np.ndarray]):
     """The tensors of a backup by name; tables are read when they are asked for.
 
     Args:
-        directory: of the backup.
+        tables_prefix: of the checkpoint with the tables.
         arrays: the tensors that are no tables.
         layout: the slices of the tables.
-        changed: whether rows have changed since the checkpoint of the tables.
+        changed_prefix: of the checkpoint with rows that have changed since; None: none have.
     """
 
     def __init__(
-        self, directory: str, arrays: dict[str, np.ndarray], layout: tables.Layout, changed: bool
+        self,
+        tables_prefix: str,
+        arrays: dict[str, np.ndarray],
+        layout: tables.Layout,
+        changed_prefix: str | None = None,
     ):
         self.layout = layout
         self._arrays = arrays
-        self._tables = os.path.join(directory, TABLES)
-        self._changed = os.path.join(directory, PREFIX) if changed else None
+        self._tables = tables_prefix
+        self._changed = changed_prefix
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.layout:
