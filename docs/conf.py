@@ -26,7 +26,9 @@ extensions = [
 root_doc = "README"
 include_patterns = [
     "README.md",
+    "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "docs/**.md",
     "notebooks/*.ipynb",
     "tfmw/datasets/*/ATTRIBUTION.md",
