@@ -65,6 +65,7 @@ def fit(
     gradient_compression: str | None = None,
     precision: str | None = None,
     shard_optimizer: Any = "auto",
+    split_batch: bool = True,
 ) -> keras.callbacks.History:
     """Trains `model` on all replicas of the cluster, with the results of one process.
 
@@ -102,6 +103,10 @@ def fit(
             Each updates an N-th of them and keeps an N-th of the optimizer's slots, with the same
             result. "auto": over tfmw's own ring, for large models, where it saves time. True:
             wherever the optimizer allows it, and otherwise a warning gives the reason.
+        split_batch: False for models that need whole batches, such as layers with the batch size
+            written into them, or graphs joined into one: each replica then takes a whole batch of
+            the dataset. One batch for each replica makes a step, and gradients are averaged by
+            examples. Workers of parameter servers take whole batches in any case.
 
     Returns:
         A `keras.callbacks.History`, the same on every worker.
@@ -187,6 +192,7 @@ def _require_same(session: Session, arguments: FitArguments, training: Training)
             "validation_freq": str(arguments.validation_freq),
             "steps_per_execution": session.model.steps_per_execution,
             "backup_every": str(arguments.backup_every),
+            "split_batch": arguments.split_batch,
             "collectives": membership.chosen_collectives(),
         }
     )
@@ -320,11 +326,12 @@ def evaluate(
     callbacks: Any = None,
     return_dict: bool = False,
     strategy: Any = "auto",
+    split_batch: bool = True,
 ) -> Any:
     """Computes loss and metrics over all examples, on all replicas.
 
     Args:
-        model, x, y, strategy: as in `fit`.
+        model, x, y, strategy, split_batch: as in `fit`.
         batch_size, verbose, sample_weight, steps, callbacks, return_dict: as in
             `keras.Model.evaluate`.
 
@@ -338,10 +345,11 @@ def evaluate(
     with errors_reported():
         session = Session.of(model, strategy, "evaluate")
         steps = limited_steps(steps)
-        source = data.Source(x, y, sample_weight, batch_size, steps)
+        source = data.Source(x, y, sample_weight, batch_size, steps, split=split_batch)
         batches = EpochIterator(source, session.group, session.sharding, steps, "steps")
         session.build(batches.shard.element_spec)
         with cached_driver(session.model, session.strategy) as driver:
+            driver.splits = split_batch
             callback_list = session.callback_list(
                 callbacks,
                 verbose=verbose,
@@ -362,11 +370,12 @@ def predict(
     steps: int | None = None,
     callbacks: Any = None,
     strategy: Any = "auto",
+    split_batch: bool = True,
 ) -> Any:
     """Computes predictions for all examples in the dataset's order, on all replicas.
 
     Args:
-        model, x, strategy: as in `fit`.
+        model, x, strategy, split_batch: as in `fit`.
         batch_size, verbose, steps, callbacks: as in `keras.Model.predict`.
 
     Returns:
@@ -381,10 +390,11 @@ def predict(
     with errors_reported():
         session = Session.of(model, strategy, "predict")
         steps = limited_steps(steps)
-        source = data.Source(x, None, None, batch_size, steps)
+        source = data.Source(x, None, None, batch_size, steps, split=split_batch)
         batches = EpochIterator(source, session.group, session.sharding, steps, "steps")
         session.build_for_prediction(batches.shard.element_spec)
         with cached_driver(session.model, session.strategy) as driver:
+            driver.splits = split_batch
             callback_list = session.callback_list(
                 callbacks,
                 verbose=verbose,

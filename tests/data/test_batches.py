@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 from tfmw import data
-from tfmw.data import batches
-from tfmw.mirrored.tensors import batch_rows, first_rows, or_one_example
+from tfmw.data import batches, first_rows
+from tfmw.mirrored.tensors import batch_rows
 
 ROWS = [[1, 0, 2], [0, 0, 0], [3, 4, 0], [0, 5, 6], [7, 0, 8]]  # the second has no value
 
@@ -44,32 +44,30 @@ def test_gathered_rows_are_in_the_order_asked_for(kind: str, rows: list[int]) ->
 
 
 @pytest.mark.parametrize("kind", _tensors())
-def test_local_replicas_have_every_nth_row(kind: str) -> None:
+def test_a_replica_has_every_nth_row_or_the_first(kind: str) -> None:
     whole = _tensors()[kind]
-    parts = batches.local_parts((whole, None), data.Sharding(1, 0, 2))
-    assert [_lists(part) for part, _ in parts] == [_lists(whole)[0::2], _lists(whole)[1::2]]
-    assert [left_out for _, left_out in parts] == [None, None]
+    found = [_lists(batches.rows_from(whole, start, 3)) for start in (0, 2, 4, 5, 9)]
+    rows = _lists(whole)
+    assert found == [rows[0::3], rows[2::3], rows[4:], rows[:1], rows[:1]]
+    nobody = data.gather_rows(whole, tf.constant([], tf.int64))
+    assert batch_rows(batches.rows_from(nobody, 1, 3)) == 0
 
 
 @pytest.mark.parametrize("kind", _tensors())
-def test_a_batch_without_examples_becomes_one_example_of_zeros(kind: str) -> None:
-    """A model can compute it, in eager code and in a graph; a batch with examples is unchanged."""
+def test_parts_without_examples_get_one_from_before(kind: str) -> None:
     whole = _tensors()[kind]
-    spec = tf.type_spec_from_value(data.gather_rows(whole, tf.range(tf.constant(5, tf.int64))))
-    nobody = tf.constant([], tf.int64)
-    empties = [batches.empty_batch(_any_rows(spec)), data.gather_rows(whole, nobody)]
-    for step in (or_one_example, tf.function(or_one_example)):
-        tensor, left_out = step((whole, None), tf.constant(True))
-        assert _lists(tensor) == _lists(whole)
-        assert left_out is None
-        for empty in empties:
-            tensor, left_out = step((empty, None), tf.constant(False))
-            assert batch_rows(tensor) == 1
-            assert tensor.dtype == whole.dtype
-            assert not np.any(_lists(tensor) if kind in ("dense", "sparse") else _lists(tensor)[0])
-            if kind in ("dense", "sparse"):
-                assert np.shape(_lists(tensor)) == (1, 3)
-            assert left_out is None
+    spec = _any_rows(tf.type_spec_from_value(whole))
+    steps = tf.data.Dataset.from_tensor_slices(([0, 0, 2, 2, 5, 5], [0, 2, 0, 3, 0, 0])).map(
+        lambda begin, n: (
+            ((data.gather_rows(whole, tf.cast(tf.range(begin, begin + n), tf.int64)), None),),
+            tf.cast(n, tf.int64)[None],
+        )
+    )
+    (before, *others) = [part for ((part, _),), _ in batches.filled(steps, (spec, None))]
+    rows = _lists(whole)
+    assert list(map(_lists, others)) == [rows[:2], rows[:1], rows[2:], rows[2:3], rows[2:3]]
+    assert batch_rows(before) == 1
+    assert not np.any(_lists(before) if kind in ("dense", "sparse") else _lists(before)[0])
 
 
 def _any_rows(spec: Any) -> Any:
@@ -100,7 +98,7 @@ def test_an_empty_batch_is_of_its_spec(kind: str) -> None:
     assert batch_rows(batch["x"]) == 0
 
 
-def test_batches_without_examples_have_the_dimensions_of_the_last_one_that_had_some() -> None:
+def test_parts_without_examples_have_dimensions_that_batches_choose() -> None:
     """Of two local replicas: shapes of x, which the batches choose; y has its own."""
     shapes: list[list[tuple[int, ...]]] = [
         [(0, 9, 9), (0, 9, 9)],
@@ -111,23 +109,24 @@ def test_batches_without_examples_have_the_dimensions_of_the_last_one_that_had_s
     ]
     spec = (tf.TensorSpec([None, None, None]), tf.TensorSpec([None, 2]))
 
-    def parts() -> Any:
+    def steps() -> Any:
         for step in shapes:
-            yield tuple((np.ones(shape, np.float32), np.ones([shape[0], 2])) for shape in step)
+            parts: Any = tuple(
+                (np.ones(shape, np.float32), np.ones([shape[0], 2])) for shape in step
+            )
+            yield parts, [shape[0] for shape in step]
 
-    dataset = tf.data.Dataset.from_generator(parts, output_signature=(spec, spec))
-    found = batches.empty_as_the_last(dataset, spec)
-    assert found.element_spec == (spec, spec)
-    assert [[tuple(x.shape) for x, _ in step] for step in found] == [
-        [(0, 0, 0), (0, 0, 0)],
-        [(2, 3, 4), (0, 3, 4)],
-        [(0, 3, 4), (0, 3, 4)],
+    signature = ((spec, spec), tf.TensorSpec([2], tf.int64))
+    dataset = tf.data.Dataset.from_generator(steps, output_signature=signature)
+    found = batches.filled(dataset, spec)
+    assert found.element_spec == signature
+    assert [[tuple(x.shape) for x, _ in parts] for parts, _ in found] == [
+        [(1, 1, 1), (1, 1, 1)],
+        [(2, 3, 4), (1, 3, 4)],
+        [(1, 3, 4), (1, 3, 4)],
         [(1, 5, 6), (1, 5, 6)],
-        [(0, 5, 6), (0, 5, 6)],
+        [(1, 5, 6), (1, 5, 6)],
     ]
-    assert all(float(tf.reduce_sum(x)) == float(tf.size(x)) for step in found for x, _ in step)
-    fixed = (tf.TensorSpec([None, 2]), tf.TensorSpec([None]))
-    assert batches.empty_as_the_last(dataset, fixed) is dataset, "nothing to choose"
 
 
 def test_an_element_is_restored_as_the_model_gets_it() -> None:

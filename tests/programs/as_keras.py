@@ -235,6 +235,27 @@ def read_by_threads(trainer: Any) -> Any:
     return trainer.fit(compiled(), Endless(), steps_per_epoch=7, epochs=6).history["loss"]
 
 
+def replicas_without_an_example(trainer: Any) -> Any:
+    """A lookup that asserts that it knows each word, in the last batch and in one row."""
+    words = np.array(["a", "b", "c"])[np.arange(len(X)) % 3]
+    out = []
+    slices = tf.data.Dataset.from_tensor_slices((words, Y))
+    for data in (
+        slices.batch(BATCH),  # 22 examples: the last batch has one
+        slices.map(lambda x, y: (x, y)).batch(BATCH),
+        slices.filter(lambda x, y: True).batch(BATCH),
+        slices.batch(BATCH).map(lambda x, y: (x, y)),
+        slices.take(1).batch(BATCH),
+        slices.take(1).map(lambda x, y: (x, y)).batch(1),
+    ):
+        lookup = keras.layers.StringLookup(vocabulary=["a", "b", "c"], num_oov_indices=0)
+        model = compiled(keras.Input((), dtype="string"), lookup, keras.layers.Embedding(3, 2))
+        out.append(trainer.fit(model, data, epochs=2).history["loss"])
+        out.append(trainer.evaluate(model, data))
+        out.append(as_lists(trainer.predict(model, data.map(lambda x, y: x))))
+    return out
+
+
 # ---------------------------------------------------------------- steps and epochs
 
 
@@ -401,6 +422,113 @@ def halves_of_one_order(trainer: Any) -> Any:
     return sorted(np.concatenate(halves)[:, 0].tolist())
 
 
+# ---------------------------------------------------------------- models that take whole batches
+
+
+class InPairs(keras.layers.Layer):
+    """Has the size of a batch written into it, as SPADE has."""
+
+    def call(self, x: Any) -> Any:
+        mixed = keras.ops.reshape(x, (BATCH, 2, 2))
+        return keras.ops.reshape(mixed - keras.ops.mean(mixed, axis=0), (BATCH, 4))
+
+
+class JoinedGraphs(keras.Model):
+    """(nodes of all graphs of a batch, the graph of each) -> a number for each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(3, activation="tanh")
+        self.last = keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        nodes, graphs = inputs
+        return self.last(tf.math.segment_sum(self.dense(nodes), graphs))
+
+
+def graphs() -> tf.data.Dataset:
+    def batches() -> Iterator[Any]:
+        for first in range(0, 20, 4):
+            sizes = [1 + (first + i) % 5 for i in range(4 if first < 16 else 3)]
+            nodes = np.sin(np.arange(sum(sizes) * 4, dtype="float32") + first).reshape(-1, 4)
+            which: np.ndarray = np.repeat(np.arange(len(sizes)), sizes)
+            yield (nodes, which), np.array(sizes, "float32")[:, None] / 3
+
+    spec = (tf.TensorSpec([None, 4]), tf.TensorSpec([None], tf.int64)), tf.TensorSpec([None, 1])
+    whole = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    return whole.apply(tf.data.experimental.assert_cardinality(5))
+
+
+def averaged(model: Any, data: tf.data.Dataset, epochs: int) -> list[float]:
+    """Trains on two batches in each step, their gradients averaged by examples; the losses."""
+    losses = []
+    for _ in range(epochs):
+        total = seen = 0.0
+        batches = iter(data)
+        while pair := [batch for _ in range(2) if (batch := next(batches, None)) is not None]:
+            examples = float(sum(len(y) for _, y in pair))
+            with tf.GradientTape() as tape:
+                shares = [model.compute_loss(x, y, model(x)) * len(y) for x, y in pair]
+                loss = tf.add_n(shares) / examples
+            weights = model.trainable_variables
+            model.optimizer.apply(tape.gradient(loss, [w.value for w in weights]), weights)
+            for (x, y), share in zip(pair, shares, strict=True):
+                rows = len(tf.nest.flatten(x)[0])  # by which Keras weights what it reports
+                total, seen = total + float(share) / len(y) * rows, seen + rows
+        losses.append(total / seen)
+    return losses
+
+
+def whole_batches(trainer: Any) -> Any:
+    out: list[Any] = []
+    arrays = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH, drop_remainder=True)
+    for data, model in (
+        (arrays, compiled(keras.Input(batch_shape=(BATCH, 4)), InPairs(), optimizer="adam")),
+        (graphs(), JoinedGraphs()),
+    ):
+        if isinstance(model, JoinedGraphs):
+            model.compile("rmsprop", "mse")
+            model(next(iter(data))[0])
+        if trainer.is_tfmw:
+            whole = {"split_batch": False}
+            out.append(trainer.fit(model, data, epochs=3, **whole).history["loss"])
+            out.append(trainer.evaluate(model, data, **whole))
+            inputs = data.map(lambda x, y: (x,))
+            out.append(as_lists(trainer.predict(model, inputs, **whole)))
+        else:
+            out.append(averaged(model, data, 3))
+            out.append(trainer.evaluate(model, data))
+            out.append(np.concatenate([model(x) for x, _ in data]).tolist())
+        out.append([w.tolist() for w in model.get_weights()])
+    return out
+
+
+def batches_that_replicas_cannot_divide(trainer: Any) -> Any:
+    """Errors of tfmw; nothing of Keras."""
+    bank: np.ndarray = np.ones([10, 4], "float32")
+    stored = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+    hidden = tf.data.Dataset.from_generator(
+        lambda: (((X[:8], bank), Y[:8]) for _ in range(2)),
+        output_signature=((tf.TensorSpec([None, 4]),) * 2, tf.TensorSpec([None, 1])),
+    )
+    if where == "workers" or not trainer.is_tfmw:
+        return []  # an error of one task ends all of them
+    errors = []
+    for data in (stored.map(lambda x, y: ((x, bank), y)), hidden):
+        model = keras.Sequential([keras.layers.Lambda(lambda x: x[0]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        try:
+            trainer.fit(model, data)
+        except tfmw.errors.UsageError as e:
+            errors.append(str(e))
+    try:
+        model = compiled(keras.Input((4,)), InPairs())
+        trainer.fit(model, tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH))
+    except Exception as e:
+        errors.append("\n".join(getattr(e, "__notes__", [])))
+    return errors
+
+
 # ---------------------------------------------------------------- callbacks and the model
 
 
@@ -539,6 +667,9 @@ SCENARIOS: list[Callable[[Any], Any]] = [
     orders_where_epochs_end_within_passes,
     orders_of_seeds_that_set_seed_gives,
     halves_of_one_order,
+    whole_batches,
+    batches_that_replicas_cannot_divide,
+    replicas_without_an_example,
     batch_numbers,
     stopping,
     callbacks_see_an_ordinary_model,

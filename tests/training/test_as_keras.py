@@ -111,6 +111,8 @@ SCENARIOS = [
     "orders_where_epochs_end_within_passes",
     "orders_of_seeds_that_set_seed_gives",
     "halves_of_one_order",
+    "whole_batches",
+    "replicas_without_an_example",
     "batch_numbers",
     "stopping",
     "callbacks_see_an_ordinary_model",
@@ -180,3 +182,13 @@ def test_states_of_examples_need_one_replica(devices: dict[str, Any], workers: C
             assert "stateful=True" in error
             assert "2 replicas divide each batch" in error
         assert len(errors["states_of_examples"]) == 6
+
+
+@pytest.mark.multiprocess
+def test_batches_that_replicas_cannot_divide(devices: dict[str, Any]) -> None:
+    known, seen, shape = devices["tfmw"]["batches_that_replicas_cannot_divide"]
+    for error in (known, seen):
+        assert "a batch has 10 rows in element[0][1] and 8 in element[0][0], and" in error
+        assert "pass split_batch=False: each replica then takes a whole batch." in error
+    assert "each of 2 replicas had a part of the batch" in shape
+    assert "pass split_batch=False" in shape

@@ -8,7 +8,7 @@ Read `sharding.py` first: the three ways to shard. `values.py` has their argumen
 May import: `tfmw.keras_compat`, `tfmw.datasets`, `tfmw.errors`.
 """
 
-from tfmw.data.batches import examples_of, gather_rows, map_tensors, static_batch_size
+from tfmw.data.batches import examples_of, first_rows, gather_rows, map_tensors, static_batch_size
 from tfmw.data.order import ordered
 from tfmw.data.sharding import shard, shard_dataset
 from tfmw.data.source import Source, empty_dataset, steps_of
@@ -24,6 +24,7 @@ __all__ = [
     "Source",
     "empty_dataset",
     "examples_of",
+    "first_rows",
     "gather_rows",
     "map_tensors",
     "ordered",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfmw.data.values import INFINITE, Sharding
+from tfmw.data.values import INFINITE
 from tfmw.keras_compat import datasets
 
 # tfmw's own functions on batches have no Python control flow to convert. Each conversion would take
@@ -88,26 +87,29 @@ def rows_of(tensor: Any) -> tf.Tensor:
     return tf.shape(tensor, out_type=tf.int64)[0]
 
 
-def split_locally(batches: tf.data.Dataset, sharding: Sharding) -> tf.data.Dataset:
-    """Each of this worker's batches as a tuple with one batch per local replica."""
-    element = element_of(batches)
-    return batches.map(without_autograph(lambda *b: local_parts(element(b), sharding)))
+def rows_from(tensor: Any, start: int, step: int) -> Any:
+    """Rows start, start + step, ... of a tensor; the first row if there are none of them.
+
+    A tensor without rows stays one.
+    """
+    rows = rows_of(tensor)
+    begin = tf.where(start < rows, np.int64(start), np.int64(0))
+    end = tf.where(start < rows, rows, tf.minimum(rows, 1))
+    if isinstance(tensor, tf.Tensor):
+        return tensor[begin:end:step]
+    return gather_rows(tensor, tf.range(begin, end, step))
 
 
-def local_parts(batch: Any, sharding: Sharding) -> tuple[Any, ...]:
-    """One batch per local replica: example i goes to local replica i mod L."""
-    if sharding.local_replicas == 1:
-        return (batch,)
-    return tuple(
-        map_tensors(functools.partial(_every_nth, start=d, step=sharding.local_replicas), batch)
-        for d in range(sharding.local_replicas)
+def first_rows(tensors: Any, count: tf.Tensor) -> Any:
+    """The first `count` (integer []) rows of each tensor of a structure."""
+    return map_tensors(
+        lambda t: (
+            gather_rows(t, tf.range(tf.cast(count, tf.int64)))
+            if isinstance(t, tf.SparseTensor)
+            else t[:count]
+        ),
+        tensors,
     )
-
-
-def _every_nth(tensor: Any, start: int, step: int) -> Any:
-    if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor)):
-        return gather_rows(tensor, tf.range(start, rows_of(tensor), step))
-    return tensor[start::step]
 
 
 def gather_rows(tensor: Any, rows: tf.Tensor) -> Any:
@@ -153,50 +155,70 @@ def empty_batch(spec: Any) -> Any:
     return map_tensors(leaf, spec)
 
 
-def empty_as_the_last(parts: tf.data.Dataset, spec: Any) -> tf.data.Dataset:
-    """The same batches; those without examples get the dimensions of the last one that had some.
+def filled(steps: tf.data.Dataset, spec: Any, whole: bool = False) -> tf.data.Dataset:
+    """The same steps; parts without rows get the first one of the last part that had some.
 
-    A model may rely on dimensions that its batches choose, as Reshape((-1, 8)) does.
+    A model may check its inputs, and rely on dimensions that its batches choose. Before the first
+    example there are zeros.
 
     Args:
-        parts: tuples of batches, one for each local replica.
+        steps: elements (parts, counts): a batch for each local replica, and int64 [L].
         spec: of a batch.
+        whole: whether they get all rows of that part.
     """
-    chosen = [
-        number
-        for number, leaf in enumerate(tf.nest.flatten(spec))
-        if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank and None in leaf.shape[1:]
-    ]
-    if not chosen:
-        return parts
+    specs = tf.nest.flatten(spec)
 
-    def step(last: tuple[tf.Tensor, ...], batches: tuple[Any, ...]) -> Any:
-        leaves = [tf.nest.flatten(batch) for batch in batches]
-        now = []
-        for number, dimensions in zip(chosen, last, strict=True):
-            for flat in leaves:
-                shape = tf.shape(flat[number], out_type=tf.int64)
-                dimensions = tf.where(shape[0] > 0, shape[1:], dimensions)
-            for flat in leaves:
-                flat[number] = _or_empty(flat[number], dimensions)
-            now.append(dimensions)
-        packed = [
-            tf.nest.pack_sequence_as(batch, flat)
-            for batch, flat in zip(batches, leaves, strict=True)
-        ]
-        return tuple(now), tuple(packed)
+    def step(state: tuple[Any, ...], element: tuple[tuple[Any, ...], tf.Tensor]) -> Any:
+        parts, counts = element
+        out = []
+        last: list[Any] = [t for t in tf.nest.flatten(parts[0]) if t is not None]
+        last = tf.nest.pack_sequence_as(last, state, expand_composites=True)
+        for part in parts:
+            some = examples_of(part) > 0
+            leaves = tf.nest.flatten(part)
+            tensors = [t for s, t in zip(specs, leaves, strict=True) if s is not None]
+            now = [_either(some, *pair) for pair in zip(tensors, last, strict=True)]
+            last = [
+                _either(some, t if whole else rows_from(t, 0, _FIRST_ONLY), before)
+                for t, before in zip(tensors, last, strict=True)
+            ]
+            rest = iter(now)
+            out.append(
+                tf.nest.pack_sequence_as(spec, [s if s is None else next(rest) for s in specs])
+            )
+        return _components(last), (tuple(out), counts)
 
-    ranks = [tf.nest.flatten(spec)[number].shape.rank for number in chosen]
-    before = tuple(tf.zeros([rank - 1], tf.int64) for rank in ranks)
-    return parts.scan(before, without_autograph(step))
+    zeros = [_one_row_of_zeros(s) for s in specs if s is not None]
+    return steps.scan(_components(zeros), without_autograph(step))
 
 
-def _or_empty(tensor: tf.Tensor, dimensions: tf.Tensor) -> tf.Tensor:
-    """The tensor, or where it has no rows, one [0, *dimensions]."""
-    shape = tf.concat([[np.int64(0)], dimensions], axis=0)
-    out = tf.cond(tf.shape(tensor)[0] > 0, lambda: tensor, lambda: tf.zeros(shape, tensor.dtype))
-    out.set_shape(tensor.shape)
+def _components(tensors: list[Any]) -> tuple[tf.Tensor, ...]:
+    """The dense tensors that they consist of."""
+    return tuple(tf.nest.flatten(tensors, expand_composites=True))
+
+
+_FIRST_ONLY = 1 << 62  # a step beyond all rows
+
+
+def _either(condition: tf.Tensor, one: Any, other: Any) -> Any:
+    """One of two tensors, whose rows may differ in number."""
+    out = tf.cond(condition, lambda: one, lambda: other)
+    if isinstance(out, tf.Tensor):
+        out.set_shape([None, *one.shape[1:]])
     return out
+
+
+def _one_row_of_zeros(spec: Any) -> Any:
+    if isinstance(spec, tf.RaggedTensorSpec):
+        flat = tf.zeros([0, *[d or 1 for d in spec.shape[spec.ragged_rank + 1 :]]], spec.dtype)
+        splits: list[Any] = [np.zeros([2], np.int64)]
+        splits += [np.zeros([1], np.int64)] * (spec.ragged_rank - 1)
+        return tf.RaggedTensor.from_nested_row_splits(flat, splits)
+    shape = [1, *[d or 1 for d in spec.shape[1:]]]
+    if isinstance(spec, tf.SparseTensorSpec):
+        nothing: np.ndarray = np.zeros([0, spec.shape.rank], np.int64)
+        return tf.SparseTensor(nothing, tf.zeros([0], spec.dtype), shape)
+    return tf.zeros(shape, spec.dtype)
 
 
 def global_batch_size(dataset: tf.data.Dataset) -> int | None:

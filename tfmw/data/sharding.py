@@ -1,13 +1,14 @@
 """A global dataset -> this worker's shard of it.
 
     shard = shard_dataset(dataset, Sharding(workers=2, rank=0), Order(seed=7))
-    for batches, total in shard.dataset: ...     # this worker's part of each global batch
+    for parts, counts, total in shard.dataset: ...     # this worker's parts of each global batch
 
 Every example goes to exactly one replica, each global batch is the union of the replicas' parts,
 and all workers make the same number of steps. Example j of a global batch goes to replica j mod R
-(R replicas, `Sharding.replicas`), so the k-th global batch is the same for any number of workers.
+(R replicas, `Sharding.replicas`), so the k-th global batch is the same for any number of workers. A
+replica without an example gets a copy of a real one, which does not count.
 
-There are four ways to shard, the cheapest first:
+There are five ways to shard, the cheapest first:
 
 * `_by_index`: for arrays, where nothing is mapped between `from_tensor_slices` and `batch`. The
   pipeline has indices in place of examples, and a worker copies its own examples only.
@@ -18,11 +19,13 @@ There are four ways to shard, the cheapest first:
   generators), the workers add up their examples at each step.
 * `_by_slices`: for all other pipelines, and arrays. Every worker runs the whole pipeline and keeps
   its rows of each global batch.
+* `_by_batches`: if batches are not to be split. Batch j goes to replica j mod R, and R batches make
+  a step, whose examples the workers add up.
 * `shard_function`: for a callable that takes a `tf.distribute.InputContext` and returns the
   pipeline of that worker, batched per replica. Workers may have different amounts of data. `tfds`
   returns such a callable, with which each worker opens only its own files.
 
-The first three need the same order of elements on all workers: see `order.py`.
+All but the last need the same order of elements on all workers: see `order.py`.
 """
 
 from __future__ import annotations
@@ -32,23 +35,23 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfmw.data.batches import (
     deterministic,
     element_of,
-    empty_as_the_last,
     empty_batch,
     examples_of,
-    gather_rows,
+    filled,
+    first_rows,
     global_batch_size,
     input_of,
-    local_parts,
     map_tensors,
+    rows_from,
     rows_of,
     spec_of,
-    split_locally,
     static_batch_size,
     steps_in,
     without_autograph,
@@ -68,6 +71,7 @@ def shard_dataset(
     order: Order,
     skip: int = 0,
     read_ahead: bool = True,
+    split: bool = True,
 ) -> Shard:
     """The shard of a dataset that is batched by the global batch size.
 
@@ -77,12 +81,18 @@ def shard_dataset(
         order: the source of the seeds of shuffles.
         skip: number of global batches to skip at the beginning.
         read_ahead: whether a batch may be read before it is asked for.
+        split: whether batches are divided between replicas.
 
     Raises:
         UsageError: the dataset is not batched, or workers have different datasets.
     """
     dataset = without_optionals(dataset)
-    shard = _divided(dataset, sharding, order, skip, read_ahead)
+    if split or sharding.replicas == 1:
+        shard = _divided(dataset, sharding, order, skip, read_ahead)
+    else:
+        whole, reshuffles = ordered(dataset, order)
+        shard = _by_batches(whole.skip(skip), sharding, global_batch_size(dataset))
+        shard = dataclasses.replace(shard, reshuffles=reshuffles)
     if shard.reshuffles:
         shard.reshuffles.ahead = datasets.may_begin_again(dataset)
         shard.reshuffles.repetition = _repetition(dataset)
@@ -140,15 +150,16 @@ def shard(dataset: tf.data.Dataset, input_context: tf.distribute.InputContext) -
     local_replicas = max(1, input_context.num_replicas_in_sync // workers)
     sharding = Sharding(workers, input_context.input_pipeline_id, local_replicas)
     local = shard_dataset(dataset, sharding, Order())
-    batches = local.dataset.flat_map(without_autograph(lambda parts, total: _one_by_one(parts)))
+    batches = local.dataset.flat_map(without_autograph(lambda *step: _one_by_one(*step[:2])))
     has_examples = without_autograph(lambda *b: examples_of(b) > 0)
     return batches.filter(has_examples) if local.size_known else batches.take_while(has_examples)
 
 
-def _one_by_one(parts: tuple[Any, ...]) -> tf.data.Dataset:
-    """A dataset of the members of a tuple."""
-    out = tf.data.Dataset.from_tensors(parts[0])
-    for part in parts[1:]:
+def _one_by_one(parts: tuple[Any, ...], counts: tf.Tensor) -> tf.data.Dataset:
+    """A dataset of the examples that count of each part."""
+    own = [first_rows(part, counts[d]) for d, part in enumerate(parts)]
+    out = tf.data.Dataset.from_tensors(own[0])
+    for part in own[1:]:
         out = out.concatenate(tf.data.Dataset.from_tensors(part))
     return out
 
@@ -159,7 +170,8 @@ def _whole(dataset: tf.data.Dataset, read_ahead: bool = True) -> Shard:
 
     def with_total(*arguments: Any) -> Any:
         batch = element(arguments)
-        return (batch,), tf.cast(examples_of(batch), tf.int64)
+        total = examples_of(batch)
+        return (batch,), total[None], total
 
     batches = dataset.map(without_autograph(with_total))
 
@@ -232,6 +244,8 @@ def _below_maps(
         if indexed is not None:
             return _by_index(whole, indexed, sharding, order, skip)
     size = whole.size
+    if size < sharding.replicas:
+        return None  # some replicas have no example in any batch: they take others'
     # Whole batches are skipped, so that the other examples keep their positions.
     source, reshuffles = ordered(whole.source, order)
     source = source.skip(skip * size)
@@ -239,33 +253,53 @@ def _below_maps(
     if count is None and whole.drop_remainder:
         # Only the sum over all workers shows whether the last batch is full.
         return None
-    elements = _local_elements(source, size, sharding)
+    known = count is not None and count != INFINITE and not whole.drop_remainder
+    elements = _local_elements(source, size, sharding, count if known else None)
     for function in whole.maps:
         elements = datasets.rebuilt(function, elements)
     rows = sharding.local_rows(size)
-    empty = tf.data.Dataset.from_tensors(empty_batch(whole.spec))
     full = last = ShardSizes.of(size, sharding)
+    batches = elements.batch(rows, drop_remainder=count is not None and not known)
+    if count is None:
+        parts = batches.map(
+            without_autograph(lambda *b: _alternating(element_of(batches)(b), sharding))
+        )
+        shard = _with_unknown_totals(parts, whole.spec, sharding, size)
+        return dataclasses.replace(shard, reshuffles=reshuffles)
     if count == INFINITE:
         steps: int = INFINITE
-        batches = elements.batch(rows, whole.drop_remainder) if rows else empty.repeat()
         totals = tf.data.Dataset.from_tensors(np.int64(size)).repeat()
     else:
-        batches = elements.batch(rows) if rows else empty.take(0)
-        if count is None:
-            parts = split_locally(batches, sharding)
-            shard = _with_unknown_totals(parts, whole.spec, sharding, size)
-            return dataclasses.replace(shard, reshuffles=reshuffles)
         remainder = 0 if whole.drop_remainder else count % size
         last = ShardSizes.of(remainder or size, sharding)
         steps = count // size + (remainder > 0)
-        nonempty = (count // size if rows else 0) + (sharding.local_rows(remainder) > 0)
-        if nonempty < steps:
-            batches = batches.take(nonempty).concatenate(empty.repeat(steps - nonempty))
         totals = tf.data.Dataset.range(steps).map(
             without_autograph(lambda k: tf.minimum(np.int64(size), count - k * size))
         )
-    zipped = tf.data.Dataset.zip((split_locally(batches, sharding), totals))
+
+    def divided(batch: Any, total: tf.Tensor) -> Any:
+        parts, _ = _alternating(batch, sharding)
+        return parts, sharding.counts(total), total
+
+    zipped = tf.data.Dataset.zip((batches, totals)).map(without_autograph(divided))
     return Shard(deterministic(zipped), steps, full, last, whole.spec, size, reshuffles=reshuffles)
+
+
+def _alternating(batch: Any, sharding: Sharding) -> tuple[tuple[Any, ...], tf.Tensor]:
+    """A worker's batch -> (one for each local replica, int64 [L] how many examples each has).
+
+    Example i goes to local replica i mod L; a replica without an example gets the first one.
+    """
+    replicas = sharding.local_replicas
+    total = examples_of(batch)
+    counts = tf.stack([(total - d + replicas - 1) // replicas for d in range(replicas)])
+    if replicas == 1:
+        return (batch,), counts
+    parts = tuple(
+        map_tensors(functools.partial(rows_from, start=d, step=replicas), batch)
+        for d in range(replicas)
+    )
+    return parts, counts
 
 
 def _by_index(
@@ -278,13 +312,17 @@ def _by_index(
     count = steps_in(indices)
     batches = indices.batch(size, whole.drop_remainder)
 
+    always_full = whole.drop_remainder or count == INFINITE
+
     def local_batch(indices: tf.Tensor) -> Any:
-        positions = tf.range(tf.size(indices, out_type=tf.int64))
-        local = tf.boolean_mask(indices, sharding.is_local(positions))
-        if whole.drop_remainder or count == INFINITE:
-            local.set_shape([sharding.local_rows(size)])
-        parts = local_parts(indexed.examples(local), sharding)
-        return parts, tf.size(indices, out_type=tf.int64)
+        total = tf.size(indices, out_type=tf.int64)
+        parts = []
+        for replica in sharding.local:
+            own = rows_from(indices, replica, sharding.replicas)
+            if always_full:
+                own.set_shape([max(1, len(range(replica, size, sharding.replicas)))])
+            parts.append(indexed.examples(own))
+        return tuple(parts), sharding.counts(total), total
 
     last = full = ShardSizes.of(size, sharding)
     steps = steps_in(batches)
@@ -295,11 +333,26 @@ def _by_index(
     return Shard(dataset, steps, full, last, whole.spec, size, reshuffles=reshuffles)
 
 
-def _local_elements(source: tf.data.Dataset, size: int, sharding: Sharding) -> tf.data.Dataset:
-    """The elements at this worker's positions of each global batch of `size`."""
-    if size % sharding.replicas == 0 and sharding.local_replicas == 1:
+def _local_elements(
+    source: tf.data.Dataset, size: int, sharding: Sharding, count: int | None
+) -> tf.data.Dataset:
+    """The elements at this worker's positions of each global batch of `size`.
+
+    Args:
+        count: number of elements, if known. A worker without an example in the last batch gets the
+            last element.
+    """
+    last, remainder = divmod(count or 0, size)
+    more = bool(remainder) and not sharding.local_rows(remainder)
+    last = last * size + remainder - 1
+    if size % sharding.replicas == 0 and sharding.local_replicas == 1 and not more:
         return source.shard(sharding.replicas, sharding.rank)
-    local = source.enumerate().filter(without_autograph(lambda j, _: sharding.is_local(j % size)))
+
+    def is_local(j: tf.Tensor, _: Any) -> tf.Tensor:
+        own = sharding.is_local(j % size)
+        return own | tf.equal(j, last) if more else own
+
+    local = source.enumerate().filter(without_autograph(is_local))
     return local.map(without_autograph(lambda _, element: element))
 
 
@@ -361,49 +414,103 @@ def _same_for_each_element(node: tf.data.Dataset) -> bool:
 def _by_slices(dataset: tf.data.Dataset, sharding: Sharding, read_ahead: bool) -> Shard:
     """Every worker runs the whole pipeline and keeps its rows of each global batch."""
     spec = spec_of(dataset)
-    for leaf in tf.nest.flatten(spec):
+    _refuse_scalars(spec)
+    zipped = _refuse_uneven_zip(dataset, sharding)
+    batch_size = global_batch_size(dataset)
+    if not zipped:
+        _refuse_other_rows(spec, batch_size)
+    element = element_of(dataset)
+
+    def divided(*arguments: Any) -> Any:
+        batch = element(arguments)
+        total = examples_of(batch)
+        check = _rows_checked(batch, total, None if not zipped else sharding.replicas)
+        with tf.control_dependencies(check):
+            parts = tuple(
+                map_tensors(
+                    functools.partial(rows_from, start=replica, step=sharding.replicas), batch
+                )
+                for replica in sharding.local
+            )
+        return parts, sharding.counts(total), total
+
+    steps = dataset.map(
+        without_autograph(divided),
+        num_parallel_calls=tf.data.AUTOTUNE if read_ahead else None,
+        deterministic=True if read_ahead else None,
+    )
+    size = static_batch_size(spec)
+    sizes = ShardSizes(True, True) if size is None else ShardSizes.of(size, sharding)
+    steps = deterministic(steps, read_ahead)
+    return Shard(steps, steps_in(dataset), sizes, sizes, spec, batch_size)
+
+
+def _refuse_scalars(spec: Any) -> None:
+    for path, leaf in keras.tree.flatten_with_path(spec):
         if leaf is not None and leaf.shape.rank == 0:
             raise UsageError(
                 f"the dataset is not batched: its elements are {spec}; end it in "
                 ".batch(global_batch_size)."
+                if all(s is None or s.shape.rank == 0 for s in tf.nest.flatten(spec))
+                else f"{_name(path)} of a batch is a scalar, and replicas divide each batch by its "
+                f"rows. {WHOLE_BATCHES}"
             )
 
-    _refuse_uneven_zip(dataset, sharding)
 
-    element = element_of(dataset)
+WHOLE_BATCHES = (
+    "If that is no mistake, pass split_batch=False: each replica then takes a whole batch."
+)
 
-    def keep_local_rows(*arguments: Any) -> Any:
-        batch = element(arguments)
-        total = tf.cast(examples_of(batch), tf.int64)
-        local = functools.partial(_local_rows, total=total, sharding=sharding)
-        return map_tensors(local, batch), total
 
-    parts = dataset.map(
-        without_autograph(keep_local_rows),
-        num_parallel_calls=tf.data.AUTOTUNE if read_ahead else None,
-        deterministic=True if read_ahead else None,
+def _name(path: tuple[Any, ...]) -> str:
+    """The place of a tensor in a batch."""
+    return "element" + "".join(f"[{key!r}]" for key in path)
+
+
+def _other_rows(name: str, rows: Any, first: str, total: Any) -> str:
+    return (
+        f"a batch has {rows} rows in {name} and {total} in {first}, and replicas divide each batch "
+        f"by its rows. {WHOLE_BATCHES}"
     )
-    pairs = parts.map(without_autograph(lambda batch, total: (local_parts(batch, sharding), total)))
-    size = static_batch_size(spec)
-    sizes = ShardSizes(True, True) if size is None else ShardSizes.of(size, sharding)
-    batch_size = global_batch_size(dataset)
-    pairs = deterministic(pairs, read_ahead)
-    return Shard(pairs, steps_in(dataset), sizes, sizes, spec, batch_size)
 
 
-def _local_rows(tensor: Any, total: tf.Tensor, sharding: Sharding) -> Any:
-    """This worker's rows of one tensor of a global batch, whose first tensor has `total` rows.
+def _refuse_other_rows(spec: Any, size: int | None) -> None:
+    """Raises before the first step if components are known to have different numbers of rows."""
+    first = None
+    for path, leaf in keras.tree.flatten_with_path(spec):
+        if leaf is None:
+            continue
+        rows = leaf.shape[0]
+        first = first or _name(path)
+        size = rows if size is None and first == _name(path) else size
+        if None not in (rows, size) and rows != size:
+            raise UsageError(_other_rows(_name(path), rows, first, size))
 
-    A batch may have tensors of different lengths, zipped from labelled and unlabelled examples for
-    example. Replicas must have equal parts of each, or one weight for their loss would be wrong.
+
+def _rows_checked(batch: Any, total: tf.Tensor, zipped: int | None) -> list[Any]:
+    """Ops that fail if a component has other rows than the first one, as `_other_rows` says.
+
+    Args:
+        zipped: a number of replicas: each component may have as many rows as they can divide, as in
+            labelled and unlabelled examples, zipped. One weight is right for both only then.
     """
-    rows = rows_of(tensor)
-    replicas = sharding.replicas
-    divisible = (rows % replicas == 0) & (total % replicas == 0)
-    check = tf.debugging.Assert((rows == total) | divisible, [_ZIPPED, rows, total, replicas])
-    with tf.control_dependencies([check]):
-        positions = tf.range(rows)
-    return gather_rows(tensor, tf.boolean_mask(positions, sharding.is_local(positions)))
+    checks = []
+    named = [(_name(path), t) for path, t in keras.tree.flatten_with_path(batch) if t is not None]
+    for name, tensor in named[1:]:
+        rows = rows_of(tensor)
+        if tf.get_static_value(rows) is not None and tf.get_static_value(
+            rows
+        ) == tf.get_static_value(total):
+            continue
+        right = rows == total
+        if zipped:
+            right |= (rows % zipped == 0) & (total % zipped == 0)
+            data = [_ZIPPED, rows, total, zipped]
+        else:
+            message = _other_rows(name, "{}", named[0][0], "{}")
+            data = [tf.strings.format(message, (rows, total))]
+        checks.append(tf.debugging.Assert(right, data))
+    return checks
 
 
 _ZIPPED = (
@@ -413,17 +520,25 @@ _ZIPPED = (
 )
 
 
-def _refuse_uneven_zip(dataset: tf.data.Dataset, sharding: Sharding) -> None:
-    """Raises before the first step if `_local_rows` would raise in a later one."""
+def _refuse_uneven_zip(dataset: tf.data.Dataset, sharding: Sharding) -> bool:
+    """Whether batches are zipped, of parts with different numbers of examples.
+
+    Raises before the first step if `_rows_checked` would fail in a later one.
+    """
     node = dataset
-    while isinstance(node, (*_SELECTIONS, *datasets.Prefetch, *datasets.OptionsNode)):
+    passed = (*_SELECTIONS, *datasets.Map, *datasets.Prefetch, *datasets.OptionsNode)
+    mapped = False
+    while isinstance(node, passed):
+        mapped |= isinstance(node, datasets.Map)
         node = input_of(node)
     if not isinstance(node, datasets.Zip):
-        return
+        return False
     inputs = datasets.dataset_inputs(node)
     sizes = [global_batch_size(part) for part in inputs]
-    if None in sizes or len(set(sizes)) == 1:
-        return
+    if len(set(sizes)) == 1 and None not in sizes:
+        return False
+    if None in sizes or mapped:  # a map may leave parts out
+        return True
     lengths = [steps_in(part) for part in inputs]
     steps = min((length for length in lengths if length not in (None, INFINITE)), default=None)
     for part, size, length in zip(inputs, sizes, lengths, strict=True):
@@ -436,6 +551,7 @@ def _refuse_uneven_zip(dataset: tf.data.Dataset, sharding: Sharding) -> None:
                     f"{sharding.replicas} replicas cannot divide {rows} evenly: batch each part by "
                     "a multiple of the number of replicas, with drop_remainder=True."
                 )
+    return True
 
 
 def _last_batch(dataset: tf.data.Dataset) -> int | None:
@@ -491,27 +607,87 @@ def _of_function(dataset: tf.data.Dataset, sharding: Sharding, skip: int) -> Sha
     spec = spec_of(dataset)
     if local_replicas == 1:
         element = element_of(dataset)
-        parts = dataset.map(without_autograph(lambda *b: (element(b),)))
-        return _with_unknown_totals(parts, spec, sharding, None)
+        return _with_unknown_totals(
+            dataset.map(without_autograph(lambda *b: counted((element(b),)))), spec, sharding, None
+        )
     empty = tf.data.Dataset.from_tensors(empty_batch(spec)).repeat()
     streams = tuple(
         dataset.shard(local_replicas, d).concatenate(empty) for d in range(local_replicas)
     )
-    some_examples = without_autograph(
-        lambda *parts: tf.reduce_any([examples_of(p) > 0 for p in parts])
-    )
-    zipped = tf.data.Dataset.zip(streams).take_while(some_examples)
-    parts = zipped.map(without_autograph(lambda *parts: tuple(parts)))
-    return _with_unknown_totals(parts, spec, sharding, None)
+    steps = tf.data.Dataset.zip(streams).map(without_autograph(lambda *parts: counted(parts)))
+    some_examples = without_autograph(lambda _, counts: tf.reduce_any(counts > 0))
+    return _with_unknown_totals(steps.take_while(some_examples), spec, sharding, None)
+
+
+def counted(parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], tf.Tensor]:
+    """(parts, int64 [L] how many examples each has)."""
+    return parts, tf.stack([examples_of(part) for part in parts])
+
+
+# ---------------------------------------------------------------- by batches
+
+
+def _by_batches(dataset: tf.data.Dataset, sharding: Sharding, size: int | None) -> Shard:
+    """Each replica takes whole batches, R of which make a step."""
+    local, count = sharding.local_replicas, steps_in(dataset)
+    spec = spec_of(dataset)
+    remainder = 0 if count in (None, INFINITE) else count % sharding.replicas
+    # A worker without a batch in the last step gets the last one, which does not count.
+    more = 0 < remainder <= sharding.local.start
+    last_batch = -1 if count is None else count - 1
+
+    def is_read(j: tf.Tensor, _: Any) -> tf.Tensor:
+        own = sharding.is_local(j)
+        return own | tf.equal(j, last_batch) if more else own
+
+    def with_count(j: tf.Tensor, batch: Any) -> Any:
+        return batch, tf.where(sharding.is_local(j), examples_of(_labels(batch)), 0)
+
+    batches = dataset.enumerate().filter(without_autograph(is_read))
+    batches = batches.map(without_autograph(with_count))
+    if local == 1:
+        steps = batches.map(without_autograph(lambda batch, count: ((batch,), count[None])))
+    else:
+        others = tf.data.Dataset.from_tensors((empty_batch(spec), np.int64(0))).repeat(local)
+
+        def together(*window: Any) -> Any:
+            # A window is a dataset of each tensor; the last one may be short.
+            whole = tf.data.Dataset.zip(window).concatenate(others)
+            parts, counts = zip(
+                *(whole.skip(d).take(1).get_single_element() for d in range(local)), strict=True
+            )
+            return tuple(parts), tf.stack(counts)
+
+        steps = batches.window(local).map(without_autograph(together))
+    shard = _with_unknown_totals(steps, spec, sharding, size, whole=True)
+    if count is None:
+        return shard
+    full = ShardSizes(uneven=True, empty=False)
+    if count == INFINITE:
+        return dataclasses.replace(shard, steps=INFINITE, full=full, last=full)
+    last = ShardSizes(uneven=True, empty=remainder > 0)
+    steps_of_pass = -(-count // sharding.replicas)
+    return dataclasses.replace(shard, steps=steps_of_pass, full=full, last=last)
+
+
+def _labels(batch: Any) -> Any:
+    """What a batch has one row of for each example: its labels, if it has any."""
+    _, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    return batch if not tf.nest.flatten(y) or y is None else y
 
 
 def _with_unknown_totals(
-    parts: tf.data.Dataset, spec: Any, sharding: Sharding, size: int | None
+    steps: tf.data.Dataset, spec: Any, sharding: Sharding, size: int | None, whole: bool = False
 ) -> Shard:
-    """A shard whose totals the replicas add up step by step."""
-    empty = tuple(empty_batch(spec) for _ in range(sharding.local_replicas))
-    endless = parts.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
-    endless = empty_as_the_last(endless, spec)
-    dataset = endless.map(without_autograph(lambda *p: (tuple(p), np.int64(-1))))
+    """A shard whose totals the replicas add up step by step.
+
+    Args:
+        steps: elements (parts, counts).
+        whole: whether a replica without an example needs a whole batch.
+    """
+    local = sharding.local_replicas
+    empty: Any = tuple(empty_batch(spec) for _ in range(local)), np.zeros([local], np.int64)
+    endless = steps.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
+    dataset = filled(endless, spec, whole).map(without_autograph(lambda p, c: (p, c, np.int64(-1))))
     sizes = ShardSizes(uneven=True, empty=True)
     return Shard(deterministic(dataset), None, sizes, sizes, spec, size, size_known=False)

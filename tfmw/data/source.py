@@ -33,6 +33,7 @@ class Source:
     steps: int | None = None
     shuffle: Any = False
     class_weight: Any = None
+    split: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.x, tf.distribute.DistributedDataset):
@@ -80,7 +81,8 @@ class Source:
         Args:
             sharding: how global batches are divided.
             order: the source of the seeds of shuffles.
-            skip: number of steps to skip at the beginning.
+            skip: number of global batches to skip at the beginning, or of batches that are not
+                split.
 
         Raises:
             UsageError: an empty dataset, or one that cannot be divided.
@@ -96,12 +98,18 @@ class Source:
         dataset, read_ahead = self.x, True
         if not datasets.is_dataset(dataset):
             dataset, hooks, read_ahead = self._read_by_keras(sharding, order)
-        shard = shard_dataset(dataset, sharding, order, skip, read_ahead)
+        shard = shard_dataset(dataset, sharding, order, skip, read_ahead, self.split)
         if shard.steps == 0:
             raise empty_dataset()
         if datasets.is_dataset(self.x) and self.class_weight is not None:
             shard = _with_class_weight(shard, self.class_weight)
+        if "steps" in hooks and not self.split:
+            hooks["steps"] = -(-(hooks["steps"] - skip) // sharding.replicas)
         return dataclasses.replace(shard, **hooks)
+
+    def batches_per_step(self, sharding: Sharding) -> int:
+        """How many batches of the data make a step."""
+        return 1 if self.split or self.is_function() else sharding.replicas
 
     def _read_by_keras(
         self, sharding: Sharding, order: Order
@@ -206,7 +214,7 @@ def _with_class_weight(shard: Shard, class_weight: Any) -> Shard:
     """Adds sample weights, which depend on the label only, to each worker's own examples."""
     add_weights = datasets.make_class_weight_map(class_weight)
     mapped = shard.dataset.map(
-        without_autograph(lambda parts, total: (tuple(add_weights(*p) for p in parts), total))
+        without_autograph(lambda parts, *sizes: (tuple(add_weights(*p) for p in parts), *sizes))
     )
     spec = spec_of(mapped)[0][0]
     return dataclasses.replace(shard, dataset=deterministic(mapped), element_spec=spec)

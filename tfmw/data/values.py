@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfmw.data.reshuffles import Reshuffles
@@ -34,20 +35,24 @@ class Sharding:
         return self.workers * self.local_replicas
 
     @property
-    def first_replica(self) -> int:
-        """The number of this process's first replica."""
-        return self.rank * self.local_replicas
+    def local(self) -> range:
+        """The numbers of this process's replicas."""
+        first = self.rank * self.local_replicas
+        return range(first, first + self.local_replicas)
 
     def is_local(self, position: Any) -> Any:
         """Whether the example at `position` (int or integer tensor) belongs to this worker."""
         replica = position % self.replicas
-        last = self.first_replica + self.local_replicas
-        return (replica >= self.first_replica) & (replica < last)
+        return (replica >= self.local.start) & (replica < self.local.stop)
 
     def local_rows(self, total: int) -> int:
         """How many of `total` examples belong to this worker."""
-        local = range(self.first_replica, self.first_replica + self.local_replicas)
-        return sum(len(range(replica, total, self.replicas)) for replica in local)
+        return sum(len(range(replica, total, self.replicas)) for replica in self.local)
+
+    def counts(self, total: tf.Tensor) -> tf.Tensor:
+        """int64 [local replicas]: how many of `total` (int64 []) examples belong to each."""
+        before = tf.constant(list(self.local), tf.int64)
+        return tf.maximum(np.int64(0), (total - before + self.replicas - 1) // self.replicas)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +91,12 @@ class Shard:
     """One worker's shard of a dataset.
 
     Attributes:
-        dataset: elements (batches, total): a tuple of one batch for each local replica, and
-            int64 [], the number of examples of this step over all replicas. The total is -1 if this
-            worker cannot compute it. Then the replicas add up their examples, the dataset continues
-            with empty batches indefinitely, and it has ended once the sum of a step is 0.
+        dataset: elements (parts, counts, total): a tuple of one batch for each local replica; int64
+            [local replicas], how many examples of each count: 0 of a replica whose part is a copy
+            of some example; and int64 [], the number of examples of this step over all replicas.
+            The total is -1 if this worker cannot compute it. Then the replicas add up their
+            examples, the dataset continues indefinitely with parts of which nothing counts, and it
+            has ended once the sum of a step is 0.
         steps: number of global batches in one epoch; INFINITE; None if unknown before reading.
         full: shard sizes of every step but the last one.
         last: shard sizes of the last step of an epoch.

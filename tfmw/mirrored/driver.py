@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,7 +34,9 @@ import tensorflow as tf
 
 from tfmw import tables
 from tfmw.checkpoint.parts import SlotParts
-from tfmw.data import Sharding, ShardSizes, static_batch_size
+from tfmw.data import Sharding, ShardSizes, first_rows, static_batch_size
+from tfmw.data.sharding import WHOLE_BATCHES
+from tfmw.errors import UsageError
 from tfmw.keras_compat import (
     fused_update,
     increments,
@@ -53,9 +56,12 @@ from tfmw.mirrored.replica_state import ReplicaState
 from tfmw.mirrored.replicas import Replicas, Traces
 from tfmw.mirrored.sharded_update import SharedUpdate, shared_updates
 from tfmw.mirrored.step_loops import eager_loop, traced_loop
-from tfmw.mirrored.tensors import batch_rows, or_one_example, or_zeros
+from tfmw.mirrored.tensors import batch_rows, or_zeros
 from tfmw.runtime.progress import report_alive
 from tfmw.runtime.step_times import StepTimes
+
+_REFUSAL = re.compile(rf"a batch has \d+ rows in .*? {re.escape(WHOLE_BATCHES)}", re.DOTALL)
+_OF_SHAPES = re.compile(r"shape|dimension|incompatible|broadcast|Reshape|size", re.IGNORECASE)
 
 
 class SyncDriver:
@@ -71,6 +77,7 @@ class SyncDriver:
     Attributes:
         examples: of the steps so far, over all replicas.
         times: where the time of this worker's training steps went.
+        splits: whether replicas have parts of batches, and not whole ones.
         updates: how each of the model's optimizers updates the weights.
         copies: see `placement.placed`.
         traces_valid: called, once `reset` was called, before an earlier trace is used again.
@@ -88,6 +95,7 @@ class SyncDriver:
         self.examples = 0
         self.times = StepTimes()
         self.copies: dict[int, tf.Variable] | None = None
+        self.splits = True
         self.traces_valid: Callable[[], bool] = lambda: True
         self._reduction = Reduction(strategy, compression)
         self.updates = [
@@ -211,15 +219,16 @@ class SyncDriver:
         uneven = self.replicas > 1 and (
             shard_sizes.empty or (shard_sizes.uneven and trains and bool(self._state.variables()))
         )
-        loop = self._traces.get(
-            (kind, uneven, size_known, repr(iterator.element_spec), *self._shares_now()),
-            lambda: self._step_loop(kind, uneven, size_known, iterator),
-        )
+        with self._errors_named():
+            loop = self._traces.get(
+                (kind, uneven, size_known, repr(iterator.element_spec), *self._shares_now()),
+                lambda: self._step_loop(kind, uneven, size_known, iterator),
+            )
         if trains:
             taken = [update.before_steps() for update in self.updates]
             if any(taken):
                 self._placement.free_originals()
-        with self.lost_peer_named():
+        with self._errors_named():
             if not self._gathers:
                 return self._run(loop, iterator, max_steps, trains)
             # A batch of another shape, such as the last one, needs its own call.
@@ -261,7 +270,7 @@ class SyncDriver:
         return loop
 
     def global_step(self, kind: str, uneven: bool, size_known: bool = True) -> Callable[..., Any]:
-        """A function (this process's parts of a batch, size of the whole batch) -> examples.
+        """A function (this process's parts, counts, size of the whole batch) -> examples.
 
         Its result is int64 [], over all replicas; 0 at the end of the data.
 
@@ -272,14 +281,14 @@ class SyncDriver:
         """
         averages = self._state.variables() if uneven and kind == "train" else []
 
-        def one_step(parts: Any, total: Any) -> Any:
+        def one_step(parts: Any, counts: Any, total: Any) -> Any:
             assigned: list[Any] = []
             if kind == "train":
                 assigned = self._state.assigned = self._state.assigned or []
             with recorded_assignments(assigned, self._metrics.note_update):
                 totals = self.strategy.run(
-                    lambda p, t: self._replica_step(kind, p, t, uneven, size_known, averages),
-                    args=(parts, total),
+                    lambda p, c, t: self._replica_step(kind, p, c, t, uneven, size_known, averages),
+                    args=(parts, counts, total),
                 )
             if size_known:
                 return tf.maximum(total, 1)  # a batch without examples is not the end
@@ -291,6 +300,7 @@ class SyncDriver:
         self,
         kind: str,
         parts: tuple[Any, ...],
+        counts: Any,
         total: Any,
         uneven: bool,
         size_known: bool,
@@ -302,7 +312,8 @@ class SyncDriver:
         if self.replicas == 1:
             self._call_step(kind, batch, local, None)
             return tf.constant(1)
-        rows = tf.cast(batch_rows(batch), tf.int32)
+        counts_differ = uneven or not size_known
+        rows = tf.cast(counts[local], tf.int32) if counts_differ else batch_rows(batch)
         if size_known:
             total = tf.cast(tf.identity(total), tf.int32)
         else:
@@ -334,8 +345,8 @@ class SyncDriver:
     ) -> None:
         """A step in which shards differ in size, and this replica may have no examples.
 
-        A replica without examples runs every collective, on a batch of one example of zeros, and
-        contributes nothing: no gradient, no metric, no moving average.
+        A replica without examples runs every collective, on a copy of some example, and contributes
+        nothing: no gradient, no metric, no moving average.
         """
         present = weight.examples > 0
         metrics = [(v, tf.identity(v.value)) for v in metric_variables(self.model)]
@@ -343,8 +354,8 @@ class SyncDriver:
             # With equal initial values, the weighted mean of the replicas' values is the right one.
             self._state.average_on_replica(averages)
         before_step = [(models.native(v), tf.identity(v.value)) for v in averages]
-        if not self._has_synchronized_norm:
-            batch = or_one_example(batch, present)
+        if self._has_synchronized_norm:
+            batch = first_rows(batch, weight.examples)  # all that it is given counts
         self._call_step(kind, batch, local, weight)
         for variable, before in metrics:
             variable.assign(tf.where(present, variable.value, before))
@@ -469,7 +480,8 @@ class SyncDriver:
         """
         self.reset_metrics()
         step = self.global_step(kind, uneven)
-        run, first = self.strategy.run, self._replicas.sharding.first_replica
+        sharding = self._replicas.sharding
+        run, first = self.strategy.run, sharding.local.start
 
         def begin() -> None:
             self.model.reset_metrics()
@@ -482,11 +494,30 @@ class SyncDriver:
 
         def whole_step(parts: Any, total: tf.Tensor, signals: tf.Tensor) -> Any:
             run(begin)
-            step(parts, total)
+            step(parts, sharding.counts(total), total)
             run(end)
             return self._metrics.of_batch(kind, signals)
 
         return whole_step
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """Says of errors in a step that the replica had a part of a batch, if that may be why."""
+        try:
+            with self.lost_peer_named():
+                yield
+        except (ValueError, TypeError, tf.errors.InvalidArgumentError) as e:
+            if self.replicas == 1 or not self.splits:
+                raise
+            refusal = _REFUSAL.search(str(e))
+            if refusal is not None:
+                raise UsageError(refusal.group()) from None
+            if _OF_SHAPES.search(str(e)):
+                e.add_note(
+                    f"tfmw: each of {self.replicas} replicas had a part of the batch. If the model "
+                    "needs whole batches, pass split_batch=False: each replica then takes one."
+                )
+            raise
 
     # ------------------------------------------------------------ metrics, state, predictions
 
@@ -595,12 +626,15 @@ class SyncDriver:
     def predictions(self, iterator: Any) -> prediction.Predictions:
         """What collects the predictions of a pass over the dataset of a `data.Shard`."""
         self._check_traces()
-        step = prediction.prediction_step(self.model, self._replicas)
+        step = prediction.prediction_step(self.model, self._replicas, self.splits)
         if not self.model.run_eagerly:
             step = self._traces.get(
-                "predict", functools.partial(self._traces.function, step, reduce_retracing=True)
+                ("predict", self.splits),
+                functools.partial(self._traces.function, step, reduce_retracing=True),
             )
-        return prediction.Predictions(step, self._replicas, iterator, self.lost_peer_named)
+        return prediction.Predictions(
+            step, self._replicas, iterator, self._errors_named, self.splits
+        )
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw import data
-from tfmw.data.batches import rows_of
+from tfmw.data.batches import rows_from, rows_of
 from tfmw.errors import UsageError
 from tfmw.keras_compat import placement
 from tfmw.keras_compat.memory import view_of
@@ -79,9 +79,7 @@ class BatchDriver:
         uneven = sharding.replicas > 1 and (sizes.empty or sizes.uneven)
         parts = tuple(
             data.map_tensors(functools.partial(_rows, replica=replica, sharding=sharding), batch)
-            for replica in range(
-                sharding.first_replica, sharding.first_replica + sharding.local_replicas
-            )
+            for replica in sharding.local
         )
         examples = tf.constant(total, tf.int64)
         with self._step_of(kind, uneven, parts, examples) as function:
@@ -176,12 +174,13 @@ def _examples(batch: Any) -> int:
 
 
 def _rows(tensor: Any, replica: int, sharding: data.Sharding) -> Any:
-    """Rows of one replica: example j of a batch is replica j mod R's."""
+    """Rows of one replica: example j is replica j mod R's, and the first one of a spare replica."""
     if sharding.replicas == 1:
         return tf.convert_to_tensor(tensor) if isinstance(tensor, np.ndarray) else tensor
     if isinstance(tensor, tf.SparseTensor):
-        return data.gather_rows(tensor, tf.range(replica, tensor.dense_shape[0], sharding.replicas))
-    rows = tensor[replica :: sharding.replicas]
+        return rows_from(tensor, replica, sharding.replicas)
+    length = int(rows_of(tensor)) if tf.is_tensor(tensor) else len(tensor)
+    rows = tensor[replica :: sharding.replicas] if replica < length else tensor[:1]
     return tf.constant(rows) if isinstance(rows, np.ndarray) else rows
 
 

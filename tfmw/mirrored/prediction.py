@@ -10,30 +10,34 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw.data import gather_rows, map_tensors
+from tfmw.data import first_rows, gather_rows, map_tensors
+from tfmw.data.batches import rows_of
 from tfmw.errors import UsageError
 from tfmw.mirrored.collectives.connection import ring_of
 from tfmw.mirrored.replicas import Replicas, new_function
-from tfmw.mirrored.tensors import batch_rows, carrier_of, first_rows, or_one_example
+from tfmw.mirrored.tensors import carrier_of
 from tfmw.runtime.progress import report_alive
 
-Rows = list[list[int]]  # examples of each step and local replica
+Rows = list[list[Any]]  # examples of each step and local replica
 
 
-def prediction_step(model: keras.Model, replicas: Replicas) -> Callable[[Any], Any]:
-    """A function: batches of this process's replicas -> (outputs, rows) on each replica."""
+def prediction_step(
+    model: keras.Model, replicas: Replicas, split: bool = True
+) -> Callable[[Any, Any], Any]:
+    """A function: parts and counts of a step -> (outputs, rows) on each replica."""
 
-    def on_replica(parts: Any) -> Any:
-        batch = parts[replicas.local_index()]
-        rows = batch_rows(batch)
-        if replicas.count > 1:
-            batch = or_one_example(batch, rows > 0)
-        outputs = model.predict_step(batch)
-        if replicas.count > 1:
-            outputs = map_tensors(lambda t: first_rows(t, rows), outputs)
+    def on_replica(parts: Any, counts: Any) -> Any:
+        local = replicas.local_index()
+        rows = counts[local]
+        outputs = model.predict_step(parts[local])
+        if replicas.count > 1 and split:
+            outputs = first_rows(outputs, rows)
+        elif not split:  # a batch's outputs may have other numbers of rows than its inputs
+            outputs = map_tensors(lambda t: first_rows(t, rows_of(t) * tf.sign(rows)), outputs)
+            rows = tf.stack([rows_of(t) for t in tf.nest.flatten(outputs)])
         return outputs, rows
 
-    return lambda parts: replicas.strategy.run(on_replica, args=(parts,))
+    return lambda parts, counts: replicas.strategy.run(on_replica, args=(parts, counts))
 
 
 class Predictions:
@@ -43,19 +47,22 @@ class Predictions:
         step: a `prediction_step`, traced or not.
         iterator: over the dataset of a `data.Shard`.
         lost_peer_named: a context in which errors name a lost task.
+        split: whether replicas have parts of batches; if not, they have whole ones in turn.
     """
 
     def __init__(
         self,
-        step: Callable[[Any], Any],
+        step: Callable[[Any, Any], Any],
         replicas: Replicas,
         iterator: Any,
         lost_peer_named: Callable[[], contextlib.AbstractContextManager[None]],
+        split: bool = True,
     ):
         self._step = step
         self._lost_peer_named = lost_peer_named
         self._replicas = replicas
         self._iterator = iterator
+        self._split = split
         self._outputs: list[list[Any]] = []  # per step and local replica: flat outputs
         self._rows: Rows = []
         self._structure: Any = None
@@ -71,16 +78,19 @@ class Predictions:
     def _one_step(self) -> bool:
         """Predicts a global batch; returns whether there was one."""
         replicas = self._replicas
-        parts, total = next(self._iterator, (None, 0))
-        if parts is None or (int(total) < 0 and not any(int(batch_rows(p)) for p in parts)):
+        element = next(self._iterator, None)
+        if element is None:
             return False
-        self._structure, counts = self._step(parts)
+        parts, rows, total = element
+        if int(total) < 0 and not any(rows.numpy()):
+            return False
+        self._structure, counts = self._step(parts, rows)
         flat = [
             replicas.local_results(t)
             for t in tf.nest.flatten(self._structure, expand_composites=False)
         ]
         self._outputs += [[leaf[local] for leaf in flat] for local in range(replicas.local)]
-        self._rows.append([int(n) for n in replicas.local_results(counts)])
+        self._rows.append([n.numpy().tolist() for n in replicas.local_results(counts)])
         report_alive()
         return True
 
@@ -102,10 +112,13 @@ class Predictions:
         if not any(all_rows):
             raise UsageError("the dataset is empty: expected at least one batch to predict.")
         outputs = self._outputs[begin * replicas.local :]
-        order = _order(all_rows, replicas.local)
         with self._lost_peer_named():
             leaves = [
-                _in_order(replicas, [part[leaf] for part in outputs], order)
+                _in_order(
+                    replicas,
+                    [part[leaf] for part in outputs],
+                    _order(all_rows, replicas.local, None if self._split else leaf),
+                )
                 for leaf in range(max(group.from_all(len(outputs[0]) if outputs else 0)))
             ]
         if self._structure is None:
@@ -113,7 +126,7 @@ class Predictions:
         return tf.nest.pack_sequence_as(self._structure, leaves)
 
 
-def _order(all_rows: list[Rows], local: int) -> np.ndarray:
+def _order(all_rows: list[Rows], local: int, leaf: int | None) -> np.ndarray:
     """Where each example is among the predictions of all workers, one worker's after the other's.
 
     Example j of a batch belongs to replica j mod R.
@@ -121,10 +134,13 @@ def _order(all_rows: list[Rows], local: int) -> np.ndarray:
     Args:
         all_rows: by worker.
         local: replicas of each worker.
+        leaf: of the outputs, if replicas have whole batches in turn, with rows for each of them.
 
     Returns:
         int64 [examples], in the order of the dataset.
     """
+    if leaf is not None:
+        all_rows = [[[n[leaf] for n in step] for step in rows] for rows in all_rows]
     starts = np.cumsum([0, *(sum(map(sum, rows)) for rows in all_rows)])
     taken = list(starts[:-1])
     batches: list[np.ndarray] = [np.zeros([0], np.int64)]
@@ -135,7 +151,7 @@ def _order(all_rows: list[Rows], local: int) -> np.ndarray:
                 parts.append(np.arange(taken[worker], taken[worker] + count))
                 taken[worker] += count
         batch = np.concatenate(parts)
-        if _interleaved([len(p) for p in parts]):
+        if leaf is None and _interleaved([len(p) for p in parts]):
             for replica, part in enumerate(parts):
                 batch[replica :: len(parts)] = part
         # else with dataset functions: the examples of one replica after those of another

@@ -104,7 +104,7 @@ class ReplicaState:
             averages = np.repeat(averages.mean(axis=0, keepdims=True), count, axis=0)
         for variables, rows in zip(self._groups(), (metrics, averages), strict=True):
             for local in range(sharding.local_replicas):
-                row, start = rows[sharding.first_replica + local], 0
+                row, start = rows[sharding.local.start + local], 0
                 for variable in variables:
                     copy = placement.local_copies(self._replicas.strategy, variable)[local]
                     size = int(np.prod(copy.shape.as_list()))

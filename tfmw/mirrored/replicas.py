@@ -53,7 +53,7 @@ class Replicas:
             return 0
         replica = tf.distribute.get_replica_context()
         return (
-            int(tf.get_static_value(replica.replica_id_in_sync_group)) - self.sharding.first_replica
+            int(tf.get_static_value(replica.replica_id_in_sync_group)) - self.sharding.local.start
         )
 
     def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -1,4 +1,4 @@
-"""Helpers for tensors of a step: batches without examples, and packs for collectives."""
+"""Helpers for tensors of a step: gradients without examples, and packs for collectives."""
 
 from __future__ import annotations
 
@@ -8,41 +8,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw.data import examples_of, gather_rows, map_tensors
+from tfmw.data import examples_of
 
 
 def batch_rows(batch: Any) -> tf.Tensor:
     """int32 []: the number of examples of a batch, from its first tensor."""
     return tf.cast(examples_of(batch), tf.int32)
-
-
-def or_one_example(batch: Any, present: tf.Tensor) -> Any:
-    """The batch, or one example of zeros where `present` is false, as long as the others are."""
-    return map_tensors(lambda tensor: _or_one_row(tensor, present), batch)
-
-
-def _or_one_row(tensor: Any, present: tf.Tensor) -> Any:
-    if isinstance(tensor, tf.RaggedTensor):
-        one_row = tf.constant([0, 0], tensor.row_splits.dtype)
-        splits = tf.cond(present, lambda: tensor.row_splits, lambda: one_row)
-        return tf.RaggedTensor.from_row_splits(tensor.values, splits, validate=False)
-    if isinstance(tensor, tf.SparseTensor):
-        rows = tf.maximum(tensor.dense_shape[:1], 1)
-        shape = tf.concat([rows, tensor.dense_shape[1:]], axis=0)
-        out = tf.SparseTensor(tensor.indices, tensor.values, shape)
-    else:
-        # An empty part of a batch has the batch's other dimensions, which the model may rely on.
-        shape = tf.concat([[1], tf.maximum(tf.shape(tensor)[1:], 1)], axis=0)
-        out = tf.cond(present, lambda: tensor, lambda: tf.zeros(shape, tensor.dtype))
-    out.set_shape([None, *tensor.shape[1:]])
-    return out
-
-
-def first_rows(tensor: Any, rows: tf.Tensor) -> Any:
-    """The first `rows` (int32 []) rows of a dense, ragged or sparse tensor."""
-    if isinstance(tensor, tf.SparseTensor):
-        return gather_rows(tensor, tf.range(tf.cast(rows, tf.int64)))
-    return tensor[:rows]
 
 
 def or_zeros(grad: Any, present: tf.Tensor) -> Any:

@@ -77,6 +77,7 @@ class MirroredTraining:
                 self._arguments.shard_optimizer,
             )
         )
+        self._driver.splits = self._arguments.split_batch
         source = self._arguments.validation_source
         if source is not None:
             self._validation = EpochIterator(

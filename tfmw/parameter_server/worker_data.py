@@ -95,7 +95,7 @@ def _of_worker(source: data.Source, worker: int, workers: int) -> tuple[tf.data.
         else:
             begin = max(0, int(source.x.cardinality())) * worker // workers
     shard = source.shard(data.Sharding(), order)
-    dataset = shard.dataset.map(lambda parts, total: parts[0])
+    dataset = shard.dataset.map(lambda parts, *_: parts[0])
     _refuse_empty(dataset)
     return dataset, begin
 

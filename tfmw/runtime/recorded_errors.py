@@ -55,7 +55,7 @@ def record_error(error: BaseException, *, fatal: bool = False) -> None:
         "time": time.time(),
         "monotonic": since,
         "type": type(error).__name__,
-        "message": str(error),
+        "message": "\n".join([str(error), *getattr(error, "__notes__", ())]),
         "traceback": "".join(traceback.format_exception(error)),
         "secondary": type(chain[-1]).__name__ in SECONDARY or ECHO in str(chain[-1]),
         "usage": isinstance(error, UsageError),

@@ -51,6 +51,7 @@ class FitArguments:
     gradient_compression: str | None
     precision: str | None
     shard_optimizer: Any
+    split_batch: bool
 
     def __post_init__(self) -> None:
         precision.check(self.precision, self.gradient_compression)
@@ -105,6 +106,7 @@ class FitArguments:
             self.steps_per_epoch,
             self.shuffle,
             self.class_weight,
+            self.split_batch,
         )
 
     @property
@@ -116,7 +118,9 @@ class FitArguments:
         # Datasets are already batched; arrays are batched as the training data.
         is_batched = datasets.is_dataset(x) or callable(x) or isinstance(x, keras.utils.PyDataset)
         batch_size = None if is_batched else self.validation_batch_size or self.batch_size
-        return data.Source(x, y, sample_weight, batch_size, self.validation_steps)
+        return data.Source(
+            x, y, sample_weight, batch_size, self.validation_steps, split=self.split_batch
+        )
 
     @property
     def user_callbacks(self) -> list[Any]:

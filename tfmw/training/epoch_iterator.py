@@ -55,6 +55,7 @@ class Position:
             backups of earlier versions, where each pass of a call counts.
         orders_now: the same at this position, where other calls and validations count, too.
         orders_left: the same after a call that ends at this position.
+        batches_per_step: the number of replicas, if batches are not split.
     """
 
     seed: int
@@ -66,6 +67,7 @@ class Position:
     orders: list[int] | None = None
     orders_now: list[int] | None = None
     orders_left: list[int] | None = None
+    batches_per_step: int = 1
 
 
 class EpochIterator:
@@ -105,10 +107,13 @@ class EpochIterator:
         self._passes = 0
         self._iterator: Any = None
         self._steps_in_pass = 0
+        self._pass_end: Any = None  # steps of the current pass; as `Shard.steps`
         self._orders: list[int] = []  # before the current pass, which has these shuffles:
         self._reshuffles: Any = ()
         self._ended = False
         self.steps_done = 0
+        self._batches_per_step = source.batches_per_step(sharding)
+        self._steps_of_resumed: int | None = None  # if other replicas began the epoch
         if group.size > 1:
             source.refuse_different(group.from_all)
         self.shard = source.shard(sharding, self._order(self._seed))
@@ -129,7 +134,7 @@ class EpochIterator:
     @property
     def at_epoch_end(self) -> bool:
         """Whether the epoch is known to have no further step."""
-        total = self.steps_per_epoch
+        total = self._steps_of_resumed or self.steps_per_epoch
         return self._ended or (total is not None and self.steps_done >= total)
 
     def begin_epoch(self) -> None:
@@ -146,11 +151,12 @@ class EpochIterator:
         if self._ended:
             return None
         total = self._pass_steps if self.steps_per_epoch is None else self.steps_per_epoch
+        total = self._steps_of_resumed or total
         if total is not None:
             max_steps = min(max_steps, total - self.steps_done)
         sizes = self.shard.full
         if max_steps > 0 and self.shard.steps not in (None, data.INFINITE):
-            left = self.shard.steps - self._steps_in_pass
+            left = self._pass_end - self._steps_in_pass
             if left <= 0:
                 self._run_out()
             elif left == 1:
@@ -182,6 +188,7 @@ class EpochIterator:
     def end_epoch(self) -> None:
         """Ends the epoch; call it after `next_call` has returned None."""
         self.shard.on_epoch_end()
+        self._steps_of_resumed = None
         shard = self.shard
         if self._requested_steps is None:
             if shard.reshuffles.ahead and self._iterator is not None:
@@ -194,7 +201,7 @@ class EpochIterator:
                 self._passes += 1
                 if shard.reshuffles:
                     self._iterate(shard, shard.reshuffles.passes)
-        elif shard.steps == self._steps_in_pass:
+        elif self._pass_end == self._steps_in_pass:
             self._end_pass()
             if datasets.is_dataset(self._source.x):
                 self._begin_pass()  # as Keras does, though no epoch may follow
@@ -212,19 +219,27 @@ class EpochIterator:
     def _orders_left(self) -> list[int]:
         return self._reshuffles.left_after(self._steps_in_pass) if self._reshuffles else []
 
-    def _begin_pass(self, skip: int = 0) -> None:
+    def _begin_pass(self, skip: int = 0, batches: int = 0) -> None:
+        """Begins a pass after `skip` steps, of so many batches."""
         shard = self.shard
+        read_once = skip and self._source.is_read_once and batches % self._batches_per_step == 0
         if self._source.reshuffled_by_keras:
             order = self._order(self._seed + self._passes)
             if skip:
-                shard = self._source.shard(self._sharding, order, skip)
+                shard = self._source.shard(self._sharding, order, batches)
             elif self._passes:
                 shard = self.shard = self._source.shard(self._sharding, order)
-        elif skip and self._source.is_read_once:
-            shard = dataclasses.replace(shard, dataset=shard.dataset.skip(skip))
+        elif read_once:
+            steps = batches // self._batches_per_step
+            shard = dataclasses.replace(shard, dataset=shard.dataset.skip(steps))
         elif skip:
             # Skipped below the maps, so that skipped elements are not decoded.
-            shard = self._source.shard(self._sharding, self._order(self._seed), skip)
+            shard = self._source.shard(self._sharding, self._order(self._seed), batches)
+        self._pass_end = self.shard.steps
+        if batches != skip * self._batches_per_step and self._pass_steps is not None:
+            # Other replicas began this pass.
+            rest = self._pass_steps - batches // self._batches_per_step
+            self._pass_end = skip + (rest if read_once else shard.steps or 0)
         self._passes += 1
         self._steps_in_pass = skip
         self._reshuffles = shard.reshuffles
@@ -277,6 +292,7 @@ class EpochIterator:
             now if in_pass is None else self._orders,
             now,
             now if in_pass is None else self._orders_left(),
+            self._batches_per_step,
         )
 
     def restore_position(self) -> None:
@@ -292,7 +308,9 @@ class EpochIterator:
         if orders:
             orders.passes = [self._passes] * len(orders) if was.orders is None else was.orders
         if was.in_pass is not None:
-            self._begin_pass(skip=was.in_pass)
+            self._begin_pass(was.in_pass, was.in_pass * was.batches_per_step)
+            if self._requested_steps is None and was.batches_per_step != self._batches_per_step:
+                self._steps_of_resumed = self._pass_end
         if was.orders_now is not None:
             self.restore_orders(was.orders_now)
 

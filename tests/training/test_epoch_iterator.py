@@ -1,0 +1,94 @@
+"""Positions in the data: what was read before one and after it, on any number of replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tfmw import data
+from tfmw.cluster.group import Group
+from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
+from tfmw.training.epoch_iterator import EpochIterator, Position
+
+EXAMPLES = 22
+
+
+def shuffled() -> tf.data.Dataset:
+    return tf.data.Dataset.range(EXAMPLES).shuffle(EXAMPLES, seed=3)
+
+
+def iterator(
+    dataset: tf.data.Dataset,
+    sharding: data.Sharding,
+    position: Position | None = None,
+    split: bool = True,
+) -> EpochIterator:
+    source = data.Source(dataset, split=split)
+    as_json = None if position is None else dataclasses.asdict(position)
+    found = EpochIterator(source, Group(0, 1), sharding, None, "steps_per_epoch", as_json)
+    if position is not None:
+        found.restore_position()
+    return found
+
+
+def read(epoch: EpochIterator, steps: int = 1000) -> list[list[int]]:
+    """The examples of each step, until the end of the epoch or for some steps."""
+    found: list[list[int]] = []
+    while len(found) < steps and (call := epoch.next_call(1)) is not None:
+        parts, counts, _ = next(call.iterator)
+        found.append([int(i) for part, n in zip(parts, counts, strict=True) for i in part[:n]])
+        epoch.advance(1, 1)
+    return found
+
+
+@pytest.mark.parametrize("later", [1, 2, 3])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_whole_batches_go_on_with_other_replicas(steps: int, later: int) -> None:
+    """Eleven batches of two: two replicas begin the epoch, others end it."""
+    seen: list[int] = []
+    for rank in range(2):
+        epoch = iterator(shuffled().batch(2), data.Sharding(2, rank), split=False)
+        epoch.begin_epoch()
+        seen += [i for step in read(epoch, steps) for i in step]
+        position = epoch.position(in_epoch=True)
+    assert len(seen) == steps * 4
+    for rank in range(later):
+        rest = iterator(shuffled().batch(2), data.Sharding(later, rank), position, split=False)
+        rest.begin_epoch()
+        found = read(rest)
+        assert len(found) == -(-(11 - 2 * steps) // later)
+        assert rest.at_epoch_end
+        rest.end_epoch()
+        seen += [i for step in found for i in step]
+        rest.begin_epoch()
+        assert len(read(rest)) == -(-11 // later), "the next epoch is a whole one"
+    assert sorted(seen) == list(range(EXAMPLES))
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_position_has_the_orders_before_it(old: bool) -> None:
+    """Of this call and of earlier ones; a backup of an earlier version counts those of its call."""
+    first = shuffled()
+    if not old:
+        next(iter(first))
+    epoch = iterator(first.batch(4), data.Sharding())
+    whole: list[list[int]] = []
+    for _ in range(2):
+        epoch.begin_epoch()
+        whole += read(epoch, 6 if not whole else 2)
+        if len(whole) == 6:
+            epoch.end_epoch()
+    position = epoch.position(in_epoch=True)
+    assert position.orders == [2 if old else 3]
+    if old:
+        position = dataclasses.replace(position, orders=None, orders_now=None, orders_left=None)
+    expected = read(epoch)
+    again = shuffled()
+    rest = iterator(again.batch(4), data.Sharding(), position)
+    rest.begin_epoch()
+    assert read(rest) == expected
+    passes: Any = ShuffleSeeds(again).passes
+    assert passes == ShuffleSeeds(first).passes == (3 if old else 4)
