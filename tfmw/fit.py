@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from typing import Any
 
@@ -188,7 +189,7 @@ def _require_same(session: Session, arguments: FitArguments, training: Training)
             "initial_epoch": arguments.initial_epoch,
             "steps per epoch": training.steps_per_epoch,
             "the batch size": training.batch_size,
-            "the number of weights": session.model.count_params(),
+            "the number of weights": sum(math.prod(w.shape) for w in session.model.weights),
             "validation_freq": str(arguments.validation_freq),
             "steps_per_execution": session.model.steps_per_execution,
             "backup_every": str(arguments.backup_every),

@@ -549,6 +549,30 @@ class Subclassed(keras.Model):
         return self.dense(x)
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras, when it quantizes
+def test_backup_with_another_quantization_or_adapter_is_refused():
+    def signature(*, quantized: bool, rank: int | None) -> list[str]:
+        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(4)])
+        if quantized:
+            model.layers[0].quantize("int8")
+        if rank:
+            model.layers[0].enable_lora(rank)
+        model.compile("adam", "mse")
+        return state.signature(built(model, 3, 4), 32)
+
+    plain = signature(quantized=False, rank=None)
+    for quantized, rank, difference in [
+        (True, None, "int8"),
+        (False, 2, "lora_alpha: 2"),
+        (True, 2, "int8"),
+    ]:
+        with pytest.raises(UsageError, match=rf"belongs to another model.*{difference}"):
+            state.refuse_other(plain, signature(quantized=quantized, rank=rank), "backups")
+    other = signature(quantized=True, rank=1)
+    with pytest.raises(UsageError, match=r"lora_alpha: 2.*lora_alpha: 1"):
+        state.refuse_other(signature(quantized=True, rank=2), other, "backups")
+
+
 def test_signature_is_stable_over_instances_of_a_model():
     first = state.signature(dense_model(), 32)
     keras.layers.Dense(1)  # counts on in the names that Keras makes up

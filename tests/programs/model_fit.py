@@ -49,11 +49,23 @@ def train(callback):
     tfmw.fit(model, x, x[:, :1], epochs=2, verbose=0, callbacks=[callback])
 
 
+def save_and_load():
+    """As scripts of one process do, on every worker and to one path."""
+    for _ in range(5):
+        model.save(folder / "all.keras")
+        model.save_weights(folder / "all.weights.h5")
+        loaded = keras.models.load_model(folder / "all.keras")
+        loaded.load_weights(folder / "all.weights.h5")
+        for mine, read in zip(model.get_weights(), loaded.get_weights(), strict=True):
+            np.testing.assert_array_equal(read, mine)
+
+
 _result.write(
     {
         "in fit": warned(lambda: train(Saving())),
         "own": warned(lambda: train(SavingOwn())),
         "after": warned(lambda: model.save(folder / f"{cluster.index}.keras")),
+        "all": warned(save_and_load),
         "alone": warned(lambda: tfmw.fit(model, x, x[:, :1], verbose=0, strategy="default")),
         "files": sorted(p.name for p in folder.iterdir()),
     }

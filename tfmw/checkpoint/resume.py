@@ -39,6 +39,7 @@ from tfmw.checkpoint.table_backups import TableBackups
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
 from tfmw.errors import Preempted, TfmwError, UsageError
+from tfmw.keras_compat import models
 from tfmw.runtime import fence
 from tfmw.runtime.signals import LEAVE
 
@@ -198,6 +199,7 @@ class DirectoryBackups(Backups):
             return
         if self._group.is_chief:
             state.restore(model, self.tensors)
+            models.set_unseeded_state(found["random"].get("keras"))
 
     def note_callbacks(self, callbacks: list[Any]) -> None:
         """See `Backups.note_callbacks`."""

@@ -478,20 +478,22 @@ def _jsonable(value: Any) -> Any:
 
 
 def random_state() -> dict[str, Any]:
-    """States of Python's and NumPy's global generators, as JSON."""
+    """States of Python's, NumPy's and Keras's global generators, as JSON."""
     version, numbers, gauss = random.getstate()
     numpy_state = dict(np.random.get_state(legacy=False))
+    unseeded = models.unseeded_state()
     inner = {
         k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in numpy_state["state"].items()
     }
     return {
         "python": [version, list(numbers), gauss],
         "numpy": {**numpy_state, "state": inner},
+        "keras": None if unseeded is None else unseeded.numpy().tolist(),
     }
 
 
 def restore_random_state(saved: Mapping[str, Any]) -> None:
-    """Restores a result of `random_state`."""
+    """Restores a result of `random_state`, but not Keras's; see `set_unseeded_state`."""
     version, numbers, gauss = saved["python"]
     random.setstate((version, tuple(numbers), gauss))
     numpy_state = dict(saved["numpy"])

@@ -15,7 +15,7 @@ import keras
 
 from tfmw import trackers
 from tfmw.checkpoint import state
-from tfmw.keras_compat import datasets
+from tfmw.keras_compat import datasets, models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,7 @@ class ProcessSettings:
         """Makes them this process's own."""
         datasets.set_seed_state(self.seeds)
         state.restore_random_state(self.random)
+        models.set_unseeded_state(self.random["keras"])
         keras.config.set_floatx(self.floatx)
         keras.config.set_epsilon(self.epsilon)
         keras.config.set_image_data_format(self.image_data_format)

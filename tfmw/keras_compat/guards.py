@@ -1,16 +1,20 @@
-"""Guards in a process that has joined a cluster: `model.fit` is refused, and one worker saves.
+"""Guards in a process that has joined a cluster: `model.fit` is refused, files are saved whole.
 
     undo = guard_models(refuse_fit, is_chief=False)
     with saves_by_callbacks(on_all_workers=False): ...     # model.save(...) writes nothing here
 
 Keras's own methods ignore the other workers: `fit` trains this process's copy only, on all of the
-data, and `save` writes the same file as every other worker. Both would be wrong without any error.
+data, and `save` writes the same file as every other worker, which reads it half-written. All have
+the same model, so each renames a whole file to that path: every worker can load it afterwards,
+whether they share the disk or not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import secrets
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,10 +36,11 @@ def guard_models(refuse_fit: Callable[[], None], is_chief: bool) -> Callable[[],
     Returns:
         A function that removes the guards.
     """
-    methods: dict[str, Any] = {"fit": _refusing(keras.Model.fit, refuse_fit)}
-    if not is_chief:
-        methods["save"] = _warning(keras.Model.save)
-        methods["save_weights"] = _warning(keras.Model.save_weights)
+    methods: dict[str, Any] = {
+        "fit": _refusing(keras.Model.fit, refuse_fit),
+        "save": _whole(keras.Model.save, is_chief),
+        "save_weights": _whole(keras.Model.save_weights, is_chief),
+    }
     own = {name: vars(keras.Model).get(name) for name in methods}
     for name, method in methods.items():
         setattr(keras.Model, name, method)
@@ -106,25 +111,33 @@ def _refusing(fit: Callable[..., Any], refuse: Callable[[], None]) -> Callable[.
     return guarded
 
 
-def _warning(save: Callable[..., Any]) -> Callable[..., Any]:
+def _whole(save: Callable[..., Any], is_chief: bool) -> Callable[..., Any]:
+    """`save` that renames a whole file; in a callback, which runs on all workers, by the chief."""
+
     @functools.wraps(save)
     def guarded(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        call = f"model.{save.__name__}({str(filepath)!r})"
-        if _on_all_workers:
-            return save(self, filepath, *args, **kwargs)
-        if _on_all_workers is False:
+        if _on_all_workers is False and not is_chief:
             warnings.warn(
-                f"tfmw: {call} on a worker that is not the chief: nothing is written here, the "
-                "chief writes it. A callback with chief_only = False writes on every worker.",
+                f"tfmw: model.{save.__name__}({str(filepath)!r}) on a worker that is not the "
+                "chief: nothing is written here, the chief writes it. A callback with "
+                "chief_only = False writes on every worker.",
                 stacklevel=2,
             )
             return None
-        warnings.warn(
-            f"tfmw: {call} on a worker that is not the chief: if every worker writes this path, "
-            "the file may be damaged. Save on one worker, where tfmw.init().is_chief; or use "
-            "tfmw.export(model, path), which writes once.",
-            stacklevel=2,
-        )
-        return save(self, filepath, *args, **kwargs)
+        path = str(filepath)
+        # Keras refuses other endings, and asks before it overwrites; other options write more than
+        # one file. A file system of URLs shows a file when it is whole.
+        plain = not args and not set(kwargs) - {"overwrite"} and kwargs.get("overwrite", True)
+        if not plain or "://" in path or not path.endswith((".keras", ".h5")):
+            return save(self, filepath, *args, **kwargs)
+        folder, name = os.path.split(path)
+        temporary = os.path.join(folder, f".{secrets.token_hex(6)}.{name}")
+        try:
+            result = save(self, temporary, *args, **kwargs)
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        return result
 
     return guarded

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
+from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.random import seed_generator
 from keras.src.trainers.data_adapters import (
     data_adapter_utils,
 )
 
+from tfmw.keras_compat.objects import overridden
 from tfmw.keras_compat.optimizers import inner_optimizer, optimizers_of
 
 Variable = keras.Variable
@@ -21,11 +26,6 @@ Variable = keras.Variable
 def is_model(candidate: Any) -> bool:
     """Whether it can be trained: a `keras.Model`, or any layer that is one of Keras's trainers."""
     return isinstance(candidate, tf_trainer.TensorFlowTrainer)
-
-
-def assert_compiled(model: keras.Model, method: str) -> None:
-    """Raises Keras's own error if `model` is not compiled."""
-    model._assert_compile_called(method)
 
 
 def compiled_parts(model: keras.Model) -> list[Any]:
@@ -37,6 +37,8 @@ def class_weight_to_sample_weights(y: Any, class_weight: dict[int, float]) -> An
     """The weight of each example, float32 [examples], from the weights of its class."""
     return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
 
+
+_UNUSED = "_self_tfmw_unused"  # an attribute of models: parts that `build_all` has left unbuilt
 
 NOTES_OF_CALLS = ("_called",)
 
@@ -61,6 +63,50 @@ def seed_generators_of(model: keras.Model) -> list[Any]:
             if all(generator is not f for f in found):
                 found.append(generator)
     return found
+
+
+@contextlib.contextmanager
+def unseeded_generator() -> Iterator[None]:
+    """Within this context Keras's generator of draws without a seed exists.
+
+    Keras creates it at the first draw, which in a traced step would be on a replica. Without a draw
+    nothing has changed at the end; creating it draws from Python's generator.
+    """
+    if unseeded_state() is not None:
+        yield
+        return
+    before = random.getstate()
+    state = seed_generator.global_seed_generator().state
+    random.setstate(before)
+    seed = state.numpy()
+    yield
+    if np.array_equal(state.numpy(), seed):
+        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
+    else:
+        seed_generator.make_default_seed()
+
+
+def unseeded_state() -> Any | None:
+    """The Keras variable of `unseeded_generator`; None if it does not exist."""
+    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    return None if generator is None else generator.state
+
+
+def with_unseeded_generator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` for other threads, as of replicas: Keras has one generator for each thread."""
+    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+
+    def call(*arguments: Any) -> Any:
+        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
+        return function(*arguments)
+
+    return call
+
+
+def set_unseeded_state(value: list[int] | None) -> None:
+    """Sets Keras's generator of draws without a seed; None if it does not exist."""
+    if value is not None:
+        seed_generator.global_seed_generator().state.assign(value)
 
 
 def state_variables_of(model: keras.Model) -> list[Any]:
@@ -125,26 +171,41 @@ def build_all(model: keras.Model, spec: Any) -> None:
     Args:
         spec: structure of tf.TensorSpec, of one batch (x, y, sample weights).
     """
-    errors: tuple[type[Exception], ...] = (
-        RuntimeError,
-        TypeError,
-        AttributeError,
-        NotImplementedError,
-    )
-    if overrides_step(model, "train_step"):
+    own_step = overrides_step(model, "train_step")
+    if own_step:
         # Only the step knows the inputs of the model: a batch (anchor, positive, negative), for
-        # example, has three inputs, which Keras takes for x, y and sample weights.
-        errors = (*errors, ValueError)
-    try:
-        symbolic_build(model, spec)
-    except errors:
-        # Steps that only TensorFlow can trace: trace one without running it.
-        tf.function(model.train_step, autograph=False).get_concrete_function(spec)
-    if model.optimizer is not None and not model.optimizer.built:
+        # example, has three inputs, which Keras takes for x, y and sample weights. And it alone
+        # knows which optimizers it uses.
+        _trace_step(model, spec)
+    if not own_step or not all(part.built for part in _compiled_parts(model)):
+        hidden = [(model, "optimizer", None)] if own_step else []
+        try:
+            with overridden(hidden):
+                symbolic_build(model, spec)
+        except (RuntimeError, TypeError, AttributeError, NotImplementedError, ValueError) as error:
+            if not own_step:
+                if isinstance(error, ValueError):
+                    raise
+                _trace_step(model, spec)  # it may need TensorFlow's tensors
+    if not own_step and model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    if any(not optimizer.built for optimizer in optimizers_of(model)):
-        # The variables of optimizers in a custom step, such as a GAN's, appear only in the step.
-        tf.function(model.train_step, autograph=False).get_concrete_function(spec)
+    vars(model)[_UNUSED] = _unbuilt(model)
+
+
+def _trace_step(model: keras.Model, spec: Any) -> None:
+    """Traces a training step without running it."""
+    tf.function(model.train_step, autograph=False).get_concrete_function(spec)
+
+
+def _compiled_parts(model: keras.Model) -> list[Any]:
+    parts = (model._compile_loss, model._compile_metrics)
+    return [part for part in parts if part is not None]
+
+
+def _unbuilt(model: keras.Model) -> list[Any]:
+    """Layers, losses, metrics and optimizers of a model that have no variables yet."""
+    parts = [*layers_of(model), *_compiled_parts(model), *optimizers_of(model)]
+    return [part for part in parts if not part.built]
 
 
 def build_for_inputs(model: keras.Model, spec: Any) -> None:
@@ -181,10 +242,8 @@ def limits_for_debugging() -> tuple[int | None, int | None]:
 
 def needs_build(model: keras.Model) -> bool:
     """Whether the first batch would create variables of the model."""
-    parts = [model._compile_loss, model._compile_metrics, *optimizers_of(model)]
-    return not all(layer.built for layer in layers_of(model)) or not all(
-        part is None or part.built for part in parts
-    )
+    unused = {id(part) for part in vars(model).get(_UNUSED, [])}
+    return any(id(part) not in unused for part in _unbuilt(model))
 
 
 def overrides_step(model: keras.Model, name: str) -> bool:
@@ -219,9 +278,10 @@ def is_synchronized_batch_norm(layer: Any) -> bool:
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
     (tf_trainer.TensorFlowTrainer, "_symbolic_build"),
-    (tf_trainer.TensorFlowTrainer, "_assert_compile_called"),
     (tf_trainer.TensorFlowTrainer, "_should_eval"),
     (keras.Model, "_flatten_layers"),
     (data_adapter_utils, "class_weight_to_sample_weights"),
+    (seed_generator, "global_seed_generator"),
+    (seed_generator, "make_default_seed"),
 ]
 """(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+_LIBRARIES = ("builtins", "keras", "tensorflow", "numpy", "collections")
+
 
 @contextlib.contextmanager
 def overridden(overrides: list[tuple[Any, str, Any]]) -> Iterator[None]:
@@ -23,12 +25,37 @@ def overridden(overrides: list[tuple[Any, str, Any]]) -> Iterator[None]:
                 obj.__dict__[name] = value
 
 
-def items_in(value: Any) -> Iterator[Any]:
-    """The value of an attribute, or the members of (nested) lists, tuples and dicts."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for member in value:
-            yield from items_in(member)
-    else:
-        yield value
+def held_by(owner: Any) -> Iterator[tuple[str, Any]]:
+    """Yields (attribute, value) of what a user's object holds, in order.
+
+    Members of (nested) lists, tuples, dicts and plain objects have the name of the attribute.
+    """
+    left = _attributes(owner)
+    seen = {id(owner)}
+    while left:
+        name, value = left.pop()
+        members: list[tuple[str, Any]]
+        if isinstance(value, dict):
+            members = [(name, member) for member in reversed(value.values())]
+        elif isinstance(value, (list, tuple)):
+            members = [(name, member) for member in reversed(value)]
+        elif _is_plain(value):
+            members = _attributes(value, f"{name}.")
+        else:
+            yield name, value
+            continue
+        if id(value) not in seen:
+            seen.add(id(value))
+            left += members
+
+
+def _attributes(owner: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """(name, value), the last first; without TensorFlow's own attributes."""
+    own = reversed(vars(owner).items())
+    return [(prefix + name, value) for name, value in own if not name.startswith("_self_")]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an object is of a user's class that is neither a layer nor a function."""
+    package = type(value).__module__.partition(".")[0]
+    return package not in _LIBRARIES and hasattr(value, "__dict__") and not callable(value)

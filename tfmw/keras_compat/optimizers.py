@@ -18,7 +18,7 @@ from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.optimizers import base_optimizer
 
 from tfmw.keras_compat.losses import ReplicaWeight, current_weight
-from tfmw.keras_compat.objects import items_in, overridden
+from tfmw.keras_compat.objects import held_by, overridden
 
 # In TFOptimizer these methods reduce gradients or update through the strategy. In the base class
 # they update the variables of the current replica.
@@ -56,13 +56,15 @@ def _install_local_updates() -> None:
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
-    """The outermost optimizers that the model holds, the compiled one first."""
-    found: list[Any] = []
-    for value in [getattr(model, "optimizer", None), *vars(model).values()]:
-        for item in items_in(value):
-            if isinstance(item, keras.optimizers.Optimizer) and all(item is not f for f in found):
-                found.append(item)
-    return found
+    """The outermost optimizers that the model and its layers hold, the compiled one first."""
+    held = [getattr(model, "optimizer", None)]
+    for layer in model._flatten_layers():  # the model first
+        if type(layer).__module__.startswith("keras.") and layer is not model:
+            held += vars(layer).values()  # lists and other objects of these are Keras's own
+        else:
+            held += [value for _, value in held_by(layer)]
+    found = {id(o): o for o in held if isinstance(o, keras.optimizers.Optimizer)}
+    return list(found.values())
 
 
 def inner_optimizer(optimizer: Any) -> Any | None:
@@ -207,6 +209,7 @@ def stable_variable_keys(optimizer: Any, variables: list[Any]) -> Iterator[None]
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
+    (keras.Model, "_flatten_layers"),
     (tf_optimizer.TFOptimizer, "_var_key"),
     (tf_optimizer.TFOptimizer, "_all_reduce_sum_gradients"),
     (keras.optimizers.LossScaleOptimizer, "_tf_apply"),

@@ -27,8 +27,15 @@ import tensorflow as tf
 from tfmw.errors import UsageError
 from tfmw.keras_compat import emptied
 from tfmw.keras_compat.metrics import metric_variables
-from tfmw.keras_compat.models import layers_of, native, seed_generators_of, set_native
-from tfmw.keras_compat.objects import items_in
+from tfmw.keras_compat.models import (
+    keep_message,
+    layers_of,
+    native,
+    seed_generators_of,
+    set_native,
+    unseeded_state,
+)
+from tfmw.keras_compat.objects import held_by, overridden
 from tfmw.keras_compat.optimizers import (
     optimizer_variables,
     optimizers_of,
@@ -58,14 +65,22 @@ def shared_variables(model: keras.Model) -> list[Any]:
     """Variables that are equal on replicas at the start: in a nested call, all but the seeds."""
     variables = all_variables(model)
     if not is_placed(model):
-        return variables
+        return variables + _unplaced_state()
     seeds = {id(seed) for seed in seeds_of(model)}
     return [variable for variable in variables if id(variable) not in seeds]
 
 
 def seeds_of(model: keras.Model) -> list[Any]:
-    """The state of each seed generator of the model's layers."""
-    return [generator.state for generator in seed_generators_of(model)]
+    """The state of each seed generator of the model's layers, and of draws without a seed."""
+    states = [generator.state for generator in seed_generators_of(model)]
+    unseeded = unseeded_state()
+    return states if unseeded is None else [*states, unseeded]
+
+
+def _unplaced_state() -> list[Any]:
+    """The state of draws without a seed, unless an outer call has placed it with its model."""
+    state = unseeded_state()
+    return [] if state is None or _PLACED in vars(state) else [state]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +177,8 @@ def placed(
     """
     variables = shared_variables(model)
     # In a nested call seeds already differ between replicas.
-    seeds = seeds_of(model) if seeds_vary and not is_placed(model) else []
+    varied = seeds_vary and not is_placed(model)
+    seeds = [s for s in seeds_of(model) if varied and _PLACED not in vars(s)]
     originals = [native(v) for v in variables]
     distributed = any(isinstance(v, tf.distribute.DistributedValues) for v in originals)
     if strategy.num_replicas_in_sync == 1:
@@ -227,15 +243,16 @@ def is_placed(model: keras.Model) -> bool:
 def _seeds_varied(
     model: keras.Model, strategy: tf.distribute.Strategy, seeds: list[Any]
 ) -> Iterator[None]:
-    outermost = not is_placed(model)
-    vars(model)[_PLACED] = True  # bypasses Keras's __setattr__
+    marked = [part for part in (model, *seeds) if _PLACED not in vars(part)]
+    for part in marked:
+        vars(part)[_PLACED] = True  # bypasses Keras's __setattr__
     _vary_seeds(strategy, seeds)
     try:
         yield
     finally:
         _vary_seeds(strategy, seeds)
-        if outermost:
-            del vars(model)[_PLACED]
+        for part in marked:
+            del vars(part)[_PLACED]
 
 
 def local_copies(strategy: tf.distribute.Strategy, variable: Any) -> list[tf.Variable]:
@@ -294,21 +311,54 @@ def _fold(replica: int) -> np.ndarray:
     return np.array([replica * _SEED_STEP & 0x7FFFFFFF, 0])
 
 
-def refuse_raw_variables(model: keras.Model) -> None:
-    """Raises UsageError for a layer with a raw `tf.Variable`.
+def raw_variables(model: keras.Model) -> list[tuple[str, tf.Variable]]:
+    """(where it is, the variable) of raw `tf.Variable`s of layers, which Keras does not track."""
+    return [
+        (f"{name!r} of layer {layer.name!r} ({type(layer).__name__})", value)
+        for layer in layers_of(model)
+        # Keras's own layers keep constants in one, such as tf-idf weights.
+        if not type(layer).__module__.startswith("keras.")
+        for name, value in held_by(layer)
+        if isinstance(value, tf.Variable) and not isinstance(value, tf.distribute.DistributedValues)
+    ]
 
-    Keras does not track it, and it would differ between replicas.
-    """
-    for layer in layers_of(model):
-        for name, value in vars(layer).items():
-            if type(layer).__module__.startswith("keras."):
-                continue  # Keras's own layers keep constants in one, such as tf-idf weights
-            if any(isinstance(i, tf.Variable) for i in items_in(value)):
-                raise UsageError(
-                    f"layer {layer.name!r} ({type(layer).__name__}) keeps a raw tf.Variable in "
-                    f"{name!r}, which Keras does not track and no replica would share: create it "
-                    "with self.add_weight(...) instead."
-                )
+
+def refuse_raw_variables(model: keras.Model) -> None:
+    """Raises UsageError for a layer with a raw `tf.Variable`."""
+    for where, _ in raw_variables(model):
+        raise UsageError(
+            f"{where} is a raw tf.Variable, which Keras does not track and no task would share: "
+            "create it with self.add_weight(...) instead."
+        )
+
+
+@contextlib.contextmanager
+def raw_variables_constant(model: keras.Model, processes: int) -> Iterator[None]:
+    """Within this context raw `tf.Variable`s cannot change on one replica or process alone."""
+
+    def refusing(where: str, assign: Any) -> Any:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if processes == 1 and not tf.distribute.has_strategy():
+                return assign(*args, **kwargs)  # by a callback
+            error = UsageError(
+                f"{where} is a raw tf.Variable and is assigned while the model is trained: Keras "
+                "does not track it, and no replica would share its value. Create it with "
+                "self.add_weight(...) instead."
+            )
+            keep_message(error)
+            raise error
+
+        return refuse
+
+    assigning = [n for n in dir(tf.Variable) if n.startswith(("assign", "scatter_", "batch_scat"))]
+    overrides = [
+        (variable, name, refusing(where, getattr(variable, name)))
+        for where, variable in raw_variables(model)
+        for name in assigning
+        if hasattr(variable, name)
+    ]
+    with overridden(overrides):
+        yield
 
 
 def refuse_other_scope(model: keras.Model, strategy: tf.distribute.Strategy) -> None:

@@ -60,10 +60,11 @@ def _checksum(copies: list[tf.Variable]) -> list[int]:
     """A checksum of the values of each copy; the same on every machine."""
     if copies[0].dtype == tf.string:
         return []
-    return [_checksum_of(copy.read_value()) for copy in copies]
+    return [checksum(copy.read_value()) for copy in copies]
 
 
-def _checksum_of(value: tf.Tensor) -> int:
+def checksum(value: tf.Tensor) -> int:
+    """A checksum of a value; the same on every machine."""
     if value.dtype.size * value.shape.num_elements() < _LARGE:
         return zlib.crc32(_bytes(value).data)
     # FarmHash64, four times as fast; for small ones TensorFlow's operations take longer.

@@ -49,7 +49,7 @@ from tfmw.keras_compat import (
 )
 from tfmw.keras_compat.metrics import metric_variables, recorded_assignments
 from tfmw.mirrored import prediction
-from tfmw.mirrored.agreement import agree
+from tfmw.mirrored.agreement import agree, checksum
 from tfmw.mirrored.collectives.reduction import SUM, Reduction
 from tfmw.mirrored.metrics import NotedResults, ReplicaMetrics, noting_results
 from tfmw.mirrored.replica_state import ReplicaState
@@ -163,7 +163,10 @@ class SyncDriver:
 
     def __enter__(self) -> SyncDriver:
         enter = self._stack.enter_context
-        placement.refuse_raw_variables(self.model)
+        enter(models.unseeded_generator())
+        if self.replicas > 1:
+            self._refuse_raw_variables_that_differ()
+            enter(placement.raw_variables_constant(self.model, self._replicas.group.size))
         placement.refuse_other_scope(self.model, self.strategy)
         enter(shared_updates(self.model, self.updates))
         with self.lost_peer_named():
@@ -182,6 +185,17 @@ class SyncDriver:
         if any(models.overrides_step(self.model, f"{k}_step") for k in ("train", "test")):
             enter(noting_results(self.model))
         return self
+
+    def _refuse_raw_variables_that_differ(self) -> None:
+        """Raises UsageError on every task; `agree` sets Keras's variables only."""
+        raw = placement.raw_variables(self.model)
+        if raw and self._replicas.group.size > 1:
+            self._replicas.group.require_same(
+                {
+                    f"the checksum of tf.Variable {where}": checksum(v.read_value())
+                    for where, v in raw
+                }
+            )
 
     def __exit__(self, *error: Any) -> None:
         with self.lost_peer_named():
@@ -286,9 +300,9 @@ class SyncDriver:
             if kind == "train":
                 assigned = self._state.assigned = self._state.assigned or []
             with recorded_assignments(assigned, self._metrics.note_update):
-                totals = self.strategy.run(
+                totals = self._replicas.run(
                     lambda p, c, t: self._replica_step(kind, p, c, t, uneven, size_known, averages),
-                    args=(parts, counts, total),
+                    (parts, counts, total),
                 )
             if size_known:
                 return tf.maximum(total, 1)  # a batch without examples is not the end
@@ -481,7 +495,7 @@ class SyncDriver:
         self.reset_metrics()
         step = self.global_step(kind, uneven)
         sharding = self._replicas.sharding
-        run, first = self.strategy.run, sharding.local.start
+        run, first = self._replicas.run, sharding.local.start
 
         def begin() -> None:
             self.model.reset_metrics()
@@ -493,9 +507,9 @@ class SyncDriver:
                 self._state.average_on_replica(self._state.variables())
 
         def whole_step(parts: Any, total: tf.Tensor, signals: tf.Tensor) -> Any:
-            run(begin)
+            run(begin, ())
             step(parts, sharding.counts(total), total)
-            run(end)
+            run(end, ())
             return self._metrics.of_batch(kind, signals)
 
         return whole_step

@@ -37,7 +37,7 @@ def prediction_step(
             rows = tf.stack([rows_of(t) for t in tf.nest.flatten(outputs)])
         return outputs, rows
 
-    return lambda parts, counts: replicas.strategy.run(on_replica, args=(parts, counts))
+    return lambda parts, counts: replicas.run(on_replica, (parts, counts))
 
 
 class Predictions:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfmw.cluster.group import Group
 from tfmw.data import Sharding
-from tfmw.keras_compat import placement
+from tfmw.keras_compat import models, placement
 from tfmw.mirrored.tensors import in_packs
 from tfmw.runtime.progress import blocking_call
 
@@ -55,6 +55,10 @@ class Replicas:
         return (
             int(tf.get_static_value(replica.replica_id_in_sync_group)) - self.sharding.local.start
         )
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Runs a model's function on each local replica; see `tf.distribute.Strategy.run`."""
+        return self.strategy.run(models.with_unseeded_generator(function), args=args)
 
     def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums over all replicas, one reduction per carrier dtype. In a replica context."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +65,7 @@ class ParameterServerTraining:
         self._source = arguments.source
         self._servers = servers
         self._driver: PsDriver | None = None
+        self._stack = contextlib.ExitStack()
         position = (None if record is None else record["feed"]) or {}
         self._restored_steps: int = position.get("done", 0)
         self._model_is_read = True
@@ -74,10 +76,11 @@ class ParameterServerTraining:
             session.build(self.element_spec)
 
     def __enter__(self) -> ParameterServerTraining:
+        self._stack.enter_context(models.unseeded_generator())
         return self
 
     def __exit__(self, *error: Any) -> None:
-        pass
+        self._stack.__exit__(*error)
 
     @functools.cached_property
     def element_spec(self) -> Any:

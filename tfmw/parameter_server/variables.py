@@ -97,7 +97,7 @@ class ServerVariables:
     ):
         self.model = model
         self.servers = servers
-        self.optimizers = optimizers_of(model)
+        self.optimizers = [optimizer for optimizer in optimizers_of(model) if optimizer.built]
         self.seeds = placement.seeds_of(model)
         self.trainable: list[Any] = list(model.trainable_variables)
         self.hash_tables = [
