@@ -34,7 +34,7 @@ import tensorflow as tf
 
 from tfmw import tables
 from tfmw.checkpoint.parts import SlotParts
-from tfmw.data import Sharding, ShardSizes, first_rows, static_batch_size
+from tfmw.data import Sharding, ShardSizes, first_rows, map_tensors, static_batch_size
 from tfmw.data.sharding import WHOLE_BATCHES
 from tfmw.errors import UsageError
 from tfmw.keras_compat import (
@@ -56,7 +56,7 @@ from tfmw.mirrored.replica_state import ReplicaState
 from tfmw.mirrored.replicas import Replicas, Traces
 from tfmw.mirrored.sharded_update import SharedUpdate, shared_updates
 from tfmw.mirrored.step_loops import eager_loop, traced_loop
-from tfmw.mirrored.tensors import batch_rows, or_zeros
+from tfmw.mirrored.tensors import batch_rows, of_any_rows, or_zeros
 from tfmw.runtime.progress import report_alive
 from tfmw.runtime.step_times import StepTimes
 
@@ -370,6 +370,7 @@ class SyncDriver:
         before_step = [(models.native(v), tf.identity(v.value)) for v in averages]
         if self._has_synchronized_norm:
             batch = first_rows(batch, weight.examples)  # all that it is given counts
+        batch = map_tensors(of_any_rows, batch)
         self._call_step(kind, batch, local, weight)
         for variable, before in metrics:
             variable.assign(tf.where(present, variable.value, before))

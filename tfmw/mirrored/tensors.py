@@ -16,6 +16,13 @@ def batch_rows(batch: Any) -> tf.Tensor:
     return tf.cast(examples_of(batch), tf.int32)
 
 
+def of_any_rows(tensor: Any) -> Any:
+    """The tensor without a static number of rows: a trace must not divide by one replica's."""
+    if isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy"):
+        return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
+    return tensor
+
+
 def or_zeros(grad: Any, present: tf.Tensor) -> Any:
     """A gradient, or zeros where `present` is false; None stays None."""
     if grad is None:
