@@ -2,7 +2,7 @@
 
     python -m bench.efficiency [--works cnn mlp transformer] [--out docs/images/efficiency.svg]
 
-Two workers of this machine are measured, as `tfmw bench` does, over TCP. tfmw/tools/cost.py then
+Two workers of this machine are measured, as `tfmw bench` does, over TCP. bench/forecast.py then
 predicts the step of more workers, each on a machine of its own, for three networks: a link of 1, 10
 and 100 Gbit/s for each worker, where it is slower than what the two reach here.
 """
@@ -13,9 +13,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from bench.forecast import MANY, Forecast, measure, payload
 from tfmw.launcher.run import launch
-from tfmw.tools import bench
-from tfmw.tools.cost import MANY, Cost, payload
 
 NETWORKS = {1: 100e-6, 10: 30e-6, 100: 10e-6}  # Gbit/s: seconds of one message
 STEPS = 6
@@ -46,7 +45,7 @@ def _made(name: str) -> Any:
     return keras_network(name, keras), batches(name, workers).take(STEPS)
 
 
-def table(costs: dict[str, Cost]) -> str:
+def table(costs: dict[str, Forecast]) -> str:
     """Markdown: a line for each work and network."""
     lines = [f"| work | Gbit/s | {' | '.join(f'{n:,}' for n in MANY)} |"]
     lines.append("| --- | --- |" + " --- |" * len(MANY))
@@ -58,7 +57,7 @@ def table(costs: dict[str, Cost]) -> str:
     return "\n".join(lines)
 
 
-def draw(costs: dict[str, Cost], path: Path) -> None:
+def draw(costs: dict[str, Forecast], path: Path) -> None:
     """One panel for each work, one line for each network."""
     import matplotlib
 
@@ -96,7 +95,7 @@ def main() -> None:
     options = flags.parse_args()
     costs = {}
     for work in options.works:
-        costs[work] = launch(bench._measure, (f"bench.efficiency:{work}", STEPS), 2)[0][0]
+        costs[work] = launch(measure, (f"bench.efficiency:{work}", STEPS), 2)[0]
         print(f"{work}: {costs[work]}", flush=True)
     print(table(costs))
     draw(costs, options.out)

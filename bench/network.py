@@ -3,7 +3,7 @@
     sudo python -m bench.network [--workers 2 3 4] [--rates 1000 300 100] [--delays 0.1 1 10]
 
 Every worker has a network namespace of its own. Links are those of bench/machines.py, or, with a
-delay, of bench/wire.py. What tfmw/tools/cost.py predicts comes from a single run: two workers on
+delay, of bench/wire.py. What bench/forecast.py predicts comes from a single run: two workers on
 links of 100 Gbit/s. Rates, in Mbit/s, are those at which each worker may send; delays, in ms, are
 of one way. Needs root, and Linux with unshare, nsenter, ip and tc (iproute2). Workers that
 outnumber the cores compute in turns, and the prediction knows it.
@@ -23,11 +23,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from bench.forecast import Forecast, payload
+from bench.forecast import measure as forecast_of
 from bench.machines import NAME, machines
 from bench.wire import Network
 from tfmw.launcher.run import compute_with_onednn
 from tfmw.runtime.recorder import EXCHANGES_FILE, make_file
-from tfmw.tools.cost import Cost, payload
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 8  # of an epoch
@@ -48,10 +49,8 @@ def make() -> tuple[object, object]:
 
 
 def child() -> None:
-    """One worker: what `tfmw bench` measures, printed."""
-    from tfmw.tools import bench
-
-    cost, *_ = bench._measure("bench.network:make", STEPS)
+    """One worker: the measurement, printed."""
+    cost = forecast_of("bench.network:make", STEPS)
     print(MARK + json.dumps(dataclasses.asdict(cost)), flush=True)
 
 
@@ -68,7 +67,7 @@ def links(
             yield addresses, lambda worker: ["ip", "netns", "exec", f"{NAME}{worker}"]
 
 
-def measure(workers: int, mbit_per_s: float = FREE, delay_ms: float = 0.0) -> Cost:
+def measure(workers: int, mbit_per_s: float = FREE, delay_ms: float = 0.0) -> Forecast:
     """What a step costs the chief.
 
     Raises:
@@ -111,7 +110,7 @@ def measure(workers: int, mbit_per_s: float = FREE, delay_ms: float = 0.0) -> Co
     said = [line for line in outputs[0].splitlines() if line.startswith(MARK)]
     if not said:
         raise RuntimeError("\n".join(outputs))
-    return Cost(**json.loads(said[0].removeprefix(MARK)))
+    return Forecast(**json.loads(said[0].removeprefix(MARK)))
 
 
 def main() -> None:

@@ -22,10 +22,8 @@ from tfmw.errors import UsageError
 from tfmw.launcher.exchanges import straggler
 from tfmw.runtime.recorder import EXCHANGES_FILE, RecordedExchange, read_exchanges
 from tfmw.tools.cost import Cost, report
-from tfmw.tools.overlap import exchanges_of, overlap
 
 WARM_UP, ROUNDS = 2, 5  # epochs: the first traces, the second warms up; then those that are timed
-MESSAGES = 50
 UPDATES = 10
 
 
@@ -44,7 +42,7 @@ def main(target: str, workers: int, steps: int) -> int:
     _split(target)  # a wrong name is refused before any process starts
     from tfmw.launcher.run import launch
 
-    measured = launch(_measure, (target, steps), workers)
+    measured = launch(measure, (target, steps), workers)
     cost, size, parameters, update, _ = measured[0]
     print(report(cost, size, parameters, update))
     slowest = straggler({f"worker {rank}": made for rank, (*_, made) in enumerate(measured)})
@@ -73,7 +71,7 @@ def _split(target: str) -> tuple[str, str]:
     return where, name
 
 
-def _load(target: str) -> Callable[[], Any]:
+def load(target: str) -> Callable[[], Any]:
     """Imports the module and returns its function."""
     where, name = _split(target)
     if where.endswith(".py"):
@@ -89,7 +87,7 @@ def _load(target: str) -> Callable[[], Any]:
     return make
 
 
-def _measure(target: str, steps: int) -> tuple[Cost, int | None, int, str, list[RecordedExchange]]:
+def measure(target: str, steps: int) -> tuple[Cost, int | None, int, str, list[RecordedExchange]]:
     """On each worker: (cost, global batch, parameters, how weights are updated, exchanges)."""
     import keras
     import numpy as np
@@ -97,61 +95,43 @@ def _measure(target: str, steps: int) -> tuple[Cost, int | None, int, str, list[
     import tfmw
     from tfmw import strategies
     from tfmw.mirrored import sharded_update
-    from tfmw.mirrored.collectives import listener, reduction
-    from tfmw.mirrored.collectives.connection import ring_of
+    from tfmw.mirrored.collectives import reduction
 
-    os.environ[listener.SHARED_MEMORY] = "0"  # the prediction is for workers on several machines
     tfmw.init()
-    make = _load(target)
+    make = load(target)
     keras.utils.set_random_seed(0)  # the same dataset on all workers, even if it is drawn at random
-    model, dataset, options = _parts(make(), target)
+    model, dataset, options = parts(make(), target)
     size = _batch_size(dataset)
     strategy = strategies.current_strategy()
-    ring = ring_of(strategy)
-    before, made = _reductions(ring), (ROUNDS + WARM_UP) * steps
-    with exchanges_of(ring) as spans:
-        whole = _seconds(model, dataset, options, steps)
+    whole = seconds(model, dataset, options, steps)
     exchanges = read_exchanges(Path(os.environ[EXCHANGES_FILE]))
-    sums = (_reductions(ring) - before) / made if ring is not None else 1.0
     update = sharded_update.description(model)
     with reduction.left_out():
-        local = _seconds(model, dataset, options, steps)
+        local = seconds(model, dataset, options, steps)
         still = dataset.take(1).cache().repeat()
-        compute = _seconds(model, still, options, steps)
+        compute = seconds(model, still, options, steps)
     alone = compute
     replicas = strategy.num_replicas_in_sync
     if replicas > 1:
         own = _own_part(still, strategy)
-        alone = min(compute, _seconds(model, own, {**options, "strategy": "default"}, steps))
+        alone = min(compute, seconds(model, own, {**options, "strategy": "default"}, steps))
     shared = sharded_update.is_shared(model)
     whole_update = min(_update_seconds(model.optimizer), alone) if shared else 0.0
     own_update = whole_update / replicas
-    exposed = max(0.0, whole - max(local, compute))
-    hidden, window = overlap(spans, made, exposed)
     parameters = sum(int(np.prod(w.shape)) for w in model.trainable_weights)
-    item = 2 if options.get("gradient_compression") else 4
     cost = Cost(
         workers=replicas,
         compute=min(alone, whole) - whole_update,
         update=own_update,
         overhead=max(0.0, min(compute, whole) - (alone - whole_update + own_update)),
-        communication=exposed,
-        hidden=hidden,
-        window=window,
+        communication=max(0.0, whole - max(local, compute)),
         input=max(0.0, local - compute),
-        gradient_bytes=parameters * item,
-        latency=_latency(strategy),
-        sums=sums,
     )
     return cost, size, parameters, update, exchanges
 
 
-def _reductions(ring: Any) -> int:
-    """Number of reductions of gradients so far, dense and sparse; 0 if TensorFlow reduces them."""
-    return 0 if ring is None else ring.counts["gradients"] + ring.counts["gather"]
-
-
-def _parts(returned: Any, target: str) -> tuple[Any, Any, dict[str, Any]]:
+def parts(returned: Any, target: str) -> tuple[Any, Any, dict[str, Any]]:
+    """(model, dataset without an end, arguments of fit), as the function of `target` returned."""
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         raise UsageError(
             f"{target} returned {type(returned).__name__}: expected (model, dataset) or (model, "
@@ -180,7 +160,7 @@ def _batch_size(dataset: Any) -> int | None:
     return int(first.shape[0]) if first.shape.rank else None
 
 
-def _seconds(model: Any, dataset: Any, options: dict[str, Any], steps: int) -> float:
+def seconds(model: Any, dataset: Any, options: dict[str, Any], steps: int) -> float:
     """Median over epochs of the seconds of a step."""
     import keras
 
@@ -232,30 +212,3 @@ def _update_seconds(optimizer: Any) -> float:
             update(grads)
             spans.append(time.perf_counter() - begin)
     return statistics.median(spans[WARM_UP:])
-
-
-def _latency(strategy: Any) -> float:
-    """Seconds of one message of a ring: an all-reduce of one value takes 2 (N - 1) of them."""
-    import tensorflow as tf
-
-    from tfmw.mirrored.collectives.reduction import Reduction
-
-    replicas = strategy.num_replicas_in_sync
-    if replicas == 1:
-        return 0.0
-    reduction = Reduction(strategy)
-
-    @tf.function(autograph=False)
-    def reduce_many() -> Any:
-        def one() -> Any:
-            value = tf.constant(1.0)
-            for _ in range(MESSAGES):
-                value = reduction([value])[0] / replicas
-            return value
-
-        return strategy.run(one)
-
-    reduce_many()
-    begin = time.perf_counter()
-    reduce_many()
-    return (time.perf_counter() - begin) / MESSAGES / (2 * (replicas - 1))
