@@ -33,8 +33,8 @@ from tfmw.precision import trained_in
 from tfmw.training.arguments import FitArguments, limited_steps
 from tfmw.training.autologging import autologged
 from tfmw.training.epoch_iterator import EpochIterator
+from tfmw.training.fit_context import FitContext, errors_reported
 from tfmw.training.loop import TrainingLoop, ValidationSignals
-from tfmw.training.session import Session, errors_reported
 
 
 def fit(
@@ -100,7 +100,7 @@ def fit(
             are trained; weights, optimizer and losses stay float32, and the model is a float32
             model again afterwards. "mixed_float16" needs a `keras.optimizers.LossScaleOptimizer`.
             None or "float32": each layer's own dtype policy.
-        shard_optimizer: True, False or "auto": whether replicas share the update of the weights.
+        shard_optimizer: True, False or "auto": whether replicas shard the update of the weights.
             Each updates an N-th of them and keeps an N-th of the optimizer's slots, with the same
             result. "auto": over tfmw's own ring, for large models, where it saves time. True:
             wherever the optimizer allows it, and otherwise a warning gives the reason.
@@ -130,41 +130,43 @@ def fit(
         check_path(export_dir)
     arguments.set_seed()
     with errors_reported():
-        session = Session.of(model, strategy, "fit")
+        context = FitContext.of(model, strategy, "fit")
         arguments = arguments.split()
         if membership.is_evaluator():
-            return _evaluate_beside(session, arguments)
-        with backups_of(session.group, arguments.backup) as backups:
-            train = functools.partial(_train, session, backups=backups)
-            element_spec = autologged(session.model, arguments, train, session.group.is_chief)
+            return _evaluate_beside(context, arguments)
+        with backups_of(context.group, arguments.backup) as backups:
+            train = functools.partial(_train, context, backups=backups)
+            element_spec = autologged(context.model, arguments, train, context.group.is_chief)
         if export_dir is not None:
-            signature = _signature(session.model, element_spec)
-            export(session.model, export_dir, input_signature=signature)
-    history: keras.callbacks.History = session.model.history
+            signature = _signature(context.model, element_spec)
+            export(context.model, export_dir, input_signature=signature)
+    history: keras.callbacks.History = context.model.history
     return history
 
 
 Training = MirroredTraining | ParameterServerTraining
 
 
-def _train(session: Session, arguments: FitArguments, backups: Backups) -> Any:
+def _train(context: FitContext, arguments: FitArguments, backups: Backups) -> Any:
     """Trains the model; returns the spec of a batch."""
-    training = _sharded(session, arguments, backups.record)
-    _require_same(session, arguments, training)
-    backups.restore(session.model, training.batch_size or arguments.batch_size)
-    loop = _loop(session, arguments, training, backups)
-    with trained_in(session.model, arguments.precision), training:
+    training = _sharded(context, arguments, backups.record)
+    _require_same(context, arguments, training)
+    backups.restore(context.model, training.batch_size or arguments.batch_size)
+    loop = _loop(context, arguments, training, backups)
+    with trained_in(context.model, arguments.precision), training:
         loop.run()
     return training.element_spec
 
 
-def _sharded(session: Session, arguments: FitArguments, record: dict[str, Any] | None) -> Training:
+def _sharded(
+    context: FitContext, arguments: FitArguments, record: dict[str, Any] | None
+) -> Training:
     """The driver of this call, with sharded data and a built model."""
-    servers = strategies.servers_of(session.strategy)
+    servers = strategies.servers_of(context.strategy)
     _refuse_other_driver(record, servers is not None)
     if servers is not None:
-        return ParameterServerTraining(session, arguments, servers, record)
-    return MirroredTraining(session, arguments, record)
+        return ParameterServerTraining(context, arguments, servers, record)
+    return MirroredTraining(context, arguments, record)
 
 
 def _refuse_other_driver(record: dict[str, Any] | None, on_servers: bool) -> None:
@@ -181,17 +183,17 @@ def _refuse_other_driver(record: dict[str, Any] | None, on_servers: bool) -> Non
         )
 
 
-def _require_same(session: Session, arguments: FitArguments, training: Training) -> None:
+def _require_same(context: FitContext, arguments: FitArguments, training: Training) -> None:
     """Raises UsageError on every task if the tasks' arguments differ."""
-    session.group.require_same(
+    context.group.require_same(
         {
             "epochs": arguments.epochs,
             "initial_epoch": arguments.initial_epoch,
             "steps per epoch": training.steps_per_epoch,
             "the batch size": training.batch_size,
-            "the number of weights": sum(math.prod(w.shape) for w in session.model.weights),
+            "the number of weights": sum(math.prod(w.shape) for w in context.model.weights),
             "validation_freq": str(arguments.validation_freq),
-            "steps_per_execution": session.model.steps_per_execution,
+            "steps_per_execution": context.model.steps_per_execution,
             "backup_every": str(arguments.backup_every),
             "split_batch": arguments.split_batch,
             "collectives": membership.chosen_collectives(),
@@ -200,9 +202,9 @@ def _require_same(session: Session, arguments: FitArguments, training: Training)
 
 
 def _loop(
-    session: Session, arguments: FitArguments, training: Training, backups: Backups
+    context: FitContext, arguments: FitArguments, training: Training, backups: Backups
 ) -> TrainingLoop:
-    callback_list = session.callback_list(
+    callback_list = context.callback_list(
         arguments.user_callbacks,
         verbose=arguments.verbose,
         steps=training.steps_per_epoch,
@@ -221,7 +223,7 @@ def _loop(
         if isinstance(training, MirroredTraining):
             validate = training.validate
         else:
-            validate = functools.partial(_validate_here, session.model, arguments)
+            validate = functools.partial(_validate_here, context.model, arguments)
     return TrainingLoop(
         training,
         backups,
@@ -261,7 +263,7 @@ def _validate_here(
     return logs
 
 
-def _evaluate_beside(session: Session, arguments: FitArguments) -> keras.callbacks.History:
+def _evaluate_beside(context: FitContext, arguments: FitArguments) -> keras.callbacks.History:
     """`fit` on an evaluator: evaluates the backups of the training."""
     backup = arguments.backup
     if backup is None or arguments.validation_source is None:
@@ -270,10 +272,10 @@ def _evaluate_beside(session: Session, arguments: FitArguments) -> keras.callbac
             f"this task is an evaluator and {missing} was not given: it evaluates each backup of "
             "the training on the validation data; pass both to fit on every task."
         )
-    session.build(arguments.source.shard(session.sharding, data.Order()).element_spec)
-    validate = functools.partial(_validate_here, session.model, arguments)
+    context.build(arguments.source.shard(context.sharding, data.Order()).element_spec)
+    validate = functools.partial(_validate_here, context.model, arguments)
     return evaluator.watch(
-        session.model, validate, backup.backup_dir, remove=backup.delete_checkpoint
+        context.model, validate, backup.backup_dir, remove=backup.delete_checkpoint
     )
 
 
@@ -344,22 +346,22 @@ def evaluate(
             that differs between workers.
     """
     with errors_reported():
-        session = Session.of(model, strategy, "evaluate")
+        context = FitContext.of(model, strategy, "evaluate")
         steps = limited_steps(steps)
         source = data.Source(x, y, sample_weight, batch_size, steps, split=split_batch)
-        batches = EpochIterator(source, session.group, session.sharding, steps, "steps")
-        session.build(batches.shard.element_spec)
-        with cached_driver(session.model, session.strategy) as driver:
+        batches = EpochIterator(source, context.group, context.sharding, steps, "steps")
+        context.build(batches.shard.element_spec)
+        with cached_driver(context.model, context.strategy) as driver:
             driver.splits = split_batch
-            callback_list = session.callback_list(
+            callback_list = context.callback_list(
                 callbacks,
                 verbose=verbose,
                 steps=batches.steps_per_epoch,
                 examples=lambda: driver.examples,
                 ordinary_model=driver.ordinary_model,
             )
-            logs = run_evaluation(driver, session.group, batches, callback_list)
-    return logs if return_dict else metrics.flatten_metrics(session.model, logs)
+            logs = run_evaluation(driver, context.group, batches, callback_list)
+    return logs if return_dict else metrics.flatten_metrics(context.model, logs)
 
 
 def predict(
@@ -389,17 +391,17 @@ def predict(
             workers, or outputs that cannot be sent between workers (strings).
     """
     with errors_reported():
-        session = Session.of(model, strategy, "predict")
+        context = FitContext.of(model, strategy, "predict")
         steps = limited_steps(steps)
         source = data.Source(x, None, None, batch_size, steps, split=split_batch)
-        batches = EpochIterator(source, session.group, session.sharding, steps, "steps")
-        session.build_for_prediction(batches.shard.element_spec)
-        with cached_driver(session.model, session.strategy) as driver:
+        batches = EpochIterator(source, context.group, context.sharding, steps, "steps")
+        context.build_for_prediction(batches.shard.element_spec)
+        with cached_driver(context.model, context.strategy) as driver:
             driver.splits = split_batch
-            callback_list = session.callback_list(
+            callback_list = context.callback_list(
                 callbacks,
                 verbose=verbose,
                 steps=batches.steps_per_epoch,
                 ordinary_model=driver.ordinary_model,
             )
-            return run_prediction(driver, session.group, batches, callback_list)
+            return run_prediction(driver, context.group, batches, callback_list)

@@ -25,7 +25,7 @@ from tfmw.callbacks.progress import Bar, Lines, Throughput, with_progress
 from tfmw.launcher.failure import tail
 from tfmw.launcher.log_filter import without_notices
 from tfmw.launcher.output import Display
-from tfmw.training import session
+from tfmw.training import fit_context
 
 # What one process without a GPU writes with TensorFlow 2.21.0, and 2.18.1.
 NOTICES = """\
@@ -255,7 +255,7 @@ def test_examples_are_counted_one_by_one(monkeypatch, kind, eagerly):
         given.append(examples)
         return callbacks
 
-    monkeypatch.setattr(session, "with_progress", with_progress)
+    monkeypatch.setattr(fit_context, "with_progress", with_progress)
     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
     model.compile("sgd", "mse", run_eagerly=eagerly)
     data = (lambda context: batches) if kind == "function" else batches

@@ -174,7 +174,7 @@ def test_row_35_killed_while_a_part_is_written_and_again_during_a_restore(folder
     assert not list((folder / "killed").glob(".*writing*")), "a part of a backup was left"
     assert runs[0]["bits"] == runs[1]["bits"] == undisturbed[0]["bits"]
     assert runs[0]["counts"] == [3.0] * 48
-    assert undisturbed[0]["update"] == runs[0]["update"] == "shared by 2 workers"
+    assert undisturbed[0]["update"] == runs[0]["update"] == "sharded over 2 workers"
     assert runs[0]["history"] == undisturbed[0]["history"]
 
 
@@ -205,7 +205,7 @@ def test_two_workers_are_preempted_and_another_number_resumes(
     assert len(runs) == workers
     for run in runs:
         assert run["made"] < 8, "it began anew"
-        assert run["update"] == ("shared by 3 workers" if workers == 3 else "")
+        assert run["update"] == ("sharded over 3 workers" if workers == 3 else "")
         assert run["bits"] == runs[0]["bits"]
         assert run["counts"] == [3.0] * 48
         for mine_, theirs in zip(run["weights"], undisturbed[0]["weights"], strict=True):

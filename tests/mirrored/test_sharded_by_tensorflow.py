@@ -1,4 +1,4 @@
-"""The update that replicas share over tf.distribute's collectives, as GPUs do: on CPU devices."""
+"""The update, sharded over replicas by tf.distribute's collectives, as GPUs do: on CPU devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUNDED = "global_clipnorm | on"
 def shared_by(*names: str, **settings: Any) -> Any:
     workers = settings.pop("WORKERS")
     env = {**ONE_THREAD, "TFMW_NO_INIT": "1", **settings}  # the program makes devices before
-    return run_cluster("shared_update.py", *names, workers=workers, env=env, timeout_s=600)
+    return run_cluster("sharded_update.py", *names, workers=workers, env=env, timeout_s=600)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def assert_same(run: Any, name: str, replicas: int) -> tuple[Any, Any]:
     """(what each replica updated, what they shared), the same on all workers."""
     assert len({(task[name][1]["weights"], task[name][1]["state"]) for task in run}) == 1
     plain, shared = run[0][name]
-    assert shared["update"] == f"shared by {replicas} replicas"
+    assert shared["update"] == f"sharded over {replicas} replicas"
     assert (shared["weights"], shared["state"]) == (plain["weights"], plain["state"])
     assert shared.get("seen") == plain.get("seen")
     return plain, shared
@@ -50,7 +50,7 @@ def test_two_workers_share_it_to_the_last_bit(two_workers: Any, name: str) -> No
 
 def test_a_norm_of_all_gradients_is_summed_over_replicas(two_workers: Any) -> None:
     plain, shared = two_workers[0][ROUNDED]
-    assert shared["update"] == "shared by 2 replicas"
+    assert shared["update"] == "sharded over 2 replicas"
     for ours, wanted in zip(shared["values"], plain["values"], strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-6)
 

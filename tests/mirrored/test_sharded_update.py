@@ -1,4 +1,4 @@
-"""The update that workers share: the weights and the state of the one that each makes itself."""
+"""The update, sharded over workers: the weights and the state of the one that each makes itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.cluster import ONE_THREAD, run_cluster
 from tfmw.errors import UsageError
 from tfmw.keras_compat import optimizer_part
-from tfmw.mirrored.sharded_update import SHARD_OPTIMIZER, SharedUpdate
+from tfmw.mirrored.sharded_update import SHARD_OPTIMIZER, ShardedUpdate
 
 o = keras.optimizers
 
@@ -54,13 +54,13 @@ MODELS = ["constraint", "sparse", "compiled model", "16 bits", "between steps", 
 @pytest.fixture(scope="module")
 def two() -> Any:
     names = [*BY_ELEMENT, *BY_VARIABLE, *ROUNDED, *BY_EACH, *MODELS]
-    return run_cluster("shared_update.py", *names, env=ONE_THREAD, timeout_s=600)
+    return run_cluster("sharded_update.py", *names, env=ONE_THREAD, timeout_s=600)
 
 
 @pytest.fixture(scope="module")
 def three() -> Any:
     names = ["Adam | on", "Lamb | off"]
-    return run_cluster("shared_update.py", *names, workers=3, env=ONE_THREAD, timeout_s=600)
+    return run_cluster("sharded_update.py", *names, workers=3, env=ONE_THREAD, timeout_s=600)
 
 
 def _same(run: Any, name: str) -> tuple[Any, Any]:
@@ -76,7 +76,7 @@ def _same(run: Any, name: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize("name", [*BY_ELEMENT, *BY_VARIABLE, *MODELS])
 def test_two_workers_share_it_to_the_last_bit(two: Any, name: str) -> None:
     plain, shared = _same(two, name)
-    assert shared["update"] == "shared by 2 workers"
+    assert shared["update"] == "sharded over 2 workers"
     assert shared["weights"] == plain["weights"]
     assert shared["state"] == plain["state"]
     assert shared.get("seen") == plain.get("seen")
@@ -92,7 +92,7 @@ def test_callbacks_between_steps_see_the_whole_state(two: Any) -> None:
 @pytest.mark.parametrize("name", ROUNDED)
 def test_a_norm_of_all_gradients_is_summed_over_workers(two: Any, name: str) -> None:
     plain, shared = _same(two, name)
-    assert shared["update"] == "shared by 2 workers"
+    assert shared["update"] == "sharded over 2 workers"
     for ours, wanted in zip(shared["values"], plain["values"], strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-6)
 
@@ -111,14 +111,14 @@ def test_each_worker_updates_all_where_an_optimizer_must_see_all(
 @pytest.mark.multiprocess
 def test_three_workers_share_it_to_the_last_bit(three: Any) -> None:
     plain, shared = _same(three, "Adam | on")
-    assert shared["update"] == "shared by 3 workers"
+    assert shared["update"] == "sharded over 3 workers"
     assert (shared["weights"], shared["state"]) == (plain["weights"], plain["state"])
 
 
 @pytest.mark.multiprocess
 def test_three_workers_share_whole_variables(three: Any) -> None:
     plain, shared = _same(three, "Lamb | off")
-    assert shared["update"] == "shared by 3 workers"
+    assert shared["update"] == "sharded over 3 workers"
     for ours, wanted in zip(shared["values"], plain["values"], strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-5)
 
@@ -127,7 +127,7 @@ def test_three_workers_share_whole_variables(three: Any) -> None:
 def two_machines() -> Any:
     names = ["Adam | on", "Nadam | on", "constraint", "sparse"]
     env = {**ONE_THREAD, "MACHINES": "2"}
-    return run_cluster("shared_update.py", *names, workers=4, env=env, timeout_s=600)
+    return run_cluster("sharded_update.py", *names, workers=4, env=env, timeout_s=600)
 
 
 @pytest.mark.multiprocess
@@ -136,7 +136,7 @@ def two_machines() -> Any:
 def test_workers_of_two_machines_share_it_to_the_last_bit(two_machines: Any, name: str) -> None:
     assert two_machines[0]["ring"] == "HierarchicalRing"
     plain, shared = _same(two_machines, name)
-    assert shared["update"] == "shared by 4 workers"
+    assert shared["update"] == "sharded over 4 workers"
     assert (shared["weights"], shared["state"]) == (plain["weights"], plain["state"])
 
 
@@ -232,12 +232,12 @@ def test_the_environment_says_what_auto_is(
     monkeypatch: pytest.MonkeyPatch, value: str, why: str | None
 ) -> None:
     monkeypatch.setenv(SHARD_OPTIMIZER, value)
-    assert SharedUpdate(_built(o.Adam()), OVER_RING, "auto").reason == why
-    assert SharedUpdate(_built(o.Adam()), OVER_RING, True).reason is None
-    assert SharedUpdate(_built(o.Adam()), OVER_RING, False).reason == "shard_optimizer=False"
+    assert ShardedUpdate(_built(o.Adam()), OVER_RING, "auto").reason == why
+    assert ShardedUpdate(_built(o.Adam()), OVER_RING, True).reason is None
+    assert ShardedUpdate(_built(o.Adam()), OVER_RING, False).reason == "shard_optimizer=False"
 
 
 def test_a_wrong_choice_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARD_OPTIMIZER, "yes")
     with pytest.raises(UsageError, match="TFMW_SHARD_OPTIMIZER is 'yes': expected auto, on or off"):
-        SharedUpdate(_built(o.Adam()), OVER_RING, "auto")
+        ShardedUpdate(_built(o.Adam()), OVER_RING, "auto")

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfmw.parameter_server import lookups, messages
 from tfmw.parameter_server.batch_ops import copied_ops, ops_between
-from tfmw.tables import Together, VariableShard
+from tfmw.tables import MultiTableLookup, VariableShard
 
 WIDTH = 3
 
@@ -32,7 +32,9 @@ TABLES = [(100.0, (4, 6)), (200.0, (5,)), (300.0, (1, 1, 7))]
 IDS = [[9, 0, 0, 5, 9], [4, 4], [8, 0, 1, 2, 8, 1]]
 
 
-def answers(group: Together, asked: dict[int, tuple[tf.Tensor, tf.Tensor]]) -> dict[int, tf.Tensor]:
+def answers(
+    group: MultiTableLookup, asked: dict[int, tuple[tf.Tensor, tf.Tensor]]
+) -> dict[int, tf.Tensor]:
     """What servers answer."""
     found = {}
     for server, (sizes, ids) in asked.items():
@@ -46,7 +48,7 @@ def answers(group: Together, asked: dict[int, tuple[tf.Tensor, tf.Tensor]]) -> d
 
 @pytest.mark.parametrize("static", [True, False])
 def test_rows_of_several_tables_are_asked_for_at_once(static: bool) -> None:
-    group = Together([table(first, *rows) for first, rows in TABLES])
+    group = MultiTableLookup([table(first, *rows) for first, rows in TABLES])
     ids = [tf.constant(own, tf.int64) for own in IDS]
     if not static:
         group._one_op = tf.function(
@@ -65,7 +67,7 @@ def test_rows_of_several_tables_are_asked_for_at_once(static: bool) -> None:
 
 def test_gradients_of_a_row_are_added_and_follow_their_ids() -> None:
     shards = [table(first, *rows) for first, rows in TABLES]
-    group = Together(shards)
+    group = MultiTableLookup(shards)
     route = group.route([tf.constant(own, tf.int64) for own in IDS])
     grads = [np.random.default_rng(n).normal(size=(len(own), WIDTH)) for n, own in enumerate(IDS)]
     sent = route.send([tf.constant(grad, tf.float32) for grad in grads])
@@ -83,7 +85,7 @@ def test_gradients_of_a_row_are_added_and_follow_their_ids() -> None:
 
 @pytest.mark.parametrize("wrong", [10, -1])
 def test_an_id_that_is_no_row_of_its_table_is_no_row_of_the_next(wrong: int) -> None:
-    group = Together([table(0.0, 10), table(100.0, 10)])
+    group = MultiTableLookup([table(0.0, 10), table(100.0, 10)])
     ids = [tf.constant([1, wrong], tf.int64), tf.constant([2], tf.int64)]
     with pytest.raises(tf.errors.InvalidArgumentError, match="no rows of their table"):
         group.route(ids)

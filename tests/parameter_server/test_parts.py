@@ -24,8 +24,8 @@ from tfmw.parameter_server.training import ParameterServerTraining
 from tfmw.parameter_server.variables import refuse_unsupported
 from tfmw.parameter_server.worker_data import for_workers
 from tfmw.training.arguments import FitArguments
+from tfmw.training.fit_context import FitContext
 from tfmw.training.pace import FunctionPace
-from tfmw.training.session import Session
 
 FACTS = {"tensorflow": "2.21.0"}
 
@@ -171,9 +171,9 @@ def test_steps_per_epoch_is_required():
     model, servers = small_model(), cast(Any, None)
     given = {"model": model, "x": np.zeros([4, 2]), "y": np.zeros(4)}
     defaults = {n: p.default for n, p in inspect.signature(tfmw.fit).parameters.items()}
-    session = Session.of(model, tf.distribute.get_strategy(), "fit")
+    context = FitContext.of(model, tf.distribute.get_strategy(), "fit")
     with pytest.raises(UsageError, match=r"steps_per_epoch was not given.*examples // batch_size"):
-        ParameterServerTraining(session, FitArguments(**{**defaults, **given}), servers, None)
+        ParameterServerTraining(context, FitArguments(**{**defaults, **given}), servers, None)
 
 
 @pytest.mark.parametrize(

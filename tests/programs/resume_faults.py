@@ -4,7 +4,7 @@ Places: "step N" after that training step, "restore" when the state is being put
 the task has written its part of its Nth backup, and the chief does not know. "leave N" asks to
 leave after that step instead. "apart": the task has another disk than the chief.
 
-Workers share the update of the weights: at each place each has its part of the optimizer's state.
+Workers shard the update of the weights: at each place each has its part of the optimizer's state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.programs.counting import Counts
 from tfmw.checkpoint import parts, resume
 from tfmw.mirrored import sharded_update
 
-N, BATCH, EPOCHS = 48, 12, 3  # 4 steps in an epoch; 12 can be shared by 1, 2 and 3 workers
+N, BATCH, EPOCHS = 48, 12, 3  # 4 steps in an epoch; 12 can be sharded over 1, 2 and 3 workers
 
 cluster = tfmw.init()
 me = f"{os.environ.get('TFMW_ATTEMPT', '0')}:{cluster.index}"

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfmw.keras_compat.table_variables import NewVariable
 from tfmw.parameter_server.shards import Rows
-from tfmw.tables import Together, VariableShard, creation, joined, look_up, shards, table
+from tfmw.tables import MultiTableLookup, VariableShard, creation, joined, look_up, shards, table
 from tfmw.tables.creation import _Creation
 from tfmw.tables.joined import Joined, JoinedRows
 
@@ -145,7 +145,9 @@ def test_slots_have_the_places_of_their_rows(create):
     assert firsts(slot_of_second) == firsts(second) == [2, 2]
     for own, of in zip(slot.shards, first.shards, strict=True):
         assert own.changed is of.changed
-    group = Together([with_slots(first, slots[id(one)]), with_slots(second, slots[id(other)])])
+    group = MultiTableLookup(
+        [with_slots(first, slots[id(one)]), with_slots(second, slots[id(other)])]
+    )
     assert {server: len(found) for server, found in group.shards.items()} == {0: 1, 1: 1}
 
 
@@ -155,7 +157,7 @@ def test_tables_whose_slots_are_elsewhere_are_not_updated_as_one(create):
     before = made(create, 4, slot_of=one)[1]
     slots = [made(create, 4, slot_of=one)[1]], [made(create, 4, slot_of=other)[1]]
     assert variables_of(before) == variables_of(*slots[1]) != variables_of(*slots[0])
-    group = Together([with_slots(first, slots[0]), with_slots(second, slots[1])])
+    group = MultiTableLookup([with_slots(first, slots[0]), with_slots(second, slots[1])])
     assert {server: len(found) for server, found in group.shards.items()} == {0: 2, 1: 2}
 
 
@@ -167,7 +169,7 @@ def test_rows_whose_slots_are_in_other_variables_are_updated_alone(create):
         dataclasses.replace(shard, slots={id(slot): tf.Variable(tf.zeros([2, 2]))})
         for shard in second.shards
     ]
-    group = Together([alone])
+    group = MultiTableLookup([alone])
     route = group.route([tf.constant([1], tf.int64)])
     (_, held), (sizes, ids) = group.shards[0][0], route.asked[0]
     for variable in (held.variable, held.slots[id(slot)]):
@@ -185,7 +187,7 @@ def test_ids_of_joined_tables_and_others_are_routed_together(create, monkeypatch
     tables.append(made(create, 8)[1])
     for number, of in enumerate(tables):
         of.assign(100.0 * number + np.arange(of.shape[0])[:, None] + np.zeros([1, 2]))
-    group = Together([of.shards for of in tables])
+    group = MultiTableLookup([of.shards for of in tables])
     route = group.route([tf.constant(own, tf.int64) for own in ids])
     found, rows = {}, {}
     for server, (sizes, places) in route.asked.items():

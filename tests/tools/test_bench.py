@@ -66,7 +66,7 @@ def test_the_command_on_two_workers(tmp_path):
     }
     assert parts["step"] == pytest.approx(sum(parts.get(name, 0.0) for name in PARTS), abs=0.03)
     assert parts["communication"] > 0, output
-    assert "the weights are updated shared by 2 workers" in output
+    assert "the weights are updated sharded over 2 workers" in output
     assert parts["update"] > 0
     assert re.search(r"^worker 1 is the slowest: \d+ ms of a step before its", output, re.MULTILINE)
 

@@ -47,7 +47,7 @@ def test_overhead_is_a_part_of_a_step_on_several_workers_only():
     assert beside.efficiency() == pytest.approx(0.030 / 0.046)
 
 
-def test_a_shared_update_is_divided_by_the_workers():
+def test_a_sharded_update_is_divided_by_the_workers():
     shared = dataclasses.replace(MEASURED, update=0.004)  # 8 ms on one worker
     assert shared.on(2).step == pytest.approx(shared.step)
     assert shared.on(4).update == pytest.approx(0.002)

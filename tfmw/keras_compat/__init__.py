@@ -12,7 +12,7 @@ Nothing is handed on from here: import the subject, as in `from tfmw.keras_compa
 * `masked_norm`: synchronized batch normalization of masked inputs.
 * `optimizers`: updates on each replica, after one reduction of the gradients.
 * `fused_update`: an optimizer's update as one compiled function.
-* `optimizer_part`: the part of an optimizer's state that one worker keeps; `emptied`, variables
+* `optimizer_part`: the part of an optimizer's state that one worker keeps; `freed`, variables
   whose memory it frees.
 * `models`, `metrics`, `objects`: the parts and variables of a model, and how it is built.
 * `placement`: a model's variables on the devices of a strategy, and back.

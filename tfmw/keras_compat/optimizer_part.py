@@ -1,6 +1,6 @@
-"""The part of an optimizer's state that one worker keeps where workers share the update.
+"""The part of an optimizer's state that one worker keeps if workers shard the update.
 
-    part = OptimizerPart(optimizer, own={0: slice(0, 50), 2: None}, shared={0, 1, 2})
+    part = OptimizerPart(optimizer, own={0: slice(0, 50), 2: None}, sharded={0, 1, 2})
     part.take()                        # slots of other workers' parts are freed here
     with part.in_place():              # while a step is traced
         optimizer.apply(grads_of_parts, variables)
@@ -22,7 +22,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops as _resource_variables
 
 from tfmw.errors import UsageError
-from tfmw.keras_compat import emptied
+from tfmw.keras_compat import freed
 from tfmw.keras_compat.memory import view_of
 from tfmw.keras_compat.models import native
 from tfmw.keras_compat.objects import overridden
@@ -153,18 +153,18 @@ class OptimizerPart:
         optimizer: built.
         own: index of a variable -> the elements that this worker updates, in a flat form; None for
             the whole variable.
-        shared: indices of the variables that some worker updates. Each worker updates the others.
+        sharded: indices of the variables that some worker updates. Each worker updates the others.
         replica: of this process's, which of them has the part.
 
     It begins with what `take` takes.
     """
 
     def __init__(
-        self, optimizer: Any, own: dict[int, slice | None], shared: set[int], replica: int = 0
+        self, optimizer: Any, own: dict[int, slice | None], sharded: set[int], replica: int = 0
     ):
         self._optimizer = optimizer
         self._own = own
-        self._shared = shared
+        self._sharded = sharded
         self._replica = replica
         self._variables = variables_of(optimizer)
         self._slots = _state_of(optimizer)
@@ -178,7 +178,7 @@ class OptimizerPart:
 
     def _copy(self, variable: Any) -> tf.Variable:
         """The replica's own `tf.Variable` of a Keras variable."""
-        copies = emptied.copies_of(native(variable))
+        copies = freed.copies_of(native(variable))
         return copies[self._replica] if len(copies) > 1 else copies[0]
 
     def _new_part(self, variable: Any, value: Any) -> tf.Variable:
@@ -195,41 +195,41 @@ class OptimizerPart:
     # ------------------------------------------------------------ values
 
     def take(self) -> None:
-        """This worker's part of all slots; the optimizer's own variables are emptied."""
+        """This worker's part of all slots; the optimizer's own variables are freed."""
         # One name after the other: all slots twice would be the most memory of a run. The parts of
         # one wait outside of TensorFlow's memory until all its slots are freed. Then they lie side
         # by side, and what is free beside them is large enough for gradients.
         for name, slots in self._slots:
             parts: dict[int, np.ndarray] = {}
-            for i in self._shared:
+            for i in self._sharded:
                 if slots[i] is None:
                     continue
                 if i in self._own:
                     parts[i] = np.array(view_of(self._part_of(i, slots[i])))
                 vars(slots[i]).pop(_PUT, None)
-                emptied.empty(self._copy(slots[i]))
+                freed.free(self._copy(slots[i]))
             for i in sorted(parts, key=lambda i: parts[i].nbytes, reverse=True):
                 value = parts.pop(i)
                 if (name, i) in self._slot_parts:
-                    emptied.fill(self._slot_parts[name, i], tf.constant(value))
+                    freed.fill(self._slot_parts[name, i], tf.constant(value))
                 else:
                     self._slot_parts[name, i] = self._new_part(slots[i], value)
 
     def refresh(self) -> None:
         """This worker's part of the weights, as the model has them now."""
         for i, part in self._weight_parts.items():
-            emptied.fill(part, self._part_of(i, self._variables[i]))
+            freed.fill(part, self._part_of(i, self._variables[i]))
 
     def free_weights(self) -> None:
         """Frees the parts of the weights, until `refresh`."""
         for part in self._weight_parts.values():
-            emptied.empty(part)
+            freed.free(part)
 
     def free_slot(self, name: str, index: int) -> None:
         """Frees the part of a slot, where there is one, until `take`."""
         part = self._slot_parts.get((name, index))
         if part is not None:
-            emptied.empty(part)
+            freed.free(part)
 
     def weight(self, index: int) -> tf.Tensor:
         """[m], the part of a variable."""
@@ -260,7 +260,7 @@ class OptimizerPart:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Within this context the optimizer has this worker's part alone."""
-        kept = [i for i in range(len(self._variables)) if i in self._own or i not in self._shared]
+        kept = [i for i in range(len(self._variables)) if i in self._own or i not in self._sharded]
         overrides: list[tuple[Any, str, Any]] = []
         for each in with_inner_optimizers(self._optimizer):
             keys = {id(v): each._var_key(v) for v in self._variables}
@@ -293,7 +293,7 @@ def bytes_of(slot: Any) -> int:
 
 
 def put(slot: Any, values: tf.Tensor) -> None:
-    """Gives a slot that was emptied a value again.
+    """Gives a freed slot a value again.
 
     Args:
         values: uint8 [n], the bytes of all its elements.
@@ -301,7 +301,7 @@ def put(slot: Any, values: tf.Tensor) -> None:
     vars(slot)[_PUT] = True
     dtype = slot._value.dtype
     flat = tf.bitcast(tf.reshape(values, [-1, dtype.size]), dtype)
-    emptied.fill(slot._value, tf.reshape(flat, slot._value.shape))
+    freed.fill(slot._value, tf.reshape(flat, slot._value.shape))
 
 
 def was_put(variable: Any) -> bool:
@@ -312,13 +312,13 @@ def was_put(variable: Any) -> bool:
 def empty(slot: Any) -> None:
     """Frees the memory of a slot."""
     vars(slot).pop(_PUT, None)
-    emptied.empty(slot._value)
+    freed.free(slot._value)
 
 
 def refuse_empty(optimizer: Any) -> None:
     """Raises UsageError where the state of the optimizer is not there."""
     for _, slots in _state_of(optimizer):
-        if any(slot is not None and emptied.is_emptied(slot._value) for slot in slots):
+        if any(slot is not None and freed.is_freed(slot._value) for slot in slots):
             raise UsageError(
                 f"the state of the optimizer {optimizer.name!r} was lost when the last call ended "
                 "with an error, as each worker had a part of it: compile the model again, or "

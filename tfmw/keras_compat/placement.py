@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.errors import UsageError
-from tfmw.keras_compat import emptied
+from tfmw.keras_compat import freed
 from tfmw.keras_compat.metrics import metric_variables
 from tfmw.keras_compat.models import (
     keep_message,
@@ -108,8 +108,8 @@ class Placement:
     def free_originals(self) -> None:
         """Frees the original of each variable whose copies are empty, as slots that are shared."""
         for variable, original in zip(self.variables, self.originals, strict=True):
-            if emptied.is_emptied(native(variable)):
-                emptied.empty(original)
+            if freed.is_freed(native(variable)):
+                freed.free(original)
 
     @contextlib.contextmanager
     def suspended(self, replicas_own: list[Any]) -> Iterator[None]:
@@ -151,10 +151,10 @@ class Placement:
 
 def _assign(to: tf.Variable, value: tf.Variable) -> None:
     """Assigns the value of another variable; empties the one where the other is."""
-    if emptied.is_emptied(value):
-        emptied.empty(to)
-    elif emptied.is_emptied(to):
-        emptied.fill(to, value.read_value())
+    if freed.is_freed(value):
+        freed.free(to)
+    elif freed.is_freed(to):
+        freed.fill(to, value.read_value())
     else:
         to.assign(value.read_value())
 

@@ -54,7 +54,7 @@ from tfmw.mirrored.collectives.reduction import SUM, Reduction
 from tfmw.mirrored.metrics import NotedResults, ReplicaMetrics, noting_results
 from tfmw.mirrored.replica_state import ReplicaState
 from tfmw.mirrored.replicas import Replicas, Traces
-from tfmw.mirrored.sharded_update import SharedUpdate, shared_updates
+from tfmw.mirrored.sharded_update import ShardedUpdate, sharded_updates
 from tfmw.mirrored.step_loops import eager_loop, traced_loop
 from tfmw.mirrored.tensors import batch_rows, of_any_rows, or_zeros
 from tfmw.runtime.progress import report_alive
@@ -72,7 +72,7 @@ class SyncDriver:
         strategy: mirrored, multi-worker mirrored, or TensorFlow's default.
         compression: "fp16" or "bf16": the dtype in which gradients are sent and summed; None for
             their own.
-        shard_optimizer: whether workers share the update of the weights; see `SharedUpdate`.
+        shard_optimizer: whether workers shard the update of the weights; see `ShardedUpdate`.
 
     Attributes:
         examples: of the steps so far, over all replicas.
@@ -99,7 +99,7 @@ class SyncDriver:
         self.traces_valid: Callable[[], bool] = lambda: True
         self._reduction = Reduction(strategy, compression)
         self.updates = [
-            SharedUpdate(
+            ShardedUpdate(
                 optimizer,
                 self._reduction,
                 shard_optimizer,
@@ -168,7 +168,7 @@ class SyncDriver:
             self._refuse_raw_variables_that_differ()
             enter(placement.raw_variables_constant(self.model, self._replicas.group.size))
         placement.refuse_other_scope(self.model, self.strategy)
-        enter(shared_updates(self.model, self.updates))
+        enter(sharded_updates(self.model, self.updates))
         with self.lost_peer_named():
             agree(self._replicas.group, self.strategy, placement.shared_variables(self.model))
         self._placement = enter(placement.placed(self.model, self.strategy, self.copies))
@@ -439,7 +439,7 @@ class SyncDriver:
 
     def _reduced(
         self,
-        update: SharedUpdate,
+        update: ShardedUpdate,
         grads: list[Any],
         variables: list[Any],
         weight: losses.ReplicaWeight,

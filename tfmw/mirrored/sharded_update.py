@@ -1,18 +1,19 @@
-"""The update of the weights, which replicas share.
+"""The update of the weights, sharded over the replicas.
 
-    update = SharedUpdate(optimizer, reduction, choice="auto")
+    update = ShardedUpdate(optimizer, reduction, choice="auto")
     with update.reduced(grads, variables) as (own_grads, own_variables):
         optimizer.apply(own_grads, own_variables)
 
-Without sharing, gradients are summed over all replicas, and each makes the whole update. With it, a
-sum stops half way, where each replica has one part of it; each updates that part, and the parts of
-the weights travel on as the second half of the sum would have. Each has an N-th of the update's
+Without sharding, gradients are summed over all replicas, and each makes the whole update. With it,
+a sum stops half way, where each replica has one part of it; each updates that part, and the parts
+of the weights travel on as the second half of the sum would have. Each has 1/N of the update's
 work and of the optimizer's slots (Xu et al., Automatic Cross-Replica Sharding of Weight Update in
 Data-Parallel Training, 2020; ZeRO stage 1).
 
-`halves.py` has the two transports: tfmw's ring, where a worker is a replica, and tf.distribute's
-collectives. A pack of gradients is cut into parts as the ring cuts it anyway, so the sums are the
-same to the last bit. Where an optimizer looks at whole variables, packs are cut between variables.
+`reduce_scatter.py` has the two transports: tfmw's ring, if a worker is a replica, and
+tf.distribute's collectives. A pack of gradients is cut into parts as the ring cuts it anyway, so
+the sums are the same to the last bit. If an optimizer looks at whole variables, packs are cut
+between variables.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import tensorflow as tf
 from tfmw.checkpoint.parts import SlotParts
 from tfmw.errors import UsageError
 from tfmw.keras_compat import optimizer_part
-from tfmw.keras_compat.emptied import copies_of
+from tfmw.keras_compat.freed import copies_of
 from tfmw.keras_compat.fused_update import fuses
 from tfmw.keras_compat.models import native
 from tfmw.keras_compat.optimizer_part import OptimizerPart
@@ -37,14 +38,14 @@ from tfmw.mirrored.assignments import assignments
 from tfmw.mirrored.collectives import reduction as reduction_lib
 from tfmw.mirrored.collectives.parts import even_cuts
 from tfmw.mirrored.collectives.reduction import Reduction
-from tfmw.mirrored.halves import Halves, halves_of, split
 from tfmw.mirrored.packs import Pack
+from tfmw.mirrored.reduce_scatter import ReduceScatter, reduce_scatter_of, split
 from tfmw.mirrored.slots import forget_slots, gather_slots, slot_parts
 
 logger = logging.getLogger("tfmw")
 
 _UPDATES = "_self_tfmw_updates"  # so called, it does not count as the model's own
-_SHARED = "shared by"
+_SHARDED = "sharded over"
 _LAST = "_self_tfmw_last_updates"
 
 # What TensorFlow's collectives gather. Variables of other types are updated on every replica.
@@ -54,10 +55,10 @@ SHARD_OPTIMIZER = "TFMW_SHARD_OPTIMIZER"
 """Environment variable: what "auto" is. "on" is True, "off" is False, "auto" the default."""
 
 MIN_BYTES = 8 << 20
-"""Trainable weights below which "auto" shares no update: it saves less than it costs."""
+"""Trainable weights below which "auto" shards no update: it saves less than it costs."""
 
 
-class SharedUpdate:
+class ShardedUpdate:
     """How one optimizer updates the weights on each worker.
 
     Args:
@@ -68,7 +69,7 @@ class SharedUpdate:
         compressed: whether gradients are sent in 16 bits.
 
     Attributes:
-        of_call: why the steps of this call do not share the update; None where they may.
+        of_call: why the steps of this call do not shard the update; None if they may.
         made: whether any update has been traced.
     """
 
@@ -83,7 +84,7 @@ class SharedUpdate:
     ):
         self.optimizer = optimizer
         self._reduction = reduction
-        self._transport = halves_of(reduction)
+        self._transport = reduce_scatter_of(reduction)
         self._choice = _environments_choice() if choice == "auto" else choice
         self._variables = optimizer_part.variables_of(optimizer)
         self._index = {id(v): i for i, v in enumerate(self._variables)}
@@ -101,7 +102,7 @@ class SharedUpdate:
 
     @property
     def reason(self) -> str | None:
-        """Why each worker makes the whole update; None where they share it."""
+        """Why each worker makes the whole update; None if they shard it."""
         return self._refused or self.of_call
 
     def begin(self, read_between_steps: bool) -> None:
@@ -140,10 +141,10 @@ class SharedUpdate:
         """One line for people."""
         if self.reason is not None:
             return f"on every worker ({self.reason})"
-        return f"{_SHARED} {self._halves.size} {self._halves.of}"
+        return f"{_SHARDED} {self._reduce_scatter.size} {self._reduce_scatter.of}"
 
     @property
-    def _halves(self) -> Halves:
+    def _reduce_scatter(self) -> ReduceScatter:
         assert self._transport is not None  # else there is a reason
         return self._transport
 
@@ -177,7 +178,7 @@ class SharedUpdate:
             self._index[id(v)]: g for g, v in zip(grads, variables, strict=True) if g is not None
         }
         self._refuse_idle(given)
-        own, rest = self._halves.sums(given, self._packs, self._halves.ranks[local])
+        own, rest = self._reduce_scatter.sums(given, self._packs, self._reduce_scatter.ranks[local])
         own = {index: self._in_shape(index, total) for index, total in own.items()}
         totals, updated = [], []
         for variable, grad in zip(variables, grads, strict=True):
@@ -197,7 +198,7 @@ class SharedUpdate:
             return 0
         replica = tf.distribute.get_replica_context()
         rank = int(tf.get_static_value(replica.replica_id_in_sync_group))
-        return rank - self._halves.ranks[0]
+        return rank - self._reduce_scatter.ranks[0]
 
     def _in_shape(self, index: int, own: tf.Tensor) -> tf.Tensor:
         """Elements of a variable in its shape, where they are all of them."""
@@ -207,7 +208,7 @@ class SharedUpdate:
     def _refuse_idle(self, given: dict[int, Any]) -> None:
         """Raises UsageError on all workers where a replica would have nothing to update."""
         packed = {i for pack in self._packs for i in pack.indices}
-        for rank in range(self._halves.size):
+        for rank in range(self._reduce_scatter.size):
             own = {index for pack in self._packs for index, _ in self._elements_of(pack, rank)}
             if not any(i in own or i not in packed for i in given):
                 raise UsageError(
@@ -236,14 +237,14 @@ class SharedUpdate:
         """Gives a replica of this process the updated weights of all."""
         if reduction_lib.nothing() is not None:
             return
-        part, rank = self._parts[local], self._halves.ranks[local]
+        part, rank = self._parts[local], self._reduce_scatter.ranks[local]
         assigned: list[Any] = []
         for pack in self._packs:
             own = [part.weight(i) for i, _ in self._elements_of(pack, rank)]
             flat = tf.concat(own, axis=0) if own else tf.zeros([0], pack.dtype)
             # The memory of the weights before is for the next pack: it must be free by then.
             with tf.control_dependencies(assigned):
-                total = self._halves.gathered(own[0] if len(own) == 1 else flat, pack.cuts)
+                total = self._reduce_scatter.gathered(own[0] if len(own) == 1 else flat, pack.cuts)
             assigned = []
             for index, value in zip(pack.indices, split(total, pack.sizes), strict=True):
                 variable = self._variables[index]
@@ -276,15 +277,15 @@ class SharedUpdate:
 
     def _plan(self, grads: list[Any], variables: list[Any]) -> None:
         """Divides the variables, while the first step is traced: the same on all workers."""
-        loads = [0] * self._halves.size
+        loads = [0] * self._reduce_scatter.size
         packs = []
-        for positions in self._halves.packs(grads):
+        for positions in self._reduce_scatter.packs(grads):
             if not all(self._may_share(grads[p], variables[p]) for p in positions):
                 continue
             indices = [self._index[id(variables[p])] for p in positions]
             packs.append(self._pack(indices, loads))
-            for rank in range(self._halves.size):
-                part = self._halves.part_of(packs[-1].cuts, rank)
+            for rank in range(self._reduce_scatter.size):
+                part = self._reduce_scatter.part_of(packs[-1].cuts, rank)
                 loads[rank] += part.stop - part.start
         clips = optimizer_part.global_clipnorm(self.optimizer) is not None
         if {id(v) for v in variables} != self._index.keys():
@@ -293,13 +294,13 @@ class SharedUpdate:
         elif clips and any(isinstance(g, tf.IndexedSlices) for g in grads):
             self._refused = "global_clipnorm looks at sparse gradients"
         elif not all(loads):
-            self._refused = f"there are fewer variables than {self._halves.of}"
+            self._refused = f"there are fewer variables than {self._reduce_scatter.of}"
         if self.reason is None:
             self._packs = packs
-            shared = {i for pack in packs for i in pack.indices}
+            sharded = {i for pack in packs for i in pack.indices}
             self._parts = [
-                OptimizerPart(self.optimizer, self._own(rank), shared, replica)
-                for replica, rank in enumerate(self._halves.ranks)
+                OptimizerPart(self.optimizer, self._own(rank), sharded, replica)
+                for replica, rank in enumerate(self._reduce_scatter.ranks)
             ]
             self._whole, self._taken = False, True
 
@@ -324,7 +325,7 @@ class SharedUpdate:
             and grad.shape.is_fully_defined()
             and id(variable) in self._index
             and grad.dtype == self._dtype(self._index[id(variable)])
-            and (grad.dtype in _GATHERED or not self._halves.whole_sums)
+            and (grad.dtype in _GATHERED or not self._reduce_scatter.whole_sums)
             and not variable.overwrite_with_gradient
         )
 
@@ -345,7 +346,7 @@ class SharedUpdate:
             for index in sorted(indices, key=self._elements, reverse=True):
                 worker = int(np.argmin(loads))
                 loads[worker] += self._elements(index)
-                parts[self._halves.part_number(worker)].append(index)
+                parts[self._reduce_scatter.part_number(worker)].append(index)
             indices = [index for part in parts for index in part]
             starts = self._starts(indices)
             cuts = [starts[sum(map(len, parts[:number]))] for number in range(workers + 1)]
@@ -357,7 +358,7 @@ class SharedUpdate:
 
     def _elements_of(self, pack: Pack, rank: int) -> list[tuple[int, slice]]:
         """(index, elements) of the variables of a pack that have some in a replica's part."""
-        return pack.elements_in(self._halves.part_of(pack.cuts, rank))
+        return pack.elements_in(self._reduce_scatter.part_of(pack.cuts, rank))
 
     def _elements(self, index: int) -> int:
         return int(np.prod(self._variables[index].shape))
@@ -402,20 +403,20 @@ class SharedUpdate:
         self.forget_copy()
         for part in self._parts:
             part.free_weights()
-        gather_slots(self._parts, self._packs, self._halves, keep=True, free=True)
+        gather_slots(self._parts, self._packs, self._reduce_scatter, keep=True, free=True)
         self._whole = self._stale = True
 
     def restore_alone(self) -> None:
         """The same after an error, where this process has all parts."""
-        if self._parts and self._halves.in_one_process:
+        if self._parts and self._reduce_scatter.in_one_process:
             with contextlib.suppress(Exception):
                 self.restore_whole()
 
     def copy_to_chief(self) -> None:
         """Gives the chief's optimizer the whole state, until the next step. All workers call it."""
         if self._parts and not self._whole and not self._copied:
-            keep = self._halves.ranks[0] == 0
-            gather_slots(self._parts, self._packs, self._halves, keep=keep)
+            keep = self._reduce_scatter.ranks[0] == 0
+            gather_slots(self._parts, self._packs, self._reduce_scatter, keep=keep)
             self._copied = True
 
     def slot_parts(self) -> SlotParts | None:
@@ -435,7 +436,7 @@ def is_driven(model: Any) -> bool:
 
 
 @contextlib.contextmanager
-def shared_updates(model: Any, updates: list[SharedUpdate]) -> Iterator[None]:
+def sharded_updates(model: Any, updates: list[ShardedUpdate]) -> Iterator[None]:
     """In the end the optimizers have their whole state again; all workers enter and leave it.
 
     After an error they have not where workers may be gone; the model is refused from then on.
@@ -443,7 +444,7 @@ def shared_updates(model: Any, updates: list[SharedUpdate]) -> Iterator[None]:
     Raises:
         UsageError: the state of an optimizer was lost so.
     """
-    outer: list[SharedUpdate] = vars(model).get(_UPDATES, [])
+    outer: list[ShardedUpdate] = vars(model).get(_UPDATES, [])
     for update in outer:  # within another call, by a callback
         update.restore_whole()
         update.weights_changed()
@@ -465,9 +466,9 @@ def shared_updates(model: Any, updates: list[SharedUpdate]) -> Iterator[None]:
         vars(model)[_UPDATES] = outer
 
 
-def is_shared(model: Any) -> bool:
-    """Whether the steps of the last call shared an update of the weights."""
-    return any(line.startswith(_SHARED) for line in vars(model).get(_LAST, []))
+def is_sharded(model: Any) -> bool:
+    """Whether the steps of the last call sharded the update of the weights."""
+    return any(line.startswith(_SHARDED) for line in vars(model).get(_LAST, []))
 
 
 def description(model: Any) -> str:

@@ -15,14 +15,14 @@ from tfmw.checkpoint.parts import SlotPart, SlotParts
 from tfmw.keras_compat import optimizer_part
 from tfmw.keras_compat.memory import new_tensor
 from tfmw.keras_compat.optimizer_part import OptimizerPart
-from tfmw.mirrored.halves import Halves
 from tfmw.mirrored.packs import Pack
+from tfmw.mirrored.reduce_scatter import ReduceScatter
 
 
 def gather_slots(
     parts: Sequence[OptimizerPart],
     packs: Sequence[Pack],
-    halves: Halves,
+    transport: ReduceScatter,
     keep: bool,
     free: bool = False,
 ) -> None:
@@ -30,20 +30,20 @@ def gather_slots(
 
     Args:
         parts: of them, of this process's replicas.
-        packs: of the variables that replicas share.
-        halves: the transport.
+        packs: of the sharded variables.
+        transport: of the gradients.
         keep: whether this process puts them into the optimizer.
         free: whether it then frees its parts.
     """
     for name, slots in parts[0].slots:
         for pack in packs:
-            cuts = _cuts_in_bytes(slots, pack, halves)
+            cuts = _cuts_in_bytes(slots, pack, transport)
             own = [
-                _joined(part, name, pack.elements_in(halves.part_of(pack.cuts, rank)))
-                for part, rank in zip(parts, halves.ranks, strict=True)
+                _joined(part, name, pack.elements_in(transport.part_of(pack.cuts, rank)))
+                for part, rank in zip(parts, transport.ranks, strict=True)
             ]
             array, tensor = new_tensor([cuts[-1]], tf.uint8)
-            halves.all_gather(own, cuts, array)
+            transport.all_gather(own, cuts, array)
             del own
             begin = 0
             for index in pack.indices:
@@ -89,16 +89,16 @@ def forget_slots(part: OptimizerPart, packs: Sequence[Pack]) -> None:
                     optimizer_part.empty(slots[index])
 
 
-def _cuts_in_bytes(slots: list[Any], pack: Pack, halves: Halves) -> list[int]:
+def _cuts_in_bytes(slots: list[Any], pack: Pack, transport: ReduceScatter) -> list[int]:
     """The bytes of a pack's slots, one after the other, cut into a part for each replica."""
     elements_of = dict(zip(pack.indices, pack.sizes, strict=True))
-    sizes = [0] * halves.size
-    for rank in range(halves.size):
-        for index, elements in pack.elements_in(halves.part_of(pack.cuts, rank)):
+    sizes = [0] * transport.size
+    for rank in range(transport.size):
+        for index, elements in pack.elements_in(transport.part_of(pack.cuts, rank)):
             if slots[index] is not None:
                 # Where a variable is cut, its slots are of its shape.
                 whole = optimizer_part.bytes_of(slots[index])
                 share = whole * (elements.stop - elements.start) // elements_of[index]
-                sizes[halves.part_number(rank)] += share
+                sizes[transport.part_number(rank)] += share
     cuts: list[int] = np.cumsum([0, *sizes]).tolist()
     return cuts

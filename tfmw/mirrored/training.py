@@ -18,10 +18,10 @@ from tfmw.runtime import tracing
 from tfmw.runtime.step_times import StepTimes
 from tfmw.training.arguments import FitArguments
 from tfmw.training.epoch_iterator import EpochIterator
+from tfmw.training.fit_context import FitContext
 from tfmw.training.input_bound import InputBound
 from tfmw.training.loop import ValidationSignals
 from tfmw.training.pace import CallPace, last_batch_number
-from tfmw.training.session import Session
 
 
 class MirroredTraining:
@@ -30,7 +30,7 @@ class MirroredTraining:
     A context manager: places the model's variables on the replicas, and restores them at the end.
 
     Args:
-        session: of the call.
+        context: of the call.
         arguments: of the call.
         record: of the backup from which the run resumes, or None.
 
@@ -40,25 +40,25 @@ class MirroredTraining:
 
     trains_in_place = True
 
-    def __init__(self, session: Session, arguments: FitArguments, record: dict[str, Any] | None):
-        self.model = session.model
-        self.strategy = session.strategy
-        self.group = session.group
-        self._session = session
+    def __init__(self, context: FitContext, arguments: FitArguments, record: dict[str, Any] | None):
+        self.model = context.model
+        self.strategy = context.strategy
+        self.group = context.group
+        self._context = context
         self._arguments = arguments
         self._feed: dict[str, Any] = {} if record is None else record["feed"]
         train = {name: value for name, value in self._feed.items() if name != "validation"}
         self._data = EpochIterator(
             arguments.source,
-            session.group,
-            session.sharding,
+            context.group,
+            context.sharding,
             arguments.steps_per_epoch,
             "steps_per_epoch",
             train or None,
         )
         self.batch_size = self._data.shard.batch_size
         self.element_spec = self._data.shard.element_spec
-        session.build(self.element_spec)
+        context.build(self.element_spec)
         tables.refuse_tables(self.model.variables)
         self._validation: EpochIterator | None = None
         self._every_batch = False
@@ -83,7 +83,7 @@ class MirroredTraining:
             self._validation = EpochIterator(
                 source,
                 self.group,
-                self._session.sharding,
+                self._context.sharding,
                 self._arguments.validation_steps,
                 "validation_steps",
                 self._feed.get("validation"),

@@ -4,7 +4,7 @@
     coordinator.schedule(steps.function, args=(iterator, worker, limit, seeds))   # one per worker
     steps.advance(10)                          # on the coordinator: applies 10 steps
 
-Each server has an accumulator for each bucket of its gradients. A worker reads the servers' values
+Each server has an accumulator for each pack of its gradients. A worker reads the servers' values
 of step s, sends its gradients to the accumulators, marked with s, and waits for step s + 1. Once
 `aggregate` gradients of step s have arrived, the server applies their mean and the step ends. The
 accumulator is then at s + 1 and drops later gradients of step s. TensorFlow 1's
@@ -26,13 +26,13 @@ import tensorflow as tf
 
 from tfmw.errors import UsageError
 from tfmw.keras_compat import parameter_servers
-from tfmw.parameter_server.exchange import Exchange, Work
+from tfmw.parameter_server.exchange import Exchange, StepUpdates
 from tfmw.parameter_server.gradients import Grads
 from tfmw.parameter_server.hash_tables import refuse_hash_tables
 from tfmw.parameter_server.lookups import Fetched, Plan
 from tfmw.parameter_server.steps import WorkerSteps
 from tfmw.parameter_server.updates import ServerUpdates, Update
-from tfmw.parameter_server.variables import Bucket, ServerVariables
+from tfmw.parameter_server.variables import ServerPack, ServerVariables
 from tfmw.tables import server
 
 
@@ -75,20 +75,20 @@ class SynchronousSteps(WorkerSteps):
         self._aggregate = aggregate
         self._now: Any = None
         (optimizer,) = server_variables.optimizers
-        buckets = server_variables.all_buckets(parameter_servers.optimized_variables(optimizer))
-        self._gradients = buckets
+        packs = server_variables.all_packs(parameter_servers.optimized_variables(optimizer))
+        self._gradients = packs
         self._accumulators = []
-        for number, bucket in enumerate(buckets):
-            with tf.device(server(bucket.server)):
+        for number, pack in enumerate(packs):
+            with tf.device(server(pack.server)):
                 self._accumulators.append(
                     tf.raw_ops.ResourceConditionalAccumulator(
-                        dtype=bucket.dtype,
-                        shape=[sum(bucket.sizes) + 1],
+                        dtype=pack.dtype,
+                        shape=[sum(pack.sizes) + 1],
                         shared_name=f"{self._name}/gradients_{number}",
                         reduction_type="SUM",
                     )
                 )
-        with tf.device(server(buckets[0].server)):
+        with tf.device(server(packs[0].server)):
             self._sent = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradients_sent")
         with tf.device(server(server_variables.home)):
             self._used = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradients_used")
@@ -169,7 +169,7 @@ class SynchronousSteps(WorkerSteps):
         )
         return over
 
-    def _update(self, optimizer: Any, grads: Grads, fetched: Fetched, work: Work) -> None:
+    def _update(self, optimizer: Any, grads: Grads, fetched: Fetched, work: StepUpdates) -> None:
         """Sends this worker's gradients to the accumulators, marked with their step."""
         del optimizer, fetched, work  # the coordinator has them updated
         by_variable = {id(v): g for g, v in grads}
@@ -179,13 +179,13 @@ class SynchronousSteps(WorkerSteps):
                 f"no gradient for {missing[0]}: with sync_replicas=True every trainable variable "
                 "needs one; freeze it (trainable=False)."
             )
-        for number, bucket in enumerate(self._gradients):
-            flat = bucket.pack(by_variable[id(v)] for v in bucket.variables)
-            with tf.device(server(bucket.server)):
+        for number, pack in enumerate(self._gradients):
+            flat = pack.pack(by_variable[id(v)] for v in pack.variables)
+            with tf.device(server(pack.server)):
                 op = self._one_op(
                     ("accumulate", number), functools.partial(self._accumulate, number)
                 )
-                done_here = op(tf.concat([flat, tf.ones([1], bucket.dtype)], axis=0), self._now)
+                done_here = op(tf.concat([flat, tf.ones([1], pack.dtype)], axis=0), self._now)
             self._sent_ops.append(done_here)
 
     def _accumulate(self, number: int, flat: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
@@ -224,18 +224,18 @@ class SynchronousSteps(WorkerSteps):
         (optimizer,) = self.server_variables.optimizers
         updates: list[Update] = []
         used = tf.constant(0, tf.int64)
-        for number, bucket in enumerate(self._gradients):
-            if bucket.server != where:
+        for number, pack in enumerate(self._gradients):
+            if pack.server != where:
                 continue
             total = tf.raw_ops.ResourceAccumulatorTakeGradient(
-                handle=self._accumulators[number], num_required=self._aggregate, dtype=bucket.dtype
+                handle=self._accumulators[number], num_required=self._aggregate, dtype=pack.dtype
             )
             if number == 0:
                 used = tf.cast(total[-1], tf.int64)
 
-            def update(total: tf.Tensor, bucket: Bucket = bucket) -> None:
-                parts = bucket.unpack(total[:-1] / total[-1])
-                for variable in bucket.variables:
+            def update(total: tf.Tensor, pack: ServerPack = pack) -> None:
+                parts = pack.unpack(total[:-1] / total[-1])
+                for variable in pack.variables:
                     shard = self.server_variables.shard(variable)
                     self._updates.update_whole(optimizer, shard, variable, parts[id(variable)])
 

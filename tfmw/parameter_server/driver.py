@@ -33,7 +33,7 @@ from tfmw.cluster import servers as ps_cluster
 from tfmw.keras_compat import models, parameter_servers
 from tfmw.parameter_server import worker_data
 from tfmw.parameter_server.accumulators import SynchronousSteps
-from tfmw.parameter_server.lookups import RowTravel
+from tfmw.parameter_server.lookups import RowTransfer
 from tfmw.parameter_server.steps import UNROLLED, WorkerSteps
 from tfmw.parameter_server.variables import ServerVariables
 from tfmw.runtime.progress import blocking_call, report_alive
@@ -82,7 +82,7 @@ class PsDriver:
     def _worker_steps(self, name: str) -> WorkerSteps | SynchronousSteps:
         settings = self._servers.settings
         if not settings.sync_replicas:
-            travel = RowTravel(settings.prefetch_rows, settings.row_compression)
+            travel = RowTransfer(settings.prefetch_rows, settings.row_compression)
             return WorkerSteps(
                 self.model, self.server_variables, name, travel, workers=self._workers
             )

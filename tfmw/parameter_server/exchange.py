@@ -19,13 +19,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfmw.parameter_server import messages
-from tfmw.parameter_server.lookups import Asked, Fetched, Plan
+from tfmw.parameter_server.lookups import Fetched, LookupRequest, Plan
 from tfmw.parameter_server.updates import ServerUpdates, Update
-from tfmw.parameter_server.variables import Bucket, ServerVariables
+from tfmw.parameter_server.variables import ServerPack, ServerVariables
 from tfmw.tables import server
 
 
-class Work:
+class StepUpdates:
     """What one step changes on the servers, in this order.
 
     Attributes:
@@ -62,15 +62,15 @@ class Work:
             sent = [tf.cast(tf.size(self._gradient), tf.int64)]
         return sent
 
-    def sending(self, sent: dict[int, list[tf.Tensor]]) -> Work:
+    def sending(self, sent: dict[int, list[tf.Tensor]]) -> StepUpdates:
         """The same updates, with these `tensors` by server."""
-        work = Work()
+        work = StepUpdates()
         work.updates, work._sent = self.updates, sent
         return work
 
 
 @dataclasses.dataclass(frozen=True)
-class Answers:
+class LookupReply:
     """What servers have answered, as it comes.
 
     Attributes:
@@ -104,24 +104,26 @@ class Exchange:
         one_op: Callable[[Any, Callable[..., Any]], Callable[..., Any]],
     ):
         self._server_variables = server_variables
-        self._buckets, self._alone = server_variables.buckets(pulled)
+        self._packs, self._alone = server_variables.packs(pulled)
         self._updates = ServerUpdates(server_variables)
         self._plan = plan
         self._one_op = one_op
 
-    def __call__(self, work: Work | None, asked: Asked | None, pull: bool = True) -> Answers:
+    def __call__(
+        self, work: StepUpdates | None, asked: LookupRequest | None, pull: bool = True
+    ) -> LookupReply:
         """Sends the updates of a step, if any, and gets what the next one needs.
 
         Args:
             asked: the rows that it looks up, if they are wanted.
             pull: whether values of variables are.
         """
-        work = work or Work()
+        work = work or StepUpdates()
         ids = {} if asked is None else asked.sent
         sent = {}
         for where in range(self._server_variables.servers):
             tensors = [*work.tensors(where), *([ids[where]] if where in ids else [])]
-            if tensors or self._buckets_of(where, pull):
+            if tensors or self._packs_of(where, pull):
                 sent[where] = tensors
         of_server = self._one_op("sent", _packed)(list(sent.values()))
         packed = {}
@@ -133,34 +135,34 @@ class Exchange:
             tf.identity(self._server_variables.shard(variable).variable.read_value())
             for variable in (self._alone if pull else ())
         ]
-        return Answers(packed, alone, has_values=pull, has_rows=asked is not None)
+        return LookupReply(packed, alone, has_values=pull, has_rows=asked is not None)
 
-    def opened(self, answers: Answers, asked: Asked) -> tuple[dict[int, tf.Tensor], Fetched]:
+    def opened(
+        self, answers: LookupReply, asked: LookupRequest
+    ) -> tuple[dict[int, tf.Tensor], Fetched]:
         """(values by id of the Keras variable, rows), in the function that is being traced."""
         values: dict[int, tf.Tensor] = {}
         rows: dict[int, list[tf.Tensor]] = {}
         for where, answer in answers.packed.items():
-            buckets = self._buckets_of(where, answers.has_values)
-            specs = [tf.TensorSpec([None], bucket.dtype) for bucket in buckets]
+            packs = self._packs_of(where, answers.has_values)
+            specs = [tf.TensorSpec([None], pack.dtype) for pack in packs]
             specs += self._plan.specs(where) if answers.has_rows else []
             key = ("arrived", where, answers.has_values, answers.has_rows)
-            flats, rows[where] = self._one_op(key, functools.partial(_split, buckets, specs))(
-                answer
-            )
-            variables = [variable for bucket in buckets for variable in bucket.variables]
+            flats, rows[where] = self._one_op(key, functools.partial(_split, packs, specs))(answer)
+            variables = [variable for pack in packs for variable in pack.variables]
             values.update({id(v): value for v, value in zip(variables, flats, strict=True)})
         if answers.has_values:
             own = zip(self._alone, answers.alone, strict=True)
             values.update({id(variable): value for variable, value in own})
         return values, self._plan.fetched(asked, rows) if answers.has_rows else Fetched([])
 
-    def _buckets_of(self, where: int, pull: bool) -> list[Bucket]:
-        return [b for b in self._buckets if b.server == where] if pull else []
+    def _packs_of(self, where: int, pull: bool) -> list[ServerPack]:
+        return [b for b in self._packs if b.server == where] if pull else []
 
     def _with(
         self,
         where: int,
-        work: Work,
+        work: StepUpdates,
         sent: list[tf.Tensor],
         message: tf.Tensor | None,
         asks: bool,
@@ -168,13 +170,13 @@ class Exchange:
     ) -> tf.Tensor | None:
         """With one server: what it answers, if anything, to these tensors in this message."""
         own = work.updates.get(where, [])
-        buckets = self._buckets_of(where, pull)
+        packs = self._packs_of(where, pull)
         specs = [messages.spec_of(tensor) for tensor in sent]
-        run = functools.partial(self._run, where, own, buckets, asks, specs)
+        run = functools.partial(self._run, where, own, packs, asks, specs)
         with tf.device(server(where)):
             op = self._one_op(("exchange", where, bool(own), asks, pull), run)
             answer = op() if message is None else op(message)
-        if not (buckets or asks):
+        if not (packs or asks):
             return None
         return tf.identity(answer)  # on the worker: each use would fetch it again
 
@@ -182,7 +184,7 @@ class Exchange:
         self,
         where: int,
         work: list[tuple[Any, list[Update]]],
-        buckets: list[Bucket],
+        packs: list[ServerPack],
         asks: bool,
         specs: list[tf.TensorSpec],
         *message: tf.Tensor,
@@ -205,16 +207,16 @@ class Exchange:
         # Each step is counted once, with any number of optimizers.
         if applied and where == self._server_variables.home:
             self._server_variables.applied.assign_add(1)
-        answer = [self._flat(bucket) for bucket in buckets]
+        answer = [self._flat(pack) for pack in packs]
         if asks:
             *_, ids = arrived
             answer += self._plan.answer(where, ids)
         return messages.pack(answer) if answer else tf.constant(0)
 
-    def _flat(self, bucket: Bucket) -> tf.Tensor:
+    def _flat(self, pack: ServerPack) -> tf.Tensor:
         """[elements of all variables], on their server."""
-        return bucket.pack(
-            self._server_variables.shard(v).variable.read_value() for v in bucket.variables
+        return pack.pack(
+            self._server_variables.shard(v).variable.read_value() for v in pack.variables
         )
 
 
@@ -224,10 +226,10 @@ def _packed(sent: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor | None]:
 
 
 def _split(
-    buckets: Sequence[Bucket], specs: Sequence[tf.TensorSpec], answer: tf.Tensor
+    packs: Sequence[ServerPack], specs: Sequence[tf.TensorSpec], answer: tf.Tensor
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """(values of the variables of all buckets, rows of each kind)."""
+    """(values of the variables of all packs, rows of each kind)."""
     parts = messages.unpack(answer, specs)
-    flats, rows = parts[: len(buckets)], parts[len(buckets) :]
-    values = [v for b, flat in zip(buckets, flats, strict=True) for v in b.unpack(flat).values()]
+    flats, rows = parts[: len(packs)], parts[len(packs) :]
+    values = [v for b, flat in zip(packs, flats, strict=True) for v in b.unpack(flat).values()]
     return values, rows

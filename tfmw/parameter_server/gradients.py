@@ -17,10 +17,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfmw.keras_compat import models, objects, parameter_servers
-from tfmw.parameter_server.lookups import Fetched, RowTravel
+from tfmw.parameter_server.lookups import Fetched, RowTransfer
 from tfmw.parameter_server.updates import ServerUpdates, Update
-from tfmw.parameter_server.variables import Bucket, ServerVariables, contains
-from tfmw.tables import Route, Together
+from tfmw.parameter_server.variables import ServerPack, ServerVariables, contains
+from tfmw.tables import MultiTableLookup, Route
 
 Grads = list[tuple[Any, Any]]
 """(gradient, Keras variable), as an optimizer is given them."""
@@ -60,7 +60,7 @@ class GradientsToServers:
         travel: how rows travel.
     """
 
-    def __init__(self, server_variables: ServerVariables, remote: list[Any], travel: RowTravel):
+    def __init__(self, server_variables: ServerVariables, remote: list[Any], travel: RowTransfer):
         self.server_variables = server_variables
         self._updates = ServerUpdates(server_variables)
         self._remote = remote
@@ -85,15 +85,15 @@ class GradientsToServers:
         by_variable = {id(v): g for g, v in grads}
         here = [v for _, v in grads if not contains(v, self._remote)]
 
-        def update_bucket(bucket: Bucket, flat: tf.Tensor) -> None:
-            parts = bucket.unpack(flat).values()
-            for variable, grad in zip(bucket.variables, parts, strict=True):
+        def update_pack(pack: ServerPack, flat: tf.Tensor) -> None:
+            parts = pack.unpack(flat).values()
+            for variable, grad in zip(pack.variables, parts, strict=True):
                 shard = self.server_variables.shard(variable)
                 self._updates.update_whole(optimizer, shard, variable, grad)
 
-        for bucket in self.server_variables.all_buckets(here):
-            flat = bucket.pack(by_variable[id(v)] for v in bucket.variables)
-            yield bucket.server, ([flat], functools.partial(update_bucket, bucket))
+        for pack in self.server_variables.all_packs(here):
+            flat = pack.pack(by_variable[id(v)] for v in pack.variables)
+            yield pack.server, ([flat], functools.partial(update_pack, pack))
 
     def _rows(self, optimizer: Any, grads: Grads, fetched: Fetched) -> Iterator[tuple[int, Update]]:
         """(server, update) of the variables whose rows stay on their servers."""
@@ -113,7 +113,7 @@ class GradientsToServers:
                 together.setdefault(kind, []).append((grad, variable))
             else:
                 (shard,) = shards_of(variable)
-                route = Together([[shard]]).route([_ids(grad)])
+                route = MultiTableLookup([[shard]]).route([_ids(grad)])
                 own, ids = route.send([grad.values])[shard.server], route.asked[shard.server][1]
                 every = functools.partial(updates.update_every_row, optimizer, shard, variable)
                 yield shard.server, ([own, ids], every)
@@ -126,7 +126,7 @@ class GradientsToServers:
                 sent = tf.cast(rows[where], self._travel.sent_as(rows[where].dtype))
                 yield where, ([sizes, ids, sent], of_rows)
 
-    def _route(self, grads: Grads, fetched: Fetched) -> tuple[Grads, Together, Route]:
+    def _route(self, grads: Grads, fetched: Fetched) -> tuple[Grads, MultiTableLookup, Route]:
         """Where gradients go: as a rule the way of the rows that were fetched for the step.
 
         Returns:
@@ -140,7 +140,7 @@ class GradientsToServers:
                 grad.indices is own for (grad, _), own in zip(ordered, ids, strict=True)
             ):
                 return ordered, group, route
-        group = Together([self.server_variables.shards(variable) for _, variable in grads])
+        group = MultiTableLookup([self.server_variables.shards(variable) for _, variable in grads])
         return grads, group, group.route([_ids(grad) for grad, _ in grads])
 
 

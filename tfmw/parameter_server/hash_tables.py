@@ -31,7 +31,7 @@ from tfmw.keras_compat import models, objects, parameter_servers, table_variable
 from tfmw.layers import HashTableEmbedding
 from tfmw.layers.part import Part, bucket_of, counted
 from tfmw.parameter_server import messages
-from tfmw.parameter_server.lookups import RowTravel
+from tfmw.parameter_server.lookups import RowTransfer
 from tfmw.parameter_server.variables import ServerVariables
 from tfmw.tables import VariableShard, server
 
@@ -57,7 +57,7 @@ class HashTables:
         self,
         server_variables: ServerVariables,
         one_op: Callable[..., Callable[..., Any]],
-        travel: RowTravel,
+        travel: RowTransfer,
         workers: int,
     ):
         self._one_op = one_op

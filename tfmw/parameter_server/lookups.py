@@ -23,11 +23,11 @@ import tensorflow as tf
 from tfmw.keras_compat import models, parameter_servers
 from tfmw.parameter_server import messages
 from tfmw.parameter_server.batch_ops import copied_ops, ops_between
-from tfmw.tables import Route, Together, VariableShard
+from tfmw.tables import MultiTableLookup, Route, VariableShard
 
 
 @dataclasses.dataclass(frozen=True)
-class RowTravel:
+class RowTransfer:
     """How rows and their gradients travel between workers and servers.
 
     Attributes:
@@ -68,23 +68,23 @@ class Plan:
     """
 
     def __init__(
-        self, batch: list[tf.Tensor], lookups: list[Lookup], travel: RowTravel | None = None
+        self, batch: list[tf.Tensor], lookups: list[Lookup], travel: RowTransfer | None = None
     ):
         self._batch = batch
-        self._travel = travel or RowTravel()
-        self._groups: list[tuple[list[Lookup], Together]] = []
+        self._travel = travel or RowTransfer()
+        self._groups: list[tuple[list[Lookup], MultiTableLookup]] = []
         for members in _of_one_kind(lookups):
-            self._groups.append((members, Together([member.shards for member in members])))
+            self._groups.append((members, MultiTableLookup([member.shards for member in members])))
         self._prepared = parameter_servers.one_op(self._prepare, waits=False)
         self._servers = sorted({where for _, group in self._groups for where in group.shards})
 
-    def asked(self, batch: Any) -> Asked:
+    def asked(self, batch: Any) -> LookupRequest:
         """What servers are asked for; call it where steps are traced, with a batch of them."""
         leaves = tf.nest.flatten(batch, expand_composites=True)
         if not self._groups:
-            return Asked(leaves, [], [], {})
+            return LookupRequest(leaves, [], [], {})
         ids, tensors, sent = self._prepared(leaves)
-        return Asked(leaves, ids, tensors, dict(zip(self._servers, sent, strict=True)))
+        return LookupRequest(leaves, ids, tensors, dict(zip(self._servers, sent, strict=True)))
 
     def _prepare(
         self, leaves: list[tf.Tensor]
@@ -123,7 +123,7 @@ class Plan:
             found.append(tf.cast(every, self._travel.sent_as(every.dtype)))
         return found
 
-    def fetched(self, asked: Asked, answers: dict[int, list[tf.Tensor]]) -> Fetched:
+    def fetched(self, asked: LookupRequest, answers: dict[int, list[tf.Tensor]]) -> Fetched:
         """The rows of a batch.
 
         Args:
@@ -145,13 +145,13 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class LookupRequest:
     """What servers are asked for one batch.
 
     Attributes:
         leaves: the tensors of the batch.
         ids: of each group those of its lookups.
-        routes: of each group the tensors of its route, see `Together.route_of`.
+        routes: of each group the tensors of its route, see `MultiTableLookup.route_of`.
         sent: by server int64 [...], how many ids of each of its variables, and these ids.
     """
 
@@ -175,7 +175,7 @@ class Fetched:
 
     def __init__(self, batch: list[tf.Tensor]):
         self.found: dict[tuple[int, Any], tuple[tf.Tensor, tf.Tensor]] = {}
-        self.groups: list[tuple[list[Any], list[tf.Tensor], Together, Route]] = []
+        self.groups: list[tuple[list[Any], list[tf.Tensor], MultiTableLookup, Route]] = []
         self._batch = batch
 
     def rows(self, variable: Any, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
@@ -189,7 +189,7 @@ def plan_lookups(
     trace: Callable[[Any, Fetched], Any],
     batch_spec: Any,
     shards_of: Callable[[Any], Sequence[VariableShard]],
-    travel: RowTravel | None = None,
+    travel: RowTransfer | None = None,
 ) -> Plan:
     """Finds the lookups of a step.
 

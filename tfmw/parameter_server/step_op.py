@@ -20,8 +20,8 @@ import tensorflow as tf
 
 from tfmw.keras_compat import parameter_servers
 from tfmw.parameter_server import messages
-from tfmw.parameter_server.exchange import Answers, Exchange, Work
-from tfmw.parameter_server.lookups import Asked, Fetched
+from tfmw.parameter_server.exchange import Exchange, LookupReply, StepUpdates
+from tfmw.parameter_server.lookups import Fetched, LookupRequest
 from tfmw.parameter_server.updates import ReadOnlyScalar
 
 Compute = Callable[[Any, dict[int, tf.Tensor], Fetched, list[ReadOnlyScalar]], Any]
@@ -46,11 +46,15 @@ class StepOp:
         self._batch_spec = batch_spec
         self._scalars = scalars
         self._op: parameter_servers.TracedOp | None = None
-        self._work = Work()
+        self._work = StepUpdates()
 
     def __call__(
-        self, batch: Any, asked: Asked, answers: Answers, ahead: Answers | None = None
-    ) -> tuple[tf.Tensor, Work]:
+        self,
+        batch: Any,
+        asked: LookupRequest,
+        answers: LookupReply,
+        ahead: LookupReply | None = None,
+    ) -> tuple[tf.Tensor, StepUpdates]:
         """One step.
 
         Args:
@@ -65,7 +69,7 @@ class StepOp:
         # Ops of a function that uses a GPU as well would wait for each other.
         if not self._op.is_on_one_device or tf.config.list_logical_devices("GPU"):
             scalars = [ReadOnlyScalar(variable) for variable in self._scalars]
-            computed: tuple[tf.Tensor, Work] = self._compute(
+            computed: tuple[tf.Tensor, StepUpdates] = self._compute(
                 batch, *self._opened(asked, received), scalars
             )
             return computed
@@ -76,7 +80,9 @@ class StepOp:
         examples, sent = self._op(read, _of_asked(asked), [_of_answers(a) for a in received])
         return examples, self._work.sending(dict(zip(self._work.updates, sent, strict=True)))
 
-    def _traced(self, asked: Asked, received: list[Answers]) -> parameter_servers.TracedOp:
+    def _traced(
+        self, asked: LookupRequest, received: list[LookupReply]
+    ) -> parameter_servers.TracedOp:
         def run(scalars: Any, of_asked: Any, of_received: Any) -> Any:
             own = _asked_of(of_asked)
             opened = self._opened(
@@ -93,32 +99,32 @@ class StepOp:
             lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype),
             (self._scalars, _of_asked(asked)),
         )
-        # Answers have any length, those of the first step too.
+        # Replies have any length, those of the first step too.
         more = tf.nest.map_structure(messages.spec_of, [_of_answers(a) for a in received])
         return parameter_servers.TracedOp(run, *specs, more)
 
     def _opened(
-        self, asked: Asked, received: list[Answers]
+        self, asked: LookupRequest, received: list[LookupReply]
     ) -> tuple[dict[int, tf.Tensor], Fetched]:
         (values, fetched), *ahead = [self._exchange.opened(each, asked) for each in received]
         return values, ahead[0][1] if ahead else fetched
 
 
-def _of_asked(asked: Asked) -> Any:
+def _of_asked(asked: LookupRequest) -> Any:
     """The tensors that the step needs."""
     return asked.leaves, asked.ids, asked.routes
 
 
-def _asked_of(tensors: Any) -> Asked:
+def _asked_of(tensors: Any) -> LookupRequest:
     leaves, ids, routes = tensors
-    return Asked(leaves, ids, routes, sent={})
+    return LookupRequest(leaves, ids, routes, sent={})
 
 
-def _of_answers(answers: Answers) -> Any:
+def _of_answers(answers: LookupReply) -> Any:
     return list(answers.packed.values()), answers.alone
 
 
-def _answers_of(answers: Answers, tensors: Any) -> Answers:
+def _answers_of(answers: LookupReply, tensors: Any) -> LookupReply:
     packed, alone = tensors
     return dataclasses.replace(
         answers, packed=dict(zip(answers.packed, packed, strict=True)), alone=alone

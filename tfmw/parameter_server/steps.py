@@ -40,15 +40,15 @@ import tensorflow as tf
 from tfmw import data
 from tfmw.errors import UsageError
 from tfmw.keras_compat import metrics, models, optimizers, parameter_servers
-from tfmw.parameter_server.exchange import Answers, Exchange, Work
+from tfmw.parameter_server.exchange import Exchange, LookupReply, StepUpdates
 from tfmw.parameter_server.gradients import GradientsToServers, Grads, taking_gradients
 from tfmw.parameter_server.hash_tables import HashTables
-from tfmw.parameter_server.lookups import Asked, Fetched, Plan, RowTravel, plan_lookups
+from tfmw.parameter_server.lookups import Fetched, LookupRequest, Plan, RowTransfer, plan_lookups
 from tfmw.parameter_server.step_op import StepOp
 from tfmw.parameter_server.updates import ReadOnlyScalar
 from tfmw.parameter_server.variables import (
-    BUCKET_BYTES,
-    Bucket,
+    PACK_BYTES,
+    ServerPack,
     ServerVariables,
     contains,
 )
@@ -85,7 +85,7 @@ class WorkerSteps:
         model: keras.Model,
         server_variables: ServerVariables,
         name: str,
-        travel: RowTravel | None = None,
+        travel: RowTransfer | None = None,
         remote_lookups: bool = True,
         workers: int = 1,
     ):
@@ -95,7 +95,7 @@ class WorkerSteps:
         self.function = tf.function(self._many, autograph=False)
         self._name = f"{name}/{next(_models)}"
         self._assigned: list[Any] = []
-        self._travel = travel or RowTravel()
+        self._travel = travel or RowTransfer()
         self._ops: dict[Any, Callable[..., Any]] = {}
         looked_up = parameter_servers.looked_up_variables(model) if remote_lookups else []
         on_servers = list(server_variables.divided)
@@ -110,7 +110,7 @@ class WorkerSteps:
                 for v in server_variables.trainable
                 if not contains(v, on_servers)
                 and any(v is e for e in looked_up)
-                and v.shape.num_elements() * 4 > BUCKET_BYTES
+                and v.shape.num_elements() * 4 > PACK_BYTES
             ),
         ]
         pulled = [
@@ -145,7 +145,7 @@ class WorkerSteps:
             count = tf.identity(count)
 
         def turn(done: tf.Tensor, seen: tf.Tensor, steps: int) -> tuple[tf.Tensor, tf.Tensor]:
-            read: list[tuple[Any, Asked, Answers | None]] = []
+            read: list[tuple[Any, LookupRequest, LookupReply | None]] = []
 
             def read_to(number: int) -> None:
                 while len(read) <= min(number, steps - 1):
@@ -288,7 +288,7 @@ class WorkerSteps:
         fetched: Fetched,
         scalars: list[ReadOnlyScalar],
         locals_: dict[int, Any],
-    ) -> tuple[tf.Tensor, Work]:
+    ) -> tuple[tf.Tensor, StepUpdates]:
         """Runs one step, with what the servers sent; see `Exchange`.
 
         Returns:
@@ -296,7 +296,7 @@ class WorkerSteps:
         """
         for variable in self._pulled:
             locals_[id(variable)].assign(values[id(variable)])
-        work = Work()
+        work = StepUpdates()
         applied: list[Any] = []
 
         def update(optimizer: Any, grads: Grads) -> None:
@@ -356,29 +356,29 @@ class WorkerSteps:
             return model.train_step(batch)
 
     def _store_state(
-        self, locals_: dict[int, Any], before: dict[int, tf.Tensor], work: Work
+        self, locals_: dict[int, Any], before: dict[int, tf.Tensor], work: StepUpdates
     ) -> None:
         """Adds what the step has changed besides the optimizer's variables."""
         changed = [v for v in self.server_variables.state if contains(v, self._assigned)]
         averages = parameter_servers.moving_averages(self.model)
 
-        def store(bucket: Bucket, flat: tf.Tensor) -> None:
-            parts = bucket.unpack(flat)
-            for variable in bucket.variables:
+        def store(pack: ServerPack, flat: tf.Tensor) -> None:
+            parts = pack.unpack(flat)
+            for variable in pack.variables:
                 server_variable = self.server_variables.shard(variable).variable
                 if contains(variable, averages):
                     server_variable.assign(parts[id(variable)])
                 else:
                     server_variable.assign_add(parts[id(variable)])
 
-        for bucket in self.server_variables.all_buckets(changed):
+        for pack in self.server_variables.all_packs(changed):
             sent = []
-            for variable in bucket.variables:
+            for variable in pack.variables:
                 after = locals_[id(variable)].read_value()
                 sent.append(after if contains(variable, averages) else after - before[id(variable)])
-            work.store(bucket.server, ([bucket.pack(sent)], functools.partial(store, bucket)))
+            work.store(pack.server, ([pack.pack(sent)], functools.partial(store, pack)))
 
-    def _update(self, optimizer: Any, grads: Grads, fetched: Fetched, work: Work) -> None:
+    def _update(self, optimizer: Any, grads: Grads, fetched: Fetched, work: StepUpdates) -> None:
         """Adds what an optimizer changes with its gradients."""
         work.apply(optimizer, self._to_servers.updates(optimizer, grads, fetched), grads[0][0])
 

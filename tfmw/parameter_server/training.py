@@ -18,7 +18,7 @@ from tfmw.parameter_server import worker_data
 from tfmw.parameter_server.driver import PsDriver
 from tfmw.runtime.step_times import StepTimes
 from tfmw.training.arguments import FitArguments
-from tfmw.training.session import Session
+from tfmw.training.fit_context import FitContext
 
 
 class ParameterServerTraining:
@@ -28,7 +28,7 @@ class ParameterServerTraining:
     needed: after an epoch, for a backup, at the end.
 
     Args:
-        session: of the call, on the coordinator.
+        context: of the call, on the coordinator.
         arguments: of the call; `steps_per_epoch` counts updates, over all workers.
         servers: the cluster.
         record: of the backup from which the run resumes, or None.
@@ -42,7 +42,7 @@ class ParameterServerTraining:
 
     def __init__(
         self,
-        session: Session,
+        context: FitContext,
         arguments: FitArguments,
         servers: ps_cluster.JoinedServers,
         record: dict[str, Any] | None,
@@ -53,10 +53,10 @@ class ParameterServerTraining:
                 "as each worker reads all of it at its own pace; pass steps_per_epoch=..., the "
                 "number of updates in an epoch, for example examples // batch_size."
             )
-        placement.refuse_raw_variables(session.model)
-        self.model = session.model
+        placement.refuse_raw_variables(context.model)
+        self.model = context.model
         self.strategy = tf.distribute.get_strategy()
-        self.group = session.group
+        self.group = context.group
         self.steps_per_epoch: int = arguments.steps_per_epoch
         self.batch_size = arguments.batch_size
         self.steps_done = 0
@@ -73,7 +73,7 @@ class ParameterServerTraining:
         self._finished = False
         self._dropped_before = 0
         if models.needs_build(self.model):
-            session.build(self.element_spec)
+            context.build(self.element_spec)
 
     def __enter__(self) -> ParameterServerTraining:
         self._stack.enter_context(models.unseeded_generator())

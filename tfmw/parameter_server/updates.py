@@ -74,7 +74,7 @@ class ServerUpdates:
         Args:
             optimizer: the optimizer of the variables.
             shards: (Keras variable, shard that has its rows on this server), of one shape and type
-                of a row; see `tfmw.tables.Together`.
+                of a row; see `tfmw.tables.MultiTableLookup`.
             sizes: int64 [shards], how many rows of each.
             ids: int64 [n], the rows, counted from the start of their shard, each at most once.
             rows: [n, ...], their gradients, perhaps in a shorter type.

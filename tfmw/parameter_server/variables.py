@@ -15,7 +15,7 @@ Three copies of a variable exist during training, and each has one purpose:
 Of a table (`tfmw.tables`) and its slots there is one copy, on the servers. The variables of a
 `HashTableEmbedding` are on the same servers, bucket by bucket.
 
-A server's small variables are sent in one tensor (a `Bucket`), because the time depends on the
+A server's small variables are sent in one tensor (a `ServerPack`), because the time depends on the
 number of messages more than on their bytes. A variable and its optimizer slots share a server, so
 an update needs the gradient only. Every server has its own copy of the optimizer's scalars (the
 step number, the learning rate).
@@ -50,12 +50,12 @@ logger = logging.getLogger("tfmw")
 
 _COORDINATOR = "/job:chief/replica:0/task:0/device:CPU:0"
 
-BUCKET_BYTES = 1 << 20
+PACK_BYTES = 1 << 20
 """Variables of up to this many bytes are sent together; larger ones gain nothing from it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Bucket:
+class ServerPack:
     """Variables of one server and dtype that are sent in one tensor."""
 
     server: int
@@ -247,28 +247,28 @@ class ServerVariables:
         (shard,) = self._shards[id(variable)]
         return shard
 
-    def buckets(self, variables: Iterable[Any]) -> tuple[list[Bucket], list[Any]]:
-        """(buckets of the small variables, large variables); none of them may be divided."""
+    def packs(self, variables: Iterable[Any]) -> tuple[list[ServerPack], list[Any]]:
+        """(packs of the small variables, large variables); none of them may be divided."""
         groups: dict[tuple[int, str], list[Any]] = {}
         alone = []
         for variable in variables:
             dtype = models.native(variable).dtype
-            if _bytes(variable) > BUCKET_BYTES or dtype in (tf.string, tf.bool):
+            if _bytes(variable) > PACK_BYTES or dtype in (tf.string, tf.bool):
                 alone.append(variable)
             else:
                 where = self.shard(variable).server
                 groups.setdefault((where, dtype.name), []).append(variable)
-        buckets = [
-            Bucket(where, tf.as_dtype(name), tuple(members))
+        packs = [
+            ServerPack(where, tf.as_dtype(name), tuple(members))
             for (where, name), members in groups.items()
         ]
-        return buckets, alone
+        return packs, alone
 
-    def all_buckets(self, variables: Iterable[Any]) -> list[Bucket]:
-        """As `buckets`, with each large variable in a bucket of its own."""
-        buckets, alone = self.buckets(variables)
-        single = [Bucket(self.shard(v).server, models.native(v).dtype, (v,)) for v in alone]
-        return [*buckets, *single]
+    def all_packs(self, variables: Iterable[Any]) -> list[ServerPack]:
+        """As `packs`, with each large variable in a pack of its own."""
+        packs, alone = self.packs(variables)
+        single = [ServerPack(self.shard(v).server, models.native(v).dtype, (v,)) for v in alone]
+        return [*packs, *single]
 
     # ------------------------------------------------------------ the coordinator's copies
 

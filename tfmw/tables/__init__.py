@@ -5,8 +5,8 @@
     tables.is_table(model.layers[0].embeddings)         # True: a handle, without rows
 
 Read `table.py` first: the handle that the Keras variable holds, and its shards. `shards.py` looks
-up rows of shards, from any process, `together.py` those of several tables. `creation.py` decides
-which variables become tables, and fills them on their servers, small ones in one variable
+up rows of shards, from any process, `multi_table_lookup.py` those of several tables. `creation.py`
+decides which variables become tables, and fills them on their servers, small ones in one variable
 (`joined.py`). `files.py` has tables in checkpoints, `exporting.py` in SavedModels, whose rows
 `row_files.py` may look up in files.
 
@@ -26,6 +26,7 @@ from tfmw.tables.files import (
     verify_changed,
     write_checkpoint,
 )
+from tfmw.tables.multi_table_lookup import MultiTableLookup, Route
 from tfmw.tables.shards import (
     BLOCK_BYTES,
     VariableShard,
@@ -42,16 +43,15 @@ from tfmw.tables.table import (
     table_of,
     tables_among,
 )
-from tfmw.tables.together import Route, Together
 
 __all__ = [
     "BLOCK_BYTES",
     "Layout",
+    "MultiTableLookup",
     "NotFinite",
     "Route",
     "Table",
     "TableFiles",
-    "Together",
     "VariableShard",
     "blocks",
     "changed_name",

@@ -115,7 +115,7 @@ def measure(target: str, steps: int) -> tuple[Cost, int | None, int, str, list[R
     if replicas > 1:
         own = _own_part(still, strategy)
         alone = min(compute, seconds(model, own, {**options, "strategy": "default"}, steps))
-    shared = sharded_update.is_shared(model)
+    shared = sharded_update.is_sharded(model)
     whole_update = min(_update_seconds(model.optimizer), alone) if shared else 0.0
     own_update = whole_update / replicas
     parameters = sum(int(np.prod(w.shape)) for w in model.trainable_weights)

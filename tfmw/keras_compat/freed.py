@@ -23,12 +23,12 @@ def fill(variable: Any, value: tf.Tensor) -> None:
             tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value, validate_shape=False)
 
 
-def empty(variable: Any) -> None:
+def free(variable: Any) -> None:
     """Frees the memory of every copy."""
     fill(variable, tf.zeros([0], variable.dtype))
 
 
-def is_emptied(variable: Any) -> bool:
+def is_freed(variable: Any) -> bool:
     """Whether the first copy has no value of its shape."""
     first = copies_of(variable)[0]
     if isinstance(first, RemoteRows) or not hasattr(first, "handle"):

@@ -23,7 +23,7 @@ from tfmw.runtime.step_times import StepTimes
 
 
 @dataclasses.dataclass(frozen=True)
-class Session:
+class FitContext:
     """The context of one call.
 
     Attributes:
@@ -39,8 +39,8 @@ class Session:
     sharding: data.Sharding
 
     @classmethod
-    def of(cls, model: Any, strategy: Any, method: str) -> Session:
-        """The session of `tfmw.<method>(model, strategy=strategy)`, which may join the cluster.
+    def of(cls, model: Any, strategy: Any, method: str) -> FitContext:
+        """The context of `tfmw.<method>(model, strategy=strategy)`, which may join the cluster.
 
         Raises:
             UsageError: `model` is neither a model nor a callable that returns one; it is not

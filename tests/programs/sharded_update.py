@@ -1,6 +1,6 @@
-"""Updates the same weights by workers that share the update and by ones that do not.
+"""Updates the same weights by workers that shard the update and by ones that do not.
 
-    shared_update.py "Adam | on" constraint
+    sharded_update.py "Adam | on" constraint
 
 "Adam | on" is that optimizer with a compiled update, on variables; a name without a bar is a model
 in two calls of fit. Writes, of each, both ways: checksums of the weights and of the optimizer's
@@ -25,9 +25,9 @@ from tests.programs._result import write
 from tests.programs.several_devices import several_devices
 from tfmw.keras_compat import fused_update, losses, models, optimizers
 from tfmw.keras_compat.fused_update import FUSED_UPDATE
-from tfmw.mirrored import halves, sharded_update
+from tfmw.mirrored import reduce_scatter, sharded_update
 from tfmw.mirrored.collectives import connection, listener, reduction
-from tfmw.mirrored.sharded_update import SharedUpdate
+from tfmw.mirrored.sharded_update import ShardedUpdate
 
 o = keras.optimizers
 
@@ -97,7 +97,7 @@ def updated(name: str, fused: str, shard: bool) -> dict[str, Any]:
         gradients[1][0][0, 0] = np.inf  # in one worker's part, and all leave that step out
     optimizer = OPTIMIZERS[name]()
     optimizer.build(weights)
-    update = SharedUpdate(optimizer, reduction.Reduction(strategy), shard)
+    update = ShardedUpdate(optimizer, reduction.Reduction(strategy), shard)
     one = tf.constant(1)
     weight = losses.ReplicaWeight(one, one, uneven=False, size_known=True, in_loss=False)
 
@@ -227,7 +227,7 @@ class Held(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-def held_by(updates: list[SharedUpdate]) -> list[int]:
+def held_by(updates: list[ShardedUpdate]) -> list[int]:
     """Elements of slots: whole ones in the optimizer, and in the part of each replica here."""
     (update,) = updates
     whole = sum(int(tf.size(models.native(v))) for v in slots_of(update.optimizer))
@@ -295,7 +295,7 @@ def trained(name: str, shard: bool) -> dict[str, Any]:
 if os.environ.get("MACHINES"):  # of two workers each: links between them are TCP
     machine = int(os.environ["TFMW_TASK"].split()[1]) // 2
     mock.patch.object(listener, "machine", return_value=[f"machine {machine}"]).start()
-halves.PACK = 400  # several packs
+reduce_scatter.PACK = 400  # several packs
 devices = int(os.environ.get("DEVICES", 1))
 if devices > 1:
     several_devices(devices)

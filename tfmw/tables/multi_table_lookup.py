@@ -1,7 +1,7 @@
 """Lookups in several tables at once: the ids of all of them are routed to their servers together.
 
-    together = Together([shards, other_shards])       # rows of one shape and type
-    route = together.route([ids, other_ids])
+    lookup = MultiTableLookup([shards, other_shards])       # rows of one shape and type
+    route = lookup.route([ids, other_ids])
     route.asked[server]                               # (how many of each variable, its rows)
     rows, other_rows = route.deliver(answers)         # answers[server]: [n, ...], in that order
 
@@ -83,7 +83,7 @@ def _send() -> Callable[..., list[tf.Tensor]]:
     return parameter_servers.one_op(send, waits=False)
 
 
-class Together:
+class MultiTableLookup:
     """Several tables whose rows have one shape and type.
 
     Args:

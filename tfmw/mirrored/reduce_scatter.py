@@ -1,13 +1,13 @@
-"""A sum of gradients in two halves, between which each replica updates its part of the weights.
+"""Reduce-scatter of gradients and all-gather of weights; each replica updates its part in between.
 
-    halves = halves_of(reduction)
-    own, rest = halves.sums(gradients, packs, rank)    # the first half
+    transport = reduce_scatter_of(reduction)
+    own, rest = transport.sums(gradients, packs, rank)    # the first half
     ...                                                # each replica updates its part of a pack
-    weights = halves.gathered(own_weights, pack.cuts)  # the second half
+    weights = transport.gathered(own_weights, pack.cuts)  # the second half
 
 tfmw's ring stops its all-reduce half way, so the same bytes travel as without sharing.
 tf.distribute has an all-reduce and an all-gather, and no reduce-scatter: there each replica takes
-its part of a whole sum, and half as many bytes again travel. Update and slots are an N-th in both.
+its part of a whole sum, and half as many bytes again travel. Update and slots are 1/N in both.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ PACK = 32 << 20
 """Bytes of weights that TensorFlow gathers at a time."""
 
 
-class Halves(Parts):
-    """Both halves over one transport, and which part of a pack each replica has.
+class ReduceScatter(Parts):
+    """Reduce-scatter and all-gather over one transport, and which part of a pack each replica has.
 
     Attributes:
         size: number of replicas.
         ranks: of this process's replicas.
         whole_sums: whether the first half sends as many bytes as a whole sum.
-        of: what shares the update, for people.
+        of: "workers" or "replicas", in messages.
     """
 
     size: int
@@ -55,7 +55,7 @@ class Halves(Parts):
 
         Args:
             given: index of a variable -> this replica's gradient.
-            packs: of the variables that replicas share.
+            packs: of the sharded variables.
             rank: of this replica.
 
         Returns:
@@ -83,8 +83,8 @@ class Halves(Parts):
         return len(self.ranks) == self.size
 
 
-def halves_of(reduction: Reduction) -> Halves | None:
-    """What sums the gradients of `reduction` in two halves; None where there is one replica."""
+def reduce_scatter_of(reduction: Reduction) -> ReduceScatter | None:
+    """The reduce-scatter and all-gather transport of `reduction`; None with one replica."""
     if reduction.ring is not None:
         return _OverRing(reduction)
     if reduction.strategy.num_replicas_in_sync > 1:
@@ -92,7 +92,7 @@ def halves_of(reduction: Reduction) -> Halves | None:
     return None
 
 
-class _OverRing(Halves):
+class _OverRing(ReduceScatter):
     whole_sums, of = False, "workers"
 
     def __init__(self, reduction: Reduction):
@@ -134,7 +134,7 @@ class _OverRing(Halves):
         self._ring.all_gather(own[0], cuts, what="slots", out=out)
 
 
-class _OverTensorFlow(Halves):
+class _OverTensorFlow(ReduceScatter):
     whole_sums, of = True, "replicas"
 
     def __init__(self, reduction: Reduction):
