@@ -214,13 +214,14 @@ def measure(target: str, steps: int) -> Forecast:
     before, made = _reductions(ring), (bench.ROUNDS + bench.WARM_UP) * steps
     with exchanges_of(ring) as spans:
         bench.seconds(model, dataset, options, steps)
+    sums = (_reductions(ring) - before) / made if ring is not None else 1.0
     hidden, window = overlap(spans, made, cost.communication)
     parameters = sum(int(np.prod(w.shape)) for w in model.trainable_weights)
     return Forecast(
         **dataclasses.asdict(cost),
         gradient_bytes=parameters * (2 if options.get("gradient_compression") else 4),
         latency=_latency(strategy),
-        sums=(_reductions(ring) - before) / made if ring is not None else 1.0,
+        sums=sums,
         hidden=hidden,
         window=window,
     )
