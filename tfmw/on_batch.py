@@ -20,7 +20,7 @@ from tfmw.keras_compat import metrics, models
 from tfmw.mirrored.metrics import python_logs
 from tfmw.mirrored.on_batch import BatchDriver
 from tfmw.mirrored.sharded_update import is_driven
-from tfmw.training.session import Session, errors_reported
+from tfmw.training.fit_context import FitContext, errors_reported
 
 _KEPT = "_self_tfmw_on_batch"  # so called, Keras does not take it for the model's own
 
@@ -146,8 +146,8 @@ def _driver_of(model: Any, kind: str, batch: Any, strategy: Any) -> BatchDriver:
             f"tfmw.{method} needs synchronous replicas, and this cluster has parameter servers, "
             "whose workers do not share a batch: use tfmw.fit, or strategy='default'."
         )
-    session = Session.of(model, chosen, method)
-    session.build(data.map_tensors(_spec, batch))
+    context = FitContext.of(model, chosen, method)
+    context.build(data.map_tensors(_spec, batch))
     driver = BatchDriver(model, chosen)
     vars(model)[_KEPT] = _Kept(driver, strategy, _compiled(model))
     return driver
