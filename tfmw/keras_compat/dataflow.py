@@ -300,6 +300,7 @@ _FOLDED: dict[str, Callable[..., Any]] = {
     "Cast": np.asarray,
     "Identity": np.asarray,
     "Range": np.arange,
+    "Prod": lambda values, axes: np.prod(values, axis=tuple(np.ravel(axes))),
     "Pack": lambda *values: np.stack(values),
     "ConcatV2": lambda *values: np.concatenate(values[:-1]),
 }

@@ -378,7 +378,7 @@ def _hook_reductions() -> None:
             (everywhere,) = weight.all_sum([local])
             ratio = tf.math.divide_no_nan(local, everywhere * tf.cast(weight.fraction, precise))
             return weight.declared(loss * tf.cast(ratio, loss.dtype), values)
-        return loss
+        return weight.declared(loss, values)
 
     loss_module.apply_mask = apply_mask
     loss_module.reduce_values = reduce_values
