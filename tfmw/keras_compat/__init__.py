@@ -24,6 +24,7 @@ Nothing is handed on from here: import the subject, as in `from tfmw.keras_compa
 * `runtime`: TensorFlow's runtime and its coordination service.
 * `parameter_servers`: remote rows, iterators on workers, an optimizer's slots.
 * `global_rows`: what all replicas of a step have, for layers that look at the global batch.
+* `row_origins`: rows of sparse gradients that all replicas look up, or those of their examples.
 * `row_updates`: rows that a layer replaces in a step, and the optimizer's slots of them.
 * `table_variables`: Keras variables whose rows are made on parameter servers.
 

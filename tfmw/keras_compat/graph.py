@@ -108,6 +108,10 @@ class BottomUp(Generic[Value]):
             known[op.name] = self._rule(op, [known[t.op.name] for t in op.inputs])
         return known[tensor.op.name]
 
+    def set(self, tensor: tf.Tensor, value: Value) -> None:
+        """Gives the operation of a tensor a value, in place of the rule's."""
+        self._of_graph.setdefault(tensor.graph, {})[tensor.op.name] = value
+
 
 def is_symbolic(value: Any) -> bool:
     """Whether a value is a tensor of a graph."""

@@ -19,6 +19,7 @@ from keras.src.optimizers import base_optimizer
 
 from tfmw.keras_compat.losses import ReplicaWeight, current_weight
 from tfmw.keras_compat.objects import held_by, overridden
+from tfmw.keras_compat.row_origins import joined, row_parts
 
 # In TFOptimizer these methods reduce gradients or update through the strategy. In the base class
 # they update the variables of the current replica.
@@ -165,10 +166,23 @@ def _local_apply(
         if weight.deferred is None:
             reduce_and_update(weight, grads, trainable_variables)
         else:
-            compiled = functools.partial(
-                reduce_and_update, weight, variables=trainable_variables, xla=True
-            )
-            weight.deferred.append((grads, compiled))
+            # Which rows of sparse gradients are whose, only the graph that is compiled tells.
+            sparse = {
+                i: row_parts(grad)
+                for i, grad in enumerate(grads)
+                if isinstance(grad, tf.IndexedSlices)
+            }
+
+            def finish(computed: list[Any]) -> None:
+                computed = list(computed)
+                for i, parts in sparse.items():
+                    origins = [origin for origin, _ in parts]
+                    computed[i] = joined(list(zip(origins, computed[i], strict=True)))
+                reduce_and_update(weight, computed, trainable_variables, xla=True)
+
+            for i, parts in sparse.items():
+                grads[i] = [part for _, part in parts]
+            weight.deferred.append((grads, finish))
 
     def reduce_and_update(
         weight: ReplicaWeight, grads: list[Any], variables: Any, xla: bool = False

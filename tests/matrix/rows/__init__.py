@@ -3,6 +3,7 @@
 from tests.matrix.rows import (
     applications,
     data,
+    embeddings,
     execution,
     features,
     hash_tables,
@@ -17,6 +18,7 @@ from tests.matrix.rows import (
 __all__ = [
     "applications",
     "data",
+    "embeddings",
     "execution",
     "features",
     "hash_tables",

@@ -28,6 +28,7 @@ from tfmw.keras_compat.losses import scaled
 from tfmw.mirrored.collectives.connection import ring_of
 from tfmw.mirrored.collectives.hierarchy import AnyRing
 from tfmw.mirrored.collectives.parts import Cuts
+from tfmw.mirrored.collectives.sparse import parts_of, summed
 from tfmw.precision import COMPRESSIONS
 from tfmw.runtime import recorder
 
@@ -106,10 +107,18 @@ class Reduction:
         """
         if _nothing is not None:
             return [scaled(g, _nothing) for g in grads]
-        given = [grad for grad in grads if grad is not None]
-        sent = [self._compressed(grad) for grad in given]
+        parts = [parts_of(grad) for grad in grads]
+        sent = [self._compressed(part) for own in parts for _, part in own]
         totals = iter((self._ring or self._by_tensorflow)(sent) if sent else ())
-        return [None if grad is None else _as_type(next(totals), grad.dtype) for grad in grads]
+        replicas = self.strategy.num_replicas_in_sync
+        return [
+            None
+            if grad is None
+            else summed(
+                [(origin, _as_type(next(totals), grad.dtype)) for origin, _ in own], replicas
+            )
+            for grad, own in zip(grads, parts, strict=True)
+        ]
 
     def sum(self, flat: tf.Tensor) -> tf.Tensor:
         """The sum over all replicas of other values, such as metrics: [n] -> [n].
