@@ -37,13 +37,26 @@ def make_data():
 images = x
 """
 
+# The guides go on from a program like that in README.md.
+TRAINED = """
+import tfmw
+
+tfmw.init()
+model = make_model()
+dataset = make_data().batch(64)
+history = tfmw.fit(model, dataset, epochs=5)
+tfmw.export(model, "build/model")
+"""
+
 
 def blocks(document: str) -> list[str]:
     """The Python code in a document. What isn't Python of today's is marked ```py."""
     return re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), re.DOTALL | re.M)
 
 
-def run(program: str, folder: Path) -> None:
+def run(program: str, folder: Path) -> str:
+    """The output of a program, which ends without an error."""
+    folder.mkdir(exist_ok=True)
     path = folder / "program.py"
     path.write_text(program)
     done = subprocess.run(
@@ -56,17 +69,40 @@ def run(program: str, folder: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-def test_the_readme_and_the_guides(tmp_path):
+def lines_of_losses(text: str) -> list[list[float]]:
+    """The numbers in each line of README.md's program: workers, and the loss of each epoch."""
+    lines = re.findall(r"\d worker\(s\), loss by epoch: .*", text)
+    return [[float(number) for number in re.findall(r"[\d.]+", line)] for line in lines]
+
+
+def test_the_readme(tmp_path):
+    """Its program runs as it stands, on one process and on two workers, and prints its output."""
+    (program,) = blocks("README.md")
+    alone = run(program, tmp_path / "alone")
+    assert (tmp_path / "alone/build/model/saved_model.pb").exists()
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two/train.py").write_text(program)
+    with tfmw_command("run", "--workers", "2", "train.py", cwd=tmp_path / "two") as process:
+        together, _ = process.communicate(timeout=150)
+    assert process.returncode == 0, together
+    assert (tmp_path / "two/build/model/saved_model.pb").exists()
+    one, two = lines_of_losses(f"{alone}\n{together}")  # one line of each run
+    assert (one[0], two[0], len(one)) == (1, 2, 6), f"{alone}\n{together}"
+    assert one[1:] == pytest.approx(two[1:], abs=2e-4)
+    shown = lines_of_losses((ROOT / "README.md").read_text())
+    # Processors differ in the last digits.
+    assert shown == [pytest.approx(one, abs=1e-2), pytest.approx(two, abs=1e-2)], (one, two)
+
+
+def test_the_guides(tmp_path):
     """One block after the other, as somebody would who reads on from page to page."""
-    guides = ("training", "backups", "export")
-    found = [blocks(page) for page in ("README.md", *(f"docs/{name}.md" for name in guides))]
+    found = [blocks(f"docs/{name}.md") for name in ("training", "backups", "export")]
     assert all(found), "a page without code"
     code = "\n".join(block for page in found for block in page)
     for left_open, filled in (
-        ("model = ...", "model = make_model()"),
-        ("dataset = ...", "dataset = make_data().batch(64)"),
         ("/shared", str(tmp_path / "shared")),
         ("epochs=50", "epochs=2"),
         ("build/digits", "build/model"),
@@ -74,7 +110,7 @@ def test_the_readme_and_the_guides(tmp_path):
         assert left_open in code, left_open
         code = code.replace(left_open, filled)
     check = "assert len(history.history['loss']) == 5 and model.built"
-    run(f"{READER}\n{code}\n{check}\n", tmp_path)
+    run(f"{READER}\n{TRAINED}\n{code}\n{check}\n", tmp_path)
     assert (tmp_path / "build/model/saved_model.pb").exists()
 
 
