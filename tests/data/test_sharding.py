@@ -94,8 +94,10 @@ def test_arrays_are_divided_by_indices_as_examples_are(name: str, drop: bool, sk
                 shard.element_spec,
             ]
             for _ in range(2):  # passes
-                batches = [(p[0]["b"].tolist(), p[1].tolist(), int(t)) for (p,), _, t in
-                           shard.dataset.as_numpy_iterator()]  # fmt: skip
+                batches = [
+                    (p[0]["b"][: n[0]].tolist(), p[1][: n[0]].tolist(), int(t))
+                    for (p,), n, t in shard.dataset.as_numpy_iterator()
+                ]
                 facts.append(batches)
             found.append(facts)
         assert found[0] == found[1]
