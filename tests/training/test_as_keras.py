@@ -123,6 +123,9 @@ SCENARIOS = [
 ]
 
 
+pytestmark = pytest.mark.timeout(900)  # the fixtures run all scenarios
+
+
 @pytest.fixture(scope="module")
 def devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Scenario -> result, of Keras in one process and of tfmw on two virtual devices."""
@@ -130,7 +133,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     run = run_cluster(
         *("as_keras.py", "devices", str(folder)),
         workers=1,
-        timeout_s=280,
+        timeout_s=850,
         env={"TFMW_NO_INIT": "1"},
     )
     return run[0]
@@ -139,7 +142,7 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> ClusterRun:
     return run_cluster(
-        "as_keras.py", "workers", str(tmp_path_factory.mktemp("workers")), timeout_s=280
+        "as_keras.py", "workers", str(tmp_path_factory.mktemp("workers")), timeout_s=850
     )
 
 

@@ -1458,7 +1458,7 @@ _RULES: dict[str, Callable[[Dataflow, Any, list[Flow]], Any]] = {
     **_rules(_elementwise, _ELEMENTWISE),
     **_rules(_select, ["Select", "SelectV2"]),
     **_rules(_reduction, _REDUCTIONS),
-    **_rules(_last_axis, ["Softmax", "LogSoftmax", "TopKV2", "TopK", "InTopKV2"]),
+    **_rules(_last_axis, ["Softmax", "LogSoftmax", "TopKV2", "TopK"]),
     **_rules(
         _cross_entropy,
         ["SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"],

@@ -358,7 +358,8 @@ def _hook_reductions() -> None:
         all_entries, all_valid = weight.all_sum([entries, valid])
         ratio = tf.math.divide_no_nan(all_entries * valid, all_valid * entries)
         out = weights * tf.cast(ratio, weights.dtype)
-        weight.flows.declare(out, weight.flows.of(weights))
+        # Keras has divided by the number of valid entries; the ratio makes it that of the batch.
+        weight.flows.declare(out, weight.flows.of(mask))
         return out
 
     def reduce_values(
@@ -440,7 +441,7 @@ def _hook_layers() -> None:
         return wrapper
 
     # What these layers do with the examples of a replica's part of the batch is documented.
-    for layer in (keras.layers.BatchNormalization, _ImageLayer):
+    for layer in (keras.layers.BatchNormalization, keras.layers.TextVectorization, _ImageLayer):
         layer.call = by_example(layer.call)
 
 

@@ -193,8 +193,20 @@ def build_all(model: keras.Model, spec: Any) -> None:
 
 
 def _trace_step(model: keras.Model, spec: Any) -> None:
-    """Traces a training step without running it."""
-    tf.function(model.train_step, autograph=False).get_concrete_function(spec)
+    """Traces a training step without running it.
+
+    If the step applies gradients in parts, the compiled optimizer is built for all weights, as by
+    Keras.
+    """
+    optimizer = model.optimizer
+
+    def build(variables: Any) -> None:
+        weights = model.trainable_variables
+        some = {id(v) for v in variables} <= {id(v) for v in weights}
+        type(optimizer).build(optimizer, list(weights) if some else variables)
+
+    with overridden([] if optimizer is None else [(optimizer, "build", build)]):
+        tf.function(model.train_step, autograph=False).get_concrete_function(spec)
 
 
 def _compiled_parts(model: keras.Model) -> list[Any]:
