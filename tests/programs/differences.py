@@ -1,0 +1,622 @@
+"""Programs as users write them, on two replicas: equal to one process, or named with their line.
+
+Small versions of what is common: a model, its batches, and its own `train_step`. Each is trained by
+Keras in one process and by tfmw on two virtual devices.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import tfmw
+
+WIDTH = 6
+CLASSES = 3
+BATCH = 8
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(21, WIDTH)).astype("float32")
+Y = RANDOM.integers(0, CLASSES, 21)
+
+
+@pytest.fixture(scope="module")
+def two_replicas() -> tf.distribute.Strategy:
+    cpus = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(
+        cpus[0], [tf.config.LogicalDeviceConfiguration()] * 2
+    )
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def dense(units: int, activation: str | None = None) -> layers.Layer:
+    return layers.Dense(units, activation=activation)
+
+
+def encoder(units: int = 4) -> keras.Model:
+    return keras.Sequential([keras.Input((WIDTH,)), dense(8, "tanh"), dense(units)])
+
+
+class Own(keras.Model):
+    """A model whose `loss_of` a hand-written step differentiates."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        raise NotImplementedError
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(x, y)
+        grads = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(grads, self.trainable_weights, strict=True))
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+def own(cls: type[Own], **parts: Any) -> keras.Model:
+    model = cls(**parts)
+    model.build((None, WIDTH))
+    model.compile(keras.optimizers.Adam(0.01))
+    return model
+
+
+# ---------------------------------------------------------------- equal
+
+
+class VAE(Own):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        mean, log_var = ops.split(self.encoder(x), 2, axis=1)
+        z = mean + ops.exp(0.5 * log_var) * 0.3
+        rebuilt = ops.mean(ops.sum(ops.square(x - self.decoder(z)), axis=1))
+        divergence = -0.5 * (1 + log_var - ops.square(mean) - ops.exp(log_var))
+        return rebuilt + ops.mean(ops.sum(divergence, axis=1))
+
+
+def vae() -> keras.Model:
+    decoder = keras.Sequential([keras.Input((2,)), dense(8, "tanh"), dense(WIDTH)])
+    return own(VAE, encoder=encoder(), decoder=decoder)
+
+
+class Quantizer(layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.table = self.add_weight(shape=(4, 7), name="codes")
+
+    def call(self, x: Any) -> Any:
+        flat = ops.reshape(x, (-1, 4))
+        similarity = ops.matmul(flat, self.table)
+        distances = (
+            ops.sum(flat**2, axis=1, keepdims=True)
+            + ops.sum(self.table**2, axis=0)
+            - 2 * similarity
+        )
+        chosen = ops.one_hot(ops.argmin(distances, axis=1), 7)
+        codes = ops.reshape(ops.matmul(chosen, ops.transpose(self.table)), ops.shape(x))
+        self.add_loss(
+            0.25 * ops.mean((ops.stop_gradient(codes) - x) ** 2)
+            + ops.mean((codes - ops.stop_gradient(x)) ** 2)
+        )
+        return x + ops.stop_gradient(codes - x)
+
+
+class VQVAE(Own):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        rebuilt = self.vqvae(x)
+        return ops.mean((x - rebuilt) ** 2) / 0.7 + sum(self.vqvae.losses)
+
+
+def vq_vae() -> keras.Model:
+    vqvae = keras.Sequential([encoder(), Quantizer(), dense(WIDTH)])
+    vqvae.build((None, WIDTH))
+    return own(VQVAE, vqvae=vqvae)
+
+
+class RealNVP(Own):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        log_det = 0.0
+        for coupling, mask in zip(self.couplings, ([1, 0] * 3, [0, 1] * 3), strict=True):
+            kept = x * np.array(mask, "float32")
+            s, t = ops.split(coupling(kept), 2, axis=1)
+            gate = 1 - np.array(mask, "float32")
+            s = ops.tanh(s) * gate
+            x = kept + gate * (x * ops.exp(s) + t)
+            log_det = log_det + ops.sum(s, axis=1)
+        log_likelihood = -0.5 * ops.sum(x**2, axis=1) + log_det
+        return -tf.reduce_mean(log_likelihood)
+
+
+def real_nvp() -> keras.Model:
+    return own(RealNVP, couplings=[encoder(2 * WIDTH), encoder(2 * WIDTH)])
+
+
+class Siamese(Own):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        anchor, positive, negative = (self.encoder(x * k) for k in (1.0, 1.1, -0.7))
+        near = tf.reduce_sum(tf.square(anchor - positive), -1)
+        far = tf.reduce_sum(tf.square(anchor - negative), -1)
+        return tf.maximum(near - far + 0.5, 0.0)  # one value per example, as on keras.io
+
+
+def siamese() -> keras.Model:
+    return own(Siamese, encoder=encoder())
+
+
+class GAN(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = encoder(WIDTH)
+        self.critic = encoder(1)
+        self.loss_fn = keras.losses.BinaryCrossentropy(from_logits=True)
+        self.d_tracker = keras.metrics.Mean(name="d_loss")
+        self.g_tracker = keras.metrics.Mean(name="g_loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.d_tracker, self.g_tracker]
+
+    def compile(self, d_optimizer: Any, g_optimizer: Any) -> None:
+        super().compile()
+        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+
+    def noise(self, x: Any) -> Any:
+        return ops.flip(x, axis=1)  # the same with any number of replicas
+
+    def train_step(self, data: Any) -> Any:
+        x, _ = data
+        size = ops.shape(x)[0]
+        both = ops.concatenate([self.generator(self.noise(x)), x], axis=0)
+        labels = ops.concatenate([ops.ones((size, 1)), ops.zeros((size, 1))], axis=0)
+        with tf.GradientTape() as tape:
+            d_loss = self.loss_fn(labels, self.critic(both))
+        grads = tape.gradient(d_loss, self.critic.trainable_weights)
+        self.d_optimizer.apply_gradients(zip(grads, self.critic.trainable_weights, strict=True))
+        with tf.GradientTape() as tape:
+            fakes = self.critic(self.generator(self.noise(x)))
+            g_loss = self.loss_fn(ops.zeros((size, 1)), fakes)
+        grads = tape.gradient(g_loss, self.generator.trainable_weights)
+        self.g_optimizer.apply_gradients(zip(grads, self.generator.trainable_weights, strict=True))
+        self.d_tracker.update_state(d_loss)
+        self.g_tracker.update_state(g_loss)
+        return {"d_loss": self.d_tracker.result(), "g_loss": self.g_tracker.result()}
+
+
+def gan() -> keras.Model:
+    model = GAN()
+    model.build((None, WIDTH))
+    model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.01))
+    return model
+
+
+class WGAN(GAN):
+    @property
+    def metrics(self) -> list[Any]:
+        return []
+
+    def penalty(self, x: Any, fakes: Any) -> Any:
+        between = x + 0.3 * (fakes - x)
+        with tf.GradientTape() as tape:
+            tape.watch(between)
+            score = self.critic(between, training=True)
+        grads = tape.gradient(score, [between])[0]
+        norm = tf.sqrt(tf.reduce_sum(tf.square(grads), axis=[1]))
+        return tf.reduce_mean((norm - 1.0) ** 2)
+
+    def train_step(self, data: Any) -> Any:
+        x, _ = data
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                fakes = self.generator(self.noise(x), training=True)
+                cost = tf.reduce_mean(self.critic(fakes)) - tf.reduce_mean(self.critic(x))
+                d_loss = cost + 10.0 * self.penalty(x, fakes)
+            grads = tape.gradient(d_loss, self.critic.trainable_weights)
+            self.d_optimizer.apply_gradients(zip(grads, self.critic.trainable_weights, strict=True))
+        with tf.GradientTape() as tape:
+            g_loss = -tf.reduce_mean(self.critic(self.generator(self.noise(x))))
+        grads = tape.gradient(g_loss, self.generator.trainable_weights)
+        self.g_optimizer.apply_gradients(zip(grads, self.generator.trainable_weights, strict=True))
+        return {"d_loss": d_loss, "g_loss": g_loss}
+
+
+def wgan_gp() -> keras.Model:
+    model = WGAN()
+    model.build((None, WIDTH))
+    model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.01))
+    return model
+
+
+def deep_fm() -> keras.Model:
+    inputs = keras.Input((WIDTH,))
+    ids = layers.Lambda(lambda x: ops.cast(ops.clip(x * 2 + 5, 0, 9), "int32"))(inputs)
+    vectors = layers.Embedding(10, 4)(ids)
+    total = layers.Lambda(
+        lambda v: 0.5 * ops.sum(ops.sum(v, axis=1) ** 2 - ops.sum(v**2, axis=1), axis=1)[:, None]
+    )(vectors)
+    deep = dense(1)(dense(8, "relu")(layers.Flatten()(vectors)))
+    outputs = dense(CLASSES)(layers.Concatenate()([total, deep]))
+    return compiled(keras.Model(inputs, outputs))
+
+
+def compiled(model: keras.Model, **arguments: Any) -> keras.Model:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), **{"loss": loss, **arguments})
+    return model
+
+
+class Distiller(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = encoder(CLASSES), encoder(CLASSES)
+        self.teacher.trainable = False
+
+    def call(self, x: Any) -> Any:
+        return self.student(x)
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
+        soft = keras.losses.KLDivergence()(
+            ops.softmax(self.teacher(x) / 3.0, axis=1), ops.softmax(y_pred / 3.0, axis=1)
+        )
+        hard = keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)
+        return 0.1 * ops.mean(hard) + 0.9 * soft * 9.0
+
+
+def distillation() -> keras.Model:
+    model = Distiller()
+    model.build((None, WIDTH))
+    return compiled(model, loss=None)
+
+
+class Centralized(keras.optimizers.RMSprop):
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        centered = []
+        for grad, variable in grads_and_vars:
+            if len(grad.shape) > 1:
+                grad = grad - ops.mean(grad, axis=tuple(range(len(grad.shape) - 1)), keepdims=True)
+            centered.append((grad, variable))
+        return super().apply_gradients(centered)
+
+
+def gradient_centralization() -> keras.Model:
+    model = encoder(CLASSES)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(Centralized(0.01), loss)
+    return model
+
+
+class Penalized(layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * ops.sum(ops.square(x)))
+        self.add_loss(0.1 * ops.mean(ops.abs(x)))
+        return x
+
+
+def added_losses() -> keras.Model:
+    return compiled(keras.Sequential([encoder(), Penalized(), dense(CLASSES)]))
+
+
+class Mixup(Own):
+    """Each example mixed with another variant of itself."""
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        mixed = 0.7 * x + 0.3 * ops.flip(x, axis=1)
+        labels = ops.one_hot(y, CLASSES)
+        labels = 0.7 * labels + 0.3 / CLASSES
+        losses = keras.losses.categorical_crossentropy(
+            labels, self.encoder(mixed), from_logits=True
+        )
+        return ops.sum(losses) / ops.cast(ops.shape(x)[0], "float32")
+
+
+def mixup() -> keras.Model:
+    return own(Mixup, encoder=encoder(CLASSES))
+
+
+class Summed(Own):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        return tf.reduce_sum(tf.square(self.encoder(x))) / BATCH + 0.0 * tf.reduce_sum(x)
+
+
+def sum_by_hand() -> keras.Model:
+    return own(Summed, encoder=encoder())
+
+
+class InFunction(VAE):
+    @tf.function
+    def loss_of(self, x: Any, y: Any) -> Any:
+        return super().loss_of(x, y)
+
+
+def loss_in_a_function() -> keras.Model:
+    decoder = keras.Sequential([keras.Input((2,)), dense(8, "tanh"), dense(WIDTH)])
+    return own(InFunction, encoder=encoder(), decoder=decoder)
+
+
+class Recurrent(Own):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        out = self.network(x[:, :, None])
+        return tf.reduce_mean(tf.square(out - x[:, :1]))
+
+
+def recurrent() -> keras.Model:
+    network = keras.Sequential([keras.Input((WIDTH, 1)), layers.LSTM(3), dense(1)])
+    return own(Recurrent, network=network)
+
+
+def normalized_batches() -> keras.Model:
+    norm = layers.BatchNormalization(synchronized=True)
+    return compiled(keras.Sequential([norm, encoder(CLASSES)]))
+
+
+# ---------------------------------------------------------------- not equal
+
+
+class SimCLR(Own):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        one = ops.normalize(self.encoder(x), axis=1)
+        two = ops.normalize(self.encoder(x * 1.1), axis=1)
+        similarities = ops.matmul(one, ops.transpose(two)) / 0.1  # HERE
+        labels = ops.arange(ops.shape(one)[0])
+        losses = keras.losses.sparse_categorical_crossentropy(
+            labels, similarities, from_logits=True
+        )
+        return ops.mean(losses)
+
+
+def simclr() -> keras.Model:
+    return own(SimCLR, encoder=encoder())
+
+
+class NTXent(Own):
+    """With both views in one batch, as in the paper."""
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        both = tf.math.l2_normalize(
+            tf.concat([self.encoder(x), self.encoder(x * 1.1)], axis=0), axis=1
+        )
+        scores = tf.einsum("id,jd->ij", both, both) / 0.5  # HERE
+        size = tf.shape(x)[0]
+        scores -= 1e9 * tf.eye(2 * size)
+        labels = tf.concat([tf.range(size) + size, tf.range(size)], axis=0)
+        return tf.reduce_mean(
+            tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=scores)
+        )
+
+
+def nt_xent() -> keras.Model:
+    return own(NTXent, encoder=encoder())
+
+
+class NNCLR(Own):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        one = ops.normalize(self.encoder(x), axis=1)
+        near = ops.argmax(ops.matmul(one, ops.transpose(self.bank)), axis=1)
+        neighbours = ops.take(self.bank, near, axis=0)
+        scores = ops.matmul(neighbours, ops.transpose(self.encoder(x * 1.1)))  # HERE
+        return ops.mean(-ops.log(ops.diagonal(ops.softmax(scores, axis=1)) + 1e-3))
+
+
+def nnclr() -> keras.Model:
+    bank = keras.Variable(RANDOM.normal(size=(16, 4)).astype("float32"), trainable=False)
+    return own(NNCLR, encoder=encoder(), bank=bank)
+
+
+class TwoTower(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.candidates = encoder(), encoder()
+
+    def call(self, x: Any) -> Any:
+        return self.queries(x), self.candidates(x * 0.9)
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
+        queries, candidates = y_pred
+        scores = ops.matmul(queries, ops.transpose(candidates))  # HERE
+        return super().compute_loss(x=x, y=ops.eye(ops.shape(scores)[0]), y_pred=scores)
+
+
+def two_tower() -> keras.Model:
+    model = TwoTower()
+    model.build((None, WIDTH))
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True, reduction="sum")
+    return compiled(model, loss=loss)
+
+
+def flipped_negatives(y: Any, y_pred: Any) -> Any:
+    return ops.mean(ops.abs(y_pred - 0.5 * ops.flip(y_pred, axis=0)), axis=1)  # HERE
+
+
+def negatives_in_a_loss() -> keras.Model:
+    return compiled(encoder(), loss=flipped_negatives)
+
+
+class MMD(layers.Layer):
+    """A divergence of two sets of examples, added by a layer."""
+
+    def call(self, x: Any) -> Any:
+        distances = ops.sum(ops.square(x[:, None] - x[None]), axis=-1)  # HERE
+        self.add_loss(ops.mean(ops.exp(-distances)))
+        return x
+
+
+def mmd_layer() -> keras.Model:
+    return compiled(keras.Sequential([encoder(), MMD(), dense(CLASSES)]))
+
+
+class MixedUp(Mixup):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        mixed = 0.7 * x + 0.3 * ops.flip(x, axis=0)  # HERE
+        return ops.mean(ops.square(self.encoder(mixed)))
+
+
+def mixup_in_the_step() -> keras.Model:
+    return own(MixedUp, encoder=encoder(CLASSES))
+
+
+class Standardized(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return (x - ops.mean(x, axis=0)) / (ops.std(x, axis=0) + 1e-3)  # HERE
+
+
+def normalized_by_hand() -> keras.Model:
+    return compiled(keras.Sequential([encoder(), Standardized(), dense(CLASSES)]))
+
+
+class Rooted(Own):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        return tf.sqrt(tf.reduce_mean(tf.square(x - self.encoder(x))))  # HERE
+
+
+def root_of_a_mean() -> keras.Model:
+    return own(Rooted, encoder=encoder(WIDTH))
+
+
+class Masked(Own):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        mask = tf.cast(y > 0, tf.float32)
+        losses = tf.reduce_sum(tf.square(self.encoder(x)), axis=1)
+        return tf.reduce_sum(losses * mask) / tf.reduce_sum(mask)  # HERE
+
+
+def mean_of_some() -> keras.Model:
+    return own(Masked, encoder=encoder())
+
+
+class Clipped(Own):
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.encoder(data[0])))
+        grads = tape.gradient(loss, self.trainable_weights)
+        grads = [tf.clip_by_norm(g, 0.01) for g in grads]  # HERE
+        self.optimizer.apply_gradients(zip(grads, self.trainable_weights, strict=True))
+        return {"loss": loss}
+
+
+def clipped_by_hand() -> keras.Model:
+    return own(Clipped, encoder=encoder())
+
+
+class Hits(keras.metrics.Metric):
+    """As in Keras's guide: labels [n] against predictions [n, 1] are n * n comparisons."""
+
+    def __init__(self) -> None:
+        super().__init__(name="hits")
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        y_pred = ops.reshape(ops.argmax(y_pred, axis=1), (-1, 1))
+        hits = ops.cast(y_true, "int32") == ops.cast(y_pred, "int32")  # HERE
+        self.total.assign_add(ops.sum(ops.cast(hits, "float32")))
+
+    def result(self) -> Any:
+        return self.total
+
+
+def pairs_in_a_metric() -> keras.Model:
+    return compiled(encoder(CLASSES), metrics=[Hits()])
+
+
+def errors(y_true: Any, y_pred: Any) -> Any:
+    return ops.abs(ops.cast(y_true, "float32") - ops.sum(y_pred, axis=1, keepdims=True))  # HERE
+
+
+def pairs_in_a_metric_function() -> keras.Model:
+    model = encoder(CLASSES)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=[errors])
+    return model
+
+
+EQUAL = [
+    *(vae, vq_vae, real_nvp, siamese, gan, wgan_gp, deep_fm, distillation, added_losses),
+    *(gradient_centralization, mixup, sum_by_hand, loss_in_a_function, recurrent),
+    normalized_batches,
+]
+DIFFERENT = [
+    (simclr, SimCLR, "the loss of train_step compares the examples"),
+    (nt_xent, NTXent, "the loss of train_step compares the examples"),
+    (nnclr, NNCLR, "the loss of train_step compares the examples"),
+    (two_tower, TwoTower, "the loss categorical_crossentropy compares the examples"),
+    (negatives_in_a_loss, flipped_negatives, "the loss flipped_negatives compares the examples"),
+    (mmd_layer, MMD, "the loss compares the examples"),
+    (mixup_in_the_step, MixedUp, "the loss of train_step compares the examples"),
+    (normalized_by_hand, Standardized, "the loss sparse_categorical_crossentropy "),
+    (root_of_a_mean, Rooted, "the loss of train_step is neither a sum nor a mean"),
+    (mean_of_some, Masked, "the loss of train_step is neither a sum nor a mean"),
+    (clipped_by_hand, Clipped, "the gradient of .* is neither a sum nor a mean"),
+    (pairs_in_a_metric, Hits, "the metric hits has one value for each pair"),
+    (pairs_in_a_metric_function, errors, "the metric errors has one value for each pair"),
+]
+
+
+def trained(make: Callable[[], keras.Model], strategy: Any) -> tuple[list[Any], list[str]]:
+    """(logs and weights after training, what tfmw warns of); by Keras without a strategy."""
+    keras.utils.set_random_seed(3)
+    model = make()
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if strategy is None:
+            history = model.fit(data, epochs=1, verbose=0)
+        else:
+            history = tfmw.fit(model, data, epochs=1, verbose=0, strategy=strategy)
+    logs = [np.asarray(v) for _, v in sorted(history.history.items())]
+    said = [str(w.message) for w in caught if str(w.message).startswith("tfmw:")]
+    return [*logs, *(np.asarray(w) for w in model.get_weights())], said
+
+
+def is_equal(a: list[Any], b: list[Any]) -> bool:
+    return all(np.allclose(x, y, rtol=1e-3, atol=1e-4) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("make", EQUAL, ids=lambda make: make.__name__)
+def test_equal_to_one_process_without_a_word(make: Any, two_replicas: Any) -> None:
+    expected, _ = trained(make, None)
+    got, said = trained(make, two_replicas)
+    assert not said
+    assert is_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "where", "words"), DIFFERENT, ids=[make.__name__ for make, *_ in DIFFERENT]
+)
+def test_different_and_named_with_the_line(
+    make: Any, where: Any, words: str, two_replicas: Any
+) -> None:
+    expected, _ = trained(make, None)
+    got, said = trained(make, two_replicas)
+    assert not is_equal(got, expected)
+    assert len(said) == 1, said
+    assert re.search(words, said[0]), said
+    source, first = inspect.getsourcelines(where)
+    line = first + next(i for i, text in enumerate(source) if "# HERE" in text)
+    assert f"{__file__}:{line}" in said[0]
+
+
+class Queue(Own):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        features = ops.normalize(self.encoder(x), axis=1)
+        loss = -ops.mean(ops.log(ops.softmax(ops.matmul(features, ops.transpose(self.bank)))))
+        self.bank.assign(ops.concatenate([features, self.bank[: -ops.shape(x)[0]]], axis=0))
+        return loss
+
+
+def test_queue_of_examples_in_a_weight_is_refused(two_replicas: Any) -> None:
+    bank = keras.Variable(np.ones((16, 4), "float32"), trainable=False, name="bank")
+    with pytest.raises(tfmw.UsageError, match=r"the variable 'bank' gets values of single exam"):
+        trained(lambda: own(Queue, encoder=encoder(), bank=bank), two_replicas)
