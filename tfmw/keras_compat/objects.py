@@ -6,6 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import keras
+import tensorflow as tf
+
 _LIBRARIES = ("builtins", "keras", "tensorflow", "numpy", "collections")
 
 
@@ -56,6 +59,8 @@ def _attributes(owner: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an object is of a user's class that is neither a layer nor a function."""
+    """Whether an object is of a user's class that is no optimizer, variable, layer or function."""
+    if isinstance(value, keras.optimizers.Optimizer | keras.Variable | tf.Variable):
+        return False
     package = type(value).__module__.partition(".")[0]
     return package not in _LIBRARIES and hasattr(value, "__dict__") and not callable(value)

@@ -243,8 +243,10 @@ class EpochIterator:
         self._passes += 1
         self._steps_in_pass = skip
         self._reshuffles = shard.reshuffles
+        # Pipelines of a function may differ between workers: all enter the exchange.
+        orders = self._group.from_chief(lambda: shard.reshuffles.passes if shard.reshuffles else [])
         if shard.reshuffles:
-            self._orders = self._group.from_chief(lambda: shard.reshuffles.passes)
+            self._orders = orders
         self._iterator = self._iterate(shard, self._orders)
 
     def _iterate(self, shard: data.Shard, orders: list[int]) -> Any:
