@@ -85,8 +85,8 @@ def test_on_batch(
 def predict_on_batch(model: Any, x: Any) -> Any:
     """Computes the predictions of one batch.
 
-    Every task computes all of them: a loop needs them on every task, and to send them takes longer
-    than to compute them. `tfmw.predict` divides a dataset.
+    Every task computes all of them: a loop needs them on every task, and so no message is needed.
+    `tfmw.predict` divides a dataset.
 
     Args:
         model: a Keras 3 model.

@@ -60,11 +60,6 @@ class Flow(NamedTuple):
     origin: Any = None
 
     @property
-    def is_combinable(self) -> bool:
-        """Whether values of several replicas can be combined into that of one process."""
-        return self.kind not in BAD and not self.has_pairs
-
-    @property
     def has_pairs(self) -> bool:
         """Whether two examples differ along two axes."""
         labels = [label for _, label in self.axes]
