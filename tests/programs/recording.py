@@ -1,13 +1,15 @@
 """A model that records which examples it is trained on, epoch by epoch.
 
-An example is a number of its own, from 1, recorded inside of the traced `train_step` by each
-replica. 0 is the made-up example on which a replica steps that has none; it has no effect.
+An example is a number of its own, recorded inside of the traced `train_step` by each replica. A
+replica without an example steps on a copy of one, which does not count.
 """
 
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from tfmw.keras_compat import losses
 
 seen: list[list[int]] = [[]]
 
@@ -22,7 +24,9 @@ class Recorder(keras.Model):
 
     def train_step(self, data: Any) -> Any:
         x, y = data
-        tf.py_function(lambda v: seen[-1].extend(v.numpy()[v.numpy() > 0].tolist()), [x], [])
+        weight = losses.current_weight()
+        mine = x if weight is None else x[: weight.examples]
+        tf.py_function(lambda v: seen[-1].extend(v.numpy().tolist()), [mine], [])
         return super().train_step((x, tf.cast(y, tf.float32)))
 
 

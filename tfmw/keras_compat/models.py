@@ -18,7 +18,11 @@ from keras.src.trainers.data_adapters import (
 )
 
 from tfmw.keras_compat.objects import overridden
-from tfmw.keras_compat.optimizers import inner_optimizer, optimizers_of
+from tfmw.keras_compat.optimizers import (
+    inner_optimizer,
+    optimizers_of,
+    with_inner_optimizers,
+)
 
 Variable = keras.Variable
 
@@ -196,7 +200,7 @@ def _trace_step(model: keras.Model, spec: Any) -> None:
     """Traces a training step without running it.
 
     If the step applies gradients in parts, the compiled optimizer is built for all weights, as by
-    Keras.
+    Keras. No gradient is applied: this process may hold no weight that can be updated here.
     """
     optimizer = model.optimizer
 
@@ -205,7 +209,9 @@ def _trace_step(model: keras.Model, spec: Any) -> None:
         some = {id(v) for v in variables} <= {id(v) for v in weights}
         type(optimizer).build(optimizer, list(weights) if some else variables)
 
-    with overridden([] if optimizer is None else [(optimizer, "build", build)]):
+    each = [inner for outer in optimizers_of(model) for inner in with_inner_optimizers(outer)]
+    overrides = [(inner, "_backend_apply_gradients", lambda *arguments: None) for inner in each]
+    with overridden([*overrides, *([] if optimizer is None else [(optimizer, "build", build)])]):
         tf.function(model.train_step, autograph=False).get_concrete_function(spec)
 
 
@@ -292,6 +298,7 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (tf_trainer.TensorFlowTrainer, "_symbolic_build"),
     (tf_trainer.TensorFlowTrainer, "_should_eval"),
     (keras.Model, "_flatten_layers"),
+    (keras.optimizers.Optimizer, "_backend_apply_gradients"),
     (data_adapter_utils, "class_weight_to_sample_weights"),
     (seed_generator, "global_seed_generator"),
     (seed_generator, "make_default_seed"),

@@ -243,9 +243,11 @@ class EpochIterator:
         self._passes += 1
         self._steps_in_pass = skip
         self._reshuffles = shard.reshuffles
-        # Pipelines of a function may differ between workers: all enter the exchange.
-        orders = self._group.from_chief(lambda: shard.reshuffles.passes if shard.reshuffles else [])
-        if shard.reshuffles:
+        # Pipelines of a function may differ between workers: all enter the exchange. The shard that
+        # counts is that of all passes: a function has just made another one, to skip in it.
+        counted = self.shard.reshuffles
+        orders = self._group.from_chief(lambda: counted.passes if counted else [])
+        if counted:
             self._orders = orders
         self._iterator = self._iterate(shard, self._orders)
 
