@@ -103,7 +103,7 @@ test-oldest: pyproject.toml
 	  tests/keras_compat/test_keras_compat.py tests/mirrored/test_cached_driver.py tests/layers \
 	  tests/matrix
 
-# Everything that Keras exports, on two replicas beside one process: a table in docs/equivalence.md.
+# Everything that Keras exports, on two replicas beside one process: a table in docs/explain/survey.md.
 survey: $(DEV)
 	@$(QUIET) $(BIN)/python -m tests.keras_compat.survey $(WITHOUT_NOTICES)
 

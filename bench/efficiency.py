@@ -1,4 +1,4 @@
-"""Efficiency by the number of workers, from 1 to 1,024: a chart for docs/performance.md.
+"""Efficiency by the number of workers, from 1 to 1,024: a chart for docs/explain/benchmarks.md.
 
     python -m bench.efficiency [--works cnn mlp transformer] [--out docs/images/efficiency.svg]
 

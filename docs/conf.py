@@ -35,25 +35,11 @@ include_patterns = [
 ]
 exclude_patterns = [".*", "build", "tests", "bench", "recipes", "**/__pycache__"]
 
-# The groups of the navigation. README.md, the first page, has none because GitHub shows it too.
+# The groups of the navigation, by Diataxis. GitHub shows README.md, too: it has none.
 navigation = {
-    "Guides": [
-        "docs/training",
-        "docs/custom-loops",
-        "docs/trackers",
-        "docs/stands-still",
-        "docs/monitoring",
-        "docs/clusters",
-        "docs/engines",
-        "docs/schedulers",
-        "docs/backups",
-        "docs/parameter-servers",
-        "docs/export",
-        "docs/performance",
-        "docs/migration",
-        "docs/troubleshooting",
-    ],
-    "Notebooks": [
+    "Get started": [
+        "docs/start/one-machine",
+        "docs/start/two-machines",
         "notebooks/first_fit",
         "notebooks/many_workers",
         "notebooks/on_a_cluster",
@@ -62,11 +48,62 @@ navigation = {
         "notebooks/large_tables",
         "notebooks/reading_a_benchmark",
     ],
-    "Promises": [
-        "docs/promises",
-        "docs/equivalence",
-        "docs/failures",
-        "docs/restarts",
+    "How-to: train": [
+        "docs/howto/load-data",
+        "docs/howto/load-data-at-scale",
+        "docs/howto/callbacks",
+        "docs/howto/mixed-precision",
+        "docs/howto/optimizer-state",
+        "docs/howto/custom-loops",
+        "docs/howto/notebooks",
+        "docs/howto/recipes",
+        "docs/howto/export",
+    ],
+    "How-to: failures": [
+        "docs/howto/backups",
+        "docs/howto/restarts",
+        "docs/howto/preemption",
+        "docs/howto/elastic-hosts",
+    ],
+    "How-to: clusters": [
+        "docs/howto/jobs",
+        "docs/howto/schedulers",
+        "docs/howto/slurm",
+        "docs/howto/ray",
+        "docs/howto/kubernetes",
+        "docs/howto/clouds",
+        "docs/howto/slow-networks",
+    ],
+    "How-to: embeddings": [
+        "docs/howto/parameter-servers",
+        "docs/howto/sharded-embeddings",
+        "docs/howto/dynamic-embeddings",
+    ],
+    "How-to: observe": [
+        "docs/howto/track",
+        "docs/howto/tune",
+        "docs/howto/monitor",
+        "docs/howto/debug-hangs",
+        "docs/howto/tune-performance",
+    ],
+    "How-to: migrate": [
+        "docs/howto/migrate/overview",
+        "docs/howto/migrate/multi-worker-mirrored",
+        "docs/howto/migrate/horovod",
+        "docs/howto/migrate/ray-train",
+        "docs/howto/migrate/estimator",
+        "docs/howto/migrate/parameter-server-strategy",
+        "docs/howto/migrate/tf1",
+    ],
+    "How-to: troubleshoot": [
+        "docs/howto/troubleshoot/overview",
+        "docs/howto/troubleshoot/start",
+        "docs/howto/troubleshoot/data",
+        "docs/howto/troubleshoot/model",
+        "docs/howto/troubleshoot/run",
+        "docs/howto/troubleshoot/state",
+        "docs/howto/troubleshoot/servers",
+        "docs/howto/troubleshoot/tensorflow",
     ],
     "Reference": [
         "docs/reference/training",
@@ -78,17 +115,55 @@ navigation = {
         "docs/reference/export",
         "docs/reference/errors",
         "docs/reference/command-line",
-        "docs/compatibility",
+        "docs/reference/exit-statuses",
+        "docs/reference/compatibility",
         "SECURITY",
         "CHANGELOG",
     ],
-    "Development": [
-        "docs/how-it-works",
+    "Explanation": [
+        "docs/explain/how-it-works",
+        "docs/explain/guarantees",
+        "docs/explain/equivalence",
+        "docs/explain/survey",
+        "docs/explain/failure-model",
+        "docs/explain/security-model",
+        "docs/explain/gradient-all-reduce",
+        "docs/explain/benchmarks",
+    ],
+    "Contribute": [
         "CONTRIBUTING",
-        "docs/modules",
-        "docs/dependencies",
+        "docs/contribute/guarantee-tests",
+        "docs/contribute/engines",
+        "docs/contribute/modules",
+        "docs/contribute/dependencies",
         "The digits <tfmw/datasets/digits/ATTRIBUTION>",
     ],
+}
+
+# Pages of earlier versions of the site, and the pages that open in their place.
+moved = {
+    "docs/backups": "docs/howto/backups",
+    "docs/clusters": "docs/start/two-machines",
+    "docs/compatibility": "docs/reference/compatibility",
+    "docs/custom-loops": "docs/howto/custom-loops",
+    "docs/dependencies": "docs/contribute/dependencies",
+    "docs/engines": "docs/howto/jobs",
+    "docs/equivalence": "docs/explain/equivalence",
+    "docs/export": "docs/howto/export",
+    "docs/failures": "docs/explain/failure-model",
+    "docs/how-it-works": "docs/explain/how-it-works",
+    "docs/migration": "docs/howto/migrate/overview",
+    "docs/modules": "docs/contribute/modules",
+    "docs/monitoring": "docs/howto/monitor",
+    "docs/parameter-servers": "docs/howto/parameter-servers",
+    "docs/performance": "docs/explain/benchmarks",
+    "docs/promises": "docs/explain/guarantees",
+    "docs/restarts": "docs/howto/restarts",
+    "docs/schedulers": "docs/howto/schedulers",
+    "docs/stands-still": "docs/howto/debug-hangs",
+    "docs/trackers": "docs/howto/track",
+    "docs/training": "docs/howto/load-data",
+    "docs/troubleshooting": "docs/howto/troubleshoot/overview",
 }
 
 nb_execution_mode = "off"  # `make notebooks` runs them, and tests/ asserts what they show

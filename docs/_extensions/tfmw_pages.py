@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import posixpath
 import re
 import subprocess
 import sys
@@ -176,9 +177,24 @@ def write_index(app: Sphinx, error: Exception | None) -> None:
         Path(app.outdir, "index.html").write_bytes(page.read_bytes())
 
 
+def write_moved(app: Sphinx, error: Exception | None) -> None:
+    """Writes a page for each old address, which opens the new one."""
+    if error is not None or app.builder.name != "html":
+        return
+    for old, new in app.config.moved.items():
+        page = Path(app.outdir, f"{old}.html")
+        goal = posixpath.relpath(f"{new}.html", posixpath.dirname(old))
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(
+            f'<!doctype html><meta charset="utf-8"><title>Moved</title>'
+            f'<meta http-equiv="refresh" content="0; url={goal}"><a href="{goal}">{goal}</a>\n'
+        )
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Registers all of it with Sphinx."""
     app.add_config_value("navigation", {}, "env", dict)
+    app.add_config_value("moved", {}, "env", dict)
     app.add_directive("mermaid", Mermaid)
     app.add_directive("program-help", ProgramHelp)
     app.add_directive("module-map", ModuleMap)
@@ -189,4 +205,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("source-read", add_navigation)
     app.connect("env-check-consistency", note_undocumented)
     app.connect("build-finished", write_index)
+    app.connect("build-finished", write_moved)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

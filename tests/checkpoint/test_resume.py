@@ -1,4 +1,4 @@
-"""Runs that are interrupted and go on, on real processes. Rows are those of docs/failures.md."""
+"""Runs that are interrupted and go on, on real processes. Rows: docs/explain/failure-model.md."""
 
 from __future__ import annotations
 

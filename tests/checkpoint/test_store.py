@@ -1,6 +1,6 @@
 """State on disk: whole or not at all, found damaged where it is, never trusted, never in the way.
 
-Rows are those of docs/failures.md.
+Rows are those of docs/explain/failure-model.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tasks that do not come or do not agree are told so on all tasks, before TensorFlow starts.
 
-Real processes, without TensorFlow. Rows are those of docs/failures.md.
+Real processes, without TensorFlow. Rows are those of docs/explain/failure-model.md.
 """
 
 from __future__ import annotations

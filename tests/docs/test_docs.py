@@ -37,9 +37,11 @@ def messages() -> list[str]:
 
 
 def quoted() -> list[str]:
-    text = (ROOT / "docs/troubleshooting.md").read_text()
-    ours = text.partition("## From tfmw")[2].partition("## From TensorFlow")[0]
-    return re.findall(r"^### `(.*)`$", ours, re.MULTILINE)
+    """The headings of the pages on errors that quote a message of tfmw."""
+    pages = set((ROOT / "docs/howto/troubleshoot").glob("*.md"))
+    pages -= {path for path in pages if path.stem in {"overview", "tensorflow"}}
+    text = "\n".join(path.read_text() for path in sorted(pages))
+    return re.findall(r"^## `(.*)`$", text, re.MULTILINE)
 
 
 def test_quotes_are_collected():
@@ -83,6 +85,12 @@ def test_a_named_test_exists(document, name):
             assert re.search(rf"def {part.removesuffix('...')}", source), f"{document}: {name}"
         else:
             assert re.search(rf"(?:def|class) {part}\b", source), f"{document}: {name}"
+
+
+def test_tests_are_named_on_one_page():
+    """And in CONTRIBUTING.md: other pages are for users."""
+    pages = {document for document, _ in named_tests()}
+    assert pages == {"CONTRIBUTING.md", "guarantee-tests.md"}
 
 
 # ---- files and objects that documents name, layers ----------------------------------------------
@@ -211,9 +219,10 @@ def test_site_is_built(tmp_path):
     assert notebook.count('src="../_images/') == 2, "its plots"
     assert "updates by the optimizer  184 in 8 epochs" in notebook
     start = (tmp_path / "index.html").read_text()
-    workings = (tmp_path / "docs/how-it-works.html").read_text()
+    workings = (tmp_path / "docs/explain/how-it-works.html").read_text()
     assert workings.count('src="../_images/') == 2, "its diagrams"
-    assert 'href="docs/training.html"' in start
+    assert 'href="docs/howto/load-data.html"' in start
+    assert "url=howto/load-data.html" in (tmp_path / "docs/training.html").read_text()
     loaded = re.findall(
         r'<(?:script|link|img)[^>]* (?:src|href)="(https?:[^"]*)"', start + workings
     )
@@ -232,7 +241,7 @@ def test_site_build_fails_on_wrong_pages(tmp_path):
         f"import runpy, sys\n"
         f"globals().update(runpy.run_path({str(ROOT / 'docs/conf.py')!r}))\n"
         f"sys.path.append({str(tmp_path)!r})\n"
-        "navigation, html_static_path = {}, []\n"
+        "navigation, moved, html_static_path = {}, {}, []\n"
     )
     done = build(tmp_path, tmp_path, tmp_path / "out")
     assert done.returncode != 0

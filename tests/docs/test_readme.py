@@ -99,7 +99,7 @@ def test_the_readme(tmp_path):
 
 def test_the_guides(tmp_path):
     """One block after the other, as somebody would who reads on from page to page."""
-    found = [blocks(f"docs/{name}.md") for name in ("training", "backups", "export")]
+    found = [blocks(f"docs/howto/{name}.md") for name in ("notebooks", "backups", "export")]
     assert all(found), "a page without code"
     code = "\n".join(block for page in found for block in page)
     for left_open, filled in (
@@ -114,8 +114,14 @@ def test_the_guides(tmp_path):
     assert (tmp_path / "build/model/saved_model.pb").exists()
 
 
+def migration() -> list[str]:
+    """The code of all pages on migration."""
+    pages = sorted((ROOT / "docs/howto/migrate").glob("*.md"))
+    return [block for page in pages for block in blocks(str(page.relative_to(ROOT)))]
+
+
 def test_migration(tmp_path):
-    code = [block for block in blocks("docs/migration.md") if not block.startswith("# on servers")]
+    code = [block for block in migration() if not block.startswith("# on servers")]
     assert len(code) == 5
     lines = [READER, "here = dict(globals())"]
     for block in code:
@@ -127,7 +133,7 @@ def test_migration(tmp_path):
         assert (tmp_path / name / "saved_model.pb").exists()
 
 
-ON_SERVERS = [block for block in blocks("docs/migration.md") if block.startswith("# on servers")]
+ON_SERVERS = [block for block in migration() if block.startswith("# on servers")]
 
 
 def test_blocks_for_parameter_servers_are_collected():

@@ -1,4 +1,4 @@
-"""Restarts: who is started again, when, and when it is enough. Rows: docs/restarts.md."""
+"""Restarts: tasks that start again, and when. Rows: docs/explain/failure-model.md."""
 
 from __future__ import annotations
 

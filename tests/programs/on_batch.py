@@ -92,7 +92,7 @@ def of_docs(number: int, *models: str) -> Any:
     """A program of the docs, as it stands there or with Keras's methods in place of tfmw's."""
 
     def loop(api: Any) -> list[float]:
-        page = (Path(__file__).parents[2] / "docs/custom-loops.md").read_text()
+        page = (Path(__file__).parents[2] / "docs/howto/custom-loops.md").read_text()
         program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[number]
         if api is KERAS:
             program = re.sub(r"tfmw\.(\w+_on_batch)\((\w+), ", r"\2.\1(", program)

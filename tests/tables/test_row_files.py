@@ -77,7 +77,7 @@ def test_two_tables_have_files_of_their_own(tmp_path):
 
 
 def test_description_finds_rows_without_tfmw(written):
-    """What docs/export.md says of the files, by plain TensorFlow."""
+    """What docs/howto/export.md says of the files, by plain TensorFlow."""
     files, folder, values = written
     described = json.loads(json.dumps(files.as_json()))["table"]
     assert (described["shape"], described["dtype"]) == ([5000, 16], "float32")

@@ -179,6 +179,6 @@ def test_the_dashboard_shows_what_is_reported(tmp_path: Path) -> None:
     shown = {name for e in expressions for name in re.findall(r"tfmw_\w+", e)}
     assert shown <= reported
     # The page names each of them, too; epochs are on the page only.
-    page = (ROOT / "docs/monitoring.md").read_text()
+    page = (ROOT / "docs/howto/monitor.md").read_text()
     assert reported - shown == {"tfmw_epoch"}
     assert all(f"`{name}" in page for name in reported)
