@@ -65,7 +65,7 @@ def test_report_progress_in_a_custom_loop(tmp_path):
         (["run", "--workers", "-1", PROGRAM], ["workers is -1"]),
         (["run", "--workers", "two", PROGRAM], ["'two'"]),
         (["run", "--workers", "1", "--ps", "-1", PROGRAM], ["ps is -1"]),
-        (["run", "--ps", "1", PROGRAM], ["need --workers"]),
+        (["run", "--ps", "1", PROGRAM], ["require --workers"]),
         (["run", "--wrokers", "1", PROGRAM], ["--wrokers"]),
         (["run", "--work", "1", PROGRAM], ["--work"]),
         (["run", "--workers", "1", "--log-dir", PROGRAM, PROGRAM], [PROGRAM, "--log-dir"]),

@@ -135,7 +135,11 @@ def _check_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
     check.add_argument("paths", nargs="*", metavar="PATH", help="a backup_dir or an export_dir")
     _add_hosts(check)
     check.add_argument(
-        "--ps", type=int, default=0, metavar="N", help="the last N hosts are parameter servers (0)"
+        "--ps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of parameter servers, on the last hosts; default: 0",
     )
     check.add_argument("--backup-dir", metavar="DIR", help="must be shared, and writable")
     check.add_argument("--export-dir", metavar="DIR", help="must be shared, and writable")
@@ -144,7 +148,7 @@ def _check_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
         type=float,
         default=60.0,
         metavar="S",
-        help="seconds to wait for other tasks (60)",
+        help="seconds to wait for other tasks; default: 60",
     )
 
 
@@ -160,22 +164,25 @@ def _bench_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
         allow_abbrev=False,
     )
     bench.add_argument("target", metavar="FILE.py:FUNCTION", help="the function")
-    bench.add_argument("--workers", type=int, default=2, metavar="N", help="processes (2)")
-    bench.add_argument("--steps", type=int, default=20, metavar="K", help="steps per epoch (20)")
+    bench.add_argument("--workers", type=int, default=2, metavar="N", help="processes; default: 2")
+    bench.add_argument(
+        "--steps", type=int, default=20, metavar="K", help="steps per epoch; default: 20"
+    )
 
 
-def _add_hosts(parser: argparse.ArgumentParser) -> None:
+def _add_hosts(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--hosts",
         metavar="H0,H1",
-        help="all hosts of the cluster, with one task on each, the chief's first, with ports or "
-        "without (2222); the same on every host",
+        help="all hosts of the cluster, the chief's first; the same list on every host; "
+        "default port: 2222",
     )
     parser.add_argument(
         "--host-index",
         type=int,
         metavar="I",
-        help="which of them this host is, from 0, where its address does not show it",
+        help="index of this host in --hosts, from 0; default: the index of the one with an "
+        "address of this machine",
     )
 
 
@@ -206,7 +213,7 @@ def _cluster_of_hosts(options: argparse.Namespace) -> Cluster | None:
     """The cluster that --hosts describes; None without it."""
     if options.hosts is None:
         if options.host_index is not None:
-            raise UsageError("--host-index is given and --hosts is not; list the hosts.")
+            raise UsageError("--host-index requires --hosts, the list of all hosts.")
         return None
     if os.environ.get("TF_CONFIG", "").strip():
         raise UsageError(
@@ -230,124 +237,145 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
         "saved their state, run the same command again.",
         allow_abbrev=False,
     )
-    run.add_argument("--workers", type=int, metavar="N", help="number of tasks that train")
-    run.add_argument(
-        "--ps", type=int, default=0, metavar="N", help="parameter servers; adds a chief (0)"
+    cluster = run.add_argument_group("cluster")
+    cluster.add_argument("--workers", type=int, metavar="N", help="number of tasks that train")
+    cluster.add_argument(
+        "--ps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of parameter servers; adds a chief; default: 0",
     )
-    run.add_argument("--evaluator", action="store_true", help="add an evaluator beside them")
-    run.add_argument(
+    cluster.add_argument(
+        "--evaluator", action="store_true", help="add an evaluator, which evaluates each backup"
+    )
+    _add_hosts(cluster)
+    _add_run_options(run)
+    _add_supervised_hosts(
+        run.add_argument_group("failures of hosts (with --hosts and --max-restarts)")
+    )
+    output = run.add_argument_group("output")
+    output.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="keep each task's output in a folder in DIR"
     )
-    run.add_argument(
+    output.add_argument(
         "--trace",
         type=Path,
         metavar="DIR",
         help="write DIR/trace.json, which Perfetto opens: steps, input, exchanges and backups of "
         "all workers; needs --workers",
     )
-    run.add_argument("--trace-steps", metavar="A:B", help="only of steps A to B, without B (all)")
-    run.add_argument(
+    output.add_argument(
+        "--trace-steps",
+        metavar="A:B",
+        help="trace the steps after A, up to B or the end; default: all",
+    )
+    output.add_argument(
         "--metrics-port",
         metavar="[ADDRESS:]PORT",
         help="serve step, rate, loss and more for Prometheus on this port, of loopback or of "
         "ADDRESS: 0.0.0.0 for all of the machine's (needs tfmw[metrics])",
     )
-    _add_hosts(run)
-    _add_supervised_hosts(run)
-    _add_run_options(run)
     # `_split` finds the program; this argument is only for the help.
     run.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
     return run
 
 
-def _add_supervised_hosts(run: argparse.ArgumentParser) -> None:
+def _add_supervised_hosts(run: argparse._ActionsContainer) -> None:
     """The options that are fields of `HostOptions`; for --hosts with --max-restarts."""
     run.add_argument(
-        "--workers-per-host", type=int, metavar="K", help="tasks that train, on each host (1)"
+        "--workers-per-host",
+        type=int,
+        metavar="K",
+        help="number of workers on each host; default: 1",
     )
     run.add_argument(
         "--min-hosts",
         type=int,
         metavar="M",
-        help="where hosts do not come back, go on without them, with M at least (all)",
+        help="if hosts are lost, continue with at least M of them; default: all",
     )
     run.add_argument(
         "--rejoin-timeout",
         type=float,
         metavar="S",
-        help="seconds to wait for hosts that are not there (30)",
+        help="seconds to wait for missing hosts; default: 30",
     )
     run.add_argument(
         "--rendezvous",
         metavar="PLACE",
-        help="the lock by which hosts agree on who leads: dir:/a/directory/that/all/share, or "
-        "etcd://host:2379/name (in the script's --backup_dir)",
+        help="lock that elects the leading host: dir:/a/directory/that/all/share, or "
+        "etcd://host:2379/name; default: a directory in the script's --backup_dir",
     )
     run.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="holds the secret of all hosts, which tfmw token makes (the variable TFMW_TOKEN)",
+        help="file with the secret of all hosts, from tfmw token; default: the variable TFMW_TOKEN",
     )
 
 
 def _add_run_options(run: argparse.ArgumentParser) -> None:
     """The options that are fields of `RunOptions`."""
-    run.add_argument(
+    failures = run.add_argument_group("failures of tasks")
+    failures.add_argument(
         "--max-restarts",
         type=int,
         default=0,
         metavar="N",
         help="when a task dies, end the other tasks and restart all, from the newest backup, up to "
-        "N times; a worker of parameter servers and an evaluator restart alone (0)",
+        "N times; a worker of parameter servers and an evaluator restart alone; default: 0",
     )
-    run.add_argument(
+    failures.add_argument(
         "--min-workers",
         type=int,
         metavar="M",
         help="if a worker dies twice before its first step, continue without it, with at least M",
     )
-    run.add_argument(
+    failures.add_argument(
         "--monitor-interval",
         type=float,
         default=0.05,
         metavar="S",
-        help="seconds between two checks of the tasks (0.05)",
+        help="seconds between two checks of the tasks; default: 0.05",
     )
-    run.add_argument(
+    failures.add_argument(
         "--hang-timeout",
         type=float,
         default=0.0,
         metavar="S",
         help="a task without progress for S seconds after its first step hangs: the stacks of all "
-        "tasks go to their logs, and all are started again; 0: never (0)",
+        "tasks go to their logs, and all tasks restart; default: 0, never",
     )
-    run.add_argument(
+    failures.add_argument(
         "--start-timeout",
         type=float,
         default=120.0,
         metavar="S",
-        help="seconds in which every task must start and join; 0: no limit (120)",
+        help="seconds in which every task must start and join; 0: no limit; default: 120",
     )
-    run.add_argument(
+    failures.add_argument(
         "--preempt-grace",
         type=float,
         metavar="S",
-        help="after SIGTERM or SIGUSR1: seconds in which the tasks save their state and exit (30)",
+        help="seconds in which the tasks save their state and exit after SIGTERM or SIGUSR1; "
+        "default: 30",
     )
-    run.add_argument(
+    processes = run.add_argument_group("processes")
+    processes.add_argument(
         "--standby",
         choices=("auto", "on", "off"),
         default="auto",
         help="a standby process imports TensorFlow, and tasks are forked from it, at first and "
-        "after a failure; auto: with several tasks or --max-restarts (auto)",
+        "after a failure; auto: with several tasks or --max-restarts; default: auto",
     )
-    run.add_argument(
+    processes.add_argument(
         "--isolate",
         choices=("auto", "on", "off"),
         default="auto",
         help="run the tasks in a private network: nobody else connects to their ports, and they "
-        "download through a proxy (http_proxy, https_proxy); auto: if the system allows it (auto)",
+        "download through a proxy (http_proxy, https_proxy); auto: if the system allows it; "
+        "default: auto",
     )
 
 
@@ -403,8 +431,7 @@ def _is_supervised(options: argparse.Namespace) -> bool:
     supervised = options.hosts is not None and options.max_restarts > 0
     if given and not supervised:
         raise UsageError(
-            f"{given[0]} is about hosts that restart what died; give --hosts and --max-restarts "
-            "with it."
+            f"{given[0]} requires --hosts and --max-restarts: it is for hosts that supervise tasks."
         )
     return supervised
 
@@ -484,8 +511,8 @@ def _run(options: argparse.Namespace, program: list[str]) -> int:
             or run_options != RunOptions()
         ):
             raise UsageError(
-                "--ps, --evaluator, --log-dir and what is to be done about failures need "
-                "--workers, the number of workers to start."
+                "--ps, --evaluator, --log-dir and the options for failures require --workers N; on "
+                "several hosts --hosts H0,H1 and --max-restarts N."
             )
         run_here(program, module=options.module is not None)
     result = launch_tasks(

@@ -142,7 +142,7 @@ def check_path(path: str | os.PathLike[str]) -> None:
         if not entries or "saved_model.pb" in entries:
             return
     raise UsageError(
-        f"{target} exists and is not a SavedModel: an export would delete what is there; "
+        f"{target} exists and is not a SavedModel: an export would delete its files; "
         "name another directory, or remove this one."
     )
 

@@ -177,8 +177,8 @@ def _refuse_other_driver(record: dict[str, Any] | None, on_servers: bool) -> Non
     if was_on_servers != on_servers:
         kinds = {True: "a training on parameter servers", False: "a synchronous training"}
         raise UsageError(
-            f"the backup is of {kinds[was_on_servers]}, and this is {kinds[on_servers]}: neither "
-            "can go on at the other's place in the data. Use another backup_dir; to go on with "
+            f"the backup is of {kinds[was_on_servers]}, and this is {kinds[on_servers]}: their "
+            "positions in the data differ in kind. Use another backup_dir; to continue with "
             "the weights, load them with model.load_weights before tfmw.fit."
         )
 

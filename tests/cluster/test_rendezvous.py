@@ -249,7 +249,7 @@ def test_another_server_at_the_chiefs_address_is_reported(addresses):
         (worker,) = meet((config(1, addresses[:2]), FACTS), timeout_s=1)
     assert worker["type"] == "TfmwError"
     assert f"could not reach the chief at {addresses[0]} within 1 s" in worker["error"]
-    assert "what responds there is not a task of tfmw" in worker["error"]
+    assert "the process there is not a task of tfmw" in worker["error"]
 
 
 @pytest.mark.slow

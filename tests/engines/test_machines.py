@@ -323,7 +323,7 @@ def test_killed_head_of_ray_ends_the_call_in_one_sentence(
         assert re.fullmatch(
             rf"ray:\w+ has no result: Ray's head at {at} has not been reachable for 20 s "
             r"\(Connection refused\), and without it Ray ends all tasks, and soon this process: "
-            r"start the cluster and the job again; a fit with a backup_dir goes on from there\.",
+            r"start the cluster and the job again; a fit with a backup_dir resumes\.",
             said,
         )
         wait_for(lambda: not nodes.left())

@@ -119,8 +119,9 @@ def refuse_other(saved: list[str], current: list[str], path: str) -> None:
     """Raises UsageError naming the first difference between two signatures."""
     for was, now in zip(saved, current, strict=False):
         if was != now:
+            kind = "batch size" if was.startswith("global batch size") else "model"
             raise UsageError(
-                f"the backup in {path!r} belongs to another model: it has [{was}], this run has "
+                f"the backup in {path!r} belongs to another {kind}: it has [{was}], this run has "
                 f"[{now}]. Use another backup_dir, or delete that one to start anew."
             )
     if len(saved) != len(current):

@@ -113,7 +113,7 @@ def local_index(addresses: Sequence[str]) -> int:
     if len(local) != 1:
         count = "none of them is" if not local else f"{len(local)} of them are"
         raise ClusterError(
-            f"which of the hosts {', '.join(addresses)} this machine is cannot be determined: "
+            f"cannot find this machine in --hosts {','.join(addresses)}: "
             f"{count} an address of this machine; pass --host-index, from 0."
         )
     return local[0]

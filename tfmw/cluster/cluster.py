@@ -225,7 +225,7 @@ def _validate(cluster: Cluster, where: str) -> None:
     if isinstance(cluster.index, bool) or not isinstance(cluster.index, int) or cluster.index < 0:
         raise ClusterError(
             f"{where} has {cluster.index!r} as this process's task index; "
-            "use an integer from 0 to the number of its tasks less one."
+            "use an integer from 0, such as 0 to 1 for two tasks."
         )
     _validate_jobs(cluster, where)
     if cluster._members:

@@ -42,7 +42,7 @@ class NotATask(OSError):
     """The process at an address is not a task of tfmw."""
 
     def __init__(self) -> None:
-        super().__init__("what responds there is not a task of tfmw")
+        super().__init__("the process there is not a task of tfmw")
 
 
 @dataclasses.dataclass(frozen=True)

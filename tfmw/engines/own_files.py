@@ -86,7 +86,7 @@ def _problem_of_folder(found: os.stat_result) -> str:
 
 def _refused(path: Path, problem: str) -> UsageError:
     return UsageError(
-        f"{path} {problem}, and you are user {os.geteuid()}: what a job has left is unpickled, so "
-        "tfmw reads it only where nobody else can have written it. Attach to a job as the user who "
-        "has submitted it, and submit it again if its folder was changed."
+        f"{path} {problem}, and you are user {os.geteuid()}: job results are unpickled, so tfmw "
+        "reads only files that no other user can write. Attach as the user that submitted the job, "
+        "and submit the job again if its folder was changed."
     )

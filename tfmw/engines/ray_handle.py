@@ -123,7 +123,7 @@ class RayHandle:
                     f"Ray's head at {self._head} has not been reachable for {_HEAD_S:g} s "
                     f"({error.strerror or error}), and without it Ray ends all tasks, and soon "
                     "this process: start the cluster and the job again; a fit with a backup_dir "
-                    "goes on from there"
+                    "resumes"
                 )
                 raise _Gone from error
 

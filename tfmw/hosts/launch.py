@@ -140,8 +140,8 @@ def _check_options(options: HostOptions, run_options: RunOptions, hosts: int) ->
         )
     if run_options.min_workers is not None:
         raise UsageError(
-            "--min-workers is about one machine; with --hosts give --min-hosts, the number of "
-            "hosts that may continue."
+            "--min-workers is for one machine; with --hosts give --min-hosts, the least number of "
+            "hosts."
         )
 
 
@@ -151,7 +151,7 @@ def _rendezvous(options: HostOptions, argv: Sequence[str]) -> str:
     found = backup_dir_of(argv)
     if found is None or "://" in found:
         raise UsageError(
-            "hosts agree on who leads by a lock that all of them reach, and the script has "
+            "restarts on several hosts require a lock that all of them reach, and the script has "
             + (
                 "no --backup_dir"
                 if found is None
@@ -192,8 +192,8 @@ def _token(
             raise UsageError(f"the hosts' key cannot be read ({error}); set {TOKEN}.") from None
     if not token:
         raise UsageError(
-            "whoever reaches the supervisors' port could take part, so over a network hosts need a "
-            f"token: export {TOKEN}=$(tfmw token) on one host, and the same value on all others, "
+            "supervisors on a network require a token, the same on all hosts: "
+            f"export {TOKEN}=$(tfmw token) on one host, and the same value on all others, "
             "or --token-file with a file that all hosts read."
         )
     if len(token) < SHORTEST_TOKEN:

@@ -152,7 +152,7 @@ def loads(data: bytes, arrays: Sequence[Any] = ()) -> Any:
         raise UsageError(
             f"the function or its arguments need the module {error.name!r}, which "
             f"{os.environ.get('TFMW_TASK', 'this task')} on {os.environ[ELSEWHERE]} does not have: "
-            "install it there, or define in the notebook or script itself what is used of it."
+            "install it there, or define its functions and classes in the notebook or script."
         ) from error
 
 

@@ -213,7 +213,7 @@ class ShardedUpdate:
             if not any(i in own or i not in packed for i in given):
                 raise UsageError(
                     f"{self.optimizer.name!r} updates {len(given)} of {len(self._variables)} "
-                    "variables here, and a worker has a part of none of them: train with "
+                    "variables here, and one worker has no part of them: train with "
                     "shard_optimizer=False."
                 )
 

@@ -231,7 +231,7 @@ def refuse_hash_tables(server_variables: ServerVariables) -> None:
     """Raises UsageError for hash tables, for synchronous steps: these are in no order."""
     for layer in server_variables.hash_tables:
         raise UsageError(
-            f"layer {layer.name!r} is a HashTableEmbedding, whose ids take rows in the order of "
-            "the workers' steps, of which sync_replicas=True makes one: leave it out, or "
+            f"layer {layer.name!r} is a HashTableEmbedding, which gives rows to ids in the "
+            "order of the workers' steps; sync_replicas=True has no such order: leave it out, or "
             "train without parameter servers."
         )

@@ -109,8 +109,8 @@ def _common_spec(specs: list[Any]) -> Any:
             first = tf.nest.map_structure(lambda a, b: _common(a, b), first, other)
         except (TypeError, ValueError) as e:
             raise UsageError(
-                f"workers read different data: worker 0 has batches of {specs[0]}, worker {worker} "
-                f"of {other}; return the same structure and types on every worker."
+                f"workers have different datasets: worker 0 has batches of {specs[0]}, worker "
+                f"{worker} of {other}; return the same structure and types on every worker."
             ) from e
     return first
 

@@ -31,7 +31,7 @@ def add_parsers(commands: Any) -> None:
         help="run a script on an engine: Slurm, Ray, Spark, or this machine",
         usage="tfmw submit --on ENGINE --workers N [options] SCRIPT [its flags]",
         description="Queues a job that runs SCRIPT in every task of a new cluster, prints its id "
-        "and returns. The job goes on by itself.",
+        "and returns; the job continues.",
         epilog="Exit status with --follow: 0 done, 1 failed, cancelled or lost, 75 preempted.",
         allow_abbrev=False,
     )
@@ -40,14 +40,14 @@ def add_parsers(commands: Any) -> None:
         "--workers",
         default="2",
         metavar="N",
-        help="number of tasks, or least,most: as many as there is room for (2)",
+        help="number of tasks, or least,most: as many as fit; default: 2",
     )
     run.add_argument(
         "--max-restarts",
         type=int,
         default=3,
         metavar="N",
-        help="when a task dies, restart all, from the newest backup, up to N times (3)",
+        help="when a task dies, restart all, from the newest backup, up to N times; default: 3",
     )
     run.add_argument(
         "--follow", action="store_true", help="print the tasks' output until the job ends"

@@ -35,7 +35,7 @@ def add_parsers(commands: Any) -> None:
     which = "the run: its name, the end of its name, or the process id of its tfmw run"
     status = commands.add_parser(
         "status",
-        help="what runs of this user are doing: steps, rates, who waits for whom",
+        help="the steps, rates and waits of this user's runs",
         description="Shows each task of the runs of this user on this machine: its step, its rate, "
         "the exchange that it is in, and for whom it waits.",
         allow_abbrev=False,
@@ -44,7 +44,7 @@ def add_parsers(commands: Any) -> None:
         "run",
         nargs="?",
         metavar="RUN",
-        help=f"{which}; or a job on an engine, such as slurm:4711 (all runs of this machine)",
+        help=f"{which}; or a job on an engine, such as slurm:4711; default: all runs here",
     )
     add_settings(status)
     status.add_argument("--json", action="store_true", help="everything, as JSON")
@@ -54,7 +54,7 @@ def add_parsers(commands: Any) -> None:
         description="Shows the Python stacks of all threads of each task of a run that is alive.",
         allow_abbrev=False,
     )
-    stacks.add_argument("run", nargs="?", metavar="RUN", help=f"{which} (the only one)")
+    stacks.add_argument("run", nargs="?", metavar="RUN", help=f"{which}; default: the only one")
 
 
 def main(options: argparse.Namespace, out: Callable[[str], None] = print) -> int:
