@@ -89,7 +89,9 @@ def test_folder_of_another_user_is_refused(
     give_away(folder, monkeypatch)
     assert Local(directory=folder.parent.parent).numbers() == []
     for reader in (attach, *READERS.values()):
-        with pytest.raises(UsageError, match=rf"{folder} is of user \d+, and you are user \d+: wh"):
+        with pytest.raises(
+            UsageError, match=rf"{folder} is of user \d+, and you are user \d+: job"
+        ):
             reader(folder)
     assert not trap.exists()
 

@@ -28,8 +28,8 @@ SUPERVISED = ["--hosts", HOSTS, "--max-restarts", "2", "--rendezvous", "dir:buil
         (SUPERVISED, {"TFMW_TOKEN": ""}, "export TFMW_TOKEN=$(tfmw token) on one host"),
         (SUPERVISED, {"TFMW_TOKEN": "short"}, "has 5 characters; expected at least 16"),
         ([*SUPERVISED, "--token-file", "no/such"], {}, "cannot be read"),
-        (["--hosts", HOSTS, "--min-hosts", "1"], {}, "give --hosts and --max-restarts with it"),
-        (["--rendezvous", "dir:/x", "--workers", "2"], {}, "give --hosts and --max-restarts"),
+        (["--hosts", HOSTS, "--min-hosts", "1"], {}, "requires --hosts and --max-restarts"),
+        (["--rendezvous", "dir:/x", "--workers", "2"], {}, "requires --hosts and --max-restarts"),
     ],
 )
 def test_wrong_use(
