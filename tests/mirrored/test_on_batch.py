@@ -65,10 +65,12 @@ def test_wrong_use_is_one_sentence(tasks: list[dict[str, Any]]) -> None:
             assert "from within tfmw.fit" in task["within fit"]
 
 
-@pytest.mark.parametrize(
-    ("what", "sentence"),
-    [("batches", "tasks passed different batches"), ("weights", "bias' differs between tasks")],
-)
-def test_tasks_that_differ_end(run_cluster: Any, what: str, sentence: str) -> None:
-    run = run_cluster("on_batch.py", what, status=2)
-    assert sentence in run.output
+def test_tasks_that_differ_are_told_so(run_cluster: Any) -> None:
+    """Before the step: it has no effect, and no task waits for another."""
+    run = run_cluster("on_batch.py", "differences", status=2)
+    assert "tasks passed different batches" in run.output
+    for task in run:
+        for name in ("batches", "lengths", "calls"):
+            assert "tasks passed different batches" in task[name], name
+        assert "bias' differs between tasks" in task["weights"]
+        assert "received 1.0 in a batch" in task["lists"]

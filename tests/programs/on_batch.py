@@ -1,7 +1,7 @@
-"""Loops of one's own: `on_batch.py devices|workers|batches|weights`.
+"""Loops of one's own: `on_batch.py devices|workers|differences`.
 
-Each loop runs with Keras's methods in one process, and with tfmw's on two replicas. With the last
-two, workers pass different batches, or change weights on one of them only.
+Each loop runs with Keras's methods in one process, and with tfmw's on two replicas. With
+"differences" workers pass other batches than each other, or change weights on one of them only.
 """
 
 import re
@@ -188,15 +188,33 @@ def within_fit() -> str:
     return error_of(lambda: tfmw.fit(model, x, y, callbacks=[call], verbose=0, strategy=strategy))
 
 
-if where in ("batches", "weights"):
+def differences() -> None:
+    """Writes the errors of steps in which tasks differ, and ends by one in a call."""
     rank = tfmw.Cluster.resolve().index
     model = classifier()
     TFMW.train(model, data(8), np.arange(8) % 3)
-    if where == "weights":
-        model.layers[0].bias.assign_add([1.0 * rank] * 3)
-    for step in range(1, 20):
-        seed = step + rank if where == "batches" else step
-        TFMW.train(model, data(8, seed), np.arange(8) % 3)
+    driver = vars(model)["_self_tfmw_on_batch"].driver  # a call that fails ends all tasks
+
+    def steps(number: int, rows: int = 8, seed: int = 0, kind: str = "train") -> None:
+        for step in range(1, number):
+            driver.step(kind, (data(rows, seed + step), np.arange(rows) % 3, None))
+
+    out = {
+        "batches": error_of(lambda: steps(2, seed=rank)),
+        "lengths": error_of(lambda: steps(2, rows=8 + rank)),
+        "calls": error_of(lambda: steps(2, kind=("train", "test")[rank])),
+        "lists": error_of(lambda: driver.step("train", ([[1.0] * 4], [0], None))),
+    }
+    model.layers[0].bias.assign_add([1.0 * rank] * 3)
+    out["weights"] = error_of(lambda: steps(20))
+    model.layers[0].bias.assign_sub([1.0 * rank] * 3)
+    steps(20)
+    _result.write(out)
+    TFMW.train(model, data(8 + rank), np.arange(8 + rank) % 3)
+
+
+if where == "differences":
+    differences()
 
 result: dict[str, Any] = {}
 for name, loop in LOOPS.items():

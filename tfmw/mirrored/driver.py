@@ -490,8 +490,8 @@ class SyncDriver:
             uneven: whether shards differ in size.
 
         Returns:
-            A function (this process's parts of the batch, int64 [] examples of the whole batch,
-            float32 [n] signals of this task) -> (logs, the sums of signals over tasks).
+            A function (this process's parts of the batch, int64 [] examples of the whole batch)
+            -> logs.
         """
         self.reset_metrics()
         step = self.global_step(kind, uneven)
@@ -507,13 +507,23 @@ class SyncDriver:
             if kind == "train" and self.replicas > 1:
                 self._state.average_on_replica(self._state.variables())
 
-        def whole_step(parts: Any, total: tf.Tensor, signals: tf.Tensor) -> Any:
+        def whole_step(parts: Any, total: tf.Tensor) -> Any:
             run(begin, ())
             step(parts, sharding.counts(total), total)
             run(end, ())
-            return self._metrics.of_batch(kind, signals)
+            return self._metrics.of_batch(kind)
 
         return whole_step
+
+    def sum_over_tasks(self, values: tf.Tensor) -> tf.Tensor:
+        """The sum over tasks of a tensor of one shape. A collective, in a cross-replica context."""
+
+        def summed() -> tf.Tensor:
+            # The values of a task count once, with any number of replicas.
+            mine = values if self._replicas.local_index() == 0 else tf.zeros_like(values)
+            return self._replicas.sum([mine])[0]
+
+        return self._replicas.first_result(self._replicas.strategy.run(summed))
 
     @contextlib.contextmanager
     def _errors_named(self) -> Iterator[None]:

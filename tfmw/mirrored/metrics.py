@@ -113,14 +113,9 @@ class ReplicaMetrics:
         self.signals = [float(s) for s in sums.numpy()[: len(signals)]]
         return python_logs(values)
 
-    def of_batch(self, kind: str, signals: tf.Tensor) -> tuple[dict[str, Any], tf.Tensor]:
-        """(logs of the step traced before, sums of signals); metrics become equal on all replicas.
-
-        Args:
-            kind: "train" or "test".
-            signals: float32 [n], of this task.
-        """
-        return self._compute(self.logs(kind), signals, share=True)
+    def of_batch(self, kind: str) -> dict[str, Any]:
+        """Logs of the step traced before; metrics become equal on all replicas."""
+        return self._compute(self.logs(kind), tf.zeros([0]), share=True)[0]
 
     def _compute(
         self, logs: StepLogs, local_signals: tf.Tensor, share: bool = False

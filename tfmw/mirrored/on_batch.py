@@ -5,8 +5,9 @@
 
 A step is one traced function. At its end metrics, moving averages and seeds are equal on all
 replicas, so that between two calls the model is an ordinary one, which a loop may read, save and
-change. No message is needed but the step's own collectives: samples of the batch and a checksum of
-one variable travel with the metrics, and show if tasks differ.
+change. Before each step tasks sum a few numbers, whose size is always the same: the kind and shape
+of the batch, samples of its values and of one variable. They show if tasks differ, before a task
+waits in a collective that others do not enter, and before any weight changes.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ from tfmw.runtime.progress import blocking_call, report_alive, report_progress
 
 _training_steps = itertools.count(1)  # of all models of a loop
 
-_SAMPLES = 16  # values of a batch that tasks compare in a step
-_TOLERANCE = 1e-5  # relative variance: hosts may round a batch that they computed differently
-_CHECKED_BYTES = 1 << 16  # of one variable in a step
+_SAMPLES = 16  # values of a batch, and of a variable, that tasks compare in a step
+_TOLERANCE = 1e-5  # relative variance: the processors of hosts may round differently
 
 
 class BatchDriver:
@@ -51,6 +51,7 @@ class BatchDriver:
         self._strategy = strategy
         self._driver = SyncDriver(model, strategy)
         self._driver.copies = {}
+        self._sums = new_function(self._driver.sum_over_tasks)
         self._functions: dict[Any, Any] = {}
         self._traced: set[Any] = set()
         self._steps = 0
@@ -82,10 +83,12 @@ class BatchDriver:
             for replica in sharding.local
         )
         examples = tf.constant(total, tf.int64)
-        with self._step_of(kind, uneven, parts, examples) as function:
-            witness = self._witness(batch, total)
-            logs, sums = function(parts, examples, witness)
-        self._refuse_differences(np.asarray(sums, np.float64))
+        # Of the whole batch: parts of one task may have the shapes of an earlier call.
+        key = (kind, uneven, str(tf.nest.map_structure(tf.type_spec_from_value, batch)))
+        if sharding.workers > 1:
+            self._refuse_differences(key, batch)
+        with self._step_of(key, parts, examples) as function:
+            logs = function(parts, examples)
         self._steps += 1
         self._driver.examples += total
         if kind == "train":
@@ -95,76 +98,63 @@ class BatchDriver:
         return logs
 
     @contextlib.contextmanager
-    def _step_of(self, kind: str, uneven: bool, *arguments: Any) -> Iterator[Callable[..., Any]]:
+    def _step_of(self, key: tuple[str, bool, str], *arguments: Any) -> Iterator[Callable[..., Any]]:
         """The function of a step, traced, and a context in which the model is placed."""
         if self._model.run_eagerly:
             with self._driver as driver:
-                yield driver.batch_step(kind, uneven)
+                yield driver.batch_step(*key[:2])
             return
-        key = (kind, uneven)
-        shapes = (*key, str(tf.nest.map_structure(tf.type_spec_from_value, arguments)))
-        if shapes not in self._traced:
+        if key not in self._traced:
             with self._driver as driver, blocking_call("tracing"):
-                if key not in self._functions:
-                    step = driver.batch_step(kind, uneven)
-                    self._functions[key] = new_function(step, reduce_retracing=True)
-                self._functions[key].get_concrete_function(*arguments, self._no_witness)
-            self._traced.add(shapes)
+                if key[:2] not in self._functions:
+                    step = driver.batch_step(*key[:2])
+                    self._functions[key[:2]] = new_function(step, reduce_retracing=True)
+                self._functions[key[:2]].get_concrete_function(*arguments)
+            self._traced.add(key)
         # Variables of one replica stay where they are; copies of several get the values of now.
         copies = self._driver.copies
         placed = placement.placed(self._model, self._strategy, copies, seeds_vary=False)
         with placed if copies else contextlib.nullcontext(), self._driver.lost_peer_named():
-            yield self._functions[key]
+            yield self._functions[key[:2]]
 
-    # ------------------------------------------------------------ what tasks compare
-
-    @property
-    def _no_witness(self) -> tf.Tensor:
-        return tf.zeros([0 if self.sharding.workers == 1 else 2 * (_SAMPLES + 2)])
-
-    def _witness(self, batch: Any, total: int) -> tf.Tensor:
-        """float32 [n]: values that must be equal on all tasks, each with its square."""
-        workers = self.sharding.workers
-        if workers == 1:
-            return self._no_witness
-        bits = (24 - (workers - 1).bit_length()) // 2  # so sums of squares are exact in float32
-        variable = placement.local_copies(self._strategy, self._variable_of_step)[0]
-        exact = [zlib.crc32(b"%d" % total), _checksum(variable)]
-        values = _sampled(batch, self._steps) + [float(each >> (32 - bits)) for each in exact]
-        return tf.constant([each for v in values for each in (v, v * v)], tf.float32)
-
-    @property
-    def _variable_of_step(self) -> Any:
-        return self._variables[self._steps % len(self._variables)]
-
-    def _refuse_differences(self, sums: np.ndarray) -> None:
-        """Raises UsageError on all tasks if a batch, or a variable, was not the same on all.
-
-        Args:
-            sums: over tasks, of `_witness`.
-        """
-        if not len(sums):
-            return
-        count, total, squares = self.sharding.workers, sums[0::2], sums[1::2]
+    def _refuse_differences(self, key: tuple[Any, ...], batch: Any) -> None:
+        """Raises UsageError on all tasks if a batch, or a variable, is not the same on all."""
+        variable = self._variables[self._steps % len(self._variables)]
+        count = self.sharding.workers
+        # Before a trace variables may differ: it sets them to the chief's values.
+        traced = key in self._traced
+        local = placement.local_copies(self._strategy, variable)[0].read_value() if traced else 0.0
+        # 24 bits: sums of their squares are exact in float64.
+        call = zlib.crc32(repr((*key, traced)).encode()) >> 8
+        values = [float(call), *_sampled(batch, self._steps), *_sampled(local, self._steps)]
+        with self._driver.lost_peer_named():
+            sums = self._sums(tf.constant([values, [v * v for v in values]], tf.float64))
+        total, squares = np.asarray(sums)
         variance = count * squares - total * total
-        samples = variance[:-2] > _TOLERANCE * count * squares[:-2]
-        if samples.any() or variance[-2]:
+        differs = variance > _TOLERANCE * count * squares
+        if variance[0] or differs[1 : 1 + _SAMPLES].any():
             raise UsageError(
                 "tasks passed different batches in this call: expected the same whole batch on "
                 "every task, of which each takes its part. Draw random numbers from the same seed "
                 "on every task."
             )
-        if variance[-1]:
+        if differs[1 + _SAMPLES :].any():
             raise UsageError(
-                f"{self._variable_of_step.path!r} differs between tasks: the loop changed it on "
-                "some tasks only. Make the same change on every task."
+                f"{variable.path!r} differs between tasks: the loop changed it on some tasks only. "
+                "Make the same change on every task."
             )
 
 
 def _examples(batch: Any) -> int:
     """The number of examples, the same in each tensor of a batch."""
     leaves = [t for t in tf.nest.flatten(batch) if t is not None]
-    lengths = [int(rows_of(t)) if tf.is_tensor(t) else int(np.shape(t)[0]) for t in leaves]
+    for leaf in leaves:
+        if not tf.is_tensor(leaf) and not np.shape(leaf):
+            raise UsageError(
+                f"received {leaf!r} in a batch: expected arrays or tensors [examples, ...]. A list "
+                "is a structure of several of them; np.array(...) makes an array of numbers."
+            )
+    lengths = [int(rows_of(t)) if tf.is_tensor(t) else np.shape(t)[0] for t in leaves]
     if not lengths or len(set(lengths)) > 1 or not lengths[0]:
         raise UsageError(
             f"received a batch of tensors with {lengths} rows: expected one number of examples, "
@@ -184,9 +174,9 @@ def _rows(tensor: Any, replica: int, sharding: data.Sharding) -> Any:
     return tf.constant(rows) if isinstance(rows, np.ndarray) else rows
 
 
-def _sampled(batch: Any, step: int) -> list[float]:
-    """Some values of a batch, others in each step; a text counts by its checksum."""
-    leaves = [t for t in tf.nest.flatten(batch, expand_composites=True) if t is not None]
+def _sampled(values: Any, step: int) -> list[float]:
+    """Some values of a structure, others in each step; a text counts by its checksum."""
+    leaves = [t for t in tf.nest.flatten(values, expand_composites=True) if t is not None]
     arrays = [view_of(t) if tf.is_tensor(t) else np.asarray(t) for t in leaves]
     out: list[float] = []
     for number in range(_SAMPLES):
@@ -196,13 +186,3 @@ def _sampled(batch: Any, step: int) -> list[float]:
             value = zlib.crc32(value.encode() if isinstance(value, str) else value) >> 16
         out.append(float(np.real(value)))
     return out
-
-
-def _checksum(variable: tf.Variable) -> int:
-    """A checksum of the first values of a variable, of 32 bits."""
-    if variable.dtype == tf.string:
-        return 0
-    values = view_of(variable.read_value()).reshape(-1)
-    return zlib.crc32(
-        np.ascontiguousarray(values[: _CHECKED_BYTES // values.itemsize]).view(np.uint8).data
-    )
