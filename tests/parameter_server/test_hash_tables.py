@@ -74,7 +74,7 @@ def test_each_server_has_its_share_of_the_bytes(found):
 
 def test_wrong_use(found):
     assert "is a table on parameter servers, and only tfmw.fit on" in found["called"]
-    message = "is a HashTableEmbedding, whose ids take rows in the order of the workers' steps"
+    message = "is a HashTableEmbedding, which gives rows to ids in the order of the workers' steps"
     assert message in found["sync_replicas"]
 
 
