@@ -38,8 +38,12 @@ exclude_patterns = [".*", "build", "tests", "bench", "recipes", "**/__pycache__"
 # The groups of the navigation, by Diataxis. GitHub shows README.md, too: it has none.
 navigation = {
     "Get started": [
+        "docs/start/install",
         "docs/start/one-machine",
         "docs/start/two-machines",
+        "docs/start/concepts",
+        "docs/start/choose-a-strategy",
+        "docs/howto/faq",
         "notebooks/first_fit",
         "notebooks/many_workers",
         "notebooks/on_a_cluster",
@@ -52,6 +56,7 @@ navigation = {
         "docs/howto/load-data",
         "docs/howto/load-data-at-scale",
         "docs/howto/callbacks",
+        "docs/howto/gpus",
         "docs/howto/mixed-precision",
         "docs/howto/optimizer-state",
         "docs/howto/custom-loops",
@@ -70,6 +75,7 @@ navigation = {
         "docs/howto/schedulers",
         "docs/howto/slurm",
         "docs/howto/ray",
+        "docs/howto/spark",
         "docs/howto/kubernetes",
         "docs/howto/clouds",
         "docs/howto/slow-networks",
@@ -89,6 +95,7 @@ navigation = {
     "How-to: migrate": [
         "docs/howto/migrate/overview",
         "docs/howto/migrate/multi-worker-mirrored",
+        "docs/howto/migrate/tf-keras",
         "docs/howto/migrate/horovod",
         "docs/howto/migrate/ray-train",
         "docs/howto/migrate/estimator",
@@ -115,7 +122,9 @@ navigation = {
         "docs/reference/export",
         "docs/reference/errors",
         "docs/reference/command-line",
+        "docs/reference/environment",
         "docs/reference/exit-statuses",
+        "docs/reference/known-limits",
         "docs/reference/compatibility",
         "SECURITY",
         "CHANGELOG",

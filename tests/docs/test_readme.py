@@ -122,14 +122,14 @@ def migration() -> list[str]:
 
 def test_migration(tmp_path):
     code = [block for block in migration() if not block.startswith("# on servers")]
-    assert len(code) == 5
+    assert len(code) == 6
     lines = [READER, "here = dict(globals())"]
     for block in code:
         lines += [f"exec({block!r}, space := dict(here))"]
         if "results = tfmw.launch" in block:
             lines += ["assert [len(r['loss']) for r in space['results']] == [3, 3]"]
     run("\n".join(lines), tmp_path)
-    for name in ("build/model", "build/estimated"):
+    for name in ("build/model", "build/estimated", "build/from_tf_keras"):
         assert (tmp_path / name / "saved_model.pb").exists()
 
 

@@ -223,3 +223,65 @@ def test_the_scripts_that_the_manifests_run_exist() -> None:
     for name in ("kubernetes.yaml", "tfjob.yaml"):
         assert "command: [tfmw, run, recipes/digits.py]" in (SCHEDULERS / name).read_text()
     assert Path(ROOT / "recipes" / "digits.py").is_file()
+
+
+# ---- a TrainJob of Kubeflow Trainer v2 ----------------------------------------------------------
+
+
+def unknown_fields(given: Any, known: Any, path: str = "") -> list[str]:
+    """Paths of fields that a class of the API has dropped."""
+    if isinstance(given, dict):
+        known = known if isinstance(known, dict) else {}
+        return [
+            name
+            for key, value in given.items()
+            for name in (
+                unknown_fields(value, known[key], f"{path}.{key}")
+                if key in known
+                else [f"{path}.{key}"]
+            )
+        ]
+    if isinstance(given, list):
+        pairs = enumerate(zip(given, known, strict=True))
+        return [n for i, (a, b) in pairs for n in unknown_fields(a, b, f"{path}[{i}]")]
+    return []
+
+
+@pytest.mark.long
+def test_the_trainjob_is_valid() -> None:
+    """By the classes that Kubeflow publishes, whose parsing drops unknown fields."""
+    from kubeflow_trainer_api import models
+
+    found = manifests("trainjob.yaml")
+    validate(found["NetworkPolicy"])
+    for kind in ("TrainingRuntime", "TrainJob"):
+        parsed = getattr(models, f"TrainerV1alpha1{kind}").from_dict(copy.deepcopy(found[kind]))
+        assert unknown_fields(found[kind], parsed.to_dict()) == []
+    wrong = copy.deepcopy(found["TrainJob"])
+    wrong["spec"]["trainer"]["numNode"] = 4
+    parsed = models.TrainerV1alpha1TrainJob.from_dict(copy.deepcopy(wrong))
+    assert unknown_fields(wrong, parsed.to_dict()) == [".spec.trainer.numNode"]
+
+
+def test_pods_of_the_trainjob_resolve_each_other() -> None:
+    """Trainer names the JobSet after the TrainJob, JobSet its Service and the hosts of its pods.
+
+    (jobset.sigs.k8s.io/docs/concepts: <jobSet>-<job>-<job's index>-<pod's index>.<jobSet>.)
+    """
+    found = manifests("trainjob.yaml")
+    job, runtime = found["TrainJob"], found["TrainingRuntime"]
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    name = job["metadata"]["name"]
+    given = {entry["name"]: entry["value"] for entry in job["spec"]["trainer"]["env"]}
+    nodes = job["spec"]["trainer"]["numNodes"]
+    hosts = [f"{name}-{replicated['name']}-0-{index}" for index in range(nodes)]
+    for index, host in enumerate(hosts):
+        pod = {**given, "JOB_COMPLETION_INDEX": str(index), "HOSTNAME": host}
+        cluster = Cluster.resolve(pod)
+        assert cluster.workers == tuple(f"{h}.{name}:2222" for h in hosts)
+        assert cluster.index == index
+    label = {"jobset.sigs.k8s.io/jobset-name": name}
+    policy = found["NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"] == label
+    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": label}}]}]
