@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfmw import data, strategies
 from tfmw.errors import UsageError
-from tfmw.keras_compat import metrics, models
+from tfmw.keras_compat import datasets, metrics, models
 from tfmw.mirrored.metrics import python_logs
 from tfmw.mirrored.on_batch import BatchDriver
 from tfmw.mirrored.sharded_update import is_driven
@@ -117,8 +117,8 @@ class _Kept:
 
 
 def _compiled(model: Any) -> list[Any]:
-    """What a call to `compile`, or a new variable, replaces."""
-    return [*models.compiled_parts(model), *model.variables]
+    """What a call to `compile`, a new variable, or a new global seed replaces."""
+    return [*models.compiled_parts(model), *model.variables, datasets.source_of_seeds()]
 
 
 def _logs(model: Any, kind: str, batch: Any, return_dict: bool, strategy: Any) -> Any:

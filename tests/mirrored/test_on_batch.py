@@ -50,6 +50,11 @@ def test_compile_takes_effect(tasks: list[dict[str, Any]]) -> None:
     assert all(not any(task["recompiled"]) for task in tasks)
 
 
+def test_a_global_seed_takes_effect(tasks: list[dict[str, Any]]) -> None:
+    for first, second in (task["seeded"] for task in tasks):
+        assert first == second
+
+
 def test_parameter_servers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "servers_of", lambda strategy: "servers")
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

@@ -178,6 +178,22 @@ def recompiled() -> list[float]:
     return numbers(np.subtract(weights(model), before))
 
 
+def seeded_again() -> list[Any]:
+    """Losses of draws without a seed, after the same seed twice."""
+
+    class Noisy(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x + keras.random.normal(keras.ops.shape(x))
+
+    model = classifier(Noisy())
+    model.optimizer.learning_rate = 0.0
+    out = []
+    for _ in range(2):
+        keras.utils.set_random_seed(3)
+        out.append(numbers(TFMW.train(model, data(8), np.arange(8) % 3)[0]))
+    return out
+
+
 def within_fit() -> str:
     model = classifier()
     call = keras.callbacks.LambdaCallback(
@@ -225,6 +241,7 @@ for name, loop in LOOPS.items():
 keras.utils.set_random_seed(7)
 result["ordinary"] = ordinary_between_calls()
 result["recompiled"] = recompiled()
+result["seeded"] = seeded_again()
 if where == "devices":
     result["within fit"] = within_fit()
     model = classifier()

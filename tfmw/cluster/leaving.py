@@ -140,24 +140,22 @@ class Departure:
 
     def _look(self) -> None:
         """In a thread: ends a shared call that waits for a task which has ended without it."""
-        seen = 0
+        ended: list[dict[str, int]] = []  # also those that completed this call: not the next one
         while True:
             time.sleep(_LOOK_S)
             since, number = _calls.since, _calls.completed + 1
             if since is None or time.monotonic() - since < _LOOK_S:
                 continue
             try:
-                key = f"{_ENDED}/{seen}"
-                entry = json.loads(runtime.coordination_get(key, _AT_ONCE_S))
-            except tf.errors.DeadlineExceededError:
-                continue
+                with contextlib.suppress(tf.errors.DeadlineExceededError):
+                    while True:
+                        key = f"{_ENDED}/{len(ended)}"
+                        ended.append(json.loads(runtime.coordination_get(key, _AT_ONCE_S)))
             except tf.errors.OpError:
                 return  # the call fails by itself
-            if entry["completed"] >= number:
-                seen += 1
-                continue
-            if _calls.completed + 1 == number and _calls.since is not None:
-                _calls.problem = self._problem(entry["rank"])
+            without = [entry["rank"] for entry in ended if entry["completed"] < number]
+            if without and _calls.completed + 1 == number and _calls.since is not None:
+                _calls.problem = self._problem(without[0])
                 self._fail(_calls.problem)
                 return
 

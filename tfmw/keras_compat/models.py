@@ -83,11 +83,13 @@ def unseeded_generator() -> Iterator[None]:
     state = seed_generator.global_seed_generator().state
     random.setstate(before)
     seed = state.numpy()
-    yield
-    if np.array_equal(state.numpy(), seed):
-        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
-    else:
-        seed_generator.make_default_seed()
+    try:
+        yield
+    finally:
+        if np.array_equal(state.numpy(), seed):
+            global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
+        else:
+            seed_generator.make_default_seed()
 
 
 def unseeded_state() -> Any | None:

@@ -68,11 +68,13 @@ class Predictions:
         self._structure: Any = None
 
     def extend(self, max_steps: int) -> int:
-        """Predicts up to `max_steps` global batches; returns how many there were."""
-        with self._lost_peer_named():
-            for steps_done in range(max_steps):
-                if not self._one_step():
-                    return steps_done
+        """Predicts up to `max_steps` global batches; returns how many there were.
+
+        No collective: workers with parts of other lengths call it more often than others.
+        """
+        for steps_done in range(max_steps):
+            if not self._one_step():
+                return steps_done
         return max_steps
 
     def _one_step(self) -> bool:
