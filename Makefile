@@ -142,8 +142,10 @@ package: $(DEV)
 	@output=$$($(BIN)/python -m build --outdir dist . 2>&1) || { echo "$$output"; exit 1; }
 	@$(BIN)/python -m tests.package
 
-# The site. A broken link, or a public name without a docstring, is an error.
+# The site. A broken link, a public name without a docstring, or a fault of the prose is an error.
 docs: $(DEV)
+	@$(BIN)/codespell --skip '*.svg,*.json,*.ipynb' *.md docs tfmw recipes
+	@$(BIN)/python docs/prose.py
 	@$(QUIET) $(BIN)/python -m sphinx -c docs -E -W --keep-going --quiet . build/docs $(WITHOUT_NOTICES)
 	@echo "build/docs/index.html"
 

@@ -86,9 +86,9 @@ def export(
         On the chief the path that was written, on other tasks None.
 
     Raises:
-        UsageError: `model` is not a Keras model, it is not built, its inputs are unknown, two
-            inputs or two outputs would have the same name, `tables` is neither value, TensorFlow
-            could not load from `path`, or it exists and is not a SavedModel (it is not changed).
+        UsageError: `model` is not a built Keras model, its inputs are unknown, or two inputs or two
+            outputs would have the same name; `tables` is neither value; TensorFlow could not load
+            from `path`, or `path` exists and is not a SavedModel (it is not changed).
         TfmwError: a layer reads all rows of a table, which is to be sharded.
     """
     if not isinstance(model, keras.Model):
@@ -117,8 +117,8 @@ def check_path(path: str | os.PathLike[str]) -> None:
     """Checks before the training whether `export` could write `path` after it.
 
     Raises:
-        UsageError: `path` exists and is neither a SavedModel nor an empty directory, no directory
-            can be created there, or TensorFlow could not load a SavedModel from there.
+        UsageError: `path` exists and is neither a SavedModel nor an empty directory; no directory
+            can be created there; or TensorFlow could not load a SavedModel from there.
     """
     if storage.is_pattern(os.fspath(path)):
         raise UsageError(

@@ -101,7 +101,7 @@ def fit(
             model again afterwards. "mixed_float16" needs a `keras.optimizers.LossScaleOptimizer`.
             None or "float32": each layer's own dtype policy.
         shard_optimizer: True, False or "auto": whether replicas shard the update of the weights.
-            Each updates an N-th of them and keeps an N-th of the optimizer's slots, with the same
+            Each updates 1/N of them and keeps 1/N of the optimizer's slots, with the same
             result. "auto": over tfmw's own ring, for large models, where it saves time. True:
             wherever the optimizer allows it, and otherwise a warning gives the reason.
         split_batch: False for models that need whole batches, such as layers with the batch size
@@ -114,7 +114,7 @@ def fit(
 
     Raises:
         UsageError: an uncompiled model, an empty dataset, an infinite one without
-            `steps_per_epoch`, arguments or data that differ between workers, a backup of another
+            `steps_per_epoch`; arguments or data that differ between workers; a backup of another
             model, a backup directory in use, and other wrong uses.
         Preempted: a task received SIGTERM or SIGUSR1 and there is a `backup_dir`: the state is
             saved, and the process should end with the status of this exception (75).

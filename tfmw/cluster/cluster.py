@@ -42,7 +42,7 @@ class Cluster:
         ps: addresses of the parameter servers.
         chief: address of the chief, alone or in a sequence. Without one, worker 0 is the chief.
             In a cluster with parameter servers the chief is the coordinator, and trains nothing.
-        evaluators: addresses of evaluators; an evaluator needs none to take part.
+        evaluators: addresses of evaluators; an evaluator needs none to join.
         task: "chief", "worker", "ps" or "evaluator": what this process is.
         index: which task of that type, from 0.
         source: the source of the description, for messages.

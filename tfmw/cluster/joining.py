@@ -75,8 +75,8 @@ def init(
 
     Raises:
         ClusterError: a malformed or contradictory description, a port in use, tasks that disagree.
-        UsageError: an unknown strategy or collectives, another cluster than in the first call,
-            parameter servers that the strategy excludes or lacks, or TensorFlow has already run
+        UsageError: an unknown strategy or collectives, another cluster than in the first call;
+            parameter servers that the strategy excludes or lacks; or TensorFlow has already run
             an op.
         TfmwError: a task did not connect in time.
     """

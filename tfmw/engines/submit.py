@@ -143,7 +143,7 @@ def submit(
 ) -> Job:
     """Starts `fn(*args)`, or a script, in each worker of a new cluster, and returns at once.
 
-    The job goes on when this process ends (on Spark it ends with it); `attach` finds it again.
+    The job continues when this process ends (on Spark it ends with it); `attach` finds it again.
 
     Args:
         fn: a function, as in `launch`, or the path of a script.

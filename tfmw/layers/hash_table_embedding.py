@@ -39,7 +39,7 @@ class HashTableEmbedding(keras.layers.Layer):
     """An embedding of ids that are not known in advance, in bounded memory.
 
     An id gets a row of its own in the training step in which it is seen for the `min_count`-th
-    time. Where no row is free, it takes the one that was used longest ago, of the 16 rows that its
+    time. If no row is free, it takes the one that was used longest ago, of the 16 rows that its
     hash value allows it. The row and the optimizer's slots for it then begin anew. Ids without a
     row share row 0, which is trained like any other. Only training changes which id has which row;
     `evaluate`, `predict` and exports look rows up.

@@ -1,0 +1,118 @@
+"""Rules of prose: `python docs/prose.py` checks all pages, README and public docstrings.
+
+    docs/howto/gpus.md:12: 31 words in a sentence, at most 25: "..."
+
+`make docs` runs it. It keeps the rules that a program can: sentences of at most 25 words, no noun
+clause as a subject or a title, and the field's words in place of the house's.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = 25
+
+BANNED = {
+    r"^(What|Who|Whose|Whoever|Whatever)\b[^?]*$": "begins with a noun clause: name the thing",
+    r"^Where\b[^?]*\.$": "begins a condition: write If",
+    r"\ban? N-th\b": "write 1/N",
+    r"\b(whoever|whichever)\b": "name the person or the thing",
+    r"\b(goes|go|went|going) on\b": "write continue",
+    r"\btakes? part\b": "write joins",
+    r"\bkin\b": "write relatives, or name them",
+    r"\bstands? still\b": "write hangs",
+    r"\bsimply|obviously|of course\b": "leave it out",
+    r"\b(\w+) \1\b": "a word twice",
+}
+"""Pattern in a sentence -> remedy. Quoted messages and code are no sentences."""
+
+# Pages that a program writes, and those of the past.
+WRITTEN = {"docs/explain/survey.md", "CHANGELOG.md", "docs/contribute/modules.md"}
+
+
+def pages() -> list[Path]:
+    """README, the other pages of the root, and docs/."""
+    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    return sorted(p for p in found if str(p.relative_to(ROOT)) not in WRITTEN)
+
+
+def docstrings() -> Iterator[tuple[Path, int, str]]:
+    """(file, line, docstring) of each function and class that the reference documents."""
+    reference = "\n".join(p.read_text() for p in (ROOT / "docs/reference").glob("*.md"))
+    public = set(re.findall(r"auto(?:function|class|exception):: [\w.]*?(\w+)$", reference, re.M))
+    for path in sorted((ROOT / "tfmw").rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in public:
+                yield path, node.lineno, ast.get_docstring(node) or ""
+
+
+def paragraphs(text: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of each paragraph, item, cell and heading; no code, no links' targets."""
+    fenced = False
+    block: list[str] = []
+    start = 0
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        if re.match(r"\s*(```|~~~)", line):
+            fenced = not fenced
+            line = ""
+        if fenced or (line.startswith("    ") and not block):
+            line = ""
+        begins = re.match(r"\s*([-*] |\d+\. |\||#|\[\^)", line)
+        if (not line.strip() or begins) and block:
+            yield start, " ".join(block)
+            block = []
+        if not line.strip():
+            continue
+        if line.startswith("|"):
+            for cell in line.strip("| ").split(" | "):
+                yield number, cell
+        else:
+            start = start if block else number
+            block.append(line.strip())
+
+
+def plain(text: str) -> str:
+    """Text with each piece of code as one word."""
+    text = re.sub(r"!\[[^]]*\]\([^)]*\)", "", text)
+    text = re.sub(r"`[^`]*`", "CODE", text)
+    text = re.sub(r"\[\^\w+\]:?", "", text)
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"^(#+|[-*]|\d+\.) ", "", text)
+    return re.sub(r"\*\*|\*(?=\w)|(?<=\w)\*", "", text)
+
+
+def sentences(text: str) -> list[str]:
+    """Sentences; an item after a colon or a semicolon counts by itself."""
+    parts = re.split(r"(?<=[.!?:;])[\")]? +(?=\W*\w)|(?<=\.\))\s+", text)
+    return [part.strip() for part in parts if part.strip()]
+
+
+def faults(text: str) -> Iterator[tuple[int, str]]:
+    """(line, fault) of each fault of a text in Markdown."""
+    for line, paragraph in paragraphs(text):
+        for sentence in sentences(plain(paragraph)):
+            words = [w for w in sentence.split() if re.search(r"\w", w)]
+            if len(words) > WORDS:
+                yield line, f"{len(words)} words in a sentence, at most {WORDS}: {sentence!r}"
+            for pattern, remedy in BANNED.items():
+                if found := re.search(pattern, sentence):
+                    yield line, f"{found[0]!r}: {remedy}"
+
+
+def main() -> int:
+    """Prints all faults; returns the exit status."""
+    found = [(p, line, said) for p in pages() for line, said in faults(p.read_text())]
+    for path, first, doc in docstrings():
+        found += [(path, first + line, said) for line, said in faults(doc)]
+    for path, line, said in found:
+        print(f"{path.relative_to(ROOT)}:{line}: {said}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
