@@ -72,7 +72,7 @@ CASES = {
     ),
     "unknown collectives": (
         lambda: tfmw.init(collectives="mpi"),
-        r"unknown collectives 'mpi': expected one of 'auto', 'ring', 'nccl'",
+        r"unknown collectives 'mpi': expected one of 'auto', 'tfmw', 'ring', 'nccl'",
     ),
     "NCCL without GPUs": (
         lambda: tfmw.strategies.multi_worker_mirrored("nccl"),

@@ -38,7 +38,7 @@ def multi_worker_mirrored(
     """Synchronous training on all workers of the cluster. Joins it unless `init` has.
 
     Args:
-        collectives: "auto", "ring" or "nccl", as in `init`.
+        collectives: "auto", "tfmw", "ring" or "nccl", as in `init`.
         cluster: as in `init`.
         bytes_per_pack: gradients are reduced in packs of about this many bytes.
         timeout_s: seconds after which a collective fails; None waits as long as peers are alive.

@@ -617,6 +617,10 @@ class TestTraining:
         assert "(nobody listens here)" in warning
         assert tasks[1]["warned"] == []
 
+    def test_unconnected_workers_that_require_the_ring_refuse(self, tasks):
+        for task in tasks:
+            assert task["required"]["error"].startswith('collectives="tfmw" needs a connection')
+
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ import tensorflow as tf
 import tfmw
 from tests.programs._result import write
 from tfmw import strategies
+from tfmw.cluster import membership
 from tfmw.cluster.group import Group
+from tfmw.errors import UsageError
 from tfmw.mirrored import agreement
 from tfmw.mirrored.collectives import connection, listener
 from tfmw.mirrored.collectives.ring import Ring
@@ -185,6 +187,16 @@ if cluster.index == 1:
 without = trained()
 warned = list(recorded.messages)
 
+tfmw.init(collectives="tfmw")  # the ring, or an error
+forget()
+joined = membership.joined()
+assert joined is not None
+try:  # not by a call of fit, whose error ends all tasks
+    connection.ring_of(joined.strategy)
+    required = {"error": ""}
+except UsageError as error:
+    required = {"error": str(error)}
+joined.collectives = "auto"
 listener.connect = connect
 forget()
 token = os.environ["TFMW_TOKEN"]  # which the launcher has set
@@ -221,6 +233,7 @@ write(
         "agreed": agreed_over,
         "agreed, chosen": agreed_chosen,
         "without": without,
+        "required": required,
         "another token": another_token,
         "warned of the token": warned_of_token,
         "over TCP": over_tcp,

@@ -36,7 +36,7 @@ class JoinedCluster:
         strategy: the one strategy of the process.
         options: how it reduces gradients.
         servers: parameter servers, on their coordinator.
-        collectives: the argument of `init`: "auto", "ring" or "nccl".
+        collectives: the argument of `init`: "auto", "tfmw", "ring" or "nccl".
         at_failure: called when this task fails, after it has reported its error to other tasks.
     """
 

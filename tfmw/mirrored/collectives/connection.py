@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfmw.cluster import addresses, membership
 from tfmw.cluster.group import Group
 from tfmw.cluster.membership import JoinedCluster
+from tfmw.errors import UsageError
 from tfmw.mirrored.collectives import listener
 from tfmw.mirrored.collectives.hierarchy import HIERARCHY, AnyRing, connect
 from tfmw.mirrored.collectives.ring import RingBroken
@@ -30,10 +31,15 @@ def ring_of(strategy: tf.distribute.Strategy) -> AnyRing | None:
 
     For workers of one CPU replica each, unless `init` was called with other collectives. All tasks
     must call this; the first call connects them.
+
+    Raises:
+        UsageError: collectives="tfmw" was asked for, and there can be no ring.
     """
     global _ring, _connected_once
     joined = membership.joined()
-    if joined is None or strategy is not joined.strategy or joined.collectives != "auto":
+    if joined is None or strategy is not joined.strategy:
+        return None
+    if joined.collectives not in ("auto", "tfmw"):
         return None
     if not _connected_once:
         _connected_once = True
@@ -48,7 +54,13 @@ def ring_of(strategy: tf.distribute.Strategy) -> AnyRing | None:
 def _connect(joined: JoinedCluster) -> AnyRing | None:
     group = Group.of(joined.strategy)
     devices = joined.strategy.extended.worker_devices
+    required = joined.collectives == "tfmw"
     if not all(group.from_all(len(devices) == 1 and "CPU" in devices[0].upper())):
+        if required:
+            raise UsageError(
+                'collectives="tfmw" needs workers of one CPU device each, and a worker here has '
+                'other devices: use "auto".'
+            )
         return None
     machine = None if os.environ.get(HIERARCHY) == "0" else listener.machine()
     drawn = group.from_chief(lambda: secrets.token_hex(32))
@@ -63,6 +75,11 @@ def _connect(joined: JoinedCluster) -> AnyRing | None:
             joined.options.timeout_seconds,
         )
     except RingBroken as e:
+        if required:
+            raise UsageError(
+                f'collectives="tfmw" needs a connection to each neighbour: {e}. Let workers '
+                'connect to each other on any TCP port, or use "auto".'
+            ) from e
         if group.is_chief:
             logger.warning(
                 "gradients travel over TensorFlow's gRPC, which takes longer: %s. Let workers "
