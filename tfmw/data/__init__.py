@@ -1,9 +1,10 @@
 """A dataset's shards: which examples of each global batch this worker reads.
 
 Read `sharding.py` first: the three ways to shard. `values.py` has their arguments and results,
-`order.py` makes the order equal on all workers, `source.py` reads the data that users pass to
-`fit`, `comparison.py` refuses data that differs between workers, `batches.py` has small helpers,
-`tfds_files.py` opens TFDS data sets by files. `shard` and `tfds` are public.
+`order.py` makes the order equal on all workers, `seek.py` begins a pipeline in its middle,
+`source.py` reads the data that users pass to `fit`, `comparison.py` refuses data that differs
+between workers, `batches.py` has small helpers, `tfds_files.py` opens TFDS data sets by files.
+`shard` and `tfds` are public.
 
 May import: `tfmw.keras_compat`, `tfmw.datasets`, `tfmw.errors`.
 """

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from tfmw.keras_compat import datasets
 from tfmw.keras_compat.graph import inputs_first
 from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
+
+if TYPE_CHECKING:
+    from tfmw.data.seek import PassStart
 
 
 class Reshuffles:
@@ -29,16 +32,19 @@ class Reshuffles:
     Attributes:
         ahead: whether reading ahead may begin further passes over them.
         repetition: the `repeat` above them that begins these passes; None if unknown.
+        starts: passes before the first element that is read; see `seek`.
     """
 
     def __init__(self, pairs: Iterable[tuple[tf.data.Dataset, tf.data.Dataset]] = ()):
         self._pairs = list(pairs)
         self.ahead = False
         self.repetition: Repetition | None = None
+        self.starts: list[PassStart] = []
         self._users: list[ShuffleSeeds] = []
         self._shards: list[ShuffleSeeds] = []
         self._seen: list[int] = []  # passes over the shard's that the user's dataset has, too
         self._in_pass: list[int] = []  # how many of them this pass has begun
+        self._unread: list[tuple[int, int]] = []  # before its first element, and after its last
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -51,6 +57,7 @@ class Reshuffles:
                 self._shards.append(self._users[-1] if user is shard else ShuffleSeeds(shard))
             self._seen = [shard.passes for shard in self._shards]
             self._in_pass = [0] * len(self._pairs)
+            self._unread = [(0, 0)] * len(self._pairs)
 
     @property
     def passes(self) -> list[int]:
@@ -70,16 +77,29 @@ class Reshuffles:
         """Sets all shuffles to the place from which the next pass goes on."""
         self.passes = passes
         for i, number in enumerate(passes[: len(self._shards)]):
-            if self._seen[i] != number:
+            if self._seen[i] != number or any(self._unread[i]):
                 self._shards[i].passes = self._seen[i] = number
+        self._unread = [(0, 0)] * len(self._shards)
+        for start in self.starts:
+            start.begin()
+            for i, (_, shard) in enumerate(self._pairs):
+                if shard is start.shuffle:
+                    before, after = self._unread[i]
+                    self._unread[i] = before + start.before, after + start.after
         self._in_pass = [0] * len(self._shards)
 
-    def note(self) -> None:
-        """Gives the user's dataset the passes that the shard has begun."""
+    def note(self, ended: bool = False) -> None:
+        """Gives the user's dataset the passes that the shard has begun.
+
+        Args:
+            ended: whether the pass has; those before its first element count then, as if they had
+                been read.
+        """
         self._open()
         for i, (user, shard) in enumerate(zip(self._users, self._shards, strict=True)):
-            now = shard.passes
-            begun = now - self._seen[i]
+            before, after = self._unread[i]
+            now = shard.passes - (0 if ended else before)
+            begun = now - self._seen[i] + (after if ended else 0)
             if begun and user is not shard:
                 user.passes += begun
             self._seen[i] = now

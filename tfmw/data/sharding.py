@@ -59,7 +59,8 @@ from tfmw.data.batches import (
 )
 from tfmw.data.by_index import Indexed
 from tfmw.data.order import ordered, reshuffles_of
-from tfmw.data.reshuffles import Repetition
+from tfmw.data.reshuffles import Repetition, Reshuffles
+from tfmw.data.seek import is_pure, seek
 from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets
@@ -90,8 +91,8 @@ def shard_dataset(
     if split or sharding.replicas == 1:
         shard = _divided(dataset, sharding, order, skip, read_ahead)
     else:
-        whole, reshuffles = ordered(dataset, order)
-        shard = _by_batches(whole.skip(skip), sharding, global_batch_size(dataset))
+        whole, reshuffles = _from(dataset, order, skip)
+        shard = _by_batches(whole, sharding, global_batch_size(dataset))
         shard = dataclasses.replace(shard, reshuffles=reshuffles)
     if shard.reshuffles:
         shard.reshuffles.ahead = datasets.may_begin_again(dataset)
@@ -103,14 +104,22 @@ def _divided(
     dataset: tf.data.Dataset, sharding: Sharding, order: Order, skip: int, read_ahead: bool
 ) -> Shard:
     if sharding.replicas == 1:
-        whole, reshuffles = ordered(dataset, order)
-        return dataclasses.replace(_whole(whole.skip(skip), read_ahead), reshuffles=reshuffles)
+        whole, reshuffles = _from(dataset, order, skip)
+        return dataclasses.replace(_whole(whole, read_ahead), reshuffles=reshuffles)
     below_maps = _below_maps(dataset, sharding, order, skip)
     if below_maps is not None:
         return below_maps
-    whole, reshuffles = ordered(dataset, order)
-    shard = _by_slices(whole.skip(skip), sharding, read_ahead)
+    whole, reshuffles = _from(dataset, order, skip)
+    shard = _by_slices(whole, sharding, read_ahead)
     return dataclasses.replace(shard, reshuffles=reshuffles)
+
+
+def _from(
+    dataset: tf.data.Dataset, order: Order, position: int
+) -> tuple[tf.data.Dataset, Reshuffles]:
+    """The `ordered` pipeline from some element on."""
+    whole, reshuffles = ordered(dataset, order)
+    return seek(whole, position, reshuffles), reshuffles
 
 
 def _repetition(dataset: tf.data.Dataset) -> Repetition | None:
@@ -247,8 +256,7 @@ def _below_maps(
     if size < sharding.replicas:
         return None  # some replicas have no example in any batch: they take others'
     # Whole batches are skipped, so that the other examples keep their positions.
-    source, reshuffles = ordered(whole.source, order)
-    source = source.skip(skip * size)
+    source, reshuffles = _from(whole.source, order, skip * size)
     count = steps_in(source)
     if count is None and whole.drop_remainder:
         # Only the sum over all workers shows whether the last batch is full.
@@ -307,8 +315,7 @@ def _by_index(
 ) -> Shard:
     """The shard of a pipeline over arrays: a worker copies its own examples only."""
     size = whole.size
-    indices, reshuffles = ordered(indexed.indices, order)
-    indices = indices.skip(skip * size)
+    indices, reshuffles = _from(indexed.indices, order, skip * size)
     count = steps_in(indices)
     batches = indices.batch(size, whole.drop_remainder)
 
@@ -379,7 +386,7 @@ def _peel(
     lowest_map = (elements, 0, 0)
     node = elements
     while True:
-        if isinstance(node, datasets.Map) and _same_for_each_element(node):
+        if isinstance(node, datasets.Map) and is_pure(node):
             maps.append(node)
             lowest_map = (input_of(node), len(selections), len(maps))
         elif isinstance(node, _SELECTIONS):
@@ -390,22 +397,6 @@ def _peel(
     # Selections below the lowest map need not be removed.
     source, number_of_selections, number_of_maps = lowest_map
     return source, selections[:number_of_selections], maps[:number_of_maps]
-
-
-def _same_for_each_element(node: tf.data.Dataset) -> bool:
-    """Whether a map's result for an element does not depend on the elements before it.
-
-    With a seeded random op it does: in one process its sequence continues from element to element.
-    Random ops without a seed differ in every run anyway. Python functions cannot be inspected, and
-    are treated as pure.
-    """
-    for operation in datasets.map_graph_nodes(node):
-        if operation.op.startswith("Assign"):
-            return False
-        if "seed" in operation.attr and "Random" in operation.op:
-            if operation.attr["seed"].i or operation.attr["seed2"].i:
-                return False
-    return True
 
 
 # ---------------------------------------------------------------- by slices
@@ -595,13 +586,13 @@ def shard_function(
             f"the dataset function returned {type(dataset).__name__}: expected a tf.data.Dataset, "
             "this worker's pipeline, batched by the batch size of one replica."
         )
-    shard = _of_function(without_optionals(dataset), sharding, skip)
-    return dataclasses.replace(shard, reshuffles=reshuffles_of(dataset))
+    reshuffles = reshuffles_of(dataset)
+    rest = seek(without_optionals(dataset), skip * sharding.local_replicas, reshuffles)
+    return dataclasses.replace(_of_function(rest, sharding), reshuffles=reshuffles)
 
 
-def _of_function(dataset: tf.data.Dataset, sharding: Sharding, skip: int) -> Shard:
+def _of_function(dataset: tf.data.Dataset, sharding: Sharding) -> Shard:
     local_replicas = sharding.local_replicas
-    dataset = dataset.skip(skip * local_replicas)
     if sharding.replicas == 1:
         return _whole(dataset)
     spec = spec_of(dataset)

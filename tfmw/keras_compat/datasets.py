@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -19,11 +19,15 @@ from keras.src.trainers.data_adapters import tf_dataset_adapter as _tf_dataset_a
 from tensorflow.python.data.ops import (
     batch_op,
     cache_op,
+    concatenate_op,
     dataset_ops,
     from_tensor_slices_op,
     map_op,
+    padded_batch_op,
     prefetch_op,
+    range_op,
     repeat_op,
+    shard_op,
     shuffle_op,
     skip_op,
     take_op,
@@ -75,6 +79,8 @@ NoneTensorSpec = none_tensor.NoneTensorSpec
 
 Batch = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
 
+PaddedBatch = (padded_batch_op._PaddedBatchDataset,)
+
 Map = (map_op._MapDataset, map_op._ParallelMapDataset)
 
 Shuffle = (shuffle_op._ShuffleDataset,)
@@ -88,6 +94,12 @@ Skip = (skip_op._SkipDataset,)
 Prefetch = (prefetch_op._PrefetchDataset,)
 
 Zip = (zip_op._ZipDataset,)
+
+Concatenate = (concatenate_op._ConcatenateDataset,)
+
+Range = (range_op._RangeDataset,)
+
+ShardNode = (shard_op._ShardDataset,)
 
 OptionsNode = (dataset_ops._OptionsDataset,)
 
@@ -123,6 +135,32 @@ def batch_arguments(node: tf.data.Dataset) -> tuple[int, bool] | None:
     size = tf.get_static_value(node._batch_size)
     drop = tf.get_static_value(node._drop_remainder)
     return None if size is None or drop is None else (int(size), bool(drop))
+
+
+def count_of(node: tf.data.Dataset) -> int:
+    """The argument of a Take, Skip or Repeat node; -1 for everything."""
+    return -1 if node._count is None else int(tf.get_static_value(node._count))
+
+
+def buffer_size_of(shuffle: tf.data.Dataset) -> int:
+    """The buffer size of a shuffle."""
+    return int(tf.get_static_value(shuffle._buffer_size))
+
+
+def shard_arguments(node: tf.data.Dataset) -> tuple[int, int]:
+    """(number of shards, index) of a `shard` node."""
+    return int(tf.get_static_value(node._num_shards)), int(tf.get_static_value(node._index))
+
+
+def range_arguments(node: tf.data.Dataset) -> tuple[int, int, int, tf.DType]:
+    """(start, stop, step, type) of a `range` node."""
+    values = (int(tf.get_static_value(t)) for t in (node._start, node._stop, node._step))
+    return *values, node.element_spec.dtype
+
+
+def zipped(node: tf.data.Dataset, parts: Sequence[tf.data.Dataset]) -> tf.data.Dataset:
+    """The zip of other datasets, in the structure of `node`."""
+    return tf.data.Dataset.zip(tf.nest.pack_sequence_as(node._datasets, parts))
 
 
 def map_function(node: tf.data.Dataset) -> Callable[..., Any]:
@@ -179,7 +217,7 @@ def rebuilt(
     """Applies the transformation of `node` to another `source`, in a deterministic order.
 
     Args:
-        node: a Batch, Map, Shuffle, Repeat, Take, Skip, Prefetch or options node.
+        node: a Batch, PaddedBatch, Map, Shuffle, Repeat, Take, Skip, Prefetch or options node.
         seeds: for a shuffle, its pair of seeds; by default those of `node`.
     """
     calls = getattr(node, "_num_parallel_calls", None)
@@ -191,6 +229,9 @@ def rebuilt(
         return source.map(map_function(node), **parallel)
     if isinstance(node, Batch):
         return source.batch(node._batch_size, node._drop_remainder, **parallel)
+    if isinstance(node, PaddedBatch):
+        padding = node._padded_shapes, node._padding_values
+        return source.padded_batch(node._batch_size, *padding, node._drop_remainder)
     if isinstance(node, Shuffle):
         pair = (node._seed, node._seed2) if seeds is None else seeds
         shuffle = shuffled(source, node._buffer_size, pair, node._reshuffle_each_iteration)
@@ -230,6 +271,11 @@ _PLAIN = {
 }
 
 
+def is_plain(node: tf.data.Dataset) -> bool:
+    """Whether a node has no dataset inside a function, and no random numbers but a shuffle's."""
+    return isinstance(node, REBUILDABLE) or type(node).__name__ in _PLAIN
+
+
 def may_shuffle_inside(dataset: tf.data.Dataset) -> bool:
     """Whether a part of a pipeline might shuffle or reorder, so that its graph must be read."""
     todo = [dataset]
@@ -237,7 +283,7 @@ def may_shuffle_inside(dataset: tf.data.Dataset) -> bool:
         node = todo.pop()
         if isinstance(node, Shuffle) or is_unordered(node):
             return True
-        if not isinstance(node, REBUILDABLE) and type(node).__name__ not in _PLAIN:
+        if not is_plain(node):
             return True
         todo.extend(node._inputs())
     return False
@@ -251,7 +297,7 @@ def may_begin_again(dataset: tf.data.Dataset) -> bool:
     todo = [(dataset, False)]
     while todo:
         node, again = todo.pop()
-        plain = isinstance(node, REBUILDABLE) or type(node).__name__ in _PLAIN
+        plain = is_plain(node)
         again |= isinstance(node, Repeat) or not plain or "Concat" in type(node).__name__
         if again and isinstance(node, Shuffle):
             return True
@@ -385,6 +431,10 @@ def set_seed_state(state: Mapping[str, Any]) -> None:
 PRIVATE_NAMES: list[tuple[Any, str]] = [
     (cache_op, "CacheDataset"),
     (from_tensor_slices_op, "_TensorSliceDataset"),
+    (concatenate_op, "_ConcatenateDataset"),
+    (padded_batch_op, "_PaddedBatchDataset"),
+    (range_op, "_RangeDataset"),
+    (shard_op, "_ShardDataset"),
     (dataset_ops.DatasetV2, "_inputs"),
     (dataset_ops.DatasetV2, "_functions"),
     (_context.Context, "_set_global_seed"),

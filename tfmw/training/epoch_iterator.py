@@ -263,7 +263,7 @@ class EpochIterator:
     def _end_pass(self) -> None:
         """Notes shuffles below others, which began with the first element."""
         if self._iterator is not None and self._reshuffles:
-            self._reshuffles.note()
+            self._reshuffles.note(ended=True)
         self._iterator = None
 
     def _run_out(self) -> None:

@@ -1,0 +1,130 @@
+"""A pipeline from an element on has the elements and orders of one whose elements are dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfmw import data
+from tfmw.data.seek import seek
+from tfmw.keras_compat import datasets
+from tfmw.keras_compat.shuffle_order import ShuffleOrder, is_known, pair_of_pass
+
+N = 23
+
+
+def _table() -> tf.data.Dataset:
+    rows = np.arange(N)
+    return tf.data.Dataset.from_tensor_slices((rows, {"double": 2.0 * rows})).map(lambda i, _: i)
+
+
+SOURCES: dict[str, Callable[[], tf.data.Dataset]] = {
+    "range": lambda: tf.data.Dataset.range(3, 3 + 2 * N, 2),
+    "slices": _table,
+    "generator": lambda: tf.data.Dataset.from_generator(
+        lambda: iter(range(N)), output_signature=tf.TensorSpec([], tf.int64)
+    ),
+    "no index": lambda: tf.data.Dataset.range(5).flat_map(tf.data.Dataset.range),
+}
+STEPS: dict[str, Callable[[tf.data.Dataset, int], tf.data.Dataset]] = {
+    "map": lambda d, n: d.map(lambda x: x + n),
+    "parallel map": lambda d, n: d.map(lambda x: x * n, num_parallel_calls=2, deterministic=False),
+    "shuffle": lambda d, n: d.shuffle(n, seed=n),
+    "shuffle, unseeded": lambda d, n: d.shuffle(n),
+    "shuffle all, once": lambda d, n: d.shuffle(3 * N, seed=n, reshuffle_each_iteration=False),
+    "repeat": lambda d, n: d.repeat(n),
+    "take": lambda d, n: d.take(4 * n),
+    "skip": lambda d, n: d.skip(n),
+    "prefetch": lambda d, n: d.prefetch(n),
+    "shard": lambda d, n: d.shard(n + 1, n // 2),
+    "cache": lambda d, n: d.cache(),
+    "concatenate": lambda d, n: d.concatenate(tf.data.Dataset.range(n)),
+    "zip": lambda d, n: tf.data.Dataset.zip((d, tf.data.Dataset.range(n, 99))).map(
+        lambda a, b: a * 100 + b
+    ),
+    "filter": lambda d, n: d.filter(lambda x: x % 5 != n),
+    "batched": lambda d, n: d.batch(n).unbatch(),
+    "padded": lambda d, n: d.padded_batch(n).map(lambda x: x[0] + tf.size(x, tf.int64)),
+}
+STEP = st.tuples(st.sampled_from(sorted(STEPS)), st.integers(1, 6))
+
+
+def _passes(dataset: tf.data.Dataset, position: int, seeks: bool) -> list[Any]:
+    """Three passes, the second of them from `position` on: it seeks, or elements are dropped."""
+    whole, reshuffles = data.ordered(dataset, data.Order(seed=9))
+    found: list[Any] = []
+    seen = [0] * len(reshuffles)
+    for start in (0, position, 0):
+        reshuffles.starts = []
+        rest = seek(whole, start, reshuffles) if seeks else whole
+        if reshuffles:
+            reshuffles.begin(seen)
+        found.append([int(x) for x in rest][0 if seeks else start :])
+        if reshuffles:
+            reshuffles.note(ended=True)
+            seen = reshuffles.passes
+        found.append(list(seen))
+    return found
+
+
+@given(st.sampled_from(sorted(SOURCES)), st.lists(STEP, max_size=5), st.integers(1, 70))
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_a_pipeline_from_an_element_on(
+    source: str, steps: list[tuple[str, int]], position: int
+) -> None:
+    def pipeline() -> tf.data.Dataset:
+        dataset = SOURCES[source]()
+        for name, number in steps:
+            dataset = STEPS[name](dataset, number)
+        return dataset
+
+    assert _passes(pipeline(), position, True) == _passes(pipeline(), position, False)
+
+
+@pytest.mark.parametrize("name", ["map", "repeat", "take", "prefetch"])
+def test_orders_continue_in_later_passes(name: str) -> None:
+    def pipeline() -> tf.data.Dataset:
+        return STEPS[name](_table().shuffle(7), 5).repeat(3).batch(2).map(lambda x: x[-1])
+
+    for position in (3, 15, 25):
+        assert _passes(pipeline(), position, True) == _passes(pipeline(), position, False)
+
+
+def _reads(dataset: tf.data.Dataset, position: int) -> list[int]:
+    """Which elements a counting map under `dataset` has seen once the first one was read."""
+    seen: list[int] = []
+
+    def note(i: Any) -> Any:
+        seen.append(int(i))
+        return i
+
+    noted = dataset.map(lambda i: tf.ensure_shape(tf.py_function(note, [i], tf.int64), []))
+    next(iter(seek(noted.batch(2).map(lambda b: b), position)))
+    return seen
+
+
+@pytest.mark.parametrize("size", [10**3, 10**6, 10**9])
+def test_no_element_before_the_position_is_read(size: int) -> None:
+    shuffled = datasets.shuffled(tf.data.Dataset.range(size), 10, [1, 2], True)
+    for dataset in (tf.data.Dataset.range(size), shuffled, shuffled.repeat()):
+        assert len(_reads(dataset, size // 4)) < 6  # the two of a batch, and some read ahead
+
+
+@pytest.mark.parametrize(
+    ("length", "buffer_size"), [(1000, 7), (1000, 999), (1000, 2000), (40, 1), (200_000, 30)]
+)
+def test_orders_are_those_of_tensorflow(length: int, buffer_size: int) -> None:
+    assert is_known()
+    shuffle = datasets.shuffled(tf.data.Dataset.range(length), buffer_size, [5, 2**33], True)
+    for number in range(2):
+        theirs = next(shuffle.batch(length).as_numpy_iterator())
+        for start in (0, 1, length // 2, length - 1):
+            order = ShuffleOrder(buffer_size, length, pair_of_pass([5, 2**33], number))
+            ours = np.concatenate(list(order.blocks(start)))
+            np.testing.assert_array_equal(ours, theirs[start:])

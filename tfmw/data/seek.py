@@ -1,0 +1,347 @@
+"""A pipeline from some element on, without the elements before it.
+
+    rest = seek(dataset, 80_000_000)       # the elements of dataset.skip(80_000_000)
+
+A position in a pipeline is turned into positions in its sources: `batch` multiplies it, `map` and
+`prefetch` keep it, `repeat` divides it by the length of its input. Sources with an index begin
+there. The order of a shuffle over such a source is computed, see `keras_compat.shuffle_order`. What
+has no index skips, as far down in the pipeline as possible.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmw.data.batches import deterministic, input_of, steps_in, without_autograph
+from tfmw.data.reshuffles import Reshuffles
+from tfmw.data.values import INFINITE
+from tfmw.keras_compat import datasets, shuffle_order
+from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
+
+logger = logging.getLogger("tfmw")
+
+_SAME = (*datasets.Prefetch, *datasets.OptionsNode)
+_MANY = 1_000_000  # skipped elements that take seconds
+
+
+def seek(
+    dataset: tf.data.Dataset, position: int, reshuffles: Reshuffles | None = None
+) -> tf.data.Dataset:
+    """The elements from `position` on, in the order of an uninterrupted pass.
+
+    Args:
+        dataset: a result of `ordered`, whose shuffles have seeds.
+        position: number of elements before the first one.
+        reshuffles: of `dataset`; they learn of passes that are not read.
+    """
+    plans: list[_Plan] = []
+    todo = [_Plan(dataset, position)]
+    while todo:
+        plan = todo.pop()
+        plans.append(plan)
+        if plan.position:
+            plan.choose()
+        todo.extend(plan.inputs)
+    for plan in reversed(plans):  # inputs come after what reads them
+        plan.build()
+    if reshuffles is not None:  # whole passes, of a `repeat`, before the one that is computed
+        reshuffles.starts = [start for plan in plans for start in plan.starts]
+    return plans[0].result
+
+
+@dataclasses.dataclass
+class PassStart:
+    """Passes over a shuffle that have begun before a pipeline's first element.
+
+    Args:
+        shuffle: its dataset.
+        before: passes that have ended.
+        begun: 1 if another one has begun, whose order is computed; otherwise 0.
+        after: passes that the whole pipeline would begin at its end, and this one does not.
+    """
+
+    shuffle: tf.data.Dataset
+    before: int
+    begun: int
+    after: int = 0
+    number: int | None = None
+
+    def begin(self) -> None:
+        """Counts these passes; sets the `number` of the computed one."""
+        if datasets.reshuffles(self.shuffle):
+            seeds = ShuffleSeeds(self.shuffle)
+            self.number = seeds.passes + self.before
+            seeds.passes = self.number + self.begun
+
+    def seeds(self) -> list[int]:
+        """The pair of seeds of the computed pass; the next call is of another iterator."""
+        if self.number is None:
+            self.begin()
+        number, self.number = self.number, None
+        seeds = datasets.shuffle_seeds(self.shuffle)
+        assert seeds is not None  # as `_computed` has seen
+        again = datasets.reshuffles(self.shuffle)
+        return shuffle_order.pair_of_pass(seeds, number or 0, again)
+
+
+class _Plan:
+    """What a node becomes.
+
+    Args:
+        node: of a pipeline.
+        position: number of its elements to leave out.
+
+    Attributes:
+        inputs: plans of what the result reads.
+        starts: passes that are not read.
+        result: after `build`.
+    """
+
+    def __init__(self, node: tf.data.Dataset, position: int):
+        self.node, self.position = node, position
+        self.inputs: list[_Plan] = []
+        self.starts: list[PassStart] = []
+        self.result = node
+        self._rebuild: Callable[..., tf.data.Dataset] | None = None
+
+    def build(self) -> None:
+        """Sets `result`, after those of the inputs."""
+        if self._rebuild is not None:
+            self.result = self._rebuild(*(plan.result for plan in self.inputs))
+
+    def _of(self, rebuild: Callable[..., tf.data.Dataset], *inputs: Any) -> None:
+        """The result is `rebuild` of the (node, position) of each input."""
+        self._rebuild = rebuild
+        self.inputs = [_Plan(*each) for each in inputs]
+
+    def choose(self) -> None:
+        """Decides on the node's inputs."""
+        node, position = self.node, self.position
+        length = steps_in(node)
+        if length not in (None, INFINITE) and position >= length:
+            self._of(lambda: node.skip(position))  # shuffles in it begin a pass all the same
+        elif isinstance(node, (*_SAME, *datasets.Map)) and is_pure(node):
+            self._of(lambda below: datasets.rebuilt(node, below), (input_of(node), position))
+        elif isinstance(node, (*datasets.Batch, *datasets.PaddedBatch)) and (
+            arguments := datasets.batch_arguments(node)
+        ):
+            below = (input_of(node), position * arguments[0])
+            self._of(lambda source: datasets.rebuilt(node, source), below)
+        elif isinstance(node, datasets.Take):
+            count = datasets.count_of(node)
+            rest = max(count - position, 0) if count >= 0 else -1
+            self._of(lambda below: below.take(rest), (input_of(node), position))
+        elif isinstance(node, datasets.Skip):
+            self._of(lambda below: below, (input_of(node), position + datasets.count_of(node)))
+        elif isinstance(node, datasets.ShardNode):
+            shards, index = datasets.shard_arguments(node)
+            below = (input_of(node), position * shards)
+            self._of(lambda source: source.shard(shards, index), below)
+        elif isinstance(node, datasets.Zip):
+            inputs = [(each, position) for each in datasets.dataset_inputs(node)]
+            self._of(lambda *parts: datasets.zipped(node, parts), *inputs)
+        elif datasets.is_memory_cache(node) and _shuffles_below(node) == []:
+            self._of(lambda below: below, (input_of(node), position))
+        elif not (self._joined() or self._repeated() or self._source() or self._computed()):
+            self._skipped()
+
+    def _joined(self) -> bool:
+        if not isinstance(self.node, datasets.Concatenate):
+            return False
+        first, second = datasets.dataset_inputs(self.node)
+        length = steps_in(first)
+        if length is None or length == INFINITE:
+            return False
+        if self.position < length:
+            self._of(lambda rest: rest.concatenate(second), (first, self.position))
+            return True
+        # A shuffle in the first part would have begun a pass.
+        if _shuffles_below(first) != []:
+            return False
+        self._of(lambda rest: rest, (second, self.position - length))
+        return True
+
+    def _repeated(self) -> bool:
+        node, position = self.node, self.position
+        if not isinstance(node, datasets.Repeat):
+            return False
+        below = input_of(node)
+        length, shuffles = steps_in(below), _shuffles_below(below)
+        if length in (None, INFINITE, 0) or shuffles is None:
+            return False
+        passes, rest = divmod(position, length)
+        count = datasets.count_of(node)
+        left = count - passes if count >= 0 else -1
+        # A repeat begins again to see that it has ended; one of a single pass does not.
+        after = int(count > 1 and left - (rest > 0) < 2)
+        self.starts.extend(PassStart(shuffle, passes, 0, after) for shuffle in shuffles)
+        if not rest:
+            self._of(lambda: below.repeat(left))
+        elif left == 1:
+            self._of(lambda first: first, (below, rest))
+        else:
+            more = left - 1 if left >= 0 else -1
+            self._of(lambda first: first.concatenate(below.repeat(more)), (below, rest))
+        return True
+
+    def _source(self) -> bool:
+        node, position = self.node, self.position
+        tensors = datasets.sliced_tensors(node)
+        if tensors is not None:
+            rest = [tensor[position:] for tensor in tensors]
+            rest = tf.nest.pack_sequence_as(node.element_spec, rest)
+            self._of(lambda: tf.data.Dataset.from_tensor_slices(rest))
+        elif isinstance(node, datasets.Range):
+            start, stop, step, kind = datasets.range_arguments(node)
+            begin = start + position * step
+            self._of(lambda: tf.data.Dataset.range(begin, stop, step, output_type=kind))
+        else:
+            return False
+        return True
+
+    def _computed(self) -> bool:
+        """A shuffle over a source with an index."""
+        node, position = self.node, self.position
+        if not isinstance(node, datasets.Shuffle):
+            return False
+        seeds, source = datasets.shuffle_seeds(node), _IndexedInput.of(input_of(node))
+        buffer_size = datasets.buffer_size_of(node)
+        if source is None or not seeds or not any(seeds) or buffer_size < 1:
+            return False
+        if not shuffle_order.is_known():
+            return False
+        length = steps_in(input_of(node))
+        length = None if length == INFINITE else length
+        start = PassStart(node, 0, 1)
+        self.starts.append(start)
+
+        def blocks() -> Iterator[np.ndarray]:
+            order = shuffle_order.ShuffleOrder(buffer_size, length, start.seeds())
+            return map(source.indices, order.blocks(position))
+
+        count = tf.data.INFINITE_CARDINALITY if length is None else length - position
+        spec = tf.TensorSpec([None], tf.int64)
+        indices = tf.data.Dataset.from_generator(blocks, output_signature=spec).unbatch()
+        indices = indices.apply(tf.data.experimental.assert_cardinality(count))
+        self._of(lambda: deterministic(source.elements(indices), read_ahead=False))
+        return True
+
+    def _skipped(self) -> None:
+        if self.position > _MANY:
+            logger.info(
+                "the position in the data is %d elements behind the beginning of %s, which cannot "
+                "start there: they are read again, and dropped",
+                self.position,
+                type(self.node).__name__.strip("_"),
+            )
+        self._of(lambda: self.node.skip(self.position))
+
+
+@dataclasses.dataclass(frozen=True)
+class _IndexedInput:
+    """A chain of moves and maps over a source with an index.
+
+    Attributes:
+        node: the source.
+        moves: the last one first.
+        maps: the first one first.
+    """
+
+    node: tf.data.Dataset
+    moves: list[tf.data.Dataset]
+    maps: list[tf.data.Dataset]
+
+    @classmethod
+    def of(cls, node: tf.data.Dataset) -> _IndexedInput | None:
+        """None for other pipelines."""
+        moves: list[tf.data.Dataset] = []
+        maps: list[tf.data.Dataset] = []
+        while True:
+            if isinstance(node, datasets.Map) and is_pure(node):
+                maps.append(node)
+            elif isinstance(node, (*datasets.Repeat, *datasets.Skip)):
+                if steps_in(input_of(node)) in (None, 0):
+                    return None
+                moves.append(node)
+            elif not (isinstance(node, (*_SAME, *datasets.Take)) or datasets.is_memory_cache(node)):
+                break
+            node = input_of(node)
+        known = isinstance(node, datasets.Range) or datasets.sliced_tensors(node) is not None
+        return cls(node, moves, maps[::-1]) if known else None
+
+    def indices(self, positions: np.ndarray) -> np.ndarray:
+        """Positions in the chain's output -> those in the source."""
+        for move in self.moves:
+            if isinstance(move, datasets.Skip):
+                positions = positions + datasets.count_of(move)
+            elif (length := steps_in(input_of(move))) != INFINITE:
+                positions = positions % length
+        return positions
+
+    def elements(self, indices: tf.data.Dataset) -> tf.data.Dataset:
+        """The chain's elements at these indices of the source."""
+        tensors = datasets.sliced_tensors(self.node)
+        if tensors is not None:
+            spec = self.node.element_spec
+
+            def example(i: tf.Tensor) -> Any:
+                return tf.nest.pack_sequence_as(spec, [tf.gather(t, i) for t in tensors])
+
+        else:
+            start, _, step, kind = datasets.range_arguments(self.node)
+
+            def example(i: tf.Tensor) -> Any:
+                return tf.cast(start + i * step, kind)
+
+        elements = indices.map(without_autograph(example))
+        for function in self.maps:
+            elements = datasets.rebuilt(function, elements)
+        return elements
+
+
+def is_pure(node: tf.data.Dataset) -> bool:
+    """Whether a node's result for an element does not depend on the elements before it.
+
+    With a seeded random op it does: in one process its sequence continues from element to element.
+    Random ops without a seed differ in every run anyway. Python functions cannot be inspected, and
+    are treated as pure.
+    """
+    if not isinstance(node, datasets.Map):
+        return True
+    for operation in datasets.map_graph_nodes(node):
+        if operation.op.startswith("Assign"):
+            return False
+        if "seed" in operation.attr and "Random" in operation.op:
+            if operation.attr["seed"].i or operation.attr["seed2"].i:
+                return False
+    return True
+
+
+def _shuffles_below(dataset: tf.data.Dataset) -> list[tf.data.Dataset] | None:
+    """The reshuffling shuffles, each of which begins one pass in a pass over `dataset`.
+
+    None if others may be in the pipeline, or if one of them begins more or fewer.
+    """
+    found = []
+    todo = [(dataset, True)]
+    while todo:
+        node, once = todo.pop()
+        if not datasets.is_plain(node) or not is_pure(node):
+            return None
+        if isinstance(node, datasets.Shuffle):
+            if not once:
+                return None
+            if datasets.reshuffles(node):
+                found.append(node)
+        # A repeat of a shuffle that it does not read to the end begins a pass too many.
+        more_or_fewer = (*datasets.Repeat, *datasets.Concatenate, *datasets.Take)
+        once &= not isinstance(node, more_or_fewer)
+        once &= not datasets.is_memory_cache(node)
+        todo.extend((each, once) for each in datasets.dataset_inputs(node))
+    return found
