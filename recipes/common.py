@@ -1,4 +1,4 @@
-"""Shared by the recipes: flags, joining the cluster, and training.
+"""Shared by the recipes: their flags, and joining the cluster that the flags describe.
 
 A recipe is one script for every task of the cluster. Its flags describe the task,
 
@@ -175,35 +175,25 @@ def _limit_gpus() -> None:
         ) from error
 
 
-def train(
-    model: keras.Model, train_data: tf.data.Dataset, test_data: tf.data.Dataset, cluster: Cluster
-) -> None:
-    """Trains a compiled model by the flags, and prints the accuracy on the chief.
+def limits(data: tf.data.Dataset, cluster: Cluster) -> tuple[tf.data.Dataset, int, int | None]:
+    """(training data, epochs, steps_per_epoch) of a call of fit, by --epochs and --max_steps.
 
     Args:
-        model: compiled with the metric "accuracy".
-        train_data: (features, labels), batched by the global batch size.
-        test_data: the same, for validation.
+        data: batched by the global batch size.
         cluster: the result of `init`.
     """
-    epochs, steps = FLAGS.epochs, None
     if cluster.has_ps:
         # Workers repeat the data: only a number of updates ends an epoch.
-        steps = FLAGS.max_steps or int(train_data.cardinality())
-        epochs = 1 if FLAGS.max_steps else epochs
-    elif FLAGS.max_steps is not None:
-        # One epoch of exactly max_steps batches; the data is repeated as often as needed.
-        train_data, epochs = train_data.repeat(epochs).take(FLAGS.max_steps), 1
-    history = tfmw.fit(
-        model,
-        train_data,
-        epochs=epochs,
-        steps_per_epoch=steps,
-        validation_data=test_data,
-        strategy=FLAGS.strategy,
-        backup_dir=FLAGS.backup_dir,
-        export_dir=FLAGS.export_dir,
-    )
+        steps = FLAGS.max_steps or int(data.cardinality())
+        return data, 1 if FLAGS.max_steps else FLAGS.epochs, steps
+    if FLAGS.max_steps is None:
+        return data, FLAGS.epochs, None
+    # One epoch of exactly max_steps batches; the data is repeated as often as needed.
+    return data.repeat(FLAGS.epochs).take(FLAGS.max_steps), 1, None
+
+
+def report(history: keras.callbacks.History, cluster: Cluster) -> None:
+    """Prints the accuracy after the last epoch, on the chief."""
     if cluster.is_chief:
         print(f"validation accuracy: {history.history['val_accuracy'][-1]:.4f}", flush=True)
         if FLAGS.export_dir:

@@ -10,14 +10,29 @@ from __future__ import annotations
 import common
 import keras
 import tensorflow as tf
+from common import FLAGS
 
+import tfmw
 from tfmw import datasets
 
 
 def main() -> None:
     """Trains, reports and exports by the flags."""
     cluster = common.init()  # before any TensorFlow op, reading data included
-    common.train(make_model(), *make_data(common.FLAGS.batch_size), cluster)
+    train, test = make_data(FLAGS.batch_size)
+    model = make_model()
+    train, epochs, steps = common.limits(train, cluster)
+    history = tfmw.fit(
+        model,
+        train,
+        epochs=epochs,
+        steps_per_epoch=steps,
+        validation_data=test,
+        strategy=FLAGS.strategy,
+        backup_dir=FLAGS.backup_dir,
+        export_dir=FLAGS.export_dir,
+    )
+    common.report(history, cluster)
 
 
 def make_data(batch_size: int) -> tuple[tf.data.Dataset, tf.data.Dataset]:

@@ -30,6 +30,8 @@ import keras
 import tensorflow as tf
 from absl import flags
 
+import tfmw
+
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("ids", 500, "Number of users, and of items.", 2)
 flags.DEFINE_integer("buckets", 1 << 14, "Rows of each hashed table.", 2)
@@ -51,7 +53,18 @@ def main() -> None:
     test = make_data(2, 1024).take(4)
     before = memory("VmRSS")
     model = make_model(FLAGS.buckets, FLAGS.width)
-    common.train(model, train, test, cluster)
+    train, epochs, steps = common.limits(train, cluster)
+    history = tfmw.fit(
+        model,
+        train,
+        epochs=epochs,
+        steps_per_epoch=steps,
+        validation_data=test,
+        strategy=FLAGS.strategy,
+        backup_dir=FLAGS.backup_dir,
+        export_dir=FLAGS.export_dir,
+    )
+    common.report(history, cluster)
     if cluster.is_chief:
         size = bytes_of([*model.weights, *model.optimizer.variables])
         grown = memory("VmHWM") - before

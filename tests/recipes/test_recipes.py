@@ -13,6 +13,7 @@ from pathlib import Path
 import common
 import coordinator
 import pytest
+import tensorflow as tf
 from absl import flags
 from absl.testing import flagsaver
 
@@ -133,6 +134,29 @@ def test_mnist_on_two_workers_on_mock_data(run_cluster, tmp_path):
     assert re.search(r"validation accuracy: [01]\.\d{4}", run.output)
     assert "2/2" in run.output  # 100 examples in batches of 64
     assert verify(tmp_path / "mnist") == []
+
+
+@pytest.mark.multiprocess
+def test_images_text_and_features_on_two_workers(run_cluster, tmp_path, monkeypatch):
+    """They learn, and their exports take files' pixels, sentences and columns as they are."""
+    monkeypatch.chdir(tmp_path)  # digits become files there
+    result = run_cluster("recipes.py", str(tmp_path), workers=2).chief
+    assert result["images"] > 0.7, result
+    assert result["text"] > 0.9, result
+    assert result["features"] > 0.9, result
+    for name in result:
+        assert verify(tmp_path / name) == []
+    files = sorted((tmp_path / "build/recipe-images/7").iterdir())
+    assert len(files) > 100
+    text = tf.saved_model.load(tmp_path / "text").signatures["serving_default"]
+    praised = text(
+        text=tf.constant([["the film not bad the plot great"], ["the film not good the plot bad"]])
+    )
+    assert (praised["praise"].numpy()[:, 0] > 0.5).tolist() == [True, False]
+    table = tf.saved_model.load(tmp_path / "features").signatures["serving_default"]
+    columns = {"age": [[79.0]], "income": [[5000.0]], "job": [["clerk"]], "channel": [["web"]]}
+    answers = table(**{name: tf.constant(value) for name, value in columns.items()})
+    assert answers["answers"].numpy()[0, 0] > 0.9
 
 
 @pytest.fixture(scope="module", autouse=True)
