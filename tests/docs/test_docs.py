@@ -220,7 +220,7 @@ def test_site_is_built(tmp_path):
     assert "updates by the optimizer  184 in 8 epochs" in notebook
     start = (tmp_path / "index.html").read_text()
     workings = (tmp_path / "docs/explain/how-it-works.html").read_text()
-    assert workings.count('src="../_images/') == 2, "its diagrams"
+    assert workings.count('src="../../_images/') == 2, "its diagrams"
     assert 'href="docs/howto/load-data.html"' in start
     assert "url=howto/load-data.html" in (tmp_path / "docs/training.html").read_text()
     loaded = re.findall(
