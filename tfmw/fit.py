@@ -26,6 +26,8 @@ from tfmw.engines import local
 from tfmw.errors import UsageError
 from tfmw.export import check_path, export
 from tfmw.keras_compat import metrics
+from tfmw.local_sgd.local_training import LocalTraining
+from tfmw.local_sgd.sync_settings import SyncSettings, checked
 from tfmw.mirrored.cached_driver import cached_driver
 from tfmw.mirrored.training import MirroredTraining, run_evaluation, run_prediction
 from tfmw.parameter_server.training import ParameterServerTraining
@@ -67,6 +69,11 @@ def fit(
     precision: str | None = None,
     shard_optimizer: Any = "auto",
     split_batch: bool = True,
+    sync_every: int | None = None,
+    outer_optimizer: Any = None,
+    sync_fragments: int = 1,
+    sync_overlap: int = 0,
+    sync_compression: str | None = None,
 ) -> keras.callbacks.History:
     """Trains `model` on all replicas of the cluster, with the results of one process.
 
@@ -108,6 +115,17 @@ def fit(
             written into them, or graphs joined into one: each replica then takes a whole batch of
             the dataset. One batch for each replica makes a step, and gradients are averaged by
             examples. Workers of parameter servers take whole batches in any case.
+        sync_every: experimental, for slow networks: a number of steps that each replica trains on
+            its own; then replicas exchange weights, and they do after each epoch. The results
+            differ from those of one process. None: gradients are summed in each step.
+        outer_optimizer: a Keras optimizer that updates the common weights by the mean of (common
+            weights - weights of a replica): DiLoCo. None sets weights to their mean: local SGD.
+        sync_fragments: number of parts in which weights are exchanged, in turns, each after
+            `sync_every` steps.
+        sync_overlap: number of steps that run during an exchange. A replica then takes half of
+            the common weights, and half of its own.
+        sync_compression: "int8" or "int4": weights' differences are sent in 8 or 4 bits. What
+            rounding takes away is added to the next exchange.
 
     Returns:
         A `keras.callbacks.History`, the same on every worker.
@@ -119,7 +137,7 @@ def fit(
         Preempted: a task received SIGTERM or SIGUSR1 and there is a `backup_dir`: the state is
             saved, and the process should end with the status of this exception (75).
     """
-    arguments = FitArguments(**locals()).limited()
+    arguments = checked(FitArguments(**locals()).limited())
     if workers is not None:
         return autologged(model, arguments, _fit_on_new_workers)
     if on != "local":
@@ -149,7 +167,7 @@ Training = MirroredTraining | ParameterServerTraining
 
 def _train(context: FitContext, arguments: FitArguments, backups: Backups) -> Any:
     """Trains the model; returns the spec of a batch."""
-    training = _sharded(context, arguments, backups.record)
+    training = _sharded(context, arguments, backups)
     _require_same(context, arguments, training)
     backups.restore(context.model, training.batch_size or arguments.batch_size)
     loop = _loop(context, arguments, training, backups)
@@ -158,29 +176,42 @@ def _train(context: FitContext, arguments: FitArguments, backups: Backups) -> An
     return training.element_spec
 
 
-def _sharded(
-    context: FitContext, arguments: FitArguments, record: dict[str, Any] | None
-) -> Training:
+def _sharded(context: FitContext, arguments: FitArguments, backups: Backups) -> Training:
     """The driver of this call, with sharded data and a built model."""
+    record, alone = backups.record, arguments.sync_every is not None
     servers = strategies.servers_of(context.strategy)
-    _refuse_other_driver(record, servers is not None)
+    if servers is not None and alone:
+        raise UsageError(
+            f"received sync_every={arguments.sync_every}: workers of parameter servers keep no "
+            "weights of their own. Leave it out, or train with multi-worker mirroring."
+        )
+    _refuse_other_driver(record, servers is not None, alone)
     if servers is not None:
         return ParameterServerTraining(context, arguments, servers, record)
+    if alone:
+        return LocalTraining(context, arguments, backups)
     return MirroredTraining(context, arguments, record)
 
 
-def _refuse_other_driver(record: dict[str, Any] | None, on_servers: bool) -> None:
+def _refuse_other_driver(record: dict[str, Any] | None, on_servers: bool, alone: bool) -> None:
     """Raises UsageError if a backup is of the other kind of training; all tasks know it."""
     if record is None:
         return
-    was_on_servers = "seed" not in record["feed"]  # workers of parameter servers draw their own
-    if was_on_servers != on_servers:
-        kinds = {True: "a training on parameter servers", False: "a synchronous training"}
+    # Workers of parameter servers draw their own seeds.
+    was = _kind("seed" not in record["feed"], "rounds" in record["feed"])
+    now = _kind(on_servers, alone)
+    if was != now:
         raise UsageError(
-            f"the backup is of {kinds[was_on_servers]}, and this is {kinds[on_servers]}: their "
+            f"the backup is of {was}, and this is {now}: their "
             "positions in the data differ in kind. Use another backup_dir; to continue with "
             "the weights, load them with model.load_weights before tfmw.fit."
         )
+
+
+def _kind(on_servers: bool, alone: bool) -> str:
+    if on_servers:
+        return "a training on parameter servers"
+    return "a training with sync_every" if alone else "a synchronous training"
 
 
 def _require_same(context: FitContext, arguments: FitArguments, training: Training) -> None:
@@ -196,6 +227,7 @@ def _require_same(context: FitContext, arguments: FitArguments, training: Traini
             "steps_per_execution": context.model.steps_per_execution,
             "backup_every": str(arguments.backup_every),
             "split_batch": arguments.split_batch,
+            "the sync_ arguments and outer_optimizer": str(SyncSettings.of(arguments)),
             "collectives": membership.chosen_collectives(),
         }
     )

@@ -222,3 +222,48 @@ def test_chaos_killed_in_steps_backups_validation_and_export(undisturbed, tmp_pa
     assert verify(export) == []
     assert [entry.name for entry in tmp_path.iterdir() if "export" in entry.name] == ["export"]
     assert os.listdir(tmp_path / "backup") == ["LOCK"]
+
+
+# ---------------------------------------------------------------- local SGD
+
+SYNC = {
+    "sync_every": 5,
+    "sync_fragments": 2,
+    "sync_overlap": 1,
+    "sync_compression": "int8",
+    "outer_optimizer": {
+        "class_name": "SGD",
+        "config": {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True},
+    },
+}
+"""Exchanges of epochs of 12 steps begin after steps 1, 4, 6, 9, 11, and end one step later."""
+
+
+def test_workers_killed_between_and_in_rounds_of_local_sgd(tmp_path):
+    sync = [f"--sync={json.dumps(SYNC)}"]
+    for folder in ("undisturbed", "killed"):
+        (tmp_path / folder).mkdir()
+    undisturbed = train(tmp_path / "undisturbed", lambda *_: None, arguments=sync)
+    # Backups are made after steps 4 (an exchange has begun), 8 (none has) and at ends of epochs.
+    deaths = "1:step:6,0:backup:2,0:epoch:1,1:step:7"
+    done = train(
+        tmp_path / "killed",
+        lambda *_: None,
+        "--max-restarts=4",
+        arguments=[*sync, f"--die={deaths}"],
+    )
+    assert_same(done, undisturbed)
+    assert done.restarts == 4
+
+
+def test_local_sgd_goes_on_with_another_number_of_workers(tmp_path):
+    sync = [f"--sync={json.dumps(SYNC)}"]
+    left = train(tmp_path, lambda *_: None, arguments=[*sync, "--die=1:step:6:term"])
+    assert left.status == 75, left.output
+    done = train(tmp_path, lambda *_: None, "--workers=1", arguments=sync)
+    assert done.status == 0, done.output
+    assert "restored step" in done.output
+    assert done.workers[0]["seen"] == [EPOCHS] * len(done.workers[0]["seen"])
+    assert len(done.workers[0]["history"]["loss"]) == EPOCHS
+    losses = done.workers[0]["history"]["val_loss"]
+    assert losses[-1] < losses[0]

@@ -13,6 +13,7 @@ cluster, while the file names it (see `_hold.py`).
 import argparse
 import functools
 import hashlib
+import json
 import os
 import signal
 import threading
@@ -156,6 +157,7 @@ def main() -> None:
     flags.add_argument("--validation_pause", type=float, default=0.0, help="seconds per batch")
     flags.add_argument("--epochs", type=int, default=3)
     flags.add_argument("--collectives", default="auto")
+    flags.add_argument("--sync", type=json.loads, default={}, help="sync_ arguments, as JSON")
     options = flags.parse_args()
     holds = [Hold(options.hold_file)] if options.hold_file else []
     for hold in holds:
@@ -169,8 +171,11 @@ def main() -> None:
     one_hot: np.ndarray[Any, Any] = np.eye(EXAMPLES, dtype="float32")
     inputs = keras.Input((4 + EXAMPLES,))
     hidden = keras.layers.Dense(8, activation="tanh")(Count()(inputs))
-    table = tfmw.layers.HashTableEmbedding(8, capacity=32, min_count=2, max_age=20, name="table")
-    hidden += table(keras.ops.argmax(inputs[:, 4:], axis=-1))
+    if not options.sync:  # whose workers have ids of their own
+        table = tfmw.layers.HashTableEmbedding(
+            8, capacity=32, min_count=2, max_age=20, name="table"
+        )
+        hidden += table(keras.ops.argmax(inputs[:, 4:], axis=-1))
     hidden = keras.layers.Dropout(0.1)(hidden)
     model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
     model.compile(keras.optimizers.Adam(0.02), "mse")
@@ -193,6 +198,7 @@ def main() -> None:
         export_dir=options.export_dir,
         backup_every=4,
         seed=11,
+        **options.sync,
     )
     digest = hashlib.sha256(b"".join(w.tobytes() for w in model.get_weights())).hexdigest()
     _result.write(
@@ -200,7 +206,7 @@ def main() -> None:
             "weights": digest,
             "seen": [round(float(n), 3) for n in model.layers[1].seen.numpy()],
             "iterations": int(model.optimizer.iterations),
-            "known_ids": len(model.get_layer("table").known_ids()),
+            "known_ids": 0 if options.sync else len(model.get_layer("table").known_ids()),
             "history": history.history,
             "validations": say_step.validations,
             "attempt": attempt,

@@ -28,6 +28,7 @@ class Backups:
 
     Attributes:
         record: the JSON of the newest complete backup, on all tasks; None if there is none.
+        tensors: its tensors; on the chief only.
         saved_at: seconds since the epoch of the last backup of this call; None before the first.
     """
 
@@ -36,6 +37,7 @@ class Backups:
 
     def __init__(self, group: Group):
         self.record: dict[str, Any] | None = None
+        self.tensors: Mapping[str, Any] = {}
         self.saved_at: float | None = None
         self._group = group
 
@@ -91,7 +93,7 @@ class Backups:
         step: int,
         model: Any,
         strategy: tf.distribute.Strategy,
-        kept: tuple[Any, Any],
+        kept: tuple[Any, ...],
         callbacks: list[Any],
         record: dict[str, Any],
         busy: bool = True,

@@ -78,7 +78,6 @@ class DirectoryBackups(Backups):
 
     Attributes:
         record: the JSON of the newest complete backup, on all tasks; None if there is none.
-        tensors: its tensors; on the chief only.
     """
 
     on = True
@@ -95,7 +94,6 @@ class DirectoryBackups(Backups):
         super().__init__(group)
         self.schedule = Schedule(every)
         self.path = os.fspath(directory)
-        self.tensors: Mapping[str, Any] = {}
         self._delete = delete
         self._save_nan = save_nan
         self._clock = clock
@@ -277,7 +275,7 @@ class DirectoryBackups(Backups):
         step: int,
         model: Any,
         strategy: tf.distribute.Strategy,
-        kept: tuple[Any, Any],
+        kept: tuple[Any, ...],
         callbacks: list[Any],
         record: dict[str, Any],
         busy: bool = True,

@@ -254,9 +254,11 @@ def unchanged(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[
         copy.assign(value)
 
 
-def with_replicas(tensors: dict[str, Any], metrics: Any, averages: Any) -> dict[str, Any]:
-    """Adds replica-local state: float64 [replicas, values] each."""
-    return {**tensors, _METRICS: metrics, _AVERAGES: averages}
+def with_replicas(
+    tensors: dict[str, Any], metrics: Any, averages: Any, others: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Adds replica-local state: float64 [replicas, values] each, and other tensors by name."""
+    return {**tensors, _METRICS: metrics, _AVERAGES: averages, **(others or {})}
 
 
 def of_replicas(tensors: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:

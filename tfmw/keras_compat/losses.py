@@ -60,6 +60,8 @@ class ReplicaWeight:
         layer_losses: id of a layer -> the losses that it passed to `add_loss` on this replica.
         gather: the slices of all replicas, of slices of which each replica has some: values and
             indices concatenated. A collective.
+        alone: whether the replica trains on its own: it exchanges nothing in its step, and what it
+            would sum over replicas it estimates from its own examples.
         deferred: (gradients, what reduces and applies them), while XLA compiles the step: a
             compiled step cannot contain collectives. None in other steps.
     """
@@ -74,7 +76,9 @@ class ReplicaWeight:
         in_loss: bool,
         static_rows: int | None = None,
         gather: Callable[[tf.IndexedSlices], tf.IndexedSlices] | None = None,
+        alone: bool = False,
     ):
+        self.alone = alone
         self.examples = examples
         self.gather = gather
         self.static_rows = static_rows
@@ -128,6 +132,8 @@ class ReplicaWeight:
 
         A replica without examples adds nothing: what it computes is of a placeholder.
         """
+        if self.alone:
+            return [tf.stop_gradient(self.estimate_of_sum(v)) for v in values]
         if self.deferred is not None:
             raise CannotCompile
         replica = tf.distribute.get_replica_context()

@@ -70,6 +70,14 @@ def shared_variables(model: keras.Model) -> list[Any]:
     return [variable for variable in variables if id(variable) not in seeds]
 
 
+def updated_variables(model: keras.Model) -> list[Any]:
+    """What updates change: trainable weights and the optimizers' state, each once, in order."""
+    found = {id(v): v for v in model.trainable_variables}
+    for optimizer in optimizers_of(model):
+        found.update((id(v), v) for v in optimizer_variables(optimizer))
+    return list(found.values())
+
+
 def seeds_of(model: keras.Model) -> list[Any]:
     """The state of each seed generator of the model's layers, and of draws without a seed."""
     states = [generator.state for generator in seed_generators_of(model)]

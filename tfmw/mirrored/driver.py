@@ -73,6 +73,8 @@ class SyncDriver:
         compression: "fp16" or "bf16": the dtype in which gradients are sent and summed; None for
             their own.
         shard_optimizer: whether workers shard the update of the weights; see `ShardedUpdate`.
+        on_own_step: makes each replica train on its own: no gradient is reduced. Called in each of
+            its training steps, with its index in this process and int32 [], its examples.
 
     Attributes:
         examples: of the steps so far, over all replicas.
@@ -89,6 +91,7 @@ class SyncDriver:
         strategy: tf.distribute.Strategy,
         compression: str | None = None,
         shard_optimizer: Any = False,
+        on_own_step: Callable[[int, Any], None] | None = None,
     ):
         self.model = model
         self.strategy = strategy
@@ -97,6 +100,7 @@ class SyncDriver:
         self.copies: dict[int, tf.Variable] | None = None
         self.splits = True
         self.traces_valid: Callable[[], bool] = lambda: True
+        self._on_own_step = on_own_step
         self._reduction = Reduction(strategy, compression)
         self.updates = [
             ShardedUpdate(
@@ -323,7 +327,10 @@ class SyncDriver:
         """One step on one replica. Returns int32 [], 0 once no replica has any examples."""
         local = self._replicas.local_index()
         batch = parts[local]
+        own_step = self._on_own_step if kind == "train" else None
         if self.replicas == 1:
+            if own_step is not None:
+                own_step(local, batch_rows(batch))
             self._call_step(kind, batch, local, None)
             return tf.constant(1)
         counts_differ = uneven or not size_known
@@ -338,10 +345,13 @@ class SyncDriver:
             total,
             uneven=uneven,
             size_known=size_known,
-            in_loss=not models.overrides_step(self.model, "train_step"),
+            in_loss=own_step is None and not models.overrides_step(self.model, "train_step"),
             static_rows=None if uneven else static_batch_size(batch),
             gather=self._gathered,
+            alone=own_step is not None,
         )
+        if own_step is not None:
+            own_step(local, rows)
         with losses.weighting_losses(weight):
             if uneven:
                 self._uneven_step(kind, batch, local, weight, averages)
@@ -360,11 +370,13 @@ class SyncDriver:
         """A step in which shards differ in size, and this replica may have no examples.
 
         A replica without examples runs every collective, on a copy of some example, and contributes
-        nothing: no gradient, no metric, no moving average.
+        nothing: no gradient, no metric, no moving average. If it trains on its own, it makes no
+        update.
         """
         present = weight.examples > 0
-        metrics = [(v, tf.identity(v.value)) for v in metric_variables(self.model)]
-        if averages:
+        kept = placement.updated_variables(self.model) if weight.alone else []
+        kept = [(v, tf.identity(v.value)) for v in [*metric_variables(self.model), *kept]]
+        if averages and not weight.alone:
             # With equal initial values, the weighted mean of the replicas' values is the right one.
             self._state.average_on_replica(averages)
         before_step = [(models.native(v), tf.identity(v.value)) for v in averages]
@@ -372,7 +384,7 @@ class SyncDriver:
             batch = first_rows(batch, weight.examples)  # all that it is given counts
         batch = map_tensors(of_any_rows, batch)
         self._call_step(kind, batch, local, weight)
-        for variable, before in metrics:
+        for variable, before in kept:
             variable.assign(tf.where(present, variable.value, before))
         for variable, before in before_step:
             factor = tf.cast(weight.fraction * float(self.replicas), before.dtype)
@@ -445,6 +457,8 @@ class SyncDriver:
         weight: losses.ReplicaWeight,
     ) -> contextlib.AbstractContextManager[tuple[list[Any], list[Any]]]:
         """Gradients of this replica -> gradients of the global batch, and what they update."""
+        if weight.alone:
+            return contextlib.nullcontext((grads, variables))
         for grad, variable in zip(grads, variables, strict=True):
             if grad is not None:
                 weight.note(f"the gradient of {variable.path}", grad)
@@ -459,6 +473,11 @@ class SyncDriver:
 
     def _gathered(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
         """What layers gather from all replicas within a step."""
+        if self._on_own_step is not None:
+            raise UsageError(
+                "a layer looks at the global batch, of which a replica that trains on its own has "
+                "a part: train without sync_every."
+            )
         self._note_gather()
         return self._reduction.gather(slices)
 
@@ -626,8 +645,12 @@ class SyncDriver:
             update.weights_changed()
         seeds = placement.seeds_of(self.model)
         metrics = metric_variables(self.model)
-        averages = self._state.all_variables() if inside_epoch else []
-        apart = {id(v) for v in [*seeds, *metrics, *averages]}  # task-local state
+        own = self._state.all_variables() if inside_epoch else []
+        if self._on_own_step is not None:
+            # The optimizers' state always differs, weights only within an epoch.
+            same = set() if inside_epoch else set(map(id, self.model.variables))
+            own += [v for v in placement.updated_variables(self.model) if id(v) not in same]
+        apart = {id(v) for v in [*seeds, *metrics, *own]}  # task-local state
         variables = [v for v in placement.all_variables(self.model) if id(v) not in apart]
         with self.lost_peer_named():
             different = agree(group, self.strategy, variables)

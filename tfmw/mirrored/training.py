@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,8 @@ class MirroredTraining:
         self._context = context
         self._arguments = arguments
         self._feed: dict[str, Any] = {} if record is None else record["feed"]
-        train = {name: value for name, value in self._feed.items() if name != "validation"}
+        apart = ("validation", "rounds")
+        train = {name: value for name, value in self._feed.items() if name not in apart}
         self._data = EpochIterator(
             arguments.source,
             context.group,
@@ -69,14 +71,7 @@ class MirroredTraining:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> MirroredTraining:
-        self._driver = self._stack.enter_context(
-            cached_driver(
-                self.model,
-                self.strategy,
-                self._arguments.gradient_compression,
-                self._arguments.shard_optimizer,
-            )
-        )
+        self._driver = self._stack.enter_context(self._new_driver())
         self._driver.splits = self._arguments.split_batch
         source = self._arguments.validation_source
         if source is not None:
@@ -94,6 +89,22 @@ class MirroredTraining:
         if error[0] is None:
             self._data.leave()
         self._stack.__exit__(*error)  # the driver is not cached after an error
+
+    def _new_driver(self) -> contextlib.AbstractContextManager[SyncDriver]:
+        """The driver of this call, in which the model is placed."""
+        return cached_driver(
+            self.model,
+            self.strategy,
+            self._arguments.gradient_compression,
+            self._arguments.shard_optimizer,
+        )
+
+    def _most_steps(self) -> int:
+        """The most steps of the next call of the driver."""
+        return sys.maxsize
+
+    def _after_steps(self) -> None:
+        """Called after each call of the driver that ran steps."""
 
     @property
     def driver(self) -> SyncDriver:
@@ -178,7 +189,7 @@ class MirroredTraining:
         assert self._pace is not None
         limit = self.steps_done + max_steps
         while self.steps_done < limit:
-            pace = self._pace.next_steps()
+            pace = min(self._pace.next_steps(), self._most_steps())
             call = self._data.next_call(min(pace, limit - self.steps_done))
             if call is None:
                 return
@@ -190,6 +201,7 @@ class MirroredTraining:
             self._data.advance(steps, call.max_steps)
             if not steps:
                 continue
+            self._after_steps()
             self._input_bound.check(self.driver.times, call.iterator)
             self.driver.restore_optimizer(between_steps=True)
             if self._every_batch:
@@ -211,7 +223,7 @@ class MirroredTraining:
     def slot_parts(self) -> SlotParts | None:
         return self.driver.slot_parts()
 
-    def replica_state(self, slots: bool) -> tuple[Any, Any]:
+    def replica_state(self, slots: bool) -> tuple[Any, ...]:
         if slots:
             self.driver.copy_optimizer_to_chief()
         return self.driver.replica_state()

@@ -52,6 +52,11 @@ class FitArguments:
     precision: str | None
     shard_optimizer: Any
     split_batch: bool
+    sync_every: int | None
+    outer_optimizer: Any
+    sync_fragments: int
+    sync_overlap: int
+    sync_compression: str | None
 
     def __post_init__(self) -> None:
         precision.check(self.precision, self.gradient_compression)

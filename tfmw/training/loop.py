@@ -139,14 +139,15 @@ class Driver(Protocol):
     def slot_parts(self) -> SlotParts | None:
         """This task's parts of the optimizer's slots; None where tasks have them whole."""
 
-    def replica_state(self, slots: bool) -> tuple[Any, Any]:
+    def replica_state(self, slots: bool) -> tuple[Any, ...]:
         """Updates the user's model; returns the state of a backup that is not in it.
 
         Args:
             slots: whether the chief's model gets the optimizer's slots, too.
 
         Returns:
-            float64 [replicas, values] of metrics, and the same of moving averages.
+            float64 [replicas, values] of metrics, and the same of moving averages; and a driver's
+            own tensors by name, if it has any.
         """
 
     def position(self, in_epoch: bool) -> dict[str, Any]:

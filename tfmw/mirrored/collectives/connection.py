@@ -51,6 +51,20 @@ def ring_of(strategy: tf.distribute.Strategy) -> AnyRing | None:
     return _ring
 
 
+def another_ring(strategy: tf.distribute.Strategy) -> AnyRing | None:
+    """A second ring between the same workers, for exchanges during those of the first one.
+
+    None if TensorFlow sums their gradients. All tasks must call it; the caller closes the ring.
+    """
+    joined = membership.joined()
+    if joined is None or ring_of(strategy) is None:
+        return None
+    ring = _connect(joined)
+    if ring is not None:
+        joined.at_failure.append(ring.close)
+    return ring
+
+
 def _connect(joined: JoinedCluster) -> AnyRing | None:
     group = Group.of(joined.strategy)
     devices = joined.strategy.extended.worker_devices

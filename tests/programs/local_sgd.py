@@ -1,0 +1,131 @@
+"""Trains by local SGD and DiLoCo in many ways; writes the weights and histories of each.
+
+Two workers, or with `--devices` one process with two virtual devices.
+"""
+
+import hashlib
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+
+import tfmw
+from tests.programs._result import write
+from tests.programs.several_devices import several_devices
+
+DILOCO = {
+    "class_name": "SGD",
+    "config": {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True},
+}
+RANDOM = np.random.default_rng(0)
+# 7 batches of 17 and one of a single example: shares of two workers differ, and one has none.
+X = RANDOM.normal(size=(120, 6)).astype("float32")
+Y = (X @ RANDOM.normal(size=(6, 1))).astype("float32") + 0.1
+TWICE = [np.repeat(a[:64], 2, axis=0) for a in (X, Y)]  # each worker gets each example
+
+
+class AtEpochEnd(keras.callbacks.Callback):
+    """Keeps a checksum of the weights, on each worker."""
+
+    chief_only = False
+
+    def __init__(self):
+        super().__init__()
+        self.digests = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.digests.append(digest(self.model))
+
+
+def digest(model: keras.Model) -> str:
+    return hashlib.sha256(b"".join(w.tobytes() for w in model.get_weights())).hexdigest()
+
+
+def made(optimizer: Any, norm: bool, **compiled: Any) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    layers = [keras.Input((6,)), keras.layers.Dense(8, activation="tanh")]
+    layers += [keras.layers.BatchNormalization()] if norm else []
+    model = keras.Sequential([*layers, keras.layers.Dense(1)])
+    model.compile(optimizer, "mse", metrics=["mae"], **compiled)
+    return model
+
+
+def fitted(
+    optimizer: Any = None,
+    data: Any = (X, Y),
+    batch_size: int = 17,
+    norm: bool = False,
+    compiled: Any = (),
+    **options: Any,
+) -> dict[str, Any]:
+    model = made(optimizer or keras.optimizers.SGD(0.05), norm, **dict(compiled))
+    seen = AtEpochEnd()
+    history = tfmw.fit(
+        model,
+        *data,
+        batch_size=batch_size,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        validation_data=(X, Y),
+        callbacks=[seen],
+        **options,
+    )
+    return {
+        "weights": [w.tolist() for w in model.get_weights()],
+        "digest": digest(model),
+        "at epoch ends": seen.digests,
+        "history": history.history,
+        "iterations": int(model.optimizer.iterations),
+        "rate": float(model.optimizer.learning_rate),
+    }
+
+
+def refused(**options: Any) -> str:
+    try:
+        fitted(**options)
+    except tfmw.UsageError as e:
+        return str(e)
+    return "accepted"
+
+
+def main() -> None:
+    devices: dict[str, Any] = {}
+    if "--devices" in sys.argv:
+        several_devices(2)
+        devices = {"strategy": tfmw.strategies.mirrored(["CPU:0", "CPU:1"])}
+    else:
+        tfmw.init()
+    parts: dict[str, Any] = {"sync_fragments": 2, "sync_overlap": 1}
+    momentum = keras.optimizers.SGD(0.05, momentum=0.9)
+    found = {
+        "synchronous": fitted(**devices),
+        "each step": fitted(sync_every=1, **devices),
+        "alike": fitted(momentum, TWICE, 16, sync_every=3, **devices),
+        "no rate": fitted(keras.optimizers.SGD(0.0), sync_every=3, **devices),
+        "diloco": fitted(sync_every=3, outer_optimizer=DILOCO, **devices),
+        "norm": fitted("adam", norm=True, sync_every=3, **devices),
+        "streaming": fitted(sync_every=4, outer_optimizer=DILOCO, **parts, **devices),
+    }
+    if not devices:
+        found |= {
+            "int8": fitted(sync_every=3, sync_compression="int8"),
+            "int4": fitted(sync_every=3, sync_compression="int4"),
+            "float32": fitted(sync_every=3),
+            "all": fitted(sync_every=4, sync_compression="int8", norm=True, **parts),
+            "compiled": fitted(
+                "adam", compiled={"jit_compile": True}, precision="mixed_bfloat16", sync_every=3
+            ),
+        }
+    refusals: dict[str, dict[str, Any]] = {
+        "int8 without a ring": {"sync_every": 3, "sync_compression": "int8"} if devices else {},
+        "too many fragments": {"sync_every": 9, "sync_fragments": 9},
+        "averages": {"optimizer": keras.optimizers.SGD(0.1, use_ema=True), "sync_every": 2},
+    }
+    said = {name: refused(**o, **devices) for name, o in refusals.items() if o}
+    write({"found": found, "refused": said})
+
+
+if __name__ == "__main__":
+    main()

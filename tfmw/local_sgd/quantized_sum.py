@@ -1,0 +1,98 @@
+"""A sum over workers in 8 or 4 bits, with error feedback. NumPy only.
+
+    quantized = QuantizedSum(elements, "int8")
+    total = quantized(ring, local)       # float32 [n], bit for bit the same on all workers
+
+Values travel in blocks of 1024: whole numbers, and a scale that makes the largest of them 127 or 7.
+A worker adds its own values to each partial sum and rounds the result again. What rounding takes
+away, that worker adds to its own values in the next sum. So nothing is lost, only late: the sum of
+all results, and of all that workers still keep, is exact to float rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+BLOCK = 1024
+LEVELS = {"int8": 127, "int4": 7}
+"""Largest absolute whole number of each format."""
+
+Blocks: TypeAlias = npt.NDArray[np.float32]  # [blocks, BLOCK]
+
+
+class Sums(Protocol):
+    """The methods of a ring that are used here."""
+
+    def sum(self, local: np.ndarray, add: Any, what: str, in_place: bool) -> np.ndarray:
+        """See `Ring.sum`."""
+
+
+class QuantizedSum:
+    """Sums arrays of one size.
+
+    Args:
+        elements: of each array.
+        kind: "int8" or "int4".
+
+    Attributes:
+        left: float32 [blocks, BLOCK], what this worker has yet to add.
+    """
+
+    def __init__(self, elements: int, kind: str):
+        self._elements = elements
+        self._levels = LEVELS[kind]
+        bits = np.dtype("i1" if kind == "int8" else "u1")
+        sent = BLOCK if kind == "int8" else BLOCK // 2
+        self._dtype = np.dtype([("scale", "<f4"), ("values", bits, (sent,))])
+        self.left: Blocks = np.zeros([-(-elements // BLOCK), BLOCK], np.float32)
+
+    @np.errstate(all="ignore")  # NaN and infinity make NaN of their block
+    def __call__(self, ring: Sums, local: np.ndarray) -> np.ndarray:
+        """The sum of all workers' arrays: float32 [n] -> [n]. All workers must call it."""
+        own = self.left.copy()
+        own.reshape(-1)[: self._elements] += local
+        packed = self.packed(own)
+        self.left = own - self.unpacked(packed)
+
+        def add(coming: np.ndarray, here: np.ndarray, out: np.ndarray) -> None:
+            # `here` is this worker's values in the same place, already rounded.
+            first = (here.ctypes.data - packed.ctypes.data) // self._dtype.itemsize
+            blocks = slice(first, first + len(here))
+            total = self.unpacked(coming) + own[blocks]
+            out[...] = self.packed(total)
+            self.left[blocks] = total - self.unpacked(out)
+
+        total = ring.sum(packed, add=add, what="rounds", in_place=True)
+        return self.unpacked(total).reshape(-1)[: self._elements]
+
+    @np.errstate(all="ignore")
+    def packed(self, blocks: Blocks) -> np.ndarray:
+        """Blocks as they travel."""
+        out: np.ndarray = np.empty(len(blocks), self._dtype)
+        scale = np.abs(blocks).max(axis=1, initial=0.0) / self._levels
+        safe = np.where(scale == 0, np.float32(1), scale)
+        whole = np.rint(blocks / safe[:, None]).astype(np.int8)
+        out["scale"] = scale
+        if self._levels == 127:
+            out["values"] = whole
+        else:
+            nibbles = (whole + 8).astype(np.uint8)
+            out["values"] = nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
+        return out
+
+    @np.errstate(all="ignore")
+    def unpacked(self, packed: np.ndarray) -> Blocks:
+        """The values of blocks that have travelled."""
+        values = packed["values"]
+        whole: Blocks = np.empty([len(packed), BLOCK], np.float32)
+        if self._levels == 127:
+            whole[...] = values
+        else:
+            whole[:, ::2] = values & 15
+            whole[:, 1::2] = values >> 4
+            whole -= 8
+        whole *= packed["scale"][:, None]
+        return whole

@@ -1,0 +1,151 @@
+"""How often replicas exchange weights, and how: the `sync_` arguments of `fit`, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+
+from tfmw.errors import UsageError
+from tfmw.local_sgd.quantized_sum import LEVELS
+from tfmw.training.arguments import FitArguments
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncSettings:
+    """The exchange of weights of one call of fit.
+
+    Attributes:
+        every: number of steps between two exchanges of the same weights.
+        fragments: number of parts of the weights, which are exchanged in turns.
+        overlap: number of steps that run during an exchange.
+        compression: "int8" or "int4"; None for float32.
+        outer: the configuration of the outer optimizer.
+    """
+
+    every: int
+    fragments: int
+    overlap: int
+    compression: str | None
+    outer: dict[str, Any]
+
+    @classmethod
+    def of(cls, arguments: FitArguments) -> SyncSettings | None:
+        """The settings of a call; None if it has no `sync_every`.
+
+        Raises:
+            UsageError: a wrong value, or arguments that cannot be combined.
+        """
+        every = arguments.sync_every
+        if every is None:
+            for name, default in _DEFAULTS.items():
+                if getattr(arguments, name) != default:
+                    raise UsageError(f"received {name}= without sync_every=: add sync_every=50.")
+            return None
+        settings = cls(
+            _number("sync_every", every, 1),
+            _number("sync_fragments", arguments.sync_fragments, 1),
+            _number("sync_overlap", arguments.sync_overlap, 0),
+            arguments.sync_compression,
+            _config_of(arguments.outer_optimizer),
+        )
+        settings._check()
+        if arguments.gradient_compression is not None:
+            raise UsageError(
+                "received sync_every and gradient_compression: no gradients are sent then. Use "
+                'sync_compression="int8".'
+            )
+        if arguments.shard_optimizer is True:
+            raise UsageError(
+                "received sync_every and shard_optimizer=True: each replica makes its own updates "
+                "then. Leave one of them out."
+            )
+        return settings
+
+    def _check(self) -> None:
+        if self.fragments > self.every:
+            raise UsageError(
+                f"received sync_fragments={self.fragments} and sync_every={self.every}: expected "
+                "at most one fragment for each step."
+            )
+        if self.overlap >= self.every // self.fragments:
+            raise UsageError(
+                f"received sync_overlap={self.overlap}: expected fewer than sync_every // "
+                f"sync_fragments = {self.every // self.fragments} steps, as an exchange must end "
+                "before the next one begins."
+            )
+        if self.compression is not None and self.compression not in LEVELS:
+            raise UsageError(
+                f"received sync_compression={self.compression!r}: expected "
+                f"{' or '.join(map(repr, LEVELS))}, or None."
+            )
+
+    # ------------------------------------------------------------ the schedule
+
+    def begun_after(self, step: int) -> int | None:
+        """The fragment of which an exchange begins after a step of an epoch, from 1; or None."""
+        return self._fragment_at(step + self.overlap)
+
+    def applied_after(self, step: int) -> int | None:
+        """The fragment of which the exchanged values are applied after a step, or None."""
+        return self._fragment_at(step)
+
+    def _fragment_at(self, step: int) -> int | None:
+        for fragment in range(self.fragments):
+            end = (fragment + 1) * self.every // self.fragments
+            if step > 0 and (step - end) % self.every == 0:
+                return fragment
+        return None
+
+    def steps_to_next(self, step: int) -> int:
+        """Number of steps after `step` until an exchange begins or ends."""
+        following = range(step + 1, step + 1 + self.every)
+        acts = (
+            s
+            for s in following
+            if self.begun_after(s) is not None or self.applied_after(s) is not None
+        )
+        return next(acts) - step
+
+
+_DEFAULTS = {
+    "outer_optimizer": None,
+    "sync_fragments": 1,
+    "sync_overlap": 0,
+    "sync_compression": None,
+}
+
+
+def _number(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"received {name}={value!r}: expected a whole number from {least} up.")
+    return value
+
+
+def _config_of(optimizer: Any) -> dict[str, Any]:
+    """The configuration of an optimizer; by default the one that sets weights to their mean."""
+    given = dict(optimizer) if isinstance(optimizer, dict) else optimizer  # Keras changes it
+    try:
+        made = keras.optimizers.get("sgd" if optimizer is None else given)
+    except (ValueError, TypeError) as e:
+        raise UsageError(
+            f"received outer_optimizer={optimizer!r}: expected one of keras.optimizers, such as "
+            f"keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True) ({e})."
+        ) from None
+    if optimizer is None:
+        made = keras.optimizers.SGD(learning_rate=1.0)
+    config: dict[str, Any] = keras.optimizers.serialize(made)
+    return config
+
+
+def checked(arguments: FitArguments) -> FitArguments:
+    """The arguments, with the outer optimizer as its configuration, which can be sent.
+
+    Raises:
+        UsageError: see `SyncSettings.of`.
+    """
+    settings = SyncSettings.of(arguments)
+    if settings is None or arguments.outer_optimizer is None:
+        return arguments
+    return dataclasses.replace(arguments, outer_optimizer=settings.outer)
