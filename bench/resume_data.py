@@ -14,12 +14,28 @@ import sys
 import time
 from collections.abc import Callable
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfmw import data
 
 BATCH = 1000
+
+
+class Batches(keras.utils.PyDataset):
+    """A PyDataset of `n` examples."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self._n = n
+
+    def __len__(self) -> int:
+        return self._n // BATCH
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        rows: np.ndarray = np.arange(index * BATCH, (index + 1) * BATCH, dtype=np.float32)[:, None]
+        return rows, rows
 
 
 def _slices(n: int) -> tf.data.Dataset:
@@ -37,6 +53,7 @@ SOURCES: dict[str, Callable[[int], data.Source]] = {
     "range, map, batch": lambda n: data.Source(
         tf.data.Dataset.range(n).map(lambda i: tf.cast(i, tf.float32)[None]).batch(BATCH)
     ),
+    "PyDataset": lambda n: data.Source(Batches(n)),
 }
 
 
@@ -48,8 +65,10 @@ def _measure(name: str, n: int, skip: bool) -> float:
         next(iter(dataset.skip(n * 8 // 10 // BATCH)))
     else:
         start = time.perf_counter()
-        shard = source.shard(data.Sharding(2, 1), data.Order(seed=3), n * 8 // 10 // BATCH)
-        next(iter(shard.dataset))
+        position = n * 8 // 10 // BATCH
+        by_index = source.is_read_once
+        shard = source.shard(data.Sharding(2, 1), data.Order(seed=3), 0 if by_index else position)
+        next(iter(shard.rest(position) if shard.rest else shard.dataset))
     return time.perf_counter() - start
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -73,3 +74,39 @@ def test_a_worker_copies_its_own_examples_of_arrays_only(monkeypatch: pytest.Mon
     shard = data.Source(X, batch_size=4).shard(data.Sharding(2, 1), data.Order())
     assert [int(total) for _, _, total in shard.dataset] == [4, 3]
     assert taken == [[1, 3], [5]]
+
+
+class _Counted(keras.utils.PyDataset):
+    """Nine batches of two examples."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        self.read.append(index)
+        return X[index % 6 :][:2] + index, Y[:2]
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_py_dataset_is_read_from_an_index_on(split: bool) -> None:
+    for rank in range(2):
+        batches = _Counted()
+        source = data.Source(batches, split=split)
+        shard = source.shard(data.Sharding(2, rank), data.Order())
+        rows = [[p.tolist() for p in parts[0]] for parts, _, _ in _some(shard.dataset)]
+        assert shard.rest is not None
+        batches.read.clear()
+        rest = [[p.tolist() for p in parts[0]] for parts, _, _ in _some(shard.rest(4))]
+        assert rest == rows[4 if split else 2 :]
+        assert sorted(batches.read) == [4, 5, 6, 7, 8]
+    threads = data.Source(_Counted(workers=2)).shard(data.Sharding(), data.Order())
+    assert threads.rest is None, "Keras's own threads read from the beginning"
+
+
+def _some(dataset: tf.data.Dataset) -> Any:
+    """The elements before those of which nothing counts."""
+    return dataset.take_while(lambda *element: tf.reduce_any(element[1] > 0)).as_numpy_iterator()

@@ -98,6 +98,10 @@ class Source:
         dataset, read_ahead = self.x, True
         if not datasets.is_dataset(dataset):
             dataset, hooks, read_ahead = self._read_by_keras(sharding, order)
+        if (batches := hooks.pop("rest", None)) is not None:
+            hooks["rest"] = lambda start: (
+                shard_dataset(batches(start), sharding, order, 0, True, self.split).dataset
+            )
         shard = shard_dataset(dataset, sharding, order, skip, read_ahead, self.split)
         if shard.steps == 0:
             raise empty_dataset()
@@ -147,6 +151,8 @@ class Source:
         hooks = {"on_epoch_begin": adapter.on_epoch_begin, "on_epoch_end": adapter.on_epoch_end}
         if isinstance(x, keras.utils.PyDataset):
             hooks["skip_epoch"] = functools.partial(_skip_epoch, x)
+            if not datasets.has_own_readers(adapter):
+                hooks["rest"] = functools.partial(datasets.batches_from, adapter)
             if x.num_batches is not None:
                 dataset = dataset.apply(tf.data.experimental.assert_cardinality(x.num_batches))
         elif adapter.num_batches is not None:

@@ -106,6 +106,8 @@ class Shard:
         reshuffles: its shuffles that have a new order in each pass.
         on_epoch_begin, on_epoch_end: call them around each epoch that is read.
         skip_epoch: call it for an epoch that an earlier run has already read.
+        rest: number of batches -> the dataset without them, if an index of Python code gives the
+            batches; otherwise None.
     """
 
     dataset: tf.data.Dataset
@@ -119,3 +121,4 @@ class Shard:
     on_epoch_begin: Callable[[], None] = lambda: None
     on_epoch_end: Callable[[], None] = lambda: None
     skip_epoch: Callable[[], None] = lambda: None
+    rest: Callable[[int], tf.data.Dataset] | None = None

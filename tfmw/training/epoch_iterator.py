@@ -231,7 +231,8 @@ class EpochIterator:
                 shard = self.shard = self._source.shard(self._sharding, order)
         elif read_once:
             steps = batches // self._batches_per_step
-            shard = dataclasses.replace(shard, dataset=shard.dataset.skip(steps))
+            rest = shard.rest(batches) if shard.rest else shard.dataset.skip(steps)
+            shard = dataclasses.replace(shard, dataset=rest)
         elif skip:
             # Skipped below the maps, so that skipped elements are not decoded.
             shard = self._source.shard(self._sharding, self._order(self._seed), batches)
