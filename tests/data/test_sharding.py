@@ -260,6 +260,6 @@ def test_skipped_epoch_reads_nothing() -> None:
     source = data.Source(batches)
     shard = source.shard(data.Sharding(1, 0, 1), data.Order(seed=3))
     batches.read.clear()  # of the first, for the form of batches
-    shard.skip_epoch()
+    shard.hooks.skip()
     assert not batches.read.is_set()
     assert batches.epochs == 1

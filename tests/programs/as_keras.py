@@ -4,6 +4,7 @@ Each scenario runs with Keras's own methods in one process and with tfmw on two 
 with tfmw on this worker. A scenario returns numbers that must be equal.
 """
 
+import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -422,6 +423,124 @@ def halves_of_one_order(trainer: Any) -> Any:
     return sorted(np.concatenate(halves)[:, 0].tolist())
 
 
+# ---------------------------------------------------------------- random numbers, outside of steps
+
+
+class Shuffles(keras.utils.PyDataset):
+    """Draws from Python's and NumPy's generators in each method."""
+
+    def __init__(self, in_batches: bool = False, workers: int = 1):
+        super().__init__(workers=workers)
+        self.in_batches = in_batches
+        self.rows = np.arange(20)
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        rows = self.rows[4 * index : 4 * index + 4]
+        noise = np.float32(random.random() + np.random.random()) if self.in_batches else 0
+        return X[rows] + noise, Y[rows]
+
+    def on_epoch_begin(self) -> None:
+        np.random.random()
+
+    def on_epoch_end(self) -> None:
+        np.random.shuffle(self.rows)
+
+
+def random_numbers_after_a_run(trainer: Any) -> Any:
+    """Later draws are those of a program that uses Keras, by the chief's generators."""
+    out = []
+
+    def drawn(*data: Any, **options: Any) -> None:
+        keras.utils.set_random_seed(3)
+        model = compiled(keras.Input((4,)))
+        if trainer.is_tfmw and not tfmw.init().is_chief:
+            random.seed(9)
+            np.random.seed(9)
+        history = trainer.fit(model, *data, **{"epochs": 2, **options}).history
+        out.extend([history["loss"], random.random(), float(np.random.random())])
+
+    drawn(Shuffles())
+    drawn(Shuffles(in_batches=True))
+    drawn(Shuffles(in_batches=True), shuffle=False)
+    drawn(Shuffles(workers=2))
+    drawn(Shuffles(), steps_per_epoch=5)
+    drawn(Shuffles(), validation_data=Shuffles())
+    drawn(Shuffles(), class_weight={0: 1.0, 1: 2.0})
+    keras.utils.set_random_seed(3)
+    model = compiled(keras.Input((4,)))
+    shuffles = Shuffles()
+    out.append(trainer.evaluate(model, shuffles))
+    out.append(as_lists(trainer.predict(model, shuffles)))
+    return [*out, random.random(), float(np.random.random())]
+
+
+def random_numbers_after_runs_on_other_data(trainer: Any) -> Any:
+    out = []
+    batches = ((X[:4] + np.float32(np.random.random()), Y[:4]) for _ in range(6))
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        ((X, Y), {"batch_size": BATCH, "validation_split": 0.25}),
+        ((X, Y), {"batch_size": BATCH, "shuffle": False}),
+        ((batches,), {}),
+    ]
+    for data, options in cases:
+        out.append(trainer.fit(compiled(), *data, **options).history["loss"])
+        out += [random.random(), float(np.random.random())]
+    return out
+
+
+class BreaksAt(Shuffles):
+    """Breaks at the tenth batch that it reads, after two for their form."""
+
+    def __init__(self, breaks: bool):
+        super().__init__()
+        self.left = 10 if breaks else -1
+
+    def __getitem__(self, index: int) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise ValueError("broken on purpose")
+        return super().__getitem__(index)
+
+
+class Losses(keras.callbacks.Callback):
+    def __init__(self, note: Callable[[Any], None]):
+        super().__init__()
+        self.note = note
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.note([float(batch), float(logs["loss"])])
+
+
+def order_resumed_within_an_epoch(trainer: Any) -> Any:
+    """The interrupted run and its successor make one run's order, and leave its generators."""
+    if where == "workers":
+        return []  # an error of one task ends all of them
+    runs = []
+    for broken in (False, True) if trainer.is_tfmw else (False,):
+        order: list[list[float]] = []
+        note = order.append
+        options: dict[str, Any] = {"epochs": 3}
+        if broken:
+            options |= {"backup_dir": folder / "order", "backup_every": 1}
+        for breaks in (True, False) if broken else (False,):
+            keras.utils.set_random_seed(3)
+            model = compiled(keras.Input((4,)))
+            try:
+                trainer.fit(model, BreaksAt(breaks), **options, callbacks=[Losses(note)])
+                assert not breaks, "the first run did not break"
+            except (tf.errors.OpError, ValueError):
+                assert breaks
+                assert len(order) == 7, order
+        runs.append([order, model.get_weights(), random.random(), np.random.random()])
+    for whole, resumed in zip(*runs, strict=True) if len(runs) == 2 else ():
+        for one, other in zip(tf.nest.flatten(whole), tf.nest.flatten(resumed), strict=True):
+            np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+    return []
+
+
 # ---------------------------------------------------------------- models that take whole batches
 
 
@@ -667,6 +786,9 @@ SCENARIOS: list[Callable[[Any], Any]] = [
     orders_where_epochs_end_within_passes,
     orders_of_seeds_that_set_seed_gives,
     halves_of_one_order,
+    random_numbers_after_a_run,
+    random_numbers_after_runs_on_other_data,
+    order_resumed_within_an_epoch,
     whole_batches,
     batches_that_replicas_cannot_divide,
     replicas_without_an_example,

@@ -82,7 +82,7 @@ class Backups:
 
     def python_state(self, callbacks: list[Any]) -> PythonState:
         """State outside of variables: of callbacks and random generators."""
-        return state.callback_states(callbacks), state.random_state()
+        return state.callback_states(callbacks), state.all_random_state()
 
     def takes_parts(self) -> bool:
         """Whether each task can write its part of the state. All tasks must call it."""

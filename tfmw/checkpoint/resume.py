@@ -38,6 +38,7 @@ from tfmw.checkpoint.store import BackupStore, Damaged
 from tfmw.checkpoint.table_backups import TableBackups
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
+from tfmw.data.random_state import restore_random_state
 from tfmw.errors import Preempted, TfmwError, UsageError
 from tfmw.keras_compat import models
 from tfmw.runtime import fence
@@ -218,7 +219,7 @@ class DirectoryBackups(Backups):
                         callback.epoch = saved["values"].get("epoch", [])
             return
         state.restore_callbacks(callbacks, self.record["callbacks"], arrays, self._group.is_chief)
-        state.restore_random_state(self.record["random"])
+        restore_random_state(self.record["random"])
 
     def kept_by_replicas(self) -> tuple[np.ndarray, np.ndarray]:
         """The saved replica-local state, on every task. All tasks must call it."""

@@ -17,7 +17,6 @@ import csv
 import json
 import math
 import os
-import random
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -30,6 +29,7 @@ from tfmw import callbacks as callbacks_lib
 from tfmw import tables
 from tfmw.callbacks import boards
 from tfmw.checkpoint.parts import Piece, SlotParts
+from tfmw.data.random_state import random_state
 from tfmw.errors import UsageError
 from tfmw.keras_compat import models, optimizer_part, optimizers, placement
 from tfmw.keras_compat.memory import new_tensor, view_of
@@ -480,27 +480,10 @@ def _jsonable(value: Any) -> Any:
 # ---------------------------------------------------------------- random numbers
 
 
-def random_state() -> dict[str, Any]:
+def all_random_state() -> dict[str, Any]:
     """States of Python's, NumPy's and Keras's global generators, as JSON."""
-    version, numbers, gauss = random.getstate()
-    numpy_state = dict(np.random.get_state(legacy=False))
     unseeded = models.unseeded_state()
-    inner = {
-        k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in numpy_state["state"].items()
-    }
     return {
-        "python": [version, list(numbers), gauss],
-        "numpy": {**numpy_state, "state": inner},
+        **random_state(),
         "keras": None if unseeded is None else unseeded.numpy().tolist(),
     }
-
-
-def restore_random_state(saved: Mapping[str, Any]) -> None:
-    """Restores a result of `random_state`, but not Keras's; see `set_unseeded_state`."""
-    version, numbers, gauss = saved["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    numpy_state = dict(saved["numpy"])
-    inner = dict(numpy_state["state"])
-    if "key" in inner:
-        inner["key"] = np.asarray(inner["key"], dtype=np.uint32)
-    np.random.set_state({**numpy_state, "state": inner})

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfmw.data.batches import deterministic, spec_of, without_autograph
 from tfmw.data.comparison import refuse_different
+from tfmw.data.py_dataset import OrderedPyDataset, PyDatasetHooks
 from tfmw.data.sharding import shard_dataset, shard_function
 from tfmw.data.values import INFINITE, Order, Shard, Sharding
 from tfmw.errors import UsageError
@@ -94,12 +94,12 @@ class Source:
                     "sample weights itself, as (x, y, sample_weight)."
                 )
             return shard_function(self.x, sharding, skip)
-        hooks: dict[str, Any] = {}
+        known: dict[str, Any] = {}
         dataset, read_ahead = self.x, True
         if not datasets.is_dataset(dataset):
-            dataset, hooks, read_ahead = self._read_by_keras(sharding, order)
-        if (batches := hooks.pop("rest", None)) is not None:
-            hooks["rest"] = lambda start: (
+            dataset, known, read_ahead = self._read_by_keras(sharding, order)
+        if (batches := known.pop("rest", None)) is not None:
+            known["rest"] = lambda start: (
                 shard_dataset(batches(start), sharding, order, 0, True, self.split).dataset
             )
         shard = shard_dataset(dataset, sharding, order, skip, read_ahead, self.split)
@@ -107,9 +107,9 @@ class Source:
             raise empty_dataset()
         if datasets.is_dataset(self.x) and self.class_weight is not None:
             shard = _with_class_weight(shard, self.class_weight)
-        if "steps" in hooks and not self.split:
-            hooks["steps"] = -(-(hooks["steps"] - skip) // sharding.replicas)
-        return dataclasses.replace(shard, **hooks)
+        if "steps" in known and not self.split:
+            known["steps"] = -(-(known["steps"] - skip) // sharding.replicas)
+        return dataclasses.replace(shard, **known)
 
     def batches_per_step(self, sharding: Sharding) -> int:
         """How many batches of the data make a step."""
@@ -121,7 +121,7 @@ class Source:
         """Converts arrays, PyDataset and generators by Keras's adapters, to global batches.
 
         Returns:
-            (dataset, the hooks of the shard, whether it may be read ahead).
+            (dataset, other attributes of the shard, whether it may be read ahead).
         """
         options = {
             "batch_size": self.batch_size,
@@ -131,9 +131,8 @@ class Source:
         }
         x = self.x
         if isinstance(x, keras.utils.PyDataset):
-            if self.shuffle and x.num_batches is not None:
-                x = _PermutedPyDataset(x, order.agree(order.seed))
-                options["shuffle"] = False
+            x = self._ordered
+            options["shuffle"] = self.shuffle and not x.shuffled
         adapter = datasets.data_adapter(x, self.y, self.sample_weight, **options)
         slices = datasets.batches_of_slices(adapter)
         if slices is not None:
@@ -148,18 +147,24 @@ class Source:
         else:
             with datasets.substituted_global_seed(seed):
                 dataset = adapter.get_tf_dataset()
-        hooks = {"on_epoch_begin": adapter.on_epoch_begin, "on_epoch_end": adapter.on_epoch_end}
-        if isinstance(x, keras.utils.PyDataset):
-            hooks["skip_epoch"] = functools.partial(_skip_epoch, x)
+        known: dict[str, Any] = {}
+        if isinstance(x, OrderedPyDataset):
+            agree = order.agree if sharding.workers > 1 else None
+            known["hooks"] = PyDatasetHooks(x, adapter, agree)
             if not datasets.has_own_readers(adapter):
-                hooks["rest"] = functools.partial(datasets.batches_from, adapter)
+                known["rest"] = functools.partial(datasets.batches_from, adapter)
             if x.num_batches is not None:
                 dataset = dataset.apply(tf.data.experimental.assert_cardinality(x.num_batches))
         elif adapter.num_batches is not None:
             # The pipeline of arrays has no known length.
-            hooks["steps"] = int(adapter.num_batches)
+            known["steps"] = int(adapter.num_batches)
         # Keras's own threads read a PyDataset, and stop between two epochs.
-        return dataset, hooks, not datasets.has_own_readers(adapter)
+        return dataset, known, not datasets.has_own_readers(adapter)
+
+    @functools.cached_property
+    def _ordered(self) -> OrderedPyDataset:
+        """The `PyDataset`; all shards have one order."""
+        return OrderedPyDataset(self.x, self.shuffle)
 
     @property
     def is_read_once(self) -> bool:
@@ -176,44 +181,6 @@ class Source:
             or self.is_generator
         )
         return bool(self.shuffle) and is_array and datasets.global_seed() is None
-
-
-class _PermutedPyDataset(keras.utils.PyDataset):
-    """A PyDataset in a new random order of batches in each epoch, the same on every worker."""
-
-    def __init__(self, dataset: keras.utils.PyDataset, seed: int):
-        super().__init__(
-            workers=dataset.workers,
-            use_multiprocessing=dataset.use_multiprocessing,
-            max_queue_size=dataset.max_queue_size,
-        )
-        self._dataset = dataset
-        self._random = np.random.default_rng(seed)
-        self._order = self._random.permutation(len(self))
-
-    @property
-    def num_batches(self) -> int | None:
-        number: int | None = self._dataset.num_batches
-        return number
-
-    def __len__(self) -> int:
-        return int(self._dataset.num_batches)  # a PyDataset may define it without __len__
-
-    def __getitem__(self, index: int) -> Any:
-        return self._dataset[int(self._order[index])]
-
-    def on_epoch_begin(self) -> None:
-        self._dataset.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        self._dataset.on_epoch_end()
-        self._order = self._random.permutation(len(self))
-
-
-def _skip_epoch(dataset: keras.utils.PyDataset) -> None:
-    """Calls the dataset's own hooks: those of Keras's adapter would start to read batches."""
-    dataset.on_epoch_begin()
-    dataset.on_epoch_end()
 
 
 def _with_class_weight(shard: Shard, class_weight: Any) -> Shard:

@@ -86,6 +86,42 @@ class ShardSizes:
         return cls(total % sharding.replicas != 0, total < sharding.replicas)
 
 
+class EpochHooks:
+    """What a source does around epochs: nothing, if it is no `PyDataset`.
+
+    Attributes:
+        drawn_from: a JSON value from which `restore` makes the order of the current pass.
+    """
+
+    drawn_from: Any = None
+
+    def reset(self) -> None:
+        """Ends an epoch that nobody read, as Keras's fit and evaluate do when they begin."""
+
+    def begin(self, new_pass: bool, continued: bool) -> None:
+        """Begins an epoch.
+
+        Args:
+            new_pass: whether a pass over the data begins with it.
+            continued: whether an earlier run has begun this epoch.
+        """
+
+    def end(self) -> None:
+        """Ends an epoch."""
+
+    def skip(self) -> None:
+        """Passes an epoch that an earlier run has already read."""
+
+    def restore(self, drawn_from: Any, seed: int, passes: int) -> None:
+        """Sets the order of a pass that an earlier run has begun.
+
+        Args:
+            drawn_from: of that run; None in backups of earlier versions.
+            seed: of the run.
+            passes: number of this pass, from 1.
+        """
+
+
 @dataclasses.dataclass
 class Shard:
     """One worker's shard of a dataset.
@@ -104,8 +140,7 @@ class Shard:
         batch_size: of the global batch, if known.
         size_known: whether the dataset contains the number of examples of each step.
         reshuffles: its shuffles that have a new order in each pass.
-        on_epoch_begin, on_epoch_end: call them around each epoch that is read.
-        skip_epoch: call it for an epoch that an earlier run has already read.
+        hooks: call them around each epoch.
         rest: number of batches -> the dataset without them, if an index of Python code gives the
             batches; otherwise None.
     """
@@ -118,7 +153,5 @@ class Shard:
     batch_size: int | None = None
     size_known: bool = True
     reshuffles: Reshuffles = dataclasses.field(default_factory=Reshuffles)
-    on_epoch_begin: Callable[[], None] = lambda: None
-    on_epoch_end: Callable[[], None] = lambda: None
-    skip_epoch: Callable[[], None] = lambda: None
+    hooks: EpochHooks = dataclasses.field(default_factory=EpochHooks)
     rest: Callable[[int], tf.data.Dataset] | None = None

@@ -15,6 +15,7 @@ import keras
 
 from tfmw import trackers
 from tfmw.checkpoint import state
+from tfmw.data.random_state import restore_random_state
 from tfmw.keras_compat import datasets, models
 
 
@@ -23,7 +24,7 @@ class ProcessSettings:
     """Random states and Keras's global settings, as they are in one process.
 
     Attributes:
-        random: of Python and NumPy; see `checkpoint.state.random_state`.
+        random: of Python and NumPy; see `checkpoint.state.all_random_state`.
         seeds: of TensorFlow and Keras; see `datasets.seed_state`.
         floatx: "float32", ...: the type of layers and of arrays without one.
         epsilon: the small number that Keras's functions add.
@@ -44,7 +45,7 @@ class ProcessSettings:
     def of_this_process(cls) -> ProcessSettings:
         """Reads them."""
         return cls(
-            random=state.random_state(),
+            random=state.all_random_state(),
             seeds=datasets.seed_state(),
             floatx=keras.config.floatx(),
             epsilon=keras.config.epsilon(),
@@ -56,7 +57,7 @@ class ProcessSettings:
     def apply(self) -> None:
         """Makes them this process's own."""
         datasets.set_seed_state(self.seeds)
-        state.restore_random_state(self.random)
+        restore_random_state(self.random)
         models.set_unseeded_state(self.random["keras"])
         keras.config.set_floatx(self.floatx)
         keras.config.set_epsilon(self.epsilon)

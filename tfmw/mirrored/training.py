@@ -155,6 +155,7 @@ class MirroredTraining:
         self._optimizer_is_read = optimizer_read != "never"
         for update in self.driver.updates:
             update.begin(read_between_steps=optimizer_read == "steps")
+        self._data.reset()
         one_each = every_batch or tracing.is_wanted()
         self._pace = CallPace(self.group, self.model.steps_per_execution, one_each)
 
@@ -266,6 +267,7 @@ def run_evaluation(
     every_batch = _any_wants_every_batch(group, callback_list, "test")
     pace = CallPace(group, model.steps_per_execution, every_batch)
     model.stop_evaluating = False
+    data.reset()
     callback_list.on_test_begin()
     driver.reset_metrics()
     data.begin_epoch()

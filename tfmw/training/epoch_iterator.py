@@ -56,6 +56,7 @@ class Position:
         orders_now: the same at this position, where other calls and validations count, too.
         orders_left: the same after a call that ends at this position.
         batches_per_step: the number of replicas, if batches are not split.
+        drawn_from: of the order of a pass; see `EpochHooks`.
     """
 
     seed: int
@@ -68,6 +69,7 @@ class Position:
     orders_now: list[int] | None = None
     orders_left: list[int] | None = None
     batches_per_step: int = 1
+    drawn_from: Any = None
 
 
 class EpochIterator:
@@ -137,13 +139,19 @@ class EpochIterator:
         total = self._steps_of_resumed or self.steps_per_epoch
         return self._ended or (total is not None and self.steps_done >= total)
 
+    def reset(self) -> None:
+        """Begins a call of `fit` or an evaluation."""
+        self.shard.hooks.reset()
+
     def begin_epoch(self) -> None:
         """Starts an epoch; the first one after `restore_position` continues the interrupted one."""
+        continued = self._restored is not None and self._restored.begun
         self.steps_done = self._restored.done if self._restored is not None else 0
         self._restored = None
-        if self._iterator is None or (self._requested_steps is None and not self.steps_done):
+        new_pass = self._iterator is None or (self._requested_steps is None and not self.steps_done)
+        if new_pass:
             self._begin_pass()
-        self.shard.on_epoch_begin()
+        self.shard.hooks.begin(new_pass, continued)
         self._ended = False
 
     def next_call(self, max_steps: int) -> Call | None:
@@ -187,7 +195,7 @@ class EpochIterator:
 
     def end_epoch(self) -> None:
         """Ends the epoch; call it after `next_call` has returned None."""
-        self.shard.on_epoch_end()
+        self.shard.hooks.end()
         self._steps_of_resumed = None
         shard = self.shard
         if self._requested_steps is None:
@@ -298,6 +306,7 @@ class EpochIterator:
             now,
             now if in_pass is None else self._orders_left(),
             self._batches_per_step,
+            None if in_pass is None else self.shard.hooks.drawn_from,
         )
 
     def restore_position(self) -> None:
@@ -308,12 +317,13 @@ class EpochIterator:
             self.steps_per_epoch = self._pass_steps = was.steps
         self._passes = was.passes - (was.in_pass is not None)
         for _ in range(self._passes):
-            self.shard.skip_epoch()
+            self.shard.hooks.skip()
         orders = self.shard.reshuffles
         if orders:
             orders.passes = [self._passes] * len(orders) if was.orders is None else was.orders
         if was.in_pass is not None:
             self._begin_pass(was.in_pass, was.in_pass * was.batches_per_step)
+            self.shard.hooks.restore(was.drawn_from, was.seed, was.passes)
             if self._requested_steps is None and was.batches_per_step != self._batches_per_step:
                 self._steps_of_resumed = self._pass_end
         if was.orders_now is not None:

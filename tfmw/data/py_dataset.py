@@ -1,0 +1,133 @@
+"""A `PyDataset` of the user's, read in Keras's order by every worker.
+
+Keras shuffles the batches with Python's generator when a pass begins. Hooks of the dataset often
+shuffle too, with Python's or NumPy's. Every worker reads the same batches, so all of them begin a
+pass with the chief's generators, and leave their own as Keras leaves the chief's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfmw.data.random_state import (
+    as_python_state,
+    python_state,
+    random_state,
+    restore_random_state,
+)
+from tfmw.data.values import EpochHooks
+from tfmw.keras_compat import datasets
+
+
+class OrderedPyDataset(keras.utils.PyDataset):
+    """The user's dataset in the order of the current pass; before the first one in its own.
+
+    Attributes:
+        drawn_from: Python's state from which this order was drawn; None without an order.
+    """
+
+    def __init__(self, dataset: keras.utils.PyDataset, shuffle: Any):
+        super().__init__(
+            workers=dataset.workers,
+            use_multiprocessing=dataset.use_multiprocessing,
+            max_queue_size=dataset.max_queue_size,
+        )
+        self._dataset = dataset
+        self._order: list[int] | None = None
+        self.shuffled = bool(shuffle) and dataset.num_batches is not None
+        self.drawn_from: Any = None
+
+    @property
+    def num_batches(self) -> int | None:
+        number: int | None = self._dataset.num_batches
+        return number
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index if self._order is None else self._order[index]]
+
+    def on_epoch_begin(self) -> None:
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._dataset.on_epoch_end()
+
+    def draw(self) -> None:
+        """Draws an order, if batches are shuffled."""
+        if self.shuffled:
+            self._shuffle(random, python_state())
+
+    def restore(self, drawn_from: Any, seed: int, passes: int) -> None:
+        """Sets the order of a pass of an interrupted run; see `EpochHooks.restore`."""
+        if not self.shuffled:
+            return
+        if drawn_from is None:
+            generator = np.random.default_rng(seed)
+            orders = [generator.permutation(self._dataset.num_batches) for _ in range(passes)]
+            self._order = orders[-1].tolist()
+            return
+        drawing = random.Random()
+        drawing.setstate(as_python_state(drawn_from))
+        self._shuffle(drawing, drawn_from)
+
+    def _shuffle(self, generator: Any, state: Any) -> None:
+        self.drawn_from = state
+        self._order = list(range(self._dataset.num_batches))
+        generator.shuffle(self._order)
+
+
+class PyDatasetHooks(EpochHooks):
+    """See `EpochHooks`.
+
+    Args:
+        dataset: in the order of a pass.
+        adapter: Keras's, of `dataset`.
+        agree: a broadcast: this worker's JSON value -> the chief's; None with one worker.
+    """
+
+    def __init__(self, dataset: OrderedPyDataset, adapter: Any, agree: Callable[[Any], Any] | None):
+        self._dataset, self._adapter, self._agree = dataset, adapter, agree
+
+    @property
+    def drawn_from(self) -> Any:
+        return self._dataset.drawn_from
+
+    def reset(self) -> None:
+        self._share()
+        self._adapter.on_epoch_end()
+
+    def begin(self, new_pass: bool, continued: bool) -> None:
+        if continued:  # the interrupted run has called the hook, and drawn
+            before = random_state()
+            self._adapter.on_epoch_begin()
+            restore_random_state(before)
+            return
+        if new_pass:
+            self._share()
+        threads = datasets.has_own_readers(self._adapter)
+        if threads:  # which begin to read in the hook, in another order in each epoch
+            self._dataset.draw()
+        self._adapter.on_epoch_begin()
+        if new_pass and not threads:
+            self._dataset.draw()
+
+    def end(self) -> None:
+        self._adapter.on_epoch_end()
+
+    def skip(self) -> None:
+        # The hooks of Keras's adapter would start to read batches.
+        self._dataset.on_epoch_begin()
+        self._dataset.draw()
+        self._dataset.on_epoch_end()
+
+    def restore(self, drawn_from: Any, seed: int, passes: int) -> None:
+        self._dataset.restore(drawn_from, seed, passes)
+
+    def _share(self) -> None:
+        """Gives every worker the chief's generators."""
+        if self._agree is not None:
+            restore_random_state(self._agree(random_state()))
