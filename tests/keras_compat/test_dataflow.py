@@ -76,6 +76,24 @@ def penalized(x: Any) -> Any:
     return tf.reduce_mean((tf.sqrt(tf.reduce_sum(tf.square(grads), axis=1)) - 1.0) ** 2)
 
 
+def penalized_through_padding(x: Any) -> Any:
+    """Its gradient is a slice, of a size that is known while the step runs."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        score = tf.pad(x, [[0, 0], [1, 2]]) ** 2
+    grads = tape.gradient(score, [x])[0]
+    return tf.reduce_mean(tf.reduce_sum(tf.square(grads), axis=1))
+
+
+def with_noisy_labels(x: Any) -> Any:
+    """As a GAN has them: of what is made and of what is real, of the shape of both."""
+    both = tf.concat([2 * x, x], axis=0)
+    labels = tf.concat([tf.ones_like(x[:, :1]), tf.zeros_like(x[:, :1])], axis=0)
+    labels += 0.05 * tf.random.uniform(tf.shape(labels))
+    labels += tf.broadcast_to(0.1, tf.shape(labels)) + tf.fill(tf.shape(labels), 0.1)
+    return tf.reduce_mean((both @ KERNEL.value() - labels) ** 2)
+
+
 def chosen(x: Any) -> Any:
     """Of each example the probability of one class, as of the actions in a policy gradient."""
     places = tf.range(tf.shape(x)[0])
@@ -153,6 +171,8 @@ MEANS: list[Any] = [
     lambda x: ops.mean(ops.softmax(ops.expand_dims(x, -1) * WEIGHTS, axis=1)),
     lambda x: ops.mean(ops.softmax(x / 4.0)),
     penalized,
+    penalized_through_padding,
+    with_noisy_labels,
     chosen,
     generated,
     conditional,
@@ -185,6 +205,8 @@ COMPARED: list[Any] = [
     lambda x: ops.mean(ops.cumsum(x, axis=0)),
     lambda x: ops.mean(ops.flip(x, axis=0) * x),
     lambda x: ops.mean(ops.roll(x, 1, axis=0) * x),
+    lambda x: ops.mean(tf.slice(x, [1, 0], tf.shape(x) - [1, 0]) ** 2),
+    lambda x: ops.mean(tf.slice(tf.concat([x, x], 0), [0, 0], tf.shape(x)) * x[:1]),
     lambda x: ops.mean(tf.gather(x, tf.random.shuffle(tf.range(tf.shape(x)[0])))),
     lambda x: ops.mean(x[0] - x),
     lambda x: ops.mean(x[1:] - x[:-1]),

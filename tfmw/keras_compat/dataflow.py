@@ -46,6 +46,7 @@ class Flow(NamedTuple):
         affine: of rows: a reduction has been added to them.
         summed: of a sum: how many values were summed, if known.
         elements: of a vector of sizes: of each element.
+        sized: of a size: the label of the axis that has it, if it is not that of the examples.
         constant: the value of a small constant.
         origin: the operation that made it "compared", "nonlinear" or "unknown"; or that made pairs.
     """
@@ -56,6 +57,7 @@ class Flow(NamedTuple):
     affine: bool = False
     summed: int | None = None
     elements: tuple[Flow, ...] | None = None
+    sized: Any = None
     constant: Any = None
     origin: Any = None
 
@@ -185,7 +187,7 @@ class Dataflow:
                 if bad is not None:
                     return [Flow(kind, origin=bad.origin)] * len(op.outputs)
         if all(flow.kind == "fixed" for flow in inputs):
-            if op.outputs[0].shape.rank in (0, 1) and inputs:
+            if op.outputs[0].shape.rank in (0, 1, 2) and inputs:
                 if all(flow.constant is not None for flow in inputs):
                     return [Flow(constant=_folded(op, inputs))] * len(op.outputs)
             if op.type not in _RULES:
@@ -298,6 +300,10 @@ _FOLDED: dict[str, Callable[..., Any]] = {
     "Prod": lambda values, axes: np.prod(values, axis=tuple(np.ravel(axes))),
     "Pack": lambda *values: np.stack(values),
     "ConcatV2": lambda *values: np.concatenate(values[:-1]),
+    "Reshape": np.reshape,
+    "Slice": lambda values, begin, sizes: values[
+        tuple(slice(b, None if n < 0 else b + n) for b, n in zip(begin, sizes, strict=True))
+    ],
 }
 SMALL = 16  # values
 
@@ -955,6 +961,8 @@ def _bound(flows: Dataflow, tensor: Any, flow: Flow, i: int) -> Any:
     element = flow.elements[i] if flow.elements is not None and i < len(flow.elements) else None
     if element is not None and element.constant is not None:
         return int(element.constant)
+    if element is not None and element.sized is not None:
+        return None
     if element is not None and element.kind == "size" and element.degree == 1:
         return "size" if element.summed is None else "sizes"
     return None
@@ -965,16 +973,24 @@ def _slice(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     if not any(axis >= 0 for axis, _ in flow.axes):
         return flow._replace(elements=None)
     begin, size = _constant(op, inputs, 1), _constant(op, inputs, 2)
-    for axis, _ in flow.axes:
-        if begin is None or size is None or begin[axis] != 0:
+    sizes = inputs[2].elements
+    for axis, label in flow.axes:
+        if begin is None or begin[axis] != 0:
             return _selected_rows(op, flow)
-        if size[axis] not in (-1, op.inputs[0].shape[axis]):
+        if size is not None and size[axis] in (-1, op.inputs[0].shape[axis]):
+            continue
+        if sizes is None or sizes[axis] != _size_of(label):
             return _selected_rows(op, flow)
     return flow
 
 
 def _shape(flows: Dataflow, op: Any, inputs: list[Flow]) -> Any:
     return [_shape_of(flow, tensor) for flow, tensor in zip(inputs, op.inputs, strict=True)]
+
+
+def _size_of(label: Any) -> Flow:
+    """Of the size of an axis of this label."""
+    return SIZE._replace(sized=None if label == EXAMPLES else label)
 
 
 def _shape_of(flow: Flow, tensor: Any) -> Flow:
@@ -987,7 +1003,7 @@ def _shape_of(flow: Flow, tensor: Any) -> Flow:
         if label is not None and _is_uneven(label):
             elements.append(Flow("reduced", degree=1))  # a number of selected values
         elif label is not None:
-            elements.append(SIZE)
+            elements.append(_size_of(label))
         elif flow.kind in BAD and size is None:
             elements.append(Flow("size", degree=None))
         else:
@@ -1019,7 +1035,8 @@ def _of_shape(flows: Dataflow, op: Any, vector: int, inputs: list[Flow], kind: s
         for axis, element in enumerate(flow.elements):
             if element.kind in ("size", "reduced"):
                 plain = element.kind == "size" and element.degree in (1, None)
-                labels.append((axis, EXAMPLES if plain else ("of size", op.name)))
+                label = (element.sized or EXAMPLES) if plain else ("of size", op.name)
+                labels.append((axis, label))
     elif shape.rank:
         labels = [(axis, EXAMPLES) for axis, size in enumerate(shape) if size is None]
     return Flow(kind, tuple(labels)) if labels else FIXED
@@ -1053,7 +1070,7 @@ def _broadcast_to(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
         return flow if not flow.axes and inputs[1].kind == "fixed" else _bad("unknown", op)
     moved = flow.along((a + rank - before if a >= 0 else a, label) for a, label in flow.axes)
     added = [
-        (axis, EXAMPLES)
+        (axis, element.sized or EXAMPLES)
         for axis, element in enumerate(inputs[1].elements or ())
         if element.kind == "size" and moved.label(axis) is None
     ]
