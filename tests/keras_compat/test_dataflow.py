@@ -22,17 +22,17 @@ TABLE = tf.Variable(tf.ones([9, 3]))
 CELL = keras.layers.LSTM(3, return_sequences=True)
 
 
-def flow_of(function: Callable[[Any], Any], rows: int | None, *shape: int | None) -> Flow:
-    """The flow of a function of a batch [rows, *shape]."""
+def flow_of(function: Callable[[Any], Any], *shape: int | None) -> Flow:
+    """The flow of a function of a batch [None, *shape]."""
     found = []
 
     @tf.function(autograph=False)
     def step(x: Any) -> Any:
         value = function(x)
-        found.append(Dataflow(x, rows).of(value))
+        found.append(Dataflow(x).of(value))
         return x
 
-    step.get_concrete_function(tf.TensorSpec([rows, *(shape or (FEATURES,))]))
+    step.get_concrete_function(tf.TensorSpec([None, *(shape or (FEATURES,))]))
     return found[0]
 
 
@@ -225,77 +225,81 @@ NONLINEAR: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("rows", [None, 4, FEATURES])
 @pytest.mark.parametrize("function", MEANS)
-def test_means(function: Any, rows: int | None) -> None:
-    flow = flow_of(function, rows)
+def test_means(function: Any) -> None:
+    flow = flow_of(function)
     assert (flow.kind, flow.degree) == ("reduced", 0), flow
 
 
-@pytest.mark.parametrize("rows", [None, 4, FEATURES])
 @pytest.mark.parametrize("function", SUMS)
-def test_sums(function: Any, rows: int | None) -> None:
-    flow = flow_of(function, rows)
+def test_sums(function: Any) -> None:
+    flow = flow_of(function)
     assert (flow.kind, flow.degree) == ("reduced", 1), flow
 
 
-@pytest.mark.parametrize("rows", [None, 4, FEATURES])
 @pytest.mark.parametrize("function", COMPARED)
-def test_comparisons(function: Any, rows: int | None) -> None:
-    flow = flow_of(function, rows)
+def test_comparisons(function: Any) -> None:
+    flow = flow_of(function)
     assert flow.kind == "compared", flow
     assert flow.origin is not None
 
 
-@pytest.mark.parametrize("rows", [None, 4, FEATURES])
 @pytest.mark.parametrize("function", NONLINEAR)
-def test_functions_of_reductions(function: Any, rows: int | None) -> None:
-    flow = flow_of(function, rows)
+def test_functions_of_reductions(function: Any) -> None:
+    flow = flow_of(function)
     assert flow.kind == "nonlinear", flow
     assert flow.origin is not None
 
 
-@pytest.mark.parametrize("rows", [None, 4])
-def test_recurrent_layer_keeps_examples_apart(rows: int | None) -> None:
-    flow = flow_of(lambda x: CELL(x), rows, 6, FEATURES)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: tf.random.normal([4, FEATURES]),
+        lambda x: WEIGHTS + 0.1 * keras.random.normal((FEATURES,)),
+        lambda x: ops.zeros((4,)) + 4.0,
+        lambda x: inner(WEIGHTS),
+    ],
+)
+def test_values_that_do_not_derive_from_the_batch(function: Any) -> None:
+    assert flow_of(function).kind == "fixed"
+
+
+def test_recurrent_layer_keeps_examples_apart() -> None:
+    flow = flow_of(lambda x: CELL(x), 6, FEATURES)
     assert (flow.kind, flow.axes) == ("rows", ((0, "examples"),)), flow
 
 
-@pytest.mark.parametrize("rows", [None, 4])
-def test_convolution_keeps_examples_apart(rows: int | None) -> None:
+def test_convolution_keeps_examples_apart() -> None:
     def images(x: Any) -> Any:
         x = tf.nn.conv2d(x, IMAGE_KERNEL, 1, "SAME")
         return ops.mean(ops.max_pool(x, 2), axis=(1, 2))
 
-    flow = flow_of(images, rows, 8, 8, 1)
+    flow = flow_of(images, 8, 8, 1)
     assert (flow.kind, flow.axes) == ("rows", ((0, "examples"),)), flow
 
 
 def test_attention_keeps_examples_apart() -> None:
     attention = keras.layers.MultiHeadAttention(2, 3)
-    flow = flow_of(lambda x: ops.mean(attention(x, x)), None, 6, FEATURES)
+    flow = flow_of(lambda x: ops.mean(attention(x, x)), 6, FEATURES)
     assert (flow.kind, flow.degree) == ("reduced", 0), flow
 
 
-def kind_of(increment: Callable[[Any], Any], rows: int | None) -> str:
+def kind_of(increment: Callable[[Any], Any]) -> str:
     """`increment_kind` of a value that a step adds to a variable."""
     found = []
 
     @tf.function(autograph=False)
     def step(x: Any) -> Any:
         ten = tf.constant(10)
-        weight = ReplicaWeight(
-            ten, ten, uneven=False, size_known=True, in_loss=True, static_rows=rows
-        )
+        weight = ReplicaWeight(ten, ten, uneven=False, size_known=True, in_loss=True)
         weight.begins(x)
         found.append(increment_kind(increment(x), weight))
         return x
 
-    step.get_concrete_function(tf.TensorSpec([rows, FEATURES]))
+    step.get_concrete_function(tf.TensorSpec([None, FEATURES]))
     return found[0]
 
 
-@pytest.mark.parametrize("rows", [None, 4])
 @pytest.mark.parametrize(
     ("increment", "expected"),
     [
@@ -308,24 +312,12 @@ def kind_of(increment: Callable[[Any], Any], rows: int | None) -> str:
         (lambda x: 2 * WEIGHTS, "once"),
         (lambda x: ops.sqrt(ops.mean(x)), "unknown"),
         (lambda x: 1.0, "unknown"),
+        (lambda x: tf.random.normal([4]), "once"),
+        (lambda x: ops.sum(tf.random.normal([4])), "once"),
     ],
 )
-def test_kind_of_an_increment(increment: Any, expected: str, rows: int | None) -> None:
-    assert kind_of(increment, rows) == expected
-
-
-@pytest.mark.parametrize(
-    ("number", "rows", "expected"),
-    [
-        *((4.0, 4, "sum"), (8.0, 4, "sum"), (4.0, None, "once")),
-        *((1.0, 4, "once"), (0.0, 4, "once"), (1.0, 1, "unknown")),
-    ],
-)
-def test_a_number_that_may_be_one_of_examples(
-    number: float, rows: int | None, expected: str
-) -> None:
-    """Where the size of batches is known, the graph has the number of examples as a constant."""
-    assert kind_of(lambda _: tf.constant(number), rows) == expected
+def test_kind_of_an_increment(increment: Any, expected: str) -> None:
+    assert kind_of(increment) == expected
 
 
 def test_flow_of_an_eager_tensor_is_unknown() -> None:

@@ -34,7 +34,6 @@ def origins(
             uneven=False,
             size_known=True,
             in_loss=True,
-            static_rows=rows,
         )
         with tf.GradientTape() as tape:
             taken = [ops.take(TABLE, ids, axis=0) for ids in lookups(words)]
@@ -96,20 +95,6 @@ def test_lookups_of_one_table_are_told_apart() -> None:
 
     for nested in (False, True):  # what a loop captures, and the iterator beyond it
         assert sorted(origins(lookups, nested=nested)) == [SAME, SAME, EXAMPLES, EXAMPLES]
-
-
-@pytest.mark.parametrize(
-    ("ids", "expected"),
-    [
-        (lambda words: ops.arange(8), SAME),
-        (lambda words: ops.arange(4), SAME),
-        (lambda words: np.zeros([2, 8], "int32"), SAME),
-        (lambda words: ops.zeros([8], "int32"), EXAMPLES),
-        (lambda words: ops.broadcast_to(ops.arange(4), (ops.shape(words)[0], 4)), EXAMPLES),
-    ],
-)
-def test_rows_of_examples_in_batches_of_known_size(ids: Any, expected: Origin) -> None:
-    assert origins(lambda words: [ids(words)], rows=8) == [expected]
 
 
 @pytest.mark.parametrize(

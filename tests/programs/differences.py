@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -363,6 +363,239 @@ def normalized_batches() -> keras.Model:
     return compiled(keras.Sequential([norm, encoder(CLASSES)]))
 
 
+class Contrastive(Own):
+    """Pairs of one batch component each, with a margin."""
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        one, other = self.encoder(x), self.encoder(ops.flip(x, axis=1))
+        distance = ops.sqrt(
+            ops.maximum(ops.sum(ops.square(one - other), axis=1, keepdims=True), 1e-7)
+        )
+        same = ops.cast(y > 0, "float32")[:, None]
+        return ops.mean(
+            same * ops.square(distance) + (1 - same) * ops.square(ops.maximum(1.0 - distance, 0.0))
+        )
+
+
+def contrastive() -> keras.Model:
+    return own(Contrastive, encoder=encoder())
+
+
+class ConditionalGAN(GAN):
+    def noise(self, x: Any) -> Any:
+        classes = ops.repeat(ops.one_hot(ops.argmax(x[:, :3], axis=1), 3), 1, axis=0)
+        return ops.concatenate([ops.flip(x, axis=1)[:, :3], classes], axis=1)
+
+
+def conditional_gan() -> keras.Model:
+    model = ConditionalGAN()
+    model.build((None, WIDTH))
+    model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.01))
+    return model
+
+
+class CycleGAN(Own):
+    """Two generators and two critics in one step, by a persistent tape, with functions of Keras."""
+
+    def train_step(self, data: Any) -> Any:
+        x, _ = data
+        y = ops.flip(x, axis=1)
+        absolute, squared = keras.losses.MeanAbsoluteError(), keras.losses.MeanSquaredError()
+        with tf.GradientTape(persistent=True) as tape:
+            fake_y, fake_x = self.to_y(x), self.to_x(y)
+            cycle = absolute(x, self.to_x(fake_y)) + absolute(y, self.to_y(fake_x))
+            same = absolute(y, self.to_y(y)) + absolute(x, self.to_x(x))
+            of_real, of_fake = self.critic(y), self.critic(fake_y)
+            g_loss = squared(ops.ones_like(of_fake), of_fake) + 10 * cycle + 5 * same
+            d_loss = squared(ops.ones_like(of_real), of_real)
+            d_loss = 0.5 * (d_loss + squared(ops.zeros_like(of_fake), of_fake))
+        for loss, part in ((g_loss, self.to_y), (g_loss, self.to_x), (d_loss, self.critic)):
+            grads = tape.gradient(loss, part.trainable_variables)
+            part.optimizer.apply_gradients(zip(grads, part.trainable_variables, strict=True))
+        return {"G_loss": g_loss, "D_loss": d_loss}
+
+
+def cycle_gan() -> keras.Model:
+    parts = {"to_x": encoder(WIDTH), "to_y": encoder(WIDTH), "critic": encoder(1)}
+    for part in parts.values():
+        part.optimizer = keras.optimizers.Adam(0.01)
+    return own(CycleGAN, **parts)
+
+
+def as_words(x: Any) -> Any:
+    return ops.cast(ops.clip(x * 2 + 5, 0, 9), "int32")
+
+
+class Transformer(layers.Layer):
+    """Tokens and positions, attention, feed forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = layers.Embedding(10, 4), layers.Embedding(WIDTH, 4)
+        self.attention = layers.MultiHeadAttention(2, 2)
+        self.norms = [layers.LayerNormalization(epsilon=1e-6) for _ in range(2)]
+        self.forward = dense(4, "relu")
+
+    def build(self, shape: Any) -> None:
+        self.tokens.build(shape)
+        self.positions.build(shape)
+        self.attention.build((None, WIDTH, 4), (None, WIDTH, 4))
+        for part in (*self.norms, self.forward):
+            part.build((None, WIDTH, 4))
+
+    def call(self, x: Any) -> Any:
+        words = as_words(x)
+        x = self.tokens(words) + self.positions(ops.arange(ops.shape(words)[-1]))
+        x = self.norms[0](x + self.attention(x, x, use_causal_mask=True))
+        return self.norms[1](x + self.forward(x))
+
+
+def transformer() -> keras.Model:
+    return compiled(
+        keras.Sequential([Transformer(), layers.GlobalAveragePooling1D(), dense(CLASSES)])
+    )
+
+
+class MaskedLanguageModel(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Transformer(), dense(10, "softmax")
+        self.loss_fn = keras.losses.SparseCategoricalCrossentropy(reduction=None)
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    def call(self, x: Any) -> Any:
+        return self.head(self.body(x))
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def train_step(self, data: Any) -> Any:
+        x, _ = data
+        weights = ops.cast(x > 0.2, "float32")  # of the words that are masked
+        with tf.GradientTape() as tape:
+            loss = self.loss_fn(as_words(x), self(x, training=True), sample_weight=weights)
+        grads = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(grads, self.trainable_variables, strict=True))
+        self.tracker.update_state(loss, sample_weight=weights)
+        return {"loss": self.tracker.result()}
+
+
+def masked_language_model() -> keras.Model:
+    model = MaskedLanguageModel()
+    model(X[:1])
+    model.compile(keras.optimizers.SGD(0.01))
+    return model
+
+
+class Boxes(keras.losses.Loss):
+    """As RetinaNet's: each image's sums are divided by the number of its boxes."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        classes = ops.reshape(ops.cast(y_true, "int32"), (-1, 1)) + ops.arange(2)
+        y_true = ops.one_hot(classes, CLASSES + 1)
+        errors = ops.sum(ops.abs(y_true - ops.reshape(y_pred, (-1, 2, CLASSES + 1))), axis=-1)
+        positive = ops.cast(y_true[..., 0] < 1, "float32")
+        normalizer = ops.sum(positive, axis=-1)
+        errors = ops.sum(ops.where(ops.equal(positive, 1), errors, 0.0), axis=-1)
+        return tf.math.divide_no_nan(errors, normalizer)
+
+
+def detection() -> keras.Model:
+    return compiled(encoder(2 * (CLASSES + 1)), loss=Boxes())
+
+
+def ctc(y_true: Any, y_pred: Any) -> Any:
+    size = ops.shape(y_true)[0]
+    labels = ops.concatenate([ops.reshape(ops.cast(y_true, "int32"), (-1, 1))] * 2, axis=1)
+    scores = ops.reshape(y_pred, (-1, WIDTH, CLASSES + 1))
+    lengths = WIDTH * ops.ones((size,), dtype="int32")
+    return ops.ctc_loss(
+        labels, scores, 2 * ops.ones((size,), dtype="int32"), lengths, mask_index=CLASSES
+    )
+
+
+def speech() -> keras.Model:
+    return compiled(encoder(WIDTH * (CLASSES + 1)), loss=ctc)
+
+
+# ------------------------------------------- equal, though numbers are those of rows of a replica
+
+ROWS = BATCH // 2  # of each replica
+
+
+class Noisy(layers.Layer):
+    """As NoisyNet, with a state of as many numbers as a replica has examples."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], ROWS))
+        self.bias = self.add_weight(shape=(ROWS,))
+        self.state = self.add_weight(shape=(ROWS,), trainable=False, initializer="zeros")
+
+    def call(self, x: Any) -> Any:
+        noise = tf.random.stateless_normal((ROWS,), [1, 2])
+        self.state.assign(0.9 * self.state + 0.1 * noise)
+        return x @ self.kernel + self.bias * (1 + 0.1 * noise)
+
+
+class Literal(Own):
+    """A sum over examples divided by a number that is that of a replica's rows."""
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        return ops.sum(ops.square(self.noisy(x))) / ROWS
+
+
+class Penalties(Own):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        noise = tf.random.stateless_normal((ROWS,), [3, 4])
+        penalty = ops.sum(ops.square(self.noisy.bias + noise))
+        return ops.mean(ops.square(self.noisy(x))) + penalty
+
+
+def noisy(cls: type[Own] = Literal) -> keras.Model:
+    layer = Noisy()
+    layer.build((None, WIDTH))
+    return own(cls, noisy=layer)
+
+
+def noisy_penalties() -> keras.Model:
+    return noisy(Penalties)
+
+
+class Counts(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__(name="counts")
+        self.batches, self.fours, self.examples = (
+            self.add_weight(name=name, initializer="zeros") for name in "abc"
+        )
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.batches.assign_add(1.0)
+        self.fours.assign_add(float(ROWS))
+        self.examples.assign_add(ops.cast(ops.shape(y_true)[0], "float32"))
+
+    def result(self) -> Any:
+        return self.batches + 100 * self.fours + 10000 * self.examples
+
+
+def counters() -> keras.Model:
+    return compiled(encoder(CLASSES), metrics=[Counts()])
+
+
+class Imagined(GAN):
+    """Draws whole batches of the size of the batch."""
+
+    def noise(self, x: Any) -> Any:
+        return tf.random.stateless_normal((ops.shape(x)[0], WIDTH), [1, 2]) * 0.0 + 1.0
+
+
+def noise_of_batches() -> keras.Model:
+    model = Imagined()
+    model.build((None, WIDTH))
+    model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.01))
+    return model
+
+
 # ---------------------------------------------------------------- not equal
 
 
@@ -545,7 +778,12 @@ def pairs_in_a_metric_function() -> keras.Model:
 EQUAL = [
     *(vae, vq_vae, real_nvp, siamese, gan, wgan_gp, deep_fm, distillation, added_losses),
     *(gradient_centralization, mixup, sum_by_hand, loss_in_a_function, recurrent),
-    normalized_batches,
+    *(normalized_batches, contrastive, conditional_gan, cycle_gan, transformer, speech),
+    *(masked_language_model, detection),
+]
+STATIC = [
+    *((noisy, BATCH), (noisy_penalties, BATCH), (noise_of_batches, BATCH)),
+    *((counters, BATCH), (counters, 2), (gan, BATCH), (sum_by_hand, BATCH)),
 ]
 DIFFERENT = [
     (simclr, SimCLR, "the loss of train_step compares the examples"),
@@ -564,11 +802,18 @@ DIFFERENT = [
 ]
 
 
-def trained(make: Callable[[], keras.Model], strategy: Any) -> tuple[list[Any], list[str]]:
-    """(logs and weights after training, what tfmw warns of); by Keras without a strategy."""
+def trained(
+    make: Callable[[], keras.Model], strategy: Any, static: int | None = None
+) -> tuple[list[Any], list[str]]:
+    """(logs and weights after training, what tfmw warns of); by Keras without a strategy.
+
+    Args:
+        static: the size of batches, which their shapes have then.
+    """
     keras.utils.set_random_seed(3)
     model = make()
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
+    data = tf.data.Dataset.from_tensor_slices((X, Y))
+    data = data.batch(static or BATCH, drop_remainder=static is not None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if strategy is None:
@@ -588,6 +833,14 @@ def is_equal(a: list[Any], b: list[Any]) -> bool:
 def test_equal_to_one_process_without_a_word(make: Any, two_replicas: Any) -> None:
     expected, _ = trained(make, None)
     got, said = trained(make, two_replicas)
+    assert not said
+    assert is_equal(got, expected)
+
+
+@pytest.mark.parametrize(("make", "size"), STATIC)
+def test_equal_where_the_size_of_batches_is_known(make: Any, size: int, two_replicas: Any) -> None:
+    expected, _ = trained(make, None, size)
+    got, said = trained(make, two_replicas, size)
     assert not said
     assert is_equal(got, expected)
 
@@ -620,3 +873,22 @@ def test_queue_of_examples_in_a_weight_is_refused(two_replicas: Any) -> None:
     bank = keras.Variable(np.ones((16, 4), "float32"), trainable=False, name="bank")
     with pytest.raises(tfmw.UsageError, match=r"the variable 'bank' gets values of single exam"):
         trained(lambda: own(Queue, encoder=encoder(), bank=bank), two_replicas)
+
+
+class Counted(Own):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        return ops.sum(self.encoder(x)) / x.shape[0]
+
+
+def test_size_of_a_batch_as_a_number_is_refused_with_what_to_write(two_replicas: Any) -> None:
+    """It would be that of a replica's part, and no number in a graph tells."""
+    with pytest.raises(Exception, match="None") as caught:
+        trained(lambda: own(Counted, encoder=encoder()), two_replicas, BATCH)
+    notes = [note for error in _causes(caught.value) for note in getattr(error, "__notes__", ())]
+    assert any("use keras.ops.shape(x)[0]" in note for note in notes)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

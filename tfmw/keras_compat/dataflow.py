@@ -1,6 +1,6 @@
 """How the tensors of a traced step follow from the examples of a batch.
 
-    flows = Dataflow(batch, rows)
+    flows = Dataflow(batch)
     flows.of(loss).kind            # "reduced": a sum or mean over the examples
     flows.of(x @ tf.transpose(x))  # rows along two axes: pairs of examples
 
@@ -9,7 +9,8 @@ replicas combine into that of one process: sums add up, means have a weighted me
 example is as it is. Neither holds of a value for which examples are compared with each other, nor
 of a function of their mean, such as its root.
 
-The axis of the examples is followed from operation to operation, so its size need not be known.
+The axis of the examples is followed from operation to operation. Its size is unknown while a step
+is traced: a number in the graph is never one of examples.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ class Flow(NamedTuple):
         degree: the power of the number of examples by which it grows: 1 for a sum, 0 for a mean.
             None: by another function.
         affine: of rows: a reduction has been added to them.
-        summed: of a sum: how many values were summed, if known.
         elements: of a vector of sizes: of each element.
         sized: of a size: the label of the axis that has it, if it is not that of the examples.
         constant: the value of a small constant.
@@ -55,7 +55,6 @@ class Flow(NamedTuple):
     axes: tuple[tuple[int, Any], ...] = ()
     degree: int | None = 0
     affine: bool = False
-    summed: int | None = None
     elements: tuple[Flow, ...] | None = None
     sized: Any = None
     constant: Any = None
@@ -120,11 +119,9 @@ class Dataflow:
 
     Args:
         batch: the batch that the step gets: tensors in any structure.
-        rows: the number of its examples, if its shape has it.
     """
 
-    def __init__(self, batch: Any, rows: int | None = None):
-        self.rows = rows
+    def __init__(self, batch: Any):
         self._flows: dict[Any, list[Flow]] = {}
         self._given: dict[Any, Flow] = {}
         self._captures: dict[int, dict[Any, Any]] = {}
@@ -213,7 +210,7 @@ class Dataflow:
         while graph is not None and graph is not self._graph:
             graph = getattr(graph, "outer_graph", None)
         inside = graph is not None and op.graph is not self._graph
-        if inside and tensor.shape.rank and tensor.shape[0] in (None, self.rows):
+        if inside and tensor.shape.rank and tensor.shape[0] is None:
             return Flow("rows", ((0, EXAMPLES),))
         return FIXED
 
@@ -263,7 +260,7 @@ class Dataflow:
         body = getattr(function, "graph", None)
         if body is None or len(body.inputs) != len(arguments):
             return [Flow("unknown", origin=op)] * len(op.outputs)
-        inner = Dataflow((), self.rows)
+        inner = Dataflow(())
         inner._given = {
             **{key: flow for key, flow in self._given.items() if key[0] == id(body)},
             **{_key(t): flow for t, flow in zip(body.inputs, arguments, strict=True)},
@@ -484,32 +481,10 @@ def _small(op: Any, inputs: list[Flow]) -> bool:
 
 
 def _product_rule(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
-    sized = [_or_size(flows, op, inputs, i) for i in range(2)]
-    aligned = _aligned(op, sized)
+    aligned = _aligned(op, inputs)
     if inputs[0].elements is not None and inputs[1].kind == "fixed" and not op.inputs[1].shape.rank:
         return _product(op, aligned)._replace(elements=inputs[0].elements)
     return _product(op, aligned, op.type in _QUOTIENTS)
-
-
-def _or_size(flows: Dataflow, op: Any, inputs: list[Flow], i: int) -> Flow:
-    """Of a factor or divisor; a constant may be the number of examples, or of summed values.
-
-    Where a batch's shape has its size, users' functions compute with that number.
-    """
-    number, other = inputs[i], inputs[1 - i]
-    divides = op.type in _QUOTIENTS and i == 1
-    is_total = other.kind == "reduced" and other.degree == 1
-    if number.kind != "fixed" or not flows.rows or not (is_total or (divides and other.axes)):
-        return number
-    constant = inputs[i].constant
-    if constant is None or np.size(constant) != 1 or not np.squeeze(constant) > 0:
-        return number
-    value = float(np.squeeze(constant))
-    sizes = [flows.rows, other.summed] if is_total else [flows.rows]
-    for size in sizes:
-        if size and abs((value if divides else 1 / value) - size) < 1e-3:
-            return SIZE._replace(degree=1 if divides else -1)
-    return number
 
 
 def _elementwise(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
@@ -551,11 +526,7 @@ def _reduction(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
             found = set(range(rank))
         axes = found
     keep = op.type not in ("ArgMax", "ArgMin") and bool(op.get_attr("keep_dims"))
-    out = _total(op, flow, axes, op.type, keep)
-    if op.type == "Sum" and out.kind == "reduced":
-        summed = tensor.shape.num_elements() if flow.kind == "rows" else flow.summed
-        out = out._replace(summed=summed)
-    return out
+    return _total(op, flow, axes, op.type, keep)
 
 
 def _axes_of(op: Any, flow: Flow, rank: int) -> set[int] | None:
@@ -660,18 +631,18 @@ def _reshape(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     before, after = op.inputs[0].shape, op.outputs[0].shape
     if before.rank is None or after.rank is None:
         return _bad("unknown", op)
-    moved = _reshaped_axes(op, flow, before.as_list(), after.as_list(), flows.rows)
+    moved = _reshaped_axes(op, flow, before.as_list(), after.as_list())
     if moved is None:
         return _bad("compared" if flow.has_pairs else "unknown", op, [flow])
     return flow.along(moved)
 
 
 def _reshaped_axes(
-    op: Any, flow: Flow, before: list[Any], after: list[Any], rows: int | None
+    op: Any, flow: Flow, before: list[Any], after: list[Any]
 ) -> list[tuple[int, Any]] | None:
     """Where the axes of examples are after a reshape; None if it cannot be told."""
     others = [i for i, d in enumerate(before) if d != 1 or flow.label(i) is not None]
-    target = [i for i, d in enumerate(after) if d != 1 or (rows == 1 and i == 0)]
+    target = [i for i, d in enumerate(after) if d != 1]
     iterations = [(a, label) for a, label in flow.axes if a < 0]
     axes = {a: label for a, label in flow.axes if a >= 0}
     if len(others) == len(target) and all(
@@ -680,7 +651,7 @@ def _reshaped_axes(
     ):
         places = dict(zip(others, target, strict=True))
         return [*iterations, *((places[a], label) for a, label in axes.items())]
-    if not target:  # one value: of a batch of one example
+    if not target:
         return None
     if len(axes) > 1:
         return _merged_parts(axes, others, before, after, target)
@@ -943,28 +914,25 @@ def _slice_label(
         first = 0 if from_begin else begin if begin == "size" else None
         if from_begin and end == "size":
             return parts[0]
-        if first == "size" and (to_end or end == "sizes"):
+        if first == "size" and to_end:
             rest = parts[1:]
-            return rest[0] if len(rest) == 1 or end == "sizes" else ("joined", rest)
+            return rest[0] if len(rest) == 1 else ("joined", rest)
         return None
     return label if from_begin and end == "size" else None
 
 
 def _bound(flows: Dataflow, tensor: Any, flow: Flow, i: int) -> Any:
-    """A bound of a slice: a number, "size" for that of the examples, "sizes" for its multiple."""
+    """A bound of a slice: a number, or "size" for that of the examples."""
     value = static_value(tensor) if flow.constant is None else flow.constant
     if value is not None:
-        number = int(value[i])
-        if flows.rows is not None and number == flows.rows:
-            return "size"
-        return number
+        return int(value[i])
     element = flow.elements[i] if flow.elements is not None and i < len(flow.elements) else None
     if element is not None and element.constant is not None:
         return int(element.constant)
     if element is not None and element.sized is not None:
         return None
     if element is not None and element.kind == "size" and element.degree == 1:
-        return "size" if element.summed is None else "sizes"
+        return "size"
     return None
 
 
@@ -1027,10 +995,7 @@ def _of_shape(flows: Dataflow, op: Any, vector: int, inputs: list[Flow], kind: s
     shape, flow = op.outputs[0].shape, inputs[vector]
     labels: list[tuple[int, Any]] = []
     if flow.kind == "fixed":
-        rows = flows.rows
-        if kind == "rows" and rows is not None and rows > 1 and shape.rank and shape[0] == rows:
-            labels = [(0, EXAMPLES)]
-        return Flow(kind, tuple(labels)) if labels else FIXED
+        return FIXED
     if flow.elements is not None:
         for axis, element in enumerate(flow.elements):
             if element.kind in ("size", "reduced"):

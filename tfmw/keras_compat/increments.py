@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfmw.errors import UsageError
 from tfmw.keras_compat.differences import user_line
-from tfmw.keras_compat.graph import is_symbolic, static_value
+from tfmw.keras_compat.graph import is_symbolic
 from tfmw.keras_compat.losses import ReplicaWeight, current_weight
 from tfmw.keras_compat.metrics import combination, increment, leaf_metrics
 
@@ -34,10 +34,7 @@ def assigned_in_layer(variable: Any, value: Any) -> Any:
     if is_symbolic(value):
         _refuse_rows(variable, value, weight)
     added = increment(variable, value)
-    # A number in the graph may be one of examples only by chance.
-    if added is None or static_value(added) is not None:
-        return value
-    if increment_kind(added, weight) != "sum":
+    if added is None or increment_kind(added, weight) != "sum":
         return value
     return value + (weight.estimate_of_sum(added) - added)
 
@@ -67,15 +64,7 @@ def increment_kind(value: Any, weight: ReplicaWeight) -> str:
     reduction = weight.reduction_of(value)
     if reduction is not None:
         return "sum" if reduction == "sum" else "once"
-    if weight.flows.of(value).kind != "fixed":
-        return "unknown"
-    rows = weight.static_rows
-    number = None if rows is None else static_value(value)
-    if number is None:
-        return "once"
-    if rows == 1:
-        return "unknown"  # a number of examples, or of batches
-    return "sum" if (number % rows == 0).all() and number.any() else "once"
+    return "once" if weight.flows.of(value).kind == "fixed" else "unknown"
 
 
 def note_metric_update(variable: Any, value: Any) -> None:

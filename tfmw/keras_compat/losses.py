@@ -24,6 +24,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing_layer import (
     BaseImagePreprocessingLayer as _ImageLayer,
@@ -46,7 +47,6 @@ class ReplicaWeight:
     Attributes:
         examples: int32 [], examples of this replica.
         global_examples: int32 [], examples of the global batch, over all replicas.
-        static_rows: the number of this replica's examples, if the shape of its batch has it.
         fraction: float64 [], `examples / global_examples`; 0 for a replica without examples. It
             is rounded only where it meets a value of lower precision.
         uneven: whether shards differ in size, so that this replica may have no examples.
@@ -74,14 +74,12 @@ class ReplicaWeight:
         uneven: bool,
         size_known: bool,
         in_loss: bool,
-        static_rows: int | None = None,
         gather: Callable[[tf.IndexedSlices], tf.IndexedSlices] | None = None,
         alone: bool = False,
     ):
         self.alone = alone
         self.examples = examples
         self.gather = gather
-        self.static_rows = static_rows
         self.global_examples = global_examples
         self.fraction = tf.math.divide_no_nan(
             tf.cast(examples, tf.float64), tf.cast(global_examples, tf.float64)
@@ -98,7 +96,7 @@ class ReplicaWeight:
 
     def begins(self, batch: Any) -> None:
         """Notes the tensors that the step gets, in the graph in which it is traced."""
-        self.flows = Dataflow(batch, self.static_rows)
+        self.flows = Dataflow(batch)
 
     def note(self, subject: str, value: Any) -> bool:
         """Notes a loss or metric that replicas cannot combine; returns whether they can."""
@@ -214,13 +212,10 @@ class ReplicaWeight:
         return tf.nest.map_structure(estimate, grads)
 
     def per_example(self, values: tf.Tensor) -> bool:
-        """Whether `values` have one row for each example of this replica.
-
-        Batches of unknown size make rows of unknown number; weights don't.
-        """
-        if not values.shape.rank:
-            return False
-        return values.shape[0] == self.static_rows
+        """Whether `values` have one row for each example of this replica."""
+        if is_symbolic(values):
+            return self.flows.of(values).kind == "rows"
+        return bool(values.shape.rank) and values.shape[0] == int(self.examples)
 
 
 def scaled(grad: Any, factor: Any) -> Any:
@@ -434,21 +429,25 @@ def _hook_layers() -> None:
     for name in _USE_LAYER_LOSSES:
         setattr(keras.Layer, name, per_replica(getattr(keras.Layer, name)))
 
-    def by_example(call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def wrapper(self: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
-            out = call(self, inputs, *arguments, **named)
-            weight = current_weight()
-            before = tf.nest.flatten(inputs, expand_composites=True)
-            if weight is not None and len(before) == 1:
-                weight.flows.declare(out, weight.flows.of(before[0]))
-            return out
-
-        return wrapper
-
-    # What these layers do with the examples of a replica's part of the batch is documented.
+    # What these do with the examples of a replica's part of the batch is documented.
     for layer in (keras.layers.BatchNormalization, keras.layers.TextVectorization, _ImageLayer):
-        layer.call = by_example(layer.call)
+        layer.call = _by_example(layer.call)
+    keras_nn.ctc_loss = _by_example(keras_nn.ctc_loss)  # it loops over the examples
+
+
+def _by_example(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of (anything, a tensor, ...), whose result follows from examples as the tensor."""
+
+    @functools.wraps(function)
+    def wrapper(*arguments: Any, **named: Any) -> Any:
+        out = function(*arguments, **named)
+        weight = current_weight()
+        before = tf.nest.flatten(arguments[1:2], expand_composites=True)
+        if weight is not None and len(before) == 1:
+            weight.flows.declare(out, weight.flows.of(before[0]))
+        return out
+
+    return wrapper
 
 
 def _hook_metrics() -> None:
@@ -545,6 +544,7 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (loss_module, "apply_mask"),
     (loss_module, "reduce_values"),
     (loss_module, "reduce_weighted_values"),
+    (keras_nn, "ctc_loss"),
     (tf_trainer.TensorFlowTrainer, "_aggregate_additional_loss"),
     (base_trainer.Trainer, "_aggregate_additional_loss"),
     *[(keras.Layer, name) for name in _USE_LAYER_LOSSES],

@@ -18,7 +18,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.keras_compat.graph import BottomUp, is_symbolic, static_value
-from tfmw.keras_compat.losses import current_weight
 
 
 class Origin(enum.IntEnum):
@@ -40,7 +39,6 @@ _READS = ("ResourceGather", "ResourceGatherNd", "LookupTableFind", "LookupTableF
 _CALLS = ("PartitionedCall", "While", "If", "Case")  # what names end with
 _DISTINCT = ("Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "Range")
 _REDUCTIONS = ("Max", "Min", "Sum", "Mean", "Prod", "Any", "All", "ArgMax", "ArgMin")
-_SAME_IDS = {"Reshape": 0, "Cast": 0, "Identity": 0, "SelectV2": 2}  # as `keras.ops.take` makes
 
 
 def row_parts(slices: tf.IndexedSlices) -> list[tuple[Origin, tf.IndexedSlices]]:
@@ -50,7 +48,7 @@ def row_parts(slices: tf.IndexedSlices) -> list[tuple[Origin, tf.IndexedSlices]]
         return [(Origin.UNKNOWN, slices)]
     joins = indices.op.type == "ConcatV2"
     parts = list(indices.op.inputs)[:-1] if joins else [indices]
-    origins = [_origin_of_ids(part) for part in parts]
+    origins = [_of_tensor(part, _origin(part)) for part in parts]
     if len(set(origins)) == 1 and origins[0] is not Origin.SAME:
         return [(origins[0], slices)]
     sizes = tf.stack([tf.size(part) for part in parts])
@@ -71,23 +69,6 @@ def joined(parts: list[tuple[Origin, tf.IndexedSlices]]) -> tf.IndexedSlices:
         tf.concat(indices, 0) if len(indices) > 1 else indices[0],
         parts[0][1].dense_shape,
     )
-
-
-def _origin_of_ids(ids: tf.Tensor) -> Origin:
-    origin, weight = _of_tensor(ids, _origin(ids)), current_weight()
-    rows = None if weight is None else weight.static_rows
-    if origin is not Origin.SAME or rows is None:
-        return origin
-    # Batches of known size: constants may have a row for each example.
-    shaped = ids
-    while ids.op.type in _SAME_IDS:
-        ids = ids.op.inputs[_SAME_IDS[ids.op.type]]
-        shaped = ids if ids.shape.rank != 1 else shaped
-    if not shaped.shape.rank or shaped.shape[0] != rows:
-        return origin
-    known = static_value(ids)
-    distinct = known is None or len(np.unique(known)) == np.size(known)
-    return origin if shaped.shape.rank == 1 and distinct else Origin.EXAMPLES
 
 
 def _rule(op: tf.Operation, values: list[Origin]) -> Origin:

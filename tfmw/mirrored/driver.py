@@ -34,7 +34,7 @@ import tensorflow as tf
 
 from tfmw import tables
 from tfmw.checkpoint.parts import SlotParts
-from tfmw.data import Sharding, ShardSizes, first_rows, map_tensors, static_batch_size
+from tfmw.data import Sharding, ShardSizes, first_rows, map_tensors
 from tfmw.data.sharding import WHOLE_BATCHES
 from tfmw.errors import UsageError
 from tfmw.keras_compat import (
@@ -346,7 +346,6 @@ class SyncDriver:
             uneven=uneven,
             size_known=size_known,
             in_loss=own_step is None and not models.overrides_step(self.model, "train_step"),
-            static_rows=None if uneven else static_batch_size(batch),
             gather=self._gathered,
             alone=own_step is not None,
         )
@@ -382,7 +381,6 @@ class SyncDriver:
         before_step = [(models.native(v), tf.identity(v.value)) for v in averages]
         if self._has_synchronized_norm:
             batch = first_rows(batch, weight.examples)  # all that it is given counts
-        batch = map_tensors(of_any_rows, batch)
         self._call_step(kind, batch, local, weight)
         for variable, before in kept:
             variable.assign(tf.where(present, variable.value, before))
@@ -396,6 +394,8 @@ class SyncDriver:
     ) -> None:
         model = self.model
         model_step = model.train_step if kind == "train" else model.test_step
+        if weight is not None:
+            batch = map_tensors(of_any_rows, batch)
 
         def step(batch: Any) -> Any:
             if weight is not None:
@@ -556,6 +556,11 @@ class SyncDriver:
             refusal = _REFUSAL.search(str(e))
             if refusal is not None:
                 raise UsageError(refusal.group()) from None
+            if "None" in str(e):
+                e.add_note(
+                    "tfmw: steps are traced for batches of any size, of which a replica has a "
+                    "part: use keras.ops.shape(x)[0], which is a tensor, in place of x.shape[0]."
+                )
             if _OF_SHAPES.search(str(e)):
                 e.add_note(
                     f"tfmw: each of {self.replicas} replicas had a part of the batch. If the model "

@@ -17,7 +17,10 @@ def batch_rows(batch: Any) -> tf.Tensor:
 
 
 def of_any_rows(tensor: Any) -> Any:
-    """The tensor without a static number of rows: a trace must not divide by one replica's."""
+    """The tensor without a static number of rows.
+
+    A trace must not divide by one replica's, nor take a number for one of examples.
+    """
     if isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy"):
         return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
     return tensor
