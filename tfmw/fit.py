@@ -124,8 +124,8 @@ def fit(
             `sync_every` steps.
         sync_overlap: number of steps that run during an exchange. A replica then takes half of
             the common weights, and half of its own.
-        sync_compression: "int8" or "int4": weights' differences are sent in 8 or 4 bits. What
-            rounding takes away is added to the next exchange.
+        sync_compression: "int8" or "int4": weights' differences are sent in 8 or 4 bits. A worker
+            adds its rounding errors to the next exchange.
 
     Returns:
         A `keras.callbacks.History`, the same on every worker.
