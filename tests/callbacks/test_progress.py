@@ -349,7 +349,7 @@ def test_run_on_a_terminal_has_one_bar_with_examples_per_second(tmp_path):
     done = [state for state in states if " - val_loss: " in state]
     assert len(done) == 2
     assert len(states) > 4, "the bars move"
-    numbers = r"accuracy: \d\.\d{4} - loss: \d\.\d{4}"
+    numbers = r"accuracy: \d\.\d{4}(e\+00)? - loss: \d\.\d{4}"
     for state in states:
         pattern = rf"[ \d]\d/23 ━+ [\d:]+s? \d+m?s/step - [\d,]+ examples/s - {numbers}"
         assert re.match(pattern, state), state

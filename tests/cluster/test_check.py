@@ -298,7 +298,7 @@ def test_directories_that_differ(checks, addresses, tmp_path):
     ("args", "message"),
     [
         (["--hosts", "h0,h0", "--host-index", "0"], "h0:2222 for both worker 0 and worker 1"),
-        (["--host-index", "0"], "--host-index is given and --hosts is not"),
+        (["--host-index", "0"], "--host-index requires --hosts"),
         (["--wrokers", "2"], "--wrokers"),
         (["/tmp", "--backup-dir", "/tmp"], "call it twice"),
     ],

@@ -79,17 +79,20 @@ def test_a_pipeline_from_an_element_on(
     source: str, steps: list[tuple[str, int]], position: int
 ) -> None:
     def pipeline() -> tf.data.Dataset:
+        tf.random.set_seed(3)  # the same seeds of shuffles without one
         dataset = SOURCES[source]()
         for name, number in steps:
             dataset = STEPS[name](dataset, number)
         return dataset
 
+    position %= sum(1 for _ in pipeline()) or 1  # a backup has none beyond the end
     assert _passes(pipeline(), position, True) == _passes(pipeline(), position, False)
 
 
 @pytest.mark.parametrize("name", ["map", "repeat", "take", "prefetch"])
 def test_orders_continue_in_later_passes(name: str) -> None:
     def pipeline() -> tf.data.Dataset:
+        tf.random.set_seed(3)
         return STEPS[name](_table().shuffle(7), 5).repeat(3).batch(2).map(lambda x: x[-1])
 
     for position in (3, 15, 25):

@@ -256,12 +256,12 @@ class Rounds:
         """
         names = {id(variable): name for name, variable in state.named(self._model).items()}
         found = {
-            names[id(w)]: common.value
+            names[id(w)]: tf.identity(common.value)  # it is written while steps go on
             for w, common in zip(self._weights, self._outer.common, strict=True)
         }
         outer = self._outer.state
         for name, variable in zip(_numbered(_OUTER, len(outer)), outer, strict=True):
-            found[name] = variable.value
+            found[name] = tf.identity(variable.value)
         if self._replicas.count > 1:
             rows = self._traced("rows", self._rows)(self._left())
         else:
