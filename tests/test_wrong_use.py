@@ -14,6 +14,7 @@ import tensorflow as tf
 import tfmw
 from tfmw.checkpoint import resume
 from tfmw.errors import UsageError
+from tfmw.keras_compat import models
 from tfmw.keras_compat.guards import guard_models
 from tfmw.mirrored.training import MirroredTraining
 
@@ -191,6 +192,7 @@ def test_a_model_of_another_scope_is_refused(strategy: str) -> None:
         "evaluate": lambda: tfmw.evaluate(model, batches(), strategy=strategy, verbose=0),
         "predict": lambda: tfmw.predict(model, x, strategy=strategy, verbose=0),
     }
+    unseeded = models.unseeded_state()
     for call in calls.values():
         with pytest.raises(UsageError) as caught:
             call()
@@ -198,6 +200,7 @@ def test_a_model_of_another_scope_is_refused(strategy: str) -> None:
         assert "was made in the scope of a MirroredStrategy of your own" in message
         assert "make the model outside of any scope" in message
         assert "\n" not in message
+        assert models.unseeded_state() is unseeded, "nothing stays entered"
     before = own.experimental_local_results(model.weights[0].value)[0].numpy()
     tfmw.fit(model, batches(), strategy=own, verbose=0)
     after = own.experimental_local_results(model.weights[0].value)[0].numpy()

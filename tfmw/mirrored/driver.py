@@ -166,7 +166,12 @@ class SyncDriver:
         self._to_check = False
 
     def __enter__(self) -> SyncDriver:
-        enter = self._stack.enter_context
+        with contextlib.ExitStack() as stack:  # an error leaves nothing entered
+            self._enter_into(stack.enter_context)
+            self._stack = stack.pop_all()
+        return self
+
+    def _enter_into(self, enter: Callable[[Any], Any]) -> None:
         enter(models.unseeded_generator())
         if self.replicas > 1:
             self._refuse_raw_variables_that_differ()
@@ -188,7 +193,6 @@ class SyncDriver:
             masked_norm.synchronize_masked_moments()
         if any(models.overrides_step(self.model, f"{k}_step") for k in ("train", "test")):
             enter(noting_results(self.model))
-        return self
 
     def _refuse_raw_variables_that_differ(self) -> None:
         """Raises UsageError on every task; `agree` sets Keras's variables only."""

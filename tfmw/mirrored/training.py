@@ -71,18 +71,20 @@ class MirroredTraining:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> MirroredTraining:
-        self._driver = self._stack.enter_context(self._new_driver())
-        self._driver.splits = self._arguments.split_batch
-        source = self._arguments.validation_source
-        if source is not None:
-            self._validation = EpochIterator(
-                source,
-                self.group,
-                self._context.sharding,
-                self._arguments.validation_steps,
-                "validation_steps",
-                self._feed.get("validation"),
-            )
+        with contextlib.ExitStack() as stack:  # an error leaves the model where it was
+            self._driver = stack.enter_context(self._new_driver())
+            self._driver.splits = self._arguments.split_batch
+            source = self._arguments.validation_source
+            if source is not None:
+                self._validation = EpochIterator(
+                    source,
+                    self.group,
+                    self._context.sharding,
+                    self._arguments.validation_steps,
+                    "validation_steps",
+                    self._feed.get("validation"),
+                )
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
