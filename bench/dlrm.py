@@ -132,7 +132,7 @@ def ours(rows: int, **travel: Any) -> Measure:
     import tfmw
     from tfmw import data, strategies
     from tfmw.keras_compat import models
-    from tfmw.parameter_server.driver import PsDriver
+    from tfmw.parameter_server.coordinator import PsDriver
 
     strategy = tfmw.strategies.parameter_server(min_shard_bytes=rows * WIDTH, **travel)
     servers = strategies.servers_of(strategy)

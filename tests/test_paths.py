@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
-from tests.checkpoint.test_parts import SLOT, Two, pieces
+from tests.checkpoint.test_sharded_backups import SLOT, Two, pieces
 from tests.checkpoint.test_tensor_files import Run
 from tests.helpers.cluster import tfmw_command
 from tests.tables.test_row_files import looked_up, one_process, table_of  # noqa: F401

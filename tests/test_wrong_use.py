@@ -16,7 +16,7 @@ from tfmw.checkpoint import resume
 from tfmw.errors import UsageError
 from tfmw.keras_compat import models
 from tfmw.keras_compat.guards import guard_models
-from tfmw.mirrored.training import MirroredTraining
+from tfmw.mirrored.sync_training import MirroredTraining
 
 
 def compiled_model() -> keras.Model:

@@ -25,12 +25,12 @@ from tfmw.cluster import membership
 from tfmw.engines import local
 from tfmw.errors import UsageError
 from tfmw.export import check_path, export
-from tfmw.keras_compat import metrics
+from tfmw.keras_compat.metric_variables import flatten_metrics
 from tfmw.local_sgd.local_training import LocalTraining
 from tfmw.local_sgd.sync_settings import SyncSettings, checked
 from tfmw.mirrored.cached_driver import cached_driver
-from tfmw.mirrored.training import MirroredTraining, run_evaluation, run_prediction
-from tfmw.parameter_server.training import ParameterServerTraining
+from tfmw.mirrored.sync_training import MirroredTraining, run_evaluation, run_prediction
+from tfmw.parameter_server.ps_training import ParameterServerTraining
 from tfmw.precision import trained_in
 from tfmw.training.arguments import FitArguments, limited_steps
 from tfmw.training.autologging import autologged
@@ -393,7 +393,7 @@ def evaluate(
                 ordinary_model=driver.ordinary_model,
             )
             logs = run_evaluation(driver, context.group, batches, callback_list)
-    return logs if return_dict else metrics.flatten_metrics(context.model, logs)
+    return logs if return_dict else flatten_metrics(context.model, logs)
 
 
 def predict(

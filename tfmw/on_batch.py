@@ -16,9 +16,10 @@ import tensorflow as tf
 
 from tfmw import data, strategies
 from tfmw.errors import UsageError
-from tfmw.keras_compat import datasets, metrics, models
+from tfmw.keras_compat import datasets, models
+from tfmw.keras_compat.metric_variables import flatten_metrics
+from tfmw.mirrored.batch_driver import BatchDriver
 from tfmw.mirrored.metrics import python_logs
-from tfmw.mirrored.on_batch import BatchDriver
 from tfmw.mirrored.sharded_update import is_driven
 from tfmw.training.fit_context import FitContext, errors_reported
 
@@ -125,7 +126,7 @@ def _logs(model: Any, kind: str, batch: Any, return_dict: bool, strategy: Any) -
     with errors_reported():
         logs = _driver_of(model, kind, batch, strategy).step(kind, batch)
         logs = python_logs(logs)
-        return logs if return_dict else metrics.flatten_metrics(model, logs)
+        return logs if return_dict else flatten_metrics(model, logs)
 
 
 def _driver_of(model: Any, kind: str, batch: Any, strategy: Any) -> BatchDriver:

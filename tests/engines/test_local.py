@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
-from tfmw.engines import serialization
+from tfmw.engines import pickling
 from tfmw.errors import UsageError
 from tfmw.keras_compat import models
 from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
@@ -92,7 +92,7 @@ def functional():
 def test_unpacked_model_equals_the_packed_one(make):
     model = compiled(make())
     model.fit(X, Y, verbose=0, batch_size=32)
-    arrived = serialization.settled(serialization.unpack(serialization.pack(model)))
+    arrived = pickling.settled(pickling.unpack(pickling.pack(model)))
     np.testing.assert_array_equal(arrived.predict(X, verbose=0), model.predict(X, verbose=0))
     going_on = [
         m.fit(X, Y, epochs=2, batch_size=32, shuffle=False, verbose=0).history["loss"]
@@ -105,12 +105,12 @@ def test_unpacked_model_equals_the_packed_one(make):
 def test_functional_subclass_unpacks_in_a_new_process(tmp_path):
     model = compiled(Classifier(2))
     model.fit(X, Y, verbose=0)  # builds the optimizer, as tfmw.fit does first
-    (tmp_path / "parcel").write_bytes(serialization.pack(model))
+    (tmp_path / "parcel").write_bytes(pickling.pack(model))
     code = """
 import sys, numpy, tfmw
-from tfmw.engines import serialization
+from tfmw.engines import pickling
 from tests.engines import test_local
-model = serialization.settled(serialization.unpack(open(sys.argv[1], "rb").read()))
+model = pickling.settled(pickling.unpack(open(sys.argv[1], "rb").read()))
 assert type(model) is test_local.Classifier
 numpy.save(sys.argv[2], model.predict(test_local.X, verbose=0))
 tfmw.fit(model, test_local.X, test_local.Y, verbose=0)
@@ -132,7 +132,7 @@ def test_large_arrays_are_not_copied_into_the_pickle(monkeypatch):
     monkeypatch.setattr(call, "LARGE", 1000)
     sent = {"x": X, "y": Y[:10], "model": compiled(keras.Sequential([keras.layers.Dense(2)]))}
     large: list[pickle.PickleBuffer] = []
-    packed = serialization.pack(sent, large)
+    packed = pickling.pack(sent, large)
     payload = call.pack(print, (packed, large))
     assert [len(part) for part in payload[1:]] == [X.nbytes]
     assert np.shares_memory(np.frombuffer(payload[1], np.uint8), X)
@@ -141,7 +141,7 @@ def test_large_arrays_are_not_copied_into_the_pickle(monkeypatch):
     assert sizes == [X.nbytes]
     fn, (packed, large) = call.loads(blob, payload[1:])
     assert fn is print
-    arrived = serialization.unpack(packed, large)
+    arrived = pickling.unpack(packed, large)
     np.testing.assert_array_equal(arrived["x"], X)
     np.testing.assert_array_equal(arrived["y"], Y[:10])
 
@@ -168,7 +168,7 @@ def test_unpicklable_arguments_are_refused_with_an_alternative():
                 tfmw.fit(model, x, workers=2, on=on)
     table = compiled(keras.Sequential([keras.layers.StringLookup(vocabulary=["a"])]))
     with pytest.raises(UsageError, match=r"cannot be sent to other processes.*pass callables"):
-        serialization.pack(table)
+        pickling.pack(table)
     with pytest.raises(UsageError, match=r"received workers=0: expected a number of processes"):
         tfmw.fit(model, dataset.batch(32), workers=0)
 

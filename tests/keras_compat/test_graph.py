@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tfmw.data.reshuffles import _folded
-from tfmw.keras_compat import dataflow, graph, metrics, parameter_servers
+from tfmw.keras_compat import dataflow, graph, metric_variables, parameter_servers
 from tfmw.keras_compat.dataflow import Dataflow
 from tfmw.parameter_server.batch_ops import copied_ops, ops_between
 
@@ -52,7 +52,7 @@ def test_walks_over_chains_of_thousands_of_operations() -> None:
         shape = chain(tf.cast(tf.shape(x)[0], tf.float32), "Neg")
         two = chain(tf.constant(2.0), "StopGradient")
         added = chain(METRIC.value, "AddV2", WEIGHT.read_value())
-        total = metrics.increment(METRIC, added * 2.0 + x[0, 0])
+        total = metric_variables.increment(METRIC, added * 2.0 + x[0, 0])
         (again,) = copied_ops([x], [deep], [tf.identity(x)])
         flows = Dataflow(x)
         return {
@@ -60,7 +60,7 @@ def test_walks_over_chains_of_thousands_of_operations() -> None:
             "sum": flows.of(tf.reduce_sum(deep) * WEIGHT)[:3],
             "shape": flows.of(shape)[:3],
             "number": flows.of(two)[:3],
-            "metric": metrics.combination(METRIC, added),
+            "metric": metric_variables.combination(METRIC, added),
             "increment": total is not None and total.dtype,
             "plain": ops_between([x], deep) is not None,
             "copied": len(graph.ancestors([again])),

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tfmw import keras_compat
-from tfmw.keras_compat import datasets, metrics, models, parameter_servers, table_variables
+from tfmw.keras_compat import datasets, metric_variables, models, parameter_servers, table_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,7 +92,7 @@ def test_combination_of_metric_variables(update, expected) -> None:
     def step(x):
         def on_replica(x):
             native = models.native(variable)
-            seen.append(metrics.combination(variable, update(native.read_value(), x)))
+            seen.append(metric_variables.combination(variable, update(native.read_value(), x)))
             return x
 
         return tf.distribute.get_strategy().run(on_replica, args=(x,))

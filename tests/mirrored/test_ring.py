@@ -17,7 +17,7 @@ import pytest
 from tests.helpers.by_hand import ByHand
 from tests.helpers.cluster import run_cluster
 from tests.helpers.threads import Exchange, in_threads
-from tfmw.mirrored.collectives import links, listener, ring
+from tfmw.mirrored.collectives import listener, ring, ring_links
 from tfmw.mirrored.collectives.parts import even_cuts
 from tfmw.mirrored.collectives.ring import Ring, RingBroken
 from tfmw.runtime import recorder, sockets
@@ -426,8 +426,8 @@ def test_slow_connections_do_not_delay_workers(opened, over):
         finally:
             ended.set()
             thread.join()
-    assert isinstance(results[0], links.Receiver), results
-    assert isinstance(results[1], links.Sender), results
+    assert isinstance(results[0], ring_links.Receiver), results
+    assert isinstance(results[1], ring_links.Sender), results
     results[0].peer.close()
     results[1].peer.close()
 
@@ -447,7 +447,7 @@ def test_incomplete_hello_is_closed_after_the_timeout(opened, over, monkeypatch)
 
     links_made = in_threads(2, work)
     for link in links_made:
-        assert isinstance(link, links.Receiver | links.Sender)
+        assert isinstance(link, ring_links.Receiver | ring_links.Sender)
         link.peer.close()
 
 
@@ -480,11 +480,11 @@ def test_workers_of_one_machine_share_memory_and_others_use_tcp(joined, over):
 
     rings = joined(3, last_elsewhere)
     kinds = [(type(r._next), type(r._previous)) for r in rings]
-    out, into = links.Sender, links.Receiver
+    out, into = ring_links.Sender, ring_links.Receiver
     if over == "TCP":
         assert kinds == [(out, into)] * 3
     else:
-        shared_out, shared_into = links.SharedSender, links.SharedReceiver
+        shared_out, shared_into = ring_links.SharedSender, ring_links.SharedReceiver
         assert kinds == [(shared_out, into), (out, shared_into), (out, into)]
     arrays: list[Array] = [np.full(500_000, rank, "f") for rank in range(3)]
     np.testing.assert_array_equal(in_threads(3, sums_of(rings, arrays)), np.full([3, 500_000], 3))

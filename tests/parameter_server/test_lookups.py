@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw.parameter_server import lookups, messages
+from tfmw.parameter_server import lookups, packed_tensors
 from tfmw.parameter_server.batch_ops import copied_ops, ops_between
 from tfmw.tables import MultiTableLookup, VariableShard
 
@@ -100,10 +100,10 @@ def test_a_message_has_tensors_of_any_type() -> None:
         tf.constant([7], tf.uint8),
         tf.constant(5, tf.int64),
     ]
-    message = messages.pack(tensors)
+    message = packed_tensors.pack(tensors)
     assert message.dtype == tf.uint8
-    specs = [messages.spec_of(tensor) for tensor in tensors]
-    for sent, found in zip(tensors, messages.unpack(message, specs), strict=True):
+    specs = [packed_tensors.spec_of(tensor) for tensor in tensors]
+    for sent, found in zip(tensors, packed_tensors.unpack(message, specs), strict=True):
         assert sent.dtype == found.dtype
         np.testing.assert_array_equal(sent, found)
 

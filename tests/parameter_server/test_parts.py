@@ -20,7 +20,7 @@ from tfmw.checkpoint import evaluator, state
 from tfmw.checkpoint.store import BackupStore
 from tfmw.cluster import servers as ps_cluster
 from tfmw.cluster.control import SILENCE_S, ControlServer, wait_for_end
-from tfmw.parameter_server.training import ParameterServerTraining
+from tfmw.parameter_server.ps_training import ParameterServerTraining
 from tfmw.parameter_server.variables import refuse_unsupported
 from tfmw.parameter_server.worker_data import for_workers
 from tfmw.training.arguments import FitArguments

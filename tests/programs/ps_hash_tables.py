@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfmw
 from tests.programs import _result
 from tfmw.layers import hashing
-from tfmw.parameter_server.driver import PsDriver
+from tfmw.parameter_server.coordinator import PsDriver
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--cases", default="")

@@ -191,7 +191,7 @@ tfmw.fit(
     strategy=strategy,
     callbacks=[Changes()],
 )
-from tfmw.parameter_server.driver import PsDriver  # noqa: E402
+from tfmw.parameter_server.coordinator import PsDriver  # noqa: E402
 from tfmw.parameter_server.variables import ServerVariables  # noqa: E402
 
 servers = tfmw.strategies.servers_of(strategy)

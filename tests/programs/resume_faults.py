@@ -23,7 +23,7 @@ import tensorflow as tf
 import tfmw
 from tests.programs import _result
 from tests.programs.counting import Counts
-from tfmw.checkpoint import parts, resume
+from tfmw.checkpoint import resume, sharded_backups
 from tfmw.mirrored import sharded_update
 
 N, BATCH, EPOCHS = 48, 12, 3  # 4 steps in an epoch; 12 can be sharded over 1, 2 and 3 workers
@@ -50,7 +50,7 @@ class Die(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class DiesInPart(parts.SharedWrite):
+class DiesInPart(sharded_backups.SharedWrite):
     """Of the task that dies there, and not of the chief."""
 
     count = 0
@@ -69,7 +69,7 @@ class DiesInPart(parts.SharedWrite):
         return posted
 
 
-mock.patch.object(parts, "SharedWrite", DiesInPart).start()
+mock.patch.object(sharded_backups, "SharedWrite", DiesInPart).start()
 mock.patch.object(resume, "SharedWrite", DiesInPart).start()  # whose method is called
 directory = sys.argv[1] + (".of-this-host" if "apart" in places else "")
 if "restore" in places:

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmw
-from tfmw.mirrored.driver import SyncDriver
+from tfmw.mirrored.sync_driver import SyncDriver
 
 cluster = tfmw.init()
 train = SyncDriver.train

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tfmw.keras_compat.table_variables import NewVariable
-from tfmw.parameter_server.shards import Rows
+from tfmw.parameter_server.sharded_gradients import Rows
 from tfmw.tables import MultiTableLookup, VariableShard, creation, joined, look_up, shards, table
 from tfmw.tables.creation import _Creation
 from tfmw.tables.joined import Joined, JoinedRows

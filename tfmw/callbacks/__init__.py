@@ -1,6 +1,6 @@
 """Callbacks on many workers: which tasks run them, which write, and the progress display.
 
-Read `roles.py` first. `ordinary_model.py` is what callbacks see of the model, `progress.py` the
+Read `roles.py` first. `ordinary_model.py` is what callbacks see of the model, `progress_bar.py` the
 progress bar, and lines for log files; `log.py` a user's own log, `trace.py` a trace of all workers,
 `boards.py` TensorBoard's files.
 

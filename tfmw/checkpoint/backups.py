@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.checkpoint import state
-from tfmw.checkpoint.parts import SlotParts
+from tfmw.checkpoint.sharded_backups import SlotParts
 from tfmw.cluster.group import Group
 from tfmw.errors import Preempted
 

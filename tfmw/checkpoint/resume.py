@@ -6,9 +6,9 @@
 
 The chief reads, and broadcasts the state to the other tasks. The chief writes, too; where workers
 have parts of the optimizer's slots and all can write to the directory, each writes its own
-(`parts.py`). So only tasks that may become the chief need access to it. SIGTERM or SIGUSR1 to any
-one task ends all of them after the same step, with a backup, and with the exit status that requests
-another run.
+(`sharded_backups.py`). So only tasks that may become the chief need access to it. SIGTERM or
+SIGUSR1 to any one task ends all of them after the same step, with a backup, and with the exit
+status that requests another run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tfmw.callbacks import BackupAndRestore, boards
 from tfmw.checkpoint import state
 from tfmw.checkpoint.background import BackgroundWriter
 from tfmw.checkpoint.backups import Backups, PythonState
-from tfmw.checkpoint.parts import BackupDirectory, Piece, SharedWrite, SlotParts
 from tfmw.checkpoint.schedule import Schedule
+from tfmw.checkpoint.sharded_backups import BackupDirectory, Piece, SharedWrite, SlotParts
 from tfmw.checkpoint.store import BackupStore, Damaged
 from tfmw.checkpoint.table_backups import TableBackups
 from tfmw.cluster import membership

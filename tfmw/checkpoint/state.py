@@ -28,12 +28,12 @@ import tensorflow as tf
 from tfmw import callbacks as callbacks_lib
 from tfmw import tables
 from tfmw.callbacks import boards
-from tfmw.checkpoint.parts import Piece, SlotParts
+from tfmw.checkpoint.sharded_backups import Piece, SlotParts
 from tfmw.data.random_state import random_state
 from tfmw.errors import UsageError
 from tfmw.keras_compat import models, optimizer_part, optimizers, placement
 from tfmw.keras_compat.memory import new_tensor, view_of
-from tfmw.keras_compat.metrics import leaf_metrics, metric_variables
+from tfmw.keras_compat.metric_variables import leaf_metrics, metric_variables
 
 # Keras numbers generated names (dense, dense_1, ...) in the whole process, and derives other names
 # from them: sequential_1_dense_3_kernel_momentum.

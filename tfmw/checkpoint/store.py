@@ -47,7 +47,7 @@ import tensorflow as tf
 
 from tfmw import storage, tables
 from tfmw.checkpoint import tensor_files
-from tfmw.checkpoint.parts import Piece, SharedWrite
+from tfmw.checkpoint.sharded_backups import Piece, SharedWrite
 from tfmw.checkpoint.tensor_files import PREFIX, TABLES, SavedTensors
 from tfmw.errors import TfmwError, UsageError
 from tfmw.runtime import fence, file_lock

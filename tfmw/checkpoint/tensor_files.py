@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from tfmw import storage, tables
-from tfmw.checkpoint.parts import Piece, SharedWrite, save
+from tfmw.checkpoint.sharded_backups import Piece, SharedWrite, save
 
 PREFIX = "tensors"
 TABLES = "tables"

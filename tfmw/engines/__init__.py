@@ -1,7 +1,7 @@
 """The systems that run a call's workers: this machine, Ray, Slurm, Spark.
 
 Read `local.py` first: `tfmw.fit(..., workers=2)`, on this machine and, with `on=`, on an engine.
-`serialization.py` packs models.
+`pickling.py` packs models.
 
 Read `engine.py` next: what an engine is. `ray.py`, `slurm.py`, `spark.py` and `local_jobs.py` are
 engines; `folder.py` is what those with a shared folder have in common, `own_files.py` why what is

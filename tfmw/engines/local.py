@@ -4,7 +4,7 @@ A process that has run TensorFlow ops cannot join a cluster, and a notebook's ke
 some. So the model and the data are sent to new processes and trained there. Weights, optimizer
 state and History are copied back into the caller's objects.
 
-The model is sent with the classes and functions that a notebook defines (`serialization`), a
+The model is sent with the classes and functions that a notebook defines (`pickling`), a
 `tf.data.Dataset` as its graph, arrays and callables as they are. On this machine nothing is written
 to disk, and only children of this process receive it; with `on=` an engine carries it to the tasks.
 """
@@ -32,7 +32,7 @@ from tfmw.checkpoint import state
 from tfmw.checkpoint.store import BackupStore, Damaged
 from tfmw.cluster import membership
 from tfmw.data import reshuffles
-from tfmw.engines import agent, serialization, submit
+from tfmw.engines import agent, pickling, submit
 from tfmw.engines.engine import Engine
 from tfmw.engines.process_settings import ProcessSettings
 from tfmw.errors import Preempted, UsageError
@@ -215,18 +215,18 @@ def _train_on_engine(
 def _packed(fit: Callable[..., Any], sent: _FitCall) -> tuple[Any, ...]:
     """The arguments of `_train`."""
     large: list[pickle.PickleBuffer] = []
-    return fit, serialization.pack(sent, large), large
+    return fit, pickling.pack(sent, large), large
 
 
 def _train(fit: Callable[..., Any], packed: bytes, large: Sequence[Any]) -> dict[str, Any]:
     """In a worker: trains. The chief returns the values for the caller's objects."""
-    sent: _FitCall = serialization.unpack(packed, large)
+    sent: _FitCall = pickling.unpack(packed, large)
     sent.process.apply()
     settings = dict(sent.settings)
     if settings["backup_dir"] == _KEPT_BY_JOB:
         settings["backup_dir"] = os.environ[agent.BACKUPS]
     model = sent.model
-    model = serialization.settled(model) if isinstance(model, keras.Model) else model()
+    model = pickling.settled(model) if isinstance(model, keras.Model) else model()
     opened: dict[str, tf.data.Dataset] = {}
     history = fit(
         model,

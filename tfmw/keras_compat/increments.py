@@ -21,7 +21,7 @@ from tfmw.errors import UsageError
 from tfmw.keras_compat.differences import user_line
 from tfmw.keras_compat.graph import is_symbolic
 from tfmw.keras_compat.losses import ReplicaWeight, current_weight
-from tfmw.keras_compat.metrics import combination, increment, leaf_metrics
+from tfmw.keras_compat.metric_variables import combination, increment, leaf_metrics
 
 _collecting = threading.local()
 

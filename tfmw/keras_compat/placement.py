@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from tfmw.errors import UsageError
 from tfmw.keras_compat import freed
-from tfmw.keras_compat.metrics import metric_variables
+from tfmw.keras_compat.metric_variables import metric_variables
 from tfmw.keras_compat.models import (
     keep_message,
     layers_of,

@@ -13,8 +13,8 @@ from tfmw.checkpoint.backups import Backups
 from tfmw.errors import UsageError
 from tfmw.local_sgd.rounds import Rounds
 from tfmw.local_sgd.sync_settings import SyncSettings
-from tfmw.mirrored.driver import SyncDriver
-from tfmw.mirrored.training import MirroredTraining
+from tfmw.mirrored.sync_driver import SyncDriver
+from tfmw.mirrored.sync_training import MirroredTraining
 from tfmw.training.arguments import FitArguments
 from tfmw.training.fit_context import FitContext
 

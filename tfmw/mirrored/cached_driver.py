@@ -25,11 +25,12 @@ import tensorflow as tf
 
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
-from tfmw.keras_compat import datasets, metrics, models, placement
+from tfmw.keras_compat import datasets, models, placement
+from tfmw.keras_compat.metric_variables import leaf_metrics
 from tfmw.keras_compat.optimizers import optimizers_of, with_inner_optimizers
 from tfmw.mirrored.collectives import reduction
 from tfmw.mirrored.collectives.connection import ring_of
-from tfmw.mirrored.driver import SyncDriver
+from tfmw.mirrored.sync_driver import SyncDriver
 
 # Prefix of TensorFlow's own attributes, which neither Keras nor `serialization` saves.
 _KEPT = "_self_tfmw_kept"
@@ -65,7 +66,7 @@ class _Dependencies:
         variables = placement.all_variables(model)
         parts = [
             *models.layers_of(model),
-            *metrics.leaf_metrics(model),
+            *leaf_metrics(model),
             *(each for o in optimizers for each in with_inner_optimizers(o)),
             *variables,
         ]

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfmw.errors import UsageError
 from tfmw.keras_compat import increments, losses, models, objects, placement
-from tfmw.keras_compat.metrics import combination, leaf_metrics, metric_variables
+from tfmw.keras_compat.metric_variables import combination, leaf_metrics, metric_variables
 from tfmw.mirrored.replicas import Replicas, Traces
 
 

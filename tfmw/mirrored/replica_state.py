@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.keras_compat import models, placement
-from tfmw.keras_compat.metrics import metric_variables
+from tfmw.keras_compat.metric_variables import metric_variables
 from tfmw.mirrored.replicas import Replicas, Traces
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw.checkpoint.parts import SlotParts
+from tfmw.checkpoint.sharded_backups import SlotParts
 from tfmw.errors import UsageError
 from tfmw.keras_compat import optimizer_part
 from tfmw.keras_compat.freed import copies_of

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw.checkpoint.parts import SlotPart, SlotParts
+from tfmw.checkpoint.sharded_backups import SlotPart, SlotParts
 from tfmw.keras_compat import optimizer_part
 from tfmw.keras_compat.memory import new_tensor
 from tfmw.keras_compat.optimizer_part import OptimizerPart

@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.parameter_server import messages
+from tfmw.parameter_server import packed_tensors
 from tfmw.parameter_server.lookups import Fetched, LookupRequest, Plan
 from tfmw.parameter_server.updates import ServerUpdates, Update
 from tfmw.parameter_server.variables import ServerPack, ServerVariables
@@ -171,7 +171,7 @@ class Exchange:
         """With one server: what it answers, if anything, to these tensors in this message."""
         own = work.updates.get(where, [])
         packs = self._packs_of(where, pull)
-        specs = [messages.spec_of(tensor) for tensor in sent]
+        specs = [packed_tensors.spec_of(tensor) for tensor in sent]
         run = functools.partial(self._run, where, own, packs, asks, specs)
         with tf.device(server(where)):
             op = self._one_op(("exchange", where, bool(own), asks, pull), run)
@@ -194,7 +194,7 @@ class Exchange:
         Separate ops would each send the worker a message. Also, if a worker died between an update
         and its count, the update would be made again.
         """
-        arrived = iter(messages.unpack(message[0], specs) if message else [])
+        arrived = iter(packed_tensors.unpack(message[0], specs) if message else [])
         applied = False
         for optimizer, updates in work:
             made = [([next(arrived) for _ in tensors], update) for tensors, update in updates]
@@ -211,7 +211,7 @@ class Exchange:
         if asks:
             *_, ids = arrived
             answer += self._plan.answer(where, ids)
-        return messages.pack(answer) if answer else tf.constant(0)
+        return packed_tensors.pack(answer) if answer else tf.constant(0)
 
     def _flat(self, pack: ServerPack) -> tf.Tensor:
         """[elements of all variables], on their server."""
@@ -222,14 +222,14 @@ class Exchange:
 
 def _packed(sent: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor | None]:
     """A message to each server; None if there is nothing to say."""
-    return [messages.pack(tensors) if tensors else None for tensors in sent]
+    return [packed_tensors.pack(tensors) if tensors else None for tensors in sent]
 
 
 def _split(
     packs: Sequence[ServerPack], specs: Sequence[tf.TensorSpec], answer: tf.Tensor
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """(values of the variables of all packs, rows of each kind)."""
-    parts = messages.unpack(answer, specs)
+    parts = packed_tensors.unpack(answer, specs)
     flats, rows = parts[: len(packs)], parts[len(packs) :]
     values = [v for b, flat in zip(packs, flats, strict=True) for v in b.unpack(flat).values()]
     return values, rows

@@ -30,7 +30,7 @@ from tfmw.errors import UsageError
 from tfmw.keras_compat import models, objects, parameter_servers, table_variables
 from tfmw.layers import HashTableEmbedding
 from tfmw.layers.part import Part, bucket_of, counted
-from tfmw.parameter_server import messages
+from tfmw.parameter_server import packed_tensors
 from tfmw.parameter_server.lookups import RowTransfer
 from tfmw.parameter_server.variables import ServerVariables
 from tfmw.tables import VariableShard, server
@@ -102,7 +102,7 @@ class HashTables:
             step = functools.partial(part.answer, is_step, travels_as)
             with tf.device(server(part.server)):
                 answer = self._one_op((*key, part.number, is_step), step, waits=True)(message)
-            answers.append(messages.unpack(tf.identity(answer), specs))
+            answers.append(packed_tensors.unpack(tf.identity(answer), specs))
         rows, values = self._one_op((*key, "joined"), _joined)(answers, places, positions)
         return tf.cast(values, own_type), rows
 
@@ -161,14 +161,14 @@ class _ServerPart:
         """
 
         def run(message: tf.Tensor) -> tf.Tensor:
-            ids, counts, has_ids = messages.unpack(message, _SENT)
+            ids, counts, has_ids = packed_tensors.unpack(message, _SENT)
             with models.substituted(self._held):
                 if is_step:
                     self._part.step(ids, counts, has_ids > 0)
                 rows = self._part.rows(ids)
                 if not self.number:
                     rows = tf.concat([tf.zeros([1], tf.int64), rows], axis=0)
-                return messages.pack([rows, tf.cast(self._part.values(rows), dtype)])
+                return packed_tensors.pack([rows, tf.cast(self._part.values(rows), dtype)])
 
         # Within a part one thread runs all ops; only the turn is waited for.
         alone = parameter_servers.one_op(run, waits=False)
@@ -211,7 +211,7 @@ def _divided(
     own_counts = tf.dynamic_partition(counts, owners, number)
     places = tf.dynamic_partition(tf.range(tf.size(distinct)), owners, number)
     has_ids = tf.cast(tf.size(ids) > 0, tf.int64)
-    sent = [messages.pack([*of, has_ids]) for of in zip(own, own_counts, strict=True)]
+    sent = [packed_tensors.pack([*of, has_ids]) for of in zip(own, own_counts, strict=True)]
     return sent, places, positions
 
 

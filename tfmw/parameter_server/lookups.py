@@ -21,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmw.keras_compat import models, parameter_servers
-from tfmw.parameter_server import messages
+from tfmw.parameter_server import packed_tensors
 from tfmw.parameter_server.batch_ops import copied_ops, ops_between
 from tfmw.tables import MultiTableLookup, Route, VariableShard
 
@@ -105,7 +105,7 @@ class Plan:
     def specs(self, where: int) -> list[tf.TensorSpec]:
         """Of what a server answers."""
         first = [group.shards[where][0][1] for _, group in self._groups if where in group.shards]
-        specs = [messages.spec_of(shard.variable) for shard in first]
+        specs = [packed_tensors.spec_of(shard.variable) for shard in first]
         return [tf.TensorSpec(spec.shape, self._travel.sent_as(spec.dtype)) for spec in specs]
 
     def answer(self, where: int, sent: tf.Tensor) -> list[tf.Tensor]:

@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmw.keras_compat import parameter_servers
-from tfmw.parameter_server import messages
+from tfmw.parameter_server import packed_tensors
 from tfmw.parameter_server.exchange import Exchange, LookupReply, StepUpdates
 from tfmw.parameter_server.lookups import Fetched, LookupRequest
 from tfmw.parameter_server.updates import ReadOnlyScalar
@@ -100,7 +100,7 @@ class StepOp:
             (self._scalars, _of_asked(asked)),
         )
         # Replies have any length, those of the first step too.
-        more = tf.nest.map_structure(messages.spec_of, [_of_answers(a) for a in received])
+        more = tf.nest.map_structure(packed_tensors.spec_of, [_of_answers(a) for a in received])
         return parameter_servers.TracedOp(run, *specs, more)
 
     def _opened(

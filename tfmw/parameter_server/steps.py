@@ -39,7 +39,8 @@ import tensorflow as tf
 
 from tfmw import data
 from tfmw.errors import UsageError
-from tfmw.keras_compat import metrics, models, optimizers, parameter_servers
+from tfmw.keras_compat import models, optimizers, parameter_servers
+from tfmw.keras_compat.metric_variables import metric_variables, recorded_assignments
 from tfmw.parameter_server.exchange import Exchange, LookupReply, StepUpdates
 from tfmw.parameter_server.gradients import GradientsToServers, Grads, taking_gradients
 from tfmw.parameter_server.hash_tables import HashTables
@@ -91,7 +92,7 @@ class WorkerSteps:
     ):
         self.model = model
         self.server_variables = server_variables
-        self.metrics = metrics.metric_variables(model)
+        self.metrics = metric_variables(model)
         self.function = tf.function(self._many, autograph=False)
         self._name = f"{name}/{next(_models)}"
         self._assigned: list[Any] = []
@@ -349,7 +350,7 @@ class WorkerSteps:
                 enter = stack.enter_context
                 enter(optimizers.stable_variable_keys(optimizer, server_variables.trainable))
                 enter(taking_gradients(optimizer, update))
-            stack.enter_context(metrics.recorded_assignments(self._assigned))
+            stack.enter_context(recorded_assignments(self._assigned))
             stack.enter_context(parameter_servers.lookups_through(remote))
             stack.enter_context(models.substituted(pairs))
             stack.enter_context(self._hash_tables.on_servers())

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfmw.keras_compat import models, optimizers, parameter_servers
-from tfmw.parameter_server.shards import Rows
+from tfmw.parameter_server.sharded_gradients import Rows
 from tfmw.parameter_server.variables import ServerVariables, contains
 from tfmw.tables import VariableShard
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfmw.trackers import mlflow_run, wandb_run
-from tfmw.trackers.imports import when_imported
+from tfmw.trackers.import_hooks import when_imported
 from tfmw.trackers.rule import logs_to_tracker
 
 __all__ = ["RUN_ID", "active_runs", "adopt", "join", "logs_to_tracker"]

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
 from tfmw import data, strategies
-from tfmw.callbacks.progress import with_progress
+from tfmw.callbacks.progress_bar import with_progress
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
 from tfmw.errors import UsageError

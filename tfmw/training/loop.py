@@ -29,7 +29,7 @@ import tensorflow as tf
 from tfmw import callbacks as callbacks_lib
 from tfmw.checkpoint import state
 from tfmw.checkpoint.backups import Backups, PythonState
-from tfmw.checkpoint.parts import SlotParts
+from tfmw.checkpoint.sharded_backups import SlotParts
 from tfmw.cluster.group import Group
 from tfmw.keras_compat import models
 from tfmw.keras_compat.guards import saves_by_callbacks

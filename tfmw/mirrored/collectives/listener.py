@@ -31,7 +31,7 @@ import socket
 import time
 from typing import Any, TypedDict
 
-from tfmw.mirrored.collectives.links import (
+from tfmw.mirrored.collectives.ring_links import (
     MEMORY_BYTES,
     Receiver,
     Sender,

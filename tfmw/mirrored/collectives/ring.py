@@ -11,7 +11,7 @@ Each worker sends to the next one and receives from the one before it: 2 (N - 1)
 1/N-th of the array each (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters
 of Workstations, 2009). Received values are added and sent in small pieces, so a worker starts to
 send a sum before it has received all of it. The links use TCP, or memory that two workers of one
-machine share (links.py).
+machine share (ring_links.py).
 
 TensorFlow's own ring does the same over gRPC, where each message is allocated, zeroed and copied
 several times. It takes a multiple of the time (bench/ring.py measures both). Only arrays are sent
@@ -34,8 +34,8 @@ from typing import Any
 import numpy as np
 
 from tfmw.mirrored.collectives import listener
-from tfmw.mirrored.collectives.links import PIECE_BYTES, Receiver, Sender
 from tfmw.mirrored.collectives.parts import Cuts, OwnPart, even_cuts
+from tfmw.mirrored.collectives.ring_links import PIECE_BYTES, Receiver, Sender
 from tfmw.runtime import recorder
 
 Add = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]  # (a, b, out)

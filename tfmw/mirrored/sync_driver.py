@@ -33,7 +33,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw import tables
-from tfmw.checkpoint.parts import SlotParts
+from tfmw.checkpoint.sharded_backups import SlotParts
 from tfmw.data import Sharding, ShardSizes, first_rows, map_tensors
 from tfmw.data.sharding import WHOLE_BATCHES
 from tfmw.errors import UsageError
@@ -47,7 +47,7 @@ from tfmw.keras_compat import (
     optimizers,
     placement,
 )
-from tfmw.keras_compat.metrics import metric_variables, recorded_assignments
+from tfmw.keras_compat.metric_variables import metric_variables, recorded_assignments
 from tfmw.mirrored import prediction
 from tfmw.mirrored.agreement import agree, checksum
 from tfmw.mirrored.collectives.reduction import SUM, Reduction

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tfmw import storage
-from tfmw.checkpoint.parts import Piece, SharedWrite
+from tfmw.checkpoint.sharded_backups import Piece, SharedWrite
 from tfmw.checkpoint.store import BackupStore, verify
 
 SLOT: np.ndarray = np.arange(11, dtype="f")

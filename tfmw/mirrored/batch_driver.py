@@ -28,8 +28,8 @@ from tfmw.data.batches import rows_from, rows_of
 from tfmw.errors import UsageError
 from tfmw.keras_compat import placement
 from tfmw.keras_compat.memory import view_of
-from tfmw.mirrored.driver import SyncDriver
 from tfmw.mirrored.replicas import new_function
+from tfmw.mirrored.sync_driver import SyncDriver
 from tfmw.runtime.progress import blocking_call, report_alive, report_progress
 
 _training_steps = itertools.count(1)  # of all models of a loop

@@ -13,9 +13,9 @@ import tensorflow as tf
 from tfmw.cluster import servers as ps_cluster
 from tfmw.errors import UsageError
 from tfmw.keras_compat import models, placement
-from tfmw.keras_compat.metrics import metric_variables
+from tfmw.keras_compat.metric_variables import metric_variables
 from tfmw.parameter_server import worker_data
-from tfmw.parameter_server.driver import PsDriver
+from tfmw.parameter_server.coordinator import PsDriver
 from tfmw.runtime.step_times import StepTimes
 from tfmw.training.arguments import FitArguments
 from tfmw.training.fit_context import FitContext

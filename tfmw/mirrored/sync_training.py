@@ -10,11 +10,11 @@ from typing import Any
 
 from tfmw import callbacks as callbacks_lib
 from tfmw import tables
-from tfmw.checkpoint.parts import SlotParts
+from tfmw.checkpoint.sharded_backups import SlotParts
 from tfmw.cluster.group import Group
 from tfmw.keras_compat import optimizers
 from tfmw.mirrored.cached_driver import cached_driver
-from tfmw.mirrored.driver import SyncDriver
+from tfmw.mirrored.sync_driver import SyncDriver
 from tfmw.runtime import tracing
 from tfmw.runtime.step_times import StepTimes
 from tfmw.training.arguments import FitArguments

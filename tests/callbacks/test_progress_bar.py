@@ -21,7 +21,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.helpers.cluster import ROOT, examples_per_step, tfmw_command
-from tfmw.callbacks.progress import Bar, Lines, Throughput, with_progress
+from tfmw.callbacks.progress_bar import Bar, Lines, Throughput, with_progress
 from tfmw.launcher.failure import tail
 from tfmw.launcher.log_filter import without_notices
 from tfmw.launcher.output import Display
