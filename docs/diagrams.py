@@ -53,7 +53,7 @@ mermaid.render("{name}", {source}).then(
 
 def diagrams() -> list[str]:
     """The sources of all mermaid blocks of all pages."""
-    pages = [*DOCS.glob("*.md"), *DOCS.parent.glob("*.md")]
+    pages = [*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")]
     block = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)
     return [source for page in sorted(pages) for source in block.findall(page.read_text())]
 

@@ -114,6 +114,30 @@ def test_the_guides(tmp_path):
     assert (tmp_path / "build/model/saved_model.pb").exists()
 
 
+RECORDS = """
+import tfmw
+
+for number in range(2):
+    with tf.io.TFRecordWriter(f"train-{number}.tfrecord") as file:
+        for image, label in zip(x[number::2], y[number::2]):
+            features = {
+                "image": tf.train.Feature(float_list=tf.train.FloatList(value=image)),
+                "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[label])),
+            }
+            example = tf.train.Example(features=tf.train.Features(feature=features))
+            file.write(example.SerializeToString())
+model = make_model()
+"""
+
+
+def test_loading_data(tmp_path):
+    code = "\n".join(blocks("docs/howto/load-data.md"))
+    assert code.count("tfmw.fit(") == 4
+    assert "gs://bucket/" in code
+    check = "assert int(model.optimizer.iterations) == 4 * 2 * 4  # calls, epochs, batches of 64"
+    run(f"{READER}\n{RECORDS}\n{code.replace('gs://bucket/', '')}\n{check}\n", tmp_path)
+
+
 def migration() -> list[str]:
     """The code of all pages on migration."""
     pages = sorted((ROOT / "docs/howto/migrate").glob("*.md"))

@@ -1,0 +1,60 @@
+"""A newcomer's first questions: each is answered within two clicks from the README."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.cluster import ROOT
+
+QUESTIONS = {  # question: (page, words of the answer)
+    "How do I install it?": ("docs/start/install.md", "pip install ."),
+    "Which systems and versions does it need?": (
+        "docs/start/install.md",
+        "Linux, Python 3.11 to 3.13",
+    ),
+    "How do I change my script?": ("README.md", "history = tfmw.fit(model, dataset, epochs=5)"),
+    "Does it run on my two GPUs?": (
+        "docs/howto/gpus.md",
+        "one process, all GPUs of this machine",
+    ),
+    "How do I use two machines?": ("docs/start/two-machines.md", "tfmw run --hosts h0,h1 train.py"),
+    "My data is in TFRecords on a bucket.": (
+        "docs/howto/load-data.md",
+        "interleave(tf.data.TFRecordDataset",
+    ),
+    "How do I resume?": ("docs/howto/backups.md", "tfmw.fit(model, dataset, epochs=50, backup_dir"),
+    "What happens if a machine dies?": ("docs/howto/elastic-hosts.md", "--min-hosts"),
+    "What does it cost?": ("docs/explain/benchmarks.md", "Scaling costs"),
+    "Are the results those of one process?": ("docs/explain/equivalence.md", "Not equal, and why"),
+    "How do I run it on Slurm?": ("docs/howto/slurm.md", "sbatch"),
+    "I come from MultiWorkerMirroredStrategy.": (
+        "docs/howto/migrate/multi-worker-mirrored.md",
+        "strategy.scope()",
+    ),
+    "It hangs.": ("docs/howto/debug-hangs.md", "tfmw status"),
+    "How do I serve the model?": ("docs/howto/export.md", "tf.saved_model.load"),
+    "Is it safe on my network?": ("docs/explain/security-model.md", "no authentication"),
+}
+
+
+def links(page: Path) -> set[Path]:
+    """Pages of this repository that a page links to, itself included."""
+    targets = re.findall(r"\]\(([^)#\s:]+\.(?:md|ipynb))(?:#[^)\s]*)?\)", page.read_text())
+    return {page} | {(page.parent / target).resolve() for target in targets}
+
+
+def test_two_clicks_do_not_reach_everything():
+    """The test below can fail."""
+    assert ROOT / "docs/contribute/engines.md" not in links(ROOT / "README.md")
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_answer_is_within_two_clicks(question):
+    page, words = QUESTIONS[question]
+    first = links(ROOT / "README.md")
+    second = {goal for link in first if link.suffix == ".md" for goal in links(link)}
+    assert ROOT / page in second, page
+    assert words in (ROOT / page).read_text(), f"{page}: {words}"
