@@ -135,6 +135,7 @@ navigation = {
         "docs/explain/equivalence",
         "docs/explain/survey",
         "docs/explain/failure-model",
+        "docs/explain/leader-election",
         "docs/explain/security-model",
         "docs/explain/gradient-all-reduce",
         "docs/explain/benchmarks",

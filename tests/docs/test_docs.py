@@ -93,6 +93,26 @@ def test_tests_are_named_on_one_page():
     assert pages == {"CONTRIBUTING.md", "guarantee-tests.md"}
 
 
+def test_measurements_are_on_one_page():
+    """Figures and their commands are in Benchmarks; README has one figure."""
+    commands = r"`(?:sudo )?(?:python|tfmw run)[^`\n]* (?:-m )?bench[./ ]"
+    pages = {p.name for p in DOCUMENTS if re.search(commands, p.read_text())}
+    assert pages == {"README.md", "benchmarks.md"}
+
+
+VERBS = (
+    "Adapt|Answer|Back|Choose|Debug|Export|Fix|Handle|Install|Learn|Load|Migrate|Monitor|Read|"
+    "Restart|Run|Shard|Start|Submit|Track|Train|Troubleshoot|Tune|Use|Write"
+)
+
+
+def test_the_title_of_a_task_begins_with_a_verb():
+    pages = [p for folder in ("start", "howto") for p in (ROOT / "docs" / folder).rglob("*.md")]
+    titles = [p.read_text().partition("\n")[0].removeprefix("# ") for p in pages]
+    assert len(titles) > 40
+    assert not [title for title in titles if not re.match(rf"({VERBS}) ", title)]
+
+
 # ---- files and objects that documents name, layers ----------------------------------------------
 
 
