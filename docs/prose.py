@@ -1,4 +1,4 @@
-"""Rules of prose: `python docs/prose.py` checks all pages, README and public docstrings.
+"""Rules of prose: `python docs/prose.py` checks pages, public docstrings and tfmw's messages.
 
     docs/howto/gpus.md:12: 31 words in a sentence, at most 25: "..."
 
@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = 25
+GAP = "\N{HORIZONTAL ELLIPSIS}"  # a value that a message is given
 
 BANNED = {
     r"^(What|Who|Whose|Whoever|Whatever)\b[^?]*$": "begins with a noun clause: name the thing",
@@ -49,6 +50,26 @@ def docstrings() -> Iterator[tuple[Path, int, str]]:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in public:
                 yield path, node.lineno, ast.get_docstring(node) or ""
+
+
+SAYS = {"warn", "warning", "info", "error"}
+
+
+def messages() -> Iterator[tuple[Path, int, str]]:
+    """(file, line, text) of raised errors, warnings, log lines, and the help of options."""
+    for path in sorted((ROOT / "tfmw").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            given: list[ast.expr] = []
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                given = node.exc.args
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in SAYS:
+                given = node.args
+            elif isinstance(node, ast.keyword) and node.arg == "help":
+                given = [node.value]
+            for value in given:
+                parts = value.values if isinstance(value, ast.JoinedStr) else [value]
+                texts = [str(p.value) if isinstance(p, ast.Constant) else GAP for p in parts]
+                yield path, value.lineno, re.sub(r"%[\d.]*[sdrf]", GAP, "".join(texts))
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
@@ -109,6 +130,7 @@ def main() -> int:
     found = [(p, line, said) for p in pages() for line, said in faults(p.read_text())]
     for path, first, doc in docstrings():
         found += [(path, first + line, said) for line, said in faults(doc)]
+    found += [(path, n, said) for path, n, text in messages() for _, said in faults(text)]
     for path, line, said in found:
         print(f"{path.relative_to(ROOT)}:{line}: {said}")
     return 1 if found else 0

@@ -41,7 +41,8 @@ def test_no_fault(text):
     assert list(PROSE["faults"](text)) == []
 
 
-def test_all_pages_and_public_docstrings():
+def test_all_pages_public_docstrings_and_messages():
     assert len(PROSE["pages"]()) > 50
     assert len(list(PROSE["docstrings"]())) > 30
+    assert len(list(PROSE["messages"]())) > 300
     assert PROSE["main"]() == 0

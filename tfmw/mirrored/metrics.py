@@ -59,9 +59,9 @@ class ReplicaMetrics:
         how = combination(variable, value)
         if how is None:
             raise UsageError(
-                f"a metric updates its variable {variable.path!r} otherwise than by adding to it "
-                "(or taking a maximum or minimum), so the values of several replicas cannot be "
-                "combined: keep sums and counts in variables, and divide in result()."
+                f"a metric updates its variable {variable.path!r} neither by addition nor by a "
+                "maximum or minimum, so values of several replicas cannot be combined: keep sums "
+                "and counts in variables, and divide in result()."
             )
         if how != "unchanged":
             self._combined[id(variable)] = how

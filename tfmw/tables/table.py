@@ -120,7 +120,7 @@ class Table(parameter_servers.RemoteRows):
         if not self.may_be_whole:
             raise NeedsAllRows(
                 f"{self.path} is a table of {_size(self.bytes)} on {len(self.shards)} shards of "
-                f"parameter servers, and {what} it as a whole takes at least as much memory in one "
+                f"parameter servers; {what} it as a whole takes at least as much memory in one "
                 f"process, more than max_whole_bytes={self._most}: look up rows with "
                 "keras.ops.take(table, ids, axis=0); a layer, regularizer or callback that needs "
                 "all rows cannot be used with it, unless the memory is there and "

@@ -103,7 +103,7 @@ def continue_runs(training: str, module: ModuleType) -> None:
         run = found[0]
         self.update_run(run.info.run_id, status="RUNNING")
         held[run.info.run_id] = run.data.params
-        logger.info("MLflow: the run %s goes on", run.info.run_id)
+        logger.info("MLflow: the run %s continues", run.info.run_id)
         return self.get_run(run.info.run_id)
 
     @functools.wraps(log_param)
