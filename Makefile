@@ -6,7 +6,7 @@
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-updates test-fast test-hosts test-oldest test-keras survey bench package lint type docs diagrams notebooks clean
+.PHONY: help demo test test-thorough test-long test-updates test-fast test-hosts test-oldest test-keras survey bench package lint type docs diagrams notebooks clean
 
 SHELL := bash
 VENV  := .venv
@@ -25,7 +25,7 @@ WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
-	@echo "make test-long, make test-updates, make test-fast, make test-hosts, make test-oldest, make test-keras, make survey, make lint, make type,"
+	@echo "make test-thorough, make test-long, make test-updates, make test-fast, make test-hosts, make test-oldest, make test-keras, make survey, make lint, make type,"
 	@echo "make package, make notebooks, make diagrams, make clean"
 
 $(STAMP): pyproject.toml
@@ -65,15 +65,19 @@ MISSING := $(if $(LACKS),not ($(subst $(NOTHING) $(NOTHING),$(OR),$(LACKS))))
 # Files of tests at a time: two of them keep two cores busy.
 JOBS ?= 2
 
-PYTEST = $(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
+PYTEST = $(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 test: lint type docs
 	@$(if $(SLURM),,echo "$(NO_SLURM)")
 	@$(if $(ETCD),,echo "$(NO_ETCD)")
 	@$(if $(JAVA),,echo "$(NO_JAVA)")
-	@$(PYTEST) -m "not long$(if $(MISSING), and $(MISSING))"
+	@$(PYTEST) -m "not long and not thorough$(if $(MISSING), and $(MISSING))"
 
-# More cases of what make test has examples of: they take long, and rarely break.
+# More cases of the kinds that make test has examples of. CI runs them, too.
+test-thorough: $(DEV)
+	@$(PYTEST) -m "thorough and not long$(if $(MISSING), and $(MISSING))"
+
+# What takes long and rarely breaks.
 test-long: $(DEV)
 	@$(if $(NODEJS),,echo "$(NO_NODEJS)")
 	@$(PYTEST) -m "long$(if $(MISSING), and $(MISSING))"
@@ -109,7 +113,7 @@ survey: $(DEV)
 
 # Everything that takes no longer than a moment, and a few rows of the matrix.
 test-fast: $(DEV)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not multiprocess and not slow and not long"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not multiprocess and not slow and not thorough and not long"
 
 # Keras's own tests, run through tfmw: all of them, or as many as SAMPLE says, drawn anew for each
 # commit, or by the SEED that a run has printed.

@@ -35,6 +35,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_a_trace_of_a_run_that_was_killed(killed: Path) -> None:
     assert {path.name for path in (killed / "traces").iterdir()} == {"trace.json"}
     events = json.loads((killed / "traces/trace.json").read_text())["traceEvents"]

@@ -45,7 +45,11 @@ def scalars(folder):
     return found
 
 
-@pytest.fixture(scope="module", params=[0, 1], ids=["synchronous", "parameter servers"])
+@pytest.fixture(
+    scope="module",
+    params=[0, pytest.param(1, marks=pytest.mark.thorough)],
+    ids=["synchronous", "parameter servers"],
+)
 def run(request, tmp_path_factory):
     """A run with an evaluator that is given time for each backup."""
     folder = tmp_path_factory.mktemp("evaluator")
@@ -148,6 +152,7 @@ def test_best_backup_is_exported_and_backups_are_removed(run):
     assert not list(folder.glob("step_*"))
 
 
+@pytest.mark.thorough
 def test_killed_evaluator_resumes(tmp_path):
     """It alone is killed, and alone started again."""
     arguments = [tmp_path, "--wait"]
@@ -186,6 +191,7 @@ def trained(folder: Path) -> None:
     tfmw.fit(small_model(3.0), x, x, epochs=1, verbose=0, callbacks=[callback])
 
 
+@pytest.mark.thorough
 def test_evaluator_killed_before_an_export_exports_after_its_restart(tmp_path, monkeypatch):
     trained(tmp_path)
     module: Any = evaluator
@@ -202,6 +208,7 @@ def test_evaluator_killed_before_an_export_exports_after_its_restart(tmp_path, m
     assert verify(tmp_path / "best") == []
 
 
+@pytest.mark.thorough
 def test_backups_are_kept_for_a_restarted_evaluator(tmp_path, monkeypatch):
     at_end: list[Callable[[], Any]] = []
     monkeypatch.setattr(membership, "on_success", at_end.append)
@@ -223,6 +230,7 @@ def test_backups_are_kept_for_a_restarted_evaluator(tmp_path, monkeypatch):
     assert not store.has_evaluator()
 
 
+@pytest.mark.thorough
 def test_backups_are_kept_for_an_evaluator_that_starts_after_the_training(tmp_path, monkeypatch):
     at_end: list[Callable[[], Any]] = []
     monkeypatch.setattr(membership, "on_success", at_end.append)

@@ -116,6 +116,7 @@ def test_rows_01_and_02_a_worker_then_the_chief_killed_in_a_step(undisturbed, tm
     assert [worker["attempt"] for worker in done.workers] == [2, 2]
 
 
+@pytest.mark.thorough
 def test_follow_up_errors_of_a_lost_worker_are_only_in_the_log(tmp_path):
     # Without a restart that waits for it, the survivor has the time to speak before it leaves. It
     # waits in a collective then: what is between this step and the next needs nobody else.
@@ -151,6 +152,7 @@ def test_row_13_one_task_is_preempted_then_the_launcher(undisturbed, tmp_path):
     assert_same(train(tmp_path, lambda *_: None), undisturbed)
 
 
+@pytest.mark.thorough
 def test_row_13_preempted_in_a_validation(undisturbed, tmp_path):
     # In the first epoch, then in the last: each validation begins again, no step is made again.
     arguments = ["--die", "1:validation:1:term,0:validation:2,0:validation:7:term"]
@@ -163,12 +165,14 @@ def test_row_13_preempted_in_a_validation(undisturbed, tmp_path):
     assert done.output.count("[worker 0] validation begins") == EPOCHS + 3
 
 
+@pytest.mark.thorough
 def test_run_preempted_after_the_last_epoch_is_complete(undisturbed, tmp_path):
     done = train(tmp_path, lambda *_: None, arguments=[f"--die=1:epoch:{EPOCHS}:term"])
     assert "dies in epoch" in done.output
     assert_same(done, undisturbed)
 
 
+@pytest.mark.thorough
 def test_a_validation_and_an_export_that_are_longer_than_the_hang_timeout(undisturbed, tmp_path):
     export = tmp_path / "export"
     arguments = ["--epochs=1", "--validation_pause=2", "--hold=7", "--die=0:export:1:hold"]
@@ -239,6 +243,7 @@ SYNC = {
 """Exchanges of epochs of 12 steps begin after steps 1, 4, 6, 9, 11, and end one step later."""
 
 
+@pytest.mark.thorough
 def test_workers_killed_between_and_in_rounds_of_local_sgd(tmp_path):
     sync = [f"--sync={json.dumps(SYNC)}"]
     for folder in ("undisturbed", "killed"):
@@ -256,6 +261,7 @@ def test_workers_killed_between_and_in_rounds_of_local_sgd(tmp_path):
     assert done.restarts == 4
 
 
+@pytest.mark.thorough
 def test_local_sgd_goes_on_with_another_number_of_workers(tmp_path):
     sync = [f"--sync={json.dumps(SYNC)}"]
     left = train(tmp_path, lambda *_: None, arguments=[*sync, "--die=1:step:6:term"])

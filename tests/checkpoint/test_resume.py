@@ -25,10 +25,10 @@ pytestmark = pytest.mark.multiprocess
 # Every kind of data, model state and callback: a run that was interrupted in the middle of an epoch
 # beside the same run undisturbed. On two processes those in which two differ from one.
 ALONE = [
-    "shuffled", "mapped_at_random", "arrays_shuffled", "py_dataset", "py_dataset_of_threads",
-    "python_generator", "tfrecords", "gradient_accumulation", "loss_scale", "steps_made_again",
-    "no_backup_yet",
+    "shuffled", "mapped_at_random", "arrays_shuffled", "py_dataset", "loss_scale",
+    "steps_made_again", "no_backup_yet",
 ]  # fmt: skip
+ALONE_TOO = ["py_dataset_of_threads", "python_generator", "tfrecords", "gradient_accumulation"]
 ALONE_LONG = [
     "at_the_end_of_an_epoch", "repeated_with_steps", "repeated_after_batch",
     "passes_longer_than_epochs", "arrays_with_all_arguments", "class_weight_of_a_dataset",
@@ -36,23 +36,25 @@ ALONE_LONG = [
     "layers_with_state", "moving_averages_of_weights", "several_optimizers", "callbacks",
     "schedule_that_goes_on_from_its_last_rate", "steps_made_again_in_arrays",
 ]  # fmt: skip
-TOGETHER = [
-    "mapped_at_random", "arrays_shuffled", "py_dataset", "of_input_context", "layers_with_state",
-    "averages_of_replicas_between_steps", "callbacks",
-]  # fmt: skip
+TOGETHER = ["mapped_at_random", "arrays_shuffled", "py_dataset", "of_input_context"]
+TOGETHER_TOO = ["layers_with_state", "averages_of_replicas_between_steps", "callbacks"]
 TOGETHER_LONG = ["repeated_with_steps", "filtered", "several_optimizers"]
 
 
-def long(names: list[str]) -> list[Any]:
-    """Parameters of tests that `make test-long` runs."""
-    return [pytest.param(name, marks=pytest.mark.long) for name in names]
+def cases(some: list[str], more: list[str], most: list[str]) -> list[Any]:
+    """Parameters of a test for `make test`, `make test-thorough` and `make test-long`."""
+    return [
+        *some,
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in more),
+        *(pytest.param(name, marks=pytest.mark.long) for name in most),
+    ]
 
 
 def chosen(request: pytest.FixtureRequest, test: str, always: list[str]) -> list[str]:
     """The scenarios that the chosen cases of a test need, and others."""
     items: list[Any] = request.session.items
-    cases = [item for item in items if item.name.startswith(f"{test}[")]
-    return sorted({*always, *(case.callspec.params["name"] for case in cases)})
+    found = [item for item in items if item.name.startswith(f"{test}[")]
+    return sorted({*always, *(item.callspec.params["name"] for item in found)})
 
 
 COUNTED = ["mapped_at_random", "arrays_shuffled", "py_dataset"]
@@ -88,12 +90,12 @@ def assert_equal_to_the_undisturbed_run(result: dict[str, Any]) -> None:
     assert resumed["epoch"] == list(range(len(resumed["epoch"])))
 
 
-@pytest.mark.parametrize("name", [*ALONE, *long(ALONE_LONG)])
+@pytest.mark.parametrize("name", cases(ALONE, ALONE_TOO, ALONE_LONG))
 def test_one_process_resumes_bit_for_bit(alone, name):
     assert_equal_to_the_undisturbed_run(alone[0][name])
 
 
-@pytest.mark.parametrize("name", [*TOGETHER, *long(TOGETHER_LONG)])
+@pytest.mark.parametrize("name", cases(TOGETHER, TOGETHER_TOO, TOGETHER_LONG))
 def test_two_processes_resume_bit_for_bit(together, name):
     for worker in together:
         assert_equal_to_the_undisturbed_run(worker[name])

@@ -14,7 +14,7 @@ def line_of(text: str) -> int:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("collectives", ["auto", "ring"])
+@pytest.mark.parametrize("collectives", ["auto", pytest.param("ring", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("what", "call", "line"),
     [("evaluate", "evaluate", "# only here"), ("exit", "fit", "callbacks=callbacks")],

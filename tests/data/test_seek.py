@@ -74,7 +74,7 @@ def _passes(dataset: tf.data.Dataset, position: int, seeks: bool) -> list[Any]:
 
 
 @given(st.sampled_from(sorted(SOURCES)), st.lists(STEP, max_size=5), st.integers(1, 70))
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 def test_a_pipeline_from_an_element_on(
     source: str, steps: list[tuple[str, int]], position: int
 ) -> None:

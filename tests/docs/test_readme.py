@@ -165,6 +165,7 @@ def test_blocks_for_parameter_servers_are_collected():
 
 
 @pytest.mark.parametrize("code", ON_SERVERS, ids=["tutorial", "tf1"])
+@pytest.mark.thorough
 def test_migration_from_parameter_server_scripts(tmp_path, code):
     (tmp_path / "train.py").write_text(f"{READER}\n{code}\nprint('all is done')\n")
     command = ["run", "--workers", "2", "--ps", "1", "train.py"]

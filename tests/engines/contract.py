@@ -181,6 +181,7 @@ class Contract:
         env = {**PLAIN, **options.pop("env", {})}
         return tfmw.submit(fn, args, 2, on=engine, env=env, **options)
 
+    @pytest.mark.thorough
     def test_two_jobs_at_once_one_of_a_process_that_died(
         self, engine: Engine, tmp_path: Path
     ) -> None:
@@ -229,6 +230,7 @@ class Contract:
         assert "tfmw: restart 1 of 1 in 1 s: worker 1 on " in job.logs()
         job.forget()
 
+    @pytest.mark.thorough
     def test_lost_host_of_a_task_costs_nothing(self, engine: Engine, tmp_path: Path) -> None:
         """The job goes on from the newest backup, which it keeps itself."""
         job = self.submit(engine, saves_and_waits, str(tmp_path), max_restarts=1)
@@ -260,6 +262,7 @@ class Contract:
         assert job.details()["attempt"] == 0, "no restart mends it"
         job.forget()
 
+    @pytest.mark.thorough
     def test_cancelled_job_leaves_nothing(self, engine: Engine, tmp_path: Path) -> None:
         mark = uuid.uuid4().hex
         job = self.submit(engine, runs_forever, str(tmp_path), env={MARK: mark})

@@ -242,6 +242,7 @@ def test_workers_go_on_from_the_random_state_of_the_caller(monkeypatch):
         (signal.SIGTERM, ("without",), "SystemExit(143)"),
     ],
 )
+@pytest.mark.thorough
 def test_a_signal_ends_the_workers_and_keeps_their_weights(number, arguments, said):
     process = subprocess.Popen(
         [sys.executable, PROGRAMS / "interrupted_fit.py", *arguments],

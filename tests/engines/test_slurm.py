@@ -88,6 +88,7 @@ class TestSlurm(FromAShell, Contract):
         job.cancel()
         wait_for(lambda: not slurm.run("squeue", "--noheader").stdout.strip())
 
+    @pytest.mark.thorough
     def test_job_is_queued_again_once_its_tasks_have_saved_their_state(
         self, slurm: OneMachine, engine: Slurm, tmp_path: Path
     ) -> None:

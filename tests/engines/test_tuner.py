@@ -61,6 +61,7 @@ def searched(workers: int | None, folder: Path, **options: Any) -> keras_tuner.T
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of KerasTuner and h5py
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_trials_have_the_scores_and_the_weights_of_one_process(tmp_path, monkeypatch, capfd):
     for name, value in ONE_THREAD.items():
         monkeypatch.setenv(name, value)

@@ -129,6 +129,7 @@ def cables(request: pytest.FixtureRequest) -> Iterator[Loopback | Namespaces | i
     indirect=["cables"],
     ids=[victim for victim, _ in CASES],
 )
+@pytest.mark.thorough
 def test_whatever_dies_whenever(cables, victim, phases, undisturbed, tmp_path):
     export, file = tmp_path / "export", tmp_path / "hold"
     flags = ["--backup_dir", str(tmp_path / "backup"), "--export_dir", str(export)]

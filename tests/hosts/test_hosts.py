@@ -159,6 +159,7 @@ def test_hosts_with_several_workers_each(tmp_path, monkeypatch):
 
 
 @pytest.mark.etcd
+@pytest.mark.thorough
 def test_with_etcd_the_host_that_leads_dies_and_comes_back(tmp_path):
     epochs, go = 8, tmp_path / "go"
     flags = [f"--backup_dir={tmp_path}/backup", f"--epochs={epochs}", "--pause=0.7", f"--go={go}"]

@@ -144,6 +144,7 @@ def trains(*cables: Any, phases: str, options: list[str]) -> Callable[[Test], Te
 
 
 @trains("killed", CUT, phases="both,any,any,one,both", options=["--ps=1"])
+@pytest.mark.thorough
 def test_a_host_with_a_worker_only_is_lost_alone(training):
     hosts, program = training
     leader = program.until_a_backup()

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.helpers import cluster
 from tfmw.launcher.run import compute_with_onednn
 
@@ -18,6 +20,7 @@ SAMPLE = (
 )
 
 
+@pytest.mark.thorough
 def test_no_silent_difference_in_a_sample() -> None:
     environ = {**os.environ, **cluster.ONE_THREAD, "PYTHONPATH": cluster.PYTHONPATH}
     environ["TF_CPP_MIN_LOG_LEVEL"] = "3"

@@ -620,6 +620,7 @@ class TestFunctions:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_fork_server_is_kept_for_the_next_run():
     def kept(**env: str) -> list[int]:
         tfmw.launch(launch_functions.rank_and, [1], 2, env=ONE_THREAD | env, stdout=io.StringIO())

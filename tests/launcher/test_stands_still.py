@@ -131,6 +131,7 @@ def test_a_worker_on_a_slow_core(tmp_path: Path, runtime: None) -> None:
         assert line_of(text, "is the slowest").startswith("worker 1 is")
 
 
+@pytest.mark.thorough
 def test_a_worker_that_does_not_enter_an_exchange(tmp_path: Path, runtime: None) -> None:
     with started(tmp_path, "skips", "--hang-timeout", "6") as run:
         text = until(lambda text: "never entered" in text, run)

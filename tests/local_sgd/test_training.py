@@ -27,7 +27,7 @@ def devices() -> list[Any]:
     return list(run_cluster("local_sgd.py", "--devices", workers=1, timeout_s=280))
 
 
-@pytest.fixture(params=["workers", "devices"])
+@pytest.fixture(params=["workers", pytest.param("devices", marks=pytest.mark.thorough)])
 def tasks(request: pytest.FixtureRequest) -> list[Any]:
     found: list[Any] = request.getfixturevalue(request.param)
     return found

@@ -63,8 +63,9 @@ class Row:
             and everything else need only be finite and the same on every worker.
         equal: prefixes of result names that must be equal to one process.
         core: in the small set that runs on the oldest supported versions.
-        fast: of the core, in the smaller set that `make test-fast` runs, and `make test` on three
-            processes and on two of two devices.
+        fast: of the core, in the smaller set that `make test-fast` runs, and `make test` on two and
+            three processes.
+        too: `make test` leaves it to `make test-thorough`, as it has rows of the same kind.
         long: takes so long that only `make test-long` runs it.
         warns: part of a warning that tfmw must give on several replicas. Of a row without one, it
             must not warn that results differ.
@@ -80,6 +81,7 @@ class Row:
     equal: tuple[str, ...] = ("",)
     core: bool = False
     fast: bool = False
+    too: bool = False
     long: bool = False
     warns: str = ""
     only: tuple[str, ...] = ()

@@ -1,9 +1,9 @@
 """Every cell of the matrix: tfmw on several replicas against Keras in one process.
 
 A test is one cell. Of a column, those rows run whose cells were asked for (`-k AdamW`), all in one
-launch. `make test` runs nearly every row on two processes, the core of the rows on two virtual
-devices, and a few on everything else, which are those of `make test-fast` on two virtual devices;
-`make test-long` runs the rest.
+launch. `make test` runs the core of the rows on two virtual devices, most others on two processes,
+and on two and three processes those of the core that `make test-fast` runs; `make test-thorough`
+runs every row on two processes, and `make test-long` the rest.
 """
 
 from __future__ import annotations
@@ -71,12 +71,26 @@ COLUMN_OF = {
 pytestmark = pytest.mark.timeout(1800)  # a column is one launch, in the fixture of its first cell
 
 
-def _cells(names: list[str], often: Callable[[Row], bool], otherwise: pytest.MarkDecorator) -> Any:
-    """Rows, of which those that do not run often are marked."""
-    return [pytest.param(n, marks=[] if often(ROWS[n]) else [otherwise]) for n in names]
+def _cells(names: list[str], mark: Callable[[Row], str]) -> list[Any]:
+    """Rows with their marks, which say what runs them beside `make test`."""
+    marks = {name: mark(ROWS[name]) for name in names}
+    return [pytest.param(n, marks=[getattr(pytest.mark, m)] if m else []) for n, m in marks.items()]
 
 
-CORE_CELLS = _cells(CORE, lambda row: row.fast, pytest.mark.slow)
+def _two(row: Row) -> str:
+    return "long" if row.long else "thorough" if row.too or (row.core and not row.fast) else ""
+
+
+def _two_by_two(row: Row) -> str:
+    if row.name in ("batches that replicas do not divide", "BatchNormalization, synchronized"):
+        return ""
+    return "thorough" if row.fast else "long"
+
+
+CORE_CELLS = _cells(CORE, lambda row: "" if row.fast else "slow")
+TWO_CELLS = _cells(CLUSTERS["two"][2], _two)
+THREE_CELLS = _cells(CORE, lambda row: "" if row.fast else "long")
+TWO_BY_TWO_CELLS = _cells(CORE, _two_by_two)
 
 
 @pytest.fixture(scope="session")
@@ -212,9 +226,7 @@ def test_two_devices_rest(name: str, folder: Path, rest: dict[str, Any]) -> None
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "name", _cells(CLUSTERS["two"][2], lambda row: not row.long, pytest.mark.long)
-)
+@pytest.mark.parametrize("name", TWO_CELLS)
 def test_two_processes(name: str, folder: Path, two: list[dict[str, Any]]) -> None:
     _check(folder, "two", ROWS[name], two)
 
@@ -229,13 +241,13 @@ def test_two_processes_that_share_the_update(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", _cells(CORE, lambda row: row.fast, pytest.mark.long))
+@pytest.mark.parametrize("name", THREE_CELLS)
 def test_three_processes(name: str, folder: Path, three: list[dict[str, Any]]) -> None:
     _check(folder, "three", ROWS[name], three)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", _cells(CORE, lambda row: row.fast, pytest.mark.long))
+@pytest.mark.parametrize("name", TWO_BY_TWO_CELLS)
 def test_two_processes_of_two_devices(
     name: str, folder: Path, two_by_two: list[dict[str, Any]]
 ) -> None:

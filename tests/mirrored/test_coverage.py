@@ -91,6 +91,7 @@ def test_predictions_are_complete_and_in_order_on_every_task(run: ClusterRun) ->
         assert all(task["predictions"].values()), task["predictions"]
 
 
+@pytest.mark.thorough
 def test_seed_makes_runs_equal_bit_for_bit() -> None:
     first, second = (run_cluster("coverage.py", "seeded") for _ in range(2))
     hashes = {task["seeded"] for r in (first, second) for task in r}

@@ -633,6 +633,7 @@ class TestTraining:
         ("break", "Error reported from .*ValueError: told to break", ()),
     ],
 )
+@pytest.mark.thorough
 def test_lost_worker_is_detected_without_a_launcher(tmp_path, end, error, how):
     (tmp_path / "cut").touch()
     arguments = [tmp_path / "backups", tmp_path / "cut", *how]

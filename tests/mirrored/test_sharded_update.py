@@ -109,6 +109,7 @@ def test_each_worker_updates_all_where_an_optimizer_must_see_all(
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_three_workers_share_it_to_the_last_bit(three: Any) -> None:
     plain, shared = _same(three, "Adam | on")
     assert shared["update"] == "sharded over 3 workers"
@@ -116,6 +117,7 @@ def test_three_workers_share_it_to_the_last_bit(three: Any) -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_three_workers_share_whole_variables(three: Any) -> None:
     plain, shared = _same(three, "Lamb | off")
     assert shared["update"] == "sharded over 3 workers"

@@ -142,16 +142,19 @@ def test_first_fit() -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_many_workers() -> None:
     run("many_workers")
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_surviving_a_crash() -> None:
     run("surviving_a_crash")
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_parameter_servers() -> None:
     run("parameter_servers")
 

@@ -13,6 +13,7 @@ CASES += ["retrieval, Adam", "retrieval, Adagrad"]
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_two_workers_train_them(run_cluster):
     found = run_cluster("ps_recommenders.py", workers=2, ps=2, timeout_s=250).chief
     for name in ("dcn, Adagrad", "retrieval, Adagrad"):

@@ -158,6 +158,7 @@ class TestDividedVariables:
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(700)
+@pytest.mark.thorough
 def test_servers_back_tables_up_and_restore_them_on_another_number(run_cluster, tmp_path):
     backups = tmp_path / "backups"
 
@@ -238,6 +239,7 @@ class TestSynchronousUpdates:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_run_resumed_inside_an_epoch_has_metrics_of_the_whole_epoch(run_cluster, tmp_path):
     backup = f"--backup={tmp_path / 'backups'}"
     run_cluster("ps_resume.py", backup, "--leave", workers=1, ps=1, status=75)

@@ -1,4 +1,4 @@
-"""What Keras's own tests found: `as_keras.py devices|workers FOLDER [SCENARIO...]`.
+"""What Keras's own tests found: `as_keras.py devices|workers FOLDER SCENARIO...`.
 
 Each scenario runs with Keras's own methods in one process and with tfmw on two virtual devices, or
 with tfmw on this worker. A scenario returns numbers that must be equal.
@@ -803,10 +803,10 @@ SCENARIOS: list[Callable[[Any], Any]] = [
 ]
 
 
-def results(trainer: Any) -> dict[str, Any]:
+def results(trainer: Any, names: list[str]) -> dict[str, Any]:
     out = {}
     for scenario in SCENARIOS:
-        if sys.argv[3:] and scenario.__name__ not in sys.argv[3:]:
+        if scenario.__name__ not in names:
             continue
         keras.backend.clear_session()
         keras.utils.set_random_seed(1)
@@ -819,10 +819,14 @@ def results(trainer: Any) -> dict[str, Any]:
     return out
 
 
-if where == "devices":
+names = sys.argv[3:]
+if where == "devices":  # after "by Keras alone" those that are compared with workers only
+    split = names.index("by Keras alone")
     virtual_devices(2)
     mirrored = tfmw.strategies.mirrored(["CPU:0", "CPU:1"])
-    _result.write({"keras": results(Keras()), "tfmw": results(Tfmw(mirrored))})
+    _result.write(
+        {"keras": results(Keras(), names), "tfmw": results(Tfmw(mirrored), names[:split])}
+    )
 else:
     tfmw.init()
-    _result.write(results(Tfmw("auto")))
+    _result.write(results(Tfmw("auto"), names))

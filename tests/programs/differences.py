@@ -775,31 +775,48 @@ def pairs_in_a_metric_function() -> keras.Model:
     return model
 
 
-EQUAL = [
-    *(vae, vq_vae, real_nvp, siamese, gan, wgan_gp, deep_fm, distillation, added_losses),
-    *(gradient_centralization, mixup, sum_by_hand, loss_in_a_function, recurrent),
-    *(normalized_batches, contrastive, conditional_gan, cycle_gan, transformer, speech),
-    *(masked_language_model, detection),
+EQUAL = [vae, gan, wgan_gp, added_losses, sum_by_hand, transformer, masked_language_model]
+EQUAL_TOO = [
+    *(vq_vae, real_nvp, siamese, deep_fm, distillation, gradient_centralization, mixup),
+    *(loss_in_a_function, recurrent, normalized_batches, contrastive, conditional_gan, cycle_gan),
+    *(speech, detection),
 ]
-STATIC = [
-    *((noisy, BATCH), (noisy_penalties, BATCH), (noise_of_batches, BATCH)),
-    *((counters, BATCH), (counters, 2), (gan, BATCH), (sum_by_hand, BATCH)),
+STATIC = [(noisy, BATCH), (counters, BATCH), (counters, 2)]
+STATIC_TOO = [
+    (noisy_penalties, BATCH),
+    (noise_of_batches, BATCH),
+    (gan, BATCH),
+    (sum_by_hand, BATCH),
 ]
 DIFFERENT = [
     (simclr, SimCLR, "the loss of train_step compares the examples"),
+    (two_tower, TwoTower, "the loss categorical_crossentropy compares the examples"),
+    (mean_of_some, Masked, "the loss of train_step is neither a sum nor a mean"),
+    (clipped_by_hand, Clipped, "the gradient of .* is neither a sum nor a mean"),
+    (pairs_in_a_metric, Hits, "the metric hits has one value for each pair"),
+]
+DIFFERENT_TOO = [
     (nt_xent, NTXent, "the loss of train_step compares the examples"),
     (nnclr, NNCLR, "the loss of train_step compares the examples"),
-    (two_tower, TwoTower, "the loss categorical_crossentropy compares the examples"),
     (negatives_in_a_loss, flipped_negatives, "the loss flipped_negatives compares the examples"),
     (mmd_layer, MMD, "the loss compares the examples"),
     (mixup_in_the_step, MixedUp, "the loss of train_step compares the examples"),
     (normalized_by_hand, Standardized, "the loss sparse_categorical_crossentropy "),
     (root_of_a_mean, Rooted, "the loss of train_step is neither a sum nor a mean"),
-    (mean_of_some, Masked, "the loss of train_step is neither a sum nor a mean"),
-    (clipped_by_hand, Clipped, "the gradient of .* is neither a sum nor a mean"),
-    (pairs_in_a_metric, Hits, "the metric hits has one value for each pair"),
     (pairs_in_a_metric_function, errors, "the metric errors has one value for each pair"),
 ]
+
+
+def cases(some: list[Any], more: list[Any]) -> list[Any]:
+    """Parameters of a test, named by their first part: the second ones run in `test-thorough`."""
+    return [
+        pytest.param(
+            *parts, id="-".join(getattr(p, "__name__", str(p)) for p in parts[:2]), marks=marks
+        )
+        for which, marks in ((some, []), (more, [pytest.mark.thorough]))
+        for case in which
+        for parts in [case if isinstance(case, tuple) else (case,)]
+    ]
 
 
 def trained(
@@ -829,7 +846,7 @@ def is_equal(a: list[Any], b: list[Any]) -> bool:
     return all(np.allclose(x, y, rtol=1e-3, atol=1e-4) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("make", EQUAL, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", cases(EQUAL, EQUAL_TOO))
 def test_equal_to_one_process_without_a_word(make: Any, two_replicas: Any) -> None:
     expected, _ = trained(make, None)
     got, said = trained(make, two_replicas)
@@ -837,7 +854,7 @@ def test_equal_to_one_process_without_a_word(make: Any, two_replicas: Any) -> No
     assert is_equal(got, expected)
 
 
-@pytest.mark.parametrize(("make", "size"), STATIC)
+@pytest.mark.parametrize(("make", "size"), cases(STATIC, STATIC_TOO))
 def test_equal_where_the_size_of_batches_is_known(make: Any, size: int, two_replicas: Any) -> None:
     expected, _ = trained(make, None, size)
     got, said = trained(make, two_replicas, size)
@@ -845,9 +862,7 @@ def test_equal_where_the_size_of_batches_is_known(make: Any, size: int, two_repl
     assert is_equal(got, expected)
 
 
-@pytest.mark.parametrize(
-    ("make", "where", "words"), DIFFERENT, ids=[make.__name__ for make, *_ in DIFFERENT]
-)
+@pytest.mark.parametrize(("make", "where", "words"), cases(DIFFERENT, DIFFERENT_TOO))
 def test_different_and_named_with_the_line(
     make: Any, where: Any, words: str, two_replicas: Any
 ) -> None:

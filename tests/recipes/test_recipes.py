@@ -66,6 +66,7 @@ def digits(text, what):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_recipe_without_flags_learns_and_exports(environ, tmp_path):
     command = [DIGITS, f"--export_dir={tmp_path / 'model'}"]
     ((status, out, err),) = finish([start(command, environ, cwd=tmp_path)])
@@ -116,7 +117,9 @@ def by_tf_config(environ, index, hosts):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("start_task", [by_hand, by_tf_config])
+@pytest.mark.parametrize(
+    "start_task", [by_hand, pytest.param(by_tf_config, marks=pytest.mark.thorough)]
+)
 def test_two_terminals(environ, start_task):
     hosts = free_addresses(2)
     tasks = finish([start_task(environ, index, hosts) for index in range(2)])
@@ -137,6 +140,7 @@ def test_mnist_on_two_workers_on_mock_data(run_cluster, tmp_path):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_images_text_and_features_on_two_workers(run_cluster, tmp_path, monkeypatch):
     """They learn, and their exports take files' pixels, sentences and columns as they are."""
     monkeypatch.chdir(tmp_path)  # digits become files there

@@ -17,6 +17,7 @@ from tfmw.export import verify
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_two_actors_train(tmp_path: Path) -> None:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "TF_CONFIG"))}
     environ |= {**ONE_THREAD, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}

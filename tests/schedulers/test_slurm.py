@@ -62,6 +62,7 @@ def test_a_check_that_fails_ends_the_job(slurm: OneMachine, tmp_path: Path) -> N
     assert "accuracy" not in text
 
 
+@pytest.mark.thorough
 def test_preempted_job_is_requeued(slurm: OneMachine, tmp_path: Path) -> None:
     """The script checks the cluster and trains; the signal that Slurm sends before the time limit
     has both tasks back up, and the job is queued again and goes on."""

@@ -29,6 +29,7 @@ def test_report_names_the_bound_and_the_remedy():
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_the_command_on_two_workers(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import os, time, keras, numpy as np, tensorflow as tf\n"

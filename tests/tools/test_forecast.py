@@ -122,6 +122,7 @@ def test_report_has_the_steps_of_more_workers():
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_a_forecast_from_two_workers(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import keras, numpy as np, tensorflow as tf\n"

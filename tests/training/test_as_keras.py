@@ -97,44 +97,64 @@ def test_a_pydataset_without_a_length_is_shuffled() -> None:
     assert len(history.epoch) == 2
 
 
+# Those of the first on two workers, and of some of them on two devices, too; `make test-thorough`
+# has the rest.
 SCENARIOS = [
-    "a_trained_layer",
-    "sparse_inputs",
     "ragged_inputs",
-    "inputs_that_are_none",
     "predictions_without_one_shape",
     "batches_of_several_shapes",
-    "read_by_threads",
-    "limits",
-    "validation_begins_anew",
     "orders_of_several_calls",
-    "orders_where_epochs_end_within_passes",
-    "orders_of_seeds_that_set_seed_gives",
-    "halves_of_one_order",
     "random_numbers_after_a_run",
-    "random_numbers_after_runs_on_other_data",
     "order_resumed_within_an_epoch",
     "whole_batches",
     "replicas_without_an_example",
-    "batch_numbers",
     "stopping",
     "callbacks_see_an_ordinary_model",
+    "replicas_keep_seeds_of_their_own",
+]
+ON_DEVICES = ["whole_batches", "replicas_without_an_example", "replicas_keep_seeds_of_their_own"]
+SCENARIOS_TOO = [
+    "a_trained_layer",
+    "sparse_inputs",
+    "inputs_that_are_none",
+    "read_by_threads",
+    "limits",
+    "validation_begins_anew",
+    "orders_where_epochs_end_within_passes",
+    "orders_of_seeds_that_set_seed_gives",
+    "halves_of_one_order",
+    "random_numbers_after_runs_on_other_data",
+    "batch_numbers",
     "metrics_reset_by_a_callback",
     "swapped_moving_averages_of_weights",
     "moving_averages_resumed_within_an_epoch",
-    "replicas_keep_seeds_of_their_own",
 ]
 
 
-pytestmark = pytest.mark.timeout(900)  # the fixtures run all scenarios
+def _cases(often: list[str]) -> list[Any]:
+    rest = [name for name in [*SCENARIOS, *SCENARIOS_TOO] if name not in often]
+    return [*often, *(pytest.param(name, marks=pytest.mark.thorough) for name in rest)]
+
+
+pytestmark = pytest.mark.timeout(900)  # the fixtures run all scenarios that were chosen
+
+
+def _chosen(request: pytest.FixtureRequest, test: str) -> list[str]:
+    """The scenarios of the chosen cases of a test."""
+    items: list[Any] = request.session.items
+    found = [item for item in items if item.name.startswith(f"{test}[")]
+    return [item.callspec.params["name"] for item in found]
 
 
 @pytest.fixture(scope="module")
-def devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def devices(tmp_path_factory: pytest.TempPathFactory, request: Any) -> dict[str, Any]:
     """Scenario -> result, of Keras in one process and of tfmw on two virtual devices."""
     folder = tmp_path_factory.mktemp("devices")
+    names = _chosen(request, "test_two_devices_do_as_keras_in_one_process")
+    others = set(_chosen(request, "test_two_workers_do_as_keras_in_one_process")) - set(names)
     run = run_cluster(
-        *("as_keras.py", "devices", str(folder)),
+        *("as_keras.py", "devices", str(folder), *names, *REFUSED),
+        *("by Keras alone", *sorted(others)),
         workers=1,
         timeout_s=850,
         env={"TFMW_NO_INIT": "1"},
@@ -142,11 +162,14 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run[0]
 
 
+REFUSED = ["states_of_examples", "batches_that_replicas_cannot_divide"]
+
+
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> ClusterRun:
-    return run_cluster(
-        "as_keras.py", "workers", str(tmp_path_factory.mktemp("workers")), timeout_s=850
-    )
+def workers(tmp_path_factory: pytest.TempPathFactory, request: Any) -> ClusterRun:
+    names = _chosen(request, "test_two_workers_do_as_keras_in_one_process")
+    folder = str(tmp_path_factory.mktemp("workers"))
+    return run_cluster("as_keras.py", "workers", folder, *names, REFUSED[0], timeout_s=850)
 
 
 def _assert_equal(got: Any, expected: Any) -> None:
@@ -165,14 +188,14 @@ def _assert_equal(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", _cases(ON_DEVICES))
 def test_two_devices_do_as_keras_in_one_process(devices: dict[str, Any], name: str) -> None:
     assert not isinstance(devices["keras"][name], str), devices["keras"][name]
     _assert_equal(devices["tfmw"][name], devices["keras"][name])
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", _cases(SCENARIOS))
 def test_two_workers_do_as_keras_in_one_process(
     devices: dict[str, Any], workers: ClusterRun, name: str
 ) -> None:

@@ -38,7 +38,7 @@ def filtered() -> Case:
     return _case(data, reference=_counted(data))
 
 
-@row("map after the batch")
+@row("map after the batch", too=True)
 def map_after_batch() -> Case:
     return _case(classes().map(lambda x, y: (x - tf.reduce_mean(x, axis=0), y)))
 
@@ -58,12 +58,12 @@ def one_example() -> Case:
     return _case(classes(1))
 
 
-@row("batch size of one")
+@row("batch size of one", too=True)
 def single() -> Case:
     return _case(classes(5, 1))
 
 
-@row("drop_remainder")
+@row("drop_remainder", too=True)
 def drop_remainder() -> Case:
     data = tf.data.Dataset.from_tensor_slices(numbers())
     return _case(data.map(lambda x, y: (x, y)).batch(7, drop_remainder=True))
@@ -76,7 +76,7 @@ def repeat() -> Case:
     return _case(data.batch(7), fit={"steps_per_epoch": 4}, evaluate=test, predict=classes())
 
 
-@row("infinite dataset")
+@row("infinite dataset", too=True)
 def infinite() -> Case:
     data = tf.data.Dataset.from_tensor_slices(numbers()).repeat().batch(BATCH)
     test = {"x": data, "steps": 3}
@@ -94,7 +94,7 @@ def arrays() -> Case:
     return _case(x, y, fit={"batch_size": 7, "shuffle": False})
 
 
-@row("arrays in a dict, default batch size")
+@row("arrays in a dict, default batch size", too=True)
 def dict_of_arrays() -> Case:
     a = keras.Input([5], name="a")
     model = compiled(keras.Model({"a": a}, layers.Dense(3)(a)), adam())
@@ -146,7 +146,7 @@ def generator() -> Case:
     return _case(_endless(), fit={"steps_per_epoch": 5}, evaluate=test, predict=classes())
 
 
-@row("from_generator")
+@row("from_generator", too=True)
 def from_generator() -> Case:
     x, y = numbers()
     data = tf.data.Dataset.from_generator(
@@ -173,7 +173,7 @@ def strings() -> Case:
     return Case(model, batches((tf.constant(words), x), y))
 
 
-@row("strings through TextVectorization")
+@row("strings through TextVectorization", too=True)
 def text() -> Case:
     vectorize = layers.TextVectorization(output_mode="int", output_sequence_length=4)
     vectorize.adapt(WORDS)

@@ -52,7 +52,12 @@ def jit_compile_devices() -> Case:
     return Case(compiled(mlp(), adam(), jit_compile=True), classes(40))
 
 
-@row("jit_compile, synchronized BatchNormalization", warns="jit_compile is off", only=("two",))
+@row(
+    "jit_compile, synchronized BatchNormalization",
+    too=True,
+    warns="jit_compile is off",
+    only=("two",),
+)
 def jit_compile_where_xla_cannot() -> Case:
     model = keras.Sequential(
         [
@@ -74,7 +79,7 @@ def gradient_compression_bf16() -> Case:
     return Case(compiled(mlp(), adam()), classes(), ours={"gradient_compression": "bf16"})
 
 
-@row("gradients as float16", tol=2e-3, only=("devices", "two"))
+@row("gradients as float16", too=True, tol=2e-3, only=("devices", "two"))
 def gradient_compression_fp16() -> Case:
     return Case(compiled(mlp(), adam()), classes(), ours={"gradient_compression": "fp16"})
 
@@ -93,11 +98,11 @@ def large_gradient() -> Case:
     return _wide(1824)
 
 
-@row("a gradient of 13 MB, of an odd number of elements", only=("two",))
+@row("a gradient of 13 MB, of an odd number of elements", too=True, only=("two",))
 def odd_gradient() -> Case:
     return _wide(1825)
 
 
-@row("precision mixed_bfloat16", tol=2e-2, only=("devices", "two"))
+@row("precision mixed_bfloat16", too=True, tol=2e-2, only=("devices", "two"))
 def precision_bfloat16() -> Case:
     return Case(compiled(mlp(), adam()), classes(), ours={"precision": "mixed_bfloat16"})

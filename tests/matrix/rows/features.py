@@ -97,7 +97,7 @@ class Shifted(layers.Layer):
         return x + self.steps["shift"]
 
 
-@row("a tf.Variable that no step assigns")
+@row("a tf.Variable that no step assigns", too=True)
 def raw_variable() -> Case:
     model = keras.Sequential([keras.Input([5]), Shifted(), layers.Dense(3)])
     return Case(compiled(model, adam()), classes())
@@ -142,7 +142,7 @@ def _with_lora(quantized: bool) -> keras.Model:
     return compiled(model, adam())
 
 
-@row("LoRA")
+@row("LoRA", too=True)
 def lora() -> Case:
     return Case(_with_lora(quantized=False), classes())
 
@@ -152,7 +152,7 @@ def lora_on_int8() -> Case:
     return Case(_with_lora(quantized=True), classes())
 
 
-@row("distillation")
+@row("distillation", too=True)
 def distillation() -> Case:
     losses = [
         keras.distillation.LogitsDistillation(temperature=2.0),
@@ -191,7 +191,7 @@ class Rematerialized(layers.Layer):
         return keras.remat(self.inner)(x)
 
 
-@row("remat")
+@row("remat", too=True)
 def remat() -> Case:
     model = keras.Sequential([keras.Input([5]), Rematerialized(), layers.Dense(3)])
     return Case(compiled(model, adam()), classes())
@@ -207,7 +207,7 @@ class Reversed(keras.Model):
         return self.table(self.middle(self.table(ids)), reverse=True)
 
 
-@row("ReversibleEmbedding")
+@row("ReversibleEmbedding", too=True)
 def reversible() -> Case:
     ids = np.random.default_rng(8).integers(0, 12, (EXAMPLES, 6)).astype("int32")
     return Case(compiled(Reversed(), adam()), batches(ids, (ids + 1) % 12))

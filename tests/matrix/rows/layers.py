@@ -34,7 +34,7 @@ def embedding() -> Case:
     return Case(compiled(_text(layers.Flatten()), adam()), batches(*_sentences()), predict=None)
 
 
-@row("embedding and SGD with clipping")
+@row("embedding and SGD with clipping", too=True)
 def embedding_clipped() -> Case:
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5)
     return Case(compiled(_text(layers.Flatten()), optimizer), batches(*_sentences()), predict=None)
@@ -53,12 +53,12 @@ def lstm() -> Case:
     return Case(compiled(_masked(layers.LSTM(4)), adam()), batches(*_sentences()), predict=None)
 
 
-@row("GRU with masks")
+@row("GRU with masks", too=True)
 def gru() -> Case:
     return Case(compiled(_masked(layers.GRU(4)), adam()), batches(*_sentences()), predict=None)
 
 
-@row("masked loss, one output per word")
+@row("masked loss, one output per word", too=True)
 def masked_loss() -> Case:
     # The loss is a mean over the words that are not padding, of which replicas hold different
     # numbers.
@@ -114,12 +114,12 @@ def batch_norm_synchronized() -> Case:
     return Case(compiled(_normalized(synchronized=True), adam()), classes(), predict=None)
 
 
-@row("BatchNormalization, synchronized, one example left", tol=2e-5)
+@row("BatchNormalization, synchronized, one example left", too=True, tol=2e-5)
 def batch_norm_synchronized_tail() -> Case:
     return Case(compiled(_normalized(synchronized=True), adam()), classes(17), predict=None)
 
 
-@row("BatchNormalization, frozen")
+@row("BatchNormalization, frozen", too=True)
 def batch_norm_frozen() -> Case:
     model = _normalized()
     for layer in model.layers:
@@ -140,7 +140,7 @@ def dropout() -> Case:
     return Case(compiled(model, adam()), classes(), predict=None)
 
 
-@row("group, unit and spectral normalization", tol=2e-5)
+@row("group, unit and spectral normalization", too=True, tol=2e-5)
 def other_norms() -> Case:
     model = keras.Sequential(
         [

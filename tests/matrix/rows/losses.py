@@ -43,7 +43,7 @@ def sample_weights_in_float64() -> Case:
     return Case(model, batches(*numbers(), 8, _weights().astype("float64")))
 
 
-@row("sample weights of arrays")
+@row("sample weights of arrays", too=True)
 def sample_weight_argument() -> Case:
     model = compiled(mlp(), adam(), weighted_metrics=["accuracy"])
     x, y = numbers()
@@ -52,7 +52,7 @@ def sample_weight_argument() -> Case:
     )
 
 
-@row("class weights")
+@row("class weights", too=True)
 def class_weights() -> Case:
     model = compiled(mlp(), adam(), weighted_metrics=["accuracy"])
     return Case(model, classes(), fit={"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}, predict=None)
@@ -124,7 +124,7 @@ class Largest(keras.metrics.Metric):
         self.most.assign(-9.0)
 
 
-@row("custom metric that is a maximum, not a sum")
+@row("custom metric that is a maximum, not a sum", too=True)
 def maximum() -> Case:
     return Case(compiled(mlp(), adam(), metrics=[Largest(), "accuracy"]), classes(), predict=None)
 
@@ -135,7 +135,7 @@ def reduction_sum() -> Case:
     return Case(compiled(mlp(), adam(), loss=loss), classes(), predict=None)
 
 
-@row("loss with reduction mean_with_sample_weight")
+@row("loss with reduction mean_with_sample_weight", too=True)
 def reduction_weighted() -> Case:
     loss = keras.losses.SparseCategoricalCrossentropy(
         from_logits=True, reduction="mean_with_sample_weight"
@@ -210,12 +210,12 @@ def endpoint() -> Case:
     return _endpoint(weighted=False)
 
 
-@row("endpoint layer with sample weights")
+@row("endpoint layer with sample weights", too=True)
 def weighted_endpoint() -> Case:
     return _endpoint(weighted=True)
 
 
-@row("endpoint layer, reduction sum")
+@row("endpoint layer, reduction sum", too=True)
 def summed_endpoint() -> Case:
     return _endpoint(weighted=True, reduction="sum")
 
@@ -233,7 +233,7 @@ class WeightPenalty(layers.Dense):
         return super().call(x)
 
 
-@row("add_loss of one value per weight")
+@row("add_loss of one value per weight", too=True)
 def penalty_per_weight() -> Case:
     model = keras.Sequential([keras.Input([5]), WeightPenalty(3)])
     return Case(compiled(model, adam()), classes(), predict=None)

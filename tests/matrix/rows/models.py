@@ -71,13 +71,13 @@ class Scale(layers.Layer):
         return x * self.factor
 
 
-@row("custom layer, never registered")
+@row("custom layer, never registered", too=True)
 def custom_layer() -> Case:
     model = keras.Sequential([keras.Input([5]), Scale(), layers.Dense(3)])
     return Case(compiled(model, adam()), classes())
 
 
-@row("shared layer")
+@row("shared layer", too=True)
 def shared_layer() -> Case:
     a = keras.Input([5])
     shared = layers.Dense(5, activation="tanh")
@@ -94,7 +94,7 @@ def nested() -> Case:
     return Case(compiled(outer, adam()), classes())
 
 
-@row("unbuilt Sequential")
+@row("unbuilt Sequential", too=True)
 def unbuilt() -> Case:
     model = keras.Sequential([layers.Dense(4, activation="tanh"), layers.Dense(3)])
     return Case(compiled(model, adam()), classes())
@@ -107,7 +107,7 @@ def continued() -> Case:
     return Case(model, classes(), fit={"initial_epoch": 1, "epochs": 3})
 
 
-@row("small CNN")
+@row("small CNN", too=True)
 def cnn() -> Case:
     model = keras.Sequential(
         [

@@ -17,12 +17,12 @@ def _with(optimizer: Any) -> Case:
     return Case(compiled(mlp(), optimizer), classes(), evaluate=None, predict=None)
 
 
-@row("SGD with Nesterov momentum")
+@row("SGD with Nesterov momentum", too=True)
 def sgd() -> Case:
     return _with(optimizers.SGD(0.1, momentum=0.9, nesterov=True))
 
 
-@row("Adam, amsgrad", tol=1e-4)
+@row("Adam, amsgrad", too=True, tol=1e-4)
 def plain_adam() -> Case:
     return _with(optimizers.Adam(0.01, amsgrad=True))
 
@@ -37,18 +37,18 @@ def rmsprop() -> Case:
     return _with(optimizers.RMSprop(0.01, centered=True, momentum=0.5, epsilon=1e-3))
 
 
-@row("Lion")
+@row("Lion", too=True)
 def lion() -> Case:
     # Lion steps by the sign: a gradient that is all rounding error could step either way.
     return _with(optimizers.Lion(0.003))
 
 
-@row("Adagrad")
+@row("Adagrad", too=True)
 def adagrad() -> Case:
     return _with(optimizers.Adagrad(0.1))
 
 
-@row("Nadam")
+@row("Nadam", too=True)
 def nadam() -> Case:
     return _with(optimizers.Nadam(0.01, epsilon=1e-3))
 
@@ -68,12 +68,12 @@ def global_clipnorm() -> Case:
     return _with(adam(global_clipnorm=0.05))
 
 
-@row("clipvalue")
+@row("clipvalue", too=True)
 def clipvalue() -> Case:
     return _with(adam(clipvalue=0.01))
 
 
-@row("weight decay with a name left out")
+@row("weight decay with a name left out", too=True)
 def weight_decay() -> Case:
     optimizer = optimizers.SGD(0.1, weight_decay=0.05)
     optimizer.exclude_from_weight_decay(var_names=["bias"])
@@ -85,7 +85,7 @@ def ema() -> Case:
     return _with(adam(use_ema=True, ema_momentum=0.8))
 
 
-@row("EMA of weights, written back every 3 steps")
+@row("EMA of weights, written back every 3 steps", too=True)
 def ema_overwrite() -> Case:
     return _with(adam(use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3))
 
@@ -137,6 +137,6 @@ def overflow() -> Case:
     return _mixed("mixed_float16", optimizer)
 
 
-@row("mixed_bfloat16", tol=2e-2)
+@row("mixed_bfloat16", too=True, tol=2e-2)
 def mixed_bfloat16() -> Case:
     return _mixed("mixed_bfloat16", adam())

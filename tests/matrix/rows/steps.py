@@ -94,7 +94,7 @@ class HandWritten(_Net):
         return {"error": tf.reduce_mean(tf.square(self(x) - tf.one_hot(y, 3)))}
 
 
-@row("train_step: hand-written mean")
+@row("train_step: hand-written mean", too=True)
 def hand_written() -> Case:
     model = HandWritten()
     model.compile(adam())
@@ -188,12 +188,12 @@ def custom_loop() -> Case:
     return _custom_loop(8)
 
 
-@row("train_step: tf.nn.compute_average_loss")
+@row("train_step: tf.nn.compute_average_loss", too=True)
 def custom_loop_without_size() -> Case:
     return _custom_loop(None)
 
 
-@row("train_step: tf.nn.compute_average_loss of the batch's shape")
+@row("train_step: tf.nn.compute_average_loss of the batch's shape", too=True)
 def custom_loop_of_shape() -> Case:
     return _custom_loop("shape")
 
@@ -237,7 +237,7 @@ class Gan(keras.Model):
         return {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
 
 
-@row("GAN, two optimizers")
+@row("GAN, two optimizers", too=True)
 def gan() -> Case:
     model = Gan()
     optimizers = [adam(), adam(0.02)]
@@ -302,7 +302,7 @@ class VaeStep(keras.Model):
         return {"total": self.total.result(), "kl_loss": self.kl.result()}
 
 
-@row("VAE with train_step, as in Keras's examples")
+@row("VAE with train_step, as in Keras's examples", too=True)
 def vae_step() -> Case:
     model = VaeStep()
     model.compile(adam())
