@@ -97,9 +97,12 @@ def test_the_readme(tmp_path):
     assert shown == [pytest.approx(one, abs=1e-2), pytest.approx(two, abs=1e-2)], (one, two)
 
 
+GUIDES = ("notebooks", "backups", "callbacks", "optimizer-state", "export")
+
+
 def test_the_guides(tmp_path):
     """One block after the other, as somebody would who reads on from page to page."""
-    found = [blocks(f"docs/howto/{name}.md") for name in ("notebooks", "backups", "export")]
+    found = [blocks(f"docs/howto/{name}.md") for name in GUIDES]
     assert all(found), "a page without code"
     code = "\n".join(block for page in found for block in page)
     for left_open, filled in (
