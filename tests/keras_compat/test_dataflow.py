@@ -209,6 +209,7 @@ COMPARED: list[Any] = [
     lambda x: ops.mean(tf.slice(tf.concat([x, x], 0), [0, 0], tf.shape(x)) * x[:1]),
     lambda x: ops.mean(tf.gather(x, tf.random.shuffle(tf.range(tf.shape(x)[0])))),
     lambda x: ops.mean(x[0] - x),
+    lambda x: tf.cond(ops.max(x) > 0, lambda: ops.mean(x), lambda: ops.mean(2 * x)),
     lambda x: ops.mean(x[1:] - x[:-1]),
     lambda x: ops.mean(ops.sort(x, axis=0)),
     lambda x: ops.mean(tf.tile(x, [tf.shape(x)[0], 1]) - tf.repeat(x, tf.shape(x)[0], axis=0)),
@@ -222,6 +223,8 @@ NONLINEAR: list[Any] = [
     lambda x: ops.std(x),
     lambda x: ops.mean(tf.boolean_mask(x, x[:, 0] > 0)),
     lambda x: ops.mean(x) * ops.mean(x),
+    lambda x: tf.cond(ops.mean(x) > 0, lambda: ops.mean(x), lambda: ops.mean(2 * x)),
+    lambda x: tf.cond(ops.mean(x) > 0, lambda: ops.sqrt(ops.mean(x)), lambda: 0.0),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -137,10 +136,3 @@ def test_tensors_taken_as_given_are_not_passed() -> None:
         return [op.type for op in graph.ancestors([end], stop=lambda t: t is middle)]
 
     assert in_graph(look) == ["Cos", "AddV2"]
-
-
-def test_values_of_a_graph_end_with_it() -> None:
-    count = graph.BottomUp[int](lambda op, inputs: 1 + sum(inputs))
-    assert in_graph(lambda x: count(tf.sin(tf.sin(x)))) == 3
-    gc.collect()
-    assert not count._of_graph

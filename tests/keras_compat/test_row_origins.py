@@ -22,10 +22,8 @@ SAME, REDUCED, UNKNOWN, EXAMPLES = Origin
 LARGE = tf.range(200) % 20  # captured by the graph, not copied into it
 
 
-def origins(
-    lookups: Callable[[Any], list[Any]], rows: int | None = None, nested: bool = False
-) -> list[Origin]:
-    """The origins of the rows of a table that a step looks up by ids of words [rows, 4]."""
+def origins(lookups: Callable[[Any], list[Any]], nested: bool = False) -> list[Origin]:
+    """The origins of the rows of a table that a step looks up by ids of words [None, None]."""
     found: list[Origin] = []
 
     def step(words: Any) -> Any:
@@ -35,6 +33,7 @@ def origins(
             size_known=True,
             in_loss=True,
         )
+        weight.begins(words)
         with tf.GradientTape() as tape:
             taken = [ops.take(TABLE, ids, axis=0) for ids in lookups(words)]
             loss = tf.add_n([tf.reduce_sum(tf.square(rows)) for rows in taken])
@@ -51,11 +50,8 @@ def origins(
         zero = tf.constant(0.0)
         return tf.while_loop(lambda total: total < 0, body, [zero]) if nested else body(zero)
 
-    words = tf.data.Dataset.from_tensors(tf.zeros([8, 4], tf.int32))
-    spec = tf.TensorSpec([rows, None], tf.int32)
-    words = words.map(lambda x: tf.ensure_shape(tf.identity(x), spec.shape))
-    if rows is None:
-        words = tf.data.Dataset.from_generator(list, output_signature=spec)
+    spec = tf.TensorSpec([None, None], tf.int32)
+    words = tf.data.Dataset.from_generator(list, output_signature=spec)
     traced.get_concrete_function(iter(words))
     return found
 
@@ -79,8 +75,11 @@ def origins(
         (lambda words: ops.cumsum(ops.ones_like(words), axis=1), EXAMPLES),
         (lambda words: tf.unique(tf.reshape(words, [-1])).y, REDUCED),
         (lambda words: tf.range(tf.reduce_max(words)), REDUCED),
+        (lambda words: tf.range(tf.reduce_sum(words)), REDUCED),
+        (lambda words: tf.range(tf.shape(words)[0]), REDUCED),
         (lambda words: tf.reduce_max(words, axis=1), EXAMPLES),
-        (lambda words: tf.function(lambda x: x + 1)(words), UNKNOWN),
+        (lambda words: tf.function(lambda x: x + 1)(words), EXAMPLES),
+        (lambda words: ops.flip(words, axis=0), EXAMPLES),
         (lambda words: tf.random.uniform([3], 0, 20, tf.int32), UNKNOWN),
         (lambda words: tf.random.stateless_uniform([3], [1, 2], 0, 20, tf.int32), UNKNOWN),
     ],
@@ -128,8 +127,11 @@ def test_parts_are_joined_as_they_were() -> None:
             (origin, tf.IndexedSlices(values[k : k + 1], tf.constant([k])))
             for k, origin in enumerate((SAME, EXAMPLES))
         ]
-        again = joined(parts)
-        assert [origin for origin, _ in row_parts(again)] == [SAME, EXAMPLES]
+        one = tf.constant(1)
+        weight = ReplicaWeight(one, one, uneven=False, size_known=True, in_loss=False)
+        with weighting_losses(weight):
+            again = joined(parts)
+            assert [origin for origin, _ in row_parts(again)] == [SAME, EXAMPLES]
         return again.values, again.indices
 
     values, indices = step(tf.constant([[1.0], [2.0]]))
@@ -157,6 +159,7 @@ def test_compiled_function_passes_the_origins_of_rows_on() -> None:
 
             @tf.function(autograph=False)
             def compute(words: Any) -> Any:
+                weight.begins(words)
                 with tf.GradientTape() as tape:
                     taken = [ops.take(table, ids, axis=0) for ids in (words, ops.arange(4))]
                     loss = tf.add_n([tf.reduce_sum(rows) for rows in taken])

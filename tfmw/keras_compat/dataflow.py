@@ -101,7 +101,7 @@ _ELEMENTWISE = _words(
     "LogicalXor BitwiseAnd BitwiseOr BitwiseXor Igamma Igammac Zeta Polygamma Betainc"
 )
 BINARY = _words("Mul MulNoNan Select SelectV2") | _SUMS | _QUOTIENTS | _ELEMENTWISE
-_REDUCTIONS = _words("Sum Mean Max Min Prod All Any ArgMax ArgMin EuclideanNorm")
+REDUCTIONS = _words("Sum Mean Max Min Prod All Any ArgMax ArgMin EuclideanNorm")
 _SOURCES = _words("ReadVariableOp VarHandleOp VariableV2 Placeholder")
 _RANDOM = _words(
     "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal RandomGamma "
@@ -146,6 +146,10 @@ class Dataflow:
             found = self._apply(op, inputs)
             self._flows[_op_key(op)] = found
         return self._known(value)
+
+    def operations(self, value: Any) -> list[Any]:
+        """The operations that compute a value from what is declared, such as the batch."""
+        return ancestors([value], stop=lambda tensor: _key(tensor) in self._given)
 
     def declare(self, tensor: Any, flow: Flow) -> None:
         """Sets the flow of a tensor, in place of the one that its operation suggests."""
@@ -230,7 +234,9 @@ class Dataflow:
         found = [_joined(op, list(flows)) for flows in zip(*outs, strict=True)]
         if condition.kind in ("fixed", "size"):
             return found
-        return [_nonlinear(op, [condition, flow]) for flow in found]
+        if condition.kind in BAD:
+            return [_joined(op, [condition, flow]) for flow in found]
+        return [flow if flow.kind in BAD else _nonlinear(op, [condition, flow]) for flow in found]
 
     def _of_loop(self, op: Any, inputs: list[Flow]) -> list[Flow]:
         state = inputs
@@ -291,8 +297,8 @@ _FOLDED: dict[str, Callable[..., Any]] = {
     "Sub": np.subtract,
     "Mul": np.multiply,
     "RealDiv": np.true_divide,
-    "Cast": np.asarray,
-    "Identity": np.asarray,
+    "Neg": np.negative,
+    **dict.fromkeys(["Cast", "Identity", "StopGradient"], np.asarray),
     "Range": np.arange,
     "Prod": lambda values, axes: np.prod(values, axis=tuple(np.ravel(axes))),
     "Pack": lambda *values: np.stack(values),
@@ -1434,7 +1440,7 @@ _RULES: dict[str, Callable[[Dataflow, Any, list[Flow]], Any]] = {
     **_rules(_product_rule, ["Mul", "MulNoNan", *_QUOTIENTS]),
     **_rules(_elementwise, _ELEMENTWISE),
     **_rules(_select, ["Select", "SelectV2"]),
-    **_rules(_reduction, _REDUCTIONS),
+    **_rules(_reduction, REDUCTIONS),
     **_rules(_last_axis, ["Softmax", "LogSoftmax", "TopKV2", "TopK"]),
     **_rules(
         _cross_entropy,

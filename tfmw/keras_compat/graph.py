@@ -2,8 +2,6 @@
 
     ancestors([loss])                      # inputs before the operations that use them
     descendants([variable.handle])         # names of the operations that use it, at any distance
-    number = BottomUp(lambda op, inputs: 1 + sum(inputs))
-    number(loss)                           # a later call visits new operations only
 
 Users' graphs are deep, and shared parts have many paths to them. Recursion meets Python's limit,
 and the time of a walk that forgets doubles with each addition.
@@ -11,15 +9,13 @@ and the time of a walk that forgets doubles with each addition.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 Node = TypeVar("Node", bound=Hashable)
-Value = TypeVar("Value")
 
 
 def inputs_first(ends: Iterable[Node], inputs: Callable[[Node], Iterable[Node]]) -> list[Node]:
@@ -86,31 +82,6 @@ def descendants(tensors: Iterable[tf.Tensor]) -> set[str]:
             found.add(op.name)
             left += [user for tensor in op.outputs for user in tensor.consumers()]
     return found
-
-
-class BottomUp(Generic[Value]):
-    """A value of each operation of a graph, computed from the values of its inputs and kept.
-
-    Args:
-        rule: (operation, values of the operations of its inputs, in order) -> its value, which
-            must not refer to the graph. An operation with several outputs has one value.
-    """
-
-    def __init__(self, rule: Callable[[tf.Operation, list[Value]], Value]):
-        self._rule = rule
-        self._of_graph: weakref.WeakKeyDictionary[Any, dict[str, Value]]
-        self._of_graph = weakref.WeakKeyDictionary()
-
-    def __call__(self, tensor: tf.Tensor) -> Value:
-        """The value of a symbolic tensor's operation."""
-        known = self._of_graph.setdefault(tensor.graph, {})
-        for op in ancestors([tensor], stop=lambda t: t.op.name in known):
-            known[op.name] = self._rule(op, [known[t.op.name] for t in op.inputs])
-        return known[tensor.op.name]
-
-    def set(self, tensor: tf.Tensor, value: Value) -> None:
-        """Gives the operation of a tensor a value, in place of the rule's."""
-        self._of_graph.setdefault(tensor.graph, {})[tensor.op.name] = value
 
 
 def is_symbolic(value: Any) -> bool:
