@@ -158,6 +158,30 @@ def test_the_layers_are_those_that_lint_checks():
     assert shown == [layer for layer in layers if layer != "__main__"]
 
 
+def contributing_names():
+    """(file, function) of the rows of CONTRIBUTING.md that name both."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    row = r"^\|(?: [^|`]+ \|)? `(tfmw/[\w/]+\.py)` \| (`[^|]+`) \|"
+    for file, names in re.findall(row, text, re.MULTILINE):
+        for name in re.findall(r"`([\w.]+)`", names):
+            yield file, name
+
+
+def test_a_newcomer_finds_the_named_files_and_functions():
+    found = list(contributing_names())
+    assert len(found) == 8 + 3 + 1, found
+    for file, name in found:
+        owner = pkgutil.resolve_name(file.removesuffix(".py").replace("/", "."))
+        for part in name.split("."):
+            assert hasattr(owner, part), f"{file}: {name}"
+            owner = getattr(owner, part)
+
+
+def test_files_that_contributing_names_exist():
+    for file in re.findall(r"`(tfmw/[\w/]+\.py)`", (ROOT / "CONTRIBUTING.md").read_text()):
+        assert (ROOT / file).is_file(), file
+
+
 # ---- links --------------------------------------------------------------------------------------
 
 
