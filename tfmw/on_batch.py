@@ -118,7 +118,7 @@ class _Kept:
 
 
 def _compiled(model: Any) -> list[Any]:
-    """What a call to `compile`, a new variable, or a new global seed replaces."""
+    """The objects that `compile`, a new variable, or a new global seed replaces."""
     return [*models.compiled_parts(model), *model.variables, datasets.source_of_seeds()]
 
 

@@ -16,7 +16,7 @@ Write = Callable[[dict[str, Any], int], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What `Log` and `Trace` know of a training.
+    """The progress of a training, for `Log` and `Trace`.
 
     Args:
         rank: of this worker.

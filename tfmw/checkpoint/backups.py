@@ -1,4 +1,4 @@
-"""What the training loop asks of the backups of a run; without a directory they save nothing."""
+"""The backups of a run, for the training loop; without a directory they save nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backups have all rows of tables, and which have only those that have changed."""
+"""Rows of tables in a backup: all of them, or those that have changed since the last one."""
 
 from __future__ import annotations
 

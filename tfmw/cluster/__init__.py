@@ -1,4 +1,4 @@
-"""Which cluster and task this process is, and how tasks meet, compare and exchange values.
+"""The cluster and task of this process; tasks meet, compare and exchange values.
 
 Read `cluster.py` first: the value `Cluster`.
 

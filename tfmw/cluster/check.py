@@ -34,7 +34,7 @@ _CLOCKS_APART_S = 60.0  # more than a clock without NTP loses in a month
 
 @dataclasses.dataclass
 class Findings:
-    """What is printed: a line for each finding, and how many of them are failures.
+    """The printed lines, one for each finding, and the number of failures.
 
     Args:
         show: prints a line.

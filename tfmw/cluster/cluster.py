@@ -1,4 +1,4 @@
-"""Which cluster is this process part of, and as which task.
+"""The cluster of this process, and its task in it.
 
     cluster = Cluster.resolve()              # reads os.environ once
     cluster = Cluster(workers=("h0:2222", "h1:2222"), task="worker", index=0)

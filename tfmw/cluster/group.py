@@ -180,7 +180,7 @@ class Group:
         runtime.coordination_set(key, json.dumps(value))
 
     def posted(self, key: str, rank: int, wait_s: float) -> Any:
-        """What task `rank` posts; None if that takes longer than `wait_s`. From any thread.
+        """The value that task `rank` posts; None after `wait_s` seconds. From any thread.
 
         Raises:
             OSError: that task was lost.

@@ -91,7 +91,7 @@ class PassStart:
 
 
 class _Plan:
-    """What a node becomes.
+    """The replacement of a node.
 
     Args:
         node: of a pipeline.

@@ -662,7 +662,7 @@ def _by_batches(dataset: tf.data.Dataset, sharding: Sharding, size: int | None) 
 
 
 def _labels(batch: Any) -> Any:
-    """What a batch has one row of for each example: its labels, if it has any."""
+    """The part of a batch with one row for each example: its labels, if it has any."""
     _, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
     return batch if not tf.nest.flatten(y) or y is None else y
 

@@ -70,7 +70,7 @@ class Order:
 
 @dataclasses.dataclass(frozen=True)
 class ShardSizes:
-    """What is known about the sizes of the replicas' shards of one step.
+    """The known facts on the sizes of the replicas' shards of one step.
 
     Attributes:
         uneven: whether they may differ in size.
@@ -87,7 +87,7 @@ class ShardSizes:
 
 
 class EpochHooks:
-    """What a source does around epochs: nothing, if it is no `PyDataset`.
+    """The calls of a source around epochs: none, if it is no `PyDataset`.
 
     Attributes:
         drawn_from: a JSON value from which `restore` makes the order of the current pass.

@@ -314,7 +314,7 @@ def _sent_validation(validation_data: Any) -> Any:
 
 
 def _opened(x: Any, opened: dict[str, tf.data.Dataset]) -> Any:
-    """What `_sent` was given; see `_SentDataset.open`."""
+    """The argument of `_sent`; see `_SentDataset.open`."""
     if isinstance(x, _SentDataset):
         return x.open(opened)
     if isinstance(x, dict):

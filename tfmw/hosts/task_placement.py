@@ -1,4 +1,4 @@
-"""Which tasks of an attempt run on which host, and at which addresses.
+"""The hosts and addresses of the tasks of an attempt.
 
     plan = placed(settings, leader=1, ports={0: (7001, 7002), 1: (7001, 7002), 2: (7001, 7002)})
     plan.cluster            # {"chief": ("h1:7001",), "worker": (...), "ps": (...)}

@@ -558,7 +558,7 @@ def _broadcast_axes(axes: Any, shape: Any) -> set[int] | None:
 
 
 def _static_dims(vector: Any) -> list[int | None] | None:
-    """What is known of a shape that is in a tensor."""
+    """The known dimensions of a shape that is in a tensor."""
     value = static_value(vector)
     if value is not None:
         return [int(d) for d in value]
@@ -646,7 +646,7 @@ def _reshape(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
 def _reshaped_axes(
     op: Any, flow: Flow, before: list[Any], after: list[Any]
 ) -> list[tuple[int, Any]] | None:
-    """Where the axes of examples are after a reshape; None if it cannot be told."""
+    """The axes of examples after a reshape; None if they cannot be told."""
     others = [i for i, d in enumerate(before) if d != 1 or flow.label(i) is not None]
     target = [i for i, d in enumerate(after) if d != 1]
     iterations = [(a, label) for a, label in flow.axes if a < 0]
@@ -681,7 +681,7 @@ def _reshaped_axes(
 def _leading_axis(
     op: Any, label: Any, size: Any, after: list[Any], target: list[int]
 ) -> list[tuple[int, Any]]:
-    """Where the first axis is, if examples stand along it."""
+    """The axes of examples after a reshape, if examples stand along the first one."""
     first = target[0]
     number = after[first]
     if isinstance(label, tuple) and len(target) > 1 and number is not None:

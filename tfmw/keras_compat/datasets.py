@@ -95,7 +95,7 @@ def is_dataset(x: Any) -> bool:
 
 
 NoneTensorSpec = none_tensor.NoneTensorSpec
-"""What the specs of a dataset have for None."""
+"""The spec of None in a dataset."""
 
 Batch = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
 

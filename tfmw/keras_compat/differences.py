@@ -47,7 +47,7 @@ _REASONS = {
 
 
 class Differences:
-    """What a step computes that several replicas cannot combine into the result of one process.
+    """Values of a step that replicas cannot combine into the result of one process.
 
     Attributes:
         messages: a sentence or more for each, in the order in which they were found.

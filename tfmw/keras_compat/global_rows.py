@@ -1,4 +1,4 @@
-"""What the replicas of a step have, together: for layers that look at the global batch."""
+"""Values of all replicas of a step, for layers that look at the global batch."""
 
 from __future__ import annotations
 

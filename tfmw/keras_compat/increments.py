@@ -1,4 +1,4 @@
-"""What steps add to variables of users' own: once for a batch, or for each example.
+"""Increments of users' own variables: once for a batch, or for each example.
 
 In one process a batch is added to a variable once. Here each replica adds its own part:
 
@@ -27,7 +27,7 @@ _collecting = threading.local()
 
 
 def assigned_in_layer(variable: Any, value: Any) -> Any:
-    """What a step of a replica assigns to a variable of a layer, in place of `value`."""
+    """The value for a variable of a layer in a step of a replica, in place of `value`."""
     weight = current_weight()
     if weight is None or not variable.dtype.startswith(("float", "bfloat")):
         return value
@@ -53,7 +53,7 @@ def _refuse_rows(variable: Any, value: Any, weight: ReplicaWeight) -> None:
 
 
 def increment_kind(value: Any, weight: ReplicaWeight) -> str:
-    """What an increment of a variable, of any shape, is of a batch.
+    """The kind of an increment of a variable, of any shape.
 
     Returns:
         "sum" of its examples, or a number of them; "once": a mean over its examples, or a value

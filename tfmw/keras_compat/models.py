@@ -32,7 +32,7 @@ def is_model(candidate: Any) -> bool:
 
 
 def compiled_parts(model: keras.Model) -> list[Any]:
-    """What a call to `compile` replaces."""
+    """The objects that a call to `compile` replaces."""
     return [model.optimizer, model._compile_loss, model._compile_metrics]
 
 

@@ -103,13 +103,13 @@ def has_slots(optimizer: Any) -> bool:
 
 
 def global_clipnorm(optimizer: Any) -> float | None:
-    """What gradients are clipped to together; None for not at all."""
+    """The norm to which gradients are clipped together; None for not at all."""
     norms = [each.global_clipnorm for each in with_inner_optimizers(optimizer)]
     return next((norm for norm in norms if norm), None)
 
 
 def loss_scale(optimizer: Any) -> Any:
-    """What the optimizer will divide gradients by."""
+    """The divisor of gradients in the optimizer."""
     scale = getattr(optimizer, "dynamic_scale", None)
     if scale is not None:
         return tf.identity(scale.value)
@@ -123,7 +123,7 @@ def checks_finite(optimizer: Any) -> bool:
 
 @contextlib.contextmanager
 def all_gradients_known(optimizer: Any, finite: Any, norm: Any) -> Iterator[None]:
-    """What the optimizer would compute of all gradients, it takes from here.
+    """Gives the optimizer the facts that it would compute of all gradients.
 
     Args:
         finite: bool [], whether all are, or None where it does not ask.
@@ -248,7 +248,7 @@ class OptimizerPart:
         return view_of(part.read_value()).reshape(-1).view(np.uint8)
 
     def slot_values(self) -> Iterator[tuple[Any, slice, tf.Tensor]]:
-        """(slot, which of its elements in a flat form, [m] of them) of each part."""
+        """Yields (slot, slice of its flattened values, those values)."""
         slots = dict(self._slots)
         for (name, index), part in self._slot_parts.items():
             slot = slots[name][index]
@@ -288,7 +288,7 @@ class OptimizerPart:
 
 
 def bytes_of(slot: Any) -> int:
-    """What a slot takes, whole."""
+    """The bytes of a whole slot."""
     return int(slot._value.shape.num_elements() * slot._value.dtype.size)
 
 

@@ -1,4 +1,4 @@
-"""What tf.data's own model knows of a pipeline that runs: the time of each of its stages."""
+"""The time of each stage of a running pipeline, from tf.data's own model."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def shared_variables(model: keras.Model) -> list[Any]:
 
 
 def updated_variables(model: keras.Model) -> list[Any]:
-    """What updates change: trainable weights and the optimizers' state, each once, in order."""
+    """Trainable weights and the optimizers' state, which updates change: each once, in order."""
     found = {id(v): v for v in model.trainable_variables}
     for optimizer in optimizers_of(model):
         found.update((id(v), v) for v in optimizer_variables(optimizer))
@@ -93,7 +93,7 @@ def _unplaced_state() -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a model's variables are while it is placed.
+    """The variables of a model while it is placed.
 
     Attributes:
         variables: of Keras's, those that have copies; none where they keep their own `tf.Variable`.

@@ -71,7 +71,7 @@ def row_parts(slices: tf.IndexedSlices) -> list[tuple[Origin, tf.IndexedSlices]]
 
 
 def joined(parts: list[tuple[Origin, tf.IndexedSlices]]) -> tf.IndexedSlices:
-    """What `row_parts` divides, of parts that have become results of a compiled function."""
+    """The inverse of `row_parts`, of parts that are results of a compiled function."""
     weight = current_weight()
     assert weight is not None
     indices = [tf.identity(part.indices) for _, part in parts]

@@ -58,7 +58,7 @@ _DRAWN_TYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """Where a layer's variable may be divided: between units, each with some successive rows.
+    """The places at which a layer's variable may be divided: between units of successive rows.
 
     Attributes:
         units: number of units.
@@ -102,7 +102,7 @@ def add_divided(layer: Any, division: Division, **described: Any) -> Any:
 
 
 def division_of(variable: Any) -> Division | None:
-    """Where a Keras variable of `add_divided` may be divided; None for another."""
+    """The division of a Keras variable of `add_divided`; None for another."""
     return getattr(variable, _DIVISION, None)
 
 

@@ -1,4 +1,4 @@
-"""What other libraries have wrapped around `keras.Model.fit`, around another training.
+"""Wrappers of other libraries around `keras.Model.fit`, applied to another training.
 
     history = run_wrapped(model, {"x": x, "epochs": 3, ...}, train)
 

@@ -516,7 +516,7 @@ class Attempt:
         return min(self._diagnosis.ended_at, time.monotonic()) - self._began_at
 
     def results(self) -> dict[str, bytes]:
-        """What the payload's function sent from each task, pickled. Call once, after `end`."""
+        """The pickled outcome of the payload's function in each task. Call once, after `end`."""
         found = {}
         for name, file in self._results.items():
             with file:

@@ -1,4 +1,4 @@
-"""Which tasks of an attempt failed on their own, and which of them is the root cause.
+"""The tasks of an attempt that failed on their own, and the root cause among them.
 
 A task that loses a peer fails too, often before the peer has exited. Tasks record their own errors
 with times (`record_error`). Errors that only report the loss of a peer are marked as secondary. The

@@ -1,4 +1,4 @@
-"""What the flight recorders of all workers say together: who is missing, who is slow.
+"""A diagnosis from the flight recorders of all workers: the missing and the slow ones.
 
 by_task = {"worker 0": read_exchanges(...), "worker 1": read_exchanges(...)}
 missing(by_task)     # Missing("worker 1", "never entered exchange 57 (gradients of step 12)")

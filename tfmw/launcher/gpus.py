@@ -1,4 +1,4 @@
-"""Which GPUs of this machine each task gets, if several tasks train on it."""
+"""The division of this machine's GPUs among its tasks."""
 
 from __future__ import annotations
 

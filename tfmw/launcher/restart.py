@@ -140,7 +140,7 @@ class RestartPolicy:
         return self._after_failure(outcome)
 
     def saved(self) -> dict[str, Any]:
-        """What it has counted, as JSON: another host may have to go on with it."""
+        """The counts so far, as JSON: another host may have to continue with them."""
         return {
             "restarts": self.restarts,
             "step": self._step,

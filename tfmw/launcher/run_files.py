@@ -154,7 +154,7 @@ def _write(folder: Path, status: RunStatus) -> None:
 
 
 def _process(pid: int) -> dict[str, Any]:
-    """What tells a process from a later one, or one of another container, with its number."""
+    """The mark that tells a process from another one with its number, later or in a container."""
     try:
         # proc_pid_stat(5): the 22nd field is when it began; the name in brackets may have spaces.
         began = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19]

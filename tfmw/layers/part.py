@@ -1,4 +1,4 @@
-"""Which ids have which rows, in successive buckets of a `HashTableEmbedding`.
+"""The rows of ids in successive buckets of a `HashTableEmbedding`.
 
     part = Part(layer)                                # all buckets
     part.step(ids, counts, is_step)                   # ids may get rows

@@ -20,7 +20,7 @@ _WRITES = (
     "ResourceSparseApply",
     "ResourceStridedSliceAssign",
 )
-"""What the names of TensorFlow's operations that change a variable begin with."""
+"""Prefixes of the names of TensorFlow's operations that change a variable."""
 
 
 def assignments(function: Any) -> Counter[int]:

@@ -69,7 +69,7 @@ class ReplicaMetrics:
         return value
 
     def _assigned_elsewhere(self, variable: Any, value: Any) -> Any:
-        """What a replica assigns to a variable that no metric has."""
+        """The value that a replica assigns to a variable of no metric."""
         state = models.state_variables_of(self._model)
         if all(variable is not v for v in state):
             return value  # of an optimizer

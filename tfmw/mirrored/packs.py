@@ -24,7 +24,7 @@ class Pack:
     dtype: tf.DType
 
     def elements(self, position: int, part: slice) -> slice:
-        """Which elements of a variable, in its flat form, lie in a part of the pack."""
+        """The slice of a flattened variable that lies in a part of the pack."""
         start, end = self.starts[position], self.starts[position + 1]
         begin = min(max(part.start, start), end)
         return slice(begin - start, max(begin, min(part.stop, end)) - start)

@@ -129,7 +129,7 @@ class Predictions:
 
 
 def _order(all_rows: list[Rows], local: int, leaf: int | None) -> np.ndarray:
-    """Where each example is among the predictions of all workers, one worker's after the other's.
+    """The place of each example in the predictions of all workers, one worker after the other.
 
     Example j of a batch belongs to replica j mod R.
 

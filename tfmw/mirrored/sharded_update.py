@@ -193,7 +193,7 @@ class ShardedUpdate:
         self._gather_weights(local)
 
     def _local_replica(self) -> int:
-        """Which of this process's replicas runs. In a replica context."""
+        """The index of the running replica in this process. In a replica context."""
         if len(self._parts) == 1:
             return 0
         replica = tf.distribute.get_replica_context()

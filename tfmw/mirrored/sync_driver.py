@@ -476,7 +476,7 @@ class SyncDriver:
         return update.reduced(grads, variables)
 
     def _gathered(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
-        """What layers gather from all replicas within a step."""
+        """The slices of all replicas, which layers gather within a step."""
         if self._on_own_step is not None:
             raise UsageError(
                 "a layer looks at the global batch, of which a replica that trains on its own has "
@@ -681,7 +681,7 @@ class SyncDriver:
         return self._placement.suspended(own if averaged else own + self._state.all_variables())
 
     def predictions(self, iterator: Any) -> prediction.Predictions:
-        """What collects the predictions of a pass over the dataset of a `data.Shard`."""
+        """The collector of the predictions of a pass over the dataset of a `data.Shard`."""
         self._check_traces()
         step = prediction.prediction_step(self.model, self._replicas, self.splits)
         if not self.model.run_eagerly:

@@ -132,7 +132,7 @@ class MirroredTraining:
 
     @property
     def times(self) -> StepTimes | None:
-        """Where the time of this worker's steps went."""
+        """The time of this worker's steps, by its uses."""
         return self._driver.times if self._driver is not None else None
 
     @property

@@ -18,7 +18,7 @@ from tfmw.keras_compat.graph import ancestors
 
 
 def ops_between(sources: Sequence[tf.Tensor], target: tf.Tensor) -> bytes | None:
-    """What computes `target` from `sources`; None if it is not computed by plain ops of them alone.
+    """A description of the plain ops from `sources` alone to `target`; None if others take part.
 
     Two targets with the same description, of the same values, are equal.
     """

@@ -1,4 +1,4 @@
-"""What a worker and the servers tell each other between two steps: one message there, one back.
+"""The exchange of a worker and the servers between two steps: one message there, one back.
 
     answers = exchange(None, asked)                   # before the first step
     values, fetched = exchange.opened(answers, asked) # in step k
@@ -26,7 +26,7 @@ from tfmw.tables import server
 
 
 class StepUpdates:
-    """What one step changes on the servers, in this order.
+    """The changes of one step on the servers, in this order.
 
     Attributes:
         updates: by server, (optimizer, its updates there); None for what no optimizer does.
@@ -53,7 +53,7 @@ class StepUpdates:
         self.updates.setdefault(where, []).append((None, [update]))
 
     def tensors(self, where: int) -> list[tf.Tensor]:
-        """What is sent to a server: at least one tensor, if it has to count the step."""
+        """The tensors for a server: at least one, if it has to count the step."""
         if self._sent is not None:
             return self._sent.get(where, [])
         own = self.updates.get(where, [])
@@ -71,7 +71,7 @@ class StepUpdates:
 
 @dataclasses.dataclass(frozen=True)
 class LookupReply:
-    """What servers have answered, as it comes.
+    """The answers of servers, as they come.
 
     Attributes:
         packed: by server.

@@ -52,7 +52,7 @@ def taking_gradients(optimizer: Any, take: Callable[[Any, Grads], None]) -> Iter
 
 
 class GradientsToServers:
-    """Which updates follow from the gradients of a worker's step.
+    """The updates that follow from the gradients of a worker's step.
 
     Args:
         server_variables: of the model.
@@ -127,7 +127,7 @@ class GradientsToServers:
                 yield where, ([sizes, ids, sent], of_rows)
 
     def _route(self, grads: Grads, fetched: Fetched) -> tuple[Grads, MultiTableLookup, Route]:
-        """Where gradients go: as a rule the way of the rows that were fetched for the step.
+        """The route of gradients: as a rule that of the rows that were fetched for the step.
 
         Returns:
             (the gradients in the order of the group, their tables, their way).

@@ -40,7 +40,7 @@ _SENT = [
     tf.TensorSpec([None], tf.int64),
     tf.TensorSpec([], tf.int64),
 ]
-"""What a server gets: its ids of a batch, how often each occurs, whether the batch has any ids."""
+"""The message to a server: its ids of a batch, their counts, and whether the batch has any ids."""
 
 
 class HashTables:

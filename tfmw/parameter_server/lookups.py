@@ -79,7 +79,7 @@ class Plan:
         self._servers = sorted({where for _, group in self._groups for where in group.shards})
 
     def asked(self, batch: Any) -> LookupRequest:
-        """What servers are asked for; call it where steps are traced, with a batch of them."""
+        """The requests to servers; call it while steps are traced, with a batch of them."""
         leaves = tf.nest.flatten(batch, expand_composites=True)
         if not self._groups:
             return LookupRequest(leaves, [], [], {})
@@ -146,7 +146,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class LookupRequest:
-    """What servers are asked for one batch.
+    """The requests to servers for one batch.
 
     Attributes:
         leaves: the tensors of the batch.

@@ -1,7 +1,6 @@
-"""Gradients of variables whose rows are spread over parameter servers.
+"""The rows of a server's variables that an update changes.
 
-    for shard, grads, ids in split_by_shard(shards, gradient): ...   # each server gets its own rows
-    Rows([server_variable], [ids], sizes)             # on a server: the rows that an update changes
+    Rows([server_variable], [ids], sizes)
 
 The gradients of a row that occurs several times in a batch are added on the worker. So each server
 receives each row at most once in a step. `tfmw.tables` has the shards and their lookups.
@@ -13,31 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-
-from tfmw.tables import VariableShard, owners
-
-
-def split_by_shard(shards: Sequence[VariableShard], gradient: Any) -> list[tuple[Any, ...]]:
-    """Divides the gradient of a divided variable among its servers.
-
-    Args:
-        gradient: dense, or `tf.IndexedSlices` with rows of the whole, repeated or not.
-
-    Returns:
-        For each shard (shard, gradients [n, ...], rows int64 [n] counted from its start), on the
-        worker; (shard, gradients) for gradients of all its rows.
-    """
-    if not isinstance(gradient, tf.IndexedSlices):
-        return [(p, gradient[p.start : p.stop] if p.stop else gradient) for p in shards]
-    unique, positions = tf.unique(tf.cast(gradient.indices, tf.int64), out_idx=tf.int64)
-    summed = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(unique))
-    owned_by = owners(shards, unique)
-    ids = tf.dynamic_partition(unique, owned_by, len(shards))
-    values = tf.dynamic_partition(summed, owned_by, len(shards))
-    return [
-        (shard, rows, local_ids - shard.start)
-        for shard, local_ids, rows in zip(shards, ids, values, strict=True)
-    ]
 
 
 class Rows:

@@ -1,4 +1,4 @@
-"""What a parameter server computes for a step: it updates its variables with their gradients.
+"""The computation of a parameter server for a step: updates of its variables.
 
     updates = ServerUpdates(server_variables)
     with tf.device(server(index)):

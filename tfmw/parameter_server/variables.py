@@ -382,7 +382,7 @@ def refuse_unsupported(optimizers: list[Any], divided: list[Any]) -> None:
 
 
 def _division(variable: Any) -> table_variables.Division:
-    """Where a variable may be divided."""
+    """The division of a variable among servers."""
     rows = int(variable.shape[0]) if len(variable.shape) else 0
     return table_variables.division_of(variable) or table_variables.Division(rows, 1)
 

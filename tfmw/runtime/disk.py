@@ -1,4 +1,4 @@
-"""What must be on the disk before something else is done."""
+"""Flushes of files and directories to the disk."""
 
 from __future__ import annotations
 

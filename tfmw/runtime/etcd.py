@@ -31,12 +31,12 @@ _UNAUTHORIZED = 401  # an expired token, too
 
 
 def hosts_of(url: str) -> str:
-    """What precedes the key in "etcd://host:2379,host:2379/key"."""
+    """The part before the key in "etcd://host:2379,host:2379/key"."""
     return url.partition("://")[2].partition("/")[0]
 
 
 def key_of(url: str) -> str:
-    """What follows the hosts in "etcd://host:2379/key"."""
+    """The part after the hosts in "etcd://host:2379/key"."""
     return url.partition("://")[2].partition("/")[2].strip("/") or DEFAULT_PREFIX
 
 

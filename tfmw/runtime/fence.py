@@ -1,4 +1,4 @@
-"""Which attempt of a run may write: the one whose number was recorded last.
+"""The attempt of a run that may write: the one with the number recorded last.
 
     check()                        # raises Fenced in a task of an attempt that another one followed
 

@@ -1,4 +1,4 @@
-"""Where metrics of a run go: a file, or a port of one address.
+"""The destination of the metrics of a run: a file, or a port of one address.
 
     listens_at("9400")            # ("127.0.0.1", 9400)
     listens_at("0.0.0.0:9400")    # every address of the machine

@@ -1,4 +1,4 @@
-"""Where a worker's time in training goes: input, communication, computing.
+"""The time of a worker in training, by its uses: input, communication, computing.
 
 times = StepTimes()
 with times.of_call() as call:        # around a call of the driver

@@ -141,7 +141,7 @@ def _path(directory: str, task: str) -> Path:
 
 
 def _clock() -> dict[str, Any]:
-    """Which machine's monotonic clock it is, and the time of day at its zero."""
+    """The machine of the monotonic clock, and the time of day at its zero."""
     boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
     return {"machine": boot, "zero": time.time() - time.monotonic()}
 

@@ -32,7 +32,6 @@ from tfmw.tables.shards import (
     VariableShard,
     blocks,
     look_up,
-    owners,
     read_whole,
     server,
 )
@@ -60,7 +59,6 @@ __all__ = [
     "is_changed_rows",
     "is_table",
     "look_up",
-    "owners",
     "read_whole",
     "refuse_tables",
     "server",

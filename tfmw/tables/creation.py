@@ -1,4 +1,4 @@
-"""Which variables become tables, and how their rows are first made: on their servers, in blocks."""
+"""The variables that become tables; their first rows are made on their servers, in blocks."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _MARK = "tfmw: the rows of table"
 
 
 class WholeTables:
-    """What stands for tables in a SavedModel.
+    """The stand-ins of tables in a SavedModel.
 
     Args:
         tables: by the marks in the checkpoint.
@@ -173,7 +173,7 @@ def tables_in_files(
 
 
 def _elsewhere(files: TablesInFiles, name: str, variable: Any, number: int) -> Any:
-    """What a Keras variable holds whose rows are in files."""
+    """The table of a Keras variable, with rows in files."""
     table: Table = models.native(variable)
 
     def refuse() -> NoReturn:

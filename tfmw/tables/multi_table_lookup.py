@@ -119,7 +119,7 @@ class MultiTableLookup:
                 self._variables.append(known[same])
 
     def route(self, ids: Sequence[tf.Tensor]) -> Route:
-        """Where ids are.
+        """The places of ids.
 
         Args:
             ids: for each table int64 [n], its rows, in any order, repeated or not.

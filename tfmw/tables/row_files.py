@@ -89,7 +89,7 @@ class RowFiles:
                     number += 1
 
     def as_json(self) -> dict[str, Any]:
-        """What a reader needs to know: for each table, its files and what is in a record."""
+        """The description for readers: for each table, its files and the content of a record."""
         return {
             name: {
                 "shape": table.shape.as_list(),

@@ -94,7 +94,7 @@ def _chosen(name: str | None) -> list[RunStatus]:
 
 
 def job_lines(details: dict[str, Any]) -> list[str]:
-    """What `tfmw status` shows of one job on an engine: `Job.details`, and its id."""
+    """The lines of `tfmw status` on one job of an engine."""
     about = [details["state"]]
     if "attempt" in details:
         about.append(f"attempt {details['attempt']}")
@@ -113,7 +113,7 @@ def job_lines(details: dict[str, Any]) -> list[str]:
 
 
 def lines(answer: dict[str, Any]) -> list[str]:
-    """What `tfmw status` shows of one run."""
+    """The lines of `tfmw status` on one run."""
     out = [f"run {answer['run']}, attempt {answer['attempt']}: {' '.join(answer['command'])}"]
     width = max((len(task["task"]) for task in answer["tasks"]), default=0)
     for task in answer["tasks"]:

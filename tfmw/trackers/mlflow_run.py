@@ -125,7 +125,7 @@ def continue_runs(training: str, module: ModuleType) -> None:
 
 
 def active() -> dict[str, str] | None:
-    """Where the active run is: its id and the URI of its store."""
+    """The id of the active run and the URI of its store."""
     import mlflow
 
     run = mlflow.active_run()

@@ -1,4 +1,4 @@
-"""Which callbacks log to a tracker: by the package of their class, and by the objects they hold."""
+"""Callbacks that log to a tracker, found by the package of their class and of objects they hold."""
 
 from __future__ import annotations
 

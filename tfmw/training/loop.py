@@ -63,7 +63,7 @@ class Driver(Protocol):
 
     @property
     def times(self) -> StepTimes | None:
-        """Where the time of this task's steps went; None if it makes none."""
+        """The time of this task's steps, by its uses; None if it makes none."""
 
     @property
     def steps_per_epoch(self) -> int | None:

@@ -52,7 +52,7 @@ class Report:
 
 
 class Sink(Protocol):
-    """Where reports go."""
+    """The destinations of reports."""
 
     def write(self, report: Report, final: bool) -> None:
         """Writes a report; the last one has `final`."""

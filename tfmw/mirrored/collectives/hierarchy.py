@@ -85,7 +85,7 @@ class HierarchicalRing(OwnPart):
             return self._all_gather(self._reduce_scatter(total, cuts, add, what), cuts, what, total)
 
     def part_number(self, rank: int) -> int:
-        """Which part of a sum a worker has first. Its machine's sum gives it M parts in a row."""
+        """The part of a sum that a worker has first. Its machine's sum gives it M in a row."""
         machine, place = self._place[rank]
         first = self._within.part_number(place) * len(self._machines)
         return first + self._between.part_number(machine)

@@ -19,14 +19,14 @@ def even_cuts(elements: int, workers: int) -> list[int]:
 
 
 class Parts(abc.ABC):
-    """Which part of a sum each worker, or replica, has first; see `Ring.reduce_scatter`."""
+    """The part of a sum that each worker, or replica, has first; see `Ring.reduce_scatter`."""
 
     @abc.abstractmethod
     def part_number(self, rank: int) -> int:
         """The number of the part of a sum that a worker has first."""
 
     def part_of(self, cuts: Cuts, rank: int) -> slice:
-        """Which elements of a sum a worker has first."""
+        """The elements of a sum that a worker has first."""
         number = self.part_number(rank)
         return slice(cuts[number], cuts[number + 1])
 
@@ -41,5 +41,5 @@ class OwnPart(Parts):
     rank: int
 
     def own_part(self, cuts: Cuts) -> slice:
-        """Which elements of a sum this worker has first."""
+        """The elements of a sum that this worker has first."""
         return self.part_of(cuts, self.rank)

@@ -128,7 +128,7 @@ class Ring(OwnPart):
             return total
 
     def part_number(self, rank: int) -> int:
-        """Which part of a sum a worker has first: the one that comes to it last."""
+        """The part of a sum that a worker has first: the one that comes to it last."""
         return (rank + 1) % self.size
 
     def reduce_scatter(
