@@ -1,4 +1,4 @@
-"""Rules of prose: `python docs/prose.py` checks pages, public docstrings and tfmw's messages.
+"""Rules of prose: `python docs/prose.py` checks pages, notebooks, docstrings and messages.
 
     docs/howto/gpus.md:12: 31 words in a sentence, at most 25: "..."
 
@@ -9,6 +9,7 @@ clause as a subject or a title, and the field's words in place of the house's.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,14 @@ def pages() -> list[Path]:
     """README, the other pages of the root, and docs/."""
     found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     return sorted(p for p in found if str(p.relative_to(ROOT)) not in WRITTEN)
+
+
+def cells() -> Iterator[tuple[Path, int, str]]:
+    """(notebook, number of the cell, text) of each cell in Markdown."""
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        for number, cell in enumerate(json.loads(path.read_text())["cells"], 1):
+            if cell["cell_type"] == "markdown":
+                yield path, number, "".join(cell["source"])
 
 
 def docstrings() -> Iterator[tuple[Path, int, str]]:
@@ -130,7 +139,8 @@ def main() -> int:
     found = [(p, line, said) for p in pages() for line, said in faults(p.read_text())]
     for path, first, doc in docstrings():
         found += [(path, first + line, said) for line, said in faults(doc)]
-    found += [(path, n, said) for path, n, text in messages() for _, said in faults(text)]
+    for path, n, text in [*messages(), *cells()]:
+        found += [(path, n, said) for _, said in faults(text)]
     for path, line, said in found:
         print(f"{path.relative_to(ROOT)}:{line}: {said}")
     return 1 if found else 0

@@ -23,7 +23,8 @@ TESTS = (
     "tests/test_cli.py",
     "tests/cluster",
     "tests/docs/test_docs.py",
-    "tests/launcher/test_lone.py",
+    "tests/docs/test_commands.py",
+    "tests/test_package.py",
 )
 
 

@@ -8,6 +8,7 @@ import tomllib
 
 import tfmw
 from tests.helpers.cluster import ROOT
+from tests.package import TESTS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -45,3 +46,7 @@ def test_types_and_documents_are_packaged():
     for name in ("CHANGELOG.md", "SECURITY.md", "CITATION.cff"):
         assert name in manifest
         assert (ROOT / name).exists()
+
+
+def test_the_tests_of_the_sdist_exist():
+    assert all((ROOT / path).exists() for path in TESTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from notebooks.execute import NOTEBOOKS, execute, readable
 from tests.helpers.cluster import ROOT
 from tfmw.launcher.log_filter import without_notices
 
-NAMES = ["first_fit", "many_workers", "surviving_a_crash", "parameter_servers"]
-NAMES += ["large_tables", "reading_a_benchmark", "on_a_cluster"]
+# In the order of their links.
+NAMES = ["first_fit", "many_workers", "data_from_files", "custom_training", "speed_up"]
+NAMES += ["reading_a_benchmark", "surviving_a_crash", "two_hosts", "parameter_servers"]
+NAMES += ["large_tables", "on_a_cluster"]
 
 
 def text_of(notebook: Any) -> str:
@@ -110,6 +113,43 @@ def shows_reading_a_benchmark(text: str) -> None:
     assert exchange == pytest.approx(max(both - float(half), 0), abs=0.2)
 
 
+def shows_data_from_files(text: str) -> None:
+    assert "1437 examples in 4 files" in text
+    (apart,) = numbers(r"losses differ by ([\de.-]+)", text)
+    assert apart < 1e-5
+    (updates,) = numbers(r"updates by the optimizer +(\d+) in 4 epochs", text)
+    assert updates == 4 * 23
+    (accuracy,) = numbers(r"accuracy on the files +([\d.]+)", text)
+    assert accuracy > 0.9
+
+
+def shows_custom_training(text: str) -> None:
+    (step,) = numbers(r"losses of the train_step differ by ([\de.-]+)", text)
+    (loop,) = numbers(r"losses of the loop differ by ([\de.-]+)", text)
+    assert step < 1e-5
+    assert loop < 1e-4
+    assert "both tasks have the same losses: True" in text
+
+
+def shows_speed_up(text: str) -> None:
+    lines = re.findall(r"one worker +([\d.]+) ms, two workers +([\d.]+) ms, ([\d.]+) times", text)
+    assert len(lines) == 3
+    for one, two, ratio in lines:
+        assert float(ratio) == pytest.approx(float(one) / float(two), abs=0.05)
+
+
+def shows_two_hosts(text: str) -> None:
+    assert "exit statuses of both hosts: [0, 0]" in text
+    assert "138 steps, all of them on 2 hosts" in text  # 6 x 23 batches
+    assert "exit status of the first host: 0" in text
+    ((last, first, end),) = re.findall(
+        r"steps 1 to (\d+) on two hosts, (\d+) to (\d+) on one", text
+    )
+    assert 20 <= int(last) == int(first) - 1 < int(end) == 138
+    (apart,) = numbers(r"differ from those without the fault by ([\de.-]+)", text)
+    assert apart < 1e-4
+
+
 def shows_on_a_cluster(text: str) -> None:
     (accuracy,) = numbers(r"accuracy on the test data ([\d.]+)", text)
     assert 1 > accuracy > 0.8
@@ -161,6 +201,30 @@ def test_parameter_servers() -> None:
 
 @pytest.mark.long
 @pytest.mark.multiprocess
+def test_data_from_files() -> None:
+    run("data_from_files")
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_custom_training() -> None:
+    run("custom_training")
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_speed_up() -> None:
+    run("speed_up")
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_two_hosts() -> None:
+    run("two_hosts")
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
 def test_large_tables() -> None:
     run("large_tables")
 
@@ -205,6 +269,25 @@ def test_committed_outputs_name_no_machine(name: str) -> None:
     assert str(Path.home()) not in text
     assert without_notices(text) == text
     assert not re.search("[\r\b\x1b]", text), "overwritten, or coloured"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_begins_with_goals_and_set_up(name: str) -> None:
+    first = committed(name).cells[0].source
+    assert re.match(r"# .+\n\n\*\*Goals\.\*\* You .+\n\n\*\*Set-up\.\*\* Linux", first, re.DOTALL)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pictures_have_alternative_text(name: str) -> None:
+    for cell in committed(name).cells:
+        if any("image/png" in output.get("data", {}) for output in cell.get("outputs", [])):
+            assert len(cell.metadata["mystnb"]["image"]["alt"]) > 40
+
+
+def test_each_links_to_the_next() -> None:
+    for name, following in pairwise(NAMES):
+        ends = [cell.source for cell in committed(name).cells if cell.cell_type == "markdown"]
+        assert re.search(rf"\*Next:\* \[[^]]+\]\({following}\.ipynb\)$", ends[-1]), name
 
 
 def test_outputs_are_cleaned() -> None:
