@@ -33,12 +33,15 @@ ALONE_LONG = [
     "at_the_end_of_an_epoch", "repeated_with_steps", "repeated_after_batch",
     "passes_longer_than_epochs", "arrays_with_all_arguments", "class_weight_of_a_dataset",
     "dataset_of_a_generator", "filtered", "interleaved_with_shuffles_inside", "of_input_context",
-    "layers_with_state", "moving_averages_of_weights", "several_optimizers", "callbacks",
-    "schedule_that_goes_on_from_its_last_rate", "steps_made_again_in_arrays",
+    "layers_with_state", "moving_averages_of_weights", "averages_of_schedule_free",
+    "several_optimizers", "callbacks", "schedule_that_goes_on_from_its_last_rate",
+    "steps_made_again_in_arrays",
 ]  # fmt: skip
 TOGETHER = ["mapped_at_random", "arrays_shuffled", "py_dataset", "of_input_context"]
 TOGETHER_TOO = ["layers_with_state", "averages_of_replicas_between_steps", "callbacks"]
-TOGETHER_LONG = ["repeated_with_steps", "filtered", "several_optimizers"]
+TOGETHER_LONG = [
+    "repeated_with_steps", "filtered", "averages_of_schedule_free", "several_optimizers",
+]  # fmt: skip
 
 
 def cases(some: list[str], more: list[str], most: list[str]) -> list[Any]:

@@ -400,6 +400,16 @@ def moving_averages_of_weights():
     return {"x": slices().shuffle(N).batch(BATCH)}
 
 
+def schedule_free() -> keras.Model:
+    """Its slots begin as the weights, and its step depends on the number of steps."""
+    return plain(keras.optimizers.ScheduleFreeAdamW(0.01, warmup_steps=6))
+
+
+@data(model=schedule_free, at=(4, 8))
+def averages_of_schedule_free():
+    return {"x": slices().shuffle(N).batch(BATCH), "validation_data": (X, Y)}
+
+
 def scaled() -> keras.Model:
     # So large a scale overflows float16 at first: it is halved until it does not.
     inner = keras.optimizers.Adam(0.01)
