@@ -11,7 +11,14 @@ import pytest
 import tensorflow as tf
 
 from tfmw import keras_compat
-from tfmw.keras_compat import datasets, metric_variables, models, parameter_servers, table_variables
+from tfmw.keras_compat import (
+    datasets,
+    guards,
+    metric_variables,
+    models,
+    parameter_servers,
+    table_variables,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -128,3 +135,16 @@ def test_variable_whose_rows_are_elsewhere_is_named_for_its_slots(kind: str) -> 
         "Adam": ["momentum", "velocity"],
         "Ftrl": ["accumulator", "linear"],
     }[kind]
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras, when it saves
+def test_a_model_is_saved_where_a_symbolic_link_points(tmp_path):
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "model.keras", tmp_path / "latest.keras"
+    link.symlink_to(target)
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+    for _ in range(2):  # of a new file, and over it
+        guards._whole(keras.Model.save, is_chief=True)(model, link)
+        assert link.is_symlink()
+        assert keras.saving.load_model(target).count_params() == 8
+    assert [file.name for file in target.parent.iterdir()] == ["model.keras"]

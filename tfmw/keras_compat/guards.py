@@ -130,11 +130,12 @@ def _whole(save: Callable[..., Any], is_chief: bool) -> Callable[..., Any]:
         plain = not args and not set(kwargs) - {"overwrite"} and kwargs.get("overwrite", True)
         if not plain or "://" in path or not path.endswith((".keras", ".h5")):
             return save(self, filepath, *args, **kwargs)
-        folder, name = os.path.split(path)
-        temporary = os.path.join(folder, f".{secrets.token_hex(6)}.{name}")
+        target = os.path.realpath(path)  # a symbolic link remains, as when Keras writes to it
+        name = f".{secrets.token_hex(6)}.{os.path.basename(path)}"
+        temporary = os.path.join(os.path.dirname(target), name)
         try:
             result = save(self, temporary, *args, **kwargs)
-            os.replace(temporary, path)
+            os.replace(temporary, target)
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)

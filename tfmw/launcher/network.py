@@ -121,6 +121,7 @@ class Gateway:
         with selectors.DefaultSelector() as waiting:
             for index, listener in enumerate(self._listeners):
                 port = listener.getsockname()[1] if index else None
+                listener.setblocking(False)  # whoever connected may be gone before the accept
                 waiting.register(listener, selectors.EVENT_READ, (listener, port))
             while not self._closing:
                 for key, _ in waiting.select():
