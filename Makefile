@@ -6,7 +6,7 @@
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough test-long test-updates test-fast test-hosts test-oldest test-keras survey bench package lint type docs diagrams notebooks clean
+.PHONY: help demo test test-thorough test-long test-updates test-fast test-hosts test-oldest test-nightly test-keras survey bench package lint type docs diagrams notebooks clean
 
 SHELL := bash
 VENV  := .venv
@@ -25,7 +25,7 @@ WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
-	@echo "make test-thorough, make test-long, make test-updates, make test-fast, make test-hosts, make test-oldest, make test-keras, make survey, make lint, make type,"
+	@echo "make test-thorough, make test-long, make test-updates, make test-fast, make test-hosts, make test-oldest, make test-nightly, make test-keras, make survey, make lint, make type,"
 	@echo "make package, make notebooks, make diagrams, make clean"
 
 $(STAMP): pyproject.toml
@@ -106,6 +106,21 @@ test-oldest: pyproject.toml
 	@$(OLDEST)/bin/python -m pytest -m "not multiprocess" \
 	  tests/keras_compat/test_keras_compat.py tests/mirrored/test_cached_driver.py tests/layers \
 	  tests/matrix
+
+# The Keras of tonight on the newest TensorFlow, in an environment of their own: what will break. Its
+# package takes the place of Keras's, which TensorFlow requires.
+NIGHTLY := build/nightly
+
+test-nightly: pyproject.toml
+	@test -x $(NIGHTLY)/bin/python || "$(PYTHON)" -m venv $(NIGHTLY)
+	@$(NIGHTLY)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  grain hypothesis pillow pytest pytest-timeout --editable .
+	@$(NIGHTLY)/bin/python -m pip uninstall --quiet --yes keras keras-nightly
+	@$(NIGHTLY)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --pre --no-deps keras-nightly
+	@$(NIGHTLY)/bin/python -m pytest -m "not multiprocess and not thorough and not long" \
+	  tests/keras_compat tests/mirrored/test_cached_driver.py tests/layers tests/matrix
+	@$(NIGHTLY)/bin/python -m pytest tests/data/test_grain.py
 
 # Everything that Keras exports, on two replicas beside one process: a table in docs/explain/survey.md.
 survey: $(DEV)

@@ -24,17 +24,17 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn as keras_nn
-from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing_layer import (
     BaseImagePreprocessingLayer as _ImageLayer,
 )
 from keras.src.losses import loss as loss_module
-from keras.src.trainers import trainer as base_trainer
 
 from tfmw.keras_compat.dataflow import FIXED, Dataflow, Flow
 from tfmw.keras_compat.differences import Differences
 from tfmw.keras_compat.graph import is_symbolic
+from tfmw.keras_compat.objects import BaseTrainer, Trainer, backend_module
+
+keras_nn = backend_module("nn")
 
 
 class CannotCompile(Exception):
@@ -388,19 +388,19 @@ def _hook_reductions() -> None:
 
 def _hook_additional_losses() -> None:
     """The losses of `add_loss`: of layers, and of the model."""
-    keras_aggregate = tf_trainer.TensorFlowTrainer._aggregate_additional_loss
+    keras_aggregate = Trainer._aggregate_additional_loss
 
     def aggregate_additional_loss(self: Any, loss: Any) -> Any:
         # Keras adds up the losses of add_loss, and of a loss per example all its values.
         weight = current_weight()
         if weight is None:
             return keras_aggregate(self, loss)
-        summed = base_trainer.Trainer._aggregate_additional_loss(self, loss)
+        summed = BaseTrainer._aggregate_additional_loss(self, loss)
         if weight.per_example(loss):
             return weight.estimate_of_sum(summed)
         return weight.estimate_of_scalar(summed)
 
-    tf_trainer.TensorFlowTrainer._aggregate_additional_loss = aggregate_additional_loss
+    Trainer._aggregate_additional_loss = aggregate_additional_loss
 
 
 def _hook_layers() -> None:
@@ -545,8 +545,8 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (loss_module, "reduce_values"),
     (loss_module, "reduce_weighted_values"),
     (keras_nn, "ctc_loss"),
-    (tf_trainer.TensorFlowTrainer, "_aggregate_additional_loss"),
-    (base_trainer.Trainer, "_aggregate_additional_loss"),
+    (Trainer, "_aggregate_additional_loss"),
+    (BaseTrainer, "_aggregate_additional_loss"),
     *[(keras.Layer, name) for name in _USE_LAYER_LOSSES],
     (keras.metrics.Mean, "update_state"),
     (keras.metrics.Sum, "update_state"),

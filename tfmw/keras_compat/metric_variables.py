@@ -8,10 +8,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import trainer as tf_trainer
 
 from tfmw.keras_compat.graph import ancestors, descendants, is_symbolic
 from tfmw.keras_compat.models import native
+from tfmw.keras_compat.objects import Trainer
 
 
 def leaf_metrics(model: keras.Model) -> list[Any]:
@@ -131,7 +131,7 @@ def recorded_assignments(
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (tf_trainer.TensorFlowTrainer, "_flatten_metrics_in_order"),
+    (Trainer, "_flatten_metrics_in_order"),
     (keras.Variable, "_direct_assign"),
 ]
 """(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

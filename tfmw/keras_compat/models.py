@@ -10,13 +10,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
-from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.random import seed_generator
 from keras.src.trainers.data_adapters import (
     data_adapter_utils,
 )
 
-from tfmw.keras_compat.objects import overridden
+from tfmw.keras_compat.objects import Trainer, overridden
 from tfmw.keras_compat.optimizers import (
     inner_optimizer,
     optimizers_of,
@@ -28,7 +27,7 @@ Variable = keras.Variable
 
 def is_model(candidate: Any) -> bool:
     """Whether it can be trained: a `keras.Model`, or any layer that is one of Keras's trainers."""
-    return isinstance(candidate, tf_trainer.TensorFlowTrainer)
+    return isinstance(candidate, Trainer)
 
 
 def compiled_parts(model: keras.Model) -> list[Any]:
@@ -266,7 +265,7 @@ def needs_build(model: keras.Model) -> bool:
 
 def overrides_step(model: keras.Model, name: str) -> bool:
     """Whether the user's class overrides `train_step` or `test_step`."""
-    return getattr(type(model), name) is not getattr(tf_trainer.TensorFlowTrainer, name)
+    return getattr(type(model), name) is not getattr(Trainer, name)
 
 
 def should_validate(model: keras.Model, epoch: int, validation_freq: Any) -> bool:
@@ -295,8 +294,8 @@ def is_synchronized_batch_norm(layer: Any) -> bool:
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (tf_trainer.TensorFlowTrainer, "_symbolic_build"),
-    (tf_trainer.TensorFlowTrainer, "_should_eval"),
+    (Trainer, "_symbolic_build"),
+    (Trainer, "_should_eval"),
     (keras.Model, "_flatten_layers"),
     (keras.optimizers.Optimizer, "_backend_apply_gradients"),
     (data_adapter_utils, "class_weight_to_sample_weights"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,24 @@ import keras
 import tensorflow as tf
 
 _LIBRARIES = ("builtins", "keras", "tensorflow", "numpy", "collections")
+
+
+def backend_module(name: str) -> Any:
+    """A module of Keras's TensorFlow backend, such as "nn"; since Keras 3.16 it is under `ops`."""
+    package = "keras.src.backend.tensorflow"
+    try:
+        return importlib.import_module(f"{package}.{name}")
+    except ModuleNotFoundError:
+        return importlib.import_module(f"{package}.ops.{name}")
+
+
+_trainer = importlib.import_module("keras.src.backend.tensorflow.trainer")
+Trainer: Any = getattr(_trainer, "TensorFlowTrainer", None) or _trainer.Trainer
+"""The base class of models with Keras's own steps and `fit`; renamed in Keras 3.16, as the next."""
+
+_base_trainer = importlib.import_module("keras.src.trainers.trainer")
+BaseTrainer: Any = getattr(_base_trainer, "BaseTrainer", None) or _base_trainer.Trainer
+"""The base class of all backends' trainers."""
 
 
 @contextlib.contextmanager

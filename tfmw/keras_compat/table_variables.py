@@ -21,17 +21,18 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow import core as _core
-from keras.src.backend.tensorflow import numpy as _numpy
 from keras.src.backend.tensorflow import optimizer as _tf_optimizer
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as _draws
 from tensorflow.python.ops import resource_variable_ops as _resource_variables
 from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY as VARIABLE_VALUE
 
 from tfmw.keras_compat.models import native, set_native
-from tfmw.keras_compat.objects import overridden
+from tfmw.keras_compat.objects import backend_module, overridden
 from tfmw.keras_compat.parameter_servers import RemoteRows
 from tfmw.keras_compat.row_updates import name_variables_of_slots
+
+_core = backend_module("core")
+_numpy = backend_module("numpy")
 
 InitialRows = Callable[[int, int], tf.Tensor]
 """(start, stop) -> the rows [stop - start, ...] of an initial value."""

@@ -14,23 +14,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src.backend.tensorflow import trainer as tf_trainer
 
 from tfmw.keras_compat import guards
+from tfmw.keras_compat.objects import Trainer
 
 _NAME = "fn"  # the variable in which Keras's wrapper for tracebacks keeps the method
 
 
 def is_wrapped() -> bool:
     """Whether a library has replaced `keras.Model.fit`."""
-    return not guards.is_guard(keras.Model.fit) and (
-        keras.Model.fit is not tf_trainer.TensorFlowTrainer.fit
-    )
+    return not guards.is_guard(keras.Model.fit) and (keras.Model.fit is not Trainer.fit)
 
 
 def parameters() -> dict[str, inspect.Parameter]:
     """The arguments of Keras's `fit`, by name; what has replaced it need not name them."""
-    found = dict(inspect.signature(tf_trainer.TensorFlowTrainer.fit).parameters)
+    found = dict(inspect.signature(Trainer.fit).parameters)
     del found["self"]
     return found
 
@@ -65,12 +63,12 @@ def _replaced(train: Callable[..., Any]) -> Iterator[None]:
 
 
 def _cell() -> Any:
-    fit: Any = tf_trainer.TensorFlowTrainer.fit
+    fit: Any = Trainer.fit
     return dict(zip(fit.__code__.co_freevars, fit.__closure__, strict=True))[_NAME]
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (tf_trainer.TensorFlowTrainer, "fit"),
-    (tf_trainer.TensorFlowTrainer.fit, "__closure__"),
+    (Trainer, "fit"),
+    (Trainer.fit, "__closure__"),
 ]
 """(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""
