@@ -118,9 +118,9 @@ test-nightly: pyproject.toml
 	@$(NIGHTLY)/bin/python -m pip uninstall --quiet --yes keras keras-nightly
 	@$(NIGHTLY)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --pre --no-deps keras-nightly
+	@$(NIGHTLY)/bin/python -m pytest tests/data/test_grain.py
 	@$(NIGHTLY)/bin/python -m pytest -m "not multiprocess and not thorough and not long" \
 	  tests/keras_compat tests/mirrored/test_cached_driver.py tests/layers tests/matrix
-	@$(NIGHTLY)/bin/python -m pytest tests/data/test_grain.py
 
 # Everything that Keras exports, on two replicas beside one process: a table in docs/explain/survey.md.
 survey: $(DEV)
