@@ -233,7 +233,7 @@ def held_by(updates: list[ShardedUpdate]) -> list[int]:
     whole = sum(int(tf.size(models.native(v))) for v in slots_of(update.optimizer))
     parts = [
         sum(value.shape.num_elements() for _, _, value in part.slot_values())
-        for part in update._parts
+        for part in (update._plan.parts if update._plan else [])
     ]
     return [whole, *parts]
 

@@ -19,6 +19,8 @@ between variables.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import logging
 import os
 from collections.abc import Iterator
@@ -58,6 +60,37 @@ MIN_BYTES = 8 << 20
 """Trainable weights below which "auto" shards no update: it saves less than it costs."""
 
 
+class Slots(enum.Enum):
+    """The place of an optimizer's slots."""
+
+    WHOLE = enum.auto()
+    """In the optimizer's own variables."""
+    TAKEN = enum.auto()
+    """In parts, since a step was traced: the optimizer's variables are empty."""
+    PARTS = enum.auto()
+    """In parts, as in the call before."""
+    COPIED = enum.auto()
+    """In parts, and a copy of all of them in the chief's optimizer until the next step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardPlan:
+    """The division of an update among replicas, made while the first step is traced.
+
+    Attributes:
+        packs: variables whose gradients travel together, cut into parts.
+        parts: of this process's replicas.
+    """
+
+    packs: list[Pack]
+    parts: list[OptimizerPart]
+
+    @property
+    def indices(self) -> set[int]:
+        """Of the sharded variables."""
+        return {index for pack in self.packs for index in pack.indices}
+
+
 class ShardedUpdate:
     """How one optimizer updates the weights on each worker.
 
@@ -69,7 +102,6 @@ class ShardedUpdate:
         compressed: whether gradients are sent in 16 bits.
 
     Attributes:
-        of_call: why the steps of this call do not shard the update; None if they may.
         made: whether any update has been traced.
     """
 
@@ -88,22 +120,29 @@ class ShardedUpdate:
         self._choice = _environments_choice() if choice == "auto" else choice
         self._variables = optimizer_part.variables_of(optimizer)
         self._index = {id(v): i for i, v in enumerate(self._variables)}
-        self._packs: list[Pack] = []
-        self._parts: list[OptimizerPart] = []  # of this process's replicas
-        self._whole = True  # whether the optimizer's own variables have the state
-        self._taken = False
-        self._copied = False  # to the chief alone
-        self._stale = False
+        self._plan: ShardPlan | None = None
+        self._slots = Slots.WHOLE
+        self._weights_stale = False  # parts of them are older than the model's
         self.made = False
         self._assigned_in_steps = False
         self._read_between_steps = False
-        self.of_call: str | None = None
         self._refused = self._why_not(eager, compressed)
 
     @property
     def reason(self) -> str | None:
         """Why each worker makes the whole update; None if they shard it."""
         return self._refused or self.of_call
+
+    @property
+    def of_call(self) -> str | None:
+        """Why the steps of this call do not shard the update; None if they may."""
+        shares = self._choice is True or not self._read_between_steps
+        return None if shares else "a callback may look at the optimizer between steps"
+
+    @property
+    def _plan_of_call(self) -> ShardPlan | None:
+        """The plan, if the steps of this call follow it."""
+        return self._plan if self.reason is None else None
 
     def begin(self, read_between_steps: bool) -> None:
         """Before the steps of a call of fit.
@@ -112,8 +151,6 @@ class ShardedUpdate:
             read_between_steps: whether callbacks may look at the optimizer there.
         """
         self._read_between_steps = read_between_steps
-        shares = self._choice is True or not read_between_steps
-        self.of_call = None if shares else "a callback may look at the optimizer between steps"
 
     def _why_not(self, eager: bool, compressed: bool) -> str | None:
         if self._choice is False:
@@ -165,20 +202,21 @@ class ShardedUpdate:
         Returns:
             The gradients to apply, and the variables to apply them to.
         """
-        if self.reason is None and not self._parts:
-            self._plan(grads, variables)
+        if self.reason is None and self._plan is None:
+            self._make_plan(grads, variables)
         if not self.made:
             self._log()
         self.made = True
-        if not self._parts or self.reason is not None:
+        plan = self._plan_of_call
+        if plan is None:
             yield self._reduction(grads), variables
             return
-        local = self._local_replica()
+        local = self._local_replica(plan)
         given = {
             self._index[id(v)]: g for g, v in zip(grads, variables, strict=True) if g is not None
         }
-        self._refuse_idle(given)
-        own, rest = self._reduce_scatter.sums(given, self._packs, self._reduce_scatter.ranks[local])
+        self._refuse_idle(plan, given)
+        own, rest = self._reduce_scatter.sums(given, plan.packs, self._reduce_scatter.ranks[local])
         own = {index: self._in_shape(index, total) for index, total in own.items()}
         totals, updated = [], []
         for variable, grad in zip(variables, grads, strict=True):
@@ -187,14 +225,14 @@ class ShardedUpdate:
                 totals.append(own.get(index, rest.get(index)))
                 updated.append(variable)
         if self._assigned_in_steps:
-            self._parts[local].refresh()
-        with self._known_of_all(own, rest), self._parts[local].in_place():
+            plan.parts[local].refresh()
+        with self._known_of_all(own, rest), plan.parts[local].in_place():
             yield totals, updated
-        self._gather_weights(local)
+        self._gather_weights(plan, local)
 
-    def _local_replica(self) -> int:
+    def _local_replica(self, plan: ShardPlan) -> int:
         """The index of the running replica in this process. In a replica context."""
-        if len(self._parts) == 1:
+        if len(plan.parts) == 1:
             return 0
         replica = tf.distribute.get_replica_context()
         rank = int(tf.get_static_value(replica.replica_id_in_sync_group))
@@ -205,12 +243,11 @@ class ShardedUpdate:
         whole = own.shape.num_elements() == self._elements(index)
         return tf.reshape(own, self._variables[index].shape) if whole else own
 
-    def _refuse_idle(self, given: dict[int, Any]) -> None:
+    def _refuse_idle(self, plan: ShardPlan, given: dict[int, Any]) -> None:
         """Raises UsageError on all workers where a replica would have nothing to update."""
-        packed = {i for pack in self._packs for i in pack.indices}
         for rank in range(self._reduce_scatter.size):
-            own = {index for pack in self._packs for index, _ in self._elements_of(pack, rank)}
-            if not any(i in own or i not in packed for i in given):
+            own = {index for pack in plan.packs for index, _ in self._elements_of(pack, rank)}
+            if not any(i in own or i not in plan.indices for i in given):
                 raise UsageError(
                     f"{self.optimizer.name!r} updates {len(given)} of {len(self._variables)} "
                     "variables here, and one worker has no part of them: train with "
@@ -233,13 +270,13 @@ class ShardedUpdate:
         with optimizer_part.all_gradients_known(self.optimizer, finite, norm):
             yield
 
-    def _gather_weights(self, local: int) -> None:
+    def _gather_weights(self, plan: ShardPlan, local: int) -> None:
         """Gives a replica of this process the updated weights of all."""
         if reduction_lib.nothing() is not None:
             return
-        part, rank = self._parts[local], self._reduce_scatter.ranks[local]
+        part, rank = plan.parts[local], self._reduce_scatter.ranks[local]
         assigned: list[Any] = []
-        for pack in self._packs:
+        for pack in plan.packs:
             own = [part.weight(i) for i, _ in self._elements_of(pack, rank)]
             flat = tf.concat(own, axis=0) if own else tf.zeros([0], pack.dtype)
             # The memory of the weights before is for the next pack: it must be free by then.
@@ -263,10 +300,11 @@ class ShardedUpdate:
         Returns:
             Whether it did so, or needn't; else it must be traced again.
         """
-        if not self._parts or self.reason is not None or self._assigned_in_steps:
+        plan = self._plan_of_call
+        if plan is None or self._assigned_in_steps:
             return True
         counts = assignments(step)
-        handles = (h for pack in self._packs for i in pack.indices for h in self._handles(i))
+        handles = (handle for index in plan.indices for handle in self._handles(index))
         self._assigned_in_steps = any(counts[id(handle)] > 1 for handle in handles)
         return not self._assigned_in_steps
 
@@ -275,7 +313,7 @@ class ShardedUpdate:
 
     # ------------------------------------------------------------ who updates what
 
-    def _plan(self, grads: list[Any], variables: list[Any]) -> None:
+    def _make_plan(self, grads: list[Any], variables: list[Any]) -> None:
         """Divides the variables, while the first step is traced: the same on all workers."""
         loads = [0] * self._reduce_scatter.size
         packs = []
@@ -296,19 +334,21 @@ class ShardedUpdate:
         elif not all(loads):
             self._refused = f"there are fewer variables than {self._reduce_scatter.of}"
         if self.reason is None:
-            self._packs = packs
-            sharded = {i for pack in packs for i in pack.indices}
-            self._parts = [
-                OptimizerPart(self.optimizer, self._own(rank), sharded, replica)
-                for replica, rank in enumerate(self._reduce_scatter.ranks)
-            ]
-            self._whole, self._taken = False, True
+            plan = ShardPlan(packs, [])
+            self._plan = dataclasses.replace(
+                plan,
+                parts=[
+                    OptimizerPart(self.optimizer, self._own(plan, rank), plan.indices, replica)
+                    for replica, rank in enumerate(self._reduce_scatter.ranks)
+                ],
+            )
+            self._slots = Slots.TAKEN
 
-    def _own(self, rank: int) -> dict[int, slice | None]:
+    def _own(self, plan: ShardPlan, rank: int) -> dict[int, slice | None]:
         """Index of a variable -> the elements that a replica updates; None for all of them."""
         return {
             index: None if part.stop - part.start == self._elements(index) else part
-            for pack in self._packs
+            for pack in plan.packs
             for index, part in self._elements_of(pack, rank)
         }
 
@@ -370,7 +410,7 @@ class ShardedUpdate:
 
     def weights_changed(self) -> None:
         """Others than the steps may have assigned to the weights."""
-        self._stale = True
+        self._weights_stale = True
 
     def before_steps(self) -> bool:
         """Takes this process's parts of the state, where the optimizer has all of it.
@@ -378,17 +418,18 @@ class ShardedUpdate:
         Returns:
             Whether the optimizer's own slots are empty since the last call.
         """
-        if not self._parts or self.reason is not None:
+        plan = self._plan_of_call
+        if plan is None:
             return False
+        emptied = self._slots is not Slots.PARTS
         self.forget_copy()
-        for part in self._parts:
-            if self._whole:
+        for part in plan.parts:
+            if self._slots is Slots.WHOLE:
                 part.take()
-            if self._stale:
+            if self._weights_stale:
                 part.refresh()
-        taken = self._taken or self._whole
-        self._whole = self._stale = self._taken = False
-        return taken
+        self._slots, self._weights_stale = Slots.PARTS, False
+        return emptied
 
     def after_steps(self) -> None:
         """Lets callbacks between steps see the whole state. All workers call it."""
@@ -398,36 +439,40 @@ class ShardedUpdate:
 
     def restore_whole(self) -> None:
         """Gives the optimizer the whole state, on all workers. All workers call it."""
-        if not self._parts or self._whole:
+        if self._plan is None or self._slots is Slots.WHOLE:
             return
         self.forget_copy()
-        for part in self._parts:
+        for part in self._plan.parts:
             part.free_weights()
-        gather_slots(self._parts, self._packs, self._reduce_scatter, keep=True, free=True)
-        self._whole = self._stale = True
+        self._gather_slots(self._plan, keep=True, free=True)
+        self._slots, self._weights_stale = Slots.WHOLE, True
 
     def restore_alone(self) -> None:
         """The same after an error, where this process has all parts."""
-        if self._parts and self._reduce_scatter.in_one_process:
+        if self._plan is not None and self._reduce_scatter.in_one_process:
             with contextlib.suppress(Exception):
                 self.restore_whole()
 
     def copy_to_chief(self) -> None:
         """Gives the chief's optimizer the whole state, until the next step. All workers call it."""
-        if self._parts and not self._whole and not self._copied:
-            keep = self._reduce_scatter.ranks[0] == 0
-            gather_slots(self._parts, self._packs, self._reduce_scatter, keep=keep)
-            self._copied = True
+        if self._plan is not None and self._slots in (Slots.TAKEN, Slots.PARTS):
+            self._gather_slots(self._plan, keep=self._reduce_scatter.ranks[0] == 0)
+            self._slots = Slots.COPIED
+
+    def _gather_slots(self, plan: ShardPlan, keep: bool, free: bool = False) -> None:
+        gather_slots(plan.parts, plan.packs, self._reduce_scatter, keep=keep, free=free)
 
     def slot_parts(self) -> SlotParts | None:
         """This process's parts of the slots; None where the optimizer has all of them."""
-        return None if not self._parts or self._whole else slot_parts(self._parts, self._packs)
+        if self._plan is None or self._slots is Slots.WHOLE:
+            return None
+        return slot_parts(self._plan.parts, self._plan.packs)
 
     def forget_copy(self) -> None:
-        """Frees what `copy_to_chief` made."""
-        if self._copied:
-            forget_slots(self._parts[0], self._packs)
-            self._copied = False
+        """Frees the copy that `copy_to_chief` made."""
+        if self._plan is not None and self._slots is Slots.COPIED:
+            forget_slots(self._plan.parts[0], self._plan.packs)
+            self._slots = Slots.PARTS
 
 
 def is_driven(model: Any) -> bool:
