@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+import keras
 import pytest
 
 from tests.helpers.cluster import ClusterRun, run_cluster
+from tfmw.callbacks import roles
+from tfmw.errors import UsageError
 
 pytestmark = pytest.mark.multiprocess
 
@@ -115,3 +118,13 @@ def test_an_error_in_one_tasks_callback_ends_the_run(tmp_path) -> None:
     assert run.by_task == {}
     last = run.output.strip().splitlines()[-1]
     assert re.search(r"worker 1.*ValueError: the callback of task 1 is broken", last), last
+
+
+def test_orbax_checkpoint_is_refused_on_several_workers():
+    class OrbaxCheckpoint(keras.callbacks.Callback):
+        """Keras's own needs Orbax, which is not installed."""
+
+    callback = OrbaxCheckpoint()
+    assert roles.for_task([callback], is_chief=True, workers=1) == [callback]
+    with pytest.raises(UsageError, match=r"use keras\.callbacks\.ModelCheckpoint"):
+        roles.for_task([callback], is_chief=True, workers=2)
