@@ -101,7 +101,7 @@ def called_again(rank: int) -> list[list[float]]:
     found = []
     for change in (False, False, True):
         if change and rank == 1:
-            trainee.layers[0].note = "on one worker only"
+            trainee.compile("sgd", "mse")
         called.clear()
         loss = tfmw.evaluate(trainee, np.ones((6, 2)), np.zeros(6), verbose=0)
         found.append([float(loss), len(called)])

@@ -42,10 +42,6 @@ def class_weight_to_sample_weights(y: Any, class_weight: dict[int, float]) -> An
 
 _UNUSED = "_self_tfmw_unused"  # an attribute of models: parts that `build_all` has left unbuilt
 
-NOTES_OF_CALLS = ("_called",)
-
-"""Attributes in which layers record their calls, and which no step reads."""
-
 
 def layers_of(model: keras.Model) -> list[Any]:
     """The model and all layers in it, each once."""

@@ -75,14 +75,9 @@ class Replicas:
 
 
 class Traces:
-    """The functions that a driver has traced, each under a key.
-
-    Attributes:
-        on_trace: called during each trace.
-    """
+    """The functions that a driver has traced, each under a key."""
 
     def __init__(self) -> None:
-        self.on_trace: Callable[[], Any] = lambda: None
         self._functions: dict[Hashable, Callable[..., Any]] = {}
 
     def get(self, key: Hashable, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
@@ -92,18 +87,13 @@ class Traces:
         return self._functions[key]
 
     def function(self, function: Callable[..., Any], **options: Any) -> Any:
-        """A `tf.function` that reports its traces to `on_trace`."""
+        """A `tf.function`; while it is traced, the task counts as alive."""
 
         def noted(*arguments: Any) -> Any:
-            self.on_trace()
             with blocking_call("tracing"):
                 return function(*arguments)
 
         return new_function(noted, **options)
-
-    def clear(self) -> None:
-        """Discards all functions."""
-        self._functions.clear()
 
 
 def new_function(function: Callable[..., Any], **options: Any) -> Any:

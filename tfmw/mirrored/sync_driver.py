@@ -82,7 +82,6 @@ class SyncDriver:
         splits: whether replicas have parts of batches, and not whole ones.
         updates: how each of the model's optimizers updates the weights.
         copies: see `placement.placed`.
-        traces_valid: called, once `reset` was called, before an earlier trace is used again.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class SyncDriver:
         self.times = StepTimes()
         self.copies: dict[int, tf.Variable] | None = None
         self.splits = True
-        self.traces_valid: Callable[[], bool] = lambda: True
         self._on_own_step = on_own_step
         self._reduction = Reduction(strategy, compression)
         self.updates = [
@@ -124,7 +122,6 @@ class SyncDriver:
         self._has_tables = any(map(tables.is_table, model.variables))
         self._stack = contextlib.ExitStack()
         self._warned: set[str] = set()
-        self._to_check = False
 
     @property
     def replicas(self) -> int:
@@ -144,26 +141,11 @@ class SyncDriver:
             for v in placement.all_variables(self.model)
         )
 
-    def on_trace(self, callback: Callable[[], Any]) -> None:
-        """Calls `callback` during each trace."""
-        self._traces.on_trace = callback
-
     def reset(self) -> None:
         """Resets the counts of earlier calls; keeps their traces."""
         self.examples = 0
         self.times = StepTimes()
         self._metrics.signals = []
-        self._to_check = True
-
-    def _check_traces(self) -> None:
-        """Discards traces if callbacks have changed the model since.
-
-        All workers must call it at the first step of a call.
-        """
-        if self._to_check and not all(self._replicas.group.from_all(self.traces_valid())):
-            self._traces.clear()
-            self._state.assigned = None
-        self._to_check = False
 
     def __enter__(self) -> SyncDriver:
         with contextlib.ExitStack() as stack:  # an error leaves nothing entered
@@ -236,7 +218,6 @@ class SyncDriver:
     def _steps(
         self, kind: str, iterator: Any, max_steps: int, shard_sizes: ShardSizes, size_known: bool
     ) -> int:
-        self._check_traces()
         trains = kind == "train"
         uneven = self.replicas > 1 and (
             shard_sizes.empty or (shard_sizes.uneven and trains and bool(self._state.variables()))
@@ -682,7 +663,6 @@ class SyncDriver:
 
     def predictions(self, iterator: Any) -> prediction.Predictions:
         """The collector of the predictions of a pass over the dataset of a `data.Shard`."""
-        self._check_traces()
         step = prediction.prediction_step(self.model, self._replicas, self.splits)
         if not self.model.run_eagerly:
             step = self._traces.get(
