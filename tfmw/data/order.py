@@ -22,7 +22,6 @@ from tfmw.data.reshuffles import (
     seeds_of,
     share,
     shuffle_of,
-    small_shuffle,
 )
 from tfmw.data.values import Order
 from tfmw.errors import UsageError
@@ -155,7 +154,7 @@ def _own_generators(
             continue
         generator = name_of(handle)
         if generator not in pairs:
-            pairs[generator] = shuffle_of(handle), small_shuffle(seeds[name])
+            pairs[generator] = shuffle_of(handle), datasets.small_shuffle(seeds[name])
         share(handle, pairs[generator][1])
     return list(pairs.values())
 

@@ -9,7 +9,8 @@ user's dataset is set to the place at which Keras would have left it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -53,8 +54,10 @@ class Reshuffles:
         """Opened when they are needed first: it takes some milliseconds."""
         if not self._users:
             for user, shard in self._pairs:
-                self._users.append(ShuffleSeeds(user))
-                self._shards.append(self._users[-1] if user is shard else ShuffleSeeds(shard))
+                self._users.append(ShuffleSeeds(small_of(user)))
+                self._shards.append(
+                    self._users[-1] if user is shard else ShuffleSeeds(small_of(shard))
+                )
             self._seen = [shard.passes for shard in self._shards]
             self._in_pass = [0] * len(self._pairs)
             self._unread = [(0, 0)] * len(self._pairs)
@@ -200,11 +203,6 @@ def renew_all(graph: Any) -> None:
             renew(handle)
 
 
-def small_shuffle(seeds: Sequence[int], reshuffles: bool = True) -> tf.data.Dataset:
-    """A shuffle of one element, for its generator."""
-    return datasets.shuffled(tf.data.Dataset.range(1), 1, seeds, reshuffles)
-
-
 def share(handle: Any, shuffle: tf.data.Dataset) -> None:
     """Replaces a generator by that of a `small_shuffle`."""
     ((_, own, _),) = generators_in(datasets.dataset_graph(shuffle).node)
@@ -213,11 +211,45 @@ def share(handle: Any, shuffle: tf.data.Dataset) -> None:
 
 def shuffle_of(handle: Any) -> tf.data.Dataset:
     """A shuffle of one element that shares a generator of this process."""
-    small = small_shuffle([1, 1])
+    small = datasets.small_shuffle([1, 1])
     graph = datasets.dataset_graph(small)
     ((_, own, _),) = generators_in(graph.node)
     own.attr["value"].CopyFrom(handle.attr["value"])
     return datasets.dataset_from_graph(graph, small.element_spec)
+
+
+_LARGEST = 2**30  # bytes of arrays: a graph contains them, and its limit is 2 GB
+
+_SMALL: MutableMapping[tf.data.Dataset, tf.data.Dataset] = weakref.WeakKeyDictionary()
+
+
+def small_of(shuffle: tf.data.Dataset) -> tf.data.Dataset:
+    """A shuffle of one element that shares the generator of `shuffle`.
+
+    The state of an iterator over a shuffle has a part for each place in its buffer: with 60,000 of
+    them, reading it takes a second. Above arrays that no graph can contain it is `shuffle` itself.
+    """
+    small = datasets.small(shuffle)
+    if small is not None:
+        return small
+    if shuffle not in _SMALL:
+        if _bytes_of_arrays(shuffle) > _LARGEST:
+            return shuffle
+        graph = datasets.dataset_graph(shuffle)
+        # Inputs are first in it, the shuffle itself is last.
+        found = [handle for _, handle, _ in generators_in(graph.node) if handle.op == "Const"]
+        _SMALL[shuffle] = shuffle_of(found[-1])
+    return _SMALL[shuffle]
+
+
+def _bytes_of_arrays(dataset: tf.data.Dataset) -> int:
+    total, todo = 0, [dataset]
+    while todo:
+        node = todo.pop()
+        tensors = datasets.sliced_tensors(node) or []
+        total += sum(t.shape.num_elements() * t.dtype.size for t in tensors)
+        todo.extend(datasets.dataset_inputs(node))
+    return total
 
 
 def seeds_of(node: Any, by_name: Mapping[str, Any]) -> list[int] | None:

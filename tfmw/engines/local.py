@@ -74,7 +74,7 @@ class _SentDataset:
             name = reshuffles.name_of(handle)
             if name not in opened:
                 seeds, passes = self.orders[name]
-                opened[name] = reshuffles.small_shuffle(seeds, again)
+                opened[name] = datasets.small_shuffle(seeds, again)
                 ShuffleSeeds(opened[name]).passes = passes
             reshuffles.share(handle, opened[name])
         return datasets.dataset_from_graph(graph, self.spec)

@@ -39,7 +39,7 @@ from tensorflow.python.data.util import random_seed as data_random_seed
 from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import config as _tf_config
 from tensorflow.python.framework import none_tensor
-from tensorflow.python.ops import gen_experimental_dataset_ops
+from tensorflow.python.ops import gen_dataset_ops, gen_experimental_dataset_ops
 
 train_validation_split = array_slicing.train_validation_split
 
@@ -204,16 +204,41 @@ def shuffle_seeds(node: tf.data.Dataset) -> list[int] | None:
 
 
 def shuffled(
-    source: tf.data.Dataset, buffer_size: Any, seeds: Any, reshuffle_each_iteration: bool
+    source: tf.data.Dataset,
+    buffer_size: Any,
+    seeds: Any,
+    reshuffle_each_iteration: bool,
+    generator: tf.Tensor | None = None,
 ) -> tf.data.Dataset:
-    """`source.shuffle`, which itself has no argument for a pair of seeds."""
+    """`source.shuffle`, which itself has no arguments for a pair of seeds and a generator."""
     pair = tuple(tf.convert_to_tensor(s, tf.int64) for s in seeds)
-    get_seed = data_random_seed.get_seed
+    get_seed, dummy = data_random_seed.get_seed, gen_dataset_ops.dummy_seed_generator
     data_random_seed.get_seed = lambda seed: pair
+    if generator is not None:
+        gen_dataset_ops.dummy_seed_generator = lambda: generator
     try:
         return source.shuffle(buffer_size, reshuffle_each_iteration=reshuffle_each_iteration)
     finally:
-        data_random_seed.get_seed = get_seed
+        data_random_seed.get_seed, gen_dataset_ops.dummy_seed_generator = get_seed, dummy
+
+
+def small_shuffle(seeds: Any, reshuffle_each_iteration: bool = True) -> tf.data.Dataset:
+    """A shuffle of one element, for its generator of seeds."""
+    return shuffled(tf.data.Dataset.range(1), 1, seeds, reshuffle_each_iteration)
+
+
+def generator_of(small: tf.data.Dataset) -> tf.Tensor:
+    """The handle of the generator of a `small_shuffle`, which must outlive what uses it."""
+    (node,) = (
+        n for n in dataset_graph(small).node if n.attr["dtype"].type == tf.resource.as_datatype_enum
+    )
+    graph = tf.compat.v1.GraphDef(node=[node])
+
+    @tf.function(autograph=False)
+    def handle() -> tf.Tensor:
+        return tf.graph_util.import_graph_def(graph, return_elements=[f"{node.name}:0"])[0]
+
+    return handle()
 
 
 def reshuffles(node: tf.data.Dataset) -> bool:
@@ -224,6 +249,12 @@ def reshuffles(node: tf.data.Dataset) -> bool:
 def original(node: tf.data.Dataset) -> tf.data.Dataset:
     """The user's shuffle, of one that is `rebuilt`."""
     return getattr(node, "_tfmw_original", node)
+
+
+def small(node: tf.data.Dataset) -> tf.data.Dataset | None:
+    """A shuffle of one element with the generator of a `rebuilt` shuffle; None of others."""
+    found: tf.data.Dataset | None = getattr(node, "_tfmw_small", None)
+    return found
 
 
 def is_unordered(node: tf.data.Dataset) -> bool:
@@ -254,8 +285,13 @@ def rebuilt(
         return source.padded_batch(node._batch_size, *padding, node._drop_remainder)
     if isinstance(node, Shuffle):
         pair = (node._seed, node._seed2) if seeds is None else seeds
-        shuffle = shuffled(source, node._buffer_size, pair, node._reshuffle_each_iteration)
+        small = small_shuffle(pair) if reshuffles(node) else None
+        shuffle = shuffled(
+            *(source, node._buffer_size, pair, node._reshuffle_each_iteration),
+            generator=None if small is None else generator_of(small),
+        )
         shuffle._tfmw_original = original(node)
+        shuffle._tfmw_small = small
         return shuffle
     if isinstance(node, Repeat):
         return source.repeat(node._count)
@@ -456,6 +492,7 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (padded_batch_op, "_PaddedBatchDataset"),
     (range_op, "_RangeDataset"),
     (shard_op, "_ShardDataset"),
+    (gen_dataset_ops, "dummy_seed_generator"),
     (dataset_ops.DatasetV2, "_inputs"),
     (dataset_ops.DatasetV2, "_functions"),
     (_context.Context, "_set_global_seed"),

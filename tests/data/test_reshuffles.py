@@ -1,0 +1,51 @@
+"""The place of a shuffle in its sequence of orders, read and set without its buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tfmw.data.reshuffles import small_of
+from tfmw.keras_compat import datasets
+from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
+
+LENGTH, BUFFER = 2000, 500
+
+
+def of_user() -> tf.data.Dataset:
+    return tf.data.Dataset.range(LENGTH).shuffle(8, seed=4).shuffle(BUFFER, seed=3)
+
+
+def of_shard() -> tf.data.Dataset:
+    return datasets.rebuilt(of_user(), tf.data.Dataset.range(LENGTH), [5, 6])
+
+
+def orders(dataset: tf.data.Dataset, passes: int) -> list[list[int]]:
+    return [[int(x) for x in dataset] for _ in range(passes)]
+
+
+@pytest.mark.parametrize("make", [of_user, of_shard])
+def test_the_place_is_read_and_set_for_the_shuffle_itself(make: Callable[[], Any]) -> None:
+    expected = orders(make(), 4)
+    shuffle = make()
+    seeds = ShuffleSeeds(small_of(shuffle))
+    assert seeds.passes == 0
+    assert orders(shuffle, 2) == expected[:2]
+    assert seeds.passes == 2
+    seeds.passes = 1
+    inner = shuffle._inputs()[0]
+    if isinstance(inner, datasets.Shuffle):
+        ShuffleSeeds(small_of(inner)).passes = 1
+    assert orders(shuffle, 3) == expected[1:]
+
+
+@pytest.mark.parametrize("make", [of_user, of_shard])
+def test_a_state_has_no_part_for_each_place_in_the_buffer(make: Callable[[], Any]) -> None:
+    small = small_of(make())
+    states = tf.raw_ops.SerializeIterator(
+        resource_handle=iter(small)._iterator_resource, external_state_policy=0
+    )
+    assert len(states) < 10
