@@ -31,8 +31,9 @@ def is_model(candidate: Any) -> bool:
 
 
 def compiled_parts(model: keras.Model) -> list[Any]:
-    """The objects that a call to `compile` replaces."""
-    return [model.optimizer, model._compile_loss, model._compile_metrics]
+    """The objects that a call to `compile` replaces; None where it was never called."""
+    optimizer = getattr(model, "optimizer", None)  # an attribute from the first `compile` on
+    return [optimizer, model._compile_loss, model._compile_metrics]
 
 
 def class_weight_to_sample_weights(y: Any, class_weight: dict[int, float]) -> Any:
