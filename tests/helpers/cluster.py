@@ -9,6 +9,7 @@ A plain function, so that a module-scoped fixture can call it; `run_cluster` is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -23,6 +24,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.template import Template
+from tfmw.launcher.environment import task_environment
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests/programs"
 PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'tests/helpers/lean'}"
@@ -35,6 +39,9 @@ ONE_THREAD = {
     "TF_NUM_INTEROP_THREADS": "1",
     "OMP_NUM_THREADS": "1",
 }
+
+# Variables that have no effect in a process whose imports are done.
+READ_AT_IMPORT = ("CUDA_", "KERAS_", "LD_", "OMP_", "PYTHON", "TF_", "XLA_")
 
 
 class ClusterRun(list[dict[str, Any]]):
@@ -100,21 +107,50 @@ def run_cluster(
     (folder / "results").mkdir()
     command = ["run", *options, "--log-dir", str(folder / "logs"), str(path), *args]
     begin = time.monotonic()
-    with tfmw_command(*command, env={"TFMW_RESULT": str(folder / "results"), **(env or {})}) as run:
-        try:
-            output, _ = run.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            run.terminate()
-            output, _ = run.communicate()
-            raise AssertionError(f"no end after {timeout_s} s:\n{output}") from None
+    environ = _environment({"TFMW_RESULT": str(folder / "results"), **(env or {})})
+    returncode, output = _run(command, environ, timeout_s)
     seconds = time.monotonic() - begin
-    assert status is None or run.returncode == status, f"status {run.returncode}:\n{output}"
+    assert status is None or returncode == status, f"status {returncode}:\n{output}"
     by_task = {
         file.stem.replace("_", " "): json.loads(file.read_text())
         for file in sorted((folder / "results").glob("*.json"))
     }
     log_dir = next(iter((folder / "logs").glob("*/attempt_0")), folder / "logs")
-    return ClusterRun(run.returncode, output, by_task, log_dir, seconds)
+    return ClusterRun(returncode, output, by_task, log_dir, seconds)
+
+
+def _run(command: list[str], environ: dict[str, str], timeout_s: float) -> tuple[int, str]:
+    """Its exit status and output; none of its processes is left."""
+    changed = environ.items() ^ _environment({}).items()
+    if any(name.startswith(READ_AT_IMPORT) for name, _ in changed):
+        with tfmw_command(*command, env=environ) as process:
+            try:
+                output, _ = process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                output, _ = process.communicate()
+                raise AssertionError(f"no end after {timeout_s} s:\n{output}") from None
+        return process.returncode, output
+    run = _template().start(command, environ)
+    printed = run.communicate(timeout_s)
+    if printed is None:
+        os.kill(run.pid, signal.SIGTERM)
+        raise AssertionError(f"no end after {timeout_s} s:\n{run.communicate(60)}")
+    status, left = run.wait()
+    assert not left, f"processes survive the run: {left}"
+    return status, printed
+
+
+@functools.cache
+def _template() -> Template:
+    """Of this process; with what the launcher sets for a fork server."""
+    return Template(task_environment(_environment({}), terminal=False))
+
+
+def _environment(added: Mapping[str, str]) -> dict[str, str]:
+    """Of a run: this process's, with one thread for each pool."""
+    environ = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "TFMW_TTY")}
+    return environ | {**ONE_THREAD, "PYTHONPATH": PYTHONPATH, **added}
 
 
 @contextlib.contextmanager
@@ -123,8 +159,7 @@ def tfmw_command(
 ) -> Iterator[subprocess.Popen[str]]:
     """`python -m tfmw ...`, whose processes must all be gone at the end of the `with`."""
     mark = uuid.uuid4().hex
-    environ = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "TFMW_TTY")}
-    environ |= {**ONE_THREAD, "PYTHONPATH": PYTHONPATH, **(env or {}), MARK: mark}
+    environ = _environment({**(env or {}), MARK: mark})
     popen = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **popen}
     process = subprocess.Popen(
         [sys.executable, "-m", "tfmw", *command], env=environ, text=True, **popen
