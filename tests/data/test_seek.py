@@ -79,21 +79,22 @@ def test_a_pipeline_from_an_element_on(
     source: str, steps: list[tuple[str, int]], position: int
 ) -> None:
     def pipeline() -> tf.data.Dataset:
-        tf.random.set_seed(3)  # the same seeds of shuffles without one
-        dataset = SOURCES[source]()
-        for name, number in steps:
-            dataset = STEPS[name](dataset, number)
-        return dataset
+        with datasets.substituted_global_seed(3):  # the same seeds of shuffles without one
+            dataset = SOURCES[source]()
+            for name, number in steps:
+                dataset = STEPS[name](dataset, number)
+            return dataset
 
     position %= sum(1 for _ in pipeline()) or 1  # a backup has none beyond the end
     assert _passes(pipeline(), position, True) == _passes(pipeline(), position, False)
 
 
-@pytest.mark.parametrize("name", ["map", "repeat", "take", "prefetch"])
+@pytest.mark.parametrize("name", ["map", "repeat", "take", "prefetch", "shuffle", "none"])
 def test_orders_continue_in_later_passes(name: str) -> None:
     def pipeline() -> tf.data.Dataset:
-        tf.random.set_seed(3)
-        return STEPS[name](_table().shuffle(7), 5).repeat(3).batch(2).map(lambda x: x[-1])
+        with datasets.substituted_global_seed(3):
+            shuffled = STEPS.get(name, lambda d, _: d)(_table().shuffle(7), 5)
+        return shuffled.repeat(3).batch(2).map(lambda x: x[-1])
 
     for position in (3, 15, 25):
         assert _passes(pipeline(), position, True) == _passes(pipeline(), position, False)

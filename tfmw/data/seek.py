@@ -178,8 +178,10 @@ class _Plan:
         passes, rest = divmod(position, length)
         count = datasets.count_of(node)
         left = count - passes if count >= 0 else -1
-        # A repeat begins again to see that it has ended; one of a single pass does not.
-        after = int(count > 1 and left - (rest > 0) < 2)
+        # A repeat begins again to see that it has ended. One of a single pass does not, nor one
+        # right above a shuffle: tf.data joins the two (`shuffle_and_repeat_fusion`).
+        again = count > 1 and not isinstance(below, datasets.Shuffle)
+        after = int(again and left - (rest > 0) < 2)
         self.starts.extend(PassStart(shuffle, passes, 0, after) for shuffle in shuffles)
         if not rest:
             self._of(lambda: below.repeat(left))
