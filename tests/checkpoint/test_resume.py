@@ -26,9 +26,12 @@ pytestmark = pytest.mark.multiprocess
 # beside the same run undisturbed. On two processes those in which two differ from one.
 ALONE = [
     "shuffled", "mapped_at_random", "arrays_shuffled", "py_dataset", "loss_scale",
-    "steps_made_again", "no_backup_yet",
+    "steps_made_again", "no_backup_yet", "grain_by_index", "grain_by_state",
 ]  # fmt: skip
-ALONE_TOO = ["py_dataset_of_threads", "python_generator", "tfrecords", "gradient_accumulation"]
+ALONE_TOO = [
+    "grain_loader", "hugging_face", "parquet",
+    "py_dataset_of_threads", "python_generator", "tfrecords", "gradient_accumulation",
+]  # fmt: skip
 ALONE_LONG = [
     "at_the_end_of_an_epoch", "repeated_with_steps", "repeated_after_batch",
     "passes_longer_than_epochs", "arrays_with_all_arguments", "class_weight_of_a_dataset",
@@ -38,7 +41,8 @@ ALONE_LONG = [
     "steps_made_again_in_arrays",
 ]  # fmt: skip
 TOGETHER = ["mapped_at_random", "arrays_shuffled", "py_dataset", "of_input_context"]
-TOGETHER_TOO = ["layers_with_state", "averages_of_replicas_between_steps", "callbacks"]
+TOGETHER_TOO = ["grain_by_index", "grain_by_state", "grain_loader", "hugging_face", "parquet"]
+TOGETHER_TOO += ["layers_with_state", "averages_of_replicas_between_steps", "callbacks"]
 TOGETHER_LONG = [
     "repeated_with_steps", "filtered", "averages_of_schedule_free", "several_optimizers",
 ]  # fmt: skip
@@ -258,3 +262,32 @@ def test_row_18_both_sides_of_a_cut_network_end(tmp_path):
     for log in result["logs"]:
         assert "Error" in log
     assert verify(tmp_path / "backups") == []
+
+
+# ---------------------------------------------------------------- sources, on other workers
+
+SOURCES = [
+    "arrays_shuffled", "py_dataset", "tfrecords", "filtered", "grain_by_index", "grain_by_state",
+    "grain_loader", "hugging_face", "parquet",
+]  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_each_source_continues_on_three_workers_after_two(tmp_path):
+    def launch(folder: str, phase: str, workers: int, status: int = 0) -> Any:
+        arguments = [str(tmp_path / folder), phase, *SOURCES]
+        (tmp_path / folder).mkdir(exist_ok=True)
+        return run_cluster(
+            "resume_sources.py", *arguments, workers=workers, timeout_s=200, status=status
+        )
+
+    launch("resumed", "leave", workers=2, status=1)  # a worker is killed in the last one
+    for name in SOURCES:
+        assert 0 < steps_of(tmp_path / "resumed" / name) < 15, name
+    (alone,) = launch("alone", "continue", workers=1)
+    for worker in launch("resumed", "continue", workers=3):
+        for name, expected in alone.items():
+            assert worker[name]["counts"] == expected["counts"], name
+            np.testing.assert_allclose(
+                worker[name]["losses"], expected["losses"], rtol=1e-5, err_msg=name
+            )

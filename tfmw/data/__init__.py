@@ -4,14 +4,18 @@ Read `sharding.py` first: the three ways to shard. `values.py` has their argumen
 `order.py` makes the order equal on all workers, `seek.py` begins a pipeline in its middle,
 `source.py` reads the data that users pass to `fit`, `comparison.py` refuses data that differs
 between workers, `batches.py` has small helpers, `tfds_files.py` opens TFDS data sets by files.
-`shard` and `tfds` are public.
+`rows.py` reads sources with an index, `parquet.py` and `grain_datasets.py` two
+kinds of them. `at_most_once`, `from_index`, `from_parquet`, `shard` and `tfds` are public.
 
 May import: `tfmw.keras_compat`, `tfmw.datasets`, `tfmw.errors`.
 """
 
 from tfmw.data.batches import examples_of, first_rows, gather_rows, map_tensors, static_batch_size
+from tfmw.data.grain_datasets import is_grain
 from tfmw.data.order import ordered
-from tfmw.data.sharding import shard, shard_dataset
+from tfmw.data.parquet import from_parquet
+from tfmw.data.rows import from_index
+from tfmw.data.sharding import at_most_once, shard, shard_dataset
 from tfmw.data.source import Source, empty_dataset, steps_of
 from tfmw.data.tfds_files import tfds
 from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes
@@ -23,10 +27,14 @@ __all__ = [
     "ShardSizes",
     "Sharding",
     "Source",
+    "at_most_once",
     "empty_dataset",
     "examples_of",
     "first_rows",
+    "from_index",
+    "from_parquet",
     "gather_rows",
+    "is_grain",
     "map_tensors",
     "ordered",
     "shard",

@@ -26,9 +26,12 @@ def input_of(node: tf.data.Dataset) -> tf.data.Dataset:
 def steps_in(dataset: tf.data.Dataset) -> int | None:
     """The number of elements; INFINITE; None if unknown."""
     cardinality = int(dataset.cardinality())
-    if cardinality == tf.data.INFINITE_CARDINALITY:
+    if cardinality == tf.data.INFINITE_CARDINALITY or cardinality > ENDLESS:
         return INFINITE
     return None if cardinality < 0 else cardinality
+
+
+ENDLESS = 1 << 48  # sources that repeat for ever have a length of 2**63, or a batch of it
 
 
 def element_of(dataset: tf.data.Dataset) -> Callable[[tuple[Any, ...]], Any]:

@@ -1,4 +1,4 @@
-"""Pipelines over arrays in memory, by the indices of examples in place of the examples.
+"""Pipelines over arrays or rows with an index, by indices of examples in place of the examples.
 
     found = Indexed.of(dataset)         # from_tensor_slices, shuffle, repeat, take, skip, cache
     batches = found.indices.batch(32).map(found.examples)
@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmw.data.batches import input_of
+from tfmw.data.rows import Rows, rows_under
 from tfmw.keras_compat import datasets
 
 _MOVES = (
@@ -29,17 +30,19 @@ _MOVES = (
 
 @dataclasses.dataclass(frozen=True)
 class Indexed:
-    """A pipeline of single examples over arrays.
+    """A pipeline of single examples over arrays, or over `Rows`.
 
     Attributes:
         indices: int64 [], the index of each example, in the pipeline's order.
         tensors: [n, ...] each, the components of all examples.
         spec: structure of tf.TensorSpec, of one example.
+        rows: read in place of `tensors`.
     """
 
     indices: tf.data.Dataset
     tensors: list[tf.Tensor]
     spec: Any
+    rows: Rows | None = None
 
     @classmethod
     def of(cls, dataset: tf.data.Dataset) -> Indexed | None:
@@ -55,15 +58,20 @@ class Indexed:
             else:
                 chain.append(node)
             node = input_of(node)
-        tensors = datasets.sliced_tensors(node)
-        if tensors is None:
+        tensors, rows = datasets.sliced_tensors(node), rows_under(node)
+        if rows is not None:
+            if is_cached:
+                return None  # reading again is what the cache saves
+        elif tensors is None:
             return None
-        indices = tf.data.Dataset.range(int(tensors[0].shape[0]))
+        indices = tf.data.Dataset.range(int(node.cardinality()))
         for move in reversed(chain):
             indices = datasets.rebuilt(move, indices)
-        return cls(indices, tensors, node.element_spec)
+        return cls(indices, tensors or [], node.element_spec, rows)
 
     def examples(self, indices: tf.Tensor) -> Any:
         """int64 [k] -> the batch of these examples: structure of tensors [k, ...]."""
+        if self.rows is not None:
+            return self.rows.examples(indices)
         rows = [tf.gather(tensor, indices) for tensor in self.tensors]
         return tf.nest.pack_sequence_as(self.spec, rows)

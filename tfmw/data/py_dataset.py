@@ -92,8 +92,7 @@ class PyDatasetHooks(EpochHooks):
     def __init__(self, dataset: OrderedPyDataset, adapter: Any, agree: Callable[[Any], Any] | None):
         self._dataset, self._adapter, self._agree = dataset, adapter, agree
 
-    @property
-    def drawn_from(self) -> Any:
+    def state_at(self, batches: int) -> Any:
         return self._dataset.drawn_from
 
     def reset(self) -> None:
@@ -124,8 +123,8 @@ class PyDatasetHooks(EpochHooks):
         self._dataset.draw()
         self._dataset.on_epoch_end()
 
-    def restore(self, drawn_from: Any, seed: int, passes: int) -> None:
-        self._dataset.restore(drawn_from, seed, passes)
+    def restore(self, state: Any, seed: int, passes: int) -> None:
+        self._dataset.restore(state, seed, passes)
 
     def _share(self) -> None:
         """Gives every worker the chief's generators."""

@@ -10,8 +10,8 @@ replica without an example gets a copy of a real one, which does not count.
 
 There are five ways to shard, the cheapest first:
 
-* `_by_index`: for arrays, where nothing is mapped between `from_tensor_slices` and `batch`. The
-  pipeline has indices in place of examples, and a worker copies its own examples only.
+* `_by_index`: for arrays and `from_index`, where nothing is mapped before `batch`. The pipeline
+  has indices in place of examples, and a worker copies or reads its own examples only.
 * `_below_maps`: for a pipeline that ends in `batch`, with only maps, shuffles, repeats, takes and
   skips between its source and the batch. A map does not change the positions of elements, so
   examples are selected below the maps: each worker maps only its own examples. A worker computes
@@ -60,6 +60,7 @@ from tfmw.data.batches import (
 from tfmw.data.by_index import Indexed
 from tfmw.data.order import ordered, reshuffles_of
 from tfmw.data.reshuffles import Repetition, Reshuffles
+from tfmw.data.rows import rows_under
 from tfmw.data.seek import is_pure, seek
 from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes
 from tfmw.errors import UsageError
@@ -87,6 +88,7 @@ def shard_dataset(
     Raises:
         UsageError: the dataset is not batched, or workers have different datasets.
     """
+    _refuse_own_elements(dataset, sharding)
     dataset = without_optionals(dataset)
     if split or sharding.replicas == 1:
         shard = _divided(dataset, sharding, order, skip, read_ahead)
@@ -100,10 +102,54 @@ def shard_dataset(
     return shard
 
 
+def at_most_once(
+    dataset: tf.data.Dataset,
+) -> Callable[[tf.distribute.InputContext], tf.data.Dataset]:
+    """A dataset of tf.data's service, with the promise of the service in place of tfmw's.
+
+        served = files.apply(distribute("parallel_epochs", "grpc://...", job_name="train"))
+        tfmw.fit(model, tfmw.data.at_most_once(served), epochs=5)
+
+    Each worker trains on batches that the service gives to it. A lost worker of the service takes
+    its elements with it, a resumed run begins a new pass, and the order differs in each run.
+
+    Args:
+        dataset: batched by the batch size of one replica; with a `job_name`, so that workers share
+            its elements.
+
+    Returns:
+        A dataset function, for `fit` and `evaluate`.
+    """
+
+    def read(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        return dataset
+
+    read._tfmw_at_most_once = True  # type: ignore[attr-defined]
+    return read
+
+
+def _refuse_own_elements(dataset: tf.data.Dataset, sharding: Sharding) -> None:
+    """Raises if the workers' copies of a pipeline would have different elements."""
+    if datasets.reads_a_service(dataset):
+        raise UsageError(
+            "the dataset comes from tf.data's service, which promises each example at most once, "
+            "in no order, and cannot go back to a position: a resumed run would differ. Pass the "
+            "dataset before distribute(), which tfmw divides; or accept the weaker promise by "
+            "tfmw.data.at_most_once(dataset), batched by the batch size of one replica."
+        )
+    if sharding.workers > 1 and (kind := datasets.selects_at_random(dataset)) is not None:
+        raise UsageError(
+            f"the {kind} of the dataset chooses elements by random numbers without a seed, so each "
+            "worker would have others, and examples would be lost or read twice. Choose by "
+            "tf.random.stateless_uniform of a value of the element; in place of "
+            "to_tf_dataset(shuffle=True) pass tfmw.data.from_index(dataset).shuffle(10_000)."
+        )
+
+
 def _divided(
     dataset: tf.data.Dataset, sharding: Sharding, order: Order, skip: int, read_ahead: bool
 ) -> Shard:
-    if sharding.replicas == 1:
+    if sharding.replicas == 1 and not _reads_rows(dataset):
         whole, reshuffles = _from(dataset, order, skip)
         return dataclasses.replace(_whole(whole, read_ahead), reshuffles=reshuffles)
     below_maps = _below_maps(dataset, sharding, order, skip)
@@ -112,6 +158,13 @@ def _divided(
     whole, reshuffles = _from(dataset, order, skip)
     shard = _by_slices(whole, sharding, read_ahead)
     return dataclasses.replace(shard, reshuffles=reshuffles)
+
+
+def _reads_rows(dataset: tf.data.Dataset) -> bool:
+    """Whether the rows of a batch can be read in one call, see `rows.py`."""
+    whole = _Batched.of(dataset)
+    indexed = None if whole is None else Indexed.of(whole.source)
+    return indexed is not None and indexed.rows is not None
 
 
 def _from(
@@ -248,26 +301,30 @@ def _below_maps(
     whole = _Batched.of(dataset)
     if whole is None:
         return None
-    if not whole.maps:
-        indexed = Indexed.of(whole.source)
-        if indexed is not None:
-            return _by_index(whole, indexed, sharding, order, skip)
+    indexed = Indexed.of(whole.source)
+    if not whole.maps and indexed is not None:
+        return _by_index(whole, indexed, sharding, order, skip)
     size = whole.size
     if size < sharding.replicas:
         return None  # some replicas have no example in any batch: they take others'
+    rows = None if indexed is None else indexed.rows
+    source = whole.source if indexed is None or rows is None else indexed.indices
     # Whole batches are skipped, so that the other examples keep their positions.
-    source, reshuffles = _from(whole.source, order, skip * size)
+    source, reshuffles = _from(source, order, skip * size)
     count = steps_in(source)
     if count is None and whole.drop_remainder:
         # Only the sum over all workers shows whether the last batch is full.
         return None
     known = count is not None and count != INFINITE and not whole.drop_remainder
     elements = _local_elements(source, size, sharding, count if known else None)
+    own = sharding.local_rows(size)
+    if rows is not None:
+        elements = elements.batch(own).map(without_autograph(rows.examples), **rows.parallel)
+        elements = elements.unbatch()
     for function in whole.maps:
         elements = datasets.rebuilt(function, elements)
-    rows = sharding.local_rows(size)
     full = last = ShardSizes.of(size, sharding)
-    batches = elements.batch(rows, drop_remainder=count is not None and not known)
+    batches = elements.batch(own, drop_remainder=count is not None and not known)
     if count is None:
         parts = batches.map(
             without_autograph(lambda *b: _alternating(element_of(batches)(b), sharding))
@@ -336,7 +393,8 @@ def _by_index(
     assert count is not None and steps is not None  # noqa: PT018  (of arrays both are known)
     if count != INFINITE and not whole.drop_remainder:
         last = ShardSizes.of(count % size or size, sharding)
-    dataset = deterministic(batches.map(without_autograph(local_batch)))
+    parallel = {} if indexed.rows is None else indexed.rows.parallel
+    dataset = deterministic(batches.map(without_autograph(local_batch), **parallel))
     return Shard(dataset, steps, full, last, whole.spec, size, reshuffles=reshuffles)
 
 
@@ -386,6 +444,8 @@ def _peel(
     lowest_map = (elements, 0, 0)
     node = elements
     while True:
+        if rows_under(node) is not None:
+            break
         if isinstance(node, datasets.Map) and is_pure(node):
             maps.append(node)
             lowest_map = (input_of(node), len(selections), len(maps))
@@ -586,6 +646,10 @@ def shard_function(
             f"the dataset function returned {type(dataset).__name__}: expected a tf.data.Dataset, "
             "this worker's pipeline, batched by the batch size of one replica."
         )
+    if getattr(dataset_fn, "_tfmw_at_most_once", False):
+        skip = 0  # the service has no position
+    else:
+        _refuse_own_elements(dataset, Sharding())
     reshuffles = reshuffles_of(dataset)
     rest = seek(without_optionals(dataset), skip * sharding.local_replicas, reshuffles)
     return dataclasses.replace(_of_function(rest, sharding), reshuffles=reshuffles)

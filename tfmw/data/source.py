@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfmw.data.batches import deterministic, spec_of, without_autograph
 from tfmw.data.comparison import refuse_different
+from tfmw.data.grain_datasets import GrainHooks, by_index, is_grain
 from tfmw.data.py_dataset import OrderedPyDataset, PyDatasetHooks
 from tfmw.data.sharding import shard_dataset, shard_function
 from tfmw.data.values import INFINITE, Order, Shard, Sharding
@@ -41,13 +42,21 @@ class Source:
                 "received a DistributedDataset: pass the tf.data.Dataset itself, batched by the "
                 "global batch size; tfmw divides it."
             )
-        if datasets.is_dataset(self.x) or self.is_function():
+        if hasattr(self.x, "to_tf_dataset"):
+            raise UsageError(
+                "received a dataset of Hugging Face, whose rows have names: expected batches of "
+                "(x, y). Pass tfmw.data.from_index(dataset).map(lambda row: (row['x'], row['y']))"
+                ".batch(64), with the names of your columns."
+            )
+        if datasets.is_dataset(self.x) or self.is_function() or is_grain(self.x):
             for name in ("y", "sample_weight", "batch_size"):
                 if getattr(self, name) is not None:
                     raise UsageError(
                         f"{name} was passed beside a dataset: expected the dataset's own elements "
                         "to hold it; remove the argument."
                     )
+        if is_grain(self.x) and (batches := by_index(self.x)) is not None:
+            object.__setattr__(self, "x", batches)
 
     def is_function(self) -> bool:
         """Whether `x` is a callable that takes an `InputContext`."""
@@ -65,11 +74,7 @@ class Source:
 
     def refuse_different(self, gather: Callable[[Any], list[Any]]) -> None:
         """Raises UsageError on every worker if workers pass different data; see `comparison`."""
-        is_one = (
-            datasets.is_dataset(self.x)
-            or isinstance(self.x, keras.utils.PyDataset)
-            or self.is_generator
-        )
+        is_one = datasets.is_dataset(self.x) or self.is_read_once
         if self.is_function():
             refuse_different((), gather)
         else:
@@ -137,6 +142,11 @@ class Source:
         slices = datasets.batches_of_slices(adapter)
         if slices is not None:
             return slices, {}, True
+        if is_grain(x):
+            adapter.get_tf_dataset()
+            hooks = GrainHooks(x)
+            read = functools.partial(hooks.batches, datasets.signature_of(adapter))
+            return read(), {"hooks": hooks, "rest": lambda start: read(start=start)}, True
         # The permutation op of the array adapter uses the global seed.
         local = datasets.global_seed()
         seed = order.agree(local)
@@ -169,17 +179,12 @@ class Source:
     @property
     def is_read_once(self) -> bool:
         """Whether Python code produces the batches, so a second pass may produce others."""
-        return isinstance(self.x, keras.utils.PyDataset) or self.is_generator
+        return isinstance(self.x, keras.utils.PyDataset) or self.is_generator or is_grain(self.x)
 
     @property
     def reshuffled_by_keras(self) -> bool:
         """Whether each epoch needs a shard of its own, for a new order."""
-        is_array = not (
-            datasets.is_dataset(self.x)
-            or self.is_function()
-            or isinstance(self.x, keras.utils.PyDataset)
-            or self.is_generator
-        )
+        is_array = not (datasets.is_dataset(self.x) or self.is_function() or self.is_read_once)
         return bool(self.shuffle) and is_array and datasets.global_seed() is None
 
 

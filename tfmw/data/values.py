@@ -87,13 +87,10 @@ class ShardSizes:
 
 
 class EpochHooks:
-    """The calls of a source around epochs: none, if it is no `PyDataset`.
+    """The calls of a source around epochs: none, if it is no Python code."""
 
-    Attributes:
-        drawn_from: a JSON value from which `restore` makes the order of the current pass.
-    """
-
-    drawn_from: Any = None
+    def state_at(self, batches: int) -> Any:
+        """A JSON value from which `restore` continues the current pass after so many batches."""
 
     def reset(self) -> None:
         """Ends an epoch that nobody read, as Keras's fit and evaluate do when they begin."""
@@ -112,11 +109,11 @@ class EpochHooks:
     def skip(self) -> None:
         """Passes an epoch that an earlier run has already read."""
 
-    def restore(self, drawn_from: Any, seed: int, passes: int) -> None:
-        """Sets the order of a pass that an earlier run has begun.
+    def restore(self, state: Any, seed: int, passes: int) -> None:
+        """Continues a pass that an earlier run has begun.
 
         Args:
-            drawn_from: of that run; None in backups of earlier versions.
+            state: `state_at` of that run; None in backups of earlier versions.
             seed: of the run.
             passes: number of this pass, from 1.
         """

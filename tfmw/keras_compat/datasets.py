@@ -84,6 +84,11 @@ def batches_from(adapter: Any, start: int) -> tf.data.Dataset:
     return dataset.prefetch(tf.data.AUTOTUNE)
 
 
+def signature_of(adapter: Any) -> Any:
+    """Structure of tf.TypeSpec, of a batch of Grain's, once `get_tf_dataset` has been called."""
+    return adapter._output_tf_signature
+
+
 def has_own_readers(adapter: Any) -> bool:
     """Whether threads or processes of Keras's read ahead for an adapter, while an epoch lasts."""
     return getattr(adapter, "enqueuer", None) is not None
@@ -361,6 +366,38 @@ def may_begin_again(dataset: tf.data.Dataset) -> bool:
         if not inputs and not plain:
             return True  # only its graph shows what is in it
         todo.extend((each, again) for each in inputs)
+    return False
+
+
+def selects_at_random(dataset: tf.data.Dataset) -> str | None:
+    """The transformation whose choice of elements each process draws for itself; None without one.
+
+    Random values of a `map` are no choice. Functions inside of a `flat_map` are not read.
+    """
+    todo = [dataset]
+    while todo:
+        node = todo.pop()
+        for wrapper in () if isinstance(node, Map) else node._functions():
+            graph_def = wrapper.function.graph.as_graph_def()
+            operations = list(graph_def.node)
+            if "FlatMap" not in type(node).__name__ and "Interleave" not in type(node).__name__:
+                for function in graph_def.library.function:
+                    operations.extend(function.node_def)
+            for op in operations:
+                if "seed2" in op.attr and not (op.attr["seed"].i or op.attr["seed2"].i):
+                    return type(node).__name__.strip("_").removesuffix("Dataset")
+        todo.extend(node._inputs())
+    return None
+
+
+def reads_a_service(dataset: tf.data.Dataset) -> bool:
+    """Whether elements come from tf.data's service."""
+    todo = [dataset]
+    while todo:
+        node = todo.pop()
+        if type(node).__name__.startswith("_DataServiceDataset"):
+            return True
+        todo.extend(node._inputs())
     return False
 
 

@@ -121,7 +121,8 @@ class FitArguments:
             return None
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self.validation_data)
         # Datasets are already batched; arrays are batched as the training data.
-        is_batched = datasets.is_dataset(x) or callable(x) or isinstance(x, keras.utils.PyDataset)
+        is_batched = isinstance(x, keras.utils.PyDataset) or data.is_grain(x)
+        is_batched |= datasets.is_dataset(x) or callable(x)
         batch_size = None if is_batched else self.validation_batch_size or self.batch_size
         return data.Source(
             x, y, sample_weight, batch_size, self.validation_steps, split=self.split_batch

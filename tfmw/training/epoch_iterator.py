@@ -56,7 +56,7 @@ class Position:
         orders_now: the same at this position, where other calls and validations count, too.
         orders_left: the same after a call that ends at this position.
         batches_per_step: the number of replicas, if batches are not split.
-        drawn_from: of the order of a pass; see `EpochHooks`.
+        drawn_from: the state of the source in a pass; see `EpochHooks.state_at`.
     """
 
     seed: int
@@ -306,7 +306,9 @@ class EpochIterator:
             now,
             now if in_pass is None else self._orders_left(),
             self._batches_per_step,
-            None if in_pass is None else self.shard.hooks.drawn_from,
+            None
+            if in_pass is None
+            else self.shard.hooks.state_at(in_pass * self._batches_per_step),
         )
 
     def restore_position(self) -> None:
@@ -322,8 +324,8 @@ class EpochIterator:
         if orders:
             orders.passes = [self._passes] * len(orders) if was.orders is None else was.orders
         if was.in_pass is not None:
-            self._begin_pass(was.in_pass, was.in_pass * was.batches_per_step)
             self.shard.hooks.restore(was.drawn_from, was.seed, was.passes)
+            self._begin_pass(was.in_pass, was.in_pass * was.batches_per_step)
             if self._requested_steps is None and was.batches_per_step != self._batches_per_step:
                 self._steps_of_resumed = self._pass_end
         if was.orders_now is not None:

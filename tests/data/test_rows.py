@@ -1,0 +1,262 @@
+"""Sources with an index: who reads which row, the order, and where a resumed run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import datasets as hugging_face
+import grain
+import numpy as np
+import pyarrow.parquet
+import pytest
+import tensorflow as tf
+
+from tfmw import data
+from tfmw.data.grain_datasets import by_index
+from tfmw.errors import UsageError
+
+N, B = 50, 8
+
+
+class Counting:
+    """Row i is ([i, -i], i); it notes which rows are read."""
+
+    def __init__(self, length: int = N) -> None:
+        self.read: list[int] = []
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(int(index))
+        return np.array([index, -index], np.float32), index
+
+
+class Doubled(grain.transforms.Map):
+    def map(self, element: Any) -> Any:
+        return 2 * element[0], element[1]
+
+
+class Noise(grain.transforms.RandomMap):
+    def random_map(self, element: Any, rng: np.random.Generator) -> Any:
+        return element[0] + rng.normal(size=2).astype(np.float32), element[1]
+
+
+def _loader(source: Any, workers: int = 0) -> Any:
+    return grain.DataLoader(
+        data_source=source,
+        sampler=grain.samplers.IndexSampler(len(source), shuffle=True, seed=2, num_epochs=1),
+        operations=[Doubled(), Noise(), grain.transforms.Batch(batch_size=B)],
+        worker_count=workers,
+    )
+
+
+def _shuffled(source: Any) -> Any:
+    return grain.MapDataset.source(source).shuffle(seed=3)
+
+
+GRAIN: dict[str, Callable[[Any], Any]] = {
+    "MapDataset": lambda s: _shuffled(s).map(Doubled()).batch(B),
+    "remainder dropped": lambda s: _shuffled(s).batch(B, drop_remainder=True),
+    "repeated": lambda s: _shuffled(s).repeat(2).batch(B),
+    "IterDataset": lambda s: _shuffled(s).to_iter_dataset().batch(B),
+    "DataLoader": _loader,
+}
+WHOLE: dict[str, Callable[[Any], Any]] = {
+    "batches mapped": lambda s: _shuffled(s).batch(B).map(lambda b: b).repeat(2),
+    "batch_fn": lambda s: _shuffled(s).batch(
+        B, batch_fn=lambda rows: (np.stack([r[0] for r in rows]), np.array([r[1] for r in rows]))
+    ),
+    "iterator of batches": lambda s: _shuffled(s).batch(B).to_iter_dataset(),
+}
+STATES: dict[str, Callable[[Any], Any]] = {
+    "filtered": lambda s: (
+        _shuffled(s).filter(lambda row: row[1] % 3 > 0).to_iter_dataset().batch(B)
+    ),
+    "mapped iterator": lambda s: _shuffled(s).to_iter_dataset().map(Doubled()).batch(B),
+    "shuffled iterator": lambda s: grain.experimental.WindowShuffleIterDataset(
+        _shuffled(s).to_iter_dataset(), window_size=9, seed=4
+    ).batch(B),
+}
+ALL = {**GRAIN, **WHOLE, **STATES}
+
+
+def _keras_batches(dataset: Any) -> list[list[np.ndarray]]:
+    return [[np.asarray(t) for t in batch] for batch in dataset]
+
+
+def _shard(source: data.Source, workers: int, rank: int, start: int = 0, state: Any = None) -> Any:
+    sharding, order = data.Sharding(workers, rank), data.Order(seed=9)
+    if start and source.is_read_once:
+        shard = source.shard(sharding, order)
+        shard.hooks.restore(state, 0, 1)
+        assert shard.rest is not None
+        return shard.rest(start)
+    return source.shard(sharding, order, start).dataset
+
+
+def _union(make: Callable[[], Any], workers: int, start: int = 0, state: Any = None) -> Any:
+    """The global batches, from the shards of all workers."""
+    shards = [
+        list(_shard(data.Source(make()), workers, rank, start, state)) for rank in range(workers)
+    ]
+    found = []
+    for steps in zip(*shards, strict=True):
+        total = int(steps[0][2])
+        batch = []
+        for leaf in range(2):
+            whole = np.zeros([total, *steps[0][0][0][leaf].shape[1:]])
+            for rank, (parts, counts, _) in enumerate(steps):
+                whole[rank::workers] = parts[0][leaf][: int(counts[0])]
+            batch.append(whole)
+        found.append(batch)
+    return found
+
+
+def _assert_equal(found: Any, expected: Any) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", ALL)
+def test_workers_read_the_batches_of_grain_in_its_order(name: str, workers: int) -> None:
+    expected = _keras_batches(ALL[name](Counting()))
+    _assert_equal(_union(lambda: ALL[name](Counting()), workers), expected)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_resumed_run_continues_on_other_workers(name: str) -> None:
+    expected = _keras_batches(ALL[name](Counting()))
+    source = data.Source(ALL[name](Counting()))
+    shard = source.shard(data.Sharding(2, 0), data.Order(seed=9))
+    for _ in zip(range(3), shard.dataset, strict=False):
+        pass
+    _assert_equal(
+        _union(lambda: ALL[name](Counting()), 3, 3, shard.hooks.state_at(3)), expected[3:]
+    )
+
+
+@pytest.mark.parametrize("name", GRAIN)
+def test_each_worker_reads_its_rows_only(name: str) -> None:
+    seen = []
+    for rank in range(2):
+        source = Counting()
+        dataset = _shard(data.Source(GRAIN[name](source)), 2, rank)
+        source.read.clear()
+        assert list(dataset)
+        seen.append(list(source.read))
+    passes = 2 if name == "repeated" else 1
+    read = 48 if name == "remainder dropped" else N * passes
+    assert [len(rows) for rows in seen] == [read // 2, read // 2]
+    if passes == 1:
+        assert not set(seen[0]) & set(seen[1])
+
+
+@pytest.mark.parametrize("name", [*GRAIN, *WHOLE, *STATES])
+def test_a_resumed_run_reads_no_row_before_its_position(name: str) -> None:
+    length = 200
+    first = data.Source(ALL[name](Counting(length)))
+    shard = first.shard(data.Sharding(), data.Order())
+    state = [shard.hooks.state_at(10) for _ in zip(range(11), shard.dataset, strict=False)][-1]
+    source = Counting(length)
+    again = data.Source(ALL[name](source))
+    shard = again.shard(data.Sharding(), data.Order(), 0 if again.is_read_once else 10)
+    shard.hooks.restore(state, 0, 1)
+    source.read.clear()
+    rest = shard.rest(10) if shard.rest else shard.dataset
+    assert list(rest)
+    passes = 2 if "repeat" in name or name == "batches mapped" else 1
+    window = 9 * (name == "shuffled iterator")
+    assert len(source.read) <= passes * length - 10 * B + window + B
+
+
+def test_an_endless_dataset_of_grain_is_infinite() -> None:
+    shard = data.Source(_shuffled(Counting()).repeat().batch(B)).shard(
+        data.Sharding(2, 1), data.Order()
+    )
+    assert shard.steps == data.INFINITE
+    assert len(list(shard.dataset.take(9))) == 9
+
+
+PIPELINES: dict[str, Callable[[tf.data.Dataset], tf.data.Dataset]] = {
+    "batch": lambda d: d.batch(B),
+    "map": lambda d: d.map(lambda x, y: (x + 1, y)).batch(B),
+    "shuffle": lambda d: d.shuffle(20, seed=1).batch(B, drop_remainder=True),
+    "shuffle, repeat, map": lambda d: (
+        d.shuffle(N, seed=1).repeat(2).map(lambda x, y: (x * 2, y)).batch(B)
+    ),
+    "batches mapped": lambda d: d.batch(B).map(lambda x, y: (x, y)),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_rows_are_those_of_slices(name: str) -> None:
+    rows = [Counting()[i] for i in range(N)]
+    arrays = tuple(np.stack([row[k] for row in rows]) for k in range(2))
+    slices = PIPELINES[name](tf.data.Dataset.from_tensor_slices(arrays))
+    for workers, start in ((1, 0), (3, 4)):
+        _assert_equal(
+            _union(lambda: PIPELINES[name](data.from_index(Counting())), workers, start),
+            _union(lambda: slices, 1, start),
+        )
+
+
+def _hugging_face(path: Any = None) -> Any:
+    numbers = range(N)
+    columns = {"x": [[i, -i] for i in numbers], "y": [*numbers], "t": [f"é{i}" for i in numbers]}
+    dataset = hugging_face.Dataset.from_dict(columns)
+    if path is None:
+        return dataset
+    dataset.save_to_disk(path)
+    return hugging_face.load_from_disk(path)
+
+
+def test_rows_of_hugging_face(tmp_path: Any) -> None:
+    dataset = data.from_index(_hugging_face(str(tmp_path)).shuffle(seed=3))
+    expected = [(r["x"], r["y"]) for r in _hugging_face().shuffle(seed=3)]
+    for workers in (1, 2):
+        found = _union(lambda: dataset.map(lambda r: (r["x"], r["y"])).batch(B), workers, 2)
+        for k in range(2):
+            whole = np.concatenate([batch[k] for batch in found])
+            np.testing.assert_array_equal(whole, [pair[k] for pair in expected[2 * B :]])
+    assert next(iter(dataset.batch(3)))["t"][0].numpy().decode() == f"é{expected[0][1]}"
+
+
+def test_rows_of_parquet_files(tmp_path: Any) -> None:
+    x = [[i, -i] for i in range(N)]
+    for name, rows in (("a", slice(20)), ("b", slice(20, N))):
+        table = pyarrow.table({"x": x[rows], "y": [*range(N)][rows], "text": ["é"] * len(x[rows])})
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet", row_group_size=7)
+    rows = data.from_parquet(tmp_path / "*.parquet", columns=["x", "y"])
+    for workers in (1, 2):
+        found = _union(
+            lambda: rows.map(lambda r: (r["x"], r["y"])).shuffle(9, seed=2).batch(B), workers, 2
+        )
+        arrays = tf.data.Dataset.from_tensor_slices((x, range(N))).shuffle(9, seed=2).batch(B)
+        _assert_equal(found, _union(lambda: arrays, 1, 2))  # noqa: B023
+    text = next(iter(data.from_parquet([tmp_path / "b.parquet"]).batch(2)))["text"]
+    assert text[1].numpy().decode() == "é"
+    with pytest.raises(UsageError, match="no parquet file"):
+        data.from_parquet(tmp_path / "none*")
+
+
+@pytest.mark.parametrize("bad", [5, {}, [], [[np.zeros(2)], np.zeros(3)], [None]])
+def test_a_source_without_rows_is_refused(bad: Any) -> None:
+    with pytest.raises(UsageError, match=r"expected|different structures"):
+        data.from_index(bad)
+
+
+def test_a_dataset_of_hugging_face_alone_is_refused() -> None:
+    with pytest.raises(UsageError, match="from_index"):
+        data.Source(_hugging_face())
+
+
+def test_only_what_has_an_index_is_read_by_it() -> None:
+    for name, make in ALL.items():
+        assert (by_index(make(Counting())) is None) == (name in STATES), name
+    assert by_index(_loader(Counting(), workers=2)) is None
