@@ -139,8 +139,8 @@ def _refuse_own_elements(dataset: tf.data.Dataset, sharding: Sharding) -> None:
         )
     if sharding.workers > 1 and (kind := datasets.selects_at_random(dataset)) is not None:
         raise UsageError(
-            f"the {kind} of the dataset chooses elements by random numbers without a seed, so each "
-            "worker would have others, and examples would be lost or read twice. Choose by "
+            f"the {kind} of the dataset chooses elements by random numbers without a seed: each "
+            "worker would have others, and lose examples or read them twice. Choose by "
             "tf.random.stateless_uniform of a value of the element; in place of "
             "to_tf_dataset(shuffle=True) pass tfmw.data.from_index(dataset).shuffle(10_000)."
         )
