@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import datasets as hugging_face
@@ -13,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 from tfmw import data
+from tfmw.data import record_files
 from tfmw.data.grain_datasets import by_index
 from tfmw.errors import UsageError
 
@@ -243,6 +247,89 @@ def test_rows_of_parquet_files(tmp_path: Any) -> None:
     assert text[1].numpy().decode() == "é"
     with pytest.raises(UsageError, match="no parquet file"):
         data.from_parquet(tmp_path / "none*")
+
+
+TEXTS = [f"record {i} é".encode() * (i % 4) for i in range(N)]  # some are empty
+
+
+def _record_files(folder: Path, kind: str) -> list[str]:
+    paths = []
+    for name, rows in (("a", slice(20)), ("none", slice(0)), ("[b] é", slice(20, N))):
+        paths.append(str(folder / name))
+        if kind == "tfrecord":
+            with tf.io.TFRecordWriter(paths[-1]) as writer:
+                for text in TEXTS[rows]:
+                    writer.write(text)
+        else:
+            breaks = b"\r\n" if name == "a" else b"\n"
+            last = breaks if name == "a" else b""  # a file may end without one
+            Path(paths[-1]).write_bytes(breaks.join(TEXTS[rows]) + last if TEXTS[rows] else b"")
+    return paths
+
+
+@pytest.mark.parametrize("kind", ["tfrecord", "text"])
+def test_records_are_those_of_tensorflow(kind: str, tmp_path: Path) -> None:
+    paths = _record_files(tmp_path, kind)
+    reader = tf.data.TFRecordDataset if kind == "tfrecord" else tf.data.TextLineDataset
+    expected = list(reader(paths).as_numpy_iterator())
+    assert len(expected) == N
+    for index_dir in (None, tmp_path / "index", tmp_path / "index"):
+        records = data.from_records(paths, kind=kind, index_dir=index_dir)
+        assert list(records.as_numpy_iterator()) == expected
+    assert len(list((tmp_path / "index").iterdir())) == 3
+    shuffled = lambda: records.map(lambda t: (t, tf.strings.length(t))).shuffle(9, seed=2).batch(B)  # noqa: E731
+    found: list[list[Any]] = [[], []]
+    for rank in range(2):
+        for (part,), counts, _ in _shard(data.Source(shuffled()), 2, rank, 2):
+            found[rank] += part[0].numpy()[: int(counts[0])].tolist()
+    alike = tf.data.Dataset.from_tensor_slices(expected).shuffle(9, seed=2)
+    rest = list(alike.as_numpy_iterator())[2 * B :]
+    assert [found[0], found[1]] == [rest[::2], rest[1::2]]
+
+
+@pytest.mark.parametrize("kind", ["tfrecord", "text"])
+def test_a_resumed_run_opens_the_files_and_records_after_its_position(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = _record_files(tmp_path, kind)
+    data.from_records(paths, kind=kind, index_dir=tmp_path / "index")
+    with monkeypatch.context() as patch:
+        patch.setattr(record_files, "_index", None)  # made once
+        records = data.from_records(paths, kind=kind, index_dir=tmp_path / "index")
+    reads: list[str] = []
+    pread = os.pread
+
+    def counted(descriptor: int, size: int, begin: int) -> bytes:
+        reads.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        return pread(descriptor, size, begin)
+
+    monkeypatch.setattr(os, "pread", counted)
+    for rank in range(2):
+        dataset = _shard(data.Source(records.batch(B)), 2, rank, 3)
+        reads.clear()
+        assert list(dataset)
+        assert reads == [os.path.realpath(paths[-1])] * ((N - 3 * B) // 2)
+
+
+def test_a_changed_file_gets_a_new_index(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    for text in ("one\ntwo", "three"):
+        path.write_text(text)
+        records = data.from_records(path, kind="text", index_dir=tmp_path / "index")
+        assert [t.decode() for t in records.as_numpy_iterator()] == text.split("\n")
+
+
+def test_files_without_complete_records_are_refused(tmp_path: Path) -> None:
+    (path, *_) = _record_files(tmp_path, "tfrecord")
+    whole = Path(path).read_bytes()
+    for content in (whole[:-3], gzip.compress(whole), b"12345"):
+        Path(path).write_bytes(content)
+        with pytest.raises(UsageError, match="no complete TFRecord file"):
+            data.from_records(path)
+    with pytest.raises(UsageError, match="expected a file on this machine"):
+        data.from_records(tmp_path / "missing")
+    with pytest.raises(UsageError, match='"tfrecord" or "text"'):
+        data.from_records(path, kind="csv")
 
 
 @pytest.mark.parametrize("bad", [5, {}, [], [[np.zeros(2)], np.zeros(3)], [None]])

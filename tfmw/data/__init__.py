@@ -4,8 +4,9 @@ Read `sharding.py` first: the three ways to shard. `values.py` has their argumen
 `order.py` makes the order equal on all workers, `seek.py` begins a pipeline in its middle,
 `source.py` reads the data that users pass to `fit`, `comparison.py` refuses data that differs
 between workers, `batches.py` has small helpers, `tfds_files.py` opens TFDS data sets by files.
-`rows.py` reads sources with an index, `parquet.py` and `grain_datasets.py` two
-kinds of them. `at_most_once`, `from_index`, `from_parquet`, `shard` and `tfds` are public.
+`rows.py` reads sources with an index; `grain_datasets.py`, `parquet.py` and `record_files.py` are
+such sources. `at_most_once`, `from_index`, `from_parquet`, `from_records`, `shard` and `tfds` are
+public.
 
 May import: `tfmw.keras_compat`, `tfmw.datasets`, `tfmw.errors`.
 """
@@ -14,6 +15,7 @@ from tfmw.data.batches import examples_of, first_rows, gather_rows, map_tensors,
 from tfmw.data.grain_datasets import is_grain
 from tfmw.data.order import ordered
 from tfmw.data.parquet import from_parquet
+from tfmw.data.record_files import from_records
 from tfmw.data.rows import from_index
 from tfmw.data.sharding import at_most_once, shard, shard_dataset
 from tfmw.data.source import Source, empty_dataset, steps_of
@@ -33,6 +35,7 @@ __all__ = [
     "first_rows",
     "from_index",
     "from_parquet",
+    "from_records",
     "gather_rows",
     "is_grain",
     "map_tensors",
