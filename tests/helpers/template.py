@@ -193,6 +193,9 @@ def _launch(output: int, command: list[str], env: dict[str, str], cwd: str) -> N
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
+    if prepared is not None:  # the run copied no task
+        prepared[1].close()
+        os.waitpid(prepared[0], 0)
     sys.stdout.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
 

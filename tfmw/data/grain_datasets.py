@@ -47,7 +47,7 @@ def by_index(x: Any) -> tf.data.Dataset | None:
             return from_index(source, in_threads=True).batch(batch[0], batch[1])
         source = _map_dataset(x)
         return None if source is None else from_index(source, in_threads=True)
-    except (AttributeError, UsageError):  # of another version of Grain; rows that are no arrays
+    except (AttributeError, KeyError, UsageError):  # of another Grain; rows that are no arrays
         return None
 
 
@@ -59,7 +59,8 @@ def _rows_of(x: Any) -> tuple[Any, tuple[int, bool]] | None:
     if not batches or not _stacks(x._batch_fn):
         return None
     source = _map_dataset(x._parents[0])
-    return None if source is None else (source, (x._batch_size, x._drop_remainder))
+    batch = vars(x)  # Grain has no public names for these two
+    return None if source is None else (source, (batch["_batch_size"], batch["_drop_remainder"]))
 
 
 def _map_dataset(x: Any) -> Any:
