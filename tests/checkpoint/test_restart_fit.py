@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ class Trained:
     status: int
     output: str
     workers: list[dict[str, Any]]
+    seconds: float = 0.0
+    seconds_of_steps: float = 0.0  # from the first step to the last one
 
     @property
     def restarts(self) -> int:
@@ -56,7 +59,8 @@ def train(
     command = ["run", "--workers", "2", *options, PROGRAM, "--backup_dir", str(folder / "backup")]
     command += arguments
     env = {"TFMW_RESULT": str(folder / "results")}
-    output, attempt = "", 0
+    output, attempt, began = "", 0, time.monotonic()
+    made: list[float] = []
     with tfmw_command(*command, env=env) as run:
         assert run.stdout
         for line in run.stdout:
@@ -64,13 +68,15 @@ def train(
             attempt += line.startswith(("tfmw: restart ", "tfmw: attempt "))
             if found := re.search(r"\[worker (\d)\] made step (\d+) (\d+)", line):
                 worker, step, pid = map(int, found.groups())
+                made.append(time.monotonic())
                 disturb(worker, step, attempt, pid)
                 if launcher_too:
                     launcher_too(run, step)
         run.wait(timeout=60)
     files = [folder / "results" / f"worker_{i}.json" for i in (0, 1)]
     found_results = [json.loads(file.read_text()) for file in files if file.exists()]
-    return Trained(run.returncode, output, found_results)
+    seconds = time.monotonic() - began
+    return Trained(run.returncode, output, found_results, seconds, made[-1] - made[0])
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
@@ -114,6 +120,19 @@ def test_rows_01_and_02_a_worker_then_the_chief_killed_in_a_step(undisturbed, tm
     assert_only_in_logs("failed call to cuInit", done, tmp_path / "logs")
     assert not re.search(OF_THE_GONE, done.output)
     assert [worker["attempt"] for worker in done.workers] == [2, 2]
+    assert_divided(done)
+
+
+def assert_divided(done: Trained) -> None:
+    """The last line divides the time of all attempts."""
+    line = done.output.splitlines()[-1]
+    total = float(re.findall(r"^tfmw: goodput \d+ % of ([\d.]+) s: ", line)[0])
+    found = re.findall(r"[:,] ([a-z ]+) ([\d.]+) s", line)
+    parts = {name: float(seconds) for name, seconds in found}
+    assert done.seconds_of_steps < total < done.seconds
+    assert sum(parts.values()) == pytest.approx(total, abs=0.1 * len(parts))
+    # TensorFlow has no clock for data where its operations are deterministic.
+    assert {"steps with their data", "validation", "start", "restarts"} <= set(parts)
 
 
 @pytest.mark.thorough

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent import futures
 
 import pytest
 
@@ -19,7 +20,7 @@ def file(tmp_path, monkeypatch):
 
 
 def test_before_the_first_report(file):
-    assert file.read() == (progress.NOT_UP, 0, "", 0.0)
+    assert file.read()[:4] == (progress.NOT_UP, 0, "", 0.0)
 
 
 def test_each_report_is_read_even_of_the_same_step(file):
@@ -27,7 +28,8 @@ def test_each_report_is_read_even_of_the_same_step(file):
     first = file.read()
     progress.report_alive()
     assert (first.step, first.blocked_in) == (7, "")
-    assert file.read() == first._replace(reports=first.reports + 1)
+    assert file.read()[:4] == (7, first.reports + 1, "", 0.0)
+    assert first.division.at <= file.read().division.at
 
 
 def test_the_rate_is_that_of_the_last_half_minute(file, monkeypatch):
@@ -46,19 +48,20 @@ def test_nested_blocking_calls_are_named(file):
     progress.report_progress(7)
     with progress.blocking_call("export"):
         with progress.blocking_call("backup"):
-            assert file.read()[::2] == (7, "backup")
+            assert file.read()[:3:2] == (7, "backup")
         progress.report_progress(8)
-        assert file.read()[::2] == (8, "export")
-    assert file.read()[::2] == (8, "")
+        assert file.read()[:3:2] == (8, "export")
+    assert file.read()[:3:2] == (8, "")
 
 
 def test_blocking_calls_of_two_threads_may_end_in_any_order(file):
     first, second = progress.blocking_call("backup"), progress.blocking_call("export")
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert file.read().blocked_in == "export"
-    second.__exit__(None, None, None)
+    with futures.ThreadPoolExecutor(1) as other:
+        first.__enter__()
+        other.submit(second.__enter__).result()
+        first.__exit__(None, None, None)
+        assert file.read().blocked_in == "export"
+        other.submit(second.__exit__, None, None, None).result()
     assert file.read().blocked_in == ""
 
 

@@ -21,6 +21,7 @@ import tfmw
 from tests.helpers.cluster import PROGRAMS, ROOT, tfmw_command
 from tfmw.errors import UsageError
 from tfmw.launcher import metrics_server
+from tfmw.runtime.goodput import PARTS
 from tfmw.runtime.metrics_address import METRICS_FILE
 from tfmw.runtime.sockets import reserved_ports
 from tfmw.runtime.step_times import StepTimes
@@ -77,6 +78,12 @@ def test_a_training_is_seen_everywhere(tmp_path: Path) -> None:
     assert metrics["tfmw_exchanged_bytes"] > 0
     for part in ("input", "communication", "compute"):
         assert metrics[f"tfmw_step_seconds{{{part}}}"] > 0
+    spent = {part: metrics[f"tfmw_run_seconds{{{part}}}"] for part in PARTS}
+    assert min(spent[part] for part in ("steps", "data", "compile", "backups", "start")) > 0
+    assert spent["restarts"] == 0
+    assert metrics["tfmw_goodput"] == pytest.approx(spent["steps"] / sum(spent.values()))
+    (line,) = re.findall(r"tfmw: (goodput .*)", output)
+    assert float(re.findall(r" data ([\d.]+) s", line)[0]) > spent["data"]
 
     results = [json.loads((tmp_path / f"results/worker_{i}.json").read_text()) for i in (0, 1)]
     for rank, result in enumerate(results):
@@ -89,6 +96,8 @@ def test_a_training_is_seen_everywhere(tmp_path: Path) -> None:
             assert parts >= log["step_s"] * 0.999
             assert min(log["input_s"], log["communication_s"], log["compute_s"]) > 0
             assert log["loss"] > 0
+            assert log["goodput"] == log["run_steps_s"] / sum(log[f"run_{p}_s"] for p in PARTS)
+        assert logs[-1]["run_data_s"] > sum(8 * log["input_s"] for log in logs[1:]) * 0.99
     assert f"trace of all workers: {tmp_path}/trace/trace.json" in output
     assert_one_clock(json.loads((tmp_path / "trace/trace.json").read_text())["traceEvents"])
 

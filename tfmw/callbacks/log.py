@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from tfmw.errors import UsageError
+from tfmw.runtime import goodput
 from tfmw.runtime.step_times import StepTimes
 
 Write = Callable[[dict[str, Any], int], Any]
@@ -42,8 +43,10 @@ class Log(keras.callbacks.Callback):
         write: called with a dict and the number of training steps in this call of `fit`. The dict
             has Keras's logs ("loss", ...) and "rank", "workers", "steps_per_s", "examples_per_s"
             (over all workers), and the seconds of a step: "step_s" and its parts "input_s",
-            "communication_s" and "compute_s", each as the mean since the last call. Parts that
-            are not known yet are left out.
+            "communication_s" and "compute_s", each as the mean since the last call. "goodput" is
+            the share of the run's time, over all attempts, that went into steps; "run_steps_s",
+            "run_data_s" and so on are the seconds of its parts. Parts that are not known yet are
+            left out.
         every: "epoch", or a number of steps.
 
     Raises:
@@ -93,7 +96,10 @@ class Log(keras.callbacks.Callback):
         training = self._training
         if training is None:  # Keras trains
             return {}
+        now = goodput.division()
         own: dict[str, Any] = {"rank": training.rank, "workers": training.workers}
+        own |= {"goodput": now.goodput()}
+        own |= {f"run_{part}_s": seconds for part, seconds in now.by_part().items()}
         times = training.times()
         split = None if times is None or self._before is None else times.since(self._before)
         if split is None:

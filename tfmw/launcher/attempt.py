@@ -33,7 +33,7 @@ from tfmw.launcher.gpus import shortage, visible_devices
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.output import Display, OutputPump
 from tfmw.launcher.preemption import Preemption
-from tfmw.launcher.process import Task
+from tfmw.launcher.process import Task, divisions
 from tfmw.launcher.restart import backoff_s, restarts_alone
 from tfmw.launcher.run_files import Published
 from tfmw.launcher.run_status import sentence
@@ -45,6 +45,7 @@ from tfmw.launcher.watchdog import (
     TaskStatus,
     Watchdog,
 )
+from tfmw.runtime.goodput import RESTARTS, START, Division
 from tfmw.runtime.progress import AT_THE_END
 from tfmw.runtime.signals import Signals
 from tfmw.runtime.sockets import reserved_ports
@@ -140,6 +141,7 @@ class Attempt:
             these, on ports of loopback.
         settle_s: seconds to wait for the cause where the first failure only reports a lost peer.
         env: environment variables that these tasks have instead of those of the run.
+        before: how tasks of the last attempt have divided the run's time, the chief first.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class Attempt:
         cluster: Mapping[str, Sequence[str]] | None = None,
         settle_s: float = SETTLE_S,
         env: Mapping[str, str] | None = None,
+        before: Mapping[str, Division] | None = None,
     ) -> None:
         self.number = number
         self._env_of_all = env or {}
@@ -169,6 +172,10 @@ class Attempt:
             "TFMW_MAX_RESTARTS": str(context.options.max_restarts),
         }
         self.tasks = [Task(kind, index, self._directory, self._env) for kind, index in layout]
+        known = before or {}
+        first = next(iter(known.values()), Division(at=self._status.since))
+        for task in self.tasks:
+            task.division = known.get(task.name, first)._replace(part=RESTARTS if known else START)
         kinds = {kind for kind, _ in layout} if cluster is None else set(cluster)
         self._has_ps = "ps" in kinds
         self._own: dict[str, dict[str, str]] = {}  # task -> variables that differ between tasks
@@ -510,6 +517,10 @@ class Attempt:
     def step(self) -> int:
         """The largest training step that a task has reported; negative if none has."""
         return max((task.progress().step for task in self.tasks), default=-1)
+
+    def divisions(self) -> dict[str, Division]:
+        """How the tasks that train have divided the run's time."""
+        return divisions(self.tasks)
 
     def seconds(self) -> float:
         """Duration of the attempt."""

@@ -33,6 +33,8 @@ from tfmw.launcher.result import Result, exit_status
 from tfmw.launcher.run_files import Published
 from tfmw.launcher.run_status import RunStatus
 from tfmw.launcher.spawn import Spawner
+from tfmw.runtime import goodput
+from tfmw.runtime.goodput import Division
 from tfmw.runtime.signals import Signals
 from tfmw.trackers import RUN_ID
 
@@ -113,6 +115,9 @@ def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Ou
         attempts=attempt.number + 1,
         restarts=policy.restarts,
         hint=network_hint(failures) if isolated else "",
+        goodput=goodput.line(
+            {t: d.until(time.time(), goodput.OTHER) for t, d in attempt.divisions().items()}
+        ),
     )
     outcomes = {task: call.loaded(data) for task, data in attempt.results().items()}
     return result, outcomes
@@ -184,10 +189,11 @@ def _run_attempts(
         the last attempt succeeded.
     """
     failures: tuple[Failure, ...] = ()
+    before: dict[str, Division] = {}
     stop = context.stop
     for number in itertools.count():
         context.spawner.wait(stop.received, context.options.start_timeout_s or float("inf"))
-        attempt = Attempt(context, tasks, number, policy)
+        attempt = Attempt(context, tasks, number, policy, before=before)
         try:
             attempt.start()
             attempt.watch()
@@ -197,6 +203,7 @@ def _run_attempts(
             attempt.end(0.0 if restarting and attempt.failures() else None)
         finally:
             attempt.end()
+        before = attempt.divisions()
         failed = attempt.failures()
         failures += (*attempt.restarted_failures(), *(failed if not failures else failed[:1]))
         decision = policy.decide(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tfmw.launcher.spawn import Child, Spawner
+from tfmw.runtime.goodput import Division
 from tfmw.runtime.progress import PROGRESS_FILE, Progress, ProgressFile
 from tfmw.runtime.recorded_errors import ERROR_FILE
 from tfmw.runtime.recorder import EXCHANGES_FILE, RecordedExchange, make_file, read_exchanges
@@ -52,13 +53,14 @@ class TaskFiles:
             EXCHANGES_FILE: self.directory / "exchanges",
             STACKS_FILE: self.directory / "stacks",
         }
+        self.division = Division(at=time.time())  # of the run's time before this task
         self.pid = pid
         self.status: int | None = None  # as in subprocess: -9 is SIGKILL
 
     def make(self) -> None:
         """Creates the files that the task writes at every step, at their full size."""
         self.directory.mkdir(parents=True)
-        ProgressFile(self.files[PROGRESS_FILE]).close()
+        ProgressFile(self.files[PROGRESS_FILE], self.division).close()
         make_file(self.files[EXCHANGES_FILE])
 
     def progress(self) -> Progress:
@@ -131,6 +133,13 @@ class TaskFiles:
                 os.kill(self.pid, number)
 
 
+def divisions(tasks: Sequence[TaskFiles]) -> dict[str, Division]:
+    """How the tasks that train divide the run's time: the workers, or their coordinator."""
+    trains = [task for task in tasks if task.kind == "chief"]
+    trains = trains or [task for task in tasks if task.kind == "worker"]
+    return {task.name: task.progress().division for task in trains}
+
+
 class Task(TaskFiles):
     """One process of the cluster: its role, its log, its exit status.
 
@@ -171,7 +180,7 @@ class Task(TaskFiles):
         """
         self.make()
         self._log = open(self.log, "wb", buffering=0)  # noqa: SIM115  (closed in close)
-        self._progress = ProgressFile(self.files[PROGRESS_FILE])
+        self._progress = ProgressFile(self.files[PROGRESS_FILE], self.division)
         self.started = time.monotonic()
         self._spawner = spawner
         self._process = spawner.spawn(command, stdin, terminal, fds, self.env)

@@ -28,6 +28,7 @@ class Result:
         attempts: number of times that all tasks were started.
         restarts: restarts, of all tasks or of one, that count against `max_restarts`.
         hint: one more line for the user; "" for none.
+        goodput: a line about the run's time, over all attempts; None if it has made no step.
     """
 
     status: int
@@ -37,9 +38,13 @@ class Result:
     attempts: int = 1
     restarts: int = 0
     hint: str = ""
+    goodput: str | None = None
 
     def summary(self) -> list[str]:
         """Lines for the user; the last one names the first task that failed and its own error."""
+        return [*([f"tfmw: {self.goodput}"] if self.goodput else []), *self._about_the_end()]
+
+    def _about_the_end(self) -> list[str]:
         if self.status == PREEMPTED:
             return [
                 "tfmw: the tasks saved their state and exited; the same command resumes the run"

@@ -32,7 +32,9 @@ from tfmw.launcher.exchanges import (
     waiting_share,
 )
 from tfmw.launcher.failure import describe_status
-from tfmw.launcher.process import TaskFiles, task_name
+from tfmw.launcher.process import TaskFiles, divisions, task_name
+from tfmw.runtime import goodput
+from tfmw.runtime.goodput import Division
 from tfmw.runtime.progress import JOINED, NOT_UP, UP
 from tfmw.runtime.recorder import NOBODY, RecordedExchange
 from tfmw.runtime.stacks import is_installed
@@ -72,7 +74,7 @@ class RunStatus:
         self._attempt = 0
         self._tasks: Sequence[TaskFiles] = []
         self._cluster: Mapping[str, Sequence[str]] = {}
-        self._since = time.time() if since is None else since
+        self.since = time.time() if since is None else since
         self._look_at = 0.0  # for a straggler
         self._slowest: str | None = None  # in the last look
         self._named: str | None = None  # the straggler that a line has named
@@ -98,7 +100,7 @@ class RunStatus:
             "directory": str(self.directory),
             "pid": self.pid,
             "command": self._command,
-            "since": self._since,
+            "since": self.since,
             "attempt": self._attempt,
             "cluster": self._cluster,
             "tasks": [
@@ -184,14 +186,21 @@ class RunStatus:
             "directory": str(self.directory),
             "pid": self.pid,
             "command": self._command[1:],
-            "since": self._since,
+            "since": self.since,
             "attempt": self._attempt,
             "steps_per_s": max((t.progress().steps_per_s for t in self._tasks), default=0) or None,
             "missing": None if late is None else {"sentence": str(late), "seconds": late.seconds},
             "straggler": straggler(by_task),
             "elsewhere": self._elsewhere(),
+            "goodput": self._goodput(),
             "tasks": [self._state(task, by_task.get(task.name, [])) for task in list(self._tasks)],
         }
+
+    def _goodput(self) -> dict[str, Any]:
+        """The run's time so far, in seconds of its parts, and a line about it."""
+        known = {task: d.until(time.time()) for task, d in divisions(self._tasks).items()}
+        first = next(iter(known.values()), Division())
+        return {"seconds": first.by_part(), "share": first.goodput(), "line": goodput.line(known)}
 
     def stacks(self) -> dict[str, str]:
         """The stacks of each task's threads; of one that cannot write them, why."""

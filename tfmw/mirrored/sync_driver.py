@@ -38,6 +38,7 @@ from tfmw.data import Sharding, ShardSizes, first_rows, map_tensors
 from tfmw.data.sharding import WHOLE_BATCHES
 from tfmw.errors import UsageError
 from tfmw.keras_compat import (
+    datasets,
     fused_update,
     increments,
     losses,
@@ -249,6 +250,7 @@ class SyncDriver:
             if trains:
                 call.steps, call.examples = int(steps_done), int(examples)
                 call.input_s = float(waited)
+                call.measured = self.model.run_eagerly or not datasets.is_deterministic()
         self.examples += int(examples)
         report_alive()
         return int(steps_done)

@@ -15,7 +15,7 @@ from tfmw.cluster.group import Group
 from tfmw.keras_compat import optimizers
 from tfmw.mirrored.cached_driver import cached_driver
 from tfmw.mirrored.sync_driver import SyncDriver
-from tfmw.runtime import tracing
+from tfmw.runtime import goodput, tracing
 from tfmw.runtime.step_times import StepTimes
 from tfmw.training.arguments import FitArguments
 from tfmw.training.epoch_iterator import EpochIterator
@@ -249,6 +249,7 @@ class MirroredTraining:
         return run_evaluation(self.driver, self.group, self._validation, callback_list, signals)
 
 
+@goodput.phase("validation")
 def run_evaluation(
     driver: SyncDriver,
     group: Group,

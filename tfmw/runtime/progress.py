@@ -6,7 +6,8 @@
 
 Each task of a launcher has its own file, named by TFMW_PROGRESS_FILE. The launcher creates it at
 its full size. A report overwrites it: one `pwrite`, about four microseconds, without waiting for
-the disk. From it the launcher detects progress, and the step that an attempt has reached.
+the disk. From it the launcher detects progress, the step that an attempt has reached, and where the
+time went (`goodput`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tfmw.runtime import recorder, tracing
+from tfmw.runtime import goodput, recorder, tracing
+from tfmw.runtime.goodput import Division
 
 PROGRESS_FILE = "TFMW_PROGRESS_FILE"
 """Variable with the path of a task's file: <attempt>/<task>/progress."""
@@ -30,7 +32,9 @@ NOT_UP, UP, JOINED = -3, -2, -1
 AT_THE_END = "the wait for other tasks"
 """The blocking call of a task that is done: other tasks may take as long as they like."""
 
-_LAYOUT = struct.Struct("=qq32sd")  # the fields of `Progress`
+_LAYOUT = struct.Struct("=qq32sd")  # the fields of `Progress`, except for the last one
+
+_PARTS = {"backup": "backups", "export": "export", "tracing": "compile"}  # of the run's time
 
 _RATE_S = 15.0  # the rate is that of this many seconds to twice as many
 
@@ -43,22 +47,29 @@ class Progress(NamedTuple):
         reports: number of reports so far.
         blocked_in: the blocking call that it is in; "" for none.
         steps_per_s: the rate of its last training steps; 0.0: unknown.
+        division: of the run's time.
     """
 
     step: int = NOT_UP
     reports: int = 0
     blocked_in: str = ""
     steps_per_s: float = 0.0
+    division: Division = Division()
 
     def packed(self) -> bytes:
         """The content of the file."""
-        return _LAYOUT.pack(self.step, self.reports, self.blocked_in.encode(), self.steps_per_s)
+        own = _LAYOUT.pack(self.step, self.reports, self.blocked_in.encode(), self.steps_per_s)
+        return own + self.division.packed()
 
     @classmethod
     def unpacked(cls, data: bytes) -> Progress:
         """The inverse of `packed`. Raises struct.error if there are too few bytes."""
-        step, reports, blocked_in, rate = _LAYOUT.unpack(data)
-        return cls(step, reports, blocked_in.rstrip(b"\0").decode("utf-8", "replace"), rate)
+        step, reports, blocked_in, rate = _LAYOUT.unpack_from(data)
+        name = blocked_in.rstrip(b"\0").decode("utf-8", "replace")
+        return cls(step, reports, name, rate, Division.unpacked(data[_LAYOUT.size :]))
+
+
+_SIZE = len(Progress().packed())
 
 
 class _Reporter:
@@ -84,6 +95,7 @@ class _Reporter:
             last.reports + 1,
             self.blocking_calls[-1] if self.blocking_calls else "",
             last.steps_per_s if step is None else self._rate(step),
+            goodput.division(),
         )
         with contextlib.suppress(OSError):  # a full disk must not end the training
             os.pwrite(self._file, self._last.packed(), 0)
@@ -101,8 +113,9 @@ class _Reporter:
     def _open(self, path: str | None) -> None:
         self._path, self._file = path, -1
         if path:
-            with contextlib.suppress(OSError):
-                self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            with contextlib.suppress(OSError, struct.error):
+                self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                goodput.account.resume(Progress.unpacked(os.pread(self._file, _SIZE, 0)).division)
 
 
 _reporter = _Reporter()
@@ -117,6 +130,8 @@ def report_progress(step: int) -> None:
     Args:
         step: training steps done so far, from the start of the training, at least 0.
     """
+    if step >= 0:
+        goodput.account.step_done(step)
     _reporter.report(step)
     recorder.steps_done(step)
     tracing.at_step(step)
@@ -137,14 +152,16 @@ def blocking_call(name: str) -> Iterator[None]:
     Args:
         name: for messages, at most 32 bytes.
     """
-    _reporter.blocking_calls.append(name)
-    _reporter.report()
-    try:
-        with tracing.span(tracing.OTHER, name):
-            yield
-    finally:
-        _reporter.blocking_calls.remove(name)
+    part = _PARTS.get(name)
+    with contextlib.nullcontext() if part is None else goodput.phase(part):
+        _reporter.blocking_calls.append(name)
         _reporter.report()
+        try:
+            with tracing.span(tracing.OTHER, name):
+                yield
+        finally:
+            _reporter.blocking_calls.remove(name)
+            _reporter.report()
 
 
 class ProgressFile:
@@ -152,18 +169,19 @@ class ProgressFile:
 
     Args:
         path: created here at its full size, so that a report never needs disk space.
+        division: of the run's time so far.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, division: Division | None = None) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        os.pwrite(self._file, Progress().packed(), 0)
-        self._last = Progress()
+        self._last = Progress(division=division or Division(at=time.time()))
+        os.pwrite(self._file, self._last.packed(), 0)
 
     def read(self) -> Progress:
         """The last report; after `close`, the last one before it."""
         if self._file >= 0:
             with contextlib.suppress(OSError, struct.error):
-                self._last = Progress.unpacked(os.pread(self._file, _LAYOUT.size, 0))
+                self._last = Progress.unpacked(os.pread(self._file, _SIZE, 0))
         return self._last
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from tfmw.runtime import recorder, tracing
+from tfmw.runtime import goodput, recorder, tracing
 
 
 class Split(NamedTuple):
@@ -41,11 +41,16 @@ class Split(NamedTuple):
 
 @dataclasses.dataclass
 class TimedCall:
-    """One call of the driver: what it did, in training; 0 steps otherwise."""
+    """One call of the driver: what it did, in training; 0 steps otherwise.
+
+    Args:
+        measured: whether `input_s` is known.
+    """
 
     steps: int = 0
     examples: int = 0
     input_s: float = 0.0
+    measured: bool = True
 
 
 @dataclasses.dataclass
@@ -58,18 +63,21 @@ class StepTimes:
     input_s: float = 0.0
     communication_s: float = 0.0
     calls: int = 0
+    first: tuple[float, int] = (0.0, 0)  # seconds, but for input, and steps of the first call
     clock: Callable[[], float] = time.monotonic
 
     @contextlib.contextmanager
     def of_call(self) -> Iterator[TimedCall]:
         """Measures a call of the driver."""
         call, begin, exchanged = TimedCall(), self.clock(), recorder.totals().seconds
+        spent = goodput.spent()
         yield call
         if not call.steps:
             return
         self._trace(call, begin)
         recorder.waited_for_input(call.input_s)
         self.calls += 1
+        self._divide(call, goodput.spent() - spent)
         if self.calls == 1:
             return
         self.steps += call.steps
@@ -83,6 +91,16 @@ class StepTimes:
         name = f"step {first}" if call.steps == 1 else f"steps {first} to {first + call.steps - 1}"
         tracing.add(tracing.STEPS, name, begin, self.clock(), examples=call.examples)
         tracing.add(tracing.INPUT, "input", begin, begin + call.input_s)
+
+    def _divide(self, call: TimedCall, seconds: float) -> None:
+        """Tells the run's goodput what a call's time was; that of the first one from the second."""
+        if call.measured:
+            seconds -= goodput.moved("data", min(call.input_s, seconds))
+        if self.calls == 1:
+            self.first = goodput.moved("compile", seconds), call.steps
+        elif self.calls == 2:
+            compiled_s, steps = self.first
+            goodput.moved("compile", -min(compiled_s, steps * seconds / call.steps))
 
     def copy(self) -> StepTimes:
         """The sums at this moment."""

@@ -4,6 +4,7 @@ run 20260131-120000-4242, attempt 0: train.py --epochs 3
 worker 0 | step   1,279 | training | 82.1 steps/s | own 9.1 ms/step | waits for worker 1 ...
 worker 1 | step   1,279 | training | own 31.0 ms/step
 worker 1 never entered exchange 5,121 (gradients of step 1,280), for 12 s
+goodput 81 % of 124.3 s: steps 100.7 s, data 3.1 s, compile 4.2 s, start 16.3 s
 
 `tfmw status slurm:4711` shows what a job on an engine does:
 
@@ -37,7 +38,7 @@ def add_parsers(commands: Any) -> None:
         "status",
         help="the steps, rates and waits of this user's runs",
         description="Shows each task of the runs of this user on this machine: its step, its rate, "
-        "the exchange that it is in, and for whom it waits.",
+        "the exchange that it is in, and for whom it waits; and where the run's time went.",
         allow_abbrev=False,
     )
     status.add_argument(
@@ -140,6 +141,8 @@ def lines(answer: dict[str, Any]) -> list[str]:
         out.append(f"{late['sentence']}, for {late['seconds']:.0f} s")
     if answer["straggler"] is not None:
         out.append(answer["straggler"])
+    if answer["goodput"]["line"] is not None:
+        out.append(answer["goodput"]["line"])
     if answer["elsewhere"]:
         out.append(_elsewhere(answer["elsewhere"]))
     return out

@@ -33,7 +33,7 @@ from tfmw.checkpoint.sharded_backups import SlotParts
 from tfmw.cluster.group import Group
 from tfmw.keras_compat import models
 from tfmw.keras_compat.guards import saves_by_callbacks
-from tfmw.runtime import fence
+from tfmw.runtime import fence, goodput
 from tfmw.runtime.progress import blocking_call, report_progress
 from tfmw.runtime.step_times import StepTimes
 from tfmw.training.pace import last_batch_number
@@ -209,6 +209,7 @@ class TrainingLoop:
         """Trains from the initial epoch, or from the position of the backup, to the last epoch."""
         backups, callbacks = self._backups, self._callbacks.callbacks
         if backups.is_done(self._epochs):
+            goodput.trains_from(backups.record["step"] if backups.record else 0)
             self._driver.skip_run()
             backups.restore_callbacks(callbacks, finished=True)
             backups.finished()
@@ -261,6 +262,7 @@ class TrainingLoop:
             requested = driver.group.from_chief(lambda: models.requested_initial_epoch(self._model))
             self._initial_epoch = requested or self._initial_epoch
         self._backups.note_callbacks(callbacks)
+        goodput.trains_from(self._step)
 
     def _is_model_read(self) -> bool:
         """Whether callbacks or validation read the model between epochs."""
@@ -323,7 +325,8 @@ class TrainingLoop:
 
         while not driver.at_epoch_end:
             max_steps = backups.limit(self._step, sys.maxsize)
-            driver.train(max_steps, self._callbacks.on_train_batch_begin, on_end)
+            with goodput.phase("steps"):
+                driver.train(max_steps, self._callbacks.on_train_batch_begin, on_end)
             self._step = begun_at + driver.steps_done
             if self._model.stop_training:
                 return dict(logs)
@@ -409,6 +412,7 @@ class TrainingLoop:
         if decided["learning rate"] is not None and not group.is_chief:
             model.optimizer.learning_rate = decided["learning rate"]
 
+    @goodput.phase("backups")
     def _save(
         self,
         epoch: int,

@@ -45,6 +45,8 @@ class Prometheus:
         }
         self._logs = gauge("tfmw_log", "Keras's logs", "name")
         self._parts = gauge("tfmw_step_seconds", "Seconds of a step of the chief", "part")
+        self._goodput = gauge("tfmw_goodput", "Share of the run's time that went into steps")
+        self._spent = gauge("tfmw_run_seconds", "The run's time, over all attempts", "part")
         gauge("tfmw_backup_age_seconds", "Seconds since the last backup").set_function(self._age)
         gauge("tfmw_exchanges", "Exchanges of the chief with other workers").set_function(
             lambda: recorder.totals().exchanges
@@ -82,6 +84,9 @@ class Prometheus:
             self._logs.labels(name).set(value)
         for part, seconds in report.parts.items():
             self._parts.labels(part).set(seconds)
+        self._goodput.set(report.division.goodput())
+        for part, seconds in report.division.by_part().items():
+            self._spent.labels(part).set(seconds)
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk must not end the training
                 prometheus_client.write_to_textfile(self._file, self._registry)

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from tfmw.errors import UsageError
+from tfmw.runtime import goodput
+from tfmw.runtime.goodput import Division
 from tfmw.runtime.metrics_address import METRICS_FILE, METRICS_PORT
 from tfmw.runtime.step_times import StepTimes
 
@@ -37,6 +39,7 @@ class Report:
         restarts: of the run.
         workers: their number.
         saved_at: seconds since the epoch of the last backup; None before the first.
+        division: of the run's time, over all attempts.
     """
 
     step: int
@@ -49,6 +52,7 @@ class Report:
     restarts: int
     workers: int
     saved_at: float | None
+    division: Division
 
 
 class Sink(Protocol):
@@ -120,6 +124,7 @@ class Reporter:
             restarts=self._restarts,
             workers=self._workers,
             saved_at=saved_at,
+            division=goodput.division(),
             **self._rates,
         )
         self._write(final=False)
@@ -145,7 +150,9 @@ class Reporter:
         """Reports the end of the training."""
         if self._last is not None:
             numbers = _numbers(logs or {}) or self._last.logs
-            self._last = dataclasses.replace(self._last, step=step, epoch=epoch, logs=numbers)
+            self._last = dataclasses.replace(
+                self._last, step=step, epoch=epoch, logs=numbers, division=goodput.division()
+            )
             self._write(final=True)
 
     def _write(self, final: bool) -> None:

@@ -1,0 +1,185 @@
+"""The division of a run's time, on a clock of the tests."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from tfmw.runtime import goodput
+from tfmw.runtime.goodput import OTHER, RESTARTS, START, Account, Division, line
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def __iadd__(self, seconds: float) -> Clock:
+        self.now += seconds
+        return self
+
+
+def kept(clock: Clock, division: Division | None = None) -> Account:
+    """The account of a task whose launcher began at the clock's time, or with a division."""
+    account = Account(clock)
+    account.resume(division or Division(at=clock()))
+    return account
+
+
+def parts(division: Division) -> dict[str, float]:
+    """Those that are not 0."""
+    return {part: s for part, s in zip(goodput.PARTS, division.seconds, strict=True) if s}
+
+
+def test_each_instant_counts_once_for_the_innermost_phase() -> None:
+    clock = Clock()
+    account = kept(clock)
+    clock += 5.0
+    account.trains_from(0)
+    clock += 1.0
+    with account.phase("steps"):
+        clock += 10.0
+        account.moved("data", 2.0)
+        with account.phase("backups"):
+            clock += 3.0
+        clock += 1.0
+    with account.phase("validation"), account.phase("compile"):
+        clock += 4.0
+    clock += 0.5
+    found = account.division()
+    assert parts(found) == {
+        "steps": 9.0,
+        "data": 2.0,
+        "compile": 4.0,
+        "backups": 3.0,
+        "start": 5.0,
+        "other": 1.5,
+    }
+    assert sum(found.seconds) == clock() - 1000.0
+    assert found.goodput() == 9.0 / 24.5
+
+
+def test_steps_that_are_made_again_are_restarts() -> None:
+    clock = Clock()
+    account = kept(clock)
+    account.trains_from(0)
+    with account.phase("steps"):
+        for step in (4, 8, 12):
+            clock += 4.0
+            account.step_done(step)
+        clock += 1.0  # within a step
+    found = Division.unpacked(account.division().packed())
+    assert parts(found) == {"steps": 13.0}
+    assert found.steps == 12
+
+    clock += 7.0  # it was killed, and another one starts
+    account = kept(clock, found._replace(part=RESTARTS))
+    clock += 3.0
+    account.trains_from(6)
+    with account.phase("steps"):
+        for step in (10, 14):  # half of the second call is new
+            clock += 4.0
+            account.step_done(step)
+    assert parts(account.division()) == {"steps": 15.0, "restarts": 16.0}
+    assert account.division().steps == 14
+
+
+def test_a_training_that_is_done_is_not_made_again() -> None:
+    clock = Clock()
+    first = kept(clock)
+    for steps in (100, 20):
+        first.trains_from(0)
+        with first.phase("steps"):
+            clock += steps
+            first.step_done(steps)
+    again = kept(clock, first.division()._replace(part=RESTARTS))
+    again.trains_from(100)  # which its backup has
+    again.trains_from(10)
+    with again.phase("steps"):
+        clock += 15.0
+        again.step_done(25)
+    assert parts(again.division()) == {"steps": 125.0, "restarts": 10.0}
+
+
+def test_a_loop_of_the_users_own_makes_steps_between_its_reports() -> None:
+    clock = Clock()
+    account = kept(clock)
+    for step in range(1, 4):
+        clock += 2.0
+        account.step_done(step)
+    assert parts(account.division()) == {"start": 2.0, "steps": 4.0}
+
+
+def test_without_a_launcher_each_training_is_for_itself() -> None:
+    clock = Clock()
+    account = Account(clock)
+    for _ in range(2):
+        clock += 3600.0  # of thinking
+        account.trains_from(0)
+        with account.phase("steps"):
+            clock += 2.0
+            account.step_done(2)
+        assert parts(account.division()) == {"steps": 2.0}
+
+
+def test_phases_of_other_threads_run_beside() -> None:
+    clock = Clock()
+    account = kept(clock)
+    account.trains_from(0)
+    with account.phase("steps"):
+        inside, leave = threading.Event(), threading.Event()
+
+        def beside() -> None:
+            with account.phase("backups"):
+                inside.set()
+                leave.wait()
+
+        thread = threading.Thread(target=beside)
+        thread.start()
+        inside.wait()
+        clock += 2.0
+        leave.set()
+        thread.join()
+    assert parts(account.division()) == {"steps": 2.0}
+
+
+def of(at: float = 0.0, part: int = OTHER, **seconds: float) -> Division:
+    each = tuple(seconds.get(part, 0.0) for part in goodput.PARTS)
+    return Division(each, at, part, steps=7.0, measured=1.0)
+
+
+@pytest.mark.parametrize(
+    ("by_task", "expected"),
+    [
+        ({}, None),
+        ({"worker 0": Division((1.0,) * len(goodput.PARTS))}, None),  # no step
+        (
+            {"worker 0": of(steps=8.0, data=0.01, start=2.0)},
+            "goodput 80 % of 10.0 s: steps 8.0 s, start 2.0 s",
+        ),
+        (
+            {"worker 0": of(steps=8.0, data=1.0), "worker 1": of(steps=5.0, data=4.0)},
+            "goodput 89 % of 9.0 s: steps 8.0 s, data 1.0 s; worker 1 waited 4.0 s for data",
+        ),
+        (
+            {"chief": of(steps=8.0, export=2.0)._replace(measured=0.0)},
+            "goodput 80 % of 10.0 s: steps with their data 8.0 s, export 2.0 s",
+        ),
+    ],
+)
+def test_the_line(by_task: dict[str, Division], expected: Any) -> None:
+    assert line(by_task) == expected
+
+
+def test_time_after_the_last_report() -> None:
+    found = of(at=1000.0, part=START, steps=1.0)
+    assert parts(found.until(1002.5)) == {"steps": 1.0, "start": 2.5}
+    assert parts(found.until(1002.5, OTHER)) == {"steps": 1.0, "other": 2.5}
+    assert parts(found.until(900.0)) == {"steps": 1.0}  # a clock that was set back
+    assert parts(Division().until(1000.0)) == {}

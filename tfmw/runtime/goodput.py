@@ -1,0 +1,216 @@
+"""The wall time of a run by its parts, over all of its attempts; "steps" are its goodput.
+
+    with phase("validation"): ...    # in a task: this part of it, except for phases within
+    moved("data", 0.31)              # of the current part, as is only known afterwards
+    trains_from(1200)                # a training begins or resumes; report_progress counts steps
+    line({"worker 0": division()})   # "goodput 81 % of 124.3 s: steps 100.7 s, data 3.1 s, ..."
+
+A task keeps its division in its progress file, where it outlives the task. The next attempt's task
+begins with it, and with the time since then as "restarts". Each instant counts once: for the
+innermost phase of the thread that trains. Times are those of the day, which hosts share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+PARTS = (
+    "steps",
+    "data",  # waiting for the next batch
+    "compile",  # tracing, and the first call of a training as far as it is slower than others
+    "validation",
+    "backups",  # as long as training waits for them
+    "export",
+    "start",  # of the first attempt, until it trains
+    "restarts",  # from a failure until the next attempt trains; steps that are made again
+    "other",  # callbacks, the user's code around the training, the end of the processes
+)
+STEPS, DATA, START, RESTARTS, OTHER = map(
+    PARTS.index, ("steps", "data", "start", "restarts", "other")
+)
+
+_LAYOUT = struct.Struct(f"={len(PARTS)}ddddd")
+
+_SHOWN_S = 0.05  # a part that took less is not shown
+_WAITS_LONGER = 0.01  # of the run: by so much a worker must have waited longer to be named
+
+
+class Division(NamedTuple):
+    """The division at one moment; all of its values are floats.
+
+    Args:
+        seconds: of each of `PARTS`.
+        at: the moment, in seconds of time.time(); 0.0: unknown.
+        part: the index of the part that goes on.
+        steps: number of steps that have been made, in the attempt that has come farthest.
+        measured: whether waits for data were; 0.0: they are in "steps".
+    """
+
+    seconds: tuple[float, ...] = (0.0,) * len(PARTS)
+    at: float = 0.0
+    part: float = START
+    steps: float = 0.0
+    measured: float = 0.0
+
+    def packed(self) -> bytes:
+        """Bytes of a known size."""
+        return _LAYOUT.pack(*self.seconds, *self[1:])
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Division:
+        """The inverse of `packed`. Raises struct.error if there are too few bytes."""
+        values = _LAYOUT.unpack(data)
+        return cls(values[: len(PARTS)], *values[len(PARTS) :])
+
+    def until(self, at: float, part: int | None = None) -> Division:
+        """The division at a later moment: until then the part, by default the same, goes on."""
+        part = int(self.part) if part is None else part
+        seconds = list(self.seconds)
+        seconds[part] += max(0.0, at - self.at) if self.at else 0.0
+        return self._replace(seconds=tuple(seconds), at=at)
+
+    def by_part(self) -> dict[str, float]:
+        """Seconds of each part; without "data" if that was not measured."""
+        found = dict(zip(PARTS, self.seconds, strict=True))
+        if not self.measured:
+            del found["data"]
+        return found
+
+    def goodput(self) -> float:
+        """The share of "steps"; 0.0 before any time has passed."""
+        return self.seconds[STEPS] / (sum(self.seconds) or 1.0)
+
+
+SIZE = _LAYOUT.size
+
+
+def line(by_task: Mapping[str, Division]) -> str | None:
+    """One line about a run; None if it has made no step.
+
+    Args:
+        by_task: the divisions of the tasks that train, of which the first one is shown.
+    """
+    first = next(iter(by_task.values()), Division())
+    total = sum(first.seconds)
+    if not first.steps or not total:
+        return None
+    names = {} if first.measured else {"steps": "steps with their data"}
+    shown = [
+        f"{names.get(part, part)} {seconds:.1f} s"
+        for part, seconds in first.by_part().items()
+        if seconds >= _SHOWN_S
+    ]
+    text = f"goodput {100 * first.goodput():.0f} % of {total:.1f} s: {', '.join(shown)}"
+    slowest = max(by_task, key=lambda task: by_task[task].seconds[DATA])
+    waited = by_task[slowest].seconds[DATA]
+    if waited < first.seconds[DATA] + _WAITS_LONGER * total:
+        return text
+    return f"{text}; {slowest} waited {waited:.1f} s for data"
+
+
+class Account:
+    """The division of this process, as it goes on.
+
+    Args:
+        clock: seconds of time.time().
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.RLock()  # a long call of another thread may report
+        self._is_kept = False  # whether a launcher gave it its first division
+        self._begin(Division(at=clock()))
+
+    def _begin(self, division: Division) -> None:
+        self._seconds = list(division.seconds)
+        self._mark = division.at
+        self._base = int(division.part)  # outside of phases
+        self._phase: int | None = None
+        self._thread = 0  # of the phase
+        self._until = division.steps  # steps up to this one are made again
+        self._before, self._step = 0.0, 0.0  # steps of earlier trainings, and of all so far
+        self._counted = self._seconds[STEPS]
+        self._measured = division.measured
+
+    def resume(self, division: Division) -> None:
+        """Begins with the division that this task's launcher knows."""
+        self._is_kept = True
+        self._begin(division)
+
+    def division(self) -> Division:
+        """The division now."""
+        with self._lock:
+            now = self._clock()
+            self._seconds[self._part] += max(0.0, now - self._mark)
+            self._mark = now
+            steps = max(self._until, self._step)
+            return Division(tuple(self._seconds), now, self._part, steps, self._measured)
+
+    @property
+    def _part(self) -> int:
+        """The part that goes on."""
+        return self._base if self._phase is None else self._phase
+
+    @contextlib.contextmanager
+    def phase(self, part: str) -> Iterator[None]:
+        """The time in it is that of a part. Phases of other threads run beside, and count not."""
+        own, outer = threading.get_ident(), (self._phase, self._thread)
+        if self._thread not in (0, own):
+            yield
+            return
+        self.division()
+        self._phase, self._thread = PARTS.index(part), own
+        try:
+            yield
+        finally:
+            self.division()
+            self._phase, self._thread = outer
+
+    def trains_from(self, step: int) -> None:
+        """A training begins at a step, which is 0 unless it resumes."""
+        if not self._is_kept:  # nobody asks how long a notebook was open before
+            self._begin(Division(at=self._clock()))
+        self.division()
+        self._base = OTHER
+        self._before = self._step
+        self._step = self._before + step
+        self._counted = self._seconds[STEPS]
+
+    def step_done(self, step: int) -> None:
+        """The training has made this many steps."""
+        self.division()
+        if self._phase is None:  # a loop of the user's own
+            self._base = STEPS
+        last, self._step = self._step, self._before + step
+        again = min(self._until, self._step) - last
+        if again > 0:
+            seconds = self._seconds[STEPS] - self._counted
+            self._move(STEPS, RESTARTS, seconds * again / (self._step - last))
+        self._counted = self._seconds[STEPS]
+
+    def spent(self) -> float:
+        """Seconds so far of the part that goes on."""
+        return self.division().seconds[self._part]
+
+    def moved(self, part: str, seconds: float) -> float:
+        """Counts time of the part that goes on for another one; returns `seconds`."""
+        self._measured = 1.0 if part == "data" else self._measured
+        return self._move(self._part, PARTS.index(part), seconds)
+
+    def _move(self, source: int, target: int, seconds: float) -> float:
+        with self._lock:
+            self._seconds[source] -= seconds
+            self._seconds[target] += seconds
+        return seconds
+
+
+account = Account()
+"""Of this process."""
+
+phase, trains_from, division = account.phase, account.trains_from, account.division
+spent, moved = account.spent, account.moved
