@@ -96,7 +96,8 @@ def fit(
             again from the newest backup, up to the engine's `max_restarts`.
         backup_dir: directory in which the state of the run is saved, and from which an interrupted
             run resumes: the short form of `tfmw.callbacks.BackupAndRestore(backup_dir)`.
-        backup_every: a number of steps, "epoch", "3 epochs", or a time such as "10 s".
+        backup_every: a number of steps, "epoch", "3 epochs", a time such as "10 s", or
+            "continuous": the next backup begins when the last is written.
         export_dir: after training the chief exports a SavedModel there.
         seed: makes runs with the same number of workers equal bit for bit. It sets the seeds of
             Python, NumPy, Keras and TensorFlow (`keras.utils.set_random_seed`) and turns

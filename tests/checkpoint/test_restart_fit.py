@@ -108,15 +108,19 @@ def test_uninterrupted_run_has_each_example_once_per_epoch(undisturbed):
 
 def test_rows_01_and_02_a_worker_then_the_chief_killed_in_a_step(undisturbed, tmp_path):
     def disturb(worker: int, step: int, attempt: int, pid: int) -> None:
-        if (attempt, worker) == (0, 1) and step == 7:
+        written = [int(path.name[5:]) for path in (tmp_path / "backup").glob("step_" + "?" * 12)]
+        if (attempt, worker) == (0, 1) and step >= 7 and any(n % STEPS for n in written):
             kill(pid)
-        if (attempt, worker) == (1, 0) and step == 15:
+        if (attempt, worker) == (1, 0) and step >= 15:
             kill(pid)
 
     options = ["--max-restarts", "2", "--log-dir", str(tmp_path / "logs")]
-    done = train(tmp_path, disturb, *options, arguments=["--collectives=ring"])
+    arguments = ["--collectives=ring", "--backup_every=continuous"]
+    done = train(tmp_path, disturb, *options, arguments=arguments)
     assert_same(done, undisturbed)
     assert done.restarts == 2
+    restored = re.findall(r"restored step (\d+) from", done.output)
+    assert int(restored[0]) % STEPS
     assert_only_in_logs("failed call to cuInit", done, tmp_path / "logs")
     assert not re.search(OF_THE_GONE, done.output)
     assert [worker["attempt"] for worker in done.workers] == [2, 2]

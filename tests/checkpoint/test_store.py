@@ -636,6 +636,7 @@ def test_a_backup_of_another_batch_size_or_class_is_refused():
         ("1.5 h", None, None, 5400.0),
         ("1 hour", None, None, 3600.0),
         (datetime.timedelta(minutes=2), None, None, 120.0),
+        ("continuous", None, None, 0.0),
     ],
 )
 def test_schedule(every, steps, epochs, seconds):
@@ -654,6 +655,7 @@ def test_schedule(every, steps, epochs, seconds):
         "",
         "s",
         "fortnight",
+        "continuously",
         "5 parsecs",
         "0 s",
         "steps",

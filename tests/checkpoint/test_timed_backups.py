@@ -44,24 +44,34 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     return found
 
 
+TIMES = (datetime.timedelta(microseconds=1), "continuous")
+
+
+@pytest.mark.parametrize("every", TIMES, ids=str)
 def test_where_the_time_is_always_up_each_call_of_steps_is_followed_by_a_backup(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: list[tuple[int, str]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: list[tuple[int, str]], every: Any
 ) -> None:
     monkeypatch.setattr(BackgroundWriter, "busy", False)
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    x: Any = np.ones((12, 3), np.float32)
-    tfmw.fit(
-        *(model, x, x[:, :1]),
-        batch_size=4,
-        epochs=2,
-        verbose=0,
-        validation_data=(x, x[:, :1]),
-        validation_batch_size=4,
-        callbacks=[EveryBatch()],
-        backup_dir=tmp_path,
-        backup_every=datetime.timedelta(microseconds=1),
-    )
+    x: Any = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
+
+    def trained(**backups: Any) -> Any:
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        tfmw.fit(
+            *(model, x, x[:, :1]),
+            batch_size=4,
+            epochs=2,
+            verbose=0,
+            validation_data=(x, x[:, :1]),
+            validation_batch_size=4,
+            callbacks=[EveryBatch()],
+            **backups,
+        )
+        return model.get_weights()
+
+    with_backups = trained(backup_dir=tmp_path, backup_every=every)
+    np.testing.assert_equal(with_backups, trained())
     # Once in a validation, as it begins anew in a resumed run; at the end the run is done.
     epochs = [[(n, "epoch"), (n + 1, "epoch"), (n + 2, "validation"), (n + 2, "")] for n in (1, 4)]
     assert saved == [*epochs[0], *epochs[1]]
@@ -79,3 +89,20 @@ def test_time_is_counted_from_the_begin_of_the_last_backup(
         monkeypatch.setattr(BackgroundWriter, "busy", True)
         due.append(backups.signals()[1])
     assert due == [0.0, 1.0, 1.0, 0.0], "not while the last backup is being written"
+
+
+def test_continuous_backups_begin_when_the_last_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    backups = DirectoryBackups(Group(0, 1), tmp_path, "continuous", clock=lambda: now[0])
+    with backups:
+        due = [backups.signals()[1]]
+        monkeypatch.setattr(BackgroundWriter, "busy", True)
+        due.append(backups.signals()[1])
+        monkeypatch.setattr(BackgroundWriter, "busy", False)
+        due.append(backups.signals()[1])
+        backups._not_written(OSError("no space left"))
+        for now[0] in (9.9, 10.0):  # a full disk is not tried, and logged, all the time
+            due.append(backups.signals()[1])
+    assert due == [1.0, 0.0, 1.0, 0.0, 1.0]

@@ -151,6 +151,7 @@ def main() -> None:
     flags = argparse.ArgumentParser()
     flags.add_argument("--backup_dir")
     flags.add_argument("--export_dir")
+    flags.add_argument("--backup_every", default="4 steps")
     flags.add_argument("--die", default="")
     flags.add_argument("--hold", type=float, default=0.0)
     flags.add_argument("--hold_file")
@@ -196,7 +197,7 @@ def main() -> None:
         callbacks=[say_step, Mortal([*death, *holds])],
         backup_dir=options.backup_dir,
         export_dir=options.export_dir,
-        backup_every=4,
+        backup_every=options.backup_every,
         seed=11,
         **options.sync,
     )

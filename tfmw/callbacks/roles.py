@@ -106,7 +106,8 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     Args:
         backup_dir: a directory of this run alone; local, or a URL that `tf.io.gfile` opens.
-        save_freq: "epoch", a number of steps, or a time such as "10 s" (see `tfmw.fit`).
+        save_freq: "epoch", a number of steps, "continuous", or a time such as "10 s" (see
+            `tfmw.fit`).
         double_checkpoint: accepted for Keras's sake; two backups are always kept.
         delete_checkpoint: whether backups are removed when the process ends without an error.
         save_nan: whether weights that are not finite may be saved. Otherwise a loss that is not

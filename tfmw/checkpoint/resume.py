@@ -46,6 +46,8 @@ from tfmw.runtime.signals import LEAVE
 
 logger = logging.getLogger("tfmw")
 
+_RETRY_S = 10.0  # least seconds to the next backup by time after one that could not be written
+
 
 @functools.cache
 def _run() -> str:
@@ -236,11 +238,10 @@ class DirectoryBackups(Backups):
 
     def _time_is_up(self) -> bool:
         seconds = self.schedule.seconds
-        return (
-            seconds is not None
-            and not self._writer.busy
-            and (self._clock() - self._last >= seconds)
-        )
+        if seconds is None or self._writer.busy:
+            return False
+        seconds = seconds if self._lost is None else max(seconds, _RETRY_S)
+        return self._clock() - self._last >= seconds
 
     def limit(self, step: int, max_steps: int) -> int:
         """See `Backups.limit`."""

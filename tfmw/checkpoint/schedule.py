@@ -20,11 +20,12 @@ class Schedule:
     """A backup frequency.
 
     Args:
-        every: a number of steps (int), "epoch", "3 epochs", or a time: "10 s", "5 min", "1 h", or
-            a `datetime.timedelta`.
+        every: a number of steps (int), "epoch", "3 epochs", a time: "10 s", "5 min", "1 h", or a
+            `datetime.timedelta`; or "continuous": as soon as the last backup is written.
 
     Attributes:
-        steps, epochs, seconds: one of them is the frequency; the other two are None.
+        steps, epochs, seconds: one of them is the frequency; the other two are None. No backup
+            begins before the last is written, so 0.0 seconds are "continuous".
 
     Raises:
         UsageError: anything else.
@@ -34,6 +35,9 @@ class Schedule:
         self.steps: int | None = None
         self.epochs: int | None = None
         self.seconds: float | None = None
+        if every == "continuous":
+            self.seconds = 0.0
+            return
         match = None
         if isinstance(every, str):
             match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)?\s*([a-z]*?)s?\s*", every)
@@ -51,6 +55,6 @@ class Schedule:
             self.seconds = float(number) * _UNITS.get(unit, 1.0)
         if not any(v is not None and v > 0 for v in (self.steps, self.epochs, self.seconds)):
             raise UsageError(
-                f'unknown backup frequency {every!r}: expected a number of steps, "epoch", or a '
-                'time such as "10 s" or "5 min".'
+                f"unknown backup frequency {every!r}: expected a number of steps, "
+                '"epoch", "continuous", or a time such as "10 s" or "5 min".'
             )
