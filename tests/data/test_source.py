@@ -110,3 +110,10 @@ def test_a_py_dataset_is_read_from_an_index_on(split: bool) -> None:
 def _some(dataset: tf.data.Dataset) -> Any:
     """The elements before those of which nothing counts."""
     return dataset.take_while(lambda *element: tf.reduce_any(element[1] > 0)).as_numpy_iterator()
+
+
+def test_a_batch_size_beside_a_dataset_has_no_effect() -> None:
+    dataset = tf.data.Dataset.from_tensor_slices(X).batch(2)
+    with pytest.warns(UserWarning, match="batch_size=3 has no effect beside a dataset"):
+        source = data.Source(dataset, batch_size=3)
+    assert source.batch_size is None

@@ -94,6 +94,11 @@ def with_noisy_labels(x: Any) -> Any:
     return tf.reduce_mean((both @ KERNEL.value() - labels) ** 2)
 
 
+def counts(x: Any, **columns: int) -> Any:
+    """Of each example; as many columns as its largest value and the limits say."""
+    return tf.cast(tf.math.bincount(tf.cast(x, tf.int32), axis=-1, **columns), tf.float32)
+
+
 def chosen(x: Any) -> Any:
     """Of each example the probability of one class, as of the actions in a policy gradient."""
     places = tf.range(tf.shape(x)[0])
@@ -163,6 +168,8 @@ MEANS: list[Any] = [
     lambda x: ops.mean(keras.random.normal(ops.shape(x)) * x),
     lambda x: ops.mean(ops.where(x > 0, x, 0.0)),
     lambda x: ops.mean(ops.cumsum(x, axis=1)),
+    lambda x: ops.mean(counts(x, minlength=4, maxlength=4)),
+    lambda x: ops.mean(tf.math.unsorted_segment_mean(tf.transpose(x), [0, 0, 1, 1, 2], 3)),
     lambda x: ops.mean(normalized(x)),
     lambda x: tf.reduce_mean(tf.nn.dropout(x, 0.5)),
     accumulated,
@@ -202,6 +209,7 @@ COMPARED: list[Any] = [
     lambda x: ops.mean(cross_entropy(x @ ops.transpose(x), x)),
     lambda x: ops.mean(ops.softmax(x, axis=0)),
     lambda x: ops.max(x),
+    lambda x: ops.mean(counts(x, minlength=3, maxlength=4)),
     lambda x: ops.mean(ops.cumsum(x, axis=0)),
     lambda x: ops.mean(ops.flip(x, axis=0) * x),
     lambda x: ops.mean(ops.roll(x, 1, axis=0) * x),

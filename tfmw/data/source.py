@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -49,12 +50,19 @@ class Source:
                 ".batch(64), with the names of your columns."
             )
         if datasets.is_dataset(self.x) or self.is_function() or is_grain(self.x):
-            for name in ("y", "sample_weight", "batch_size"):
+            for name in ("y", "sample_weight"):
                 if getattr(self, name) is not None:
                     raise UsageError(
                         f"{name} was passed beside a dataset: expected the dataset's own elements "
                         "to hold it; remove the argument."
                     )
+            if self.batch_size is not None:  # examples of keras.io pass both; Keras says nothing
+                warnings.warn(
+                    f"tfmw: batch_size={self.batch_size} has no effect beside a dataset, whose "
+                    "elements are the global batches.",
+                    stacklevel=2,
+                )
+                object.__setattr__(self, "batch_size", None)
         if is_grain(self.x) and (batches := by_index(self.x)) is not None:
             object.__setattr__(self, "x", batches)
 

@@ -182,6 +182,8 @@ class Dataflow:
             return [FIXED]
         if op.type in _CALLS:
             return self._of_call(op, inputs)
+        if (limit := _only_value(op)) is not None:
+            return [Flow(constant=limit)]
         if op.type not in ("Shape", "ShapeN", "Size", "Rank"):
             for kind in BAD:
                 bad = next((flow for flow in inputs if flow.kind == kind), None)
@@ -316,6 +318,18 @@ def _folded(op: Any, inputs: list[Flow]) -> Any:
     if op.type in _FOLDED:
         return _FOLDED[op.type](*(flow.constant for flow in inputs))
     return static_value(op.outputs[0]) if len(op.outputs) == 1 else None
+
+
+def _only_value(op: Any) -> Any:
+    """c of `minimum(c, maximum(c, x))`, as for the number of columns of a `bincount`; else None."""
+    if op.type != "Minimum":
+        return None
+    upper = static_value(op.inputs[0])
+    inner = op.inputs[1].op
+    if upper is None or inner.type != "Maximum":
+        return None
+    lower = static_value(inner.inputs[0])
+    return upper if lower is not None and np.array_equal(lower, upper) else None
 
 
 def _constant(op: Any, inputs: list[Flow], i: int) -> Any:
@@ -1316,9 +1330,12 @@ def _segments(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     data, ids = inputs[0], inputs[1]
     if any(flow.kind == "reduced" or flow.affine for flow in inputs):
         return _bad("nonlinear", op, inputs)
+    numbered = inputs[2] if len(inputs) > 2 else FIXED
+    joined = op.inputs[1].shape.rank  # the first axes of the data become one
+    if joined and ids.kind == numbered.kind == "fixed" and all(a >= joined for a, _ in data.axes):
+        return data.along((a + 1 - joined, label) for a, label in data.axes)
     if data.label(0) is None and ids.label(0) is None:
         return _by_rows(flows, op, inputs)
-    numbered = inputs[2] if len(inputs) > 2 else FIXED
     if not op.type.endswith("Sum") or "Sparse" in op.type:
         return _bad("compared", op, inputs)
     if numbered.kind == "size" or op.type == "SegmentSum":
