@@ -3,6 +3,8 @@
 Keras shuffles the batches with Python's generator when a pass begins. Hooks of the dataset often
 shuffle too, with Python's or NumPy's. Every worker reads the same batches, so all of them begin a
 pass with the chief's generators, and leave their own as Keras leaves the chief's.
+
+A dataset with `workers=2` or more is divided: see `divided_work.py`.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfmw.data.divided_work import DividedBatches, divided
 from tfmw.data.random_state import (
     as_python_state,
     python_state,
     random_state,
     restore_random_state,
 )
-from tfmw.data.values import EpochHooks
+from tfmw.data.values import EpochHooks, Order, Sharding
 from tfmw.keras_compat import datasets
 
 
@@ -39,21 +42,51 @@ class OrderedPyDataset(keras.utils.PyDataset):
         )
         self._dataset = dataset
         self._order: list[int] | None = None
+        self._divided: DividedBatches | None = None
+        self._start = 0
         self.shuffled = bool(shuffle) and dataset.num_batches is not None
         self.drawn_from: Any = None
 
     @property
     def num_batches(self) -> int | None:
         number: int | None = self._dataset.num_batches
-        return number
+        return number if number is None else number - self._start
 
     def __getitem__(self, index: int) -> Any:
+        index += self._start
+        return self._compute(index) if self._divided is None else self._divided[index]
+
+    def start_at(self, index: int) -> None:
+        """Sets the first batch of a pass; `num_batches` are left from there on."""
+        self._start = index
+
+    def _compute(self, index: int) -> Any:
         return self._dataset[index if self._order is None else self._order[index]]
+
+    def divide(self, sharding: Sharding, order: Order) -> None:
+        """Divides the work between workers, if Keras's threads compute batches in any order."""
+        threads = self._dataset.workers
+        if self._divided is not None or order.from_all is None:
+            return
+        if threads < 2 or self._dataset.use_multiprocessing or sharding.workers == 1:
+            return
+        self._divided = divided(sharding.rank, self._compute, order.from_all, order.agree)
+        self._share = lambda: restore_random_state(order.agree(random_state()))
+        # As many threads as there were compute at a time: the others wait for other workers.
+        self.workers = threads * sharding.workers
+        self.max_queue_size = max(self._dataset.max_queue_size, self.workers)
+
+    def begin_epoch(self) -> None:
+        """Call it before batches of another epoch are read."""
+        if self._divided is not None:
+            self._divided.begin_epoch()
 
     def on_epoch_begin(self) -> None:
         self._dataset.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
+        if self._divided is not None:  # a batch may have drawn
+            self._share()
         self._dataset.on_epoch_end()
 
     def draw(self) -> None:
@@ -102,14 +135,17 @@ class PyDatasetHooks(EpochHooks):
     def begin(self, new_pass: bool, continued: bool) -> None:
         if continued:  # the interrupted run has called the hook, and drawn
             before = random_state()
+            self._dataset.begin_epoch()
             self._adapter.on_epoch_begin()
             restore_random_state(before)
             return
         if new_pass:
+            self._dataset.start_at(0)
             self._share()
         threads = datasets.has_own_readers(self._adapter)
         if threads:  # which begin to read in the hook, in another order in each epoch
             self._dataset.draw()
+        self._dataset.begin_epoch()
         self._adapter.on_epoch_begin()
         if new_pass and not threads:
             self._dataset.draw()

@@ -113,7 +113,7 @@ class Source:
             dataset, known, read_ahead = self._read_by_keras(sharding, order)
         if (batches := known.pop("rest", None)) is not None:
             known["rest"] = lambda start: (
-                shard_dataset(batches(start), sharding, order, 0, True, self.split).dataset
+                shard_dataset(batches(start), sharding, order, 0, read_ahead, self.split).dataset
             )
         shard = shard_dataset(dataset, sharding, order, skip, read_ahead, self.split)
         if shard.steps == 0:
@@ -145,6 +145,7 @@ class Source:
         x = self.x
         if isinstance(x, keras.utils.PyDataset):
             x = self._ordered
+            x.divide(sharding, order)
             options["shuffle"] = self.shuffle and not x.shuffled
         adapter = datasets.data_adapter(x, self.y, self.sample_weight, **options)
         slices = datasets.batches_of_slices(adapter)
@@ -169,10 +170,16 @@ class Source:
         if isinstance(x, OrderedPyDataset):
             agree = order.agree if sharding.workers > 1 else None
             known["hooks"] = PyDatasetHooks(x, adapter, agree)
-            if not datasets.has_own_readers(adapter):
-                known["rest"] = functools.partial(datasets.batches_from, adapter)
-            if x.num_batches is not None:
-                dataset = dataset.apply(tf.data.experimental.assert_cardinality(x.num_batches))
+            dataset = _with_cardinality(dataset, x)
+
+            def rest(start: int) -> tf.data.Dataset:
+                x.start_at(start)
+                return _with_cardinality(adapter.get_tf_dataset(), x)
+
+            own_readers = datasets.has_own_readers(adapter)
+            known["rest"] = (
+                rest if own_readers else functools.partial(datasets.batches_from, adapter)
+            )
         elif adapter.num_batches is not None:
             # The pipeline of arrays has no known length.
             known["steps"] = int(adapter.num_batches)
@@ -194,6 +201,12 @@ class Source:
         """Whether each epoch needs a shard of its own, for a new order."""
         is_array = not (datasets.is_dataset(self.x) or self.is_function() or self.is_read_once)
         return bool(self.shuffle) and is_array and datasets.global_seed() is None
+
+
+def _with_cardinality(dataset: tf.data.Dataset, x: keras.utils.PyDataset) -> tf.data.Dataset:
+    if x.num_batches is None:
+        return dataset
+    return dataset.apply(tf.data.experimental.assert_cardinality(x.num_batches))
 
 
 def _with_class_weight(shard: Shard, class_weight: Any) -> Shard:

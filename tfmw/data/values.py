@@ -62,10 +62,12 @@ class Order:
     Attributes:
         seed: for shuffles without a seed.
         agree: a broadcast: this worker's JSON value -> the chief's.
+        from_all: a gather: this worker's JSON value -> those of all; None if not all workers read.
     """
 
     seed: int = 0
     agree: Callable[[Any], Any] = lambda local: local
+    from_all: Callable[[Any], list[Any]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

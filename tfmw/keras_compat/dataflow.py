@@ -321,7 +321,7 @@ def _folded(op: Any, inputs: list[Flow]) -> Any:
 
 
 def _only_value(op: Any) -> Any:
-    """c of `minimum(c, maximum(c, x))`, as for the number of columns of a `bincount`; else None."""
+    """The value of `minimum(c, maximum(c, x))`, as in a `bincount` of c columns; None of others."""
     if op.type != "Minimum":
         return None
     upper = static_value(op.inputs[0])

@@ -124,7 +124,8 @@ class EpochIterator:
         self.steps_per_epoch = data.steps_of(self.shard, steps, argument)
 
     def _order(self, seed: int) -> data.Order:
-        return data.Order(seed, lambda local: self._group.from_chief(lambda: local))
+        group = self._group
+        return data.Order(seed, lambda local: group.from_chief(lambda: local), group.from_all)
 
     # ------------------------------------------------------------ steps
 

@@ -1,0 +1,175 @@
+"""Batches of a `PyDataset` that one worker computes for all."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.cluster import run_cluster
+from tfmw.data.divided_work import BatchExchange, DividedBatches
+
+KEY = b"of this training"
+
+
+@pytest.fixture
+def exchanges() -> Iterator[list[BatchExchange]]:
+    """Of three workers of this process."""
+    found = [BatchExchange("127.0.0.1", KEY) for _ in range(3)]
+    for exchange in found:
+        exchange.peers = [("127.0.0.1", each.port) for each in found]
+    yield found
+    for exchange in found:
+        exchange.close()
+
+
+class Source:
+    """Counts what each worker computes."""
+
+    def __init__(self, exchanges: list[BatchExchange], batch: Any = None):
+        self.computed: Counter[tuple[int, int]] = Counter()
+        self._batch = batch or (lambda index: (np.full([2, 3], index), {"y": np.float32(index)}))
+        self.workers = [
+            DividedBatches(exchange, 1, rank, functools.partial(self._compute, rank))
+            for rank, exchange in enumerate(exchanges)
+        ]
+        for worker in self.workers:
+            worker[0]
+        self.computed.clear()
+
+    def _compute(self, rank: int, index: int) -> Any:
+        self.computed[rank, index] += 1
+        return self._batch(index)
+
+    def _read(self, rank: int, number: int) -> list[Any]:
+        return [self.workers[rank][index] for index in range(number)]
+
+    def read(self, ranks: range = range(3), number: int = 7) -> list[list[Any]]:
+        """The batches of each worker, which read at the same time."""
+        with ThreadPoolExecutor(3) as pool:
+            read = [pool.submit(self._read, rank, number) for rank in ranks]
+            return [each.result() for each in read]
+
+
+def test_each_batch_is_computed_once(exchanges) -> None:
+    source = Source(exchanges)
+    for _ in range(2):
+        for worker in source.workers:
+            worker.begin_epoch()
+        for batches in source.read():
+            for index, (x, y) in enumerate(batches):
+                np.testing.assert_array_equal(x, np.full([2, 3], index))
+                assert y["y"] == index
+                assert y["y"].dtype == np.float32
+    assert source.computed == {(index % 3, index): 2 for index in range(7)}
+
+
+def test_a_worker_that_begins_later_is_awaited(exchanges) -> None:
+    source = Source(exchanges)
+    source.workers[1].begin_epoch()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: source.workers[1][0])
+        assert not source.computed
+        source.workers[0].begin_epoch()
+        assert waiting.result()[1]["y"] == 0
+    assert source.computed == {(0, 0): 1}
+
+
+@pytest.mark.parametrize("gone", ["ended", "another epoch", "another key"])
+def test_a_batch_that_cannot_be_fetched_is_computed(exchanges, gone: str) -> None:
+    source = Source(exchanges)
+    for worker in source.workers[1:]:
+        worker.begin_epoch()
+    if gone == "ended":
+        exchanges[0].close()
+    elif gone == "another epoch":
+        source.workers[0].begin_epoch()
+        source.workers[0].begin_epoch()
+    else:
+        source.workers[0].begin_epoch()
+        exchanges[0]._key = b"of another training"
+    (batches,) = source.read(range(1, 2))
+    assert [y["y"] for _, y in batches] == list(range(7))
+    expected = {(1, 0): 1, (1, 1): 1, (2, 2): 1, (1, 3): 1, (1, 4): 1, (2, 5): 1, (1, 6): 1}
+    assert source.computed == expected
+
+
+@pytest.mark.parametrize(
+    "batch", [lambda index: (np.array(["text"]),), lambda index: ([1.0, 2.0], object())]
+)
+def test_other_values_than_arrays_are_not_sent(exchanges, batch) -> None:
+    source = Source(exchanges, batch)
+    for worker in source.workers:
+        worker.begin_epoch()
+    source.read()
+    assert source.computed == {(rank, index): 1 for rank in range(3) for index in range(7)}
+
+
+def test_batches_that_draw_are_computed_by_all(exchanges) -> None:
+    source = Source(exchanges, lambda index: (np.random.random([2]),))
+    for worker in source.workers:
+        worker.begin_epoch()
+    source.read()
+    assert source.computed == {(rank, index): 1 for rank in range(3) for index in range(7)}
+
+
+def test_an_error_reaches_every_worker(exchanges) -> None:
+    fails = threading.Event()
+
+    def batch(index: int) -> Any:
+        if fails.is_set():
+            raise OSError("no such file: 0.png")
+        return (np.zeros(1),)
+
+    source = Source(exchanges, batch)
+    fails.set()
+    for worker in source.workers:
+        worker.begin_epoch()
+        with pytest.raises(OSError, match=r"0\.png"):
+            worker[0]
+
+
+def test_strangers_get_nothing_and_hold_nobody_up(exchanges) -> None:
+    source = Source(exchanges)
+    for worker in source.workers:
+        worker.begin_epoch()
+    address = ("127.0.0.1", exchanges[0].port)
+    with contextlib.ExitStack() as opened:
+        strangers = [
+            opened.enter_context(socket.create_connection(address, timeout=30)) for _ in range(20)
+        ]
+        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert source.workers[1][0][1]["y"] == 0
+        assert source.computed == {(0, 0): 1}
+        for stranger in strangers:
+            with contextlib.suppress(ConnectionResetError):
+                while received := stranger.recv(1000):  # the end comes by itself
+                    assert b"CHALLENGE" in received
+
+
+@pytest.mark.multiprocess
+def test_the_work_is_divided_and_the_results_are_those_of_keras() -> None:
+    (alone,) = run_cluster("divided_dataset.py", workers=1)
+    workers = run_cluster("divided_dataset.py", workers=2)
+    for worker in workers:
+        for name, expected in alone.items():
+            for what in ("losses", "weights", "evaluated", "predicted"):
+                np.testing.assert_allclose(worker[name][what], expected[what], rtol=2e-5)
+    epochs, batches, looked_at = 3, 12, 2
+    for name, expected in alone.items():
+        computed = [len(worker[name]["computed"]) for worker in workers]
+        if name == "whole epochs":
+            assert len(expected["computed"]) == looked_at + epochs * batches
+            assert computed == [looked_at + epochs * batches // 2] * 2
+        elif name == "draws":
+            assert computed == [len(expected["computed"])] * 2
+        else:  # threads read ahead, further than the steps go
+            assert sum(computed) < len(expected["computed"]) + 4 * looked_at + epochs

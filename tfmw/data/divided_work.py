@@ -1,0 +1,309 @@
+"""The work of a `PyDataset`, divided: each batch is computed by one worker, and sent to the others.
+
+    exchange = BatchExchange(host, key)                       # one for each process
+    exchange.peers = [(host, port), ...]                      # of all workers, in order of rank
+    batches = DividedBatches(exchange, number, rank, compute)
+    batches.begin_epoch()
+    batches[6]                                                # worker 6 mod N computes it
+
+This is for datasets whose batches Keras's threads compute at the same time, in any order
+(`workers=2` or more): a batch depends on its index alone, whoever computes it. So a worker that
+cannot have a batch from its owner computes it: the owner is lost, or has gone on to another epoch,
+or the batch holds more than arrays. Where the first batches draw random numbers from Python's or
+NumPy's generators, every worker computes all batches, and draws as one process does.
+
+The connections are authenticated by `multiprocessing.connection`, in both directions. Only arrays
+are sent, by NumPy's format without pickles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import queue
+import secrets
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing import ProcessError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfmw.cluster import addresses, membership
+from tfmw.data.random_state import random_state
+from tfmw.runtime import sockets
+from tfmw.runtime.connections import keep_alive
+
+Key = tuple[int, int]  # (number of the epoch, index of the batch)
+
+_REQUEST = struct.Struct("!QQQ")  # numbers of the dataset, of the epoch, of the batch
+_HELLO_S = 2  # within which a connection proves the key
+_MAX_STRANGERS = 64  # connections without a proof at a time
+
+
+class BatchExchange:
+    """Sends batches to other workers, and fetches theirs.
+
+    Args:
+        host: this worker's name or IP address, as other workers know it.
+        key: the secret of the training.
+
+    Attributes:
+        port: at which it listens.
+        peers: (host, port) of every worker, in order of rank.
+    """
+
+    def __init__(self, host: str, key: bytes):
+        self._key = key
+        self._listener = sockets.listen(host)
+        self.port: int = self._listener.getsockname()[1]
+        self.peers: list[tuple[str, int]] = []
+        self._idle: dict[int, queue.SimpleQueue[Connection]] = {}
+        self._datasets: weakref.WeakValueDictionary[int, DividedBatches] = (
+            weakref.WeakValueDictionary()
+        )
+        self._newest = 0
+        self._changed = threading.Condition()
+        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
+        threading.Thread(target=self._accept, name="tfmw-batches", daemon=True).start()
+
+    def add(self, dataset: DividedBatches) -> None:
+        """Serves the batches of a dataset, as long as it exists."""
+        with self._changed:
+            self._newest = dataset.number
+            self._datasets[dataset.number] = dataset
+            self._changed.notify_all()
+
+    def fetch(self, owner: int, number: int, key: Key) -> list[np.ndarray] | None:
+        """The arrays of a batch from the worker that computes it; None if they cannot be had."""
+        idle = self._idle.setdefault(owner, queue.SimpleQueue())
+        try:
+            connection = idle.get_nowait()
+        except queue.Empty:
+            try:
+                connection = self._connect(*self.peers[owner])
+            except (OSError, EOFError, ValueError, AssertionError, ProcessError):
+                return None
+        try:
+            connection.send_bytes(_REQUEST.pack(number, *key))
+            arrays = _arrays(connection.recv_bytes())
+        except (OSError, EOFError, ValueError):
+            connection.close()
+            return None
+        idle.put(connection)
+        return arrays
+
+    def close(self) -> None:
+        """Ends all connections."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._listener.close()
+        for idle in self._idle.values():
+            while not idle.empty():
+                idle.get().close()
+
+    def _connect(self, host: str, port: int) -> Connection:
+        with contextlib.ExitStack() as undo:
+            peer = socket.create_connection((host, port), _HELLO_S)
+            connection = undo.enter_context(_authenticated(peer))
+            answer_challenge(connection, self._key)
+            deliver_challenge(connection, self._key)
+            _limit_silence(connection, 0)
+            undo.pop_all()
+            return connection
+
+    # ---- in threads -------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                if self._listener.fileno() < 0:
+                    return
+                self._strangers.acquire(timeout=0.1)  # such as EMFILE: some of them end
+                self._strangers.release()
+                continue
+            if self._strangers.acquire(blocking=False):
+                threading.Thread(target=self._serve, args=[peer], daemon=True).start()
+            else:
+                peer.close()
+
+    def _serve(self, peer: socket.socket) -> None:
+        # Any error ends the connection: the other worker computes the batch, and meets it, too.
+        with contextlib.suppress(Exception), contextlib.ExitStack() as opened:
+            try:
+                connection = opened.enter_context(_authenticated(peer))
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+                _limit_silence(connection, 0)
+            finally:
+                self._strangers.release()
+            while True:
+                number, epoch, index = _REQUEST.unpack(connection.recv_bytes(_REQUEST.size))
+                connection.send_bytes(_message(self._batch(number, (epoch, index))))
+
+    def _batch(self, number: int, key: Key) -> list[np.ndarray] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: number <= self._newest)
+        dataset = self._datasets.get(number)
+        return None if dataset is None else dataset.for_peer(key)
+
+
+class DividedBatches:
+    """The batches of one dataset, each computed by one worker.
+
+    Args:
+        exchange: of this process.
+        number: of the dataset, from 1; the same on all workers, and greater than those before.
+        rank: of this worker.
+        compute: index -> the batch.
+    """
+
+    def __init__(
+        self,
+        exchange: BatchExchange,
+        number: int,
+        rank: int,
+        compute: Callable[[int], Any],
+    ):
+        self.number = number
+        self._exchange, self._rank, self._compute = exchange, rank, compute
+        self._like: Any = None  # a batch, with the structure of all
+        self._draws = False
+        self._epoch = 0
+        self._batches: dict[Key, Future[Any]] = {}
+        self._taken: dict[Key, int] = {}  # by how many workers
+        self._changed = threading.Condition()
+        exchange.add(self)
+
+    def begin_epoch(self) -> None:
+        """Begins an epoch: batches of earlier ones are not served any more."""
+        with self._changed:
+            self._epoch += 1
+            self._batches.clear()
+            self._taken.clear()
+            self._changed.notify_all()
+
+    def __getitem__(self, index: int) -> Any:
+        if not self._epoch:  # Keras looks at the first batches
+            before = random_state()
+            self._like = self._compute(index)
+            self._draws |= random_state() != before
+            return self._like
+        key = (self._epoch, index)
+        owner = index % len(self._exchange.peers)
+        if owner == self._rank and not self._draws:
+            return self._own(key)
+        arrays = None if self._draws else self._exchange.fetch(owner, self.number, key)
+        if arrays is None:
+            return self._compute(index)
+        return keras.tree.pack_sequence_as(self._like, arrays)
+
+    def for_peer(self, key: Key) -> list[np.ndarray] | None:
+        """The arrays of a batch for another worker; None of another epoch, and of other values."""
+        with self._changed:
+            self._changed.wait_for(lambda: key[0] <= self._epoch)
+            if key[0] != self._epoch or self._draws:
+                return None
+        batch = self._own(key)
+        try:
+            keras.tree.assert_same_structure(batch, self._like)
+        except (TypeError, ValueError):
+            return None
+        leaves = [_array(leaf) for leaf in keras.tree.flatten(batch)]
+        return None if any(leaf is None for leaf in leaves) else leaves  # type: ignore[return-value]
+
+    def _own(self, key: Key) -> Any:
+        """A batch that this worker computes, once; kept until all workers have it."""
+        with self._changed:
+            future = self._batches.get(key)
+            is_first = future is None
+            if future is None:
+                future = self._batches[key] = Future()
+            self._taken[key] = self._taken.get(key, 0) + 1
+            if self._taken[key] == len(self._exchange.peers):
+                del self._batches[key], self._taken[key]
+        if is_first:
+            try:
+                future.set_result(self._compute(key[1]))
+            except BaseException as error:
+                future.set_exception(error)
+        return future.result()
+
+
+def _authenticated(peer: socket.socket) -> Connection:
+    """A connection whose reads fail after `_HELLO_S`, until it is authenticated."""
+    peer.setblocking(True)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(peer)
+    connection = Connection(peer.detach())
+    _limit_silence(connection, _HELLO_S)
+    return connection
+
+
+def _limit_silence(connection: Connection, seconds: int) -> None:
+    """Sets after how many seconds a read fails; 0: it waits."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as peer:
+        limit = struct.pack("@ll", seconds, 0)  # struct timeval, see socket(7)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def _array(leaf: Any) -> np.ndarray | None:
+    """A leaf as an array; None if that could change it."""
+    array = leaf.numpy() if hasattr(leaf, "numpy") else leaf
+    plain = isinstance(array, np.ndarray | np.generic) and array.dtype.kind in "biufc"
+    return np.asarray(array) if plain and array.dtype.isbuiltin == 1 else None
+
+
+def _message(arrays: list[np.ndarray] | None) -> bytes:
+    """b"" for no arrays."""
+    if arrays is None:
+        return b""
+    file = io.BytesIO()
+    file.write(struct.pack("!Q", len(arrays)))
+    for array in arrays:
+        np.save(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+def _arrays(message: bytes) -> list[np.ndarray] | None:
+    if not message:
+        return None
+    file = io.BytesIO(message)
+    (number,) = struct.unpack("!Q", file.read(8))
+    return [np.load(file, allow_pickle=False) for _ in range(number)]
+
+
+# ---------------------------------------------------------------- of this process
+
+_exchange: BatchExchange | None = None
+_numbers = 0
+
+
+def divided(
+    rank: int,
+    compute: Callable[[int], Any],
+    from_all: Callable[[Any], list[Any]],
+    agree: Callable[[Any], Any],
+) -> DividedBatches:
+    """The batches that `compute` returns, divided between all workers, each of which calls this."""
+    global _exchange, _numbers
+    if _exchange is None:
+        joined = membership.joined()
+        assert joined is not None  # several workers have a cluster
+        tasks = joined.cluster.tasks("chief", "worker").values()
+        hosts = [addresses.split(address)[0] for address in tasks]
+        drawn = agree(secrets.token_hex(32))
+        key = (os.environ.get("TFMW_TOKEN") or drawn).encode()
+        _exchange = BatchExchange(hosts[rank], key)
+        _exchange.peers = list(zip(hosts, from_all(_exchange.port), strict=True))
+    _numbers += 1
+    return DividedBatches(_exchange, _numbers, rank, compute)
