@@ -4,9 +4,9 @@ Read `sharding.py` first: the three ways to shard. `values.py` has their argumen
 `order.py` makes the order equal on all workers, `seek.py` begins a pipeline in its middle,
 `source.py` reads the data that users pass to `fit`, `comparison.py` refuses data that differs
 between workers, `batches.py` has small helpers, `tfds_files.py` opens TFDS data sets by files.
-`rows.py` reads sources with an index; `grain_datasets.py`, `parquet.py` and `record_files.py` are
-such sources. `at_most_once`, `from_index`, `from_parquet`, `from_records`, `shard` and `tfds` are
-public.
+`zips.py` moves maps above zips. `rows.py` reads sources with an index; `grain_datasets.py`,
+`parquet.py` and `record_files.py` are such sources. `at_most_once`, `from_index`, `from_parquet`,
+`from_records`, `shard` and `tfds` are public.
 
 May import: `tfmw.keras_compat`, `tfmw.datasets`, `tfmw.errors`.
 """

@@ -23,6 +23,24 @@ def input_of(node: tf.data.Dataset) -> tf.data.Dataset:
     return below
 
 
+def is_pure(node: tf.data.Dataset) -> bool:
+    """Whether a node's result for an element does not depend on the elements before it.
+
+    With a seeded random op it does: in one process its sequence continues from element to element.
+    Random ops without a seed differ in every run anyway. Python functions cannot be inspected, and
+    are treated as pure.
+    """
+    if not isinstance(node, datasets.Map):
+        return True
+    for operation in datasets.map_graph_nodes(node):
+        if operation.op.startswith("Assign"):
+            return False
+        if "seed" in operation.attr and "Random" in operation.op:
+            if operation.attr["seed"].i or operation.attr["seed2"].i:
+                return False
+    return True
+
+
 def steps_in(dataset: tf.data.Dataset) -> int | None:
     """The number of elements; INFINITE; None if unknown."""
     cardinality = int(dataset.cardinality())

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfmw.data.batches import input_of
 from tfmw.data.rows import Rows, rows_under
+from tfmw.data.zips import joined
 from tfmw.keras_compat import datasets
 
 _MOVES = (
@@ -58,6 +59,8 @@ class Indexed:
             else:
                 chain.append(node)
             node = input_of(node)
+        if isinstance(node, datasets.Zip):
+            node = joined(node) or node
         tensors, rows = datasets.sliced_tensors(node), rows_under(node)
         if rows is not None:
             if is_cached:

@@ -81,8 +81,9 @@ def _map_dataset(x: Any) -> Any:
 def _stacks(batch_fn: Any) -> bool:
     """Whether a function makes a batch as `Dataset.batch` does."""
     name = getattr(batch_fn, "__name__", type(batch_fn).__name__)
-    own = "grain." in (getattr(batch_fn, "__module__", None) or "")
-    return own and name in ("make_batch", "_MakeBatchParallel")
+    module = getattr(batch_fn, "__module__", None) or ""
+    own = module.startswith(("grain.", "keras."))
+    return own and name in ("make_batch", "make_string_batch", "_MakeBatchParallel")
 
 
 def _rows_of_loader(loader: Any) -> tuple[Any, tuple[int, bool]] | None:

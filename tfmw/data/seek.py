@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw.data.batches import deterministic, input_of, steps_in, without_autograph
+from tfmw.data.batches import deterministic, input_of, is_pure, steps_in, without_autograph
 from tfmw.data.reshuffles import Reshuffles
 from tfmw.data.values import INFINITE
+from tfmw.data.zips import element_at, has_index, joined
 from tfmw.keras_compat import datasets, shuffle_order
 from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
 
@@ -265,6 +266,8 @@ class _IndexedInput:
         moves: list[tf.data.Dataset] = []
         maps: list[tf.data.Dataset] = []
         while True:
+            if isinstance(node, datasets.Zip) and (same := joined(node)) is not None:
+                node = same
             if isinstance(node, datasets.Map) and is_pure(node):
                 maps.append(node)
             elif isinstance(node, (*datasets.Repeat, *datasets.Skip)):
@@ -274,8 +277,7 @@ class _IndexedInput:
             elif not (isinstance(node, (*_SAME, *datasets.Take)) or datasets.is_memory_cache(node)):
                 break
             node = input_of(node)
-        known = isinstance(node, datasets.Range) or datasets.sliced_tensors(node) is not None
-        return cls(node, moves, maps[::-1]) if known else None
+        return cls(node, moves, maps[::-1]) if has_index(node) else None
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Positions in the chain's output -> those in the source."""
@@ -288,41 +290,10 @@ class _IndexedInput:
 
     def elements(self, indices: tf.data.Dataset) -> tf.data.Dataset:
         """The chain's elements at these indices of the source."""
-        tensors = datasets.sliced_tensors(self.node)
-        if tensors is not None:
-            spec = self.node.element_spec
-
-            def example(i: tf.Tensor) -> Any:
-                return tf.nest.pack_sequence_as(spec, [tf.gather(t, i) for t in tensors])
-
-        else:
-            start, _, step, kind = datasets.range_arguments(self.node)
-
-            def example(i: tf.Tensor) -> Any:
-                return tf.cast(start + i * step, kind)
-
-        elements = indices.map(without_autograph(example))
+        elements = indices.map(without_autograph(lambda index: element_at(self.node, index)))
         for function in self.maps:
             elements = datasets.rebuilt(function, elements)
         return elements
-
-
-def is_pure(node: tf.data.Dataset) -> bool:
-    """Whether a node's result for an element does not depend on the elements before it.
-
-    With a seeded random op it does: in one process its sequence continues from element to element.
-    Random ops without a seed differ in every run anyway. Python functions cannot be inspected, and
-    are treated as pure.
-    """
-    if not isinstance(node, datasets.Map):
-        return True
-    for operation in datasets.map_graph_nodes(node):
-        if operation.op.startswith("Assign"):
-            return False
-        if "seed" in operation.attr and "Random" in operation.op:
-            if operation.attr["seed"].i or operation.attr["seed2"].i:
-                return False
-    return True
 
 
 def _shuffles_below(dataset: tf.data.Dataset) -> list[tf.data.Dataset] | None:

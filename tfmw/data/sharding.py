@@ -48,6 +48,7 @@ from tfmw.data.batches import (
     first_rows,
     global_batch_size,
     input_of,
+    is_pure,
     map_tensors,
     rows_from,
     rows_of,
@@ -61,8 +62,9 @@ from tfmw.data.by_index import Indexed
 from tfmw.data.order import ordered, reshuffles_of
 from tfmw.data.reshuffles import Repetition, Reshuffles
 from tfmw.data.rows import rows_under
-from tfmw.data.seek import is_pure, seek
+from tfmw.data.seek import seek
 from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes
+from tfmw.data.zips import joined
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets
 
@@ -446,6 +448,8 @@ def _peel(
     while True:
         if rows_under(node) is not None:
             break
+        if isinstance(node, datasets.Zip) and (same := joined(node)) is not None:
+            node = same
         if isinstance(node, datasets.Map) and is_pure(node):
             maps.append(node)
             lowest_map = (input_of(node), len(selections), len(maps))

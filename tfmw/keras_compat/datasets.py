@@ -24,6 +24,7 @@ from tensorflow.python.data.ops import (
     concatenate_op,
     dataset_ops,
     from_tensor_slices_op,
+    from_tensors_op,
     map_op,
     padded_batch_op,
     prefetch_op,
@@ -150,6 +151,17 @@ def sliced_tensors(node: tf.data.Dataset) -> list[tf.Tensor] | None:
     return list(tensors) if dense and eager else None
 
 
+def repeated_tensors(node: tf.data.Dataset) -> list[tf.Tensor] | None:
+    """The dense tensors of `from_tensors(...).repeat()`; None for any other dataset."""
+    if not isinstance(node, Repeat) or count_of(node) >= 0:
+        return None
+    (source,) = node._inputs()
+    if type(source) is not from_tensors_op._TensorDataset:
+        return None
+    tensors: list[tf.Tensor] = source._tensors
+    return list(tensors) if all(hasattr(tensor, "numpy") for tensor in tensors) else None
+
+
 def is_memory_cache(node: tf.data.Dataset) -> bool:
     """Whether `node` caches elements in memory, and not in a file."""
     return type(node) is cache_op.CacheDataset and tf.get_static_value(node._filename) == b""
@@ -186,6 +198,17 @@ def range_arguments(node: tf.data.Dataset) -> tuple[int, int, int, tf.DType]:
 def zipped(node: tf.data.Dataset, parts: Sequence[tf.data.Dataset]) -> tf.data.Dataset:
     """The zip of other datasets, in the structure of `node`."""
     return tf.data.Dataset.zip(tf.nest.pack_sequence_as(node._datasets, parts))
+
+
+def as_zipped(node: tf.data.Dataset, elements: Sequence[Any]) -> Any:
+    """The element of a zip, of those of its inputs."""
+    return tf.nest.pack_sequence_as(node._datasets, elements)
+
+
+def mapped(node: tf.data.Dataset, element: Any) -> Any:
+    """The result of a map node for an element of dense tensors, within another function."""
+    results = node._map_func.function(*tf.nest.flatten(element))
+    return tf.nest.pack_sequence_as(node.element_spec, tf.nest.flatten(results))
 
 
 def map_function(node: tf.data.Dataset) -> Callable[..., Any]:
@@ -524,6 +547,7 @@ def set_seed_state(state: Mapping[str, Any]) -> None:
 PRIVATE_NAMES: list[tuple[Any, str]] = [
     (cache_op, "CacheDataset"),
     (from_tensor_slices_op, "_TensorSliceDataset"),
+    (from_tensors_op, "_TensorDataset"),
     (py_dataset_adapter.PyDatasetAdapter, "_standardize_batch"),
     (concatenate_op, "_ConcatenateDataset"),
     (padded_batch_op, "_PaddedBatchDataset"),
