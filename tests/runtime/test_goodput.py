@@ -115,6 +115,11 @@ def test_a_loop_of_the_users_own_makes_steps_between_its_reports() -> None:
         account.step_done(step)
     assert parts(account.division()) == {"start": 2.0, "steps": 4.0}
 
+    account.trains_from(0)
+    account.step_done(0)  # a callback that only shows that it is alive
+    clock += 1.0
+    assert parts(account.division()) == {"start": 2.0, "steps": 4.0, "other": 1.0}
+
 
 def test_without_a_launcher_each_training_is_for_itself() -> None:
     clock = Clock()

@@ -236,7 +236,7 @@ class _Agent:
                     tasks.do(message)
             if time.monotonic() - told >= _TELL_S:
                 told = time.monotonic()
-                self.links.to_leader(StepReached(tasks.step))
+                self.links.to_leader(StepReached(tasks.step, tasks.division))
                 if self.links.backlog < _BACKLOG:  # the backup before has been sent
                     self._send_backup()
         self._send_backup()

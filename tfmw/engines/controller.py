@@ -31,6 +31,7 @@ from tfmw.launcher.result import Result
 from tfmw.remote.links import Links
 from tfmw.remote.messages import AgentHello, Message
 from tfmw.runtime import sockets
+from tfmw.runtime.goodput import Division
 from tfmw.runtime.signals import Signals
 
 CANCEL = "cancel"
@@ -65,6 +66,7 @@ class Controller:
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._connections = itertools.count()
         self._policy = RestartPolicy(spec.options, spec.workers[1])
+        self._policy.division = Division(at=time.time()).values()
         self._written: dict[str, Any] = {}
         self._growing = False
 
@@ -103,7 +105,10 @@ class Controller:
                 return "cancelled", "it was cancelled before its tasks had a place"
             self._say(state="starting" if number == 0 else "restarting", attempt=number)
             display = Display(self._output, LIVE if self._spec.live else None)
-            attempt = JobAttempt(self._spec, self._tasks, links, display, number, count)
+            attempt = JobAttempt(
+                *(self._spec, self._tasks, links, display, number, count),
+                division=self._policy.division,
+            )
             try:
                 attempt.start(port)
                 self._watch(attempt, display)
@@ -111,6 +116,8 @@ class Controller:
                 attempt.end()
             if self._cancelled():
                 return "cancelled", "it was cancelled"
+            self._policy.division = attempt.ending.division
+            self._say(**{jobs.POLICY: self._policy.saved()})
             outcome = attempt.ending.outcome(time.monotonic())
             found = dataclasses.replace(outcome, signals=tuple(self._stop.received))
             if self._growing and found.preempted and self._tasks.requeues:
@@ -210,6 +217,7 @@ class Controller:
             directory=None,
             attempts=attempt.ending.number + 1,
             restarts=self._policy.restarts,
+            goodput=attempt.ending.goodput(),
         )
         # The log is what they are printed to.
         lines = [x for x in result.summary() if not x.startswith("tfmw: log of ")]
@@ -219,7 +227,7 @@ class Controller:
         own_files.write(self._folder / jobs.RESULT, pickle.dumps((result, attempt.results())))
         if status == PREEMPTED and self._tasks.requeues:
             return "queued", ""
-        return _ENDED[status], lines[-1] if lines else ""
+        return _ENDED[status], lines[-1] if status else ""
 
     def _cancelled(self) -> bool:
         return (self._folder / CANCEL).exists()

@@ -71,6 +71,7 @@ class JobAttempt:
         number: of the attempt.
         count: of the tasks.
         clock: monotonic seconds.
+        division: of the run's time until now; (): nothing is known.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class JobAttempt:
         number: int,
         count: int,
         clock: Callable[[], float] = time.monotonic,
+        division: tuple[float, ...] = (),
     ) -> None:
         self.count = count
         self.phase = "gathering"
@@ -97,7 +99,7 @@ class JobAttempt:
         self._backup = ""  # the newest that the job keeps
         self._start_by = clock() + (spec.options.start_timeout_s or math.inf)
         self.ending = RemoteAttempt(
-            number, range(count), spec.options, self.label, clock(), SETTLE_S
+            number, range(count), spec.options, self.label, clock(), SETTLE_S, division
         )
         """How its tasks end."""
 
@@ -142,9 +144,9 @@ class JobAttempt:
                 self._display.feed(LIVE if live else self.label(rank), body, final)
             case Line(text=text):
                 self._display.line(text)
-            case StepReached(step=step):
+            case StepReached(step=step, division=division):
                 member.step = step
-                self.ending.step = max(self.ending.step, step)
+                self.ending.reached(rank, step, division)
             case BackupFiles(name=name, body=body):
                 self._tasks.keep(body)
                 self._backup = name
@@ -219,7 +221,8 @@ class JobAttempt:
             )
             self._send(rank, setup)
             ranks = tuple(range(self.count))
-            self._send(rank, Start("", self.ending.number, ranks, cluster, (("worker", rank),)))
+            start = Start("", self.ending.number, ranks, cluster, (("worker", rank),))
+            self._send(rank, dataclasses.replace(start, division=self.ending.before))
 
     # ---- watch -----------------------------------------------------------------------------------
 
@@ -278,4 +281,5 @@ class JobAttempt:
             "step": self.ending.step,
             "steps": [member.step for member in members],
             **({"backup": self._backup} if self._backup else {}),
+            **({"goodput": line} if (line := self.ending.goodput()) else {}),
         }

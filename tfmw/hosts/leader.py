@@ -77,12 +77,12 @@ class HostState:
 
     Attributes:
         ports: for its tasks, once it is ready.
-        last: the last attempt that it took part in, and its largest step.
+        last: the last attempt that it took part in, its largest step, the run's time until then.
         leaving: whether it is preempted.
     """
 
     ports: tuple[int, ...] | None = None
-    last: tuple[int, int] = (-1, -1)
+    last: tuple[int, int, tuple[float, ...]] = (-1, -1, ())
     leaving: bool = False
 
 
@@ -185,7 +185,7 @@ class Leader:
                 )
                 self._send(host, Refused(problem))
                 return
-        self._members[host] = HostState(last=(join.attempt, join.step))
+        self._members[host] = HostState(last=(join.attempt, join.step, join.division))
         self._left.discard(host)
 
     def lost(self, host: int, why: str, now: float) -> None:
@@ -258,16 +258,19 @@ class Leader:
             return
         outcome = attempt.outcome(now)
         failures = outcome.failures
+        self._policy.division = attempt.division
+        line = attempt.goodput()
+        about = (f"tfmw: {line}",) if line else ()
         self._attempt, self._again, self._ending_since = None, {}, None
         self._gathering_since = now
         if not failures and not outcome.preempted:
-            self._finish(0, ())
+            self._finish(0, about)
             return
         decision = self._policy.decide(outcome)
         self._notify(decision.message)
         if not decision.restart:
             status = 2 if failures and failures[0].usage else 1 if failures else PREEMPTED
-            self._finish(status, lines_about(failures))
+            self._finish(status, [*about, *lines_about(failures)])
             return
         self._not_before = now + decision.delay_s
         self._publish(running=False, policy=self._policy.saved())
@@ -355,10 +358,13 @@ class Leader:
         """Counts the attempt in which the leader before was lost; whether there is another one."""
         self._inherited = False
         attempt = self.record.attempt
-        members = self._members.values()
-        step = max((m.last[1] for m in members if m.last[0] == attempt), default=-1)
-        judged = RemoteAttempt(attempt, (), self._settings.options, self._host, now)
-        judged.step = step
+        judged = RemoteAttempt(
+            attempt, (), self._settings.options, self._host, now, division=self._policy.division
+        )
+        for host, member in self._members.items():
+            if member.last[0] == attempt:
+                judged.reached(host, *member.last[1:])
+        self._policy.division = judged.division
         judged.lost(self._former, "it led, and its supervisor or connection was lost", now)
         outcome = judged.outcome(now)
         decision = self._policy.decide(outcome)
@@ -383,7 +389,9 @@ class Leader:
         ports = {host: self._members[host].ports or () for host in hosts}
         self._plan = placed(self._settings, self._own, ports)
         number, options = self.record.attempt, self._settings.options
-        attempt = self._attempt = RemoteAttempt(number, (), options, self._host, now)
+        division = self._policy.division
+        attempt = RemoteAttempt(number, (), options, self._host, now, division=division)
+        self._attempt = attempt
         for host in hosts:
             self._send_start(host, attempt)
         missing = set(range(len(self._settings.hosts))) - set(hosts)
@@ -400,6 +408,7 @@ class Leader:
             cluster=self._plan.cluster,
             tasks=self._plan.tasks[host],
             again=self._again.get(host, 0),
+            division=attempt.before,
         )
         self._send(host, start)
 

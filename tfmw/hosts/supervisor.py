@@ -84,7 +84,8 @@ class Supervisor:
         self._run = ""
         self._ports: tuple[int, ...] | None = None
         self._attempt: int | None = None  # whose tasks run here
-        self._last = (-1, -1)  # the last attempt that ran here, and its largest step
+        # The last attempt that ran here, its largest step, and the run's time until then.
+        self._last: tuple[int, int, tuple[float, ...]] = (-1, -1, ())
         self._started = (-1, 0)  # the attempt whose tasks started here last, and how often before
         self._alone_since = now
         self._leave_by: float | None = None  # when a preempted host exits at the latest
@@ -211,7 +212,7 @@ class Supervisor:
                 self._ports = ports
             case Ended(attempt=attempt, report=report):
                 self._attempt = None
-                self._last = attempt, report.step
+                self._last = attempt, report.step, report.division
                 self._alone_since = now
         self._tell(message, now)
         if isinstance(message, Ended):

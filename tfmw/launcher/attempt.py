@@ -45,7 +45,7 @@ from tfmw.launcher.watchdog import (
     TaskStatus,
     Watchdog,
 )
-from tfmw.runtime.goodput import RESTARTS, START, Division
+from tfmw.runtime.goodput import Division
 from tfmw.runtime.progress import AT_THE_END
 from tfmw.runtime.signals import Signals
 from tfmw.runtime.sockets import reserved_ports
@@ -141,7 +141,7 @@ class Attempt:
             these, on ports of loopback.
         settle_s: seconds to wait for the cause where the first failure only reports a lost peer.
         env: environment variables that these tasks have instead of those of the run.
-        before: how tasks of the last attempt have divided the run's time, the chief first.
+        before: how tasks have divided the run's time until now, the chief first.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Attempt:
         known = before or {}
         first = next(iter(known.values()), Division(at=self._status.since))
         for task in self.tasks:
-            task.division = known.get(task.name, first)._replace(part=RESTARTS if known else START)
+            task.division = known.get(task.name, first)
         kinds = {kind for kind, _ in layout} if cluster is None else set(cluster)
         self._has_ps = "ps" in kinds
         self._own: dict[str, dict[str, str]] = {}  # task -> variables that differ between tasks

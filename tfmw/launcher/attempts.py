@@ -203,7 +203,7 @@ def _run_attempts(
             attempt.end(0.0 if restarting and attempt.failures() else None)
         finally:
             attempt.end()
-        before = attempt.divisions()
+        before = {task: d.before_a_restart() for task, d in attempt.divisions().items()}
         failed = attempt.failures()
         failures += (*attempt.restarted_failures(), *(failed if not failures else failed[:1]))
         decision = policy.decide(

@@ -116,6 +116,8 @@ class RestartPolicy:
         self._attempt = 0
         self.restarts = 0
         """Restarts so far that count."""
+        self.division: tuple[float, ...] = ()
+        """The run's time so far, as `goodput.Division.values`, if whoever leads it keeps that."""
         self._step = -1  # the largest step of all attempts
         self._stalled = 0  # attempts in a row without progress
         self._own_errors = 0  # of them, those that an error of the program ended
@@ -147,6 +149,7 @@ class RestartPolicy:
             "stalled": self._stalled,
             "own_errors": self._own_errors,
             "errors": sorted(map(list, self._errors)),
+            "division": list(self.division),  # as JSON has it
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -155,6 +158,7 @@ class RestartPolicy:
         self._step = int(saved["step"])
         self._stalled = int(saved["stalled"])
         self._own_errors = int(saved["own_errors"])
+        self.division = tuple(saved["division"])
         self._errors = {(str(error), int(step)) for error, step in saved["errors"]}
 
     def allows_restart_alone(self, failure: Failure) -> bool:

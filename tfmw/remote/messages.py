@@ -35,12 +35,14 @@ class EndReport:
         step: the largest training step that a task has reported; negative: none.
         preempted: whether tasks saved their state and exited.
         failures: of tasks that failed on their own, the root cause first.
+        division: of the run's time, as `goodput.Division.values`; (): unknown.
     """
 
     done: bool = False
     step: int = -1
     preempted: bool = False
     failures: tuple[Failure, ...] = ()
+    division: tuple[float, ...] = ()
 
 
 # ---- of supervisors and of agents --------------------------------------------------------------
@@ -57,6 +59,7 @@ class Start:
         cluster: addresses of all tasks by kind, as in TF_CONFIG.
         tasks: (kind, index) of the receiving machine's tasks.
         again: how often these tasks have been started before in this attempt.
+        division: of the run's time until now; (): nothing is known.
     """
 
     run: str
@@ -65,6 +68,7 @@ class Start:
     cluster: dict[str, tuple[str, ...]]
     tasks: tuple[tuple[str, int], ...]
     again: int = 0
+    division: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +121,13 @@ class Join:
         facts: settings that must be the same on every host, by name.
         attempt: the last attempt that it took part in; -1: none.
         step: the largest step in that attempt.
+        division: of the run's time until its end.
     """
 
     facts: dict[str, str]
     attempt: int
     step: int
+    division: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,9 +259,10 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class StepReached:
-    """The largest training step of a task."""
+    """The largest training step of a task, and its division of the run's time."""
 
     step: int
+    division: tuple[float, ...] = ()
 
 
 FromMember = Join | Ready | Ended | RestartRequest | Leaving

@@ -29,6 +29,8 @@ from tfmw.launcher.options import RunOptions
 from tfmw.launcher.preemption import GRACE_S
 from tfmw.launcher.restart import AttemptOutcome
 from tfmw.remote.messages import EndReport
+from tfmw.runtime import goodput
+from tfmw.runtime.goodput import Division
 
 
 class RemoteAttempt:
@@ -41,12 +43,14 @@ class RemoteAttempt:
         name: returns a machine's name in failures.
         now: monotonic seconds.
         settle_s: seconds to wait for the cause if failures only report a lost task.
+        division: of the run's time until now; (): nothing is known.
 
     Attributes:
         running: machines whose tasks may run.
         reports: of machines whose tasks have ended.
         step: the largest training step that is known; negative: none.
         end_at: when the leader must end the tasks that still run.
+        divisions: of the run's time, by machine, as far as they are known.
     """
 
     def __init__(
@@ -57,12 +61,15 @@ class RemoteAttempt:
         name: Callable[[int], str],
         now: float,
         settle_s: float = 0.0,
+        division: tuple[float, ...] = (),
     ) -> None:
         self.number = number
         self.running = set(machines)
         self.reports: dict[int, EndReport] = {}
         self.step = -1
         self.end_at = math.inf
+        self.divisions: dict[int, tuple[float, ...]] = {}
+        self.before = division
         self._failures: list[Failure] = []
         self._succeeded = False
         self._name = name
@@ -70,11 +77,32 @@ class RemoteAttempt:
         self._settle_s = settle_s
         self._grace_s = GRACE_S if options.preempt_grace_s is None else options.preempt_grace_s
 
+    def reached(self, machine: int, step: int, division: tuple[float, ...]) -> None:
+        """A machine's tasks have made a step."""
+        self.step = max(self.step, step)
+        if division:
+            self.divisions[machine] = division
+
+    def _known(self) -> dict[str, Division]:
+        """The divisions by name, the one with the most steps first."""
+        found = {self._name(m): Division.of(self.divisions[m]) for m in sorted(self.divisions)}
+        return dict(sorted(found.items(), key=lambda each: -each[1].steps))
+
+    @property
+    def division(self) -> tuple[float, ...]:
+        """The division of the run's time so far, for the next attempt."""
+        known = self._known().values()
+        return next((d.before_a_restart().values() for d in known), self.before)
+
+    def goodput(self) -> str | None:
+        """A line about the run's time so far."""
+        return goodput.line(self._known())
+
     def ended(self, machine: int, report: EndReport, now: float) -> None:
         """No task of a machine runs any more."""
         self.running.discard(machine)
         self.reports[machine] = report
-        self.step = max(self.step, report.step)
+        self.reached(machine, report.step, report.division)
         for failure in report.failures:
             self.fail(failure, now)
         if report.preempted:

@@ -29,6 +29,7 @@ from tfmw.remote.messages import (
     RestartRequest,
     Start,
 )
+from tfmw.runtime.goodput import OTHER, Division
 from tfmw.runtime.sockets import reserved_ports
 from tfmw.trackers import RUN_ID
 
@@ -68,6 +69,11 @@ class TasksOfOneMachine:
         """The largest training step that a running task has reported; negative: none."""
         return -1 if self._attempt is None else self._attempt.step()
 
+    @property
+    def division(self) -> tuple[float, ...]:
+        """How a running task divides the run's time; () if none trains here."""
+        return () if self._attempt is None else _division(self._attempt)
+
     def prepare(self, count: int) -> None:
         """Begins to get ready for tasks that need `count` ports."""
         self._wanted = count
@@ -103,6 +109,7 @@ class TasksOfOneMachine:
             cluster=start.cluster,
             settle_s=self._settle_s,
             env=self._env,
+            before={"": Division.of(start.division)} if start.division else None,
         )
         self._preempts = False
         self._ports.close()  # they were held until now
@@ -196,4 +203,13 @@ def report_of(attempt: Attempt) -> EndReport:
             )
             for failure in attempt.failures()
         ),
+        division=_division(attempt),
     )
+
+
+def _division(attempt: Attempt) -> tuple[float, ...]:
+    """How the first task that trains divides the run's time; () if none does here."""
+    first = next(iter(attempt.divisions().values()), None)
+    if first is None:
+        return ()
+    return (first.until(time.time(), OTHER) if attempt.done() else first).values()

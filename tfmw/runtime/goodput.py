@@ -16,7 +16,7 @@ import contextlib
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 PARTS = (
@@ -57,15 +57,27 @@ class Division(NamedTuple):
     steps: float = 0.0
     measured: float = 0.0
 
+    def before_a_restart(self) -> Division:
+        """The division with which the next attempt begins."""
+        return self._replace(part=RESTARTS)
+
+    def values(self) -> tuple[float, ...]:
+        """All values in one tuple, for messages."""
+        return (*self.seconds, *self[1:])
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Division:
+        """The inverse of `values`."""
+        return cls(tuple(values[: len(PARTS)]), *values[len(PARTS) :])
+
     def packed(self) -> bytes:
         """Bytes of a known size."""
-        return _LAYOUT.pack(*self.seconds, *self[1:])
+        return _LAYOUT.pack(*self.values())
 
     @classmethod
     def unpacked(cls, data: bytes) -> Division:
         """The inverse of `packed`. Raises struct.error if there are too few bytes."""
-        values = _LAYOUT.unpack(data)
-        return cls(values[: len(PARTS)], *values[len(PARTS) :])
+        return cls.of(_LAYOUT.unpack(data))
 
     def until(self, at: float, part: int | None = None) -> Division:
         """The division at a later moment: until then the part, by default the same, goes on."""
@@ -184,9 +196,9 @@ class Account:
     def step_done(self, step: int) -> None:
         """The training has made this many steps."""
         self.division()
-        if self._phase is None:  # a loop of the user's own
-            self._base = STEPS
         last, self._step = self._step, self._before + step
+        if self._phase is None and self._step > last:  # a loop of the user's own
+            self._base = STEPS
         again = min(self._until, self._step) - last
         if again > 0:
             seconds = self._seconds[STEPS] - self._counted

@@ -108,8 +108,7 @@ def job_lines(details: dict[str, Any]) -> list[str]:
     width = max(map(len, tasks), default=0)
     for task, step in zip(tasks, details.get("steps", [-1] * len(tasks)), strict=True):
         out.append(f"{task:{width}}" + (f" | step {step:7,}" if step >= 0 else ""))
-    if details.get("problem"):
-        out.append(details["problem"])
+    out += [details[name] for name in ("problem", "goodput") if details.get(name)]
     return out
 
 
