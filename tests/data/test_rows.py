@@ -213,6 +213,7 @@ def test_rows_are_those_of_slices(name: str) -> None:
 def _hugging_face(path: Any = None) -> Any:
     numbers = range(N)
     columns = {"x": [[i, -i] for i in numbers], "y": [*numbers], "t": [f"é{i}" for i in numbers]}
+    columns["b"] = [bytes([i, 0]) for i in numbers]
     dataset = hugging_face.Dataset.from_dict(columns)
     if path is None:
         return dataset
@@ -228,13 +229,17 @@ def test_rows_of_hugging_face(tmp_path: Any) -> None:
         for k in range(2):
             whole = np.concatenate([batch[k] for batch in found])
             np.testing.assert_array_equal(whole, [pair[k] for pair in expected[2 * B :]])
-    assert next(iter(dataset.batch(3)))["t"][0].numpy().decode() == f"é{expected[0][1]}"
+    first = next(iter(dataset.batch(3)))
+    assert first["t"][0].numpy().decode() == f"é{expected[0][1]}"
+    assert first["b"][0].numpy() == bytes([expected[0][1], 0])
 
 
 def test_rows_of_parquet_files(tmp_path: Any) -> None:
     x = [[i, -i] for i in range(N)]
     for name, rows in (("a", slice(20)), ("b", slice(20, N))):
-        table = pyarrow.table({"x": x[rows], "y": [*range(N)][rows], "text": ["é"] * len(x[rows])})
+        texts, binary = (["é"] * len(x[rows]), [b"\1\0"] * len(x[rows]))
+        columns = {"x": x[rows], "y": [*range(N)][rows], "text": texts, "binary": binary}
+        table = pyarrow.table(columns)
         pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet", row_group_size=7)
     rows = data.from_parquet(tmp_path / "*.parquet", columns=["x", "y"])
     for workers in (1, 2):
@@ -243,13 +248,15 @@ def test_rows_of_parquet_files(tmp_path: Any) -> None:
         )
         arrays = tf.data.Dataset.from_tensor_slices((x, range(N))).shuffle(9, seed=2).batch(B)
         _assert_equal(found, _union(lambda: arrays, 1, 2))  # noqa: B023
-    text = next(iter(data.from_parquet([tmp_path / "b.parquet"]).batch(2)))["text"]
-    assert text[1].numpy().decode() == "é"
+    two = next(iter(data.from_parquet([tmp_path / "b.parquet"]).batch(2)))
+    assert two["text"][1].numpy().decode() == "é"
+    assert two["binary"][1].numpy() == b"\1\0"
     with pytest.raises(UsageError, match="no parquet file"):
         data.from_parquet(tmp_path / "none*")
 
 
-TEXTS = [f"record {i} é".encode() * (i % 4) for i in range(N)]  # some are empty
+# Some are empty, and some end in zeros.
+TEXTS = [f"record {i} é".encode() * (i % 4) + bytes(i % 3) for i in range(N)]
 
 
 def _record_files(folder: Path, kind: str) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw.data.rows import from_index
+from tfmw.data.rows import from_index, stacked
 from tfmw.errors import UsageError
 
 _GROUPS = 8  # decoded row groups kept
@@ -76,7 +76,7 @@ class _ParquetRows:
             group = int(np.searchsorted(self._ends, index, side="right"))
             for name, rows in self._group(group).items():
                 out.setdefault(name, []).append(rows[index - int(self._ends[group])])
-        return {name: np.stack(rows) for name, rows in out.items()}
+        return {name: stacked(rows) for name, rows in out.items()}
 
     def _group(self, number: int) -> dict[str, np.ndarray]:
         if number not in self._decoded:

@@ -108,23 +108,47 @@ def rows_under(dataset: tf.data.Dataset) -> Rows | None:
 
 def _reader(source: Any, first: Any) -> Callable[[Sequence[int]], Any]:
     if isinstance(first, dict) and hasattr(source, "with_format"):  # of Hugging Face
-        if (getattr(source, "format", None) or {}).get("type") is None:
-            source = source.with_format("numpy")
-        return lambda indices: dict(source[list(indices)])
+        return _reader_of_hugging_face(source, first)
     if hasattr(source, "columns_at"):
         return source.columns_at
     many = getattr(source, "__getitems__", None) or (lambda indices: [source[i] for i in indices])
     return lambda indices: _stacked(many(list(indices)))
 
 
+def _reader_of_hugging_face(source: Any, first: dict[str, Any]) -> Callable[[Sequence[int]], Any]:
+    # As arrays of NumPy, bytes would lose zeros at their end.
+    binary = [name for name in first if getattr(source.features[name], "dtype", "") in _BINARY]
+    alone = source.with_format(None).select_columns(binary) if binary else None
+    if (getattr(source, "format", None) or {}).get("type") is None:
+        source = source.with_format("numpy")
+
+    def read(indices: Sequence[int]) -> Any:
+        rows = dict(source[list(indices)])
+        if alone is not None:
+            rows.update((name, stacked(many)) for name, many in alone[list(indices)].items())
+        return rows
+
+    return read
+
+
+_BINARY = ("binary", "large_binary")
+
+
 def _stacked(rows: Sequence[Any]) -> Any:
     """A structure of arrays [number of rows, ...]."""
     rows = [keras.tree.lists_to_tuples(row) for row in rows]
-    return tf.nest.map_structure(lambda *leaves: np.stack([_array(x) for x in leaves]), *rows)
+    return tf.nest.map_structure(lambda *leaves: stacked(leaves), *rows)
+
+
+def stacked(leaves: Sequence[Any]) -> np.ndarray:
+    """Values of one shape -> [number of values, ...]."""
+    return np.stack([_array(leaf) for leaf in leaves])
 
 
 def _array(leaf: Any) -> np.ndarray:
-    array: np.ndarray = np.asarray(leaf)
+    # NumPy's own type for bytes drops zeros at their end.
+    kind = object if isinstance(leaf, bytes | str) else None
+    array: np.ndarray = np.asarray(leaf, kind)
     if array.dtype.kind in "OU":
         flat = [x.encode() if isinstance(x, str) else x for x in array.reshape(-1).tolist()]
         if all(isinstance(x, bytes) for x in flat):
