@@ -262,32 +262,3 @@ def test_row_18_both_sides_of_a_cut_network_end(tmp_path):
     for log in result["logs"]:
         assert "Error" in log
     assert verify(tmp_path / "backups") == []
-
-
-# ---------------------------------------------------------------- sources, on other workers
-
-SOURCES = [
-    "arrays_shuffled", "py_dataset", "tfrecords", "filtered", "grain_by_index", "grain_by_state",
-    "grain_loader", "hugging_face", "parquet",
-]  # fmt: skip
-
-
-@pytest.mark.thorough
-def test_each_source_continues_on_three_workers_after_two(tmp_path):
-    def launch(folder: str, phase: str, workers: int, status: int = 0) -> Any:
-        arguments = [str(tmp_path / folder), phase, *SOURCES]
-        (tmp_path / folder).mkdir(exist_ok=True)
-        return run_cluster(
-            "resume_sources.py", *arguments, workers=workers, timeout_s=200, status=status
-        )
-
-    launch("resumed", "leave", workers=2, status=1)  # a worker is killed in the last one
-    for name in SOURCES:
-        assert 0 < steps_of(tmp_path / "resumed" / name) < 15, name
-    (alone,) = launch("alone", "continue", workers=1)
-    for worker in launch("resumed", "continue", workers=3):
-        for name, expected in alone.items():
-            assert worker[name]["counts"] == expected["counts"], name
-            np.testing.assert_allclose(
-                worker[name]["losses"], expected["losses"], rtol=1e-5, err_msg=name
-            )
