@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,6 +339,68 @@ def test_files_without_complete_records_are_refused(tmp_path: Path) -> None:
         data.from_records(tmp_path / "missing")
     with pytest.raises(UsageError, match='"tfrecord" or "text"'):
         data.from_records(path, kind="csv")
+
+
+def _tar(path: Path, members: dict[str, bytes], mode: Any = "w") -> str:
+    with tarfile.open(path, mode) as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return str(path)
+
+
+def _tars(folder: Path) -> list[str]:
+    """Samples of three members, of which names differ in their folders, and what is no sample."""
+    paths = []
+    for part, rows in enumerate((range(20), range(20, N))):
+        members = {"train/": b"", "README": b"none", ".hidden": b"none"}
+        for i in rows:
+            name = f"{'long' * 40 if i == 3 else 'train'}/é {i:03}"
+            members[f"{name}.IMG.png"] = bytes([i, 0]) * (i + 1)
+            members[f"{name}.cls"] = str(i).encode()
+            members[f"{name}.json"] = b"{}"
+        paths.append(_tar(folder / f"[{part}] é.tar", members))
+    return paths
+
+
+def test_samples_of_tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = _tars(tmp_path)
+    for _ in range(2):
+        samples = data.from_tars(paths, ["cls", ".img.png"], index_dir=tmp_path / "index")
+        monkeypatch.setattr(record_files, "_index", None)  # made once
+    expected = [{"cls": str(i).encode(), "img.png": bytes([i, 0]) * (i + 1)} for i in range(N)]
+    assert list(samples.as_numpy_iterator()) == expected
+    reads: list[str] = []
+    pread = os.pread
+
+    def counted(descriptor: int, size: int, begin: int) -> bytes:
+        reads.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        return pread(descriptor, size, begin)
+
+    monkeypatch.setattr(os, "pread", counted)
+    numbers: list[list[int]] = []
+    for rank in range(2):
+        batches = samples.map(lambda s: (tf.strings.to_number(s["cls"]), s["cls"])).batch(B)
+        dataset = _shard(data.Source(batches), 2, rank, 3)
+        reads.clear()
+        steps = [(parts[0][0], int(counts[0])) for parts, counts, _ in dataset]
+        numbers.append([int(i) for part, count in steps for i in part[:count]])
+        assert reads == [os.path.realpath(paths[-1])] * len(numbers[rank]) * 2
+    assert numbers == [[*range(3 * B, N, 2)], [*range(3 * B + 1, N, 2)]]
+
+
+def test_tars_without_samples_are_refused(tmp_path: Path) -> None:
+    whole = {"a.jpg": b"1", "a.cls": b"2", "b.jpg": b"3"}
+    with pytest.raises(UsageError, match=r"the sample b of .* has the members \['jpg'\]"):
+        data.from_tars(_tar(tmp_path / "one", whole), ["jpg", "cls"])
+    with pytest.raises(UsageError, match="no tar file without compression"):
+        data.from_tars(_tar(tmp_path / "two", whole, "w:gz"), ["jpg"])
+    with pytest.raises(UsageError, match="has no rows"):
+        data.from_tars(_tar(tmp_path / "three", {"none": b""}), ["jpg"])
+    for none in ("jpg", ()):
+        with pytest.raises(UsageError, match="expected several"):
+            data.from_tars(tmp_path / "one", none)
 
 
 @pytest.mark.parametrize("bad", [5, {}, [], [[np.zeros(2)], np.zeros(3)], [None]])

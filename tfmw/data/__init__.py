@@ -6,7 +6,7 @@ Read `sharding.py` first: the three ways to shard. `values.py` has their argumen
 between workers, `batches.py` has small helpers, `tfds_files.py` opens TFDS data sets by files.
 `zips.py` moves maps above zips. `rows.py` reads sources with an index; `grain_datasets.py`,
 `parquet.py` and `record_files.py` are such sources. `at_most_once`, `from_index`, `from_parquet`,
-`from_records`, `shard` and `tfds` are public.
+`from_records`, `from_tars`, `shard` and `tfds` are public.
 
 May import: `tfmw.keras_compat`, `tfmw.datasets`, `tfmw.errors`.
 """
@@ -15,7 +15,7 @@ from tfmw.data.batches import examples_of, first_rows, gather_rows, map_tensors,
 from tfmw.data.grain_datasets import is_grain
 from tfmw.data.order import ordered
 from tfmw.data.parquet import from_parquet
-from tfmw.data.record_files import from_records
+from tfmw.data.record_files import from_records, from_tars
 from tfmw.data.rows import from_index
 from tfmw.data.sharding import at_most_once, shard, shard_dataset
 from tfmw.data.source import Source, empty_dataset, steps_of
@@ -36,6 +36,7 @@ __all__ = [
     "from_index",
     "from_parquet",
     "from_records",
+    "from_tars",
     "gather_rows",
     "is_grain",
     "map_tensors",

@@ -1,7 +1,9 @@
-"""Records of TFRecord and text files, by an index of their offsets.
+"""Records of TFRecord, text and tar files, by an index of their offsets.
 
 records = tfmw.data.from_records(files, index_dir="index")     # bytes, one by one
 train = records.map(parse).shuffle(100_000).batch(64)
+
+samples = tfmw.data.from_tars(files, index_dir="index")        # {"jpg": bytes, "cls": bytes}
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import hashlib
 import mmap
 import os
 import struct
+import tarfile
 import tempfile
 import threading
 import weakref
@@ -53,6 +56,53 @@ def from_records(
         raise UsageError(f'received kind={kind!r}: expected "tfrecord" or "text".')
     paths = [files] if isinstance(files, str | os.PathLike) else files
     return from_index(_Records([os.fspath(p) for p in paths], kind, index_dir), in_threads=True)
+
+
+def from_tars(
+    files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    extensions: Sequence[str],
+    *,
+    index_dir: str | os.PathLike[str] | None = None,
+) -> tf.data.Dataset:
+    """The samples of tar files, one by one, as WebDataset writes them.
+
+        samples = tfmw.data.from_tars(files, ["jpg", "cls"], index_dir="index")
+        train = samples.map(lambda s: (tf.io.decode_jpeg(s["jpg"]), s["cls"]))
+
+    A sample is a dict: extension -> the bytes of that member. Members of a sample have one name up
+    to the first dot, and follow each other. The order is that of the files. Workers read their own
+    samples only, and of them these members only; a resumed run reads no sample again.
+
+    Args:
+        files: one path or several, on a disk that all workers see, without compression.
+        extensions: of the members to read: the part of a name after its first dot.
+        index_dir: keeps the index; see `from_records`.
+
+    Raises:
+        UsageError: a missing or compressed file, no samples, or a sample without such a member.
+    """
+    if isinstance(extensions, str) or not extensions:
+        raise UsageError(
+            f'received extensions={extensions!r}: expected several, as ["jpg", "cls"].'
+        )
+    names = [name.lower().lstrip(".") for name in extensions]
+    paths = [files] if isinstance(files, str | os.PathLike) else files
+    records = _Records([os.fspath(p) for p in paths], "/".join(["tar", *names]), index_dir)
+    return from_index(_Samples(records, names), in_threads=True)
+
+
+class _Samples:
+    """Each `len(extensions)` records, by index."""
+
+    def __init__(self, records: _Records, extensions: Sequence[str]):
+        self._records, self._extensions = records, extensions
+
+    def __len__(self) -> int:
+        return len(self._records) // len(self._extensions)
+
+    def __getitem__(self, number: int) -> dict[str, bytes]:
+        first = number * len(self._extensions)
+        return {name: self._records[first + k] for k, name in enumerate(self._extensions)}
 
 
 class _Records:
@@ -114,6 +164,8 @@ def _kept(path: str, kind: str, index_dir: str | os.PathLike[str] | None) -> np.
 def _index(path: str, kind: str) -> np.ndarray:
     if not os.path.getsize(path):
         return np.zeros([0, 2], np.int64)
+    if kind.startswith("tar"):
+        return _members(path, kind.split("/")[1:])
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
         return _lines(whole) if kind == "text" else _tfrecords(path, whole)
 
@@ -146,3 +198,33 @@ def _lines(whole: mmap.mmap) -> np.ndarray:
     found: np.ndarray = np.stack([begins, ends - returns], axis=1).astype(np.int64)
     del content  # the file cannot be closed while an array refers to it
     return found
+
+
+def _members(path: str, extensions: Sequence[str]) -> np.ndarray:
+    """Begin and end of the members of each sample, in the order of the extensions."""
+    samples: list[tuple[str, dict[str, tuple[int, int]]]] = []
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in filter(tarfile.TarInfo.isreg, tar):
+                folder, name = os.path.split(member.name)
+                key, _, extension = name.partition(".")
+                if not key or not extension:
+                    continue
+                if not samples or samples[-1][0] != os.path.join(folder, key):
+                    samples.append((os.path.join(folder, key), {}))
+                begin = member.offset_data
+                samples[-1][1][extension.lower()] = begin, begin + member.size
+    except tarfile.TarError as error:
+        raise UsageError(
+            f"{path} is no tar file without compression ({error}): members of a compressed one "
+            "have no offsets; decompress it."
+        ) from error
+    for key, members in samples:
+        if missing := [name for name in extensions if name not in members]:
+            raise UsageError(
+                f"the sample {key} of {path} has the members {sorted(members)}: "
+                f"expected {missing[0]}, as of the other samples; leave it out of `extensions`, or "
+                "write the file again."
+            )
+    index = [members[name] for _, members in samples for name in extensions]
+    return np.array(index, np.int64).reshape(-1, 2)
