@@ -538,7 +538,7 @@ def test_a_worker_whose_data_ends_early_is_an_error_and_not_a_hang():
 
 @pytest.fixture(scope="module")
 def tasks() -> list[dict[str, Any]]:
-    return run_cluster("over_ring.py", workers=2)
+    return run_cluster("over_ring.py", workers=2, timeout_s=240)
 
 
 @pytest.mark.multiprocess

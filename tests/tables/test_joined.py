@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tfmw.keras_compat.table_variables import NewVariable
-from tfmw.parameter_server.sharded_gradients import Rows
+from tfmw.parameter_server.sharded_gradients import ServerRows
 from tfmw.tables import MultiTableLookup, VariableShard, creation, joined, look_up, shards, table
 from tfmw.tables.creation import _Creation
 from tfmw.tables.joined import Joined, JoinedRows
@@ -173,7 +173,7 @@ def test_rows_whose_slots_are_in_other_variables_are_updated_alone(create):
     route = group.route([tf.constant([1], tf.int64)])
     (_, held), (sizes, ids) = group.shards[0][0], route.asked[0]
     for variable in (held.variable, held.slots[id(slot)]):
-        rows = Rows([variable], [ids], sizes)
+        rows = ServerRows([variable], [ids], sizes)
         rows.assign_add(tf.constant([[1.0, 2.0]]))
         rows.assign_sub(tf.constant([[0.5, 0.5]]))
     np.testing.assert_array_equal(second.read_all()[:3], [[3, 3], [3.5, 4.5], [3, 3]])
@@ -194,7 +194,7 @@ def test_ids_of_joined_tables_and_others_are_routed_together(create, monkeypatch
         held = [shard for _, shard in group.shards[server]]
         assert len(held) == 2  # the joined ones are one
         parts = tf.split(places, sizes, num=2)
-        rows[server] = Rows([shard.variable for shard in held], parts, sizes)
+        rows[server] = ServerRows([shard.variable for shard in held], parts, sizes)
         found[server] = tf.convert_to_tensor(rows[server])
     for number, (own, delivered) in enumerate(zip(ids, route.deliver(found), strict=True)):
         np.testing.assert_array_equal(delivered[:, 0], 100 * number + np.array(own))

@@ -1,6 +1,6 @@
 """The rows of a server's variables that an update changes.
 
-    Rows([server_variable], [ids], sizes)
+    ServerRows([server_variable], [ids], sizes)
 
 The gradients of a row that occurs several times in a batch are added on the worker. So each server
 receives each row at most once in a step. `tfmw.tables` has the shards and their lookups.
@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 
-class Rows:
+class ServerRows:
     """Some rows of a server's variables, in place of a variable during an optimizer's update.
 
     Assignments change these rows in place; other rows are neither read nor written. One update of

@@ -5,7 +5,7 @@
         updates.run(index, optimizer, [([gradient], update), ...])
 
 The user's own optimizer computes each update. While it runs, its Keras variables hold the server's
-variables and slots (`models.substituted`), or some of their rows (`Rows`).
+variables and slots (`models.substituted`), or some of their rows (`ServerRows`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfmw.keras_compat import models, optimizers, parameter_servers
-from tfmw.parameter_server.sharded_gradients import Rows
+from tfmw.parameter_server.sharded_gradients import ServerRows
 from tfmw.parameter_server.variables import ServerVariables, contains
 from tfmw.tables import VariableShard
 
@@ -91,11 +91,11 @@ class ServerUpdates:
         ]
         with tf.control_dependencies(marked):
             pairs: list[tuple[Any, Any]] = [
-                (shards[0][0], Rows([shard.variable for shard in own], each, sizes))
+                (shards[0][0], ServerRows([shard.variable for shard in own], each, sizes))
             ]
             for number, slot in enumerate(slots[0]):
                 held = [shard.slots[id(of[number])] for shard, of in zip(own, slots, strict=True)]
-                pairs.append((slot, Rows(held, each, sizes)))
+                pairs.append((slot, ServerRows(held, each, sizes)))
             _apply(optimizer, shards[0][0], rows, pairs)
 
     def update_every_row(
