@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from tfmw.keras_compat.dataflow import Dataflow, Flow
+from tfmw.keras_compat.dataflow.flow import Flow
+from tfmw.keras_compat.dataflow.walk import Dataflow
 from tfmw.keras_compat.increments import increment_kind
 from tfmw.keras_compat.losses import ReplicaWeight
 

@@ -10,8 +10,9 @@ import pytest
 import tensorflow as tf
 
 from tfmw.data.reshuffles import _folded
-from tfmw.keras_compat import dataflow, graph, metric_variables, parameter_servers
-from tfmw.keras_compat.dataflow import Dataflow
+from tfmw.keras_compat import graph, metric_variables, parameter_servers
+from tfmw.keras_compat.dataflow import walk
+from tfmw.keras_compat.dataflow.walk import Dataflow
 from tfmw.parameter_server.batch_ops import copied_ops, ops_between
 
 DEEP = 5000
@@ -107,7 +108,7 @@ def test_operations_with_many_paths_are_visited_once(monkeypatch: pytest.MonkeyP
         visited.extend(op.name for op in found)
         return found
 
-    monkeypatch.setattr(dataflow, "ancestors", ancestors)
+    monkeypatch.setattr(walk, "ancestors", ancestors)
 
     def look(x: Any) -> tuple[set[str], int]:
         loss, kinds, flows = tf.reduce_mean(x), set(), Dataflow(x)

@@ -38,7 +38,7 @@ import pkgutil
 def missing_names() -> list[str]:
     """Private names that tfmw uses and the installed versions lack; [] if all exist."""
     modules = [
-        importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
+        importlib.import_module(m.name) for m in pkgutil.walk_packages(__path__, f"{__name__}.")
     ]
     return [
         f"{getattr(owner, '__name__', owner)}.{name}"

@@ -12,7 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.keras_compat.dataflow import BINARY, Flow
+from tfmw.keras_compat.dataflow.elementwise import BINARY
+from tfmw.keras_compat.dataflow.flow import Flow
 
 _TFMW = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = tuple(

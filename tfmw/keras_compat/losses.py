@@ -29,7 +29,8 @@ from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing
 )
 from keras.src.losses import loss as loss_module
 
-from tfmw.keras_compat.dataflow import FIXED, Dataflow, Flow
+from tfmw.keras_compat.dataflow.flow import FIXED, Flow
+from tfmw.keras_compat.dataflow.walk import Dataflow
 from tfmw.keras_compat.differences import Differences
 from tfmw.keras_compat.graph import is_symbolic
 from tfmw.keras_compat.objects import BaseTrainer, Trainer, backend_module

@@ -1,0 +1,228 @@
+"""How a tensor follows from the examples of a batch, and how the flows of several combine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from tfmw.keras_compat.graph import static_value
+
+EXAMPLES = "examples"
+"""The label of an axis along which a batch's examples stand one after the other."""
+
+ITERATIONS = -1
+"""The axis of a value that belongs to another example in each iteration of a loop."""
+
+
+class Flow(NamedTuple):
+    """How a tensor follows from the examples of a batch.
+
+    Attributes:
+        kind: "fixed": not at all. "size": from the number of examples only. "rows": for each
+            example from itself, along `axes`. "reduced": linear in a sum or mean over examples.
+            "compared": from several examples in another way. "nonlinear": from a reduction in
+            another way. "unknown".
+        axes: (axis, label) of each axis along which examples differ; axes of equal labels have the
+            same examples, in the same order.
+        degree: the power of the number of examples by which it grows: 1 for a sum, 0 for a mean.
+            None: by another function.
+        affine: of rows: a reduction has been added to them.
+        elements: of a vector of sizes: of each element.
+        sized: of a size: the label of the axis that has it, if it is not that of the examples.
+        constant: the value of a small constant.
+        origin: the operation that made it "compared", "nonlinear" or "unknown"; or that made pairs.
+    """
+
+    kind: str = "fixed"
+    axes: tuple[tuple[int, Any], ...] = ()
+    degree: int | None = 0
+    affine: bool = False
+    elements: tuple[Flow, ...] | None = None
+    sized: Any = None
+    constant: Any = None
+    origin: Any = None
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether two examples differ along two axes."""
+        labels = [label for _, label in self.axes]
+        return self.kind == "rows" and len(set(labels)) < len(labels)
+
+    def label(self, axis: int) -> Any:
+        """Of an axis; None if examples do not differ along it."""
+        return dict(self.axes).get(axis)
+
+    def along(self, axes: Iterable[tuple[int, Any]]) -> Flow:
+        """The same along other axes."""
+        return self._replace(axes=tuple(sorted(axes, key=lambda a: a[0])), elements=None)
+
+
+FIXED = Flow()
+
+SIZE = Flow("size", degree=1)
+
+BAD = ("compared", "nonlinear", "unknown")
+
+
+def words(names: str) -> frozenset[str]:
+    """The names of operations in a text."""
+    return frozenset(names.split())
+
+
+SMALL = 16  # values
+
+
+def constant_input(op: Any, inputs: list[Flow], i: int) -> Any:
+    """The value of an input; None if it is not known."""
+    known = inputs[i].constant
+    return static_value(op.inputs[i]) if known is None else known
+
+
+def bad_flow(kind: str, op: Any, flows: Sequence[Flow] = ()) -> Flow:
+    """Of a value that does not combine over replicas; an operation before it may be the origin."""
+    origin = next((flow.origin for flow in flows if flow.origin is not None), op)
+    return Flow(kind, origin=origin)
+
+
+def aligned_flows(op: Any, flows: list[Flow]) -> list[Flow]:
+    """Flows of inputs that are broadcast, with the axes of the result."""
+    ranks = [tensor.shape.rank for tensor in op.inputs]
+    if None in ranks:
+        return flows
+    return [
+        flow.along((a + max(ranks) - rank if a >= 0 else a, label) for a, label in flow.axes)
+        for flow, rank in zip(flows, ranks, strict=True)
+    ]
+
+
+def _union(op: Any, flows: list[Flow]) -> tuple[dict[int, Any], Any] | None:
+    """(axis -> label, the origin of pairs); None if an axis has different examples in them."""
+    axes: dict[int, Any] = {}
+    for flow in flows:
+        for axis, label in flow.axes:
+            if axes.setdefault(axis, label) != label:
+                return None
+    origin = next((flow.origin for flow in flows if flow.origin is not None), None)
+    labels = list(axes.values())
+    if len(set(labels)) < len(labels):
+        origin = origin or op
+    return axes, origin
+
+
+def highest_kind(flows: list[Flow]) -> str:
+    """The kind of several values together, none of which is in `BAD`."""
+    order = ("fixed", "size", "reduced", "rows")
+    return max((flow.kind for flow in flows), key=order.index)
+
+
+def joined_flow(op: Any, flows: list[Flow]) -> Flow:
+    """Of a sum, and of whatever is one of several values."""
+    for kind in BAD:
+        bad = next((flow for flow in flows if flow.kind == kind), None)
+        if bad is not None:
+            return bad
+    union = _union(op, flows)
+    if union is None:
+        return bad_flow("compared", op, flows)
+    axes, origin = union
+    kind = highest_kind(flows)
+    out = Flow(kind, tuple(sorted(axes.items(), key=lambda a: a[0])), origin=origin)
+    moving = [flow for flow in flows if flow.kind != "fixed"]
+    if kind == "fixed":
+        return FIXED
+    if kind == "size":
+        same = len({flow.degree for flow in flows}) == 1
+        return out._replace(degree=flows[0].degree if same else None)
+    degrees = {flow.degree for flow in flows if flow.kind != "size" or flow.axes}
+    if any(flow.kind == "size" and not flow.axes and flow.degree for flow in flows):
+        return bad_flow("nonlinear", op, flows)
+    if len(degrees) > 1:
+        if kind == "reduced":
+            return bad_flow("nonlinear", op, flows)
+        return out._replace(degree=None)
+    affine = kind == "rows" and any(flow.affine or flow.kind == "reduced" for flow in moving)
+    return out._replace(degree=degrees.pop(), affine=affine)
+
+
+def nonlinear_flow(op: Any, flows: list[Flow]) -> Flow:
+    """Of a function, element by element, that is not linear."""
+    kind = highest_kind(flows)
+    if kind == "reduced" or any(flow.kind == "reduced" or flow.affine for flow in flows):
+        return bad_flow("nonlinear", op, flows)
+    union = _union(op, flows)
+    if union is None:
+        return bad_flow("compared", op, flows)
+    axes, origin = union
+    degree = None if kind == "size" and not axes else 0
+    return Flow(kind, tuple(sorted(axes.items(), key=lambda a: a[0])), degree, origin=origin)
+
+
+def product_flow(op: Any, flows: list[Flow], quotient: bool = False) -> Flow:
+    """Of a product or quotient of two."""
+    a, b = flows
+    varying = [flow for flow in flows if flow.kind == "reduced" or flow.affine]
+    others = [flow for flow in flows if flow.kind in ("rows", "reduced")]
+    if varying and (len(others) > 1 or (quotient and varying[-1] is b)):
+        return bad_flow("nonlinear", op, flows)
+    union = _union(op, flows)
+    if union is None:
+        return bad_flow("compared", op, flows)
+    axes, origin = union
+    degree = None
+    if a.degree is not None and b.degree is not None:
+        degree = a.degree - b.degree if quotient else a.degree + b.degree
+    return Flow(
+        highest_kind(flows),
+        tuple(sorted(axes.items(), key=lambda x: x[0])),
+        degree,
+        affine=any(flow.affine for flow in flows),
+        origin=origin,
+    )
+
+
+def total_flow(op: Any, flow: Flow, axes: set[int], how: str, keep: bool = False) -> Flow:
+    """Of a reduction over some axes."""
+    over = {axis: label for axis, label in flow.axes if axis in axes}
+
+    def moved(axis: int) -> int:
+        return axis if keep or axis < 0 else axis - sum(1 for other in axes if other < axis)
+
+    left = [(moved(axis), label) for axis, label in flow.axes if axis not in axes]
+    linear = how in ("Sum", "Mean")
+    if not over:
+        out = flow.along(left)
+        if linear or flow.kind == "fixed":
+            return out
+        return nonlinear_flow(op, [out]) if flow.kind != "size" else out
+    if flow.kind == "size":
+        if not linear:
+            return Flow("size", tuple(left), None)
+        degree = flow.degree if how == "Mean" or flow.degree is None else flow.degree + len(over)
+        return Flow("size", tuple(left), degree)
+    if flow.has_pairs or left or not linear:
+        return bad_flow("compared", op, [flow])
+    labels = list(over.values())
+    if how == "Mean" and any(is_uneven(label) for label in labels):
+        return bad_flow("nonlinear", op)
+    degree = flow.degree
+    if how == "Sum":
+        degree = None if degree is None else degree + 1
+    return Flow("reduced", degree=degree)
+
+
+def is_uneven(label: Any) -> bool:
+    """Whether the number of values along an axis is no multiple of that of examples."""
+    return isinstance(label, tuple) and label[0] in ("selected", "mixed", "ragged")
+
+
+def joined_apart(op: Any, inputs: list[Flow]) -> Flow:
+    """Of values that stand beside each other: each may be treated by itself later."""
+    out = joined_flow(op, inputs)
+    kinds = {flow.kind for flow in inputs}
+    if out.kind == "nonlinear" and "nonlinear" not in kinds:
+        return bad_flow("unknown", op)
+    return out
+
+
+Rule = Callable[[Any, Any, list[Flow]], Any]
+"""(the `Dataflow`, an operation, the flows of its inputs) -> a flow, or one for each output."""

@@ -1,0 +1,321 @@
+"""Flows of values side by side, of slices, and of lists of tensors."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tfmw.keras_compat.dataflow.flow import (
+    BAD,
+    FIXED,
+    ITERATIONS,
+    Flow,
+    Rule,
+    bad_flow,
+    constant_input,
+    highest_kind,
+    joined_apart,
+    joined_flow,
+    nonlinear_flow,
+)
+from tfmw.keras_compat.dataflow.shapes import size_of
+from tfmw.keras_compat.graph import static_value
+
+if TYPE_CHECKING:
+    from tfmw.keras_compat.dataflow.walk import Dataflow
+
+
+def _concat(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+    parts, axis_of = list(op.inputs)[:-1], constant_input(op, inputs, -1)
+    return _side_by_side(op, inputs[:-1], parts, axis_of)
+
+
+def _side_by_side(op: Any, inputs: list[Flow], parts: list[Any], axis_of: Any) -> Flow:
+    rank = op.outputs[0].shape.rank
+    if axis_of is None or not rank:
+        return (
+            joined_flow(op, inputs) if not any(f.axes for f in inputs) else bad_flow("unknown", op)
+        )
+    axis = int(np.squeeze(axis_of)) % rank
+    labels = [flow.label(axis) for flow in inputs]
+    if all(label is None for label in labels):
+        elements = None
+        if rank == 1 and all(
+            flow.elements or t.shape == (1,) or flow.kind == "fixed"
+            for flow, t in zip(inputs, parts, strict=True)
+        ):
+            lists = [_elements(flow, t) for flow, t in zip(inputs, parts, strict=True)]
+            if None not in lists:
+                elements = tuple(itertools.chain.from_iterable(lists))  # type: ignore[arg-type]
+        if elements is not None and highest_kind(inputs) in ("fixed", "size"):
+            return Flow(highest_kind(inputs), degree=None, elements=elements)
+        return joined_apart(op, inputs)
+    rest = [flow.along(a for a in flow.axes if a[0] != axis) for flow in inputs]
+    out = joined_apart(op, rest)
+    if out.kind in BAD:
+        return out
+    if None in labels:
+        known = [label for label in labels if label is not None]
+        label: Any = ("mixed", op.name, known[0])
+    else:
+        flat: list[Any] = []
+        for each in labels:
+            joined = isinstance(each, tuple) and each[0] == "joined"
+            flat += each[1] if joined else [each]
+        label = ("joined", tuple(flat)) if len(flat) > 1 else flat[0]
+    return out.along([*out.axes, (axis, label)])
+
+
+def _elements(flow: Flow, tensor: Any) -> list[Flow] | None:
+    if flow.elements is not None:
+        return list(flow.elements)
+    if tensor.shape.rank == 1 and tensor.shape[0] is not None and tensor.shape[0] <= 8:
+        if flow.kind == "fixed":
+            values = [None] * tensor.shape[0] if flow.constant is None else flow.constant
+            return [Flow(constant=value) for value in values]
+        if tensor.shape[0] == 1:
+            return [flow._replace(elements=None)]
+    return None
+
+
+def _pack(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+    rank = op.outputs[0].shape.rank
+    if rank == 1 and highest_kind(inputs) in ("fixed", "size") and not any(f.axes for f in inputs):
+        elements = tuple(flow._replace(elements=None) for flow in inputs)
+        return Flow(highest_kind(inputs), degree=None, elements=elements)
+    if rank is None:
+        return (
+            joined_apart(op, inputs) if not any(f.axes for f in inputs) else bad_flow("unknown", op)
+        )
+    axis = op.get_attr("axis") % rank
+    shifted = [f.along((a + (a >= axis), label) for a, label in f.axes) for f in inputs]
+    return joined_apart(op, shifted)
+
+
+def _unpack(flows: Dataflow, op: Any, inputs: list[Flow]) -> Any:
+    flow, rank = inputs[0], op.inputs[0].shape.rank
+    if flow.elements is not None and len(flow.elements) == len(op.outputs):
+        return list(flow.elements)
+    axis = op.get_attr("axis") % rank
+    if flow.label(axis) is not None:
+        return selected_rows(op, flow)
+    return flow.along((a - (a > axis), label) for a, label in flow.axes)
+
+
+def selected_rows(op: Any, flow: Flow) -> Flow:
+    """Of some rows of a batch, chosen by their place: on each replica they are others."""
+    if flow.kind == "size":
+        return Flow("size", degree=None)
+    return bad_flow("compared", op, [flow])
+
+
+def _split(flows: Dataflow, op: Any, inputs: list[Flow]) -> Any:
+    at, values = (0, 1) if op.type == "Split" else (2, 0)
+    flow, axis_of = inputs[values], constant_input(op, inputs, at)
+    rank = op.inputs[values].shape.rank
+    if not flow.axes:
+        return flow._replace(elements=None)
+    if axis_of is None or rank is None:
+        return bad_flow("unknown", op)
+    axis = int(np.squeeze(axis_of)) % rank
+    label = flow.label(axis)
+    if label is None:
+        return flow.along(flow.axes)
+    count = len(op.outputs)
+    if count == 1:
+        return flow
+    if isinstance(label, tuple) and label[0] == "joined" and len(label[1]) % count == 0:
+        each = len(label[1]) // count
+        groups = [label[1][i * each : (i + 1) * each] for i in range(count)]
+        rest = [a for a in flow.axes if a[0] != axis]
+        return [flow.along([*rest, (axis, g[0] if len(g) == 1 else ("joined", g))]) for g in groups]
+    return selected_rows(op, flow)
+
+
+def _slice_bounds(op: Any) -> list[tuple[Any, ...]] | None:
+    """Of a StridedSlice, per entry: ("new",), ("all",), ("index", i) or ("range", i)."""
+    begins = op.inputs[1].shape.num_elements()
+    if begins is None:
+        return None
+    masks = {
+        name: op.get_attr(name)
+        for name in ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
+    }
+    out: list[tuple[Any, ...]] = []
+    rank = op.inputs[0].shape.rank
+    if rank is None:
+        return None
+    taken = sum(
+        1 for i in range(begins) if not (masks["new_axis_mask"] | masks["ellipsis_mask"]) >> i & 1
+    )
+    for i in range(begins):
+        bit = 1 << i
+        if masks["ellipsis_mask"] & bit:
+            out += [("all",)] * (rank - taken)
+        elif masks["new_axis_mask"] & bit:
+            out.append(("new",))
+        elif masks["shrink_axis_mask"] & bit:
+            out.append(("index", i))
+        elif masks["begin_mask"] & bit and masks["end_mask"] & bit:
+            out.append(("range", i, True, True))
+        else:
+            out.append(("range", i, bool(masks["begin_mask"] & bit), bool(masks["end_mask"] & bit)))
+    length = sum(1 for entry in out if entry[0] != "new")
+    return out + [("all",)] * (rank - length)
+
+
+def _strided_slice(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+    flow = inputs[0]
+    if flow.elements is not None:
+        return _slice_of_elements(op, inputs)
+    if not any(axis >= 0 for axis, _ in flow.axes):
+        return flow
+    entries = _slice_bounds(op)
+    if entries is None:
+        return bad_flow("unknown", op)
+    axes: list[tuple[int, Any]] = [a for a in flow.axes if a[0] < 0]
+    source = place = 0
+    for entry in entries:
+        if entry[0] == "new":
+            place += 1
+            continue
+        label = flow.label(source)
+        if label is not None:
+            if entry[0] == "index":
+                return selected_rows(op, flow)
+            part = label if entry[0] == "all" else _slice_label(flows, op, inputs, entry, label)
+            if part is None:
+                return selected_rows(op, flow)
+            axes.append((place, part))
+        source += 1
+        place += entry[0] != "index"
+    return flow.along(axes)
+
+
+def _slice_of_elements(op: Any, inputs: list[Flow]) -> Flow:
+    flow = inputs[0]
+    bounds = [constant_input(op, inputs, i) for i in (1, 2, 3)]
+    if flow.elements is None or any(b is None or np.size(b) != 1 for b in bounds):
+        return Flow(flow.kind, degree=None)
+    begin, end, stride = (int(np.squeeze(b)) for b in bounds)
+    if op.get_attr("shrink_axis_mask"):
+        if not -len(flow.elements) <= begin < len(flow.elements):
+            return FIXED
+        return flow.elements[begin]
+    first = None if op.get_attr("begin_mask") else begin
+    last = None if op.get_attr("end_mask") else end
+    elements = flow.elements[slice(first, last, stride)]
+    kind = highest_kind(list(elements)) if elements else "fixed"
+    return Flow(kind, degree=None, elements=elements)
+
+
+def _slice_label(
+    flows: Dataflow, op: Any, inputs: list[Flow], entry: tuple[Any, ...], label: Any
+) -> Any:
+    """The label of a range of an axis; None if it selects some of the examples."""
+    _, i, from_begin, to_end = entry
+    strides = constant_input(op, inputs, 3)
+    if strides is None or int(strides[i]) != 1:
+        return None
+    begin, end = (_bound(flows, op.inputs[k], inputs[k], i) for k in (1, 2))
+    from_begin = from_begin or begin == 0
+    if from_begin and to_end:
+        return label
+    if isinstance(label, tuple) and label[0] == "joined":
+        parts = label[1]
+        first = 0 if from_begin else begin if begin == "size" else None
+        if from_begin and end == "size":
+            return parts[0]
+        if first == "size" and to_end:
+            rest = parts[1:]
+            return rest[0] if len(rest) == 1 else ("joined", rest)
+        return None
+    return label if from_begin and end == "size" else None
+
+
+def _bound(flows: Dataflow, tensor: Any, flow: Flow, i: int) -> Any:
+    """A bound of a slice: a number, or "size" for that of the examples."""
+    value = static_value(tensor) if flow.constant is None else flow.constant
+    if value is not None:
+        return int(value[i])
+    element = flow.elements[i] if flow.elements is not None and i < len(flow.elements) else None
+    if element is not None and element.constant is not None:
+        return int(element.constant)
+    if element is not None and element.sized is not None:
+        return None
+    if element is not None and element.kind == "size" and element.degree == 1:
+        return "size"
+    return None
+
+
+def _slice(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+    flow = inputs[0]
+    if not any(axis >= 0 for axis, _ in flow.axes):
+        return flow._replace(elements=None)
+    begin, size = constant_input(op, inputs, 1), constant_input(op, inputs, 2)
+    sizes = inputs[2].elements
+    for axis, label in flow.axes:
+        if begin is None or begin[axis] != 0:
+            return selected_rows(op, flow)
+        if size is not None and size[axis] in (-1, op.inputs[0].shape[axis]):
+            continue
+        if sizes is None or sizes[axis] != size_of(label):
+            return selected_rows(op, flow)
+    return flow
+
+
+def _along_axis(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+    """Cumulated sums, reversed or rolled axes: whatever mixes the elements of some axes."""
+    flow, rank = inputs[0], op.inputs[0].shape.rank
+    if not flow.axes or flow.kind != "rows":
+        return (
+            flow if flow.kind != "reduced" or op.type != "Cumprod" else nonlinear_flow(op, [flow])
+        )
+    at = 2 if op.type == "Roll" else 1
+    axes = constant_input(op, inputs, at)
+    if axes is None or rank is None:
+        return bad_flow("unknown", op)
+    if any(flow.label(int(a) % rank) is not None for a in np.ravel(axes)):
+        return bad_flow("compared", op, [flow])
+    return flow
+
+
+def _list_item(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+    """An element of a list of tensors, of which `axes` are those of the stacked list."""
+    flow = inputs[0]
+    axes = [(ITERATIONS if a == 0 else a - 1, label) for a, label in flow.axes]
+    return flow.along(axes)
+
+
+def _list_with_item(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+    at = 2 if op.type == "TensorListSetItem" else 1
+    item = inputs[at]
+    axes = [(0 if a == ITERATIONS else a + 1, label) for a, label in item.axes]
+    if inputs[0].kind == "fixed":
+        return item.along(axes)
+    return joined_flow(op, [inputs[0], item.along(axes)])
+
+
+def _list_pop(flows: Dataflow, op: Any, inputs: list[Flow]) -> Any:
+    return [inputs[0], _list_item(flows, op, inputs)]
+
+
+def _shuffled(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+    return selected_rows(op, inputs[0]) if inputs[0].kind == "rows" else inputs[0]
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(["Split", "SplitV"], _split),
+    **dict.fromkeys(["Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2", "Roll"], _along_axis),
+    **dict.fromkeys(["TensorListSetItem", "TensorListPushBack"], _list_with_item),
+    "TensorListGetItem": _list_item,
+    "TensorListPopBack": _list_pop,
+    "ConcatV2": _concat,
+    "Pack": _pack,
+    "Unpack": _unpack,
+    "StridedSlice": _strided_slice,
+    "Slice": _slice,
+    "RandomShuffle": _shuffled,
+}
