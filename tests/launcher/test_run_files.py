@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +72,8 @@ def test_each_host_shows_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert " steps/s | " in lines[1]
             assert " | in exchange 21 (gradients of step 21) for " in lines[1]
             assert lines[1].endswith(f", waits for {other}")
-            assert lines[2:] == [f"on other hosts: {other}"]
+            assert lines[2].startswith("goodput ")
+            assert lines[3:] == [f"on other hosts: {other}"]
             stacks = shown("stacks", str(pid))
             assert f'File "{script}", line 13 in <module>' in stacks
             assert f"== worker {1 - rank}\nit runs on 127.0.0.{2 - rank}" in stacks
@@ -80,5 +82,6 @@ def test_each_host_shows_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         second.communicate()
         assert "worker 1 |" not in shown("status")
         assert len(list(runtime.iterdir())) == 1  # what was killed has left nothing
-        first.communicate("")
+        output, _ = first.communicate("")
+    assert re.search(r"^tfmw: goodput \d+ % of .* s: ", output, re.MULTILINE)  # the chief
     assert list(runtime.iterdir()) == []

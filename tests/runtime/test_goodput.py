@@ -9,6 +9,7 @@ import pytest
 
 from tfmw.runtime import goodput
 from tfmw.runtime.goodput import OTHER, RESTARTS, START, Account, Division, line
+from tfmw.runtime.step_times import StepTimes
 
 
 class Clock:
@@ -188,3 +189,27 @@ def test_time_after_the_last_report() -> None:
     assert parts(found.until(1002.5, OTHER)) == {"steps": 1.0, "other": 2.5}
     assert parts(found.until(900.0)) == {"steps": 1.0}  # a clock that was set back
     assert parts(Division().until(1000.0)) == {}
+
+
+def test_a_call_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    account = kept(clock)
+    monkeypatch.setattr(goodput, "spent", account.spent)
+    monkeypatch.setattr(goodput, "moved", account.moved)
+    times = StepTimes(clock=clock)
+
+    def run(seconds: float, steps: int, input_s: float = 0.0, measured: bool = True) -> None:
+        with times.of_call() as call:
+            clock.now += seconds
+            call.steps, call.input_s, call.measured = steps, input_s, measured
+
+    account.trains_from(0)
+    with account.phase("steps"):
+        run(9.0, steps=0)  # of a validation
+        run(5.0, steps=2, measured=False)
+        assert parts(account.division()) == {"steps": 9.0, "compile": 5.0}
+        assert "data" not in account.division().by_part()
+        run(4.0, steps=4, input_s=2.0)  # half a second a step, of the first call's two as well
+        assert parts(account.division()) == {"steps": 12.0, "data": 2.0, "compile": 4.0}
+        run(1.0, steps=4, input_s=1.5)  # by another clock
+    assert parts(account.division()) == {"steps": 12.0, "data": 3.0, "compile": 4.0}

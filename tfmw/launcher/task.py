@@ -84,9 +84,15 @@ def _write_stacks_on_request() -> None:
         faulthandler.register(STACKS, file=file, all_threads=True)
 
 
-def _remove_own_files() -> None:
+def _end_without_launcher() -> None:
+    """Does what a launcher does at the end of a run: the chief prints its goodput."""
+    from tfmw.cluster import Cluster
     from tfmw.launcher.run_files import remove_files
+    from tfmw.runtime import goodput
 
+    line = goodput.line({"": goodput.division()})
+    if line is not None and Cluster.resolve(os.environ).is_chief:
+        print(f"tfmw: {line}", file=sys.stderr)
     remove_files(os.environ)
 
 
@@ -167,4 +173,4 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     finally:
         if "TFMW_OWN_FILES" in os.environ:
-            _remove_own_files()
+            _end_without_launcher()
