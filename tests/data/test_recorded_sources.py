@@ -101,7 +101,7 @@ def test_a_source_is_read_once_over_a_kill_with_other_workers(
 ) -> None:
     alone = [ids for _, ids in sorted(runs.first(name, 1).items())]
     rows = [row for step in alone for row in step]
-    assert sorted(rows[:N]) == sorted(rows[N:]) == list(range(N))
+    assert sorted(rows[:N]) == sorted(rows[N : 2 * N]) == list(range(N))
 
     left, continued = runs.first(name, before), runs.continued(name, before, after)
     assert left.keys() >= {(s, w) for s in range(LEFT_AT) for w in range(before)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfmw import data
+from tfmw.data import seek as seek_module
 from tfmw.data.seek import seek
 from tfmw.keras_compat import datasets
 from tfmw.keras_compat.shuffle_order import ShuffleOrder, is_known, pair_of_pass
@@ -111,6 +113,36 @@ def _reads(dataset: tf.data.Dataset, position: int) -> list[int]:
     noted = dataset.map(lambda i: tf.ensure_shape(tf.py_function(note, [i], tf.int64), []))
     next(iter(seek(noted.batch(2).map(lambda b: b), position)))
     return seen
+
+
+READ_AGAIN: dict[str, Callable[[], tf.data.Dataset]] = {
+    "filter": lambda: tf.data.Dataset.range(40).filter(lambda i: i % 2 == 0),
+    "interleave": lambda: tf.data.Dataset.range(9).interleave(tf.data.Dataset.range, 3),
+    "shuffles": lambda: SOURCES["no index"]().repeat(3).shuffle(5, seed=2).shuffle(3, seed=1),
+    "generator": SOURCES["generator"],
+    "shuffle below": lambda: SOURCES["slices"]().shuffle(9, seed=1).filter(lambda i: i >= 0),
+}
+
+
+@pytest.mark.parametrize("name", READ_AGAIN)
+def test_the_log_says_how_long_elements_are_read_again(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = _passes(READ_AGAIN[name](), 17, True)
+    caplog.set_level("INFO", logger="tfmw")
+    for constant, value in (("_MANY", 9), ("_PROBED", 2)):
+        monkeypatch.setattr(seek_module, constant, value)
+    assert _passes(READ_AGAIN[name](), 17, True) == expected
+    (line,) = [record.getMessage() for record in caplog.records]
+    # Another pass over these would call the user's function, or advance a shuffle.
+    said = "" if name in ("generator", "shuffle below") else r", in about \d+ s"
+    assert re.fullmatch(rf"the position in the data is 17 elements .* and dropped{said}", line)
+
+
+def test_the_time_of_elements_is_that_of_the_first_ones() -> None:
+    times = iter([0.0, 0.1, 5.0, 5.4])  # 1000 elements, then 4000
+    endless = tf.data.Dataset.range(2**40).filter(lambda i: i >= 0)
+    assert seek_module._seconds_to_skip(endless, 40_000, lambda: next(times)) == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("size", [10**3, 10**6, 10**9])

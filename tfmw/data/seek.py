@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ logger = logging.getLogger("tfmw")
 
 _SAME = (*datasets.Prefetch, *datasets.OptionsNode)
 _MANY = 1_000_000  # skipped elements that take seconds
+_PROBED, _PROBE_S = 1000, 0.2  # elements, and seconds that tell how long others take
 
 
 def seek(
@@ -237,13 +239,35 @@ class _Plan:
 
     def _skipped(self) -> None:
         if self.position > _MANY:
+            seconds = _seconds_to_skip(self.node, self.position)
             logger.info(
                 "the position in the data is %d elements behind the beginning of %s, which cannot "
-                "start there: they are read again, and dropped",
+                "start there: they are read again, and dropped%s",
                 self.position,
                 type(self.node).__name__.strip("_"),
+                "" if seconds is None else f", in about {seconds:.0f} s",
             )
         self._of(lambda: self.node.skip(self.position))
+
+
+def _seconds_to_skip(
+    node: tf.data.Dataset, position: int, clock: Callable[[], float] = time.monotonic
+) -> float | None:
+    """The time to read so many elements, from that of the first ones.
+
+    None if another pass would change something: Python functions and random numbers.
+    """
+    while isinstance(node, datasets.Shuffle):  # whose generator a pass would advance
+        node = input_of(node)
+    if not datasets.may_be_read_twice(node):
+        return None
+    count, seconds = _PROBED, 0.0
+    while seconds < _PROBE_S and count < position:
+        begin = clock()
+        if next(iter(node.skip(count)), None) is None:  # of several passes
+            break
+        seconds, count = clock() - begin, count * 4
+    return seconds * position / (count / 4)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -413,6 +413,20 @@ def selects_at_random(dataset: tf.data.Dataset) -> str | None:
     return None
 
 
+def may_be_read_twice(dataset: tf.data.Dataset) -> bool:
+    """Whether another pass has no effect: no Python functions, variables and random numbers."""
+    todo = [dataset]
+    while todo:
+        node = todo.pop()
+        below = node._inputs()
+        if isinstance(node, Shuffle) or not (below or isinstance(node, dataset_ops.DatasetSource)):
+            return False
+        todo.extend(below)
+    changing = ("PyFunc", "Shuffle", "Random", "Assign", "Generator", "Cache", "Multinomial")
+    bodies = (body for bodies, _ in dataset_functions(dataset) for body in bodies)
+    return not any(part in op.op for body in bodies for op in body for part in changing)
+
+
 def reads_a_service(dataset: tf.data.Dataset) -> bool:
     """Whether elements come from tf.data's service."""
     todo = [dataset]
