@@ -41,6 +41,10 @@ def number_of(x: Any) -> Any:
     return ops.cast(ops.shape(x)[0], "float32")
 
 
+def ones(x: Any) -> Any:
+    return tf.ones([tf.shape(x)[0], FEATURES])
+
+
 def normalized(x: Any) -> Any:
     return x / ops.norm(x, axis=1, keepdims=True)
 
@@ -320,6 +324,9 @@ def kind_of(increment: Callable[[Any], Any]) -> str:
         (lambda x: ops.cast(tf.size(x), "float32"), "sum"),
         (lambda x: tf.transpose(x) @ x, "sum"),
         (lambda x: ops.mean(x, axis=0), "once"),
+        (lambda x: ops.sum(ones(x) * WEIGHTS, axis=0), "sum"),
+        (lambda x: ops.mean(ops.relu(ones(x) @ KERNEL), axis=0), "once"),
+        (lambda x: ops.sqrt(number_of(x)), "unknown"),
         (lambda x: tf.constant(1.0), "once"),
         (lambda x: 2 * WEIGHTS, "once"),
         (lambda x: ops.sqrt(ops.mean(x)), "unknown"),

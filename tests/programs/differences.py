@@ -95,6 +95,25 @@ def vae() -> keras.Model:
     return own(VAE, encoder=encoder(), decoder=decoder)
 
 
+class OfConstants(Own):
+    """Its loss depends on the number of examples only."""
+
+    def train_step(self, data: Any) -> Any:
+        rows = ops.shape(data[0])[0]
+        noise = ops.broadcast_to(ops.array([[0.5, -1.0]]), (rows, 2))
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.tanh(self.decoder(noise)))
+            penalty = 0.1 * ops.sum(self.decoder(noise) ** 2)
+            total = loss + penalty / ops.cast(rows, "float32")
+        grads = tape.gradient(total, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(grads, self.trainable_weights, strict=True))
+        return {"made": loss}
+
+
+def of_constants() -> keras.Model:
+    return own(OfConstants, decoder=keras.Sequential([keras.Input((2,)), dense(8), dense(WIDTH)]))
+
+
 class Quantizer(layers.Layer):
     def build(self, shape: Any) -> None:
         self.table = self.add_weight(shape=(4, 7), name="codes")
@@ -775,7 +794,16 @@ def pairs_in_a_metric_function() -> keras.Model:
     return model
 
 
-EQUAL = [vae, gan, wgan_gp, added_losses, sum_by_hand, transformer, masked_language_model]
+EQUAL = [
+    vae,
+    of_constants,
+    gan,
+    wgan_gp,
+    added_losses,
+    sum_by_hand,
+    transformer,
+    masked_language_model,
+]
 EQUAL_TOO = [
     *(vq_vae, real_nvp, siamese, deep_fm, distillation, gradient_centralization, mixup),
     *(loss_in_a_function, recurrent, normalized_batches, contrastive, conditional_gan, cycle_gan),

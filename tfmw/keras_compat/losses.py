@@ -161,8 +161,8 @@ class ReplicaWeight:
             of weights, or if there is no graph to inspect.
         """
         flow = self.flows.of(value)
-        if flow.kind == "size" and not flow.axes:
-            return "sum"
+        if flow.kind == "size" and not flow.axes:  # as of constants, one for each example
+            return {0: "mean", 1: "sum"}.get(-1 if flow.degree is None else flow.degree)
         if flow.kind != "reduced":
             return None
         return "sum" if flow.degree == 1 else "mean"
@@ -198,7 +198,8 @@ class ReplicaWeight:
             self.differences.note("the loss of train_step", flow)
         # Values per example, or sums of them, are added up.
         added = [
-            flow.kind == "rows" or (flow.kind, flow.degree) == ("reduced", 1) for flow in flows
+            flow.kind == "rows" or (flow.kind in ("reduced", "size") and flow.degree == 1)
+            for flow in flows
         ]
 
         def estimate(grad: Any) -> Any:
