@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tfmw.runtime import goodput
-from tfmw.runtime.goodput import OTHER, RESTARTS, START, Account, Division, line
+from tfmw.runtime.goodput import OTHER, START, Account, Division, line
 from tfmw.runtime.step_times import StepTimes
 
 
@@ -80,7 +80,7 @@ def test_steps_that_are_made_again_are_restarts() -> None:
     assert found.steps == 12
 
     clock += 7.0  # it was killed, and another one starts
-    account = kept(clock, found._replace(part=RESTARTS))
+    account = kept(clock, found.before_a_restart())
     clock += 3.0
     account.trains_from(6)
     with account.phase("steps"):
@@ -99,7 +99,15 @@ def test_a_training_that_is_done_is_not_made_again() -> None:
         with first.phase("steps"):
             clock += steps
             first.step_done(steps)
-    again = kept(clock, first.division()._replace(part=RESTARTS))
+    killed = first.division().before_a_restart()
+    without_backup = kept(clock, killed)
+    without_backup.trains_from(0)
+    with without_backup.phase("steps"):
+        clock += 100.0
+        without_backup.step_done(100)
+    assert parts(without_backup.division()) == {"steps": 120.0, "restarts": 100.0}
+
+    again = kept(clock, killed._replace(at=clock()))
     again.trains_from(100)  # which its backup has
     again.trains_from(10)
     with again.phase("steps"):
