@@ -1,26 +1,38 @@
 """Seconds to the first batch of a resumed run, at 80 % of a pass, by source and size.
 
-    python bench/resume_data.py [--sizes 1000000 10000000 100000000] [--skip]
+    python bench/resume_data.py [--sizes 1000000 10000000 100000000] [--only NAME...] [--skip]
 
-Each row is a process of its own. With `--skip` a last column has the time of `tf.data`'s own
-`skip`, which reads every element before the position, for the smallest size.
+Each figure is from a process of its own: from opening the files, or from arrays in memory, to the
+first batch of one of two workers. `--out docs/images/resume.svg` draws them. With `--skip` a last
+column has the time of `tf.data`'s own `skip`, which reads every element before the position, for
+the smallest size.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import os
+import struct
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
+import grain
 import keras
 import numpy as np
+import pyarrow.parquet
 import tensorflow as tf
 
 from tfmw import data
 
 BATCH = 1000
+PER_FILE = 1_000_000
+GOAL_S = 5
 
 
 class Batches(keras.utils.PyDataset):
@@ -38,60 +50,137 @@ class Batches(keras.utils.PyDataset):
         return rows, rows
 
 
+def _files(n: int, folder: Path, first: Path) -> list[str]:
+    """Names of `n` examples' files: all have the content of the first one."""
+    names = [folder / f"{number:03}{first.suffix}" for number in range(n // PER_FILE)]
+    for name in names:
+        if not name.exists():
+            os.link(first, name)
+    return list(map(str, names))
+
+
+def _records(n: int, folder: Path) -> list[str]:
+    first = folder / "first.tfrecord"
+    if not first.exists():
+        kinds = [("length", "<u8"), ("no checksum", "<u4"), ("value", "<f8"), ("nor here", "<u4")]
+        records: np.ndarray = np.zeros(PER_FILE, kinds)
+        records["length"], records["value"] = struct.calcsize("<d"), np.arange(PER_FILE)
+        records.tofile(first)
+    return _files(n, folder, first)
+
+
+def _parquet(n: int, folder: Path) -> list[str]:
+    first = folder / "first.parquet"
+    if not first.exists():
+        table = pyarrow.table({"x": np.arange(PER_FILE, dtype=np.float32)})
+        pyarrow.parquet.write_table(table, first, row_group_size=10_000)
+    return _files(n, folder, first)
+
+
+@functools.cache
+def _numbers(n: int) -> np.ndarray:
+    return np.arange(n, dtype=np.float32)[:, None]
+
+
 def _slices(n: int) -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices(np.arange(n, dtype=np.float32)[:, None])
+    return tf.data.Dataset.from_tensor_slices(_numbers(n))
 
 
-SOURCES: dict[str, Callable[[int], data.Source]] = {
-    "arrays": lambda n: data.Source(np.arange(n, dtype=np.float32)[:, None], batch_size=BATCH),
-    "from_tensor_slices, map, batch": lambda n: data.Source(
-        _slices(n).map(lambda x: x + 1).batch(BATCH)
-    ),
-    "the same, shuffle(10_000), repeat": lambda n: data.Source(
+def _parsed(records: Iterable[str], folder: Path) -> tf.data.Dataset:
+    def parse(text: tf.Tensor) -> tf.Tensor:
+        return tf.io.decode_raw(text, tf.float64)
+
+    return data.from_records(records, index_dir=folder / "index").map(parse)
+
+
+SOURCES: dict[str, Callable[[int, Path], Any]] = {
+    "arrays": lambda n, _: data.Source(_numbers(n), batch_size=BATCH),
+    "from_tensor_slices, map, batch": lambda n, _: _slices(n).map(lambda x: x + 1).batch(BATCH),
+    "the same, shuffle(10_000), repeat": lambda n, _: (
         _slices(n).shuffle(10_000, seed=1).map(lambda x: x + 1).repeat().batch(BATCH)
     ),
-    "range, map, batch": lambda n: data.Source(
+    "range, map, batch": lambda n, _: (
         tf.data.Dataset.range(n).map(lambda i: tf.cast(i, tf.float32)[None]).batch(BATCH)
     ),
-    "PyDataset": lambda n: data.Source(Batches(n)),
+    "PyDataset": lambda n, _: Batches(n),
+    "Grain, shuffled": lambda n, _: grain.MapDataset.range(n).shuffle(seed=1).batch(BATCH),
+    "from_records": lambda n, folder: _parsed(_records(n, folder), folder).batch(BATCH),
+    "from_parquet": lambda n, folder: (
+        data.from_parquet(_parquet(n, folder)).map(lambda row: row["x"]).batch(BATCH)
+    ),
 }
 
+IN_MEMORY = "arrays", "from_tensor_slices, map, batch", "the same, shuffle(10_000), repeat"
 
-def _measure(name: str, n: int, skip: bool) -> float:
-    source = SOURCES[name](n)
+
+def _measure(name: str, n: int, skip: bool, folder: Path) -> float:
+    if name in IN_MEMORY:
+        _numbers(n)
+    start = time.perf_counter()
+    source = SOURCES[name](n, folder)
+    source = source if isinstance(source, data.Source) else data.Source(source)
+    position = n * 8 // 10 // BATCH
     if skip:
-        dataset = data.Source.shard(source, data.Sharding(2, 1), data.Order(seed=3)).dataset
-        start = time.perf_counter()
-        next(iter(dataset.skip(n * 8 // 10 // BATCH)))
+        dataset = source.shard(data.Sharding(2, 1), data.Order(seed=3)).dataset
+        next(iter(dataset.skip(position)))
     else:
-        start = time.perf_counter()
-        position = n * 8 // 10 // BATCH
         by_index = source.is_read_once
         shard = source.shard(data.Sharding(2, 1), data.Order(seed=3), 0 if by_index else position)
         next(iter(shard.rest(position) if shard.rest else shard.dataset))
     return time.perf_counter() - start
 
 
+def draw(seconds: dict[str, list[float]], sizes: list[int], path: Path) -> None:
+    """One line for each source."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "tfmw"
+    figure, panel = pyplot.subplots(figsize=(7, 3.4), layout="tight")
+    for name, values in seconds.items():
+        panel.plot(sizes, values[: len(sizes)], marker="o", label=name)
+    panel.axhline(GOAL_S, color="gray", linestyle="--", label="goal")
+    panel.set_xscale("log")
+    panel.set_xlabel("examples")
+    panel.set_ylabel("seconds to the first batch")
+    panel.set_ylim(0)
+    panel.grid(alpha=0.3)
+    panel.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+    figure.savefig(path, metadata={"Date": None})
+
+
 def main() -> None:
-    """Prints the table, or measures one cell of it in this process."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Prints the table and draws it, or measures one cell of it in this process."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[10**6, 10**7, 10**8])
+    parser.add_argument("--only", nargs="+", choices=SOURCES, default=[*SOURCES], metavar="NAME")
     parser.add_argument("--skip", action="store_true")
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        name, n, skip = options.one
-        print(_measure(name, int(n), skip == "skip"))
+        name, n, skip, folder = options.one
+        print(_measure(name, int(n), skip == "skip", Path(folder)))
         return
     runs = [(n, "seek") for n in options.sizes]
     runs += [(options.sizes[0], "skip")] * options.skip
-    for name in SOURCES:
-        seconds = []
-        for n, how in runs:
-            command = [sys.executable, __file__, "--one", name, str(n), how]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            seconds.append(float(done.stdout))
-        print(f"{name:36s}", *(f"{s:8.2f} s" for s in seconds), flush=True)
+    seconds: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for n in options.sizes:  # the index of records is there from the interrupted run
+            if "from_records" in options.only:
+                _parsed(_records(n, Path(folder)), Path(folder))
+        for name in options.only:
+            for n, how in runs:
+                command = [sys.executable, __file__, "--one", name, str(n), how, folder]
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                seconds.setdefault(name, []).append(float(done.stdout))
+            print(f"{name:36s}", *(f"{s:8.2f} s" for s in seconds[name]), flush=True)
+    if options.out:
+        draw(seconds, options.sizes, options.out)
 
 
 if __name__ == "__main__":
