@@ -6,7 +6,7 @@
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough test-long test-updates test-fast test-hosts test-oldest test-nightly test-keras survey bench package lint type docs diagrams notebooks clean
+.PHONY: help demo test test-thorough test-long test-updates test-fast test-hosts test-oldest test-nightly test-keras test-examples survey bench package lint type docs diagrams notebooks clean
 
 SHELL := bash
 VENV  := .venv
@@ -25,7 +25,7 @@ WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
-	@echo "make test-thorough, make test-long, make test-updates, make test-fast, make test-hosts, make test-oldest, make test-nightly, make test-keras, make survey, make lint, make type,"
+	@echo "make test-thorough, make test-long, make test-updates, make test-fast, make test-hosts, make test-oldest, make test-nightly, make test-keras, make test-examples, make survey, make lint, make type,"
 	@echo "make package, make notebooks, make diagrams, make clean"
 
 $(STAMP): pyproject.toml
@@ -135,6 +135,12 @@ test-fast: $(DEV)
 test-keras: $(DEV)
 	@$(BIN)/python -m tests.keras_suite --jobs $(JOBS) \
 	  $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED))
+
+# keras.io's examples by their own code, which is downloaded: Keras in one process, tfmw on two workers.
+# EXAMPLES: names; all of them write the table in docs/explain/examples.md. SOURCES: a checkout instead.
+test-examples: $(DEV)
+	@$(BIN)/python -m tests.examples $(EXAMPLES) $(if $(SOURCES),--sources $(SOURCES)) \
+	  $(if $(EXAMPLES),,--write)
 
 lint: $(DEV)
 	@$(BIN)/ruff check --quiet .

@@ -138,6 +138,7 @@ navigation = {
         "docs/explain/guarantees",
         "docs/explain/equivalence",
         "docs/explain/survey",
+        "docs/explain/examples",
         "docs/explain/failure-model",
         "docs/explain/leader-election",
         "docs/explain/security-model",

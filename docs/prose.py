@@ -34,7 +34,12 @@ BANNED = {
 """Pattern in a sentence -> remedy. Quoted messages and code are no sentences."""
 
 # Pages that a program writes, and those of the past.
-WRITTEN = {"docs/explain/survey.md", "CHANGELOG.md", "docs/contribute/modules.md"}
+WRITTEN = {
+    "docs/explain/examples.md",
+    "docs/explain/survey.md",
+    "CHANGELOG.md",
+    "docs/contribute/modules.md",
+}
 
 
 def pages() -> list[Path]:
