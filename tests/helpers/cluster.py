@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -141,8 +142,16 @@ def _run(command: list[str], environ: dict[str, str], timeout_s: float) -> tuple
     return status, printed
 
 
-@functools.cache
+_one_at_a_time = threading.Lock()  # fixtures start runs in several threads
+
+
 def _template() -> Template:
+    with _one_at_a_time:
+        return _only_template()
+
+
+@functools.cache
+def _only_template() -> Template:
     """Of this process; with what the launcher sets for a fork server."""
     return Template(task_environment(_environment({}), terminal=False))
 
