@@ -114,6 +114,18 @@ def of_constants() -> keras.Model:
     return own(OfConstants, decoder=keras.Sequential([keras.Input((2,)), dense(8), dense(WIDTH)]))
 
 
+class Normalized(Own):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        return ops.mean((self.encoder(x, training=True) - ops.sin(x)) ** 2)
+
+
+def synchronized_norm() -> keras.Model:
+    normalized = layers.BatchNormalization(synchronized=True)
+    kernel = layers.Dense(8, use_bias=False)
+    parts = [keras.Input((WIDTH,)), kernel, normalized, dense(WIDTH, "tanh")]
+    return own(Normalized, encoder=keras.Sequential(parts))
+
+
 class Quantizer(layers.Layer):
     def build(self, shape: Any) -> None:
         self.table = self.add_weight(shape=(4, 7), name="codes")
@@ -797,6 +809,7 @@ def pairs_in_a_metric_function() -> keras.Model:
 EQUAL = [
     vae,
     of_constants,
+    synchronized_norm,
     gan,
     wgan_gp,
     added_losses,

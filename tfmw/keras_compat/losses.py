@@ -63,6 +63,8 @@ class ReplicaWeight:
             indices concatenated. A collective.
         alone: whether the replica trains on its own: it exchanges nothing in its step, and what it
             would sum over replicas it estimates from its own examples.
+        coupled: whether the losses of other replicas depend on this one's weights and examples, as
+            by a synchronized BatchNormalization.
         deferred: (gradients, what reduces and applies them), while XLA compiles the step: a
             compiled step cannot contain collectives. None in other steps.
     """
@@ -77,8 +79,10 @@ class ReplicaWeight:
         in_loss: bool,
         gather: Callable[[tf.IndexedSlices], tf.IndexedSlices] | None = None,
         alone: bool = False,
+        coupled: bool = False,
     ):
         self.alone = alone
+        self.coupled = coupled
         self.examples = examples
         self.gather = gather
         self.global_examples = global_examples
@@ -192,26 +196,45 @@ class ReplicaWeight:
             target: what was differentiated: a loss, or losses that are added up.
             grads: a structure of gradients with respect to weights.
         """
-        losses = [loss for loss in tf.nest.flatten(target) if is_symbolic(loss)]
-        flows = [self.flows.of(loss) for loss in losses]
-        for flow in flows:
-            self.differences.note("the loss of train_step", flow)
-        # Values per example, or sums of them, are added up.
-        added = [
-            flow.kind == "rows" or (flow.kind in ("reduced", "size") and flow.degree == 1)
-            for flow in flows
-        ]
+        for loss in tf.nest.flatten(target):
+            if is_symbolic(loss):
+                self.differences.note("the loss of train_step", self.flows.of(loss))
+        added = self._are_added(target)
 
         def estimate(grad: Any) -> Any:
             if grad is None:
                 return None
-            if added and all(added):
+            if added or self._weighs_outputs:
                 grad = scaled(grad, tf.math.divide_no_nan(tf.ones([], tf.float64), self.fraction))
             values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
             self.flows.declare(values, Flow("reduced"))
             return grad
 
         return tf.nest.map_structure(estimate, grads)
+
+    @property
+    def _weighs_outputs(self) -> bool:
+        return self.coupled and self.uneven and not (self.in_loss or self.alone)
+
+    def _are_added(self, target: Any) -> bool:
+        """Whether losses are values per example, or sums of them: those of replicas add up."""
+        flows = [self.flows.of(loss) for loss in tf.nest.flatten(target) if is_symbolic(loss)]
+        return bool(flows) and all(
+            flow.kind == "rows" or (flow.kind in ("reduced", "size") and flow.degree == 1)
+            for flow in flows
+        )
+
+    def output_gradients(self, target: Any) -> Any:
+        """The gradients of losses with respect to themselves, where the weight belongs there.
+
+        What flows from the losses of other replicas to this one's examples has their weights. The
+        weight of this one is applied to the gradients later, and is taken out of them before.
+        """
+        if not self._weighs_outputs or self._are_added(target):
+            return None
+        return tf.nest.map_structure(
+            lambda loss: tf.ones_like(loss) * tf.cast(self.fraction, loss.dtype), target
+        )
 
     def per_example(self, values: tf.Tensor) -> bool:
         """Whether `values` have one row for each example of this replica."""
@@ -530,11 +553,12 @@ def _hook_gradients() -> None:
         *arguments: Any,
         **options: Any,
     ) -> Any:
-        grads = tape_gradient(self, target, sources, output_gradients, *arguments, **options)
         weight = current_weight()
         of_weights = all(hasattr(source, "handle") for source in tf.nest.flatten(sources))
         if weight is None or output_gradients is not None or not of_weights:
-            return grads
+            return tape_gradient(self, target, sources, output_gradients, *arguments, **options)
+        weighted = weight.output_gradients(target)
+        grads = tape_gradient(self, target, sources, weighted, *arguments, **options)
         return weight.estimates_of_gradients(target, grads)
 
     tf.GradientTape.gradient = gradient

@@ -333,6 +333,7 @@ class SyncDriver:
             uneven=uneven,
             size_known=size_known,
             in_loss=own_step is None and not models.overrides_step(self.model, "train_step"),
+            coupled=self._has_synchronized_norm,
             gather=self._gathered,
             alone=own_step is not None,
         )
