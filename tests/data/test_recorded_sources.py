@@ -89,9 +89,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     folder = tmp_path_factory.mktemp("sources")
     write_files(folder)
     items: list[Any] = request.session.items
-    chosen = {
-        i.callspec.params["name"] for i in items if "before" in getattr(i, "fixturenames", ())
-    }
+    chosen = {item.callspec.params["name"] for item in items if item.path == request.path}
     return Runs(folder, [name for name in SOURCES if name in chosen])
 
 
