@@ -22,16 +22,19 @@ from tests.programs.recorded_sources import (
 
 pytestmark = pytest.mark.multiprocess
 
-# Each source on 2 workers and then 3; the others of `make test-thorough` have other workers, too.
+# Some sources on 2 workers and then 3; all of them by `make test-thorough`, there on 3 and then 1,
+# too. `make test-long` has the other numbers of workers.
 SOME = [
     "arrays", "py_dataset", "grain_iter_dataset", "parquet", "tfrecords", "interleaved_files",
     "images_by_grain",
 ]  # fmt: skip
-PAIRS = [(2, 3), (1, 2), (1, 3), (2, 1), (3, 1), (3, 2)]
+PAIRS = [(2, 3), (3, 1), (1, 2), (1, 3), (2, 1), (3, 2)]
 CASES = [
     pytest.param(
         *(name, before, after),
-        marks=[] if name in SOME and (before, after) == (2, 3) else pytest.mark.thorough,
+        marks=pytest.mark.long
+        if (before, after) in PAIRS[2:]
+        else [pytest.mark.thorough] * (name not in SOME or (before, after) != (2, 3)),
     )
     for before, after in PAIRS
     for name in SOURCES

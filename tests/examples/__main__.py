@@ -228,7 +228,7 @@ def table(known: Mapping[str, Example], verdicts: Mapping[str, Verdict]) -> str:
     for name, verdict in verdicts.items():
         example = known[name]
         url = f"https://github.com/{example.repository}/blob/{example.commit}/{example.path}"
-        text = verdict.text.replace("|", "\\|")
+        text = re.sub(r"/\S*/(\w+\.py:)", r"\1", verdict.text).replace("|", "\\|")
         rows.append(f"| [{name}]({url}) | {text} |")
     return "\n".join(rows) + "\n"
 
