@@ -13,10 +13,12 @@ import atexit
 import dataclasses
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tfmw.cluster import addresses
 from tfmw.cluster.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -46,6 +48,25 @@ class JoinedCluster:
     servers: JoinedServers | None = None
     collectives: str = "auto"
     at_failure: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+
+    @property
+    def hosts(self) -> list[str]:
+        """Names or IP addresses of the workers' hosts, in order of rank."""
+        return [addresses.split(a)[0] for a in self.cluster.tasks("chief", "worker").values()]
+
+
+TOKEN = "TFMW_TOKEN"
+"""Variable with a secret of the training, the same for all tasks."""
+
+
+def training_key(from_chief: Callable[[Callable[[], str]], str]) -> bytes:
+    """The key of connections between workers: of `TOKEN`, or else one that the chief draws.
+
+    Args:
+        from_chief: calls a function on the chief, and returns its result on every worker.
+    """
+    drawn = from_chief(lambda: secrets.token_hex(32))
+    return (os.environ.get(TOKEN) or drawn).encode()
 
 
 _joined: JoinedCluster | None = None

@@ -59,8 +59,7 @@ class Indexed:
             else:
                 chain.append(node)
             node = input_of(node)
-        if isinstance(node, datasets.Zip):
-            node = joined(node) or node
+        node = joined(node) or node
         tensors, rows = datasets.sliced_tensors(node), rows_under(node)
         if rows is not None:
             if is_cached:

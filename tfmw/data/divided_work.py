@@ -22,7 +22,6 @@ import contextlib
 import io
 import os
 import queue
-import secrets
 import socket
 import struct
 import threading
@@ -36,7 +35,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfmw.cluster import addresses, membership
+from tfmw.cluster import membership
 from tfmw.data.random_state import random_state
 from tfmw.runtime import sockets
 from tfmw.runtime.connections import keep_alive
@@ -112,7 +111,7 @@ class BatchExchange:
     def _connect(self, host: str, port: int) -> Connection:
         with contextlib.ExitStack() as undo:
             peer = socket.create_connection((host, port), _HELLO_S)
-            connection = undo.enter_context(_authenticated(peer))
+            connection = undo.enter_context(_opened(peer))
             answer_challenge(connection, self._key)
             deliver_challenge(connection, self._key)
             _limit_silence(connection, 0)
@@ -140,7 +139,7 @@ class BatchExchange:
         # Any error ends the connection: the other worker computes the batch, and meets it, too.
         with contextlib.suppress(Exception), contextlib.ExitStack() as opened:
             try:
-                connection = opened.enter_context(_authenticated(peer))
+                connection = opened.enter_context(_opened(peer))
                 deliver_challenge(connection, self._key)
                 answer_challenge(connection, self._key)
                 _limit_silence(connection, 0)
@@ -239,7 +238,7 @@ class DividedBatches:
         return future.result()
 
 
-def _authenticated(peer: socket.socket) -> Connection:
+def _opened(peer: socket.socket) -> Connection:
     """A connection whose reads fail after `_HELLO_S`, until it is authenticated."""
     peer.setblocking(True)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -299,11 +298,8 @@ def divided(
     if _exchange is None:
         joined = membership.joined()
         assert joined is not None  # several workers have a cluster
-        tasks = joined.cluster.tasks("chief", "worker").values()
-        hosts = [addresses.split(address)[0] for address in tasks]
-        drawn = agree(secrets.token_hex(32))
-        key = (os.environ.get("TFMW_TOKEN") or drawn).encode()
-        _exchange = BatchExchange(hosts[rank], key)
-        _exchange.peers = list(zip(hosts, from_all(_exchange.port), strict=True))
+        key = membership.training_key(lambda draw: agree(draw()))
+        _exchange = BatchExchange(joined.hosts[rank], key)
+        _exchange.peers = list(zip(joined.hosts, from_all(_exchange.port), strict=True))
     _numbers += 1
     return DividedBatches(_exchange, _numbers, rank, compute)

@@ -71,7 +71,7 @@ class OrderedPyDataset(keras.utils.PyDataset):
         if threads < 2 or self._dataset.use_multiprocessing or sharding.workers == 1:
             return
         self._divided = divided(sharding.rank, self._compute, order.from_all, order.agree)
-        self._share = lambda: restore_random_state(order.agree(random_state()))
+        self._agree = order.agree
         # As many threads as there were compute at a time: the others wait for other workers.
         self.workers = threads * sharding.workers
         self.max_queue_size = max(self._dataset.max_queue_size, self.workers)
@@ -86,7 +86,7 @@ class OrderedPyDataset(keras.utils.PyDataset):
 
     def on_epoch_end(self) -> None:
         if self._divided is not None:  # a batch may have drawn
-            self._share()
+            _share(self._agree)
         self._dataset.on_epoch_end()
 
     def draw(self) -> None:
@@ -163,6 +163,10 @@ class PyDatasetHooks(EpochHooks):
         self._dataset.restore(state, seed, passes)
 
     def _share(self) -> None:
-        """Gives every worker the chief's generators."""
         if self._agree is not None:
-            restore_random_state(self._agree(random_state()))
+            _share(self._agree)
+
+
+def _share(agree: Callable[[Any], Any]) -> None:
+    """Gives every worker the chief's generators."""
+    restore_random_state(agree(random_state()))

@@ -290,8 +290,7 @@ class _IndexedInput:
         moves: list[tf.data.Dataset] = []
         maps: list[tf.data.Dataset] = []
         while True:
-            if isinstance(node, datasets.Zip) and (same := joined(node)) is not None:
-                node = same
+            node = joined(node) or node
             if isinstance(node, datasets.Map) and is_pure(node):
                 maps.append(node)
             elif isinstance(node, (*datasets.Repeat, *datasets.Skip)):

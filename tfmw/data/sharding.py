@@ -448,8 +448,7 @@ def _peel(
     while True:
         if rows_under(node) is not None:
             break
-        if isinstance(node, datasets.Zip) and (same := joined(node)) is not None:
-            node = same
+        node = joined(node) or node
         if isinstance(node, datasets.Map) and is_pure(node):
             maps.append(node)
             lowest_map = (input_of(node), len(selections), len(maps))

@@ -176,10 +176,7 @@ class Source:
                 x.start_at(start)
                 return _with_cardinality(adapter.get_tf_dataset(), x)
 
-            own_readers = datasets.has_own_readers(adapter)
-            known["rest"] = (
-                rest if own_readers else functools.partial(datasets.batches_from, adapter)
-            )
+            known["rest"] = rest
         elif adapter.num_batches is not None:
             # The pipeline of arrays has no known length.
             known["steps"] = int(adapter.num_batches)

@@ -21,11 +21,9 @@ _SAME = (*datasets.Map, *datasets.Prefetch, *datasets.OptionsNode)
 
 
 def joined(node: tf.data.Dataset) -> tf.data.Dataset | None:
-    """The same elements, with the maps above the zip; None if that changes nothing.
-
-    Args:
-        node: a zip.
-    """
+    """A zip with its maps above it; None for others, and if that changes nothing."""
+    if not isinstance(node, datasets.Zip):
+        return None
     nodes, inputs = [node], []  # of each node the numbers of its inputs
     for each in nodes:
         below: list[tf.data.Dataset] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from keras.src.trainers.data_adapters import (
     array_data_adapter,
     array_slicing,
     get_data_adapter,
-    py_dataset_adapter,
 )
 from keras.src.trainers.data_adapters import tf_dataset_adapter as _tf_dataset_adapter
 from tensorflow.python.data.ops import (
@@ -65,24 +63,6 @@ def batches_of_slices(adapter: Any) -> tf.data.Dataset | None:
     if not all(isinstance(a, np.ndarray | tf.Tensor) for a in tf.nest.flatten(arrays)):
         return None
     return tf.data.Dataset.from_tensor_slices(arrays).batch(adapter._batch_size)
-
-
-def batches_from(adapter: Any, start: int) -> tf.data.Dataset:
-    """The batches `start`, `start + 1`, ... of a PyDataset's adapter, without those before.
-
-    Args:
-        adapter: its `get_tf_dataset` has been called, and it has no readers of its own.
-    """
-    number = adapter.py_dataset.num_batches
-
-    def batches() -> Iterator[Any]:
-        for index in itertools.count(start) if number is None else range(start, number):
-            yield adapter._standardize_batch(adapter.py_dataset[index])
-
-    dataset = tf.data.Dataset.from_generator(batches, output_signature=adapter._output_signature)
-    if number is not None:
-        dataset = dataset.apply(tf.data.experimental.assert_cardinality(number - start))
-    return dataset.prefetch(tf.data.AUTOTUNE)
 
 
 def signature_of(adapter: Any) -> Any:
@@ -562,7 +542,6 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (cache_op, "CacheDataset"),
     (from_tensor_slices_op, "_TensorSliceDataset"),
     (from_tensors_op, "_TensorDataset"),
-    (py_dataset_adapter.PyDatasetAdapter, "_standardize_batch"),
     (concatenate_op, "_ConcatenateDataset"),
     (padded_batch_op, "_PaddedBatchDataset"),
     (range_op, "_RangeDataset"),

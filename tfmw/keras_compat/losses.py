@@ -166,7 +166,7 @@ class ReplicaWeight:
         """
         flow = self.flows.of(value)
         if flow.kind == "size" and not flow.axes:  # as of constants, one for each example
-            return {0: "mean", 1: "sum"}.get(-1 if flow.degree is None else flow.degree)
+            return {None: None, 0: "mean", 1: "sum"}.get(flow.degree)
         if flow.kind != "reduced":
             return None
         return "sum" if flow.degree == 1 else "mean"

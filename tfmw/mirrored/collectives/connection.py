@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 
 import tensorflow as tf
 
-from tfmw.cluster import addresses, membership
+from tfmw.cluster import membership
 from tfmw.cluster.group import Group
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.errors import UsageError
@@ -17,9 +16,6 @@ from tfmw.mirrored.collectives.hierarchy import HIERARCHY, AnyRing, connect
 from tfmw.mirrored.collectives.ring import RingBroken
 
 logger = logging.getLogger("tfmw")
-
-TOKEN = "TFMW_TOKEN"
-"""Variable with a secret of the training, the same for all tasks; see listener.py."""
 
 # A process joins once, and has one ring.
 _ring: AnyRing | None = None
@@ -77,13 +73,13 @@ def _connect(joined: JoinedCluster) -> AnyRing | None:
             )
         return None
     machine = None if os.environ.get(HIERARCHY) == "0" else listener.machine()
-    drawn = group.from_chief(lambda: secrets.token_hex(32))
+    key = membership.training_key(group.from_chief)
     try:
         return connect(
             group.rank,
-            [addresses.split(a)[0] for a in joined.cluster.tasks("chief", "worker").values()],
+            joined.hosts,
             [None if m is None else tuple(m) for m in group.from_all(machine)],
-            (os.environ.get(TOKEN) or drawn).encode(),
+            key,
             group.from_all,
             group.require_peer,
             joined.options.timeout_seconds,
