@@ -327,6 +327,8 @@ def kind_of(increment: Callable[[Any], Any]) -> str:
         (lambda x: ops.sum(ones(x) * WEIGHTS, axis=0), "sum"),
         (lambda x: ops.mean(ops.relu(ones(x) @ KERNEL), axis=0), "once"),
         (lambda x: ops.sqrt(number_of(x)), "unknown"),
+        (lambda x: number_of(x) + 3.0, "unknown"),
+        (lambda x: WEIGHTS * 0 + number_of(x), "sum"),
         (lambda x: tf.constant(1.0), "once"),
         (lambda x: 2 * WEIGHTS, "once"),
         (lambda x: ops.sqrt(ops.mean(x)), "unknown"),

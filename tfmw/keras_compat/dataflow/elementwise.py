@@ -66,10 +66,17 @@ def _sum_rule(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
 
 
 def _small(op: Any, inputs: list[Flow]) -> bool:
-    """Whether the fixed inputs are constants near 0, which only prevent a division by 0."""
-    constants = [flow.constant for flow in inputs if flow.kind == "fixed"]
+    """Whether the fixed inputs only prevent a division by 0, or only give a shape, as `0 * x`."""
     limit = 1.0 if op.type == "Maximum" else 1e-3
-    return all(c is not None and np.all(np.abs(c) <= limit) for c in constants)
+
+    def small(tensor: Any, flow: Flow) -> bool:
+        factors = tensor.op.inputs if tensor.op.type in ("Mul", "MulNoNan") else ()
+        if any(value is not None and not np.any(value) for value in map(static_value, factors)):
+            return True
+        return flow.constant is not None and bool(np.all(np.abs(flow.constant) <= limit))
+
+    pairs = zip(op.inputs, inputs, strict=True)
+    return all(small(tensor, flow) for tensor, flow in pairs if flow.kind == "fixed")
 
 
 def _product_rule(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
