@@ -112,9 +112,11 @@ def serving(
             )
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def own_address() -> str:
@@ -248,7 +250,24 @@ class TestGateway:
             response = connection.getresponse()
             assert response.read() == b"".join(parts)
             assert response.status == 200
+            # The server did not say that it closes: clients must not send their next request here.
+            assert response.getheader("Connection") == "close"
             connection.close()
+
+    def test_a_response_follows_an_informational_one(self, gateway):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", gateway), 10) as client:
+                client.sendall(f"GET http://127.0.0.1:{port}/ HTTP/1.1\r\n\r\n".encode())
+                accepted, _ = server.accept()
+                with accepted:
+                    accepted.sendall(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
+                    accepted.sendall(b"Keep-Alive: timeout=5\r\nServer: s\r\n\r\nbody")
+                with client.makefile("rb") as received:
+                    assert received.read() == (
+                        b"HTTP/1.1 100 Continue\r\n\r\n"
+                        b"HTTP/1.1 200 OK\r\nServer: s\r\nConnection: close\r\n\r\nbody"
+                    )
 
     def test_a_tunnel_passes_on_the_end_of_each_direction(self, gateway):
         with socket.create_server(("127.0.0.1", 0)) as server:

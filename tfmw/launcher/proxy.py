@@ -31,7 +31,7 @@ def serve_port(client: socket.socket, port: int) -> None:
     """Connects the client to a server of this machine, until both ends are closed."""
     with socket.create_connection(("localhost", port), CONNECT_TIMEOUT_S) as server:
         server.settimeout(None)
-        _relay(client, client.recv, server)
+        _relay(client, client.recv, server, server.recv)
 
 
 def serve_proxy(client: socket.socket, environ: Mapping[str, str]) -> None:
@@ -61,7 +61,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
             else:  # its response is the client's
                 fields = [f"Host: {self.path}", *_authorization(proxy)]
                 server.sendall(_head(f"CONNECT {self.path} HTTP/1.1", fields))
-            _relay(self.connection, self.rfile.read1, server)
+            _relay(self.connection, self.rfile.read1, server, server.recv)
 
     def _forward(self) -> None:
         """Sends a plain request on; one request per connection, so any body may follow."""
@@ -79,10 +79,10 @@ class _Request(http.server.BaseHTTPRequestHandler):
         with server:
             server.sendall(_head(f"{self.command} {target} HTTP/1.1", fields))
             if "Transfer-Encoding" in self.headers:
-                _relay(self.connection, self.rfile.read1, server)
+                _relay(self.connection, self.rfile.read1, server, _Closing(server).read)
             else:
                 body = _Body(self.rfile, int(self.headers.get("Content-Length", 0)))
-                _relay(self.connection, body.read, server, half_close=False)
+                _relay(self.connection, body.read, server, _Closing(server).read, False)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _forward
 
@@ -126,6 +126,40 @@ class _Body:
         data: bytes = self._reader.read1(min(size, self._left)) if self._left else b""
         self._left -= len(data)
         return data
+
+
+class _Closing:
+    """A server's response, with a field that tells the client that the connection ends with it.
+
+    Many servers do not send it, though they were asked to close: the client would send its next
+    request while the connection is being closed.
+    """
+
+    def __init__(self, server: socket.socket) -> None:
+        self._server = server
+        self._head: bytes | None = b""  # None: it was passed on
+
+    def read(self, size: int) -> bytes:
+        while self._head is not None:
+            head, end, rest = self._head.partition(b"\r\n\r\n")
+            if end and head[9:10] == b"1":  # 100 Continue: the response follows
+                self._head = rest
+                return head + end
+            if end:
+                self._head = None
+                first, *fields = head.split(b"\r\n")
+                kept = [
+                    f
+                    for f in fields
+                    if f.split(b":")[0].decode("latin-1").lower() not in _HOP_BY_HOP
+                ]
+                return b"\r\n".join([first, *kept, b"Connection: close"]) + end + rest
+            data = self._server.recv(size)
+            if not data or len(self._head) > _BLOCK:
+                head, self._head = self._head, None
+                return head + data
+            self._head += data
+        return self._server.recv(size)
 
 
 def upstream(scheme: str, host: str, environ: Mapping[str, str]) -> urllib.parse.SplitResult | None:
@@ -178,6 +212,7 @@ def _relay(
     client: socket.socket,
     read_client: Callable[[int], bytes],
     server: socket.socket,
+    read_server: Callable[[int], bytes],
     half_close: bool = True,
 ) -> None:
     """Copies in both directions until the server has closed its end, or a connection is lost.
@@ -186,11 +221,12 @@ def _relay(
         client: the connection from the private network.
         read_client: returns at most so many bytes from the client; none at the end.
         server: the connection outside.
+        read_server: the same from the server.
         half_close: whether the client's end is passed on to the server.
     """
     up = threading.Thread(target=_copy, args=(read_client, client, server, half_close), daemon=True)
     up.start()
-    _copy(server.recv, server, client, True)
+    _copy(read_server, server, client, True)
     with contextlib.suppress(OSError):
         client.shutdown(socket.SHUT_RD)  # a server that has closed reads nothing more
     up.join()
