@@ -2,7 +2,8 @@
 
     python -m bench [--all] [--rounds 1] [--out build/bench]
 
-A ratio without a goal is measured by `--all`, which takes an hour.
+A ratio without a goal is measured by `--all`, which takes an hour, and adds all figures to
+`bench/history.csv`, under the commit. What is slower than at the last commits is named at the end.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import memory, steps, whole
+from bench import memory, short, steps, whole
+from bench.figures import Figure, commit, markdown, record, slower
 
 
 def main() -> None:
@@ -21,23 +23,35 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path, default=steps.ROOT / "build" / "bench")
     options = parser.parse_args()
+    name = commit()
 
-    def of_steps() -> str:
+    def of_steps() -> list[Figure]:
         turns = steps.planned(list(steps.PLAN), []) if options.all else steps.with_goals()
         rows = steps.measure(turns, options.rounds)
         steps.keep(rows, options.out)
-        return steps.table(rows)
+        return steps.figures(rows)
 
+    rounds = max(3, options.rounds)
+    contenders = tuple(memory.CONTENDERS) if options.all else memory.BESIDE
+    parts: dict[str, Callable[[], list[Figure]]] = {
+        "a step": of_steps,
+        "short calls and small steps": lambda: short.figures(rounds),
+        "a tiny training": lambda: whole.figures(rounds=rounds),
+        "peak memory": lambda: memory.figures(contenders),
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
     tables: list[str] = []
-    measures: list[Callable[[], str]] = [
-        of_steps,
-        lambda: whole.table(rounds=max(3, options.rounds)),
-        lambda: memory.table(tuple(memory.CONTENDERS) if options.all else memory.BESIDE),
-    ]
-    for measure in measures:
-        tables.append(measure())
+    news: list[str] = []
+    for title, measure in parts.items():
+        found = measure()
+        news += slower(found)
+        if options.all:
+            record(found, name)
+        tables.append(markdown(title, found))
         print(tables[-1], end="\n\n", flush=True)
         (options.out / "all.md").write_text("\n\n".join(tables) + "\n")
+    if news:
+        print("slower than at the last commits:", *news, sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -116,7 +116,6 @@ RUN: dict[str, Here | Reason | str] = {
     "kubectl .*": Reason(CLUSTER),
     # measurements
     r"python -m tests.keras_compat.survey .*": "tests/keras_compat/test_survey.py::",
-    "python -m bench.on_batch": Here(),
     r"(sudo )?python (-m bench|bench/).*": Reason(MINUTES),
     "tfmw run --workers 2 bench/ring.py --mb 64": Here(),
     r"tfmw run --workers 2 --ps [12] bench/.*": Reason(MINUTES),

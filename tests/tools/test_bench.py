@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from bench.figures import Figure, history, record, slower
 from tests.helpers.cluster import tfmw_command
 from tfmw.tools.cost import PARTS, Cost, report
 
@@ -134,3 +135,18 @@ def test_wrong_target_raises_one_sentence(target, said):
     assert process.returncode == 2
     assert said in output
     assert len(output.strip().splitlines()) == 1
+
+
+def test_a_worse_figure_than_at_the_last_commits_is_named(tmp_path):
+    path = tmp_path / "history.csv"
+    for name, value in [("a", 1.0), ("b", 1.1), ("c", 0.9)]:
+        record([Figure("a step", value), Figure("memory", 5.0)], name, path)
+    assert slower([Figure("a step", 1.1), Figure("memory", 5.6), Figure("new", 9.0)], path) == []
+    assert slower([Figure("a step", 1.2)], path) == ["a step: 1.20, before 1.00"]
+    record([Figure("a step", 2.0)], "c", path)  # measured again
+    assert [each for each in history(path) if each[1] == "a step"] == [
+        ("a", "a step", 1.0),
+        ("b", "a step", 1.1),
+        ("c", "a step", 2.0),
+    ]
+    assert len(history(path)) == 6

@@ -1,0 +1,210 @@
+"""Short calls and small steps: tfmw on one and two workers beside Keras in one process, as ratios.
+
+    python -m bench.short [--rounds 3] [--only "an epoch"]
+
+Contenders take turns, each in fresh processes of one thread. A row's figure is the median over the
+rounds' ratios. What a call costs once, such as tracing, is over before it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from bench.figures import Figure, markdown
+from bench.steps import start
+
+STEPS, EPOCHS, BATCH = 10, 12, 32
+LONG = 1000  # batches
+
+# Measure -> (tfmw's workers -> goal of its time by that of Keras in one process).
+BESIDE_KERAS: dict[str, dict[int, float]] = {
+    "an epoch of 10 steps": {1: 1.15, 2: 1.8},
+    "an epoch of 10 steps, with validation": {1: 1.2, 2: 1.8},
+    "evaluate, 1,000 small batches": {2: 0.7},
+    "predict, 1,000 small batches": {2: 0.7},
+}
+# (measure, against) of two workers -> goal.
+BESIDE_ITSELF = {
+    ("a step with a callback on every batch", "a step"): 1.1,
+    ("a step by train_on_batch", "a step"): 1.3,
+}
+
+
+def _network(small: bool) -> Any:
+    import keras
+
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((784,)), keras.layers.Dense(64, activation="relu")]
+    if not small:
+        image = [keras.layers.Reshape((28, 28, 1)), keras.layers.Conv2D(32, 3, activation="relu")]
+        layers = [keras.Input((784,)), *image, keras.layers.MaxPooling2D(), keras.layers.Flatten()]
+    model = keras.Sequential([*layers, keras.layers.Dense(10)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=["accuracy"])
+    return model
+
+
+def _dataset(batches: int, batch: int) -> Any:
+    import numpy as np
+    import tensorflow as tf
+
+    random = np.random.default_rng(0)
+    x = random.random((batches * batch, 784), np.float32)
+    return tf.data.Dataset.from_tensor_slices((x, random.integers(0, 10, len(x)))).batch(batch)
+
+
+def _epoch(fit: Callable[..., Any], **options: Any) -> float:
+    """Seconds of an epoch: the median of those after the first two."""
+    import keras
+
+    times: list[float] = []
+
+    class Clock(keras.callbacks.Callback):
+        """Notes when each epoch begins."""
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            times.append(time.perf_counter())
+
+    data = _dataset(STEPS, BATCH).shuffle(STEPS * BATCH)
+    fit(_network(True), data, epochs=EPOCHS, verbose=0, callbacks=[Clock()], **options)
+    spans = [end - begin for begin, end in itertools.pairwise(times)]
+    return statistics.median(spans[2:])
+
+
+def _step(fit: Callable[..., Any], callbacks: Callable[[], list[Any]]) -> float:
+    """Seconds of a step of the small CNN: a longer epoch less a shorter one, by their steps."""
+    model, data = _network(False), _dataset(1, 128).repeat()
+    fit(model, data, steps_per_epoch=3, verbose=0, callbacks=callbacks())
+    times = []
+    for count in (50, 200):
+        begin = time.perf_counter()
+        fit(model, data, steps_per_epoch=count, verbose=0, callbacks=callbacks())
+        times.append(time.perf_counter() - begin)
+    return (times[1] - times[0]) / 150
+
+
+def _by_batches() -> float:
+    import tfmw
+
+    model = _network(False)
+    ((x, y),) = _dataset(1, 128).as_numpy_iterator()
+    for _ in range(3):
+        tfmw.train_on_batch(model, x, y)
+    begin = time.perf_counter()
+    for _ in range(200):
+        tfmw.train_on_batch(model, x, y)
+    return (time.perf_counter() - begin) / 200
+
+
+def _whole_call(function: Callable[..., Any], repeat: int = 3) -> float:
+    model, data = _network(True), _dataset(LONG, BATCH)
+    times = []
+    for _ in range(1 + repeat):
+        begin = time.perf_counter()
+        function(model, data, verbose=0)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def _callback() -> list[Any]:
+    import keras
+
+    class OnBatch(keras.callbacks.Callback):
+        """Reads the loss of every batch."""
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.last = float(logs["loss"])
+
+    return [OnBatch()]
+
+
+def measures(of_tfmw: bool) -> dict[str, Callable[[], float]]:
+    """Measure -> the function that gives its seconds, in this process."""
+    import keras
+
+    import tfmw
+
+    by: Any = tfmw if of_tfmw else keras.Model
+    beside: dict[str, Callable[[], float]] = {
+        "an epoch of 10 steps": functools.partial(_epoch, by.fit),
+        "an epoch of 10 steps, with validation": lambda: _epoch(
+            by.fit, validation_data=_dataset(STEPS, BATCH)
+        ),
+        "evaluate, 1,000 small batches": functools.partial(_whole_call, by.evaluate),
+        "predict, 1,000 small batches": lambda: _whole_call(
+            lambda model, data, verbose: by.predict(
+                model, data.map(lambda x, y: x), verbose=verbose
+            )
+        ),
+    }
+    itself: dict[str, Callable[[], float]] = {
+        "a step": lambda: _step(by.fit, list),
+        "a step with a callback on every batch": lambda: _step(by.fit, _callback),
+        "a step by train_on_batch": _by_batches,
+    }
+    return {**beside, **itself} if of_tfmw else beside
+
+
+def seconds(workers: int | None, only: str) -> dict[str, float]:
+    """Measure -> seconds of it, in fresh processes.
+
+    Args:
+        workers: of tfmw; None: Keras in one process.
+        only: a part of the measures' names.
+    """
+    command = ["bench.short", "--only", only, "--in", "keras" if workers is None else "tfmw"]
+    outputs = start(command, workers or 1, through_tfmw=workers is not None)
+    line = next(text for text in outputs[0].splitlines() if text.startswith("{"))
+    found: dict[str, float] = json.loads(line)
+    return found
+
+
+def figures(rounds: int = 3, only: str = "") -> list[Figure]:
+    """Measures: the median of the rounds' ratios."""
+    ratios: dict[tuple[str, float | None], list[float]] = {}
+    for _ in range(rounds):
+        keras, alone, two = (seconds(workers, only) for workers in (None, 1, 2))
+        for name, goals in BESIDE_KERAS.items():
+            for workers, found in ((1, alone), (2, two)):
+                if name in found and workers in goals:
+                    row = f"{name}, tfmw on {workers} worker{'s' * (workers > 1)} / Keras on one"
+                    ratios.setdefault((row, goals[workers]), []).append(found[name] / keras[name])
+        for (name, against), goal in BESIDE_ITSELF.items():
+            if name in two and against in two:
+                row = f"{name} / {against}, two workers"
+                ratios.setdefault((row, goal), []).append(two[name] / two[against])
+    return [Figure(row, statistics.median(found), goal) for (row, goal), found in ratios.items()]
+
+
+def main() -> None:
+    """Measures, prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="a part of the names")
+    parser.add_argument("--in", dest="contender", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contender is None:
+        print(markdown("short calls and small steps", figures(options.rounds, options.only)))
+        return
+    todo = measures(options.contender == "tfmw")
+    needed = {
+        *(name for name in todo if options.only in name),
+        *(against for name, against in BESIDE_ITSELF if options.only in name and against in todo),
+    }
+    found = {name: todo[name]() for name in todo if name in needed}
+    if os.environ.get("RANK", "0") == "0":
+        json.dump(found, sys.stdout)
+        print()
+
+
+if __name__ == "__main__":
+    main()
