@@ -95,10 +95,10 @@ def test_parts_do_together_what_one_does(bounds, options):
     for first, last in itertools.pairwise(bounds):
         held = []
         for variable in divided.weights:
-            division = table_variables.division_of(variable)
+            partitioning = table_variables.partitioning_of(variable)
             value = variable.numpy()
-            if division is not None:
-                value = value[slice(*division.rows_of(first, last))]
+            if partitioning is not None:
+                value = value[slice(*partitioning.rows_of(first, last))]
             held.append((variable, tf.Variable(value)))
         shards.append((Part(divided, first), held))
     random = np.random.default_rng(0)

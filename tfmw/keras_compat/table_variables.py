@@ -58,15 +58,15 @@ _DRAWN_TYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
+class Partitioning:
     """The places at which a layer's variable may be divided: between units of successive rows.
 
     Attributes:
         units: number of units.
         rows: of each unit.
         first: rows before those of the first unit, with which they stay.
-        follows: the Keras variable, with a division of as many units, whose shards have the same
-            units on the same servers; None: any division.
+        follows: the Keras variable, partitioned into as many units, whose shards have the same
+            units on the same servers; None: any partitioning.
     """
 
     units: int
@@ -82,29 +82,29 @@ class Division:
         """The reverse of `rows_of`."""
         return (start - self.first if start else 0) // self.rows, (stop - self.first) // self.rows
 
-    def has_rows_of(self, other: Division) -> bool:
+    def has_rows_of(self, other: Partitioning) -> bool:
         """Whether the same units are the same rows of both variables."""
         return (self.rows, self.first) == (other.rows, other.first)
 
 
-_DIVISION = "_tfmw_division"  # of Keras variables
+_PARTITIONING = "_tfmw_partitioning"  # of Keras variables
 
 
-def add_divided(layer: Any, division: Division, **described: Any) -> Any:
-    """`layer.add_weight(**described)`, which is divided over servers as `division` says."""
-    before = getattr(_building, "division", None)
-    _building.division = division
+def add_partitioned(layer: Any, partitioning: Partitioning, **described: Any) -> Any:
+    """`layer.add_weight(**described)`, which is divided over servers as `partitioning` says."""
+    before = getattr(_building, "partitioning", None)
+    _building.partitioning = partitioning
     try:
         variable = layer.add_weight(**described)
     finally:
-        _building.division = before
-    setattr(variable, _DIVISION, division)
+        _building.partitioning = before
+    setattr(variable, _PARTITIONING, partitioning)
     return variable
 
 
-def division_of(variable: Any) -> Division | None:
-    """The division of a Keras variable of `add_divided`; None for another."""
-    return getattr(variable, _DIVISION, None)
+def partitioning_of(variable: Any) -> Partitioning | None:
+    """The partitioning of a Keras variable of `add_partitioned`; None for another."""
+    return getattr(variable, _PARTITIONING, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ class NewVariable:
         path, shape, dtype, trainable: of the variable.
         initializer: (shape, dtype) -> its value.
         slot_of: the Keras variable whose optimizer's slot it is, or None.
-        division: where it may be divided; None for between any rows.
+        partitioning: where it may be divided; None for between any rows.
     """
 
     path: str
@@ -124,11 +124,13 @@ class NewVariable:
     trainable: bool
     initializer: Any
     slot_of: Any
-    division: Division | None = None
+    partitioning: Partitioning | None = None
 
 
 _make: Callable[[NewVariable], RemoteRows | None] | None = None
-_building = threading.local()  # `slot_of`: whose slot an optimizer makes; `division`: of a weight
+_building = (
+    threading.local()
+)  # `slot_of`: whose slot an optimizer makes; `partitioning`: of a weight
 
 
 def make_variables_by(make: Callable[[NewVariable], RemoteRows | None]) -> None:
@@ -152,9 +154,9 @@ def _install() -> None:
     def initialize(self: Any, initializer: Any) -> None:
         slot_of = getattr(_building, "slot_of", None)
         dtype = tf.as_dtype(self._dtype)
-        division = division_of(self) or getattr(_building, "division", None)
+        partitioning = partitioning_of(self) or getattr(_building, "partitioning", None)
         new = NewVariable(
-            self.path, list(self._shape), dtype, self.trainable, initializer, slot_of, division
+            self.path, list(self._shape), dtype, self.trainable, initializer, slot_of, partitioning
         )
         rows = None if _make is None else _make(new)
         if rows is None:

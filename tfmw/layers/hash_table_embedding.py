@@ -129,8 +129,8 @@ class HashTableEmbedding(keras.layers.Layer):
         del input_shape
         ways = ways_of(self._places)
         self._buckets = self._places // ways
-        of_rows = table_variables.Division(self._buckets, ways, first=1)
-        self.embeddings = table_variables.add_divided(
+        of_rows = table_variables.Partitioning(self._buckets, ways, first=1)
+        self.embeddings = table_variables.add_partitioned(
             self,
             of_rows,
             name="embeddings",
@@ -154,8 +154,10 @@ class HashTableEmbedding(keras.layers.Layer):
         described = {"name": name, "shape": shape, "dtype": "int64", "initializer": "zeros"}
         if like is None:
             return self.add_weight(**described, trainable=False)
-        division = table_variables.Division(self._buckets, shape[0] // self._buckets, follows=like)
-        return table_variables.add_divided(self, division, **described, trainable=False)
+        partitioning = table_variables.Partitioning(
+            self._buckets, shape[0] // self._buckets, follows=like
+        )
+        return table_variables.add_partitioned(self, partitioning, **described, trainable=False)
 
     # ------------------------------------------------------------ steps
 

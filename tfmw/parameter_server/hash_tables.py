@@ -130,11 +130,11 @@ class _ServerPart:
         kept_steps: int,
     ):
         rows = server_variables.shards(layer.embeddings)[number]
-        division = table_variables.division_of(layer.embeddings)
-        assert division is not None
+        partitioning = table_variables.partitioning_of(layer.embeddings)
+        assert partitioning is not None
         self.number = number
         self.server = rows.server
-        self.first_bucket = division.units_of(rows.start, rows.stop)[0] if rows.stop else 0
+        self.first_bucket = partitioning.units_of(rows.start, rows.stop)[0] if rows.stop else 0
         self._part = Part(layer, self.first_bucket, kept_steps)
         self._held: list[tuple[Any, Any]] = [
             (variable, _Marking(server_variables.shards(variable)[number]))

@@ -171,10 +171,10 @@ class ServerVariables:
         if count <= 1:
             where = int(np.argmin(self._load))
             return [self._shard(variable, where, 0, 0)]
-        division = _division(variable)
-        bounds = [division.units * i // count for i in range(count + 1)]
+        partitioning = _partitioning(variable)
+        bounds = [partitioning.units * i // count for i in range(count + 1)]
         return [
-            self._shard(variable, int(np.argmin(self._load)), *division.rows_of(a, b))
+            self._shard(variable, int(np.argmin(self._load)), *partitioning.rows_of(a, b))
             for a, b in itertools.pairwise(bounds)
             if b > a
         ]
@@ -381,29 +381,29 @@ def refuse_unsupported(optimizers: list[Any], divided: list[Any]) -> None:
             )
 
 
-def _division(variable: Any) -> table_variables.Division:
-    """The division of a variable among servers."""
+def _partitioning(variable: Any) -> table_variables.Partitioning:
+    """The partitioning of a variable among servers."""
     rows = int(variable.shape[0]) if len(variable.shape) else 0
-    return table_variables.division_of(variable) or table_variables.Division(rows, 1)
+    return table_variables.partitioning_of(variable) or table_variables.Partitioning(rows, 1)
 
 
 def _leader(variable: Any) -> Any:
     """The Keras variable that decides where a variable is divided; as a rule itself."""
-    follows = _division(variable).follows
+    follows = _partitioning(variable).follows
     return variable if follows is None else _leader(follows)
 
 
 def _shard_count(variable: Any, partition: Callable[[Sequence[int], tf.DType], int]) -> int:
     count = partition(variable.shape.as_list(), models.native(variable).dtype)
-    return min(count, max(1, _division(variable).units))
+    return min(count, max(1, _partitioning(variable).units))
 
 
 def _rows_beside(variable: Any, leader: Any, shard: VariableShard) -> tuple[int, int]:
     """(start, stop) of the shard of a variable that is beside one of its leader."""
     if not shard.stop:
         return 0, 0
-    units = _division(leader).units_of(shard.start, shard.stop)
-    return _division(variable).rows_of(*units)
+    units = _partitioning(leader).units_of(shard.start, shard.stop)
+    return _partitioning(variable).rows_of(*units)
 
 
 def _fetch(server_variable: tf.Variable, variable: Any, shard: VariableShard) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmw.keras_compat import models, table_variables
-from tfmw.keras_compat.table_variables import Division, NewVariable
+from tfmw.keras_compat.table_variables import NewVariable, Partitioning
 from tfmw.tables.joined import Joined, JoinedRows, may_join
 from tfmw.tables.shards import VariableShard, blocks, server
 from tfmw.tables.table import Table, store_rows, table_of
@@ -77,12 +77,12 @@ class _Creation:
             if table is None or new.shape != table.shape.as_list():
                 return []
             return [(shard.server, shard.start, shard.stop) for shard in table.shards]
-        division = new.division or Division(new.shape[0] if new.shape else 0, 1)
-        if division.follows is not None:
-            return _following(division)
+        partitioning = new.partitioning or Partitioning(new.shape[0] if new.shape else 0, 1)
+        if partitioning.follows is not None:
+            return _following(partitioning)
         if not new.trainable or new.dtype not in _TYPES:
             return []
-        count = min(self._partition(new.shape, new.dtype), division.units)
+        count = min(self._partition(new.shape, new.dtype), partitioning.units)
         if count <= 1:
             return []
         if tf.distribute.has_strategy():
@@ -92,10 +92,10 @@ class _Creation:
                 new.path,
             )
             return []
-        bounds = [division.units * i // count for i in range(count + 1)]
+        bounds = [partitioning.units * i // count for i in range(count + 1)]
         width = math.prod(new.shape[1:]) * new.dtype.size
         load, places = list(self._load), []
-        for start, stop in itertools.starmap(division.rows_of, itertools.pairwise(bounds)):
+        for start, stop in itertools.starmap(partitioning.rows_of, itertools.pairwise(bounds)):
             where = min(range(len(load)), key=load.__getitem__)
             load[where] += (stop - start) * width
             places.append((where, start, stop))
@@ -135,7 +135,7 @@ class _Creation:
             if other is None or not isinstance(other.variable, JoinedRows):
                 return None
             return other.variable.joined.slot(other.variable, new.dtype), other.changed
-        if new.division is not None or not may_join(shape, new.dtype):
+        if new.partitioning is not None or not may_join(shape, new.dtype):
             return None
         kind = where, new.dtype, *shape[1:]
         found = self._joined.get(kind)
@@ -159,19 +159,22 @@ def _rows_alone(
         return variable, marks
 
 
-def _following(division: Division) -> list[tuple[int, int, int]]:
+def _following(partitioning: Partitioning) -> list[tuple[int, int, int]]:
     """(server, start, stop) of each shard of a variable that is divided as another one."""
-    table, other = table_of(division.follows), table_variables.division_of(division.follows)
+    table, other = (
+        table_of(partitioning.follows),
+        table_variables.partitioning_of(partitioning.follows),
+    )
     if table is None or other is None:
         return []
     units = [(shard.server, *other.units_of(shard.start, shard.stop)) for shard in table.shards]
-    return [(where, *division.rows_of(first, last)) for where, first, last in units]
+    return [(where, *partitioning.rows_of(first, last)) for where, first, last in units]
 
 
 def _shares_rows(new: NewVariable) -> Any:
     """The Keras variable whose rows change together with those of a new one, or None."""
-    if new.slot_of is not None or new.division is None:
+    if new.slot_of is not None or new.partitioning is None:
         return new.slot_of
-    other = table_variables.division_of(new.division.follows)
-    is_alike = other is not None and new.division.has_rows_of(other)
-    return new.division.follows if is_alike else None
+    other = table_variables.partitioning_of(new.partitioning.follows)
+    is_alike = other is not None and new.partitioning.has_rows_of(other)
+    return new.partitioning.follows if is_alike else None
