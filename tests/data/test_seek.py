@@ -17,6 +17,7 @@ from tfmw.data import seek as seek_module
 from tfmw.data.seek import seek
 from tfmw.keras_compat import datasets
 from tfmw.keras_compat.shuffle_order import ShuffleOrder, is_known, pair_of_pass
+from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
 
 N = 23
 
@@ -137,6 +138,22 @@ def test_the_log_says_how_long_elements_are_read_again(
     # Another pass over these would call the user's function, or advance a shuffle.
     said = "" if name in ("generator", "shuffle below") else r", in about \d+ s"
     assert re.fullmatch(rf"the position in the data is 17 elements .* and dropped{said}", line)
+
+
+def test_the_place_of_a_shuffle_is_read_without_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An iterator's state has a part for each element of the buffer: seconds for 10,000."""
+    buffers = []
+
+    class Seeds(ShuffleSeeds):
+        def __init__(self, dataset: tf.data.Dataset) -> None:
+            buffers.append(datasets.buffer_size_of(dataset))
+            super().__init__(dataset)
+
+    monkeypatch.setattr(seek_module, "ShuffleSeeds", Seeds)
+    shuffled = tf.data.Dataset.range(30_000).shuffle(10_000, seed=1).repeat()
+    whole, reshuffles = data.ordered(shuffled, data.Order(seed=9))
+    assert int(next(iter(seek(whole, 20_000, reshuffles)))) < 30_000
+    assert buffers == [1]
 
 
 def test_the_time_of_elements_is_that_of_the_first_ones() -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.data.batches import deterministic, input_of, is_pure, steps_in, without_autograph
-from tfmw.data.reshuffles import Reshuffles
+from tfmw.data.reshuffles import Reshuffles, small_of
 from tfmw.data.values import INFINITE
 from tfmw.data.zips import element_at, has_index, joined
 from tfmw.keras_compat import datasets, shuffle_order
@@ -78,7 +78,7 @@ class PassStart:
     def begin(self) -> None:
         """Counts these passes; sets the `number` of the computed one."""
         if datasets.reshuffles(self.shuffle):
-            seeds = ShuffleSeeds(self.shuffle)
+            seeds = ShuffleSeeds(small_of(self.shuffle))
             self.number = seeds.passes + self.before
             seeds.passes = self.number + self.begun
 
