@@ -257,6 +257,32 @@ def test_rows_of_parquet_files(tmp_path: Any) -> None:
         data.from_parquet(tmp_path / "none*")
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_resumed_run_decodes_row_groups_after_its_position_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """A worker decodes the row groups, here of one row or two, that have rows of its own."""
+    path = tmp_path / "rows.parquet"
+    table = pyarrow.table({"x": np.arange(16 * size)})
+    pyarrow.parquet.write_table(table, path, row_group_size=size)
+    decoded: list[int] = []
+    read = pyarrow.parquet.ParquetFile.read_row_group
+
+    def counted(file: Any, number: int, **options: Any) -> Any:
+        decoded.append(number)
+        return read(file, number, **options)
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", counted)
+    for rank in range(2):
+        decoded.clear()
+        rows = data.from_parquet(path).map(lambda row: row["x"]).batch(2 * size)
+        assert decoded == [0, 8, 15]  # for the shapes of rows
+        dataset = _shard(data.Source(rows), 2, rank, 5)
+        own = [int(x) for parts, counts, _ in dataset for x in parts[0][: int(counts[0])]]
+        assert own == [*range(10 * size + rank, 16 * size, 2)]
+        assert decoded[3:] == sorted({row // size for row in own} - {15})
+
+
 # Some are empty, and some end in zeros.
 TEXTS = [f"record {i} é".encode() * (i % 4) + bytes(i % 3) for i in range(N)]
 

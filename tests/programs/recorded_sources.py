@@ -260,6 +260,14 @@ def texts(folder: Path) -> Any:
 
 
 @source
+def sounds(folder: Path) -> Any:
+    sounds = keras.utils.audio_dataset_from_directory(
+        folder / "sounds", batch_size=BATCH, output_sequence_length=2, seed=1, verbose=False
+    )
+    return sounds.map(lambda samples, label: (samples * 2.0**15, label))  # of 16 bits
+
+
+@source
 def timeseries(_: Path) -> Any:
     return keras.utils.timeseries_dataset_from_array(
         np.arange(N + 3), np.arange(N), 4, batch_size=BATCH, shuffle=True, seed=1
@@ -281,12 +289,14 @@ def write_files(folder: Path) -> None:
     writer.close()
     (folder / "rows.txt").write_text("\n".join(rows))
     for label in range(2):
-        for kind in ("images", "texts"):
+        for kind in ("images", "texts", "sounds"):
             (folder / kind / str(label)).mkdir(parents=True)
         for i in range(label, N, 2):
             pixels: np.ndarray = np.full([2, 2, 3], i, np.uint8)
             keras.utils.save_img(folder / f"images/{label}/{i}.png", pixels, scale=False)
             (folder / f"texts/{label}/{i}.txt").write_text(str(i))
+            sound = tf.audio.encode_wav(tf.fill([2, 1], i / 2**15), 8000)
+            tf.io.write_file(str(folder / f"sounds/{label}/{i}.wav"), sound)
     for name, numbered in (("a", range(30)), ("b", range(30, N))):
         with tarfile.open(folder / f"{name}.tar", "w") as tar:
             for i in numbered:
