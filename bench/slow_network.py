@@ -1,0 +1,220 @@
+"""Synchronous training and `sync_every` on slow links: bytes, time of a step, time to a loss.
+
+    sudo python -m bench.slow_network [--work mlp] [--workers 2] [--mbit 100] [--loss]
+
+Each worker has a network namespace, whose link sends no faster than the rate (bench/machines.py).
+Bytes are those that a worker's device has sent, and efficiency is the time of a step of one worker
+alone by that of all: all take turns on the same cores. With `--loss` every way trains on the same
+examples, which a network can learn, until the validation loss that synchronous training reaches;
+the time to it is compared. Needs root, and Linux with ip and tc (iproute2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.machines import NAME, machines
+
+ROOT = Path(__file__).resolve().parents[1]
+PORT, MARK, TIMEOUT_S = 20_000, "found: ", 900
+SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+
+# Way -> (steps between two exchanges, other arguments of `fit`).
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "synchronous": (1, {}),
+    "sync_every=25, int8": (25, {"sync_compression": "int8"}),
+    "sync_every=100, int8": (100, {"sync_compression": "int8"}),
+    "sync_every=100, int8, 4 fragments, overlap of 20": (
+        100,
+        {"sync_compression": "int8", "sync_fragments": 4, "sync_overlap": 20},
+    ),
+}
+
+
+def _arguments(way: str) -> dict[str, Any]:
+    """Of `tfmw.fit`."""
+    import keras
+
+    every, options = WAYS[way]
+    if every == 1:
+        return {}
+    outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+    return {"sync_every": every, "outer_optimizer": outer, **options}
+
+
+def steps(way: str, work: str) -> dict[str, float]:
+    """Seconds of a step, and bytes that a step sends, in this worker."""
+    import keras
+
+    import tfmw
+    from bench.works import batches, keras_network
+
+    cluster = tfmw.init()
+    model, data = keras_network(work, keras), batches(work, cluster.num_workers)
+    every = WAYS[way][0]
+    count = max(4, 2 * every)
+    marks: list[tuple[float, int]] = []
+
+    class Mark(keras.callbacks.Callback):
+        """Notes time and bytes at each end of an epoch, when all workers have met."""
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            marks.append((time.perf_counter(), int(SENT.read_text()) if SENT.exists() else 0))
+
+    options: dict[str, Any] = {"epochs": 2, "steps_per_epoch": count, "verbose": 0}
+    tfmw.fit(model, data, callbacks=[Mark()], **options, **_arguments(way))
+    (begin, sent), (end, more) = marks
+    return {"seconds": (end - begin) / count, "bytes": (more - sent) / count}
+
+
+def losses(way: str, work: str) -> dict[str, list[list[float]]]:
+    """(seconds since the first epoch, validation loss) of each epoch."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import tfmw
+    from bench.works import CLASSES, WORKS, examples, keras_network
+
+    cluster = tfmw.init()
+    keras.utils.set_random_seed(1)
+    x, _ = examples(WORKS[work], 8192)
+    # A network of its own knows the classes, so that there is something to learn.
+    teacher = np.random.default_rng(5).normal(size=[int(np.prod(x.shape[1:])), CLASSES])
+    flat: np.ndarray = x.reshape(len(x), -1).astype(np.float64)
+    y = np.argmax((flat - flat.mean(0)) / (flat.std(0) + 1e-9) @ teacher, axis=1)
+    model = keras_network(work, keras)
+    model.optimizer.learning_rate = 0.05 if WORKS[work].optimizer == "sgd" else 0.001
+    batch = WORKS[work].batch * cluster.num_workers
+    train = tf.data.Dataset.from_tensor_slices((x[:7168], y[:7168])).shuffle(7168, seed=1)
+    train = train.repeat().batch(batch, drop_remainder=True)
+    found: list[list[float]] = []
+    began: list[float] = []
+
+    class Curve(keras.callbacks.Callback):
+        """Notes the validation loss and the time."""
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            began.append(time.perf_counter())
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            found.append([time.perf_counter() - began[0], float((logs or {})["val_loss"])])
+
+    tfmw.fit(
+        model,
+        train,
+        epochs=4,
+        steps_per_epoch=100,
+        validation_data=(x[7168:], y[7168:]),
+        verbose=0,
+        callbacks=[Curve()],
+        **_arguments(way),
+    )
+    return {"curve": found}
+
+
+def measured(child: str, way: str, work: str, workers: int, mbit_per_s: float) -> Any:
+    """What the chief found.
+
+    Raises:
+        RuntimeError: a worker failed; the message is its output.
+    """
+    command = [sys.executable, "-m", "bench.slow_network", "--child", child, way, "--work", work]
+    with machines(workers, mbit_per_s / 1000) as hosts:
+        processes = []
+        for worker in range(workers):
+            task = {
+                "cluster": {"worker": [f"{host}:{PORT}" for host in hosts]},
+                "task": {"type": "worker", "index": worker},
+            }
+            environ = {
+                **os.environ,
+                **({"TF_CONFIG": json.dumps(task)} if workers > 1 else {}),
+                "TF_NUM_INTRAOP_THREADS": "1",
+                "OMP_NUM_THREADS": "1",
+                "TF_CPP_MIN_LOG_LEVEL": "3",
+            }
+            processes.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", f"{NAME}{worker}", *command],
+                    cwd=ROOT,
+                    env=environ,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        try:
+            outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    said = [line for line in outputs[0].splitlines() if line.startswith(MARK)]
+    if not said:
+        raise RuntimeError("\n".join(outputs))
+    return json.loads(said[0].removeprefix(MARK))
+
+
+def _print_steps(work: str, workers: int, mbit_per_s: float) -> None:
+    cores = len(os.sched_getaffinity(0))
+    alone = measured("steps", "synchronous", work, 1, mbit_per_s)["seconds"]
+    alone *= max(1.0, workers / cores)  # those that outnumber the cores compute in turns
+    print("| way | ms per step | efficiency | MB sent per step | / synchronous |")
+    print("| --- " * 5 + "|")
+    first = None
+    for way in WAYS:
+        found = measured("steps", way, work, workers, mbit_per_s)
+        first = first or found["bytes"]
+        print(
+            f"| {way} | {1e3 * found['seconds']:.0f} | {alone / found['seconds']:.2f} | "
+            f"{found['bytes'] / 1e6:.3f} | 1/{first / found['bytes']:.0f} |",
+            flush=True,
+        )
+
+
+def _print_losses(work: str, workers: int, mbit_per_s: float) -> None:
+    print("| way | last loss | s | s to the loss of synchronous training | sooner by |")
+    print("| --- " * 5 + "|")
+    goal, of_first = None, 0.0
+    for way in WAYS:
+        curve = measured("losses", way, work, workers, mbit_per_s)["curve"]
+        seconds, last = curve[-1]
+        if goal is None:
+            goal, of_first = 1.01 * last, seconds  # within 1 %
+        reached = next((at for at, loss in curve if loss <= goal), None)
+        sooner = "" if reached is None else f"{of_first / reached:.1f}"
+        at = "" if reached is None else f"{reached:.0f}"
+        print(f"| {way} | {last:.4f} | {seconds:.0f} | {at} | {sooner} |", flush=True)
+
+
+def main() -> None:
+    """Prints a table, or measures one of its rows in this process."""
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    flags.add_argument("--work", default="mlp")
+    flags.add_argument("--workers", type=int, default=2)
+    flags.add_argument("--mbit", type=float, default=100)
+    flags.add_argument("--loss", action="store_true")
+    flags.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = flags.parse_args()
+    children: dict[str, Callable[[str, str], Any]] = {"steps": steps, "losses": losses}
+    if options.child:
+        name, way = options.child
+        found = children[name](way, options.work)
+        print(MARK + json.dumps(found), flush=True)
+        return
+    table = _print_losses if options.loss else _print_steps
+    table(options.work, options.workers, options.mbit)
+
+
+if __name__ == "__main__":
+    main()
