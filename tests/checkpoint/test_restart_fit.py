@@ -156,6 +156,7 @@ def assert_only_in_logs(said: str, done: Trained, logs: Path) -> None:
     assert not re.search(said, done.output)
 
 
+@pytest.mark.thorough
 def test_row_13_one_task_is_preempted_then_the_launcher(undisturbed, tmp_path):
     told: list[int] = []
 
@@ -227,6 +228,7 @@ def test_chaos_many_kills_at_random_moments(undisturbed, tmp_path):
     assert os.listdir(tmp_path / "backup") == ["LOCK"]  # a run that is done needs none any more
 
 
+@pytest.mark.thorough
 def test_chaos_killed_in_steps_backups_validation_and_export(undisturbed, tmp_path):
     chance = random.Random(4)
     either = [chance.randrange(2) for _ in range(3)]

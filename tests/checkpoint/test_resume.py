@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.cases import cases, chosen
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH, run_cluster, tfmw_command
 from tfmw.checkpoint.store import BackupStore, verify
 from tfmw.errors import PREEMPTED
@@ -25,11 +26,11 @@ pytestmark = pytest.mark.multiprocess
 # Every kind of data, model state and callback: a run that was interrupted in the middle of an epoch
 # beside the same run undisturbed. On two processes those in which two differ from one.
 ALONE = [
-    "shuffled", "mapped_at_random", "arrays_shuffled", "py_dataset", "loss_scale",
-    "steps_made_again", "no_backup_yet", "grain_by_index", "grain_by_state",
+    "shuffled", "mapped_at_random", "arrays_shuffled", "py_dataset", "grain_by_state",
 ]  # fmt: skip
 ALONE_TOO = [
-    "grain_loader", "hugging_face", "parquet",
+    "loss_scale", "steps_made_again", "no_backup_yet", "grain_by_index", "grain_loader",
+    "hugging_face", "parquet",
     "py_dataset_of_threads", "python_generator", "tfrecords", "gradient_accumulation",
 ]  # fmt: skip
 ALONE_LONG = [
@@ -48,22 +49,6 @@ TOGETHER_LONG = [
 ]  # fmt: skip
 
 
-def cases(some: list[str], more: list[str], most: list[str]) -> list[Any]:
-    """Parameters of a test for `make test`, `make test-thorough` and `make test-long`."""
-    return [
-        *some,
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in more),
-        *(pytest.param(name, marks=pytest.mark.long) for name in most),
-    ]
-
-
-def chosen(request: pytest.FixtureRequest, test: str, always: list[str]) -> list[str]:
-    """The scenarios that the chosen cases of a test need, and others."""
-    items: list[Any] = request.session.items
-    found = [item for item in items if item.name.startswith(f"{test}[")]
-    return sorted({*always, *(item.callspec.params["name"] for item in found)})
-
-
 COUNTED = ["mapped_at_random", "arrays_shuffled", "py_dataset"]
 
 
@@ -71,7 +56,7 @@ COUNTED = ["mapped_at_random", "arrays_shuffled", "py_dataset"]
 def alone(tmp_path_factory, request):
     """Two processes, each alone, have half of them: two cores are as busy as for two workers."""
     folder = str(tmp_path_factory.mktemp("alone"))
-    names = chosen(request, "test_one_process_resumes_bit_for_bit", COUNTED)
+    names = sorted({*COUNTED, *chosen(request, "test_one_process_resumes_bit_for_bit")})
 
     def half(names: list[str]) -> dict[str, Any]:
         return run_cluster("resume_scenarios.py", folder, *names, workers=1, timeout_s=280)[0]
@@ -84,7 +69,8 @@ def alone(tmp_path_factory, request):
 @pytest.fixture(scope="module")
 def together(tmp_path_factory, request):
     folder = str(tmp_path_factory.mktemp("together"))
-    names = chosen(request, "test_two_processes_resume_bit_for_bit", [*COUNTED, "of_input_context"])
+    cases_of_two = chosen(request, "test_two_processes_resume_bit_for_bit")
+    names = sorted({*COUNTED, "of_input_context", *cases_of_two})
     return run_cluster("resume_scenarios.py", folder, *names, workers=2, timeout_s=280)
 
 
@@ -223,6 +209,7 @@ def test_two_workers_are_preempted_and_another_number_resumes(
             np.testing.assert_allclose(run["history"][name], values, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_one_worker_is_preempted_and_two_resume(folder, undisturbed):
     faults(folder / "one", "leave 5@0:0", workers=1, status=PREEMPTED)
     assert 4 < steps_of(folder / "one") < 8
@@ -245,6 +232,7 @@ def test_complete_run_trains_nothing_again(folder, undisturbed):
 # ---------------------------------------------------------------- row 18: the network between tasks
 
 
+@pytest.mark.thorough
 def test_row_18_both_sides_of_a_cut_network_end(tmp_path):
     assert shutil.which("ip"), "this test needs the ip command: install iproute2"
     namespaces = "-n" if os.geteuid() == 0 else "-Urn"

@@ -145,6 +145,7 @@ def test_a_cluster_with_servers(checks, addresses):
         assert not any("gradients" in line for line in lines)
 
 
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 def test_with_tensorflow_itself(addresses):
     checks = Checks(str(ROOT))

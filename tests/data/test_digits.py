@@ -82,6 +82,7 @@ print(json.dumps([int(e["id"]) for e in tfds.as_numpy(read)]))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_processes_that_start_together_prepare_it_once_and_read_the_same(tmp_path):
     (temporary := tmp_path / "temporary").mkdir()

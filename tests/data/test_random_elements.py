@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import datasets as hugging_face
@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfmw import data
 from tfmw.errors import UsageError
-from tfmw.keras_compat import datasets
 
 service = tf.data.experimental.service
 
@@ -48,13 +47,6 @@ ACCEPTED: dict[str, Callable[[], tf.data.Dataset]] = {
         [_slices(), _slices()], [0.5, 0.5], seed=1
     ).batch(8),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def without_a_global_seed() -> Iterator[None]:
-    """Other tests of this process may have set one."""
-    with datasets.substituted_global_seed(None):
-        yield
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.helpers.cases import chosen
 from tests.helpers.cluster import run_cluster
 from tests.programs.recorded_sources import (
     BACKED_UP,
@@ -24,10 +24,7 @@ pytestmark = pytest.mark.multiprocess
 
 # Some sources on 2 workers and then 3; all of them by `make test-thorough`, there on 3 and then 1,
 # too. `make test-long` has the other numbers of workers.
-SOME = [
-    "arrays", "py_dataset", "grain_iter_dataset", "parquet", "tfrecords", "interleaved_files",
-    "images_by_grain",
-]  # fmt: skip
+SOME = ["arrays", "py_dataset", "grain_iter_dataset", "tfrecords"]
 PAIRS = [(2, 3), (3, 1), (1, 2), (1, 3), (2, 1), (3, 2)]
 CASES = [
     pytest.param(
@@ -91,9 +88,8 @@ class Runs:
 def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Runs:
     folder = tmp_path_factory.mktemp("sources")
     write_files(folder)
-    items: list[Any] = request.session.items
-    chosen = {item.callspec.params["name"] for item in items if item.path == request.path}
-    return Runs(folder, [name for name in SOURCES if name in chosen])
+    names = chosen(request, "test_a_source_is_read_once_over_a_kill_with_other_workers")
+    return Runs(folder, [name for name in SOURCES if name in names])
 
 
 @pytest.mark.parametrize(("name", "before", "after"), CASES)

@@ -147,6 +147,7 @@ def migration() -> list[str]:
     return [block for page in pages for block in blocks(str(page.relative_to(ROOT)))]
 
 
+@pytest.mark.thorough
 def test_migration(tmp_path):
     code = [block for block in migration() if not block.startswith("# on servers")]
     assert len(code) == 6

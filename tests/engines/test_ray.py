@@ -86,6 +86,17 @@ class TestRay(FromAShell, Contract):
         variables = {"PYTHONPATH": f"{path}{os.pathsep}{PYTHONPATH}"}
         yield dataclasses.replace(engine, runtime_env={"env_vars": variables})
 
+    @pytest.mark.thorough  # `make test` has Slurm's
+    @pytest.mark.usefixtures("_backup_each_epoch")
+    def test_fit_equals_that_of_two_workers(
+        self,
+        engine: Engine,
+        fit_on_two_workers: tuple[Any, Any],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        super().test_fit_equals_that_of_two_workers(engine, fit_on_two_workers, tmp_path, capsys)
+
     @pytest.fixture(autouse=True)
     def _leaves_nothing(self, engine: Ray) -> Iterator[None]:
         yield
@@ -242,6 +253,7 @@ def visible() -> tuple[str, ...]:
     return os.environ["CUDA_VISIBLE_DEVICES"], os.environ["TFMW_TASK"]
 
 
+@pytest.mark.thorough
 def test_each_task_sees_its_own_gpu(engine: Ray) -> None:
     """Two tasks on the node with two GPUs, which only Ray believes to be there."""
     share = dataclasses.replace(engine, gpus_per_worker=1, resources={"CPU": 0.5})

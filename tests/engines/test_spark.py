@@ -67,6 +67,17 @@ class TestSpark(Contract):
     def _has_both_executors(self, context: Any) -> None:
         wait_for(lambda: executors(context) == 2)
 
+    @pytest.mark.thorough  # `make test` has Slurm's
+    @pytest.mark.usefixtures("_backup_each_epoch")
+    def test_fit_equals_that_of_two_workers(
+        self,
+        engine: Engine,
+        fit_on_two_workers: tuple[Any, Any],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        super().test_fit_equals_that_of_two_workers(engine, fit_on_two_workers, tmp_path, capsys)
+
     @pytest.mark.long
     def test_lost_host_of_a_task_costs_nothing(self, engine: Engine, tmp_path: Path) -> None:
         super().test_lost_host_of_a_task_costs_nothing(engine, tmp_path)

@@ -65,6 +65,7 @@ def run(kind: str, folder: Path, model: str) -> None:
 FILES = ("inputs.json", "result.json")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_tf_lite_has_the_same_names(
     exported: tuple[Path, dict[str, Any], dict[str, Any]],
@@ -74,6 +75,7 @@ def test_tf_lite_has_the_same_names(
     check(folder, inputs, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_onnx_has_the_same_names(
     exported: tuple[Path, dict[str, Any], dict[str, Any]],

@@ -14,6 +14,7 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 import tfmw
+from tests.helpers.cases import cases
 from tests.layers.reference import Reference, Table
 from tfmw.keras_compat import models, table_variables
 from tfmw.layers import HashTableEmbedding, hashing
@@ -87,7 +88,7 @@ def test_as_a_reference_in_plain_python(batches, capacity, min_count, max_age):
 
 
 @pytest.mark.parametrize("bounds", [[0, 1, 4], [0, 2, 3, 4]])
-@pytest.mark.parametrize("options", [{}, {"min_count": 2, "max_age": 4}])
+@pytest.mark.parametrize("options", cases([{}], [{"min_count": 2, "max_age": 4}]))
 def test_parts_do_together_what_one_does(bounds, options):
     """Each part has some of the buckets, in variables of its own."""
     whole, divided = embedding(64, **options), embedding(64, **options)

@@ -55,11 +55,13 @@ def test_a_norm_of_all_gradients_is_summed_over_replicas(two_workers: Any) -> No
         np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_two_devices_of_a_process_share_it_to_the_last_bit(two_devices: Any) -> None:
     # The process has all parts, so nothing is lost by an exception in a step.
     assert_same(two_devices, "interrupted", replicas=2)
 
 
+@pytest.mark.thorough
 def test_each_device_holds_its_part_of_the_slots_alone(two_devices: Any) -> None:
     plain, shared = two_devices[0]["interrupted"]
     assert plain["held"] == [shared["slots"], shared["slots"]]

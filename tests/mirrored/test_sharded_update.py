@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 
+from tests.helpers.cases import cases, chosen
 from tests.helpers.cluster import ONE_THREAD, run_cluster
 from tfmw.errors import UsageError
 from tfmw.keras_compat import optimizer_part
@@ -51,9 +52,18 @@ ASSIGNED = ["assigned by a layer", "assigned after the update"]
 MODELS = ["constraint", "sparse", "compiled model", "16 bits", "between steps", *ASSIGNED]
 
 
+OFTEN = [
+    "SGD, Nesterov | off", "Adam | on", "AdamW | on", "average of weights | off",
+    "accumulated gradients | on", "loss scaling | on", "Lamb | off", "clipnorm | on",
+    "constraint", "sparse", "16 bits", "between steps",
+]  # fmt: skip
+SHARED = [*BY_ELEMENT, *BY_VARIABLE, *MODELS]
+
+
 @pytest.fixture(scope="module")
-def two() -> Any:
-    names = [*BY_ELEMENT, *BY_VARIABLE, *ROUNDED, *BY_EACH, *MODELS]
+def two(request: pytest.FixtureRequest) -> Any:
+    shared = chosen(request, "test_two_workers_share_it_to_the_last_bit")
+    names = list(dict.fromkeys([*shared, "between steps", *ROUNDED, *BY_EACH]))
     return run_cluster("sharded_update.py", *names, env=ONE_THREAD, timeout_s=600)
 
 
@@ -73,7 +83,7 @@ def _same(run: Any, name: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", [*BY_ELEMENT, *BY_VARIABLE, *MODELS])
+@pytest.mark.parametrize("name", cases(OFTEN, [name for name in SHARED if name not in OFTEN]))
 def test_two_workers_share_it_to_the_last_bit(two: Any, name: str) -> None:
     plain, shared = _same(two, name)
     assert shared["update"] == "sharded over 2 workers"

@@ -21,6 +21,7 @@ def run_until_the_end(cluster, result):
     return json.loads(result.read_text())
 
 
+@pytest.mark.thorough
 def test_killed_worker_is_replaced_while_others_continue(tmp_path):
     result = tmp_path / "result.json"
     # How soon both workers take part is the machine's affair: epochs go on until they do.

@@ -32,6 +32,7 @@ def found(tmp_path_factory):
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(500)
+@pytest.mark.thorough
 class TestLargeEmbedding:
     def gained(self, found, task):
         """How much memory a task took for the model at most, in tables."""

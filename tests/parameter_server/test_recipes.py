@@ -55,6 +55,7 @@ def neighbours(count):
             return [f"localhost:{port}" for port in range(first, first + count)]
 
 
+@pytest.mark.thorough
 def test_four_terminals(terminals):
     """Worker 0's process starts the coordinator, and shows what it prints."""
     lines = old_lines(neighbours(4))

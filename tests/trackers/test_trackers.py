@@ -21,6 +21,7 @@ from tests.helpers.wandb_rows import wandb_rows
 
 pytestmark = [
     pytest.mark.multiprocess,
+    pytest.mark.thorough,
     pytest.mark.timeout(900),  # three starts of two workers, which import a lot
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of MLflow and TensorBoard
 ]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tfmw
+from tests.helpers.cases import cases, chosen
 from tests.helpers.cluster import ClusterRun, run_cluster
 
 X = np.linspace(0, 1, 40, dtype="float32").reshape(20, 2)
@@ -97,23 +98,23 @@ def test_a_pydataset_without_a_length_is_shuffled() -> None:
     assert len(history.epoch) == 2
 
 
-# Those of the first on two workers, and of some of them on two devices, too; `make test-thorough`
+# Those of the first on two workers, and one on two devices; `make test-thorough`
 # has the rest.
 SCENARIOS = [
     "ragged_inputs",
-    "predictions_without_one_shape",
-    "batches_of_several_shapes",
     "orders_of_several_calls",
-    "random_numbers_after_a_run",
     "order_resumed_within_an_epoch",
     "whole_batches",
     "replicas_without_an_example",
-    "stopping",
     "callbacks_see_an_ordinary_model",
-    "replicas_keep_seeds_of_their_own",
 ]
-ON_DEVICES = ["whole_batches", "replicas_without_an_example", "replicas_keep_seeds_of_their_own"]
+ON_DEVICES = ["replicas_keep_seeds_of_their_own"]
 SCENARIOS_TOO = [
+    "predictions_without_one_shape",
+    "batches_of_several_shapes",
+    "random_numbers_after_a_run",
+    "stopping",
+    "replicas_keep_seeds_of_their_own",
     "a_trained_layer",
     "sparse_inputs",
     "inputs_that_are_none",
@@ -132,26 +133,18 @@ SCENARIOS_TOO = [
 
 
 def _cases(often: list[str]) -> list[Any]:
-    rest = [name for name in [*SCENARIOS, *SCENARIOS_TOO] if name not in often]
-    return [*often, *(pytest.param(name, marks=pytest.mark.thorough) for name in rest)]
+    return cases(often, [name for name in [*SCENARIOS, *SCENARIOS_TOO] if name not in often])
 
 
 pytestmark = pytest.mark.timeout(900)  # the fixtures run all scenarios that were chosen
-
-
-def _chosen(request: pytest.FixtureRequest, test: str) -> list[str]:
-    """The scenarios of the chosen cases of a test."""
-    items: list[Any] = request.session.items
-    found = [item for item in items if item.name.startswith(f"{test}[")]
-    return [item.callspec.params["name"] for item in found]
 
 
 @pytest.fixture(scope="module")
 def devices(tmp_path_factory: pytest.TempPathFactory, request: Any) -> dict[str, Any]:
     """Scenario -> result, of Keras in one process and of tfmw on two virtual devices."""
     folder = tmp_path_factory.mktemp("devices")
-    names = _chosen(request, "test_two_devices_do_as_keras_in_one_process")
-    others = set(_chosen(request, "test_two_workers_do_as_keras_in_one_process")) - set(names)
+    names = chosen(request, "test_two_devices_do_as_keras_in_one_process")
+    others = set(chosen(request, "test_two_workers_do_as_keras_in_one_process")) - set(names)
     run = run_cluster(
         *("as_keras.py", "devices", str(folder), *names, *REFUSED),
         *("by Keras alone", *sorted(others)),
@@ -167,7 +160,7 @@ REFUSED = ["states_of_examples", "batches_that_replicas_cannot_divide"]
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory, request: Any) -> ClusterRun:
-    names = _chosen(request, "test_two_workers_do_as_keras_in_one_process")
+    names = chosen(request, "test_two_workers_do_as_keras_in_one_process")
     folder = str(tmp_path_factory.mktemp("workers"))
     return run_cluster("as_keras.py", "workers", folder, *names, REFUSED[0], timeout_s=850)
 

@@ -69,7 +69,7 @@ def drop_remainder() -> Case:
     return _case(data.map(lambda x, y: (x, y)).batch(7, drop_remainder=True))
 
 
-@row("steps_per_epoch and repeat()")
+@row("steps_per_epoch and repeat()", too=True)
 def repeat() -> Case:
     data = tf.data.Dataset.from_tensor_slices(numbers()).map(lambda x, y: (x, y)).repeat(5)
     test = {"x": classes()}
@@ -83,7 +83,7 @@ def infinite() -> Case:
     return _case(data, fit={"steps_per_epoch": 6}, evaluate=test, predict=classes())
 
 
-@row("steps_per_epoch beyond one pass, no repeat")
+@row("steps_per_epoch beyond one pass, no repeat", too=True)
 def passes() -> Case:
     return _case(classes(), fit={"steps_per_epoch": 3, "epochs": 1})
 
@@ -140,7 +140,7 @@ def _endless() -> Iterator[Any]:
             yield x[start : start + BATCH], y[start : start + BATCH]
 
 
-@row("generator")
+@row("generator", too=True)
 def generator() -> Case:
     test = {"x": classes()}
     return _case(_endless(), fit={"steps_per_epoch": 5}, evaluate=test, predict=classes())

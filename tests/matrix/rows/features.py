@@ -147,7 +147,7 @@ def lora() -> Case:
     return Case(_with_lora(quantized=False), classes())
 
 
-@row("LoRA on int8", tol=5e-3)
+@row("LoRA on int8", too=True, tol=5e-3)
 def lora_on_int8() -> Case:
     return Case(_with_lora(quantized=True), classes())
 
@@ -170,7 +170,7 @@ def distillation() -> Case:
     return Case(compiled(model, adam()), classes())
 
 
-@row("ScheduleFreeAdamW")
+@row("ScheduleFreeAdamW", too=True)
 def schedule_free() -> Case:
     optimizer = keras.optimizers.ScheduleFreeAdamW(0.02, epsilon=1e-3, warmup_steps=3)
     model = compiled(mlp(), optimizer)

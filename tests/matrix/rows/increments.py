@@ -101,14 +101,14 @@ class Tracking(keras.Model):
         return super().compute_metrics(x, y, y_pred, sample_weight)
 
 
-@row("sums over batches of known size", only=("devices", "two"))
+@row("sums over batches of known size", too=True, only=("devices", "two"))
 def of_known_size() -> Case:
     # Replicas have four examples each, as many as the hidden layer has units.
     data = tf.data.Dataset.from_tensor_slices(numbers()).batch(8, drop_remainder=True)
     return Case(compiled(Tracking(), adam(), metrics=own_metrics()[:2]), data, predict=None)
 
 
-@row("BatchNormalization, synchronized, of masked sequences", only=("devices", "two"))
+@row("BatchNormalization, synchronized, of masked sequences", too=True, only=("devices", "two"))
 def masked_norm() -> Case:
     random = np.random.default_rng(5)
     tokens = random.integers(1, 9, (37, 6)) * (np.arange(6) < random.integers(1, 7, (37, 1)))

@@ -77,7 +77,7 @@ def masked_loss_of_one_example() -> Case:
     return Case(compiled(model, adam()), batches(words, labels), predict=None)
 
 
-@row("attention with padding")
+@row("attention with padding", too=True)
 def attention() -> Case:
     words = keras.Input([6], dtype="int32")
     x = layers.Embedding(WORDS, 4, mask_zero=True)(words)

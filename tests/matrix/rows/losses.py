@@ -20,7 +20,7 @@ def regularizers() -> Case:
 
 
 # Not in the core: the oldest Keras does not divide it by the batch size, so it is a sum there.
-@row("regularizer of the activity")
+@row("regularizer of the activity", too=True)
 def activity_regularizer() -> Case:
     model = mlp(activity_regularizer="l2")
     return Case(compiled(model, adam()), classes(), predict=None)
@@ -100,7 +100,7 @@ def mean_margin(y_true: Any, y_pred: Any) -> Any:
     return ops.max(y_pred, axis=-1) - ops.mean(y_pred, axis=-1)
 
 
-@row("custom metrics: a class with dict results, a function")
+@row("custom metrics: a class with dict results, a function", too=True)
 def custom_metrics() -> Case:
     return Case(
         compiled(mlp(), adam(), metrics=[Confusions(), mean_margin]), classes(), predict=None
@@ -161,7 +161,7 @@ class OwnCall(keras.losses.Loss):
         return ops.mean(ops.abs(y_pred - y_true))
 
 
-@row("custom loss class with a __call__ of its own")
+@row("custom loss class with a __call__ of its own", too=True)
 def own_call() -> Case:
     x, y = numbers()
     model = compiled(mlp(), adam(), loss=OwnCall())
@@ -220,7 +220,7 @@ def summed_endpoint() -> Case:
     return _endpoint(weighted=True, reduction="sum")
 
 
-@row("endpoint layer, reduction mean_with_sample_weight")
+@row("endpoint layer, reduction mean_with_sample_weight", too=True)
 def mean_weighted_endpoint() -> Case:
     return _endpoint(weighted=True, reduction="mean_with_sample_weight")
 
@@ -268,6 +268,7 @@ def in_batch_negatives(y_true: Any, y_pred: Any) -> Any:
 
 @row(
     "loss that compares the examples of a batch",
+    too=True,
     but="a replica compares the examples of its own part of the batch",
     equal=(),
     warns="compares the examples of a batch",

@@ -85,7 +85,7 @@ def shared_layer() -> Case:
     return Case(compiled(model, adam()), classes())
 
 
-@row("nested models, partly frozen")
+@row("nested models, partly frozen", too=True)
 def nested() -> Case:
     inner = keras.Sequential([keras.Input([5]), layers.Dense(4, activation="tanh")])
     frozen = keras.Sequential([keras.Input([4]), layers.Dense(4)])

@@ -32,7 +32,7 @@ def adamw() -> Case:
     return _with(optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3))
 
 
-@row("RMSprop, centered", tol=1e-4)
+@row("RMSprop, centered", too=True, tol=1e-4)
 def rmsprop() -> Case:
     return _with(optimizers.RMSprop(0.01, centered=True, momentum=0.5, epsilon=1e-3))
 
@@ -58,7 +58,7 @@ def adafactor() -> Case:
     return _with(optimizers.Adafactor(0.01))
 
 
-@row("clipnorm")
+@row("clipnorm", too=True)
 def clipnorm() -> Case:
     return _with(adam(clipnorm=0.05))
 
@@ -104,7 +104,7 @@ if hasattr(optimizers, "MultiOptimizer"):  # the oldest Keras has none
         return _with(optimizers.MultiOptimizer(by_path))
 
 
-@row("learning-rate schedule")
+@row("learning-rate schedule", too=True)
 def schedule() -> Case:
     return _with(adam(optimizers.schedules.CosineDecay(0.05, 8, warmup_target=0.1, warmup_steps=3)))
 
@@ -128,6 +128,7 @@ def mixed_float16() -> Case:
 
 @row(
     "mixed_float16, a loss scale that overflows",
+    too=True,
     but="a sum over one replica's examples overflows float16 at twice the scale or more at which "
     "the sum over all does, so steps that are skipped may differ",
     equal=(),

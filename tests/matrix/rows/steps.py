@@ -117,7 +117,7 @@ class Mixed(_Net):
         return {"total": loss}
 
 
-@row("train_step: keras.losses objects and a hand-written mean")
+@row("train_step: keras.losses objects and a hand-written mean", too=True)
 def mixed() -> Case:
     model = Mixed()
     model.compile(adam(), loss="mse")
@@ -137,7 +137,7 @@ class OwnComputeLoss(_Net):
         return loss + 0.3 * ops.mean(ops.square(y_pred))
 
 
-@row("compute_loss overridden")
+@row("compute_loss overridden", too=True)
 def own_compute_loss() -> Case:
     return Case(compiled(OwnComputeLoss(), adam()), classes(), predict=None)
 
@@ -344,7 +344,7 @@ class Siamese(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-@row("unbuilt siamese network, train_step on triplets")
+@row("unbuilt siamese network, train_step on triplets", too=True)
 def siamese() -> Case:
     model = Siamese()
     model.compile(adam())

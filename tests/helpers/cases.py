@@ -1,0 +1,31 @@
+"""Parametrized cases of `make test`, `make test-thorough` and `make test-long`, in shared launches.
+
+@pytest.mark.parametrize("name", cases(SOME, MORE, MOST))
+def test_it(run, name): ...
+
+@pytest.fixture(scope="module")
+def run(request): return run_cluster("program.py", *chosen(request, "test_it"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def cases(some: Sequence[Any], more: Sequence[Any] = (), most: Sequence[Any] = ()) -> list[Any]:
+    """Parameters of a test for `make test`, `make test-thorough` and `make test-long`."""
+    return [
+        *some,
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in more),
+        *(pytest.param(each, marks=pytest.mark.long) for each in most),
+    ]
+
+
+def chosen(request: pytest.FixtureRequest, test: str, parameter: str = "name") -> list[Any]:
+    """The parameters of the cases of a test of this file that run, in order."""
+    items: list[Any] = request.session.items
+    found = [i for i in items if i.path == request.path and i.name.startswith(f"{test}[")]
+    return [item.callspec.params[parameter] for item in found]
