@@ -73,6 +73,8 @@ def mirrored(devices: Sequence[str] | None = None) -> tf.distribute.Strategy:
     """
     import tensorflow as tf
 
+    from tfmw.keras_compat import runtime
+
     known = [d.name.removeprefix("/device:") for d in tf.config.list_logical_devices()]
     if devices is None:
         devices = [d for d in known if d.startswith("GPU")] or known
@@ -81,7 +83,7 @@ def mirrored(devices: Sequence[str] | None = None) -> tf.distribute.Strategy:
     ]
     if unknown or not devices:
         raise UsageError(f"unknown devices {unknown}: this machine has {', '.join(known)}.")
-    return tf.distribute.MirroredStrategy(devices=list(devices))
+    return runtime.mirrored_strategy(list(devices))
 
 
 def parameter_server(

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfmw
 from tfmw.keras_compat import serialization
@@ -198,3 +199,41 @@ def test_cached_driver_is_not_pickled():
     fit(model)
     assert cached_driver._KEPT in vars(model)
     assert cached_driver._KEPT not in serialization.saveable_state(model)
+
+
+class OwnStep(keras.Model):
+    """A step by hand that returns a loss, which is no metric's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [Noted(), keras.layers.Dense(1)]
+
+    def call(self, x: Any) -> Any:
+        return self.parts[1](self.parts[0](x))
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        weights = self.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+def test_a_step_by_hand_is_traced_as_often_as_by_keras():
+    """`tf.function` traces again what creates a variable."""
+
+    def compiled() -> keras.Model:
+        model = OwnStep()
+        model.compile("adam")
+        return model
+
+    by_keras = traces(compiled(), lambda m: m.fit(X, Y, batch_size=8, verbose=0))
+    assert traces(compiled(), fit) <= by_keras
+
+
+@pytest.mark.multiprocess
+def test_two_strategies_of_a_process_train_two_models(run_cluster):
+    (task,) = run_cluster("two_strategies.py", workers=1, env={"TFMW_NO_INIT": "1"})
+    assert len(task["losses"]) == 2
+    assert np.isfinite(task["losses"]).all()

@@ -14,6 +14,7 @@ from keras.src.random import seed_generator
 from keras.src.trainers.data_adapters import (
     data_adapter_utils,
 )
+from tensorflow.python.ops import resource_variable_ops
 
 from tfmw.keras_compat.objects import Trainer, overridden
 from tfmw.keras_compat.optimizers import (
@@ -128,6 +129,16 @@ def set_native(variable: Any, value: Any) -> None:
     variable._value = value
 
 
+def lifted_variable(value: float) -> tf.Variable:
+    """A float32 variable [] that a function may create while it is traced, without a second trace.
+
+    `tf.function` notices each `tf.Variable` that is created in a trace, in `tf.init_scope` too, and
+    traces again.
+    """
+    with tf.init_scope():
+        return resource_variable_ops.ResourceVariable(value, trainable=False, dtype=tf.float32)
+
+
 @contextlib.contextmanager
 def substituted(pairs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     """Within this context each Keras variable holds another object than its own `tf.Variable`.
@@ -199,16 +210,23 @@ def _trace_step(model: keras.Model, spec: Any) -> None:
     Keras. No gradient is applied: this process may hold no weight that can be updated here.
     """
     optimizer = model.optimizer
+    traced = False
 
     def build(variables: Any) -> None:
         weights = model.trainable_variables
         some = {id(v) for v in variables} <= {id(v) for v in weights}
         type(optimizer).build(optimizer, list(weights) if some else variables)
 
+    def step(batch: Any) -> None:
+        nonlocal traced
+        if not traced:  # `tf.function` traces a function that has created variables again
+            traced = True
+            model.train_step(batch)
+
     each = [inner for outer in optimizers_of(model) for inner in with_inner_optimizers(outer)]
     overrides = [(inner, "_backend_apply_gradients", lambda *arguments: None) for inner in each]
     with overridden([*overrides, *([] if optimizer is None else [(optimizer, "build", build)])]):
-        tf.function(model.train_step, autograph=False).get_concrete_function(spec)
+        tf.function(step, autograph=False).get_concrete_function(spec)
 
 
 def _compiled_parts(model: keras.Model) -> list[Any]:
@@ -298,5 +316,6 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (data_adapter_utils, "class_weight_to_sample_weights"),
     (seed_generator, "global_seed_generator"),
     (seed_generator, "make_default_seed"),
+    (resource_variable_ops, "ResourceVariable"),
 ]
 """(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

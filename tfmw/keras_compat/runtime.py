@@ -40,6 +40,19 @@ def configure_coordination(jobs: dict[str, int], leader: str, heartbeat_s: int) 
     )
 
 
+def mirrored_strategy(devices: list[str]) -> tf.distribute.Strategy:
+    """A `tf.distribute.MirroredStrategy` whose collectives have keys of their own.
+
+    TensorFlow numbers those of each strategy from the same number on, and keeps the shapes of all
+    that have run in this process: a second strategy with another model fails with "Shape mismatch
+    in the collective instance".
+    """
+    tf.distribute.MirroredStrategy._collective_key_base += _KEYS
+    return tf.distribute.MirroredStrategy(devices=devices)
+
+
+_KEYS = 1000  # of groups of devices of one strategy
+
 _LOOK_S = 1.0
 
 _PROBE_EVERY = 5  # looks
@@ -116,5 +129,6 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (_context.Context, "delete_config_key_value"),
     (_context.Context, "wait_at_barrier"),
     (_context.Context, "report_error_to_cluster"),
+    (tf.distribute.MirroredStrategy, "_collective_key_base"),
 ]
 """(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

@@ -58,6 +58,7 @@ class _Dependencies:
             ring_of(strategy),
             membership.reduction_options(strategy),
             datasets.source_of_seeds(),
+            reduction.nothing(),
             *models.compiled_parts(model),
             *layers,
             *variables,
@@ -65,7 +66,6 @@ class _Dependencies:
         ]
         settings = [
             compression,
-            reduction.nothing(),
             datasets.is_deterministic(),
             model.run_eagerly,
             model.jit_compile,

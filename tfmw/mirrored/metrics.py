@@ -233,9 +233,8 @@ class StepLogs:
                 value = weight.estimate_of_scalar(value)
                 value = tf.math.multiply_no_nan(value, tf.cast(weight.fraction, tf.float32))
             copies = self.raw.setdefault(name, [])
-            with tf.init_scope():
-                while len(copies) <= local:
-                    copies.append(tf.Variable(0.0, trainable=False))
+            while len(copies) <= local:
+                copies.append(models.lifted_variable(0.0))
             copies[local].assign(value)
 
     def results(self, model: keras.Model) -> dict[str, Any]:
