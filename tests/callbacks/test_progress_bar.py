@@ -328,6 +328,7 @@ def test_run_prints_task_output_and_logs_everything(tmp_path):
         assert without_notices(text) != text, "TensorFlow says nothing any more"
 
 
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 def test_run_on_a_terminal_has_one_bar_with_examples_per_second(tmp_path):
     """Two workers on 80 columns, where the whole bar has no place beside the rate."""

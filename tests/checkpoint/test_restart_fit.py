@@ -176,7 +176,7 @@ def test_row_13_one_task_is_preempted_then_the_launcher(undisturbed, tmp_path):
     assert_same(train(tmp_path, lambda *_: None), undisturbed)
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_row_13_preempted_in_a_validation(undisturbed, tmp_path):
     # In the first epoch, then in the last: each validation begins again, no step is made again.
     arguments = ["--die", "1:validation:1:term,0:validation:2,0:validation:7:term"]
@@ -189,14 +189,14 @@ def test_row_13_preempted_in_a_validation(undisturbed, tmp_path):
     assert done.output.count("[worker 0] validation begins") == EPOCHS + 3
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_run_preempted_after_the_last_epoch_is_complete(undisturbed, tmp_path):
     done = train(tmp_path, lambda *_: None, arguments=[f"--die=1:epoch:{EPOCHS}:term"])
     assert "dies in epoch" in done.output
     assert_same(done, undisturbed)
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_a_validation_and_an_export_that_are_longer_than_the_hang_timeout(undisturbed, tmp_path):
     export = tmp_path / "export"
     arguments = ["--epochs=1", "--validation_pause=2", "--hold=7", "--die=0:export:1:hold"]

@@ -42,9 +42,10 @@ ALONE_LONG = [
     "steps_made_again_in_arrays",
 ]  # fmt: skip
 TOGETHER = ["mapped_at_random", "arrays_shuffled", "py_dataset", "of_input_context"]
-TOGETHER_TOO = ["grain_by_index", "grain_by_state", "grain_loader", "hugging_face", "parquet"]
+TOGETHER_TOO = ["grain_by_state", "hugging_face"]
 TOGETHER_TOO += ["layers_with_state", "averages_of_replicas_between_steps", "callbacks"]
 TOGETHER_LONG = [
+    "grain_by_index", "grain_loader", "parquet",
     "repeated_with_steps", "filtered", "averages_of_schedule_free", "several_optimizers",
 ]  # fmt: skip
 

@@ -473,6 +473,7 @@ def test_no_other_user_can_open_the_lock_and_hold_it(store):
 # ---------------------------------------------------------------- row 8: disk full
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_training_continues_on_a_full_disk_and_the_old_backup_is_kept(tmp_path):
     mount = f'mount -t tmpfs -o size=1m tmpfs {tmp_path} && cd {tmp_path} && exec "$@"'

@@ -22,16 +22,16 @@ from tests.programs.recorded_sources import (
 
 pytestmark = pytest.mark.multiprocess
 
-# Some sources on 2 workers and then 3; all of them by `make test-thorough`, there on 3 and then 1,
-# too. `make test-long` has the other numbers of workers.
+# Some sources on 2 workers and then 3, and all of them by `make test-thorough`. `make test-long`
+# has the other numbers of workers.
 SOME = ["arrays", "py_dataset", "grain_iter_dataset", "tfrecords"]
 PAIRS = [(2, 3), (3, 1), (1, 2), (1, 3), (2, 1), (3, 2)]
 CASES = [
     pytest.param(
         *(name, before, after),
         marks=pytest.mark.long
-        if (before, after) in PAIRS[2:]
-        else [pytest.mark.thorough] * (name not in SOME or (before, after) != (2, 3)),
+        if (before, after) in PAIRS[1:]
+        else [pytest.mark.thorough] * (name not in SOME),
     )
     for before, after in PAIRS
     for name in SOURCES

@@ -100,6 +100,7 @@ def test_the_readme(tmp_path):
 GUIDES = ("notebooks", "backups", "callbacks", "optimizer-state", "export")
 
 
+@pytest.mark.thorough
 def test_the_guides(tmp_path):
     """One block after the other, as somebody would who reads on from page to page."""
     found = [blocks(f"docs/howto/{name}.md") for name in GUIDES]

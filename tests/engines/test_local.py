@@ -237,9 +237,9 @@ def test_workers_go_on_from_the_random_state_of_the_caller(monkeypatch):
 @pytest.mark.parametrize(
     ("number", "arguments", "said"),
     [
-        (signal.SIGINT, (), "KeyboardInterrupt()"),
+        pytest.param(signal.SIGINT, (), "KeyboardInterrupt()", marks=pytest.mark.long),
         (signal.SIGTERM, (), "the same command resumes the run"),
-        (signal.SIGTERM, ("without",), "SystemExit(143)"),
+        pytest.param(signal.SIGTERM, ("without",), "SystemExit(143)", marks=pytest.mark.long),
     ],
 )
 @pytest.mark.thorough

@@ -83,6 +83,7 @@ def started(tmp_path: Path, fault: str, *options: str) -> Iterator[subprocess.Po
         run.communicate(timeout=60)
 
 
+@pytest.mark.thorough
 def test_what_is_reported_of_one_worker(tmp_path: Path, runtime: None) -> None:
     """Its map is slow, then its steps are; then it is stopped, and killed."""
     with started(tmp_path, "slow map") as run:

@@ -1,9 +1,9 @@
 """Every cell of the matrix: tfmw on several replicas against Keras in one process.
 
 A test is one cell. Of a column, those rows run whose cells were asked for (`-k AdamW`), all in one
-launch. `make test` runs the core of the rows on two virtual devices, most others on two processes,
-and on two and three processes those of the core that `make test-fast` runs; `make test-thorough`
-runs every row on two processes, and `make test-long` the rest.
+launch. `make test` runs the core of the rows on two virtual devices, and on two processes some
+others and those of the core that `make test-fast` runs. `make test-thorough` runs the latter on
+more processes, and most other rows on two; `make test-long` has the rest.
 """
 
 from __future__ import annotations
@@ -78,10 +78,11 @@ def _cells(names: list[str], mark: Callable[[Row], str]) -> list[Any]:
 
 
 def _two(row: Row) -> str:
-    return "long" if row.long else "thorough" if row.too or (row.core and not row.fast) else ""
+    return "long" if row.long or (row.core and not row.fast) else "thorough" if row.too else ""
 
 
-def _two_by_two(row: Row) -> str:
+def _more(row: Row) -> str:
+    """Of the columns of more replicas."""
     if row.name in ("batches that replicas do not divide", "BatchNormalization, synchronized"):
         return ""
     return "thorough" if row.fast else "long"
@@ -89,8 +90,8 @@ def _two_by_two(row: Row) -> str:
 
 CORE_CELLS = _cells(CORE, lambda row: "" if row.fast else "slow")
 TWO_CELLS = _cells(CLUSTERS["two"][2], _two)
-THREE_CELLS = _cells(CORE, lambda row: "" if row.fast else "long")
-TWO_BY_TWO_CELLS = _cells(CORE, _two_by_two)
+THREE_CELLS = _cells(CORE, _more)
+TWO_BY_TWO_CELLS = _cells(CORE, _more)
 
 
 @pytest.fixture(scope="session")

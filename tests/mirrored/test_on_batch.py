@@ -23,9 +23,7 @@ LOOPS = [
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("devices", marks=pytest.mark.thorough), "workers"]
-)
+@pytest.fixture(scope="module", params=[pytest.param("devices", marks=pytest.mark.long), "workers"])
 def tasks(request: pytest.FixtureRequest, run_cluster: Any) -> list[dict[str, Any]]:
     """What each task of two replicas wrote."""
     workers = 2 if request.param == "workers" else 1

@@ -628,9 +628,12 @@ class TestTraining:
     [
         # Nothing closes the connections of a task that is frozen.
         ("freeze", "UnavailableError|/job:worker/replica:0/task:0", ()),
-        ("kill", "UnavailableError", ()),
-        ("kill", "UnavailableError", ("eagerly",)),
-        ("break", "Error reported from .*ValueError: told to break", ()),
+        pytest.param("kill", "UnavailableError", (), marks=pytest.mark.long),
+        pytest.param("kill", "UnavailableError", ("eagerly",), marks=pytest.mark.long),
+        pytest.param(
+            *("break", "Error reported from .*ValueError: told to break", ()),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 @pytest.mark.thorough

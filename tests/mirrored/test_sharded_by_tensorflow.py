@@ -42,12 +42,14 @@ def assert_same(run: Any, name: str, replicas: int) -> tuple[Any, Any]:
     return plain, shared
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OF_WORKERS)
 def test_two_workers_share_it_to_the_last_bit(two_workers: Any, name: str) -> None:
     assert two_workers[0]["ring"] == "NoneType"
     assert_same(two_workers, name, replicas=2)
 
 
+@pytest.mark.thorough
 def test_a_norm_of_all_gradients_is_summed_over_replicas(two_workers: Any) -> None:
     plain, shared = two_workers[0][ROUNDED]
     assert shared["update"] == "sharded over 2 replicas"

@@ -176,25 +176,26 @@ def run(name: str) -> None:
     assert plots_of(notebook) == PLOTS.get(name, 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 def test_first_fit() -> None:
     run("first_fit")
 
 
 @pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.long
 def test_many_workers() -> None:
     run("many_workers")
 
 
 @pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.long
 def test_surviving_a_crash() -> None:
     run("surviving_a_crash")
 
 
 @pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.long
 def test_parameter_servers() -> None:
     run("parameter_servers")
 

@@ -49,7 +49,7 @@ def test_killed_worker_is_replaced_while_others_continue(tmp_path):
 
 
 @pytest.mark.parametrize("dies", ["ps 0", "chief"])
-@pytest.mark.thorough
+@pytest.mark.long
 def test_killed_server_or_coordinator_resumes_from_the_backup(tmp_path, dies):
     result = tmp_path / "result.json"
     arguments = [

@@ -180,6 +180,7 @@ def travelled(run_cluster: Any) -> Any:
 
 @pytest.mark.multiprocess
 class TestRowsOnTheirWay:
+    @pytest.mark.thorough
     def test_rows_are_those_before_the_step(self, travelled: Any) -> None:
         assert travelled["plain"]["off_by"] < 1e-5
 

@@ -82,7 +82,7 @@ def test_chief_in_a_fifth_terminal_coordinates(terminals):
     assert "accuracy" not in tasks["worker 0"].output
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_a_coordinator_and_the_worker_that_started_it_end_together(terminals):
     flags = old_lines(free_addresses(4))["worker 0"]
     first = terminals("worker 0", "digits.py", *flags)
@@ -133,7 +133,7 @@ def test_five_terminals_whose_servers_serve_one_training_after_another(terminals
     assert [server.running for server in servers] == [True] * 4
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_by_tf_config_with_a_master_and_an_evaluator(terminals, tmp_path):
     names = ["master", "worker", "ps"]
     cluster = {name: [address] for name, address in zip(names, free_addresses(3), strict=True)}

@@ -98,8 +98,8 @@ def test_a_pydataset_without_a_length_is_shuffled() -> None:
     assert len(history.epoch) == 2
 
 
-# Those of the first on two workers, and one on two devices; `make test-thorough`
-# has the rest.
+# Those of the first on two workers, and one on two devices; `make test-thorough` has the others on
+# two workers, `make test-long` on two devices.
 SCENARIOS = [
     "ragged_inputs",
     "orders_of_several_calls",
@@ -132,8 +132,7 @@ SCENARIOS_TOO = [
 ]
 
 
-def _cases(often: list[str]) -> list[Any]:
-    return cases(often, [name for name in [*SCENARIOS, *SCENARIOS_TOO] if name not in often])
+REST_ON_DEVICES = [name for name in [*SCENARIOS, *SCENARIOS_TOO] if name not in ON_DEVICES]
 
 
 pytestmark = pytest.mark.timeout(900)  # the fixtures run all scenarios that were chosen
@@ -181,14 +180,14 @@ def _assert_equal(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", _cases(ON_DEVICES))
+@pytest.mark.parametrize("name", cases(ON_DEVICES, most=REST_ON_DEVICES))
 def test_two_devices_do_as_keras_in_one_process(devices: dict[str, Any], name: str) -> None:
     assert not isinstance(devices["keras"][name], str), devices["keras"][name]
     _assert_equal(devices["tfmw"][name], devices["keras"][name])
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", _cases(SCENARIOS))
+@pytest.mark.parametrize("name", cases(SCENARIOS, SCENARIOS_TOO))
 def test_two_workers_do_as_keras_in_one_process(
     devices: dict[str, Any], workers: ClusterRun, name: str
 ) -> None:
