@@ -1,6 +1,8 @@
-"""Trains two models on two virtual devices, each with a strategy of its own."""
+"""Trains two models on two virtual devices, each call by a strategy of its own."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import keras
 import numpy as np
@@ -13,16 +15,21 @@ from tests.programs import _result
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 
 x = np.ones([8, 4], np.float32)
-losses = []
-for metrics in ([], ["mae", "mape"]):  # so that they sum arrays of other shapes
-    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2 + len(metrics))])
+
+
+def compiled(width: int, metrics: list[str]) -> keras.Model:
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(width)])
     model.compile("sgd", "mse", metrics=metrics)
-    history = tfmw.fit(
-        model,
-        x,
-        x[:, : 2 + len(metrics)],
-        verbose=0,
-        strategy=tfmw.strategies.mirrored(["CPU:0", "CPU:1"]),
-    )
-    losses += history.history["loss"]
+    return model
+
+
+def loss(model: keras.Model, strategy: Any) -> float:
+    y = x[:, : model.output_shape[-1]]
+    return float(tfmw.fit(model, x, y, verbose=0, strategy=strategy).history["loss"][0])
+
+
+# They sum arrays of different shapes.
+models = [compiled(2, []), compiled(4, ["mae", "mape"])]
+losses = [loss(model, tfmw.strategies.mirrored(["CPU:0", "CPU:1"])) for model in models]
+losses += [loss(model, "mirrored") for model in models]
 _result.write({"losses": losses})
