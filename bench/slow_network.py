@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machines import NAME, machines
+from tfmw.launcher.run import compute_with_onednn
 
 ROOT = Path(__file__).resolve().parents[1]
 PORT, MARK, TIMEOUT_S = 20_000, "found: ", 900
@@ -142,6 +143,7 @@ def measured(child: str, way: str, work: str, workers: int, mbit_per_s: float) -
                 "OMP_NUM_THREADS": "1",
                 "TF_CPP_MIN_LOG_LEVEL": "3",
             }
+            compute_with_onednn(environ)
             processes.append(
                 subprocess.Popen(
                     ["ip", "netns", "exec", f"{NAME}{worker}", *command],

@@ -1,9 +1,9 @@
 """Every cell of the matrix: tfmw on several replicas against Keras in one process.
 
 A test is one cell. Of a column, those rows run whose cells were asked for (`-k AdamW`), all in one
-launch. `make test` runs the core of the rows on two virtual devices, and on two processes some
-others and those of the core that `make test-fast` runs. `make test-thorough` runs the latter on
-more processes, and most other rows on two; `make test-long` has the rest.
+launch. `make test` runs most of the core of the rows on two virtual devices, and on two processes
+some others and those of the core that `make test-fast` runs. `make test-thorough` runs the latter
+on more processes, and most other rows on two; `make test-long` has the rest.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _more(row: Row) -> str:
     return "thorough" if row.fast else "long"
 
 
-CORE_CELLS = _cells(CORE, lambda row: "" if row.fast else "slow")
+CORE_CELLS = _cells(CORE, lambda row: "" if row.fast else "thorough" if row.too else "slow")
 TWO_CELLS = _cells(CLUSTERS["two"][2], _two)
 THREE_CELLS = _cells(CORE, _more)
 TWO_BY_TWO_CELLS = _cells(CORE, _more)

@@ -31,7 +31,7 @@ def _counted(data: tf.data.Dataset) -> dict[str, Any]:
     return {"x": data.apply(tf.data.experimental.assert_cardinality(steps))}
 
 
-@row("filtered: unknown length", core=True)
+@row("filtered: unknown length", too=True, core=True)
 def filtered() -> Case:
     data = tf.data.Dataset.from_tensor_slices(numbers()).filter(lambda x, y: x[0] < 1)
     data = data.map(lambda x, y: (x + 1, y)).batch(BATCH)
@@ -53,7 +53,7 @@ def tail() -> Case:
     return _case(classes(17))
 
 
-@row("whole dataset smaller than the number of replicas", core=True)
+@row("whole dataset smaller than the number of replicas", too=True, core=True)
 def one_example() -> Case:
     return _case(classes(1))
 

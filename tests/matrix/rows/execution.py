@@ -69,7 +69,7 @@ def jit_compile_where_xla_cannot() -> Case:
     return Case(compiled(model, adam(), jit_compile=True), classes(40))
 
 
-@row("run_eagerly", core=True)
+@row("run_eagerly", too=True, core=True)
 def run_eagerly() -> Case:
     return Case(compiled(mlp(), adam(), run_eagerly=True), classes(20))
 

@@ -68,7 +68,7 @@ def masked_loss() -> Case:
     return Case(weighted, batches(words, (words * 7 % 3).astype("int32")), predict=None)
 
 
-@row("masked loss, a batch of one example", core=True)
+@row("masked loss, a batch of one example", too=True, core=True)
 def masked_loss_of_one_example() -> Case:
     # All replicas but one compute on a placeholder, whose entries must not be counted.
     model = _masked(layers.Masking(9.0))
@@ -100,6 +100,7 @@ def _normalized(**options: Any) -> keras.Model:
 
 @row(
     "BatchNormalization",
+    too=True,
     core=True,
     but="each replica normalizes by the statistics of its own part of the batch; the moving mean "
     "of what does not depend on them is that of one process",
@@ -167,7 +168,7 @@ def _padded(examples: int = EXAMPLES) -> tf.data.Dataset:
     return data.apply(tf.data.experimental.assert_cardinality(-(-examples // 8)))
 
 
-@row("batches padded to different lengths: sparse gradients of any size", core=True)
+@row("batches padded to different lengths: sparse gradients of any size", too=True, core=True)
 def padded_batches() -> Case:
     words = keras.Input([None], dtype="int32")
     x = layers.Embedding(WORDS, 4, mask_zero=True)(words)

@@ -13,7 +13,7 @@ from tests.matrix.row import Case, row
 from tests.matrix.rows.common import EXAMPLES, adam, batches, classes, compiled, mlp, numbers
 
 
-@row("regularizers of kernel and bias", core=True)
+@row("regularizers of kernel and bias", too=True, core=True)
 def regularizers() -> Case:
     model = mlp(kernel_regularizer="l2", bias_regularizer="l1")
     return Case(compiled(model, adam()), classes(), predict=None)
@@ -37,7 +37,9 @@ def sample_weights() -> Case:
 
 
 # As exactly as float64 sums: nothing on the way may be rounded to float32.
-@row("float64, sample weights and an uneven batch", floatx="float64", tol=1e-11, core=True)
+@row(
+    "float64, sample weights and an uneven batch", too=True, floatx="float64", tol=1e-11, core=True
+)
 def sample_weights_in_float64() -> Case:
     model = compiled(mlp(), keras.optimizers.SGD(0.1), weighted_metrics=["accuracy"])
     return Case(model, batches(*numbers(), 8, _weights().astype("float64")))
@@ -145,7 +147,7 @@ def reduction_weighted() -> Case:
     )
 
 
-@row("custom loss function that returns one number", core=True)
+@row("custom loss function that returns one number", too=True, core=True)
 def scalar() -> Case:
     def loss(y_true: Any, y_pred: Any) -> Any:
         return ops.mean(ops.square(y_pred - y_true))

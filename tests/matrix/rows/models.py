@@ -12,7 +12,7 @@ from tests.matrix.row import Case, row
 from tests.matrix.rows.common import EXAMPLES, adam, batches, classes, compiled, mlp, numbers
 
 
-@row("sequential", core=True)
+@row("sequential", too=True, core=True)
 def sequential() -> Case:
     return Case(compiled(mlp(), adam()), classes())
 

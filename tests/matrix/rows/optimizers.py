@@ -80,7 +80,7 @@ def weight_decay() -> Case:
     return _with(optimizer)
 
 
-@row("EMA of weights", core=True)
+@row("EMA of weights", too=True, core=True)
 def ema() -> Case:
     return _with(adam(use_ema=True, ema_momentum=0.8))
 

@@ -72,7 +72,7 @@ class LossObject(_Net):
         return {"mine": self.tracker.result()}
 
 
-@row("train_step: keras.losses object", core=True)
+@row("train_step: keras.losses object", too=True, core=True)
 def loss_object() -> Case:
     model = LossObject()
     model.compile(adam())
@@ -256,7 +256,7 @@ class Kl(layers.Layer):
         return mean + ops.exp(0.5 * log_variance) * noise
 
 
-@row("VAE with add_loss", core=True)
+@row("VAE with add_loss", too=True, core=True)
 def vae() -> Case:
     x, noise = keras.Input([5]), keras.Input([2])
     hidden = layers.Dense(4, activation="tanh")(x)
