@@ -99,7 +99,7 @@ def shows_large_tables(text: str) -> None:
     (rows,) = numbers(r"tables in the export +(\d+) MB", text)
     (grew,) = numbers(r"the process grew by +(\d+) MB", text)
     assert grew < rows / 2
-    assert "as the coordinator predicted, bit for bit: True" in text
+    assert "as the coordinator predicted, to float32's rounding: True" in text
 
 
 def shows_reading_a_benchmark(text: str) -> None:

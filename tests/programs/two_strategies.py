@@ -14,7 +14,7 @@ from tests.programs import _result
 (cpu,) = tf.config.list_physical_devices("CPU")
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 
-x = np.ones([8, 4], np.float32)
+x: np.ndarray = np.ones([8, 4], np.float32)
 
 
 def compiled(width: int, metrics: list[str]) -> keras.Model:
