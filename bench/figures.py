@@ -56,9 +56,9 @@ def history(path: Path = HISTORY) -> list[tuple[str, str, float]]:
 
 def slower(figures: Sequence[Figure], path: Path = HISTORY) -> list[str]:
     """A sentence on each figure that is above the median of its last commits."""
-    found = []
+    found, past = [], history(path)
     for figure in figures:
-        before = [value for _, row, value in history(path) if row == figure.row][-EARLIER:]
+        before = [value for _, row, value in past if row == figure.row][-EARLIER:]
         usual = statistics.median(before) if before else figure.value
         if figure.value > SLOWER * usual:
             found.append(f"{figure.row}: {figure.value:.2f}, before {usual:.2f}")

@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from bench.forecast import Forecast, payload
 from bench.forecast import measure as forecast_of
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STEPS = 8  # of an epoch
 PORT = 20_000
 FREE = 100_000.0  # Mbit/s, more than the workers reach
-MARK = "cost: "
+MARK = "found: "
 
 
 def make() -> tuple[object, object]:
@@ -67,6 +68,56 @@ def links(
             yield addresses, lambda worker: ["ip", "netns", "exec", f"{NAME}{worker}"]
 
 
+def chief_found(
+    hosts: list[str],
+    inside: Callable[[int], list[str]],
+    command: list[str],
+    variables: Callable[[int], dict[str, str]],
+    timeout_s: float = 300,
+) -> Any:
+    """The JSON that the chief of workers prints behind MARK.
+
+    Args:
+        hosts, inside: see `links`.
+        command: of Python, the same for each worker.
+        variables: of a worker, added to the environment of the cluster.
+
+    Raises:
+        RuntimeError: a worker failed; the message is its output.
+    """
+    addresses = [f"{host}:{PORT}" for host in hosts]
+    processes = []
+    for worker in range(len(hosts)):
+        task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": worker}}
+        environ = {
+            **os.environ,
+            **({"TF_CONFIG": json.dumps(task)} if len(hosts) > 1 else {}),
+            "TF_NUM_INTRAOP_THREADS": "1",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            **variables(worker),
+        }
+        compute_with_onednn(environ)
+        processes.append(
+            subprocess.Popen(
+                [*inside(worker), sys.executable, *command],
+                cwd=ROOT,
+                env=environ,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    said = [line for line in outputs[0].splitlines() if line.startswith(MARK)]
+    if not said:
+        raise RuntimeError("\n".join(outputs))
+    return json.loads(said[0].removeprefix(MARK))
+
+
 def measure(workers: int, mbit_per_s: float = FREE, delay_ms: float = 0.0) -> Forecast:
     """What a step costs the chief.
 
@@ -77,40 +128,14 @@ def measure(workers: int, mbit_per_s: float = FREE, delay_ms: float = 0.0) -> Fo
         links(workers, mbit_per_s, delay_ms) as (hosts, inside),
         tempfile.TemporaryDirectory() as directory,
     ):
-        addresses = [f"{address}:{PORT}" for address in hosts]
-        processes = []
-        for worker in range(workers):
-            task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": worker}}
+
+        def recorded(worker: int) -> dict[str, str]:
             exchanges = Path(directory, f"worker-{worker}")
             make_file(exchanges)
-            environ = {
-                **os.environ,
-                "TF_CONFIG": json.dumps(task),
-                EXCHANGES_FILE: str(exchanges),
-                "TF_NUM_INTRAOP_THREADS": "1",
-                "TF_CPP_MIN_LOG_LEVEL": "3",
-            }
-            compute_with_onednn(environ)
-            command = [sys.executable, "-m", "bench.network", "--child"]
-            processes.append(
-                subprocess.Popen(
-                    [*inside(worker), *command],
-                    cwd=ROOT,
-                    env=environ,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        try:
-            outputs = [process.communicate(timeout=300)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-    said = [line for line in outputs[0].splitlines() if line.startswith(MARK)]
-    if not said:
-        raise RuntimeError("\n".join(outputs))
-    return Forecast(**json.loads(said[0].removeprefix(MARK)))
+            return {EXCHANGES_FILE: str(exchanges)}
+
+        command = ["-m", "bench.network", "--child"]
+        return Forecast(**chief_found(hosts, inside, command, recorded))
 
 
 def main() -> None:

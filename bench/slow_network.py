@@ -14,18 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.machines import NAME, machines
-from tfmw.launcher.run import compute_with_onednn
+from bench.network import MARK, chief_found, links
 
-ROOT = Path(__file__).resolve().parents[1]
-PORT, MARK, TIMEOUT_S = 20_000, "found: ", 900
+TIMEOUT_S = 900
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 # Way -> (steps between two exchanges, other arguments of `fit`).
@@ -128,41 +124,11 @@ def measured(child: str, way: str, work: str, workers: int, mbit_per_s: float) -
     Raises:
         RuntimeError: a worker failed; the message is its output.
     """
-    command = [sys.executable, "-m", "bench.slow_network", "--child", child, way, "--work", work]
-    with machines(workers, mbit_per_s / 1000) as hosts:
-        processes = []
-        for worker in range(workers):
-            task = {
-                "cluster": {"worker": [f"{host}:{PORT}" for host in hosts]},
-                "task": {"type": "worker", "index": worker},
-            }
-            environ = {
-                **os.environ,
-                **({"TF_CONFIG": json.dumps(task)} if workers > 1 else {}),
-                "TF_NUM_INTRAOP_THREADS": "1",
-                "OMP_NUM_THREADS": "1",
-                "TF_CPP_MIN_LOG_LEVEL": "3",
-            }
-            compute_with_onednn(environ)
-            processes.append(
-                subprocess.Popen(
-                    ["ip", "netns", "exec", f"{NAME}{worker}", *command],
-                    cwd=ROOT,
-                    env=environ,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        try:
-            outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-    said = [line for line in outputs[0].splitlines() if line.startswith(MARK)]
-    if not said:
-        raise RuntimeError("\n".join(outputs))
-    return json.loads(said[0].removeprefix(MARK))
+    command = ["-m", "bench.slow_network", "--child", child, way, "--work", work]
+    with links(workers, mbit_per_s, delay_ms=0) as (hosts, inside):
+        return chief_found(
+            hosts, inside, command, lambda worker: {"OMP_NUM_THREADS": "1"}, TIMEOUT_S
+        )
 
 
 def _print_steps(work: str, workers: int, mbit_per_s: float) -> None:

@@ -11,6 +11,7 @@ Functions with TFMW_NO_INIT=1 import no TensorFlow, so these jobs cost little.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import re
@@ -36,6 +37,16 @@ from tfmw.errors import TaskFailed, UsageError
 
 PLAIN = {"TFMW_NO_INIT": "1"}
 TIMEOUT_S = 120
+
+
+def marked_copy(test: Any, mark: pytest.MarkDecorator) -> Any:
+    """A test of the contract for one engine's class, whose mark is not that of other engines."""
+
+    @functools.wraps(test)
+    def copy(*args: Any, **fixtures: Any) -> None:
+        test(*args, **fixtures)
+
+    return mark(copy)
 
 
 def rank() -> int:

@@ -17,7 +17,14 @@ import numpy as np
 import pytest
 
 import tfmw
-from tests.engines.contract import TIMEOUT_S, Contract, FromAShell, runs_forever, wait_for
+from tests.engines.contract import (
+    TIMEOUT_S,
+    Contract,
+    FromAShell,
+    marked_copy,
+    runs_forever,
+    wait_for,
+)
 from tests.helpers.cluster import ONE_THREAD, PYTHONPATH
 from tfmw.engines import Engine, Job, Ray, ray_handle
 from tfmw.engines import job as jobs
@@ -86,16 +93,10 @@ class TestRay(FromAShell, Contract):
         variables = {"PYTHONPATH": f"{path}{os.pathsep}{PYTHONPATH}"}
         yield dataclasses.replace(engine, runtime_env={"env_vars": variables})
 
-    @pytest.mark.thorough  # `make test` has Slurm's
-    @pytest.mark.usefixtures("_backup_each_epoch")
-    def test_fit_equals_that_of_two_workers(
-        self,
-        engine: Engine,
-        fit_on_two_workers: tuple[Any, Any],
-        tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        super().test_fit_equals_that_of_two_workers(engine, fit_on_two_workers, tmp_path, capsys)
+    # `make test` has Slurm's.
+    test_fit_equals_that_of_two_workers = marked_copy(
+        Contract.test_fit_equals_that_of_two_workers, pytest.mark.thorough
+    )
 
     @pytest.fixture(autouse=True)
     def _leaves_nothing(self, engine: Ray) -> Iterator[None]:

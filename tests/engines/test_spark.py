@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import tfmw
-from tests.engines.contract import Contract, wait_for
+from tests.engines.contract import Contract, marked_copy, wait_for
 from tests.helpers.cluster import ONE_THREAD, PYTHONPATH
 from tfmw.engines import Engine, Spark
 from tfmw.errors import UsageError
@@ -67,24 +67,16 @@ class TestSpark(Contract):
     def _has_both_executors(self, context: Any) -> None:
         wait_for(lambda: executors(context) == 2)
 
-    @pytest.mark.thorough  # `make test` has Slurm's
-    @pytest.mark.usefixtures("_backup_each_epoch")
-    def test_fit_equals_that_of_two_workers(
-        self,
-        engine: Engine,
-        fit_on_two_workers: tuple[Any, Any],
-        tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        super().test_fit_equals_that_of_two_workers(engine, fit_on_two_workers, tmp_path, capsys)
-
-    @pytest.mark.long
-    def test_lost_host_of_a_task_costs_nothing(self, engine: Engine, tmp_path: Path) -> None:
-        super().test_lost_host_of_a_task_costs_nothing(engine, tmp_path)
-
-    @pytest.mark.long
-    def test_other_versions_are_refused(self, engine: Engine, tmp_path: Path) -> None:
-        super().test_other_versions_are_refused(engine, tmp_path)
+    # `make test` has Slurm's.
+    test_fit_equals_that_of_two_workers = marked_copy(
+        Contract.test_fit_equals_that_of_two_workers, pytest.mark.thorough
+    )
+    test_lost_host_of_a_task_costs_nothing = marked_copy(
+        Contract.test_lost_host_of_a_task_costs_nothing, pytest.mark.long
+    )
+    test_other_versions_are_refused = marked_copy(
+        Contract.test_other_versions_are_refused, pytest.mark.long
+    )
 
     @contextlib.contextmanager
     def tasks_that_find(self, engine: Engine, path: Path) -> Iterator[Engine]:

@@ -14,9 +14,7 @@ pytestmark = pytest.mark.multiprocess
 EPOCHS, STEPS = 5, 60
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param("asynchronous", marks=pytest.mark.long), "synchronous"]
-)
+@pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
 @pytest.mark.long
 def test_progress_over_restarts_and_prompt_preemption(tmp_path, mode):
     program = [str(PROGRAMS / "ps_restart.py"), f"--backup={tmp_path / 'backup'}"]

@@ -128,9 +128,8 @@ class NewVariable:
 
 
 _make: Callable[[NewVariable], RemoteRows | None] | None = None
-_building = (
-    threading.local()
-)  # `slot_of`: whose slot an optimizer makes; `partitioning`: of a weight
+# `slot_of`: whose slot an optimizer makes; `partitioning`: of a weight.
+_building = threading.local()
 
 
 def make_variables_by(make: Callable[[NewVariable], RemoteRows | None]) -> None:

@@ -161,10 +161,8 @@ def _rows_alone(
 
 def _following(partitioning: Partitioning) -> list[tuple[int, int, int]]:
     """(server, start, stop) of each shard of a variable that is divided as another one."""
-    table, other = (
-        table_of(partitioning.follows),
-        table_variables.partitioning_of(partitioning.follows),
-    )
+    leader = partitioning.follows
+    table, other = table_of(leader), table_variables.partitioning_of(leader)
     if table is None or other is None:
         return []
     units = [(shard.server, *other.units_of(shard.start, shard.stop)) for shard in table.shards]
