@@ -42,6 +42,9 @@ def class_weight_to_sample_weights(y: Any, class_weight: dict[int, float]) -> An
     return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
 
 
+# Keras's name of the generator of draws without a seed. 3.8 has the same value, without a constant.
+_UNSEEDED = getattr(seed_generator, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
+
 _UNUSED = "_self_tfmw_unused"  # an attribute of models: parts that `build_all` has left unbuilt
 
 
@@ -82,23 +85,23 @@ def unseeded_generator() -> Iterator[None]:
         yield
     finally:
         if state.numpy()[1] == 0:  # draws so far; the seed before it may have become the chief's
-            global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
+            global_state.set_global_attribute(_UNSEEDED, None)
         else:
             seed_generator.make_default_seed()
 
 
 def unseeded_state() -> Any | None:
     """The Keras variable of `unseeded_generator`; None if it does not exist."""
-    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    generator = global_state.get_global_attribute(_UNSEEDED)
     return None if generator is None else generator.state
 
 
 def with_unseeded_generator(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` for other threads, as of replicas: Keras has one generator for each thread."""
-    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    generator = global_state.get_global_attribute(_UNSEEDED)
 
     def call(*arguments: Any) -> Any:
-        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
+        global_state.set_global_attribute(_UNSEEDED, generator)
         return function(*arguments)
 
     return call

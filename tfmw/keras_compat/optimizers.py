@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -159,10 +159,8 @@ def _local_apply(
             keras_apply(grads, trainable_variables)
             return
         grads = list(grads)
-        for grad, variable in zip(grads, trainable_variables or [], strict=False):
-            # Backpropagation may lose shapes, and packs hold only tensors of known shape.
-            if isinstance(grad, tf.Tensor):
-                grad.set_shape(variable.shape)
+        # Backpropagation may lose shapes, and packs hold only tensors of known shape.
+        _set_shapes(grads, trainable_variables or [])
         if weight.deferred is None:
             reduce_and_update(weight, grads, trainable_variables)
         else:
@@ -192,6 +190,7 @@ def _local_apply(
         with reduced(grads, list(variables), weight) as (totals, updated):
 
             def update() -> tf.Tensor:
+                _set_shapes(totals, updated)  # TensorFlow's gather of rows may lose them
                 keras_apply(totals, updated)
                 return tf.constant(0)
 
@@ -204,6 +203,14 @@ def _local_apply(
                 tf.cond(weight.global_examples > 0, update, lambda: tf.constant(0))
 
     return apply
+
+
+def _set_shapes(grads: Iterable[Any], variables: Iterable[Any]) -> None:
+    for grad, variable in zip(grads, variables, strict=False):
+        if isinstance(grad, tf.Tensor):
+            grad.set_shape(variable.shape)
+        elif isinstance(grad, tf.IndexedSlices):
+            grad.values.set_shape([None, *variable.shape[1:]])
 
 
 @contextlib.contextmanager
