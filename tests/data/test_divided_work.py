@@ -171,5 +171,5 @@ def test_the_work_is_divided_and_the_results_are_those_of_keras() -> None:
             assert computed == [looked_at + epochs * batches // 2] * 2
         elif name == "draws":
             assert computed == [len(expected["computed"])] * 2
-        else:  # threads read ahead, further than the steps go
-            assert sum(computed) < len(expected["computed"]) + 4 * looked_at + epochs
+        else:  # threads read ahead, further than the steps go; undivided it would be twice as many
+            assert sum(computed) < 1.7 * len(expected["computed"])

@@ -26,7 +26,8 @@ def _shards(
     steps: list[list[list[Any]]] = []
     for rank in range(workers):
         shard = data.shard_dataset(dataset, data.Sharding(workers, rank, local), data.Order(seed=3))
-        for step, (parts, counts, total) in enumerate(shard.dataset.as_numpy_iterator()):
+        for step, element in enumerate(shard.dataset.as_numpy_iterator()):
+            parts, counts, total = data.step_of(*element)
             if step == len(steps):
                 steps.append([])
             if int(total) < 0 and not any(counts):
@@ -167,7 +168,8 @@ def test_sparse_batches_are_divided(workers: int, local: int, mapped: bool) -> N
     steps: list[list[list[int]]] = [[], []]
     for rank in range(workers):
         shard = data.shard_dataset(dataset, data.Sharding(workers, rank, local), data.Order())
-        for step, (parts, counts, total) in enumerate(shard.dataset):
+        for step, element in enumerate(shard.dataset):
+            parts, counts, total = data.step_of(*element)
             assert total == [4, 3][step]
             steps[step] += [
                 tf.sparse.to_dense(p).numpy().argmax(1).tolist()[:count]
@@ -191,7 +193,7 @@ def test_what_is_none_in_a_batch_stays_none(workers: int, local: int) -> None:
         for rank in range(workers):
             shard = data.shard_dataset(dataset, data.Sharding(workers, rank, local), data.Order())
             assert shard.element_spec[1] is None
-            for parts, _, _ in shard.dataset.take(1):
+            for parts, *_ in shard.dataset.take(1):
                 assert all(part[1] is None for part in parts)
                 found += [float(x) for part in parts for x in part[0]]
         assert sorted(found) == list(range(5))

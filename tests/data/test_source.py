@@ -56,7 +56,7 @@ def test_batches_and_their_spec_are_those_of_keras(name: str) -> None:
     expected = datasets.data_adapter(x, y, weight, batch_size=3).get_tf_dataset()
     assert shard.steps == 3
     assert shard.element_spec == expected.element_spec or name == "nobody's"
-    batches = [parts[0] for parts, _, _ in shard.dataset]
+    batches = [parts[0] for parts, *_ in shard.dataset]
     for batch, theirs in zip(batches, expected, strict=True):
         tf.nest.assert_same_structure(batch, theirs)
         assert _leaves(batch) == _leaves(theirs)

@@ -97,7 +97,8 @@ def test_a_training_is_seen_everywhere(tmp_path: Path) -> None:
             assert log["examples_per_s"] == pytest.approx(16 * log["steps_per_s"], rel=1e-6)
             parts = log["input_s"] + log["communication_s"] + log["compute_s"]
             assert parts >= log["step_s"] * 0.999
-            assert min(log["input_s"], log["communication_s"], log["compute_s"]) > 0
+            assert min(log["input_s"], log["communication_s"]) > 0
+            assert log["compute_s"] >= 0, "a wait for the other worker may cover all of it"
             assert log["loss"] > 0
             assert log["goodput"] == log["run_steps_s"] / sum(log[f"run_{p}_s"] for p in PARTS)
         assert logs[-1]["run_data_s"] > sum(8 * log["input_s"] for log in logs[1:]) * 0.99

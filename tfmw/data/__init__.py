@@ -11,7 +11,14 @@ between workers, `batches.py` has small helpers, `tfds_files.py` opens TFDS data
 May import: `tfmw.keras_compat`, `tfmw.datasets`, `tfmw.errors`.
 """
 
-from tfmw.data.batches import examples_of, first_rows, gather_rows, map_tensors, static_batch_size
+from tfmw.data.batches import (
+    examples_of,
+    first_rows,
+    gather_rows,
+    map_tensors,
+    static_batch_size,
+    step_of,
+)
 from tfmw.data.grain_datasets import is_grain
 from tfmw.data.order import ordered
 from tfmw.data.parquet import from_parquet
@@ -44,6 +51,7 @@ __all__ = [
     "shard",
     "shard_dataset",
     "static_batch_size",
+    "step_of",
     "steps_of",
     "tfds",
 ]

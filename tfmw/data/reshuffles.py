@@ -44,6 +44,7 @@ class Reshuffles:
         self._users: list[ShuffleSeeds] = []
         self._shards: list[ShuffleSeeds] = []
         self._seen: list[int] = []  # passes over the shard's that the user's dataset has, too
+        self._by_iterator: list[int] | None = None  # passes that a new iterator begins
         self._in_pass: list[int] = []  # how many of them this pass has begun
         self._unread: list[tuple[int, int]] = []  # before its first element, and after its last
 
@@ -76,9 +77,15 @@ class Reshuffles:
             if user.passes != number:
                 user.passes = number
 
-    def begin(self, passes: Sequence[int]) -> None:
-        """Sets all shuffles to the place from which the next pass goes on."""
-        self.passes = passes
+    def begin(self, passes: Sequence[int], now: Sequence[int] | None = None) -> None:
+        """Sets all shuffles to the place from which the next pass goes on.
+
+        Args:
+            now: the result of `passes`, if it is known.
+        """
+        self._open()
+        if now != passes:
+            self.passes = passes
         for i, number in enumerate(passes[: len(self._shards)]):
             if self._seen[i] != number or any(self._unread[i]):
                 self._shards[i].passes = self._seen[i] = number
@@ -90,6 +97,26 @@ class Reshuffles:
                     before, after = self._unread[i]
                     self._unread[i] = before + start.before, after + start.after
         self._in_pass = [0] * len(self._shards)
+
+    def note_iterator(self) -> None:
+        """Gives the user's dataset the passes that a new iterator over the shard has begun."""
+        if self._by_iterator is None or self.starts:
+            self.note()
+            self._by_iterator = None if self.starts else list(self._in_pass)
+            return
+        for i, begun in enumerate(self._by_iterator):
+            self._seen[i] += begun
+            self._in_pass[i] += begun
+            if begun and self._users[i] is not self._shards[i]:
+                self._users[i].passes += begun
+
+    def pass_over(self) -> bool:
+        """What an iterator that reads nothing does to the user's dataset; False if unknown yet."""
+        if self._by_iterator is None:
+            return False
+        if any(self._by_iterator):
+            self.passes = [n + k for n, k in zip(self.passes, self._by_iterator, strict=True)]
+        return True
 
     def note(self, ended: bool = False) -> None:
         """Gives the user's dataset the passes that the shard has begun.

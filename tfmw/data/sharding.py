@@ -54,6 +54,7 @@ from tfmw.data.batches import (
     rows_of,
     spec_of,
     static_batch_size,
+    step_of,
     steps_in,
     without_autograph,
     without_optionals,
@@ -214,7 +215,9 @@ def shard(dataset: tf.data.Dataset, input_context: tf.distribute.InputContext) -
     local_replicas = max(1, input_context.num_replicas_in_sync // workers)
     sharding = Sharding(workers, input_context.input_pipeline_id, local_replicas)
     local = shard_dataset(dataset, sharding, Order())
-    batches = local.dataset.flat_map(without_autograph(lambda *step: _one_by_one(*step[:2])))
+    batches = local.dataset.flat_map(
+        without_autograph(lambda *step: _one_by_one(*step_of(*step)[:2]))
+    )
     has_examples = without_autograph(lambda *b: examples_of(b) > 0)
     return batches.filter(has_examples) if local.size_known else batches.take_while(has_examples)
 
@@ -229,16 +232,8 @@ def _one_by_one(parts: tuple[Any, ...], counts: tf.Tensor) -> tf.data.Dataset:
 
 
 def _whole(dataset: tf.data.Dataset, read_ahead: bool = True) -> Shard:
-    """The shard of the only replica."""
-    element = element_of(dataset)
-
-    def with_total(*arguments: Any) -> Any:
-        batch = element(arguments)
-        total = examples_of(batch)
-        return (batch,), total[None], total
-
-    batches = dataset.map(without_autograph(with_total))
-
+    """The shard of the only replica. No map: each new iterator would instantiate its function."""
+    batches = tf.data.Dataset.zip(((dataset,),))
     even = ShardSizes(uneven=False, empty=False)
     return Shard(
         batches.prefetch(tf.data.AUTOTUNE) if read_ahead else batches,

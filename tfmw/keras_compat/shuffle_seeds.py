@@ -27,6 +27,7 @@ class ShuffleSeeds:
 
     def __init__(self, dataset: tf.data.Dataset):
         self._iterator = iter(dataset)
+        self._number = 0  # of the shuffle's state, among those of all iterators
         self._set(self._read()[_DRAWN] - _PER_PASS)
 
     @property
@@ -66,10 +67,11 @@ class ShuffleSeeds:
                 resource_handle=self._iterator._iterator_resource, external_state_policy=_IGNORE
             )
         )
-        for number, state in enumerate(states):
-            proto = _variant(state)
+        for number in range(self._number, len(states)):
+            proto = _variant(states[number])
             names = proto.metadata.split(b"@@")[1:]
             if _DRAWN in names:
+                self._number = number
                 compressed = tf.io.parse_tensor(proto.tensors[0].SerializeToString(), tf.variant)
                 values = tf.raw_ops.UncompressElement(
                     compressed=compressed,

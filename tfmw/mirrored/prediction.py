@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw.data import first_rows, gather_rows, map_tensors
+from tfmw.data import first_rows, gather_rows, map_tensors, step_of
 from tfmw.data.batches import rows_of
 from tfmw.errors import UsageError
 from tfmw.mirrored.collectives.connection import ring_of
@@ -83,7 +83,7 @@ class Predictions:
         element = next(self._iterator, None)
         if element is None:
             return False
-        parts, rows, total = element
+        parts, rows, total = step_of(*element)
         if int(total) < 0 and not any(rows.numpy()):
             return False
         self._structure, counts = self._step(parts, rows)

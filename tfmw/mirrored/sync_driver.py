@@ -34,7 +34,7 @@ import tensorflow as tf
 
 from tfmw import tables
 from tfmw.checkpoint.sharded_backups import SlotParts
-from tfmw.data import Sharding, ShardSizes, first_rows, map_tensors
+from tfmw.data import Sharding, ShardSizes, first_rows, map_tensors, step_of
 from tfmw.data.sharding import WHOLE_BATCHES
 from tfmw.errors import UsageError
 from tfmw.keras_compat import (
@@ -275,7 +275,7 @@ class SyncDriver:
         return loop
 
     def global_step(self, kind: str, uneven: bool, size_known: bool = True) -> Callable[..., Any]:
-        """A function (this process's parts, counts, size of the whole batch) -> examples.
+        """A function (an element of a `data.Shard`) -> examples.
 
         Its result is int64 [], over all replicas; 0 at the end of the data.
 
@@ -286,7 +286,8 @@ class SyncDriver:
         """
         averages = self._state.variables() if uneven and kind == "train" else []
 
-        def one_step(parts: Any, counts: Any, total: Any) -> Any:
+        def one_step(*element: Any) -> Any:
+            parts, counts, total = step_of(*element)
             assigned: list[Any] = []
             if kind == "train":
                 assigned = self._state.assigned = self._state.assigned or []

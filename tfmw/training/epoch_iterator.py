@@ -208,7 +208,7 @@ class EpochIterator:
             if shard.steps is not None and datasets.is_dataset(self._source.x):
                 # Keras starts a pass here and another one in the next epoch.
                 self._passes += 1
-                if shard.reshuffles:
+                if shard.reshuffles and not shard.reshuffles.pass_over():
                     self._iterate(shard, shard.reshuffles.passes)
         elif self._pass_end == self._steps_in_pass:
             self._end_pass()
@@ -256,18 +256,23 @@ class EpochIterator:
         # Pipelines of a function may differ between workers: all enter the exchange. The shard that
         # counts is that of all passes: a function has just made another one, to skip in it.
         counted = self.shard.reshuffles
-        orders = self._group.from_chief(lambda: counted.passes if counted else [])
+        now = counted.passes if counted else []
+        orders = self._group.from_chief(lambda: now)
         if counted:
             self._orders = orders
-        self._iterator = self._iterate(shard, self._orders)
+        self._iterator = self._iterate(shard, self._orders, now if shard is self.shard else None)
 
-    def _iterate(self, shard: data.Shard, orders: list[int]) -> Any:
-        """An iterator, from a place in the sequences of orders."""
+    def _iterate(self, shard: data.Shard, orders: list[int], now: list[int] | None = None) -> Any:
+        """An iterator, from a place in the sequences of orders.
+
+        Args:
+            now: the place of the user's dataset, if it is known.
+        """
         if not shard.reshuffles:
             return iter(shard.dataset)
-        shard.reshuffles.begin(orders)
+        shard.reshuffles.begin(orders, now)
         iterator = iter(shard.dataset)
-        shard.reshuffles.note()
+        shard.reshuffles.note_iterator()
         return iterator
 
     def _end_pass(self) -> None:
