@@ -106,7 +106,10 @@ def _shard(source: data.Source, workers: int, rank: int, start: int = 0, state: 
 def _union(make: Callable[[], Any], workers: int, start: int = 0, state: Any = None) -> Any:
     """The global batches, from the shards of all workers."""
     shards = [
-        [data.step_of(*e) for e in _shard(data.Source(make()), workers, rank, start, state)]
+        [
+            data.step_of(element, data.Sharding(workers, rank))
+            for element in _shard(data.Source(make()), workers, rank, start, state)
+        ]
         for rank in range(workers)
     ]
     found = []

@@ -27,15 +27,16 @@ def _shards(
     for rank in range(workers):
         shard = data.shard_dataset(dataset, data.Sharding(workers, rank, local), data.Order(seed=3))
         for step, element in enumerate(shard.dataset.as_numpy_iterator()):
-            parts, counts, total = data.step_of(*element)
+            sharding = data.Sharding(workers, rank, local)
+            parts, counts, total = data.step_of(element, sharding)
             if step == len(steps):
                 steps.append([])
             if int(total) < 0 and not any(counts):
                 break
             for part, count in zip(parts, counts, strict=True):
                 assert len(part) == max(1, count), "one that does not count, and is real"
-                assert kept is None or set(part.tolist()) <= kept
-                steps[step].append(part[:count].tolist())
+                assert kept is None or set(np.asarray(part).tolist()) <= kept
+                steps[step].append(np.asarray(part)[:count].tolist())
     return [step for step in steps if any(step)]
 
 
@@ -169,7 +170,8 @@ def test_sparse_batches_are_divided(workers: int, local: int, mapped: bool) -> N
     for rank in range(workers):
         shard = data.shard_dataset(dataset, data.Sharding(workers, rank, local), data.Order())
         for step, element in enumerate(shard.dataset):
-            parts, counts, total = data.step_of(*element)
+            sharding = data.Sharding(workers, rank, local)
+            parts, counts, total = data.step_of(element, sharding)
             assert total == [4, 3][step]
             steps[step] += [
                 tf.sparse.to_dense(p).numpy().argmax(1).tolist()[:count]
@@ -193,7 +195,8 @@ def test_what_is_none_in_a_batch_stays_none(workers: int, local: int) -> None:
         for rank in range(workers):
             shard = data.shard_dataset(dataset, data.Sharding(workers, rank, local), data.Order())
             assert shard.element_spec[1] is None
-            for parts, *_ in shard.dataset.take(1):
+            for element in shard.dataset.take(1):
+                parts, *_ = data.step_of(element, data.Sharding(workers, rank, local))
                 assert all(part[1] is None for part in parts)
                 found += [float(x) for part in parts for x in part[0]]
         assert sorted(found) == list(range(5))
@@ -213,7 +216,8 @@ def test_batches_of_two_lengths_are_divided_separately(sharding: tuple[int, int]
     found: list[list[int]] = [[], []]
     for rank in range(workers):
         shard = data.shard_dataset(dataset, data.Sharding(workers, rank, local), data.Order())
-        for parts, _, total in shard.dataset.as_numpy_iterator():
+        for element in shard.dataset.as_numpy_iterator():
+            parts, _, total = data.step_of(element, data.Sharding(workers, rank, local))
             assert total == replicas
             for part in parts:
                 assert [len(t) for t in part] == [1, 2]

@@ -91,7 +91,7 @@ def test_workers_divide_zips_in_their_order(name: str, position: int) -> None:
         ]
         for steps, (expected,) in zip(zip(*shards, strict=True), whole, strict=True):
             for rank, element in enumerate(steps):
-                parts, counts, _ = data.step_of(*element)
+                parts, counts, _ = data.step_of(element, data.Sharding(workers, rank))
                 ((*found,),) = _flat([parts[0]])
                 own = [leaf[rank::workers] for leaf in expected]
                 assert [leaf[: int(counts[0])] for leaf in found] == own

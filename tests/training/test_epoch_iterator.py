@@ -38,7 +38,7 @@ def read(epoch: EpochIterator, steps: int = 1000) -> list[list[int]]:
     """The examples of each step, until the end of the epoch or for some steps."""
     found: list[list[int]] = []
     while len(found) < steps and (call := epoch.next_call(1)) is not None:
-        parts, counts, _ = data.step_of(*next(call.iterator))
+        parts, counts, _ = data.step_of(next(call.iterator), epoch._sharding)
         found.append([int(i) for part, n in zip(parts, counts, strict=True) for i in part[:n]])
         epoch.advance(1, 1)
     return found

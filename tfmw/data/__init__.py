@@ -17,14 +17,13 @@ from tfmw.data.batches import (
     gather_rows,
     map_tensors,
     static_batch_size,
-    step_of,
 )
 from tfmw.data.grain_datasets import is_grain
 from tfmw.data.order import ordered
 from tfmw.data.parquet import from_parquet
 from tfmw.data.record_files import from_records, from_tars
 from tfmw.data.rows import from_index
-from tfmw.data.sharding import at_most_once, shard, shard_dataset
+from tfmw.data.sharding import at_most_once, shard, shard_dataset, step_of
 from tfmw.data.source import Source, empty_dataset, steps_of
 from tfmw.data.tfds_files import tfds
 from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes

@@ -99,14 +99,6 @@ def examples_of(batch: Any) -> tf.Tensor:
     return rows_of(next(t for t in tf.nest.flatten(batch) if t is not None))
 
 
-def step_of(parts: tuple[Any, ...], counts: Any = None, total: Any = None) -> tuple[Any, Any, Any]:
-    """(parts, counts, total) of an element of `Shard.dataset`; that of one replica has no sizes."""
-    if total is None:
-        total = examples_of(parts[0])
-        counts = total[None]
-    return parts, counts, total
-
-
 def rows_of(tensor: Any) -> tf.Tensor:
     """int64 [], the leading dimension of a dense, ragged or sparse tensor."""
     if isinstance(tensor, tf.RaggedTensor):

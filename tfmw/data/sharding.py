@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,6 @@ from tfmw.data.batches import (
     rows_of,
     spec_of,
     static_batch_size,
-    step_of,
     steps_in,
     without_autograph,
     without_optionals,
@@ -216,7 +216,7 @@ def shard(dataset: tf.data.Dataset, input_context: tf.distribute.InputContext) -
     sharding = Sharding(workers, input_context.input_pipeline_id, local_replicas)
     local = shard_dataset(dataset, sharding, Order())
     batches = local.dataset.flat_map(
-        without_autograph(lambda *step: _one_by_one(*step_of(*step)[:2]))
+        without_autograph(lambda *element: _one_by_one(*step_of(element, sharding)[:2]))
     )
     has_examples = without_autograph(lambda *b: examples_of(b) > 0)
     return batches.filter(has_examples) if local.size_known else batches.take_while(has_examples)
@@ -232,8 +232,8 @@ def _one_by_one(parts: tuple[Any, ...], counts: tf.Tensor) -> tf.data.Dataset:
 
 
 def _whole(dataset: tf.data.Dataset, read_ahead: bool = True) -> Shard:
-    """The shard of the only replica. No map: each new iterator would instantiate its function."""
-    batches = tf.data.Dataset.zip(((dataset,),))
+    """The shard of the only replica."""
+    batches = _divided_by_steps(dataset)
     even = ShardSizes(uneven=False, empty=False)
     return Shard(
         batches.prefetch(tf.data.AUTOTUNE) if read_ahead else batches,
@@ -468,30 +468,69 @@ def _by_slices(dataset: tf.data.Dataset, sharding: Sharding, read_ahead: bool) -
     batch_size = global_batch_size(dataset)
     if not zipped:
         _refuse_other_rows(spec, batch_size)
-    element = element_of(dataset)
+    if not zipped and _bytes(spec, batch_size) <= _DIVIDED_BY_STEPS:
+        steps = _divided_by_steps(dataset)
+    else:
+        element = element_of(dataset)
 
-    def divided(*arguments: Any) -> Any:
-        batch = element(arguments)
-        total = examples_of(batch)
-        check = _rows_checked(batch, total, None if not zipped else sharding.replicas)
-        with tf.control_dependencies(check):
-            parts = tuple(
-                map_tensors(
-                    functools.partial(rows_from, start=replica, step=sharding.replicas), batch
-                )
-                for replica in sharding.local
-            )
-        return parts, sharding.counts(total), total
+        def divided(*arguments: Any) -> Any:
+            return _slices(element(arguments), sharding, zipped)
 
-    steps = dataset.map(
-        without_autograph(divided),
-        num_parallel_calls=tf.data.AUTOTUNE if read_ahead else None,
-        deterministic=True if read_ahead else None,
-    )
+        steps = dataset.map(
+            without_autograph(divided),
+            num_parallel_calls=tf.data.AUTOTUNE if read_ahead else None,
+            deterministic=True if read_ahead else None,
+        )
     size = static_batch_size(spec)
     sizes = ShardSizes(True, True) if size is None else ShardSizes.of(size, sharding)
     steps = deterministic(steps, read_ahead)
     return Shard(steps, steps_in(dataset), sizes, sizes, spec, batch_size)
+
+
+# Bytes of a global batch up to which a step divides it, which takes less than a millisecond.
+_DIVIDED_BY_STEPS = 1 << 20
+
+
+def _divided_by_steps(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Elements for `step_of`. No map: each new iterator instantiates its function (4 to 20 ms)."""
+    return tf.data.Dataset.zip(((dataset,),))
+
+
+def step_of(element: tuple[Any, ...], sharding: Sharding) -> tuple[Any, Any, Any]:
+    """(parts, counts, total) of an element of `Shard.dataset`."""
+    if len(element) == 3:
+        return element
+    ((batch,),) = element
+    if sharding.replicas == 1:
+        total = examples_of(batch)
+        return (batch,), total[None], total
+    with tf.device("cpu:0"):  # where the batch is
+        return _slices(batch, sharding)
+
+
+def _slices(batch: Any, sharding: Sharding, zipped: bool = False) -> tuple[Any, Any, Any]:
+    """A global batch -> (parts, counts, total)."""
+    total = examples_of(batch)
+    check = _rows_checked(batch, total, sharding.replicas if zipped else None)
+    with tf.control_dependencies(check):
+        parts = tuple(
+            map_tensors(functools.partial(rows_from, start=replica, step=sharding.replicas), batch)
+            for replica in sharding.local
+        )
+    return parts, sharding.counts(total), total
+
+
+def _bytes(spec: Any, batch_size: int | None) -> float:
+    """The bytes of a batch; infinite if unknown."""
+    found = 0.0
+    for leaf in tf.nest.flatten(spec):
+        if leaf is None:
+            continue
+        if not isinstance(leaf, tf.TensorSpec) or batch_size is None or leaf.dtype == tf.string:
+            return math.inf
+        row = leaf.shape[1:].num_elements()
+        found += math.inf if row is None else batch_size * row * leaf.dtype.size
+    return found
 
 
 def _refuse_scalars(spec: Any) -> None:

@@ -131,8 +131,8 @@ class Shard:
             of some example; and int64 [], the number of examples of this step over all replicas.
             The total is -1 if this worker cannot compute it. Then the replicas add up their
             examples, the dataset continues indefinitely with parts of which nothing counts, and it
-            has ended once the sum of a step is 0. Of one replica there may be the parts alone; see
-            `batches.step_of`.
+            has ended once the sum of a step is 0. Or elements ((whole global batch,),), which the
+            step itself divides by `sharding.step_of`.
         steps: number of global batches in one epoch; INFINITE; None if unknown before reading.
         full: shard sizes of every step but the last one.
         last: shard sizes of the last step of an epoch.

@@ -23,8 +23,8 @@ Rows = list[list[Any]]  # examples of each step and local replica
 
 def prediction_step(
     model: keras.Model, replicas: Replicas, split: bool = True
-) -> Callable[[Any, Any], Any]:
-    """A function: parts and counts of a step -> (outputs, rows) on each replica."""
+) -> Callable[..., Any]:
+    """A function (*element of a `data.Shard`) -> (outputs, rows) on each replica."""
 
     def on_replica(parts: Any, counts: Any) -> Any:
         local = replicas.local_index()
@@ -37,7 +37,7 @@ def prediction_step(
             rows = tf.stack([rows_of(t) for t in tf.nest.flatten(outputs)])
         return outputs, rows
 
-    return lambda parts, counts: replicas.run(on_replica, (parts, counts))
+    return lambda *element: replicas.run(on_replica, step_of(element, replicas.sharding)[:2])
 
 
 class Predictions:
@@ -52,7 +52,7 @@ class Predictions:
 
     def __init__(
         self,
-        step: Callable[[Any, Any], Any],
+        step: Callable[..., Any],
         replicas: Replicas,
         iterator: Any,
         lost_peer_named: Callable[[], contextlib.AbstractContextManager[None]],
@@ -83,10 +83,9 @@ class Predictions:
         element = next(self._iterator, None)
         if element is None:
             return False
-        parts, rows, total = step_of(*element)
-        if int(total) < 0 and not any(rows.numpy()):
+        if len(element) == 3 and int(element[2]) < 0 and not any(element[1].numpy()):
             return False
-        self._structure, counts = self._step(parts, rows)
+        self._structure, counts = self._step(*element)
         flat = [
             replicas.local_results(t)
             for t in tf.nest.flatten(self._structure, expand_composites=False)

@@ -287,7 +287,7 @@ class SyncDriver:
         averages = self._state.variables() if uneven and kind == "train" else []
 
         def one_step(*element: Any) -> Any:
-            parts, counts, total = step_of(*element)
+            parts, counts, total = step_of(element, self._replicas.sharding)
             assigned: list[Any] = []
             if kind == "train":
                 assigned = self._state.assigned = self._state.assigned or []
