@@ -1,7 +1,9 @@
 """A global dataset -> this worker's shard of it.
 
-    shard = shard_dataset(dataset, Sharding(workers=2, rank=0), Order(seed=7))
-    for parts, counts, total in shard.dataset: ...     # this worker's parts of each global batch
+    sharding = Sharding(workers=2, rank=0)
+    shard = shard_dataset(dataset, sharding, Order(seed=7))
+    for element in shard.dataset:
+        parts, counts, total = step_of(element, sharding)  # this worker's parts of a global batch
 
 Every example goes to exactly one replica, each global batch is the union of the replicas' parts,
 and all workers make the same number of steps. Example j of a global batch goes to replica j mod R
@@ -18,7 +20,7 @@ There are five ways to shard, the cheapest first:
   the size of every global batch from the source's cardinality. If that is unknown (files, filters,
   generators), the workers add up their examples at each step.
 * `_by_slices`: for all other pipelines, and arrays. Every worker runs the whole pipeline and keeps
-  its rows of each global batch.
+  its rows of each global batch; `step_of` selects those of small batches within the step.
 * `_by_batches`: if batches are not to be split. Batch j goes to replica j mod R, and R batches make
   a step, whose examples the workers add up.
 * `shard_function`: for a callable that takes a `tf.distribute.InputContext` and returns the
