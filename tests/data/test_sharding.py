@@ -25,9 +25,9 @@ def _shards(
     """Step -> replica -> its examples, put together from all workers."""
     steps: list[list[list[Any]]] = []
     for rank in range(workers):
-        shard = data.shard_dataset(dataset, data.Sharding(workers, rank, local), data.Order(seed=3))
+        sharding = data.Sharding(workers, rank, local)
+        shard = data.shard_dataset(dataset, sharding, data.Order(seed=3))
         for step, element in enumerate(shard.dataset.as_numpy_iterator()):
-            sharding = data.Sharding(workers, rank, local)
             parts, counts, total = data.step_of(element, sharding)
             if step == len(steps):
                 steps.append([])
@@ -168,9 +168,9 @@ def test_sparse_batches_are_divided(workers: int, local: int, mapped: bool) -> N
     dataset = dataset.map(lambda s: s * 1.0) if mapped else dataset
     steps: list[list[list[int]]] = [[], []]
     for rank in range(workers):
-        shard = data.shard_dataset(dataset, data.Sharding(workers, rank, local), data.Order())
+        sharding = data.Sharding(workers, rank, local)
+        shard = data.shard_dataset(dataset, sharding, data.Order())
         for step, element in enumerate(shard.dataset):
-            sharding = data.Sharding(workers, rank, local)
             parts, counts, total = data.step_of(element, sharding)
             assert total == [4, 3][step]
             steps[step] += [

@@ -11,13 +11,7 @@ between workers, `batches.py` has small helpers, `tfds_files.py` opens TFDS data
 May import: `tfmw.keras_compat`, `tfmw.datasets`, `tfmw.errors`.
 """
 
-from tfmw.data.batches import (
-    examples_of,
-    first_rows,
-    gather_rows,
-    map_tensors,
-    static_batch_size,
-)
+from tfmw.data.batches import examples_of, first_rows, gather_rows, map_tensors, static_batch_size
 from tfmw.data.grain_datasets import is_grain
 from tfmw.data.order import ordered
 from tfmw.data.parquet import from_parquet

@@ -100,15 +100,20 @@ class Reshuffles:
 
     def note_iterator(self) -> None:
         """Gives the user's dataset the passes that a new iterator over the shard has begun."""
-        if self._by_iterator is None or self.starts:
+        if self.starts:
             self.note()
-            self._by_iterator = None if self.starts else list(self._in_pass)
-            return
-        for i, begun in enumerate(self._by_iterator):
-            self._seen[i] += begun
-            self._in_pass[i] += begun
-            if begun and self._users[i] is not self._shards[i]:
-                self._users[i].passes += begun
+        elif self._by_iterator is None:
+            self.note()
+            self._by_iterator = list(self._in_pass)
+        else:
+            for i, begun in enumerate(self._by_iterator):
+                self._seen[i] += begun
+                self._count(i, begun)
+
+    def _count(self, i: int, begun: int) -> None:
+        self._in_pass[i] += begun
+        if begun and self._users[i] is not self._shards[i]:
+            self._users[i].passes += begun
 
     def pass_over(self) -> bool:
         """What an iterator that reads nothing does to the user's dataset; False if unknown yet."""
@@ -126,14 +131,12 @@ class Reshuffles:
                 been read.
         """
         self._open()
-        for i, (user, shard) in enumerate(zip(self._users, self._shards, strict=True)):
+        for i, shard in enumerate(self._shards):
             before, after = self._unread[i]
             now = shard.passes - (0 if ended else before)
             begun = now - self._seen[i] + (after if ended else 0)
-            if begun and user is not shard:
-                user.passes += begun
             self._seen[i] = now
-            self._in_pass[i] += begun
+            self._count(i, begun)
 
     def left_after(self, steps: int) -> list[int]:
         """The user's `passes` if this pass is left after some steps.
