@@ -33,6 +33,7 @@ from tfmw import data
 BATCH = 1000
 PER_FILE = 1_000_000
 GOAL_S = 5
+INTERLEAVED = "interleaved TFRecordDataset, shuffle"
 
 
 class Batches(keras.utils.PyDataset):
@@ -62,10 +63,9 @@ def _files(n: int, folder: Path, first: Path) -> list[str]:
 def _records(n: int, folder: Path) -> list[str]:
     first = folder / "first.tfrecord"
     if not first.exists():
-        kinds = [("length", "<u8"), ("no checksum", "<u4"), ("value", "<f8"), ("nor here", "<u4")]
-        records: np.ndarray = np.zeros(PER_FILE, kinds)
-        records["length"], records["value"] = struct.calcsize("<d"), np.arange(PER_FILE)
-        records.tofile(first)
+        with tf.io.TFRecordWriter(str(first)) as writer:
+            for value in range(PER_FILE):
+                writer.write(struct.pack("<d", value))
     return _files(n, folder, first)
 
 
@@ -93,6 +93,13 @@ def _parsed(records: Iterable[str], folder: Path) -> tf.data.Dataset:
     return data.from_records(records, index_dir=folder / "index").map(parse)
 
 
+def _interleaved(n: int, folder: Path) -> tf.data.Dataset:
+    """Shuffled files of TFRecords, read by turns, and shuffled."""
+    files = tf.data.Dataset.from_tensor_slices(_records(n, folder)).shuffle(1000, seed=2)
+    records = files.interleave(tf.data.TFRecordDataset, 4, 16)
+    return records.map(lambda r: tf.io.decode_raw(r, tf.float64)).shuffle(10_000, seed=1)
+
+
 SOURCES: dict[str, Callable[[int, Path], Any]] = {
     "arrays": lambda n, _: data.Source(_numbers(n), batch_size=BATCH),
     "from_tensor_slices, map, batch": lambda n, _: _slices(n).map(lambda x: x + 1).batch(BATCH),
@@ -105,6 +112,7 @@ SOURCES: dict[str, Callable[[int, Path], Any]] = {
     "PyDataset": lambda n, _: Batches(n),
     "Grain, shuffled": lambda n, _: grain.MapDataset.range(n).shuffle(seed=1).batch(BATCH),
     "from_records": lambda n, folder: _parsed(_records(n, folder), folder).batch(BATCH),
+    INTERLEAVED: lambda n, folder: _interleaved(n, folder).batch(BATCH),
     "from_parquet": lambda n, folder: (
         data.from_parquet(_parquet(n, folder)).map(lambda row: row["x"]).batch(BATCH)
     ),
@@ -125,7 +133,8 @@ def _measure(name: str, n: int, skip: bool, folder: Path) -> float:
         next(iter(dataset.skip(position)))
     else:
         by_index = source.is_read_once
-        shard = source.shard(data.Sharding(2, 1), data.Order(seed=3), 0 if by_index else position)
+        order = data.Order(seed=3, index_dir=str(folder / "index"))
+        shard = source.shard(data.Sharding(2, 1), order, 0 if by_index else position)
         next(iter(shard.rest(position) if shard.rest else shard.dataset))
     return time.perf_counter() - start
 
@@ -171,7 +180,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for n in options.sizes:  # the index of records is there from the interrupted run
-            if "from_records" in options.only:
+            if {"from_records", INTERLEAVED} & {*options.only}:
                 _parsed(_records(n, Path(folder)), Path(folder))
         for name in options.only:
             for n, how in runs:

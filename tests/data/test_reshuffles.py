@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tfmw.data.reshuffles import small_of
-from tfmw.keras_compat import datasets
+from tfmw.keras_compat import datasets, rebuilding
 from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
 
 LENGTH, BUFFER = 2000, 500
@@ -20,7 +20,7 @@ def of_user() -> tf.data.Dataset:
 
 
 def of_shard() -> tf.data.Dataset:
-    return datasets.rebuilt(of_user(), tf.data.Dataset.range(LENGTH), [5, 6])
+    return rebuilding.rebuilt(of_user(), tf.data.Dataset.range(LENGTH), [5, 6])
 
 
 def orders(dataset: tf.data.Dataset, passes: int) -> list[list[int]]:

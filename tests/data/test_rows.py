@@ -18,7 +18,7 @@ import pytest
 import tensorflow as tf
 
 from tfmw import data
-from tfmw.data import record_files
+from tfmw.data import record_index
 from tfmw.data.grain_datasets import by_index
 from tfmw.errors import UsageError
 
@@ -333,7 +333,7 @@ def test_a_resumed_run_opens_the_files_and_records_after_its_position(
     paths = _record_files(tmp_path, kind)
     data.from_records(paths, kind=kind, index_dir=tmp_path / "index")
     with monkeypatch.context() as patch:
-        patch.setattr(record_files, "_index", None)  # made once
+        patch.setattr(record_index, "_index", None)  # made once
         records = data.from_records(paths, kind=kind, index_dir=tmp_path / "index")
     reads: list[str] = []
     pread = os.pread
@@ -348,6 +348,31 @@ def test_a_resumed_run_opens_the_files_and_records_after_its_position(
         reads.clear()
         assert list(dataset)
         assert reads == [os.path.realpath(paths[-1])] * ((N - 3 * B) // 2)
+
+
+def test_an_interrupted_run_finds_the_indices_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, index_dir = _record_files(tmp_path, "tfrecord"), str(tmp_path / "index")
+    monkeypatch.setattr(record_index, "_LARGE", 0)
+    files = tf.data.Dataset.from_tensor_slices(paths)
+    records = files.interleave(tf.data.TFRecordDataset, 2).batch(B)
+    whole = list(records.as_numpy_iterator())
+
+    (process,) = data.index_in_background(records, index_dir)
+    assert process.wait() == 0
+    monkeypatch.setattr(record_index, "_index", None)  # made once
+    reads: list[int] = []
+    pread = os.pread
+
+    def noted(descriptor: int, size: int, begin: int) -> bytes:
+        reads.append(begin)
+        return pread(descriptor, size, begin)
+
+    monkeypatch.setattr(os, "pread", noted)
+    rest = data.Source(records).shard(data.Sharding(), data.Order(index_dir=index_dir), 3).dataset
+    assert [part.numpy().tolist() for ((part,),) in rest] == [batch.tolist() for batch in whole[3:]]
+    assert len(reads) == N - 3 * B
 
 
 def test_a_changed_file_gets_a_new_index(tmp_path: Path) -> None:
@@ -398,7 +423,7 @@ def test_samples_of_tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     paths = _tars(tmp_path)
     for _ in range(2):
         samples = data.from_tars(paths, ["cls", ".img.png"], index_dir=tmp_path / "index")
-        monkeypatch.setattr(record_files, "_index", None)  # made once
+        monkeypatch.setattr(record_index, "_index", None)  # made once
     expected = [{"cls": str(i).encode(), "img.png": bytes([i, 0]) * (i + 1)} for i in range(N)]
     assert list(samples.as_numpy_iterator()) == expected
     reads: list[str] = []

@@ -9,7 +9,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfmw.data.reshuffles import _folded
+from tfmw.data.reshuffles import constant_of
 from tfmw.keras_compat import graph, metric_variables, parameter_servers
 from tfmw.keras_compat.dataflow import walk
 from tfmw.keras_compat.dataflow.walk import Dataflow
@@ -84,12 +84,12 @@ def test_function_with_thousands_of_operations_is_one_op() -> None:
     assert op.uses == [True]
 
 
-def test_seed_behind_thousands_of_nodes_is_folded() -> None:
+def test_seed_behind_thousands_of_nodes_isconstant_of() -> None:
     nodes = {"n0": node("Const", [], value=7)}
     nodes |= {f"n{i}": node("Identity", [f"n{i - 1}"]) for i in range(1, DEEP)}
-    assert _folded(f"n{DEEP - 1}", nodes) == 7
-    assert _folded("n0:output:0", nodes) == 7
-    assert _folded("other", nodes) is None
+    assert constant_of(f"n{DEEP - 1}", nodes) == 7
+    assert constant_of("n0:output:0", nodes) == 7
+    assert constant_of("other", nodes) is None
 
 
 def node(op: str, inputs: list[str], value: int | None = None) -> Any:

@@ -49,6 +49,7 @@ from tfmw import storage, tables
 from tfmw.checkpoint import tensor_files
 from tfmw.checkpoint.sharded_backups import Piece, SharedWrite
 from tfmw.checkpoint.tensor_files import PREFIX, TABLES, SavedTensors
+from tfmw.data import record_index
 from tfmw.errors import TfmwError, UsageError
 from tfmw.runtime import fence, file_lock
 
@@ -312,6 +313,8 @@ class BackupStore:
         """Removes all backups."""
         for step in self.steps():
             self._remove(step)
+        with contextlib.suppress(OSError, tf.errors.OpError):
+            tf.io.gfile.rmtree(os.path.join(self.path, record_index.DIRECTORY))
 
     # ------------------------------------------------------------ reading
 

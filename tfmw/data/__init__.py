@@ -5,13 +5,15 @@ Read `sharding.py` first: the three ways to shard. `values.py` has their argumen
 `source.py` reads the data that users pass to `fit`, `comparison.py` refuses data that differs
 between workers, `batches.py` has small helpers, `tfds_files.py` opens TFDS data sets by files.
 `zips.py` moves maps above zips. `rows.py` reads sources with an index; `grain_datasets.py`,
-`parquet.py` and `record_files.py` are such sources. `at_most_once`, `from_index`, `from_parquet`,
+`parquet.py` and `record_files.py` are such sources. `file_records.py` gives pipelines over files
+an index, by `record_index.py` and `interleaving.py`. `at_most_once`, `from_index`, `from_parquet`,
 `from_records`, `from_tars`, `shard` and `tfds` are public.
 
 May import: `tfmw.keras_compat`, `tfmw.datasets`, `tfmw.errors`.
 """
 
 from tfmw.data.batches import examples_of, first_rows, gather_rows, map_tensors, static_batch_size
+from tfmw.data.file_records import index_in_background
 from tfmw.data.grain_datasets import is_grain
 from tfmw.data.order import ordered
 from tfmw.data.parquet import from_parquet
@@ -38,6 +40,7 @@ __all__ = [
     "from_records",
     "from_tars",
     "gather_rows",
+    "index_in_background",
     "is_grain",
     "map_tensors",
     "ordered",

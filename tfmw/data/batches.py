@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.data.values import INFINITE
-from tfmw.keras_compat import datasets
+from tfmw.keras_compat import datasets, rebuilding
 
 # tfmw's own functions on batches have no Python control flow to convert. Each conversion would take
 # about 0.1 s, also after each restart.
@@ -21,24 +21,6 @@ def input_of(node: tf.data.Dataset) -> tf.data.Dataset:
     below = datasets.dataset_input(node)
     assert below is not None, f"{type(node).__name__} transforms one dataset"
     return below
-
-
-def is_pure(node: tf.data.Dataset) -> bool:
-    """Whether a node's result for an element does not depend on the elements before it.
-
-    With a seeded random op it does: in one process its sequence continues from element to element.
-    Random ops without a seed differ in every run anyway. Python functions cannot be inspected, and
-    are treated as pure.
-    """
-    if not isinstance(node, datasets.Map):
-        return True
-    for operation in datasets.map_graph_nodes(node):
-        if operation.op.startswith("Assign"):
-            return False
-        if "seed" in operation.attr and "Random" in operation.op:
-            if operation.attr["seed"].i or operation.attr["seed2"].i:
-                return False
-    return True
 
 
 def steps_in(dataset: tf.data.Dataset) -> int | None:
@@ -245,7 +227,7 @@ def _one_row_of_zeros(spec: Any) -> Any:
 def global_batch_size(dataset: tf.data.Dataset) -> int | None:
     """The size of all batches but the last, if the pipeline has a constant one."""
     node: tf.data.Dataset | None = dataset
-    while node is not None and isinstance(node, datasets.REBUILDABLE):
+    while node is not None and isinstance(node, rebuilding.REBUILDABLE):
         if isinstance(node, datasets.Batch):
             arguments = datasets.batch_arguments(node)
             return None if arguments is None else arguments[0]

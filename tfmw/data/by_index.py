@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfmw.data.batches import input_of
 from tfmw.data.rows import Rows, rows_under
 from tfmw.data.zips import joined
-from tfmw.keras_compat import datasets
+from tfmw.keras_compat import datasets, rebuilding
 
 _MOVES = (
     *datasets.Shuffle,
@@ -68,7 +68,7 @@ class Indexed:
             return None
         indices = tf.data.Dataset.range(int(node.cardinality()))
         for move in reversed(chain):
-            indices = datasets.rebuilt(move, indices)
+            indices = rebuilding.rebuilt(move, indices)
         return cls(indices, tensors or [], node.element_spec, rows)
 
     def examples(self, indices: tf.Tensor) -> Any:

@@ -16,6 +16,7 @@ from tfmw.data.batches import input_of
 from tfmw.data.reshuffles import (
     SEED_INPUTS,
     Reshuffles,
+    constant_of,
     generators_in,
     name_of,
     renew,
@@ -25,7 +26,8 @@ from tfmw.data.reshuffles import (
 )
 from tfmw.data.values import Order
 from tfmw.errors import UsageError
-from tfmw.keras_compat import datasets
+from tfmw.keras_compat import datasets, rebuilding
+from tfmw.keras_compat.file_datasets import file_reader
 from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
 
 
@@ -38,26 +40,34 @@ def ordered(dataset: tf.data.Dataset, order: Order) -> tuple[tf.data.Dataset, Re
     Raises:
         UsageError: workers have different datasets.
     """
-    if not datasets.may_shuffle_inside(dataset):
+    if not rebuilding.may_shuffle_inside(dataset):
         return dataset, Reshuffles()
     chain = []
     node = dataset
-    while isinstance(node, datasets.REBUILDABLE):
+    while isinstance(node, rebuilding.REBUILDABLE) or rebuilding.may_shuffle_inside(node):
+        if isinstance(node, rebuilding.REBUILDABLE):
+            below = input_of(node)
+        elif (reader := file_reader(node)) is not None:
+            below = reader.input
+        else:
+            break
         chain.append(node)
-        node = input_of(node)
+        node = below
     pairs: list[tuple[tf.data.Dataset, tf.data.Dataset]] = []
     # Only the graph shows the rest; in-memory arrays are kept out of that graph if possible.
-    if datasets.may_shuffle_inside(node):
+    if rebuilding.may_shuffle_inside(node):
         node, pairs = _ordered_by_graph(node, order)
     shuffles = [n for n in reversed(chain) if isinstance(n, datasets.Shuffle)]
     seeds = iter(_agreed([_seeds(n) for n in shuffles], order))
     for transformation in reversed(chain):
         if isinstance(transformation, datasets.Shuffle):
-            node = datasets.rebuilt(transformation, node, next(seeds))
+            node = rebuilding.rebuilt(transformation, node, next(seeds))
             if datasets.reshuffles(transformation):
                 pairs.append((datasets.original(transformation), node))
+        elif (reader := file_reader(transformation)) is not None:
+            node = reader.rebuilt(node, reader.cycle_length or order.cycle_length(reader.calls))
         else:
-            node = datasets.rebuilt(transformation, node)
+            node = rebuilding.rebuilt(transformation, node)
     options = tf.data.Options()
     options.deterministic = True
     return node.with_options(options), Reshuffles(pairs)
@@ -112,8 +122,9 @@ def _ordered_by_graph(
     bodies = [(graph.node, "")] + [(f.node_def, ":output:0") for f in graph.library.function]
     for nodes, suffix in bodies:
         by_name = {node.name: node for node in nodes}
-        for node in nodes:
+        for node in list(nodes):
             changed |= _make_deterministic(node)
+            changed |= _agree_on_turns(nodes, by_name, suffix, node, order)
             known = seeds_of(node, by_name)
             if known is not None:
                 handle, again = own.get(node.name, (None, True)) if not suffix else (None, True)
@@ -128,7 +139,7 @@ def _ordered_by_graph(
         if chosen is not None and not suffix:
             chosen_of[node.name] = chosen
         if chosen is not None and chosen != local:
-            _set_seeds(nodes, suffix, node, chosen, number)
+            _set_seeds(nodes, suffix, node, chosen)
     pairs = _own_generators(own, chosen_of)
     if not changed and not seeds and not own:
         return dataset, []
@@ -167,12 +178,48 @@ def _make_deterministic(node: Any) -> bool:
     return False
 
 
-def _set_seeds(nodes: Any, suffix: str, node: Any, pair: list[int], number: int) -> None:
+# Positions of the cycle length and of the number of parallel calls in the inputs of an op, from
+# the end (tensorflow/core/ops/dataset_ops.cc).
+_TURNS: dict[str, tuple[int, int | None]] = {
+    "InterleaveDataset": (-2, None),
+    "ParallelInterleaveDatasetV2": (-3, -1),
+    "ParallelInterleaveDatasetV3": (-3, -1),
+    "ParallelInterleaveDatasetV4": (-5, -1),
+}
+
+
+def _agree_on_turns(nodes: Any, by_name: Any, suffix: str, node: Any, order: Order) -> bool:
+    """Gives an `interleave` the chief's cycle length; returns whether the node has changed."""
+    if node.op not in _TURNS:
+        return False
+    slots = _TURNS[node.op]
+    inputs = [name for name in node.input if not name.startswith("^")]
+    length, calls = (None if slot is None else constant_of(inputs[slot], by_name) for slot in slots)
+    if length is None or (slots[1] is not None and calls is None):
+        return False
+    if length == tf.data.AUTOTUNE:
+        agreed = order.cycle_length(calls)
+    elif not suffix:  # outside of functions a graph has the length that tf.data has chosen
+        agreed = order.cycle_length_of(node.name, lambda: length)
+    else:
+        return False
+    if agreed == length:
+        return False
+    _set_constant(nodes, suffix, node, len(inputs) + slots[0], agreed)
+    return True
+
+
+def _set_seeds(nodes: Any, suffix: str, node: Any, pair: list[int]) -> None:
     """Replaces the seeds of a shuffle by two new constants."""
     for slot, value in zip(SEED_INPUTS[node.op], pair, strict=True):
-        constant = nodes.add()
-        constant.name = f"tfmw_seed_{number}_{slot}"
-        constant.op = "Const"
-        constant.attr["dtype"].type = tf.int64.as_datatype_enum
-        constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int64, []))
-        node.input[slot] = constant.name + suffix
+        _set_constant(nodes, suffix, node, slot, value)
+
+
+def _set_constant(nodes: Any, suffix: str, node: Any, slot: int, value: int) -> None:
+    """Makes an int64 constant the input of a node."""
+    constant = nodes.add()
+    constant.name = f"tfmw_{node.name}_{slot}"
+    constant.op = "Const"
+    constant.attr["dtype"].type = tf.int64.as_datatype_enum
+    constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int64, []))
+    node.input[slot] = constant.name + suffix

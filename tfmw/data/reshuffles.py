@@ -284,12 +284,12 @@ def _bytes_of_arrays(dataset: tf.data.Dataset) -> int:
 
 def seeds_of(node: Any, by_name: Mapping[str, Any]) -> list[int] | None:
     """The two seeds of a dataset op; None if they are not constants, or if it has none."""
-    pair = [_folded(node.input[i], by_name) for i in SEED_INPUTS.get(node.op, ())]
+    pair = [constant_of(node.input[i], by_name) for i in SEED_INPUTS.get(node.op, ())]
     known = [seed for seed in pair if seed is not None]
     return known if len(known) == 2 else None
 
 
-def _folded(name: str, by_name: Mapping[str, Any]) -> int | None:
+def constant_of(name: str, by_name: Mapping[str, Any]) -> int | None:
     """The value of a node's input; None if it cannot be computed from constants.
 
     Inside of a function, a seed under a global one is an expression: `where(seed == 0 and

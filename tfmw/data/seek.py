@@ -4,13 +4,15 @@
 
 A position in a pipeline is turned into positions in its sources: `batch` multiplies it, `map` and
 `prefetch` keep it, `repeat` divides it by the length of its input. Sources with an index begin
-there. The order of a shuffle over such a source is computed, see `keras_compat.shuffle_order`. What
-has no index skips, as far down in the pipeline as possible.
+there; files of records get one, see `file_records`. The order of a shuffle over such a source is
+computed, see `keras_compat.shuffle_order`. What has no index skips, as far down in the pipeline as
+possible.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -19,22 +21,27 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw.data.batches import deterministic, input_of, is_pure, steps_in, without_autograph
+from tfmw.data.batches import deterministic, input_of, steps_in, without_autograph
+from tfmw.data.file_records import FileRecords, Sources
 from tfmw.data.reshuffles import Reshuffles, small_of
-from tfmw.data.values import INFINITE
+from tfmw.data.values import INFINITE, Order
 from tfmw.data.zips import element_at, has_index, joined
-from tfmw.keras_compat import datasets, shuffle_order
+from tfmw.keras_compat import datasets, rebuilding, shuffle_order
 from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
 
 logger = logging.getLogger("tfmw")
 
 _SAME = (*datasets.Prefetch, *datasets.OptionsNode)
+_BLOCK = 1 << 17  # indices that are computed together
 _MANY = 1_000_000  # skipped elements that take seconds
 _PROBED, _PROBE_S = 1000, 0.2  # elements, and seconds that tell how long others take
 
 
 def seek(
-    dataset: tf.data.Dataset, position: int, reshuffles: Reshuffles | None = None
+    dataset: tf.data.Dataset,
+    position: int,
+    reshuffles: Reshuffles | None = None,
+    order: Order | None = None,
 ) -> tf.data.Dataset:
     """The elements from `position` on, in the order of an uninterrupted pass.
 
@@ -42,9 +49,10 @@ def seek(
         dataset: a result of `ordered`, whose shuffles have seeds.
         position: number of elements before the first one.
         reshuffles: of `dataset`; they learn of passes that are not read.
+        order: of `dataset`.
     """
     plans: list[_Plan] = []
-    todo = [_Plan(dataset, position)]
+    todo = [_Plan(dataset, position, Sources(order or Order()))]
     while todo:
         plan = todo.pop()
         plans.append(plan)
@@ -99,6 +107,7 @@ class _Plan:
     Args:
         node: of a pipeline.
         position: number of its elements to leave out.
+        sources: of the pipeline.
 
     Attributes:
         inputs: plans of what the result reads.
@@ -106,8 +115,8 @@ class _Plan:
         result: after `build`.
     """
 
-    def __init__(self, node: tf.data.Dataset, position: int):
-        self.node, self.position = node, position
+    def __init__(self, node: tf.data.Dataset, position: int, sources: Sources):
+        self.node, self.position, self._sources = node, position, sources
         self.inputs: list[_Plan] = []
         self.starts: list[PassStart] = []
         self.result = node
@@ -121,7 +130,7 @@ class _Plan:
     def _of(self, rebuild: Callable[..., tf.data.Dataset], *inputs: Any) -> None:
         """The result is `rebuild` of the (node, position) of each input."""
         self._rebuild = rebuild
-        self.inputs = [_Plan(*each) for each in inputs]
+        self.inputs = [_Plan(below, position, self._sources) for below, position in inputs]
 
     def choose(self) -> None:
         """Decides on the node's inputs."""
@@ -129,13 +138,13 @@ class _Plan:
         length = steps_in(node)
         if length not in (None, INFINITE) and position >= length:
             self._of(lambda: node.skip(position))  # shuffles in it begin a pass all the same
-        elif isinstance(node, (*_SAME, *datasets.Map)) and is_pure(node):
-            self._of(lambda below: datasets.rebuilt(node, below), (input_of(node), position))
+        elif isinstance(node, (*_SAME, *datasets.Map)) and datasets.is_pure(node):
+            self._of(lambda below: rebuilding.rebuilt(node, below), (input_of(node), position))
         elif isinstance(node, (*datasets.Batch, *datasets.PaddedBatch)) and (
             arguments := datasets.batch_arguments(node)
         ):
             below = (input_of(node), position * arguments[0])
-            self._of(lambda source: datasets.rebuilt(node, source), below)
+            self._of(lambda source: rebuilding.rebuilt(node, source), below)
         elif isinstance(node, datasets.Take):
             count = datasets.count_of(node)
             rest = max(count - position, 0) if count >= 0 else -1
@@ -158,7 +167,7 @@ class _Plan:
         if not isinstance(self.node, datasets.Concatenate):
             return False
         first, second = datasets.dataset_inputs(self.node)
-        length = steps_in(first)
+        length = self._sources.length(first)
         if length is None or length == INFINITE:
             return False
         if self.position < length:
@@ -175,7 +184,7 @@ class _Plan:
         if not isinstance(node, datasets.Repeat):
             return False
         below = input_of(node)
-        length, shuffles = steps_in(below), _shuffles_below(below)
+        length, shuffles = self._sources.length(below), _shuffles_below(below)
         if length in (None, INFINITE, 0) or shuffles is None:
             return False
         passes, rest = divmod(position, length)
@@ -206,35 +215,50 @@ class _Plan:
             start, stop, step, kind = datasets.range_arguments(node)
             begin = start + position * step
             self._of(lambda: tf.data.Dataset.range(begin, stop, step, output_type=kind))
+        elif (records := self._sources[node]) is not None and _order_is_known(records.shuffle):
+            numbers = self._numbers(records)
+
+            def blocks() -> Iterator[np.ndarray]:
+                of_pass = numbers()
+                for first in range(position, records.length, _BLOCK):
+                    yield of_pass(np.arange(first, min(first + _BLOCK, records.length)))
+
+            self._of(lambda: records.elements(blocks, max(0, records.length - position)))
         else:
             return False
         return True
+
+    def _numbers(self, records: FileRecords) -> Callable[[], Callable[[np.ndarray], np.ndarray]]:
+        """The numbers of records in a pass, as `FileRecords.numbers`, once it has begun."""
+        if records.shuffle is None:
+            return functools.cache(lambda: records.numbers(None))
+        start = PassStart(records.shuffle, 0, 1)
+        self.starts.append(start)
+        return lambda: records.numbers(start.seeds())
 
     def _computed(self) -> bool:
         """A shuffle over a source with an index."""
         node, position = self.node, self.position
         if not isinstance(node, datasets.Shuffle):
             return False
-        seeds, source = datasets.shuffle_seeds(node), _IndexedInput.of(input_of(node))
-        buffer_size = datasets.buffer_size_of(node)
-        if source is None or not seeds or not any(seeds) or buffer_size < 1:
+        source = _IndexedInput.of(input_of(node), self._sources)
+        if source is None or not _order_is_known(node):
             return False
-        if not shuffle_order.is_known():
-            return False
-        length = steps_in(input_of(node))
+        buffer_size, length = datasets.buffer_size_of(node), self._sources.length(input_of(node))
         length = None if length == INFINITE else length
         start = PassStart(node, 0, 1)
         self.starts.append(start)
+        numbers = None if source.records is None else self._numbers(source.records)
 
         def blocks() -> Iterator[np.ndarray]:
             order = shuffle_order.ShuffleOrder(buffer_size, length, start.seeds())
-            return map(source.indices, order.blocks(position))
+            of_pass = None if numbers is None else numbers()
+            for block in order.blocks(position):
+                indices = source.indices(block)
+                yield indices if of_pass is None else of_pass(indices)
 
         count = tf.data.INFINITE_CARDINALITY if length is None else length - position
-        spec = tf.TensorSpec([None], tf.int64)
-        indices = tf.data.Dataset.from_generator(blocks, output_signature=spec).unbatch()
-        indices = indices.apply(tf.data.experimental.assert_cardinality(count))
-        self._of(lambda: deterministic(source.elements(indices), read_ahead=False))
+        self._of(lambda: deterministic(source.elements(blocks, count), read_ahead=False))
         return True
 
     def _skipped(self) -> None:
@@ -259,7 +283,7 @@ def _seconds_to_skip(
     """
     while isinstance(node, datasets.Shuffle):  # whose generator a pass would advance
         node = input_of(node)
-    if not datasets.may_be_read_twice(node):
+    if not rebuilding.may_be_read_twice(node):
         return None
     count, seconds = _PROBED, 0.0
     while seconds < _PROBE_S and count < position:
@@ -278,45 +302,72 @@ class _IndexedInput:
         node: the source.
         moves: the last one first.
         maps: the first one first.
+        records: of `node`, if it reads files.
+        sources: of the pipeline.
     """
 
     node: tf.data.Dataset
     moves: list[tf.data.Dataset]
     maps: list[tf.data.Dataset]
+    records: FileRecords | None
+    sources: Sources
 
     @classmethod
-    def of(cls, node: tf.data.Dataset) -> _IndexedInput | None:
+    def of(cls, node: tf.data.Dataset, sources: Sources) -> _IndexedInput | None:
         """None for other pipelines."""
         moves: list[tf.data.Dataset] = []
         maps: list[tf.data.Dataset] = []
         while True:
             node = joined(node) or node
-            if isinstance(node, datasets.Map) and is_pure(node):
+            if isinstance(node, datasets.Map) and datasets.is_pure(node):
                 maps.append(node)
             elif isinstance(node, (*datasets.Repeat, *datasets.Skip)):
-                if steps_in(input_of(node)) in (None, 0):
+                if sources.length(input_of(node)) in (None, 0):
                     return None
                 moves.append(node)
             elif not (isinstance(node, (*_SAME, *datasets.Take)) or datasets.is_memory_cache(node)):
                 break
             node = input_of(node)
-        return cls(node, moves, maps[::-1]) if has_index(node) else None
+        if has_index(node):
+            return cls(node, moves, maps[::-1], None, sources)
+        records = sources[node]
+        if records is None or not _order_is_known(records.shuffle):
+            return None
+        if records.shuffle is not None and any(isinstance(m, datasets.Repeat) for m in moves):
+            return None  # each repetition has its own order of files
+        return cls(node, moves, maps[::-1], records, sources)
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Positions in the chain's output -> those in the source."""
         for move in self.moves:
             if isinstance(move, datasets.Skip):
                 positions = positions + datasets.count_of(move)
-            elif (length := steps_in(input_of(move))) != INFINITE:
+            elif (length := self.sources.length(input_of(move))) != INFINITE:
                 positions = positions % length
         return positions
 
-    def elements(self, indices: tf.data.Dataset) -> tf.data.Dataset:
-        """The chain's elements at these indices of the source."""
-        elements = indices.map(without_autograph(lambda index: element_at(self.node, index)))
+    def elements(self, blocks: Callable[[], Iterator[np.ndarray]], count: int) -> tf.data.Dataset:
+        """The chain's elements at these `count` indices of the source."""
+        if self.records is not None:
+            elements = self.records.elements(blocks, count)
+        else:
+            spec = tf.TensorSpec([None], tf.int64)
+            indices = tf.data.Dataset.from_generator(blocks, output_signature=spec).unbatch()
+            indices = indices.apply(tf.data.experimental.assert_cardinality(count))
+            elements = indices.map(without_autograph(lambda index: element_at(self.node, index)))
         for function in self.maps:
-            elements = datasets.rebuilt(function, elements)
+            elements = rebuilding.rebuilt(function, elements)
         return elements
+
+
+def _order_is_known(shuffle: tf.data.Dataset | None) -> bool:
+    """Whether the order of a shuffle can be computed."""
+    if shuffle is None:
+        return True
+    seeds = datasets.shuffle_seeds(shuffle)
+    if not seeds or not any(seeds) or datasets.buffer_size_of(shuffle) < 1:
+        return False
+    return shuffle_order.is_known()
 
 
 def _shuffles_below(dataset: tf.data.Dataset) -> list[tf.data.Dataset] | None:
@@ -328,7 +379,7 @@ def _shuffles_below(dataset: tf.data.Dataset) -> list[tf.data.Dataset] | None:
     todo = [(dataset, True)]
     while todo:
         node, once = todo.pop()
-        if not datasets.is_plain(node) or not is_pure(node):
+        if not rebuilding.is_plain(node) or not datasets.is_pure(node):
             return None
         if isinstance(node, datasets.Shuffle):
             if not once:

@@ -51,7 +51,6 @@ from tfmw.data.batches import (
     first_rows,
     global_batch_size,
     input_of,
-    is_pure,
     map_tensors,
     rows_from,
     rows_of,
@@ -69,7 +68,7 @@ from tfmw.data.seek import seek
 from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes
 from tfmw.data.zips import joined
 from tfmw.errors import UsageError
-from tfmw.keras_compat import datasets
+from tfmw.keras_compat import datasets, rebuilding
 
 
 def shard_dataset(
@@ -102,7 +101,7 @@ def shard_dataset(
         shard = _by_batches(whole, sharding, global_batch_size(dataset))
         shard = dataclasses.replace(shard, reshuffles=reshuffles)
     if shard.reshuffles:
-        shard.reshuffles.ahead = datasets.may_begin_again(dataset)
+        shard.reshuffles.ahead = rebuilding.may_begin_again(dataset)
         shard.reshuffles.repetition = _repetition(dataset)
     return shard
 
@@ -142,7 +141,7 @@ def _refuse_own_elements(dataset: tf.data.Dataset, sharding: Sharding) -> None:
             "dataset before distribute(), which tfmw divides; or accept the weaker promise by "
             "tfmw.data.at_most_once(dataset), batched by the batch size of one replica."
         )
-    if sharding.workers > 1 and (kind := datasets.selects_at_random(dataset)) is not None:
+    if sharding.workers > 1 and (kind := rebuilding.selects_at_random(dataset)) is not None:
         raise UsageError(
             f"the {kind} of the dataset chooses elements by random numbers without a seed: each "
             "worker would have others, and lose examples or read them twice. Choose by "
@@ -177,7 +176,7 @@ def _from(
 ) -> tuple[tf.data.Dataset, Reshuffles]:
     """The `ordered` pipeline from some element on."""
     whole, reshuffles = ordered(dataset, order)
-    return seek(whole, position, reshuffles), reshuffles
+    return seek(whole, position, reshuffles, order), reshuffles
 
 
 def _repetition(dataset: tf.data.Dataset) -> Repetition | None:
@@ -289,7 +288,7 @@ class _Batched:
             # Without maps nothing is saved, and unknown totals cost a reduction at each step.
             return None
         for selection in reversed(selections):
-            source = datasets.rebuilt(selection, source)
+            source = rebuilding.rebuilt(selection, source)
         return cls(source, maps[::-1], *arguments, spec_of(node))
 
 
@@ -321,7 +320,7 @@ def _below_maps(
         elements = elements.batch(own).map(without_autograph(rows.examples), **rows.parallel)
         elements = elements.unbatch()
     for function in whole.maps:
-        elements = datasets.rebuilt(function, elements)
+        elements = rebuilding.rebuilt(function, elements)
     full = last = ShardSizes.of(size, sharding)
     batches = elements.batch(own, drop_remainder=count is not None and not known)
     if count is None:
@@ -446,7 +445,7 @@ def _peel(
         if rows_under(node) is not None:
             break
         node = joined(node) or node
-        if isinstance(node, datasets.Map) and is_pure(node):
+        if isinstance(node, datasets.Map) and datasets.is_pure(node):
             maps.append(node)
             lowest_map = (input_of(node), len(selections), len(maps))
         elif isinstance(node, _SELECTIONS):
@@ -663,6 +662,7 @@ def shard_function(
     dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
     sharding: Sharding,
     skip: int = 0,
+    index_dir: str | None = None,
 ) -> Shard:
     """The shard that a user's function of an `InputContext` returns.
 
@@ -670,6 +670,7 @@ def shard_function(
         dataset_fn: returns this worker's pipeline, batched by the batch size of one replica.
         sharding: what the `InputContext` describes.
         skip: number of steps to skip at the beginning.
+        index_dir: see `Order`.
 
     Raises:
         UsageError: the function returns something else.
@@ -690,7 +691,8 @@ def shard_function(
     else:
         _refuse_own_elements(dataset, Sharding())
     reshuffles = reshuffles_of(dataset)
-    rest = seek(without_optionals(dataset), skip * sharding.local_replicas, reshuffles)
+    own = Order(index_dir=index_dir)  # other workers may have other pipelines
+    rest = seek(without_optionals(dataset), skip * sharding.local_replicas, reshuffles, own)
     return dataclasses.replace(_of_function(rest, sharding), reshuffles=reshuffles)
 
 

@@ -106,7 +106,7 @@ class Source:
                     "class_weight goes with a dataset or arrays: a dataset function returns the "
                     "sample weights itself, as (x, y, sample_weight)."
                 )
-            return shard_function(self.x, sharding, skip)
+            return shard_function(self.x, sharding, skip, order.index_dir)
         known: dict[str, Any] = {}
         dataset, read_ahead = self.x, True
         if not datasets.is_dataset(dataset):

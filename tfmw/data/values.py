@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.data.reshuffles import Reshuffles
+from tfmw.keras_compat import file_datasets
 
 INFINITE = -1
 """`Shard.steps` of an infinite dataset."""
@@ -63,11 +64,31 @@ class Order:
         seed: for shuffles without a seed.
         agree: a broadcast: this worker's JSON value -> the chief's.
         from_all: a gather: this worker's JSON value -> those of all; None if not all workers read.
+        index_dir: keeps the indices of files of records; None makes them anew.
+        cycle_lengths: the results of `cycle_length` and `cycle_length_of`.
     """
 
     seed: int = 0
     agree: Callable[[Any], Any] = lambda local: local
     from_all: Callable[[Any], list[Any]] | None = None
+    index_dir: str | None = None
+    cycle_lengths: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def cycle_length(self, calls: int | None) -> int:
+        """The cycle length of an `interleave` without one: tf.data's, on the chief's machine.
+
+        tf.data chooses it by the number of cores, so the order would differ between machines.
+
+        Args:
+            calls: its number of parallel calls.
+        """
+        return self.cycle_length_of(str(calls), lambda: file_datasets.default_cycle_length(calls))
+
+    def cycle_length_of(self, name: str, own: Callable[[], int]) -> int:
+        """The chief's cycle length of the transformation with this name; `own` is this worker's."""
+        if name not in self.cycle_lengths:
+            self.cycle_lengths[name] = own() if self.from_all is None else self.agree(own())
+        return self.cycle_lengths[name]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.data.batches import input_of, is_pure, steps_in, without_autograph
+from tfmw.data.batches import input_of, steps_in, without_autograph
 from tfmw.data.values import INFINITE
 from tfmw.keras_compat import datasets
 
@@ -29,7 +29,7 @@ def joined(node: tf.data.Dataset) -> tf.data.Dataset | None:
         below: list[tf.data.Dataset] = []
         if isinstance(each, datasets.Zip):
             below = datasets.dataset_inputs(each)
-        elif isinstance(each, _SAME) and is_pure(each):
+        elif isinstance(each, _SAME) and datasets.is_pure(each):
             below = [input_of(each)]
         inputs.append(range(len(nodes), len(nodes) + len(below)))
         nodes.extend(below)

@@ -112,13 +112,14 @@ OptionsNode = (dataset_ops._OptionsDataset,)
 
 def dataset_input(node: tf.data.Dataset) -> tf.data.Dataset | None:
     """The one dataset that `node` transforms; None for sources and for several inputs."""
-    inputs = node._inputs()
+    inputs = dataset_inputs(node)
     return inputs[0] if len(inputs) == 1 else None
 
 
 def dataset_inputs(node: tf.data.Dataset) -> list[tf.data.Dataset]:
     """The datasets that `node` transforms."""
-    return list(node._inputs())
+    # A `TextLineDataset` reads names of files from a dataset, and does not list it.
+    return list(getattr(node, "_impl", node)._inputs())
 
 
 def sliced_tensors(node: tf.data.Dataset) -> list[tf.Tensor] | None:
@@ -205,6 +206,24 @@ def map_graph_nodes(node: tf.data.Dataset) -> list[Any]:
     return nodes
 
 
+def is_pure(node: tf.data.Dataset) -> bool:
+    """Whether a node's result for an element does not depend on the elements before it.
+
+    With a seeded random op it does: in one process its sequence continues from element to element.
+    Random ops without a seed differ in every run anyway. Python functions cannot be inspected, and
+    are treated as pure.
+    """
+    if not isinstance(node, Map):
+        return True
+    for operation in map_graph_nodes(node):
+        if operation.op.startswith("Assign"):
+            return False
+        if "seed" in operation.attr and "Random" in operation.op:
+            if operation.attr["seed"].i or operation.attr["seed2"].i:
+                return False
+    return True
+
+
 def shuffle_seeds(node: tf.data.Dataset) -> list[int] | None:
     """The two seeds of a shuffle, 0 and 0 if it has none; None if they are not constants."""
     seeds = [tf.get_static_value(node._seed), tf.get_static_value(node._seed2)]
@@ -263,148 +282,6 @@ def small(node: tf.data.Dataset) -> tf.data.Dataset | None:
     """A shuffle of one element with the generator of a `rebuilt` shuffle; None of others."""
     found: tf.data.Dataset | None = getattr(node, "_tfmw_small", None)
     return found
-
-
-def is_unordered(node: tf.data.Dataset) -> bool:
-    """Whether a parallel map or batch may change the order."""
-    return getattr(node, "_deterministic", None) == "false"
-
-
-def rebuilt(
-    node: tf.data.Dataset, source: tf.data.Dataset, seeds: list[int] | None = None
-) -> tf.data.Dataset:
-    """Applies the transformation of `node` to another `source`, in a deterministic order.
-
-    Args:
-        node: a Batch, PaddedBatch, Map, Shuffle, Repeat, Take, Skip, Prefetch or options node.
-        seeds: for a shuffle, its pair of seeds; by default those of `node`.
-    """
-    calls = getattr(node, "_num_parallel_calls", None)
-    parallel: dict[str, Any] = {}
-    if calls is not None:
-        calls = int(tf.get_static_value(calls))
-        parallel = {"num_parallel_calls": calls, "deterministic": True}
-    if isinstance(node, Map):
-        return source.map(map_function(node), **parallel)
-    if isinstance(node, Batch):
-        return source.batch(node._batch_size, node._drop_remainder, **parallel)
-    if isinstance(node, PaddedBatch):
-        padding = node._padded_shapes, node._padding_values
-        return source.padded_batch(node._batch_size, *padding, node._drop_remainder)
-    if isinstance(node, Shuffle):
-        pair = (node._seed, node._seed2) if seeds is None else seeds
-        small = small_shuffle(pair) if reshuffles(node) else None
-        shuffle = shuffled(
-            *(source, node._buffer_size, pair, node._reshuffle_each_iteration),
-            generator=None if small is None else generator_of(small),
-        )
-        shuffle._tfmw_original = original(node)
-        shuffle._tfmw_small = small
-        return shuffle
-    if isinstance(node, Repeat):
-        return source.repeat(node._count)
-    if isinstance(node, Take):
-        return source.take(node._count)
-    if isinstance(node, Skip):
-        return source.skip(node._count)
-    if isinstance(node, Prefetch):
-        return source.prefetch(int(tf.get_static_value(node._buffer_size)))
-    if isinstance(node, OptionsNode):
-        return source.with_options(node.options())
-    raise TypeError(f"cannot rebuild {type(node).__name__}")
-
-
-REBUILDABLE = (*Batch, *Map, *Shuffle, *Repeat, *Take, *Skip, *Prefetch, *OptionsNode)
-
-# Sources and transformations without a dataset inside a function, and without random numbers.
-_PLAIN = {
-    "_TensorSliceDataset",
-    "_TensorDataset",
-    "_RangeDataset",
-    "_FilterDataset",
-    "_ZipDataset",
-    "_ConcatenateDataset",
-    "CacheDataset",
-    "_CacheDataset",
-    "_ShardDataset",
-    "_PaddedBatchDataset",
-    "_TakeWhileDataset",
-    "_UnbatchDataset",
-    "_WindowDataset",
-    "_RaggedTensorDataset",
-}
-
-
-def is_plain(node: tf.data.Dataset) -> bool:
-    """Whether a node has no dataset inside a function, and no random numbers but a shuffle's."""
-    return isinstance(node, REBUILDABLE) or type(node).__name__ in _PLAIN
-
-
-def may_shuffle_inside(dataset: tf.data.Dataset) -> bool:
-    """Whether a part of a pipeline might shuffle or reorder, so that its graph must be read."""
-    todo = [dataset]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, Shuffle) or is_unordered(node):
-            return True
-        if not is_plain(node):
-            return True
-        todo.extend(node._inputs())
-    return False
-
-
-def may_begin_again(dataset: tf.data.Dataset) -> bool:
-    """Whether a pipeline may begin a shuffle of its own again, or later than at its first element.
-
-    Then it depends on how far a pipeline has read ahead.
-    """
-    todo = [(dataset, False)]
-    while todo:
-        node, again = todo.pop()
-        plain = is_plain(node)
-        again |= isinstance(node, Repeat) or not plain or "Concat" in type(node).__name__
-        if again and isinstance(node, Shuffle):
-            return True
-        inputs = node._inputs()
-        if not inputs and not plain:
-            return True  # only its graph shows what is in it
-        todo.extend((each, again) for each in inputs)
-    return False
-
-
-def selects_at_random(dataset: tf.data.Dataset) -> str | None:
-    """The transformation whose choice of elements each process draws for itself; None without one.
-
-    Random values of a `map` are no choice. Functions inside of a `flat_map` are not read.
-    """
-    todo = [dataset]
-    while todo:
-        node = todo.pop()
-        for wrapper in () if isinstance(node, Map) else node._functions():
-            graph_def = wrapper.function.graph.as_graph_def()
-            operations = list(graph_def.node)
-            if "FlatMap" not in type(node).__name__ and "Interleave" not in type(node).__name__:
-                for function in graph_def.library.function:
-                    operations.extend(function.node_def)
-            for op in operations:
-                if "seed2" in op.attr and not (op.attr["seed"].i or op.attr["seed2"].i):
-                    return type(node).__name__.strip("_").removesuffix("Dataset")
-        todo.extend(node._inputs())
-    return None
-
-
-def may_be_read_twice(dataset: tf.data.Dataset) -> bool:
-    """Whether another pass has no effect: no Python functions, variables and random numbers."""
-    todo = [dataset]
-    while todo:
-        node = todo.pop()
-        below = node._inputs()
-        if isinstance(node, Shuffle) or not (below or isinstance(node, dataset_ops.DatasetSource)):
-            return False
-        todo.extend(below)
-    changing = ("PyFunc", "Shuffle", "Random", "Assign", "Generator", "Cache", "Multinomial")
-    bodies = (body for bodies, _ in dataset_functions(dataset) for body in bodies)
-    return not any(part in op.op for body in bodies for op in body for part in changing)
 
 
 def reads_a_service(dataset: tf.data.Dataset) -> bool:

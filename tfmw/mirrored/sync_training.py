@@ -57,6 +57,7 @@ class MirroredTraining:
             arguments.steps_per_epoch,
             "steps_per_epoch",
             train or None,
+            arguments.index_dir,
         )
         self.batch_size = self._data.shard.batch_size
         self.element_spec = self._data.shard.element_spec
@@ -233,6 +234,8 @@ class MirroredTraining:
 
     def position(self, in_epoch: bool) -> dict[str, Any]:
         position = dataclasses.asdict(self._data.position(in_epoch))
+        if self.group.is_chief:
+            self._data.index_files()
         if self._validation is not None:
             position["validation"] = dataclasses.asdict(self._validation.position(False))
         return position

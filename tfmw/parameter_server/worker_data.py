@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfmw import data
 from tfmw.data.reshuffles import renew_all
 from tfmw.errors import UsageError
-from tfmw.keras_compat import datasets
+from tfmw.keras_compat import datasets, rebuilding
 
 _PYTHON_OPS = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 _SEED_APART = 1_000_003  # difference between the seeds of neighbouring workers
@@ -90,7 +90,7 @@ def _of_worker(source: data.Source, worker: int, workers: int) -> tuple[tf.data.
     order = data.Order(_UNSEEDED, vary)
     begin = 0
     if datasets.is_dataset(source.x):
-        if datasets.may_shuffle_inside(source.x):
+        if rebuilding.may_shuffle_inside(source.x):
             source = dataclasses.replace(source, x=data.ordered(source.x, order)[0])
         else:
             begin = max(0, int(source.x.cardinality())) * worker // workers

@@ -11,7 +11,8 @@ import keras
 import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
-from tfmw import data, precision
+from tfmw import data, precision, storage
+from tfmw.data import record_index
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets, models
 
@@ -140,6 +141,14 @@ class FitArguments:
         if self.backup_dir is not None:
             return callbacks_lib.BackupAndRestore(self.backup_dir, save_freq=self.backup_every)
         return asked
+
+    @property
+    def index_dir(self) -> str | None:
+        """The directory of the indices of files of records; None if nothing resumes."""
+        directory = None if self.backup is None else os.fspath(self.backup.backup_dir)
+        if directory is None or not storage.is_local(directory):
+            return None
+        return os.path.join(storage.absolute(directory), record_index.DIRECTORY)
 
 
 def limited_steps(steps: int | None) -> int | None:

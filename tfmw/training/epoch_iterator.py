@@ -57,6 +57,7 @@ class Position:
         orders_left: the same after a call that ends at this position.
         batches_per_step: the number of replicas, if batches are not split.
         drawn_from: the state of the source in a pass; see `EpochHooks.state_at`.
+        cycle_lengths: see `data.Order`; None in the backups of earlier versions.
     """
 
     seed: int
@@ -70,6 +71,7 @@ class Position:
     orders_left: list[int] | None = None
     batches_per_step: int = 1
     drawn_from: Any = None
+    cycle_lengths: dict[str, int] | None = None
 
 
 class EpochIterator:
@@ -82,6 +84,7 @@ class EpochIterator:
         steps: number of steps of one epoch; None for one pass over the data.
         argument: the name of the user's argument for `steps`.
         position: a `Position` of an interrupted run, as JSON; see `restore_position`.
+        index_dir: keeps the indices of files of records, with which a run resumes at once.
 
     Attributes:
         shard: of the current pass over the data.
@@ -98,6 +101,7 @@ class EpochIterator:
         steps: int | None,
         argument: str,
         position: dict[str, Any] | None = None,
+        index_dir: str | None = None,
     ):
         self._source = source
         self._group = group
@@ -105,6 +109,10 @@ class EpochIterator:
         self._requested_steps = steps
         self._restored = None if position is None else Position(**position)
         self._seed = group.from_chief(_draw_seed) if position is None else position["seed"]
+        # Of the chief's machine: a resumed run has the order of the first one.
+        self._cycle_lengths: dict[str, int] = (position or {}).get("cycle_lengths") or {}
+        self._index_dir = index_dir
+        self._indexing: list[Any] | None = None  # processes
         self.resumes_inside_epoch = self._restored is not None and self._restored.begun
         self._passes = 0
         self._iterator: Any = None
@@ -125,7 +133,11 @@ class EpochIterator:
 
     def _order(self, seed: int) -> data.Order:
         group = self._group
-        return data.Order(seed, lambda local: group.from_chief(lambda: local), group.from_all)
+
+        def agree(local: Any) -> Any:
+            return group.from_chief(lambda: local)
+
+        return data.Order(seed, agree, group.from_all, self._index_dir, self._cycle_lengths)
 
     # ------------------------------------------------------------ steps
 
@@ -220,6 +232,9 @@ class EpochIterator:
 
         A generator stays where it is: elements that were read ahead of it would be lost.
         """
+        for process in self._indexing or ():
+            process.kill()
+            process.wait()
         if self._iterator is not None and not self._source.is_generator:
             if self._reshuffles:
                 self._reshuffles.passes = self._orders_left()
@@ -315,7 +330,16 @@ class EpochIterator:
             None
             if in_pass is None
             else self.shard.hooks.state_at(in_pass * self._batches_per_step),
+            self._cycle_lengths,
         )
+
+    def index_files(self) -> None:
+        """Makes the indices that a resumed run will read, while this one trains."""
+        if self._index_dir is not None and self._indexing is None:
+            is_dataset = datasets.is_dataset(self._source.x)
+            self._indexing = (
+                data.index_in_background(self._source.x, self._index_dir) if is_dataset else []
+            )
 
     def restore_position(self) -> None:
         """Restores the position, on any number of workers: same batches, same order."""

@@ -1,0 +1,175 @@
+"""The index of a file of records: begin and end of each one, made once for each version of a file.
+
+    index = index_of("train-00.tfrecord", "tfrecord", "index")   # int64 [records, 2]
+
+`make_in_background` makes the indices that a resumed run will need while the first run trains.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import json
+import mmap
+import os
+import struct
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+
+import numpy as np
+
+from tfmw.errors import UsageError
+
+DIRECTORY = "record_index"
+"""The indices of the files of a run, beside its backups."""
+
+_LARGE = 1 << 26  # bytes of files whose index takes a second or more
+
+# tensorflow/core/lib/io/record_writer.h: uint64 length, uint32 checksum of it, the bytes, uint32
+# checksum of those.
+_LENGTH = struct.Struct("<Q")
+_BEFORE, _AFTER = 12, 4
+
+
+def make_in_background(
+    paths: Sequence[str], kind: str, index_dir: str
+) -> subprocess.Popen[bytes] | None:
+    """Starts a process of low priority that makes the indices of large files.
+
+    Returns:
+        The process; None if the files are small, or missing.
+    """
+    try:
+        if sum(os.path.getsize(path) for path in paths) < _LARGE:
+            return None
+    except OSError:
+        return None
+    packages = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    with tempfile.TemporaryFile() as arguments:
+        arguments.write(json.dumps([list(paths), kind, index_dir]).encode())
+        arguments.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-P", os.path.abspath(__file__)],
+            stdin=arguments,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": packages},
+        )
+
+
+def _make() -> None:
+    os.nice(19)
+    paths, kind, index_dir = json.load(sys.stdin)
+    for path in paths:
+        index_of(path, kind, index_dir)
+
+
+def index_of(path: str, kind: str, index_dir: str | os.PathLike[str] | None) -> np.ndarray:
+    """The index of a file.
+
+    Args:
+        path: of a file without compression.
+        kind: "tfrecord", "text", or "tar/" and the extensions of the members.
+        index_dir: keeps it, 16 bytes a record; None makes it anew.
+
+    Returns:
+        int64 [records, 2]: begin and end of the bytes of each record.
+
+    Raises:
+        UsageError: the file is missing, compressed or incomplete.
+    """
+    try:
+        facts = os.stat(path)
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {path}: {error.strerror}; expected a file on this machine."
+        ) from error
+    if index_dir is None:
+        return _index(path, kind)
+    version = f"{os.path.abspath(path)} {facts.st_size} {facts.st_mtime_ns} {kind}"
+    name = hashlib.sha256(version.encode(errors="surrogateescape")).hexdigest()[:32]
+    kept = os.path.join(os.fspath(index_dir), f"{name}.npy")
+    if not os.path.exists(kept):
+        os.makedirs(index_dir, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=index_dir, delete=False) as file:  # by each worker
+            np.save(file, _index(path, kind))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(file.name, kept)
+    return np.load(kept, mmap_mode="r", allow_pickle=False)
+
+
+def _index(path: str, kind: str) -> np.ndarray:
+    if not os.path.getsize(path):
+        return np.zeros([0, 2], np.int64)
+    if kind.startswith("tar"):
+        return _members(path, kind.split("/")[1:])
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+        return _lines(whole) if kind == "text" else _tfrecords(path, whole)
+
+
+def _tfrecords(path: str, whole: mmap.mmap) -> np.ndarray:
+    index = array.array("q")
+    place, size = 0, len(whole)
+    while place + _BEFORE <= size:
+        begin = place + _BEFORE
+        end = begin + _LENGTH.unpack_from(whole, place)[0]
+        place = end + _AFTER
+        if place <= size:
+            index.extend((begin, end))
+    if place != size:
+        raise UsageError(
+            f"{path} is no complete TFRecord file: a record would end at byte {place} of {size}. "
+            "Compressed files have no offsets: decompress them, or pass tf.data.TFRecordDataset."
+        )
+    return np.array(index, np.int64).reshape(-1, 2)
+
+
+def _lines(whole: mmap.mmap) -> np.ndarray:
+    """Begin and end of each line, without its line break, as `TextLineDataset` has them."""
+    content: np.ndarray = np.frombuffer(whole, np.uint8)
+    breaks = np.flatnonzero(content == ord("\n"))
+    last = len(content)
+    ends = breaks if len(breaks) and breaks[-1] == last - 1 else np.append(breaks, last)
+    begins: np.ndarray = np.append(0, ends[:-1] + 1)
+    returns = (ends > begins) & (content[np.maximum(ends - 1, 0)] == ord("\r"))
+    found: np.ndarray = np.stack([begins, ends - returns], axis=1).astype(np.int64)
+    del content  # the file cannot be closed while an array refers to it
+    return found
+
+
+def _members(path: str, extensions: Sequence[str]) -> np.ndarray:
+    """Begin and end of the members of each sample, in the order of the extensions."""
+    samples: list[tuple[str, dict[str, tuple[int, int]]]] = []
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in filter(tarfile.TarInfo.isreg, tar):
+                folder, name = os.path.split(member.name)
+                key, _, extension = name.partition(".")
+                if not key or not extension:
+                    continue
+                if not samples or samples[-1][0] != os.path.join(folder, key):
+                    samples.append((os.path.join(folder, key), {}))
+                begin = member.offset_data
+                samples[-1][1][extension.lower()] = begin, begin + member.size
+    except tarfile.TarError as error:
+        raise UsageError(
+            f"{path} is no tar file without compression ({error}): members of a compressed one "
+            "have no offsets; decompress it."
+        ) from error
+    for key, members in samples:
+        if missing := [name for name in extensions if name not in members]:
+            raise UsageError(
+                f"the sample {key} of {path} has the members {sorted(members)}: "
+                f"expected {missing[0]}, as of the other samples; leave it out of `extensions`, or "
+                "write the file again."
+            )
+    index = [members[name] for _, members in samples for name in extensions]
+    return np.array(index, np.int64).reshape(-1, 2)
+
+
+if __name__ == "__main__":
+    _make()
