@@ -1,0 +1,156 @@
+"""A pytest plugin: legacy Keras's tests of tf.distribute, with strategies of tfmw.
+
+    pytest -p tests.tf_keras_suite.plugin --checkout tf-keras --where devices --outcomes out.json
+
+`--where devices` has two virtual devices in one process, `--where processes` is for each of two
+workers, `--where keras` has stock Keras without a strategy.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import unittest
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.keras_suite.plugin import _METHODS, _Outcomes
+
+_CALLS = "calls of tfmw"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("legacy Keras's tests")
+    group.addoption("--checkout", type=Path)
+    group.addoption("--where", choices=("devices", "processes", "keras"), default="devices")
+    group.addoption("--outcomes", type=Path, help="gets {test: {outcome, seconds, calls, error}}")
+    group.addoption("--only", type=Path, help="a file that names the tests to run, one a line")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--outcomes"):
+        config.pluginmanager.register(_Outcomes(config.getoption("--outcomes")))
+    config.pluginmanager.register(
+        _Strategies(config.getoption("--where"), config.getoption("--checkout"))
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    only = config.getoption("--only")
+    if only is not None:
+        named = set(only.read_text().splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in named])
+        items[:] = [item for item in items if item.nodeid in named]
+
+
+class _Strategies:
+    """Replaces the strategies of combinations, and Keras's methods."""
+
+    def __init__(self, where: str, checkout: Path):
+        import tensorflow as tf
+        from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+        import tfmw
+        from tests.tf_keras_suite import aliases
+
+        self.calls = 0
+        if where == "processes":
+            several = tfmw.strategies.multi_worker()
+            # Those of one process are run on devices.
+            self._of = {"MultiWorkerMirrored2x1CPU": several}
+        else:
+            cpu = tf.config.list_physical_devices("CPU")[0]
+            tf.config.set_logical_device_configuration(
+                cpu, [tf.config.LogicalDeviceConfiguration()] * 2
+            )
+            stock = tf.distribute.get_strategy()
+            one = two = several = stock
+            if where == "devices":
+                one = tfmw.strategies.mirrored(["CPU:0"])
+                two = tfmw.strategies.mirrored(["CPU:0", "CPU:1"])
+            self._of = {"OneDeviceCPU": one, "Mirrored2GPUs": two}
+            if where == "keras":
+                self._of["MultiWorkerMirrored2x1CPU"] = stock
+        if where != "keras":
+            for name in _METHODS:
+                method = self._handed_over(getattr(TensorFlowTrainer, name))
+                setattr(TensorFlowTrainer, name, method)
+        aliases.install(checkout)
+        internal = tf.compat.v2.__internal__  # as the tests import it
+        internal.distribute.combinations.generate = self._generate
+        internal.test.combinations.generate = self._generate
+
+    def _handed_over(self, keras_method: Any) -> Callable[..., Any]:
+        import tensorflow as tf
+
+        import tfmw
+
+        tfmw_function = getattr(tfmw, keras_method.__name__)
+        signature = inspect.signature(keras_method)
+
+        @functools.wraps(keras_method)
+        def method(model: Any, *args: Any, **kwargs: Any) -> Any:
+            strategy = model._distribute_strategy
+            if strategy is None or strategy is tf.distribute.get_strategy():
+                return keras_method(model, *args, **kwargs)
+            given = dict(signature.bind(model, *args, **kwargs).arguments)
+            given.update(given.pop("kwargs", {}))
+            del given["self"]
+            self.calls += 1
+            return tfmw_function(model, given.pop("x", None), strategy=strategy, **given)
+
+        return method
+
+    def _generate(self, combinations: Iterable[dict[str, Any]], **_: Any) -> Any:
+        """A decorator: a test for each combination that there is here, run eagerly."""
+        from absl.testing import parameterized
+
+        cases: dict[str, dict[str, Any]] = {}
+        for combination in combinations:
+            arguments = dict(combination)
+            if "distribution" in arguments:
+                name = str(arguments["distribution"])
+                if name not in self._of:
+                    continue
+                arguments["distribution"] = self._of[name]
+                cases.setdefault(f"_{name}{_name(combination)}", arguments)
+            else:
+                cases.setdefault(_name(combination), arguments)
+
+        def decorate(test: Any) -> Any:
+            takes = inspect.signature(test).parameters
+            if not cases:
+
+                @functools.wraps(test, assigned=("__name__", "__doc__"))
+                def none(self: Any) -> None:
+                    raise unittest.SkipTest("has no combination for this place")
+
+                del none.__wrapped__
+                return none
+            named = [
+                {
+                    "testcase_name": name,
+                    **{k: v for k, v in {**arguments, "mode": "eager"}.items() if k in takes},
+                }
+                for name, arguments in cases.items()
+            ]
+            return parameterized.named_parameters(*named)(test)
+
+        return decorate
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Any:
+        before = self.calls
+        try:
+            return (yield)
+        finally:
+            item.user_properties.append((_CALLS, self.calls - before))
+
+
+def _name(combination: dict[str, Any]) -> str:
+    """The rest of a test's name, from what is not its strategy or its mode."""
+    others = {k: v for k, v in combination.items() if k not in ("distribution", "mode")}
+    return "".join(f"_{k}_{v}" for k, v in sorted(others.items())).replace(" ", "")
