@@ -6,7 +6,7 @@
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough test-long test-updates test-fast test-hosts test-oldest test-nightly test-keras test-examples survey bench package lint type docs diagrams notebooks clean
+.PHONY: help demo test test-thorough test-long test-updates test-fast test-hosts test-oldest test-nightly test-keras test-tf-keras test-examples survey bench package lint type docs diagrams notebooks clean
 
 SHELL := bash
 VENV  := .venv
@@ -25,7 +25,7 @@ WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
-	@echo "make test-thorough, make test-long, make test-updates, make test-fast, make test-hosts, make test-oldest, make test-nightly, make test-keras, make test-examples, make survey, make lint, make type,"
+	@echo "make test-thorough, make test-long, make test-updates, make test-fast, make test-hosts, make test-oldest, make test-nightly, make test-keras, make test-tf-keras, make test-examples, make survey, make lint, make type,"
 	@echo "make package, make notebooks, make diagrams, make clean"
 
 $(STAMP): pyproject.toml
@@ -141,6 +141,10 @@ test-keras: $(DEV)
 test-examples: $(DEV)
 	@$(BIN)/python -m tests.examples $(EXAMPLES) $(if $(SOURCES),--sources $(SOURCES)) \
 	  $(if $(EXAMPLES),,--write)
+
+# Legacy Keras's own tests of tf.distribute, downloaded, on Keras 3 and tfmw. SOURCES: a checkout.
+test-tf-keras: $(DEV)
+	@$(BIN)/python -m tests.tf_keras_suite $(if $(SOURCES),--sources $(SOURCES))
 
 lint: $(DEV)
 	@$(BIN)/ruff check --quiet .

@@ -229,7 +229,7 @@ def with_plain_keras(
 # ---------------------------------------------------------------- what is said
 
 
-def _first_lines(error: str) -> str:
+def first_lines(error: str) -> str:
     said = [line for line in error.splitlines() if line.startswith("E ")]
     return "\n".join(f"    {line}" for line in said[:4] or error.splitlines()[-4:])
 
@@ -268,7 +268,7 @@ def main() -> int:
     for test, what in verdict.stale.items():
         print(f"STALE: {test}\n    {what}: take it out of {KNOWN.relative_to(ROOT)}.")
     for test in verdict.new:
-        print(f"FAILS WITH TFMW ONLY: {test}\n{_first_lines(tfmw[test]['error'])}")
+        print(f"FAILS WITH TFMW ONLY: {test}\n{first_lines(tfmw[test]['error'])}")
     ours = len(verdict.new) + len(verdict.known)
     print(f"{ours} fail with tfmw only. What became of each test: {BUILD / 'tfmw.json'}")
     return 0 if verdict.holds else 1

@@ -237,3 +237,22 @@ def test_strategies_of_a_process_train_one_model_after_the_other(run_cluster):
     (task,) = run_cluster("two_strategies.py", workers=1, env={"TFMW_NO_INIT": "1"})
     assert len(task["losses"]) == 4
     assert np.isfinite(task["losses"]).all()
+
+
+@pytest.mark.multiprocess
+def test_models_made_in_the_scope_of_a_strategy_and_outside_of_it(run_cluster):
+    """Copies of a metric's variable from a scope are parts of a sum: callbacks must keep it.
+
+    A strategy of one device has no copies, and refuses to update variables from outside.
+    """
+    (task,) = run_cluster("scopes.py", workers=1, env={"TFMW_NO_INIT": "1"})
+    assert len(task) == 4 * 4 + 2
+    for name, found in task.items():
+        _, _, every_batch = name.rsplit(", ", 2)
+        expected = task[f"stock, False, {every_batch}"]
+        assert len(found["batches"]) == 10 * (every_batch == "True"), name
+        tf.nest.map_structure(
+            lambda a, b, name=name: np.testing.assert_allclose(a, b, rtol=3e-6, err_msg=name),
+            found,
+            expected,
+        )

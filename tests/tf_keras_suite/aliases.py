@@ -10,12 +10,13 @@ tests use, and what has another name in Keras 3, is in `_OTHERS`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,22 @@ def _get_test_data(
     return (x[:train_samples], y[:train_samples]), (x[train_samples:], y[train_samples:])
 
 
+class _Reduction:
+    AUTO = SUM_OVER_BATCH_SIZE = "sum_over_batch_size"
+    NONE = "none"
+    SUM = "sum"
+
+
+@contextlib.contextmanager
+def _policy_scope(policy: Any) -> Iterator[None]:
+    before = keras.mixed_precision.dtype_policy()
+    keras.mixed_precision.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.mixed_precision.set_dtype_policy(before)
+
+
 def _dataset_creator(dataset_fn: Any, input_options: Any = None) -> Any:
     return dataset_fn
 
@@ -114,6 +131,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
         "global_policy": keras.mixed_precision.dtype_policy,
         "set_global_policy": keras.mixed_precision.set_dtype_policy,
         "Policy": keras.mixed_precision.DTypePolicy,
+        "policy_scope": _policy_scope,
     },
     "tf_keras.testing_infra.test_utils": {
         "run_all_without_tensor_float_32": _unchanged,
@@ -124,5 +142,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
     },
     "tf_keras.utils.data_utils": {"Sequence": keras.utils.PyDataset},
     "tf_keras.utils.dataset_creator": {"DatasetCreator": _dataset_creator},
+    "tf_keras.utils.losses_utils": {"ReductionV2": _Reduction},
+    "tf_keras.utils.tf_contextlib": {"contextmanager": contextlib.contextmanager},
     "tf_keras.utils.np_utils": {"to_categorical": keras.utils.to_categorical},
 }

@@ -20,6 +20,7 @@ import pytest
 from tests.keras_suite.plugin import _METHODS, _Outcomes
 
 _CALLS = "calls of tfmw"
+_SAME = {"MirroredCPUAndGPU": "Mirrored2GPUs", "Mirrored1CPU": "OneDeviceCPU"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,7 +59,7 @@ class _Strategies:
 
         self.calls = 0
         if where == "processes":
-            several = tfmw.strategies.multi_worker()
+            several = tfmw.strategies.multi_worker_mirrored()
             # Those of one process are run on devices.
             self._of = {"MultiWorkerMirrored2x1CPU": several}
         else:
@@ -89,12 +90,13 @@ class _Strategies:
         import tfmw
 
         tfmw_function = getattr(tfmw, keras_method.__name__)
+        stock = tf.distribute.get_strategy()
         signature = inspect.signature(keras_method)
 
         @functools.wraps(keras_method)
         def method(model: Any, *args: Any, **kwargs: Any) -> Any:
             strategy = model._distribute_strategy
-            if strategy is None or strategy is tf.distribute.get_strategy():
+            if strategy is None or strategy is stock:
                 return keras_method(model, *args, **kwargs)
             given = dict(signature.bind(model, *args, **kwargs).arguments)
             given.update(given.pop("kwargs", {}))
@@ -111,14 +113,14 @@ class _Strategies:
         cases: dict[str, dict[str, Any]] = {}
         for combination in combinations:
             arguments = dict(combination)
-            if "distribution" in arguments:
-                name = str(arguments["distribution"])
-                if name not in self._of:
-                    continue
-                arguments["distribution"] = self._of[name]
-                cases.setdefault(f"_{name}{_name(combination)}", arguments)
-            else:
-                cases.setdefault(_name(combination), arguments)
+            strategies = {
+                k: _SAME.get(str(v), str(v))
+                for k, v in arguments.items()
+                if k.startswith("distribution")
+            }
+            if all(name in self._of for name in strategies.values()):
+                arguments.update((k, self._of[name]) for k, name in strategies.items())
+                cases.setdefault(_name({**combination, **strategies}), arguments)
 
         def decorate(test: Any) -> Any:
             takes = inspect.signature(test).parameters
@@ -151,6 +153,8 @@ class _Strategies:
 
 
 def _name(combination: dict[str, Any]) -> str:
-    """The rest of a test's name, from what is not its strategy or its mode."""
-    others = {k: v for k, v in combination.items() if k not in ("distribution", "mode")}
-    return "".join(f"_{k}_{v}" for k, v in sorted(others.items())).replace(" ", "")
+    """The rest of a test's name."""
+    named = {k: v for k, v in combination.items() if k != "mode"}
+    return "".join(
+        f"_{v}" if k.startswith("distribution") else f"_{k}_{v}" for k, v in sorted(named.items())
+    ).replace(" ", "")

@@ -121,11 +121,19 @@ def replica_local_updates(
             which the update is traced, of the gradients of the global batch and the variables
             that this replica updates by them.
     """
-    _install_local_updates()
     overrides: list[tuple[Any, str, Any]] = [
         (optimizer, "apply", _local_apply(optimizer, reduced)),
         (optimizer, "scale_loss", _weighting_scale_loss(optimizer)),
     ]
+    with overridden(overrides), local_updates(optimizer):
+        yield
+
+
+@contextlib.contextmanager
+def local_updates(optimizer: Any) -> Iterator[None]:
+    """Makes an optimizer update the variables that it is given, and not through the strategy."""
+    _install_local_updates()
+    overrides: list[tuple[Any, str, Any]] = []
     for each in with_inner_optimizers(optimizer):
         overrides.append((each, _LOCAL_MARK, True))
         if hasattr(each, "_tf_apply"):

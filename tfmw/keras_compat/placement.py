@@ -138,7 +138,8 @@ class Placement:
         placed_here = {id(variable) for variable in self.variables}
         seeds = [seed for seed in seeds_of(self.model) if id(seed) in placed_here]
         self.bring_back()
-        of_first = {i: native(v).numpy() for v in self.variables if (i := id(v)) in own}
+        first = self.strategy.experimental_local_results
+        of_first = {i: first(native(v))[0].numpy() for v in self.variables if (i := id(v)) in own}
         _vary_seeds(self.strategy, seeds)
         was_placed = vars(self.model).pop(_PLACED)
         try:
@@ -149,12 +150,26 @@ class Placement:
                 self.variables, self.originals, copies, strict=True
             ):
                 set_native(variable, copy)
-                value = self.strategy.experimental_local_results(original)[0]
-                before = of_first.get(id(variable))
-                if before is None or not np.array_equal(before, value.numpy(), equal_nan=True):
-                    for each in local_copies(self.strategy, variable):
-                        _assign(each, value)
+                before, now = of_first.get(id(variable)), first(original)[0]
+                if before is None or not np.array_equal(before, now.numpy(), equal_nan=True):
+                    _assign_copies(self.strategy, copy, original)
             _vary_seeds(self.strategy, seeds)
+
+
+def _assign_copies(
+    strategy: tf.distribute.Strategy, copy: tf.Variable, original: tf.Variable
+) -> None:
+    """Assigns the value of an original to all copies of this process."""
+    value = strategy.experimental_local_results(original)[0]
+    for each in strategy.experimental_local_results(copy):
+        _assign(each, value)
+        # A sum made in the scope is divided between its copies. Reading it would be a
+        # collective, and not all processes need be here.
+        if isinstance(original, tf.distribute.DistributedValues) and not freed.is_freed(each):
+            if original.synchronization == tf.VariableSynchronization.ON_READ and (
+                original.aggregation == tf.VariableAggregation.SUM
+            ):
+                each.assign(each.read_value() * strategy.num_replicas_in_sync)
 
 
 def _assign(to: tf.Variable, value: tf.Variable) -> None:
@@ -214,9 +229,7 @@ def placed(
                     if copies is not None:
                         copies[id(variable)] = copy
                 else:
-                    value = strategy.experimental_local_results(original)[0]
-                    for each in strategy.experimental_local_results(copy):
-                        _assign(each, value)
+                    _assign_copies(strategy, copy, original)
                 set_native(variable, copy)
         try:
             with _seeds_varied(model, strategy, seeds):

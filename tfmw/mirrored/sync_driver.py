@@ -172,6 +172,10 @@ class SyncDriver:
                 reduced = functools.partial(self._reduced, update)
                 enter(optimizers.replica_local_updates(update.optimizer, reduced))
             enter(objects.overridden(increments.counting_batches_once(self.model)))
+        else:
+            # A strategy of one device refuses to update variables from outside of its scope.
+            for optimizer in optimizers.optimizers_of(self.model):
+                enter(optimizers.local_updates(optimizer))
         if self._has_synchronized_norm:
             masked_norm.synchronize_masked_moments()
         if any(models.overrides_step(self.model, f"{k}_step") for k in ("train", "test")):
