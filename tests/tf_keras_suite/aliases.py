@@ -11,12 +11,13 @@ tests use, and what has another name in Keras 3, is in `_OTHERS`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,25 @@ def install(checkout: Path) -> None:
     """Makes `tf_keras` importable; `checkout` has `tf_keras/distribute`."""
     sys.meta_path.insert(0, _Finder(checkout / "tf_keras" / "distribute"))
     keras.optimizers.Optimizer.lr = property(lambda self: self.learning_rate)
+    # Keras 3 takes no optimizers of TensorFlow 1, and has one kind of BatchNormalization.
+    for name, optimizer in _OF_TENSORFLOW_1.items():
+        setattr(tf.compat.v1.train, name, optimizer)
+    normalization = keras.layers.BatchNormalization
+    initialize = normalization.__init__
+
+    @functools.wraps(initialize)
+    def without_fused(self: Any, *args: Any, fused: Any = None, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+
+    normalization.__init__ = without_fused
+
+
+_OF_TENSORFLOW_1 = {
+    "AdagradOptimizer": keras.optimizers.Adagrad,
+    "AdamOptimizer": keras.optimizers.Adam,
+    "GradientDescentOptimizer": keras.optimizers.SGD,
+    "RMSPropOptimizer": keras.optimizers.RMSprop,
+}
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -79,8 +99,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module)["__getattr__"] = find
 
 
-def _unchanged(*_: Any, **__: Any) -> Callable[[Any], Any]:
-    return lambda decorated: decorated
+def _unchanged(*args: Any, **_: Any) -> Any:
+    """A decorator, with or without arguments, that changes nothing."""
+    return args[0] if args and not isinstance(args[0], str) else lambda decorated: decorated
 
 
 def _get_test_data(
@@ -135,8 +156,8 @@ _OTHERS: dict[str, dict[str, Any]] = {
     },
     "tf_keras.testing_infra.test_utils": {
         "run_all_without_tensor_float_32": _unchanged,
-        "run_v2_only": lambda decorated: decorated,
-        "enable_v2_dtype_behavior": lambda decorated: decorated,
+        "run_v2_only": _unchanged,
+        "enable_v2_dtype_behavior": _unchanged,
         "get_test_data": _get_test_data,
         "is_gpu_available": lambda: bool(tf.config.list_physical_devices("GPU")),
     },

@@ -1,6 +1,7 @@
 """A dataset's shards: which examples of each global batch this worker reads.
 
-Read `sharding.py` first: the three ways to shard. `values.py` has their arguments and results,
+Read `sharding.py` first: it chooses between the ways to shard, which are in `below_maps.py`,
+`slices.py` and `whole_batches.py`. `values.py` has their arguments and results,
 `order.py` makes the order equal on all workers, `seek.py` begins a pipeline in its middle,
 `source.py` reads the data that users pass to `fit`, `comparison.py` refuses data that differs
 between workers, `batches.py` has small helpers, `tfds_files.py` opens TFDS data sets by files.
@@ -19,7 +20,8 @@ from tfmw.data.order import ordered
 from tfmw.data.parquet import from_parquet
 from tfmw.data.record_files import from_records, from_tars
 from tfmw.data.rows import from_index
-from tfmw.data.sharding import at_most_once, shard, shard_dataset, step_of
+from tfmw.data.sharding import at_most_once, shard, shard_dataset
+from tfmw.data.slices import step_of
 from tfmw.data.source import Source, empty_dataset, steps_of
 from tfmw.data.tfds_files import tfds
 from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes

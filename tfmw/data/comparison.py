@@ -26,8 +26,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmw.data.values import Sharding
 from tfmw.errors import UsageError
-from tfmw.keras_compat import datasets
+from tfmw.keras_compat import datasets, rebuilding
 
 _VALUES = 16  # number of values compared of an array
 _FILES = 8  # number of files opened
@@ -172,3 +173,21 @@ def _file(path: str) -> list[Any] | None:
         return [os.path.basename(path), tf.io.gfile.stat(path).length, first]
     except (tf.errors.OpError, OSError, ValueError):
         return None
+
+
+def refuse_own_elements(dataset: tf.data.Dataset, sharding: Sharding) -> None:
+    """Raises if the workers' copies of a pipeline would have different elements."""
+    if datasets.reads_a_service(dataset):
+        raise UsageError(
+            "the dataset comes from tf.data's service, which promises each example at most once, "
+            "in no order, and cannot go back to a position: a resumed run would differ. Pass the "
+            "dataset before distribute(), which tfmw divides; or accept the weaker promise by "
+            "tfmw.data.at_most_once(dataset), batched by the batch size of one replica."
+        )
+    if sharding.workers > 1 and (kind := rebuilding.selects_at_random(dataset)) is not None:
+        raise UsageError(
+            f"the {kind} of the dataset chooses elements by random numbers without a seed: each "
+            "worker would have others, and lose examples or read them twice. Choose by "
+            "tf.random.stateless_uniform of a value of the element; in place of "
+            "to_tf_dataset(shuffle=True) pass tfmw.data.from_index(dataset).shuffle(10_000)."
+        )

@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from tfmw.data.batches import deterministic, input_of, steps_in, without_autograph
 from tfmw.data.file_records import FileRecords, Sources
+from tfmw.data.order import ordered
 from tfmw.data.reshuffles import Reshuffles, small_of
 from tfmw.data.values import INFINITE, Order
 from tfmw.data.zips import element_at, has_index, joined
@@ -64,6 +65,14 @@ def seek(
     if reshuffles is not None:  # whole passes, of a `repeat`, before the one that is computed
         reshuffles.starts = [start for plan in plans for start in plan.starts]
     return plans[0].result
+
+
+def ordered_from(
+    dataset: tf.data.Dataset, order: Order, position: int
+) -> tuple[tf.data.Dataset, Reshuffles]:
+    """The `ordered` pipeline from some element on, and its shuffles."""
+    whole, reshuffles = ordered(dataset, order)
+    return seek(whole, position, reshuffles, order), reshuffles
 
 
 @dataclasses.dataclass

@@ -15,8 +15,9 @@ from tfmw.data.batches import deterministic, spec_of, without_autograph
 from tfmw.data.comparison import refuse_different
 from tfmw.data.grain_datasets import GrainHooks, by_index, is_grain
 from tfmw.data.py_dataset import OrderedPyDataset, PyDatasetHooks
-from tfmw.data.sharding import shard_dataset, shard_function
+from tfmw.data.sharding import shard_dataset
 from tfmw.data.values import INFINITE, Order, Shard, Sharding
+from tfmw.data.whole_batches import shard_function
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets
 

@@ -74,6 +74,8 @@ REBUILDABLE = (
     *datasets.OptionsNode,
 )
 
+SELECTIONS = (*datasets.Shuffle, *datasets.Repeat, *datasets.Take, *datasets.Skip)
+
 # Sources and transformations without a dataset inside a function, and without random numbers.
 _PLAIN = {
     "_TensorSliceDataset",

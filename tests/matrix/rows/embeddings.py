@@ -65,3 +65,13 @@ def rmsprop() -> Case:
 @row("embeddings of constants and of lengths that are not known, Adagrad, clipnorm")
 def adagrad() -> Case:
     return Case(compiled(model(None), optimizers.Adagrad(0.1, clipnorm=0.05)), text())
+
+
+@row("embeddings of constants, Adam, jit_compile", only=("two",))
+def adam_jit_compile() -> Case:
+    return Case(compiled(model(), optimizers.Adam(0.01, epsilon=1e-3), jit_compile=True), text())
+
+
+@row("embeddings of constants, Adafactor")
+def adafactor() -> Case:
+    return Case(compiled(model(), optimizers.Adafactor(0.01)), text())
