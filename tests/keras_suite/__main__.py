@@ -174,6 +174,18 @@ def _pip(python: str, *arguments: str, environ: Mapping[str, str] = os.environ) 
     )
 
 
+def environment() -> dict[str, str]:
+    """Of the process that runs tests."""
+    return {
+        **os.environ,
+        **ONE_THREAD,
+        "CUDA_VISIBLE_DEVICES": "",
+        "KERAS_BACKEND": "tensorflow",
+        "PYTHONPATH": str(ROOT),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+
+
 def run(
     python: Path,
     folder: Path,
@@ -185,14 +197,6 @@ def run(
     """What becomes of tests, handed to "tfmw" or left to "keras"."""
     outcomes = BUILD / f"{trainer}.json"
     outcomes.unlink(missing_ok=True)
-    environ = {
-        **os.environ,
-        **ONE_THREAD,
-        "CUDA_VISIBLE_DEVICES": "",
-        "KERAS_BACKEND": "tensorflow",
-        "PYTHONPATH": str(ROOT),
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
     command = [
         *(str(python), "-m", "pytest", *paths),
         *("-c", "pytest.ini", "--rootdir", ".", "--import-mode", "importlib"),
@@ -204,7 +208,7 @@ def run(
     ]
     log = BUILD / f"{trainer}.log"
     with log.open("w") as notices:
-        status = subprocess.run(command, env=environ, cwd=folder, stderr=notices).returncode
+        status = subprocess.run(command, env=environment(), cwd=folder, stderr=notices).returncode
     if status not in (0, 1, 2) or not outcomes.exists():
         raise SystemExit(f"pytest ended with {status}: see {log}")
     found: Outcomes = json.loads(outcomes.read_text())
@@ -229,9 +233,25 @@ def with_plain_keras(
 # ---------------------------------------------------------------- what is said
 
 
-def first_lines(error: str) -> str:
+def _first_lines(error: str) -> str:
     said = [line for line in error.splitlines() if line.startswith("E ")]
     return "\n".join(f"    {line}" for line in said[:4] or error.splitlines()[-4:])
+
+
+def print_tests(verdict: Verdict, tfmw: Outcomes, listed: Path) -> None:
+    """Prints why known failures are, and each test that changes the verdict.
+
+    Args:
+        tfmw: what became of each test with tfmw.
+        listed: the file of known failures.
+    """
+    known = known_failures(listed)
+    for reason, number in Counter(known[test] for test in verdict.known).items():
+        print(f"known: {number} of: {reason}")
+    for test, what in verdict.stale.items():
+        print(f"STALE: {test}\n    {what}: take it out of {listed.relative_to(ROOT)}.")
+    for test in verdict.new:
+        print(f"FAILS WITH TFMW ONLY: {test}\n{_first_lines(tfmw[test]['error'])}")
 
 
 def main() -> int:
@@ -255,20 +275,14 @@ def main() -> int:
     cache = BUILD / f"keras-{version}-tensorflow-{tensorflow}.json"
     keras = with_plain_keras(python, folder, failed, cache, arguments.jobs)
     everything = not options and arguments.paths == PACKAGES
-    known = known_failures()
-    verdict = Verdict.of(tfmw, keras, known, everything)
+    verdict = Verdict.of(tfmw, keras, known_failures(), everything)
 
     calls = sum(it["calls"] for it in tfmw.values())
     print(
         f"{len(tfmw)} tests of Keras {version} on TensorFlow {tensorflow}, {calls} calls of tfmw, "
         f"{time.monotonic() - begin:.0f} s; {len(verdict.shared)} fail with plain Keras, too."
     )
-    for reason, number in Counter(known[test] for test in verdict.known).items():
-        print(f"known: {number} of: {reason}")
-    for test, what in verdict.stale.items():
-        print(f"STALE: {test}\n    {what}: take it out of {KNOWN.relative_to(ROOT)}.")
-    for test in verdict.new:
-        print(f"FAILS WITH TFMW ONLY: {test}\n{first_lines(tfmw[test]['error'])}")
+    print_tests(verdict, tfmw, KNOWN)
     ours = len(verdict.new) + len(verdict.known)
     print(f"{ours} fail with tfmw only. What became of each test: {BUILD / 'tfmw.json'}")
     return 0 if verdict.holds else 1

@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "requires_trainable_backend: as Keras marks its tests")
     if config.getoption("--outcomes") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Outcomes(config.getoption("--outcomes")))
+        config.pluginmanager.register(Outcomes(config.getoption("--outcomes")))
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         _stand_in_for_conftest()
         config.pluginmanager.register(_Trainer(config.getoption("--trainer") == "tfmw"))
@@ -91,33 +91,27 @@ def _stand_in_for_conftest() -> None:
     sys.modules["conftest"] = module
 
 
-class _Trainer:
-    """Replaces Keras's methods in the process that runs the tests, once.
+class Calls:
+    """Hands Keras's methods on to tfmw, and counts the calls of each test."""
 
-    One strategy serves all tests: TensorFlow keeps keys of collectives, which the second strategy
-    of a process meets.
-    """
+    def __init__(self) -> None:
+        self.calls = 0
 
-    def __init__(self, with_tfmw: bool):
-        import keras.src  # noqa: F401  before its tests, which are looked for in its packages
-        import tensorflow as tf
+    def hand_over(self, strategy_of: Callable[[Any], Any]) -> None:
+        """Replaces Keras's methods in this process.
+
+        Args:
+            strategy_of: model -> the strategy of its calls; None leaves them to Keras.
+        """
         from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
-        self.calls = 0
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(
-            cpu, [tf.config.LogicalDeviceConfiguration()] * 2
-        )
-        if not with_tfmw:
-            return
-        import tfmw
-
-        strategy = tfmw.strategies.mirrored(["CPU:0", "CPU:1"])
         for name in _METHODS:
-            method = self._handed_over(getattr(TensorFlowTrainer, name), strategy)
+            method = self._handed_over(getattr(TensorFlowTrainer, name), strategy_of)
             setattr(TensorFlowTrainer, name, method)
 
-    def _handed_over(self, keras_method: Any, strategy: Any) -> Callable[..., Any]:
+    def _handed_over(
+        self, keras_method: Any, strategy_of: Callable[[Any], Any]
+    ) -> Callable[..., Any]:
         import tfmw
 
         tfmw_function = getattr(tfmw, keras_method.__name__)
@@ -125,12 +119,14 @@ class _Trainer:
 
         @functools.wraps(keras_method)
         def method(model: Any, *args: Any, **kwargs: Any) -> Any:
+            strategy = strategy_of(model)
+            if strategy is None:
+                return keras_method(model, *args, **kwargs)
             given = dict(signature.bind(model, *args, **kwargs).arguments)
             given.update(given.pop("kwargs", {}))
             del given["self"]
             self.calls += 1
-            own = model._distribute_strategy  # of a model that was made in its scope
-            given = {"strategy": own or strategy, **given}
+            given = {"strategy": strategy, **given}
             return tfmw_function(model, given.pop("x", None), **given)
 
         return method
@@ -144,7 +140,36 @@ class _Trainer:
             item.user_properties.append((_CALLS, self.calls - before))
 
 
-class _Outcomes:
+def two_devices() -> None:
+    """Gives TensorFlow two virtual devices."""
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+
+
+class _Trainer(Calls):
+    """Replaces Keras's methods in the process that runs the tests, once.
+
+    One strategy serves all tests: TensorFlow keeps keys of collectives, which the second strategy
+    of a process meets.
+    """
+
+    def __init__(self, with_tfmw: bool):
+        super().__init__()
+        import keras.src  # noqa: F401  before its tests, which are looked for in its packages
+
+        two_devices()
+        if not with_tfmw:
+            return
+        import tfmw
+
+        strategy = tfmw.strategies.mirrored(["CPU:0", "CPU:1"])
+        # A model that was made in the scope of a strategy has that one.
+        self.hand_over(lambda model: model._distribute_strategy or strategy)
+
+
+class Outcomes:
     """Writes what became of each test."""
 
     def __init__(self, path: Path):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -18,8 +17,13 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 
-from tests.helpers.cluster import ONE_THREAD
-from tests.keras_suite.__main__ import Outcomes, Verdict, first_lines, known_failures
+from tests.keras_suite.__main__ import (
+    Outcomes,
+    Verdict,
+    environment,
+    known_failures,
+    print_tests,
+)
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -80,17 +84,13 @@ def run(checkout: Path, where: str, files: list[str], only: list[str] | None = N
         command += ["--only", str(tests)]
     if where == "processes":
         command = ["-m", "tfmw", "run", "--workers", "2", "--max-restarts", "0", *command]
-    environ = {
-        **os.environ,
-        **ONE_THREAD,
-        "CUDA_VISIBLE_DEVICES": "",
-        "KERAS_BACKEND": "tensorflow",
-        "PYTHONPATH": str(ROOT),
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
     with log.open("w") as notices:
         subprocess.run(
-            [sys.executable, *command], env=environ, cwd=checkout, stdout=notices, stderr=notices
+            [sys.executable, *command],
+            env=environment(),
+            cwd=checkout,
+            stdout=notices,
+            stderr=notices,
         )
     if not outcomes.exists():
         raise SystemExit(f"pytest has left no outcomes: see {log}")
@@ -113,8 +113,7 @@ def main() -> int:
                 tfmw[test] = outcome
     failed = sorted(test for test, it in tfmw.items() if it["outcome"] == "failed")
     keras = run(checkout, "keras", files, failed) if failed else {}
-    known = known_failures(KNOWN)
-    verdict = Verdict.of(tfmw, keras, known, files == list(FILES))
+    verdict = Verdict.of(tfmw, keras, known_failures(KNOWN), files == list(FILES))
 
     count = Counter(it["outcome"] for it in tfmw.values())
     calls = sum(it["calls"] for it in tfmw.values())
@@ -123,12 +122,7 @@ def main() -> int:
         f"{len(verdict.shared)} need what Keras 3 has not, "
         f"{len(verdict.known) + len(verdict.new)} fail with tfmw only."
     )
-    for reason, number in Counter(known[test] for test in verdict.known).items():
-        print(f"known: {number} of: {reason}")
-    for test, what in verdict.stale.items():
-        print(f"STALE: {test}\n    {what}: take it out of {KNOWN.relative_to(ROOT)}.")
-    for test in verdict.new:
-        print(f"FAILS WITH TFMW ONLY: {test}\n{first_lines(tfmw[test]['error'])}")
+    print_tests(verdict, tfmw, KNOWN)
     return 0 if verdict.holds else 1
 
 

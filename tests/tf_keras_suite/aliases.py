@@ -11,7 +11,6 @@ tests use, and what has another name in Keras 3, is in `_OTHERS`.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -50,9 +49,8 @@ def install(checkout: Path) -> None:
     normalization = keras.layers.BatchNormalization
     initialize = normalization.__init__
 
-    @functools.wraps(initialize)
-    def without_fused(self: Any, *args: Any, fused: Any = None, **kwargs: Any) -> None:
-        initialize(self, *args, **kwargs)
+    def without_fused(self: Any, *, fused: Any = None, **kwargs: Any) -> None:
+        initialize(self, **kwargs)
 
     normalization.__init__ = without_fused
 

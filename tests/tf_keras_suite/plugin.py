@@ -11,15 +11,14 @@ from __future__ import annotations
 import functools
 import inspect
 import unittest
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.keras_suite.plugin import _METHODS, _Outcomes
+from tests.keras_suite.plugin import Calls, Outcomes, two_devices
 
-_CALLS = "calls of tfmw"
 _SAME = {"MirroredCPUAndGPU": "Mirrored2GPUs", "Mirrored1CPU": "OneDeviceCPU"}
 
 
@@ -33,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--outcomes"):
-        config.pluginmanager.register(_Outcomes(config.getoption("--outcomes")))
+        config.pluginmanager.register(Outcomes(config.getoption("--outcomes")))
     config.pluginmanager.register(
         _Strategies(config.getoption("--where"), config.getoption("--checkout"))
     )
@@ -47,18 +46,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.nodeid in named]
 
 
-class _Strategies:
+class _Strategies(Calls):
     """Replaces the strategies of combinations, and Keras's methods."""
 
     def __init__(self, where: str, checkout: Path):
+        super().__init__()
         import keras
         import tensorflow as tf
-        from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
         import tfmw
         from tests.tf_keras_suite import aliases
 
-        self.calls = 0
+        stock = tf.distribute.get_strategy()
         if where == "processes":
             several = tfmw.strategies.multi_worker_mirrored()
             # It refuses to train alone in a cluster, which is what the tests compare with.
@@ -66,12 +65,8 @@ class _Strategies:
             # Those of one process are run on devices.
             self._of = {"MultiWorkerMirrored2x1CPU": several}
         else:
-            cpu = tf.config.list_physical_devices("CPU")[0]
-            tf.config.set_logical_device_configuration(
-                cpu, [tf.config.LogicalDeviceConfiguration()] * 2
-            )
-            stock = tf.distribute.get_strategy()
-            one = two = several = stock
+            two_devices()
+            one = two = stock
             if where == "devices":
                 one = tfmw.strategies.mirrored(["CPU:0"])
                 two = tfmw.strategies.mirrored(["CPU:0", "CPU:1"])
@@ -79,35 +74,16 @@ class _Strategies:
             if where == "keras":
                 self._of["MultiWorkerMirrored2x1CPU"] = stock
         if where != "keras":
-            for name in _METHODS:
-                method = self._handed_over(getattr(TensorFlowTrainer, name))
-                setattr(TensorFlowTrainer, name, method)
+            # Not those of models without a strategy, which the tests compare with.
+            self.hand_over(
+                lambda model: (
+                    None if model._distribute_strategy is stock else model._distribute_strategy
+                )
+            )
         aliases.install(checkout)
         internal = tf.compat.v2.__internal__  # as the tests import it
         internal.distribute.combinations.generate = self._generate
         internal.test.combinations.generate = self._generate
-
-    def _handed_over(self, keras_method: Any) -> Callable[..., Any]:
-        import tensorflow as tf
-
-        import tfmw
-
-        tfmw_function = getattr(tfmw, keras_method.__name__)
-        stock = tf.distribute.get_strategy()
-        signature = inspect.signature(keras_method)
-
-        @functools.wraps(keras_method)
-        def method(model: Any, *args: Any, **kwargs: Any) -> Any:
-            strategy = model._distribute_strategy
-            if strategy is None or strategy is stock:
-                return keras_method(model, *args, **kwargs)
-            given = dict(signature.bind(model, *args, **kwargs).arguments)
-            given.update(given.pop("kwargs", {}))
-            del given["self"]
-            self.calls += 1
-            return tfmw_function(model, given.pop("x", None), strategy=strategy, **given)
-
-        return method
 
     def _generate(self, combinations: Iterable[dict[str, Any]], **_: Any) -> Any:
         """A decorator: a test for each combination that there is here, run eagerly."""
@@ -145,14 +121,6 @@ class _Strategies:
             return parameterized.named_parameters(*named)(test)
 
         return decorate
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Any:
-        before = self.calls
-        try:
-            return (yield)
-        finally:
-            item.user_properties.append((_CALLS, self.calls - before))
 
 
 def _name(combination: dict[str, Any]) -> str:

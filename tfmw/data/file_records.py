@@ -167,12 +167,9 @@ class Sources:
             if (records := self[node]) is not None:
                 length = records.length
                 break
-            one_to_one = (*_TRANSPARENT, *datasets.Map, *datasets.Shuffle)
-            counted = (*datasets.Take, *datasets.Skip, *datasets.Repeat, *datasets.Batch)
-            padded = datasets.PaddedBatch
-            if not isinstance(node, (*one_to_one, *counted, *padded)):
-                if not datasets.is_memory_cache(node):
-                    return None
+            known = (*rebuilding.REBUILDABLE, *datasets.PaddedBatch)
+            if not (isinstance(node, known) or datasets.is_memory_cache(node)):
+                return None
             chain.append(node)
             node = datasets.dataset_inputs(node)[0]
         for above in reversed(chain):

@@ -198,7 +198,7 @@ def map_function(node: tf.data.Dataset) -> Callable[..., Any]:
 
 
 def map_graph_nodes(node: tf.data.Dataset) -> list[Any]:
-    """NodeDefs of the function of a map node and of every function that it calls."""
+    """NodeDefs of the function of a map, and its like, and of every function that it calls."""
     graph_def = node._map_func.function.graph.as_graph_def()
     nodes = list(graph_def.node)
     for function in graph_def.library.function:

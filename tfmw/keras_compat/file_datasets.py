@@ -123,7 +123,9 @@ def default_cycle_length(calls: int | None) -> int:
 def _file_reader(node: tf.data.Dataset) -> FileReader | None:
     if type(node) in _SEVERAL:
         node = node._impl
-    if not isinstance(node, (*_FLAT_MAP, *_INTERLEAVES)) or not _reads_files(node):
+    if not isinstance(node, (*_FLAT_MAP, *_INTERLEAVES)):
+        return None
+    if not any(operation.op in _OPS for operation in datasets.map_graph_nodes(node)):
         return None
     cycle_length, block_length = _turns(node)
     if isinstance(node, readers.ParallelInterleaveDataset) and block_length > 1:
@@ -141,12 +143,6 @@ def _file_reader(node: tf.data.Dataset) -> FileReader | None:
     return FileReader(
         node, names_of, piece.kind, piece.skip, piece.maps, cycle_length, block_length
     )
-
-
-def _reads_files(node: tf.data.Dataset) -> bool:
-    graph_def = node._map_func.function.graph.as_graph_def()
-    bodies = [graph_def.node, *(function.node_def for function in graph_def.library.function)]
-    return any(operation.op in _OPS for body in bodies for operation in body)
 
 
 def _turns(node: tf.data.Dataset) -> tuple[int | None, int]:
@@ -200,9 +196,12 @@ class _Piece:
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
     (flat_map_op, "_FlatMapDataset"),
+    (from_tensor_slices_op, "_TensorSliceDataset"),
     (interleave_op, "_InterleaveDataset"),
     (interleave_op, "_ParallelInterleaveDataset"),
     (readers, "ParallelInterleaveDataset"),
+    (readers, "_TextLineDataset"),
+    (readers, "_TFRecordDataset"),
     (readers, "TextLineDatasetV2"),
     (readers, "TFRecordDatasetV2"),
 ]
