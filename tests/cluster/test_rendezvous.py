@@ -19,17 +19,15 @@ from typing import Any
 import pytest
 
 from tests.helpers.cluster import PROGRAMS, ROOT
+from tfmw.runtime.sockets import reserved_ports
 
 FACTS = {"tensorflow": "2.21.0", "keras": "3.15.1"}
 
 
 def ports(number: int) -> list[int]:
-    """Free ports, all held until all are found."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    found = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return found
+    """Free ports that no outgoing connection of another test takes before they are listened on."""
+    with reserved_ports(number) as found:
+        return found
 
 
 def config(index: int, addresses: list[str]) -> str:
