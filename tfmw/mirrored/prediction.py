@@ -40,11 +40,87 @@ def prediction_step(
     return lambda *element: replicas.run(on_replica, step_of(element, replicas.sharding)[:2])
 
 
+def prediction_loop(
+    step: Any, replicas: Replicas, iterator: Any
+) -> Callable[[Any, tf.Tensor], Any] | None:
+    """A function, to be traced, of several prediction steps.
+
+    Args:
+        step: a traced `prediction_step`.
+        iterator: over the dataset of a `data.Shard`.
+
+    Returns:
+        A function (iterator, int32 [] most steps) -> (steps done, int32 []; the model's outputs of
+        all steps, one after the other; rows of each step). None where they cannot be joined: ragged
+        and sparse outputs, inner dimensions that may change, several local replicas.
+    """
+    if replicas.local > 1:
+        return None
+    structure, rows = step.get_concrete_function(*iterator.element_spec).structured_outputs
+    leaves = tf.nest.flatten(structure, expand_composites=False)
+    if not rows.shape.is_fully_defined() or not all(map(_is_joined, leaves)):
+        return None
+    kinds = [(leaf.dtype, [None, *leaf.shape[1:]]) for leaf in leaves]
+    kinds.append((rows.dtype, rows.shape.as_list()))
+
+    def loop(iterator: Any, max_steps: tf.Tensor) -> Any:
+        def body(steps_done: tf.Tensor, going: tf.Tensor, arrays: Any) -> Any:
+            element = iterator.get_next_as_optional()
+
+            def predict() -> Any:
+                values = element.get_value()
+                flat = tf.nest.flatten(step(*values), expand_composites=False)
+                found = tf.constant(True)
+                if len(values) == 3:  # a step without examples: other workers have some
+                    found = (values[2] >= 0) | tf.reduce_any(values[1] > 0)
+                return found, [replicas.first_result(t) for t in flat]
+
+            def end() -> Any:
+                return tf.constant(False), [
+                    tf.zeros([0 if n is None else n for n in shape], dtype)
+                    for dtype, shape in kinds
+                ]
+
+            going, values = tf.cond(element.has_value(), predict, end)
+            arrays = [a.write(steps_done, v) for a, v in zip(arrays, values, strict=True)]
+            return steps_done + tf.cast(going, tf.int32), going, arrays
+
+        steps_done, _, arrays = tf.while_loop(
+            lambda steps_done, going, arrays: going & (steps_done < max_steps),
+            body,
+            (
+                tf.constant(0),
+                tf.constant(True),
+                [
+                    tf.TensorArray(
+                        dtype, 0, dynamic_size=True, infer_shape=False, element_shape=shape
+                    )
+                    for dtype, shape in kinds
+                ],
+            ),
+            parallel_iterations=1,
+        )
+        outputs = tf.nest.pack_sequence_as(structure, [a.concat() for a in arrays[:-1]])
+        return steps_done, outputs, arrays[-1].stack()[:steps_done]
+
+    return loop
+
+
+def _is_joined(output: Any) -> bool:
+    """Whether outputs of several steps make one tensor."""
+    return (
+        isinstance(output, tf.Tensor | tf.TensorSpec)
+        and bool(output.shape.rank)
+        and output.shape[1:].is_fully_defined()
+    )
+
+
 class Predictions:
-    """The predictions of a pass, collected step by step.
+    """The predictions of a pass, collected call by call.
 
     Args:
         step: a `prediction_step`, traced or not.
+        loop: a traced `prediction_loop`, if there is one.
         iterator: over the dataset of a `data.Shard`.
         lost_peer_named: a context in which errors name a lost task.
         split: whether replicas have parts of batches; if not, they have whole ones in turn.
@@ -52,30 +128,44 @@ class Predictions:
 
     def __init__(
         self,
-        step: Callable[..., Any],
+        step: Any,
+        loop: Callable[..., Any] | None,
         replicas: Replicas,
         iterator: Any,
         lost_peer_named: Callable[[], contextlib.AbstractContextManager[None]],
         split: bool = True,
     ):
         self._step = step
+        self._loop = loop
         self._lost_peer_named = lost_peer_named
         self._replicas = replicas
         self._iterator = iterator
         self._split = split
-        self._outputs: list[list[Any]] = []  # per step and local replica: flat outputs
+        self._outputs: list[list[Any]] = []  # per step or call, and local replica: flat outputs
         self._rows: Rows = []
         self._structure: Any = None
+        self._before_call = 0, 0  # lengths of rows and outputs
 
     def extend(self, max_steps: int) -> int:
         """Predicts up to `max_steps` global batches; returns how many there were.
 
         No collective: workers with parts of other lengths call it more often than others.
         """
+        self._before_call = len(self._rows), len(self._outputs)
+        if self._loop is not None:
+            return self._several_steps(max_steps)
         for steps_done in range(max_steps):
             if not self._one_step():
                 return steps_done
         return max_steps
+
+    def _several_steps(self, max_steps: int) -> int:
+        assert self._loop is not None
+        done, self._structure, rows = self._loop(self._iterator, tf.constant(max_steps))
+        self._outputs.append(tf.nest.flatten(self._structure, expand_composites=False))
+        self._rows += [[of_step] for of_step in rows.numpy().tolist()]
+        report_alive()
+        return int(done)
 
     def _one_step(self) -> bool:
         """Predicts a global batch; returns whether there was one."""
@@ -95,24 +185,20 @@ class Predictions:
         report_alive()
         return True
 
-    @property
-    def steps(self) -> int:
-        """Global batches that this worker has predicted so far."""
-        return len(self._rows)
-
-    def assembled(self, begin: int = 0) -> Any:
+    def assembled(self, of_last_call: bool = False) -> Any:
         """Predictions of all replicas in the dataset's order, in the structure of the outputs.
 
         A collective: all workers enter it.
 
         Args:
-            begin: the step, of this worker's, to begin with.
+            of_last_call: only those of the last `extend`.
         """
         group, replicas = self._replicas.group, self._replicas
-        all_rows = group.from_all(self._rows[begin:])
+        rows_begin, outputs_begin = self._before_call if of_last_call else (0, 0)
+        all_rows = group.from_all(self._rows[rows_begin:])
         if not any(all_rows):
             raise UsageError("the dataset is empty: expected at least one batch to predict.")
-        outputs = self._outputs[begin * replicas.local :]
+        outputs = self._outputs[outputs_begin:]
         with self._lost_peer_named():
             leaves = [
                 _in_order(
@@ -142,22 +228,33 @@ def _order(all_rows: list[Rows], local: int, leaf: int | None) -> np.ndarray:
     """
     if leaf is not None:
         all_rows = [[[n[leaf] for n in step] for step in rows] for rows in all_rows]
-    starts = np.cumsum([0, *(sum(map(sum, rows)) for rows in all_rows)])
-    taken = list(starts[:-1])
-    batches: list[np.ndarray] = [np.zeros([0], np.int64)]
-    for step in range(max(len(rows) for rows in all_rows)):
-        parts = []
-        for worker, rows in enumerate(all_rows):
-            for count in rows[step] if step < len(rows) else [0] * local:
-                parts.append(np.arange(taken[worker], taken[worker] + count))
-                taken[worker] += count
-        batch = np.concatenate(parts)
-        if leaf is None and _interleaved([len(p) for p in parts]):
-            for replica, part in enumerate(parts):
-                batch[replica :: len(parts)] = part
-        # else with dataset functions: the examples of one replica after those of another
-        batches.append(batch)
-    return np.concatenate(batches)
+    steps, replicas = max(map(len, all_rows)), len(all_rows) * local
+    by_worker: np.ndarray = np.zeros([len(all_rows), steps, local], np.int64)
+    for worker, rows in enumerate(all_rows):
+        by_worker[worker, : len(rows)] = np.reshape(rows, [-1, local])
+    # A piece: the rows of a step and replica. Where it begins in the predictions of all workers.
+    begins = np.cumsum(by_worker).reshape(by_worker.shape) - by_worker
+    begins, counts = (
+        np.moveaxis(each, 0, 1).reshape([steps, replicas]) for each in (begins, by_worker)
+    )
+    totals = counts.sum(axis=1)
+    dealt: np.ndarray = np.zeros([steps], bool)
+    if leaf is None:
+        dealt = (counts == -(-(totals[:, None] - np.arange(replicas)) // replicas)).all(axis=1)
+    # With dataset functions and whole batches: the examples of one replica after another's.
+    step, place = _within(totals)
+    piece, row = _within(counts.ravel())
+    return np.where(
+        dealt[step],
+        begins[step, place % replicas] + place // replicas,
+        begins.ravel()[piece] + row,
+    )
+
+
+def _within(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each row of consecutive groups: the index of its group, and its place in the group."""
+    group: np.ndarray = np.repeat(np.arange(len(lengths)), lengths)
+    return group, np.arange(len(group)) - (np.cumsum(lengths) - lengths)[group]
 
 
 def _in_order(replicas: Replicas, pieces: list[Any], order: np.ndarray) -> Any:
@@ -229,11 +326,6 @@ def _all_sparse(replicas: Replicas, pieces: list[tf.SparseTensor]) -> tf.SparseT
 def _all_rows(replicas: Replicas, local: np.ndarray) -> np.ndarray:
     """The rows of all workers' arrays, one worker's after the other's."""
     return np.concatenate(_gathered(replicas, local))
-
-
-def _interleaved(lengths: list[int]) -> bool:
-    total = sum(lengths)
-    return lengths == [len(range(r, total, len(lengths))) for r in range(len(lengths))]
 
 
 def _gathered(replicas: Replicas, local: np.ndarray) -> list[np.ndarray]:

@@ -671,15 +671,19 @@ class SyncDriver:
 
     def predictions(self, iterator: Any) -> prediction.Predictions:
         """The collector of the predictions of a pass over the dataset of a `data.Shard`."""
-        step = prediction.prediction_step(self.model, self._replicas, self.splits)
+        step, loop = prediction.prediction_step(self.model, self._replicas, self.splits), None
         if not self.model.run_eagerly:
-            step = self._traces.get(
-                ("predict", self.splits),
-                functools.partial(self._traces.function, step, reduce_retracing=True),
-            )
+            key = ("predict", self.splits, repr(iterator.element_spec))
+            traced: Any = self._traces.get(key, lambda: self._traced_prediction(step, iterator))
+            step, loop = traced
         return prediction.Predictions(
-            step, self._replicas, iterator, self._errors_named, self.splits
+            step, loop, self._replicas, iterator, self._errors_named, self.splits
         )
+
+    def _traced_prediction(self, step: Callable[..., Any], iterator: Any) -> Any:
+        traced = self._traces.function(step, reduce_retracing=True)
+        loop = prediction.prediction_loop(traced, self._replicas, iterator)
+        return traced, loop and self._traces.function(loop, reduce_retracing=True)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

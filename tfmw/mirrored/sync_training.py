@@ -311,14 +311,16 @@ def run_prediction(
     callback_list.on_predict_begin()
     data.begin_epoch()
     predictions = driver.predictions(data.iterator)
+    # Each task has a pace of its own, as its pipeline may be longer than those of others.
+    pace = CallPace(Group(0, 1), model.steps_per_execution, every_batch)
     done, more = 0, True
     while more and (total is None or done < total):
-        max_steps = model.steps_per_execution
+        max_steps = pace.next_steps()
         if total is not None:
             max_steps = min(max_steps, total - done)
         callback_list.on_predict_batch_begin(done)
-        before = predictions.steps
-        steps = predictions.extend(max_steps)
+        with pace.timed(max_steps):
+            steps = predictions.extend(max_steps)
         if every_batch:  # where each worker has a pipeline of its own, it may end before the others
             steps = max(group.from_all(steps))
         done += steps
@@ -326,7 +328,7 @@ def run_prediction(
         more = steps == max_steps
         if not steps:
             break
-        logs = {"outputs": predictions.assembled(before)} if every_batch else {}
+        logs = {"outputs": predictions.assembled(of_last_call=True)} if every_batch else {}
         number = last_batch_number(done, model.steps_per_execution, not more or done == total)
         callback_list.on_predict_batch_end(number, logs)
         if every_batch and group.from_chief(lambda: bool(model.stop_predicting)):
