@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import hashlib
+import itertools
 import json
 import mmap
 import os
@@ -43,7 +44,8 @@ def make_in_background(
         The process; None if the files are small, or missing.
     """
     try:
-        if sum(os.path.getsize(path) for path in paths) < _LARGE:
+        sizes = itertools.accumulate(map(os.path.getsize, paths))  # looks at a few files
+        if not any(size >= _LARGE for size in sizes):
             return None
     except OSError:
         return None
