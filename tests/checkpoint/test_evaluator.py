@@ -20,8 +20,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
-from tests.cluster.test_rendezvous import ports
-from tests.helpers.by_hand import ByHand
+from tests.helpers.by_hand import ByHand, free_ports
 from tests.helpers.cluster import run_cluster
 from tfmw import UsageError
 from tfmw.checkpoint import evaluator
@@ -84,7 +83,7 @@ def test_evaluation_is_logged_for_tensorboard(run):
 @contextlib.contextmanager
 def tensorboard(folder):
     """The real TensorBoard on a folder: asks its server for a path, with a query."""
-    (port,) = ports(1)
+    (port,) = free_ports(1)
     options = ["--logdir", str(folder), "--port", str(port), "--bind_all", "--load_fast=false"]
     command = [sys.executable, "-m", "tensorboard.main", *options]
     with (folder / "tensorboard.log").open("wb") as log:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.test_rendezvous import ports
+from tests.helpers.by_hand import free_addresses
 from tests.helpers.cluster import ROOT
 
 PRETEND = """
@@ -55,7 +55,7 @@ def pretending(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def addresses() -> list[str]:
-    return [f"127.0.0.1:{port}" for port in ports(3)]
+    return free_addresses(3)
 
 
 class Checks:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_rendezvous import ports
+from tests.helpers.by_hand import free_ports
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, ROOT
 
 HOSTS = "127.0.0.1:7001,198.51.100.2"  # the second is for documentation (RFC 5737)
@@ -67,7 +67,7 @@ def test_wrong_use(args: list[str], environ: dict[str, str], message: str) -> No
 @pytest.mark.multiprocess
 def test_two_hosts_train_by_the_same_command(tmp_path: Path) -> None:
     """A recipe on two addresses: the same losses on both, one export."""
-    first, second = ports(2)
+    first, second = free_ports(2)
     hosts = f"127.0.0.1:{first},127.0.0.2:{second}"
     env = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     env |= {**ONE_THREAD, "PYTHONPATH": str(ROOT)}

@@ -18,16 +18,10 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.by_hand import free_addresses
 from tests.helpers.cluster import PROGRAMS, ROOT
-from tfmw.runtime.sockets import reserved_ports
 
 FACTS = {"tensorflow": "2.21.0", "keras": "3.15.1"}
-
-
-def ports(number: int) -> list[int]:
-    """Free ports that no outgoing connection of another test takes before they are listened on."""
-    with reserved_ports(number) as found:
-        return found
 
 
 def config(index: int, addresses: list[str]) -> str:
@@ -57,7 +51,7 @@ def meet(*tasks: tuple[str, dict[str, str]], timeout_s: float = 30) -> list[dict
 
 @pytest.fixture
 def addresses():
-    return [f"127.0.0.1:{port}" for port in ports(3)]
+    return free_addresses(3)
 
 
 def test_tasks_that_agree_continue(addresses):

@@ -25,10 +25,15 @@ from tests.helpers.cluster import MARK, ONE_THREAD, PROGRAMS, PYTHONPATH, marked
 from tfmw.runtime.sockets import reserved_ports
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports that no outgoing connection of another test takes before they are listened on."""
+    with reserved_ports(count) as ports:
+        return ports
+
+
 def free_addresses(count: int) -> list[str]:
     """Addresses on this machine, all different."""
-    with reserved_ports(count) as ports:
-        return [f"127.0.0.1:{port}" for port in ports]
+    return [f"127.0.0.1:{port}" for port in free_ports(count)]
 
 
 class Process:

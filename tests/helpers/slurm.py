@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.test_rendezvous import ports
+from tests.helpers.by_hand import free_ports
 from tests.helpers.cluster import ONE_THREAD, PYTHONPATH, ROOT
 from tests.helpers.network import Machines
 
@@ -83,7 +83,7 @@ class OneMachine:
         self.env["PYTHONPATH"] = PYTHONPATH
 
     def __enter__(self) -> OneMachine:
-        ctld_port, first_port, second_port = ports(3)
+        ctld_port, first_port, second_port = free_ports(3)
         (library,) = {p.parent for p in Path("/usr/lib").rglob("slurm*/auth_none.so")}
         text = CONF.format(
             host=socket.gethostname().partition(".")[0],
