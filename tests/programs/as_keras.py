@@ -390,7 +390,7 @@ def orders_of_several_calls(trainer: Any) -> Any:
 
 
 def orders_where_epochs_end_within_passes(trainer: Any) -> Any:
-    """Runs end in the middle of a pass: near its end, Keras may or may not have begun the next one."""
+    """Runs end in the middle of a pass: near its end, Keras may have begun the next one or not."""
     out = []
     for repeat in (lambda d: d.batch(BATCH).repeat(), lambda d: d.repeat().batch(BATCH)):
         shuffle, model = examples(), compiled()

@@ -19,7 +19,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -205,7 +205,8 @@ class ReplicaWeight:
             if grad is None:
                 return None
             if added or self._weighs_outputs:
-                grad = scaled(grad, tf.math.divide_no_nan(tf.ones([], tf.float64), self.fraction))
+                whole = tf.math.divide_no_nan(tf.ones([], tf.float64), self.fraction)
+                (grad,) = scaled([grad], whole)
             values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
             self.flows.declare(values, Flow("reduced"))
             return grad
@@ -243,14 +244,18 @@ class ReplicaWeight:
         return bool(values.shape.rank) and values.shape[0] == int(self.examples)
 
 
-def scaled(grad: Any, factor: Any) -> Any:
-    """A gradient, dense or `tf.IndexedSlices`, times a scalar; None stays None."""
-    if grad is None:
-        return None
-    if isinstance(grad, tf.IndexedSlices):
-        values = grad.values * tf.cast(factor, grad.values.dtype)
-        return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
-    return grad * tf.cast(factor, grad.dtype)
+def scaled(grads: Iterable[Any], factor: Any) -> list[Any]:
+    """Gradients, dense or `tf.IndexedSlices`, times a scalar; None stays None."""
+    factors: dict[tf.DType, tf.Tensor] = {}  # one for each dtype, not one for each gradient
+
+    def one(grad: Any) -> Any:
+        if isinstance(grad, tf.IndexedSlices):
+            return tf.IndexedSlices(one(grad.values), grad.indices, grad.dense_shape)
+        if grad.dtype not in factors:
+            factors[grad.dtype] = tf.cast(factor, grad.dtype)
+        return grad * factors[grad.dtype]
+
+    return [None if grad is None else one(grad) for grad in grads]
 
 
 # Loss -> the flow of its values, where there is no graph of the step.

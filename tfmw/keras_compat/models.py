@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -189,8 +191,13 @@ def build_all(model: keras.Model, spec: Any) -> None:
     if own_step:
         # Only the step knows the inputs of the model: a batch (anchor, positive, negative), for
         # example, has three inputs, which Keras takes for x, y and sample weights. And it alone
-        # knows which optimizers it uses.
-        _trace_step(model, spec)
+        # knows which optimizers it uses, for which variables.
+        optimizer = model.optimizer
+        alone = _unbuilt(model) == [optimizer] and optimizers_of(model) == [optimizer]
+        if alone and _updates_its_weights_only(model):
+            optimizer.build(model.trainable_variables)
+        else:
+            _trace_step(model, spec)
     if not own_step or not all(part.built for part in _compiled_parts(model)):
         hidden = [(model, "optimizer", None)] if own_step else []
         try:
@@ -204,6 +211,25 @@ def build_all(model: keras.Model, spec: Any) -> None:
     if not own_step and model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     vars(model)[_UNUSED] = _unbuilt(model)
+
+
+def _updates_its_weights_only(model: keras.Model) -> bool:
+    """Whether the user's class takes `optimizer`, and variables from nowhere but its attributes.
+
+    So its methods name modules, classes and numbers, but no variable, layer or function.
+    """
+    takes_optimizer = False
+    for owner in type(model).__mro__:
+        if owner.__module__.startswith(("keras.", "tensorflow.")):
+            continue
+        members = (getattr(m, "fget", m) for m in vars(owner).values())  # of properties, too
+        for method in filter(inspect.isfunction, members):
+            names = inspect.getclosurevars(method)
+            takes_optimizer |= "optimizer" in names.unbound  # names of attributes are among these
+            for value in [*names.globals.values(), *names.nonlocals.values()]:
+                if not isinstance(value, types.ModuleType | type | int | float | str):
+                    return False
+    return takes_optimizer
 
 
 def _trace_step(model: keras.Model, spec: Any) -> None:

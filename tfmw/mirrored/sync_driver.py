@@ -456,7 +456,7 @@ class SyncDriver:
             if grad is not None:
                 weight.note(f"the gradient of {variable.path}", grad)
         if not weight.loss_weighted:
-            grads = [losses.scaled(g, weight.fraction) for g in grads]
+            grads = losses.scaled(grads, weight.fraction)
         if weight.uneven:
             present = weight.examples > 0
             grads = [or_zeros(g, present) for g in grads]

@@ -106,7 +106,7 @@ class Reduction:
             grads: dense tensors, `tf.IndexedSlices`, or None.
         """
         if _nothing is not None:
-            return [scaled(g, _nothing) for g in grads]
+            return scaled(grads, _nothing)
         parts = [parts_of(grad) for grad in grads]
         sent = [self._compressed(part) for own in parts for _, part in own]
         totals = iter((self._ring or self._by_tensorflow)(sent) if sent else ())
@@ -161,7 +161,7 @@ class Reduction:
         """This worker's part of the sum over all workers, as `__call__` sums: [n] -> [m]."""
         assert self._ring is not None
         if _nothing is not None:
-            return scaled(flat[self._ring.ring.own_part(cuts)], _nothing)
+            return scaled([flat[self._ring.ring.own_part(cuts)]], _nothing)[0]
         return _as_type(self._ring.scattered(self._compressed(flat), cuts), flat.dtype)
 
     def gathered(self, own: tf.Tensor, cuts: Cuts) -> tf.Tensor:
@@ -221,17 +221,25 @@ class _OverRing:
     def __call__(self, grads: list[Any]) -> list[Any]:
         """Gradients of this replica -> their sums over all replicas."""
         out: list[Any] = [None] * len(grads)
+        row = tf.constant([-1])  # one for all: every op takes time to trace and to compile
         for pack in self.packs(grads):
             first = grads[pack[0]]
             if isinstance(first, tf.IndexedSlices):
                 out[pack[0]] = self._gathered(first)
                 continue
-            flat = [tf.reshape(grads[i], [-1]) for i in pack]
-            sizes = [tf.size(part) for part in flat]
+            flat = [
+                grads[i] if grads[i].shape.rank == 1 else tf.reshape(grads[i], row) for i in pack
+            ]
+            sizes = [part.shape[0] or tf.size(part) for part in flat]
             total = self.summed(flat[0] if len(flat) == 1 else tf.concat(flat, axis=0))
             parts = [total] if len(flat) == 1 else tf.split(total, sizes, num=len(flat))
             for i, part in zip(pack, parts, strict=True):
-                out[i] = tf.ensure_shape(tf.reshape(part, tf.shape(grads[i])), grads[i].shape)
+                shape = grads[i].shape
+                if not shape.is_fully_defined():
+                    part = tf.ensure_shape(tf.reshape(part, tf.shape(grads[i])), shape)
+                elif shape.rank != 1:
+                    part = tf.reshape(part, shape)
+                out[i] = part
         return out
 
     def packs(self, grads: list[Any]) -> Iterator[list[int]]:
