@@ -3,8 +3,9 @@
     python -m bench.efficiency [--works cnn mlp transformer] [--out docs/images/efficiency.svg]
 
 Two workers of this machine are measured, as `tfmw bench` does, over TCP. bench/forecast.py then
-predicts the step of more workers, each on a machine of its own, for three networks: a link of 1, 10
-and 100 Gbit/s for each worker, where it is slower than what the two reach here.
+predicts the step of more workers, each on a machine of its own, for four networks: a link of 0.1,
+1, 10 and 100 Gbit/s for each worker, where it is slower than what the two reach here. For the
+slowest, it also predicts rounds: sync_every=100 and sync_compression="int8".
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any
 
 from bench.forecast import MANY, Forecast, measure, payload
 from tfmw.launcher.run import launch
+from tfmw.tools.cost import EVERY
 
-NETWORKS = {1: 100e-6, 10: 30e-6, 100: 10e-6}  # Gbit/s: seconds of one message
+NETWORKS = {0.1: 200e-6, 1: 100e-6, 10: 30e-6, 100: 10e-6}  # Gbit/s: seconds of one message
+ROUNDS_ON = (0.1, 1)  # Gbit/s
 STEPS = 6
 
 
@@ -45,15 +48,26 @@ def _made(name: str) -> Any:
     return keras_network(name, keras), batches(name, workers).take(STEPS)
 
 
+def _lines(cost: Forecast) -> dict[str, list[float]]:
+    """The network, and whether there are rounds -> the efficiency on each of MANY workers."""
+    found = {}
+    for gbits, latency in NETWORKS.items():
+        there = [cost.on(n, bandwidth=payload(gbits * 1e9), latency=latency) for n in MANY]
+        found[f"{gbits} Gbit/s"] = [c.efficiency() for c in there]
+        if gbits in ROUNDS_ON:
+            weights = cost.gradient_bytes // 4
+            rounds = [c.with_rounds(EVERY, weights) if c.workers > 1 else c for c in there]
+            found[f"{gbits} Gbit/s, sync_every={EVERY}"] = [c.efficiency() for c in rounds]
+    return found
+
+
 def table(costs: dict[str, Forecast]) -> str:
     """Markdown: a line for each work and network."""
-    lines = [f"| work | Gbit/s | {' | '.join(f'{n:,}' for n in MANY)} |"]
+    lines = [f"| work | network | {' | '.join(f'{n:,}' for n in MANY)} |"]
     lines.append("| --- | --- |" + " --- |" * len(MANY))
     for name, cost in costs.items():
-        for gbits, latency in NETWORKS.items():
-            there = [cost.on(n, bandwidth=payload(gbits * 1e9), latency=latency) for n in MANY]
-            shares = " | ".join(f"{c.efficiency():.0%}" for c in there)
-            lines.append(f"| {name} | {gbits} | {shares} |")
+        for network, found in _lines(cost).items():
+            lines.append(f"| {name} | {network} | {' | '.join(f'{e:.0%}' for e in found)} |")
     return "\n".join(lines)
 
 
@@ -70,9 +84,10 @@ def draw(costs: dict[str, Forecast], path: Path) -> None:
         1, len(costs), figsize=(4 * len(costs), 3.4), sharey=True, squeeze=False, layout="tight"
     )
     for (name, cost), panel in zip(costs.items(), panels[0], strict=True):
-        for gbits, latency in NETWORKS.items():
-            there = [cost.on(n, bandwidth=payload(gbits * 1e9), latency=latency) for n in MANY]
-            panel.plot(MANY, [c.efficiency() for c in there], marker="o", label=f"{gbits} Gbit/s")
+        for network, found in _lines(cost).items():
+            colour = f"C{list(NETWORKS).index(float(network.split()[0]))}"
+            style = "--" if "sync_every" in network else "-"
+            panel.plot(MANY, found, style, color=colour, marker="o", label=network)
         panel.set_title(name)
         panel.set_xscale("log", base=2)
         panel.set_xticks(MANY, [f"{n:,}" for n in MANY], rotation=45)

@@ -69,7 +69,7 @@ class Forecast(Cost):
 
     @property
     def network(self) -> float:
-        """Seconds that gradients travel in a step."""
+        """Seconds that gradients travel in a step, hidden or not."""
         return self.communication + self.hidden
 
     @property
@@ -121,6 +121,12 @@ class Forecast(Cost):
             window=window,
             latency=delay,
         )
+
+    def with_rounds(self, every: int, parameters: int) -> Forecast:
+        """See `Cost.with_rounds`."""
+        rounds = super().with_rounds(every, parameters)
+        assert isinstance(rounds, Forecast)
+        return dataclasses.replace(rounds, hidden=0.0, window=0.0)
 
     def efficiency(self) -> float:
         """Examples per second and worker, relative to one worker alone."""

@@ -3,17 +3,17 @@
     sudo python -m bench.slow_network [--work mlp] [--workers 2] [--mbit 100] [--loss]
 
 Each worker has a network namespace, whose link sends no faster than the rate (bench/machines.py).
-Bytes are those that a worker's device has sent, and efficiency is the time of a step of one worker
-alone by that of all: all take turns on the same cores. With `--loss` every way trains on the same
-examples, which a network can learn, until the validation loss that synchronous training reaches;
-the time to it is compared. Needs root, and Linux with ip and tc (iproute2).
+Bytes are those that a worker's device has sent. Efficiency is the time of a step without any
+exchange, of as many workers that train at the same time, by that of the way: what these take from
+each other, as they share cores and memory here, is in both. With `--loss` every way trains on the
+same examples, which a network can learn, until the validation loss that synchronous training
+reaches; the time to it is compared. Needs root, and Linux with ip and tc (iproute2).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +26,7 @@ SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 # Way -> (steps between two exchanges, other arguments of `fit`).
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "no exchange": (25, {"strategy": "default"}),
     "synchronous": (1, {}),
     "sync_every=25, int8": (25, {"sync_compression": "int8"}),
     "sync_every=100, int8": (100, {"sync_compression": "int8"}),
@@ -41,8 +42,8 @@ def _arguments(way: str) -> dict[str, Any]:
     import keras
 
     every, options = WAYS[way]
-    if every == 1:
-        return {}
+    if "sync_compression" not in options:
+        return options
     outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
     return {"sync_every": every, "outer_optimizer": outer, **options}
 
@@ -55,8 +56,10 @@ def steps(way: str, work: str) -> dict[str, float]:
     from bench.works import batches, keras_network
 
     cluster = tfmw.init()
-    model, data = keras_network(work, keras), batches(work, cluster.num_workers)
-    every = WAYS[way][0]
+    every, options = WAYS[way]
+    alone = options.get("strategy") == "default"
+    model = keras_network(work, keras)
+    data = batches(work, 1 if alone else cluster.num_workers)
     count = max(4, 2 * every)
     marks: list[tuple[float, int]] = []
 
@@ -66,8 +69,8 @@ def steps(way: str, work: str) -> dict[str, float]:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             marks.append((time.perf_counter(), int(SENT.read_text()) if SENT.exists() else 0))
 
-    options: dict[str, Any] = {"epochs": 2, "steps_per_epoch": count, "verbose": 0}
-    tfmw.fit(model, data, callbacks=[Mark()], **options, **_arguments(way))
+    length: dict[str, Any] = {"epochs": 2, "steps_per_epoch": count, "verbose": 0}
+    tfmw.fit(model, data, callbacks=[Mark()], **length, **_arguments(way))
     (begin, sent), (end, more) = marks
     return {"seconds": (end - begin) / count, "bytes": (more - sent) / count}
 
@@ -132,18 +135,18 @@ def measured(child: str, way: str, work: str, workers: int, mbit_per_s: float) -
 
 
 def _print_steps(work: str, workers: int, mbit_per_s: float) -> None:
-    cores = len(os.sched_getaffinity(0))
-    alone = measured("steps", "synchronous", work, 1, mbit_per_s)["seconds"]
-    alone *= max(1.0, workers / cores)  # those that outnumber the cores compute in turns
     print("| way | ms per step | efficiency | MB sent per step | / synchronous |")
     print("| --- " * 5 + "|")
-    first = None
+    alone, synchronous = 0.0, 0.0
     for way in WAYS:
         found = measured("steps", way, work, workers, mbit_per_s)
-        first = first or found["bytes"]
+        alone = alone or found["seconds"]
+        if way == "synchronous":
+            synchronous = found["bytes"]
+        fewer = f"1/{synchronous / found['bytes']:.0f}" if synchronous else ""
         print(
             f"| {way} | {1e3 * found['seconds']:.0f} | {alone / found['seconds']:.2f} | "
-            f"{found['bytes'] / 1e6:.3f} | 1/{first / found['bytes']:.0f} |",
+            f"{found['bytes'] / 1e6:.3f} | {fewer} |",
             flush=True,
         )
 
@@ -152,7 +155,7 @@ def _print_losses(work: str, workers: int, mbit_per_s: float) -> None:
     print("| way | last loss | s | s to the loss of synchronous training | sooner by |")
     print("| --- " * 5 + "|")
     goal, of_first = None, 0.0
-    for way in WAYS:
+    for way in [way for way in WAYS if way != "no exchange"]:
         curve = measured("losses", way, work, workers, mbit_per_s)["curve"]
         seconds, last = curve[-1]
         if goal is None:

@@ -10,7 +10,7 @@ import pytest
 
 from bench.figures import Figure, history, record, slower
 from tests.helpers.cluster import tfmw_command
-from tfmw.tools.cost import PARTS, Cost, report
+from tfmw.tools.cost import PARTS, ROUND_S, Cost, report
 
 MEASURED = Cost(workers=2, compute=0.030, communication=0.012, input=0.0)
 
@@ -27,6 +27,16 @@ def test_report_names_the_bound_and_the_remedy():
     text = report(MEASURED, 128, 2_500_000)
     assert "global batch 128: 3,048 examples/s" in text
     assert "bound by compute: more workers share the work" in text
+
+
+def test_rounds_are_proposed_where_they_take_less_time():
+    slow = dataclasses.replace(MEASURED, communication=4.0, update=0.005)
+    # Compute and the whole update; of a round of 100 steps 1 s on the network, 0.6 s of computing.
+    rounds = slow.with_rounds(100, 10**7)
+    assert rounds.step == pytest.approx(0.030 + 2 * 0.005 + (1 + 10**7 * ROUND_S) / 100)
+    assert f"sync_compression='int8' about {1000 * rounds.step:.2f} ms" in report(slow, 128, 10**7)
+    assert "sync_every" not in report(MEASURED, 128, 10**7)
+    assert "sync_every" not in report(dataclasses.replace(slow, workers=1), 128, 10**7)
 
 
 @pytest.mark.multiprocess

@@ -112,6 +112,15 @@ def test_prediction_for_a_slower_network():
     assert there.bound_by == "communication"
 
 
+def test_a_round_sends_what_gradients_hide_as_well():
+    there = dataclasses.replace(MEASURED, update=0.004, hidden=0.004, window=0.010)
+    rounds = there.with_rounds(100, 0)
+    assert rounds.communication == pytest.approx(there.network / 400)
+    assert rounds.network == rounds.communication
+    # One worker alone takes the whole update, too.
+    assert rounds.efficiency() == pytest.approx(0.038 / rounds.step)
+
+
 def test_efficiency_of_one_worker_is_1():
     assert MEASURED.on(1).step == pytest.approx(0.030)
     assert MEASURED.on(1).efficiency() == 1.0

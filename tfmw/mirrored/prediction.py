@@ -15,6 +15,7 @@ from tfmw.data.batches import rows_of
 from tfmw.errors import UsageError
 from tfmw.mirrored.collectives.connection import ring_of
 from tfmw.mirrored.replicas import Replicas, new_function
+from tfmw.mirrored.step_loops import traced_loop
 from tfmw.mirrored.tensors import carrier_of
 from tfmw.runtime.progress import report_alive
 
@@ -50,7 +51,7 @@ def prediction_loop(
         iterator: over the dataset of a `data.Shard`.
 
     Returns:
-        A function (iterator, int32 [] most steps) -> (steps done, int32 []; the model's outputs of
+        A function (iterator, int64 [] most steps) -> (steps done, int64 []; the model's outputs of
         all steps, one after the other; rows of each step). None where they cannot be joined: ragged
         and sparse outputs, inner dimensions that may change, several local replicas.
     """
@@ -63,43 +64,15 @@ def prediction_loop(
     kinds = [(leaf.dtype, [None, *leaf.shape[1:]]) for leaf in leaves]
     kinds.append((rows.dtype, rows.shape.as_list()))
 
+    def one_step(*element: Any) -> Any:
+        flat = tf.nest.flatten(step(*element), expand_composites=False)
+        found = tf.constant(1, tf.int64)
+        if len(element) == 3:  # a step without examples: other workers have some
+            found = tf.cast((element[2] >= 0) | tf.reduce_any(element[1] > 0), tf.int64)
+        return found, [replicas.first_result(t) for t in flat]
+
     def loop(iterator: Any, max_steps: tf.Tensor) -> Any:
-        def body(steps_done: tf.Tensor, going: tf.Tensor, arrays: Any) -> Any:
-            element = iterator.get_next_as_optional()
-
-            def predict() -> Any:
-                values = element.get_value()
-                flat = tf.nest.flatten(step(*values), expand_composites=False)
-                found = tf.constant(True)
-                if len(values) == 3:  # a step without examples: other workers have some
-                    found = (values[2] >= 0) | tf.reduce_any(values[1] > 0)
-                return found, [replicas.first_result(t) for t in flat]
-
-            def end() -> Any:
-                return tf.constant(False), [
-                    tf.zeros([0 if n is None else n for n in shape], dtype)
-                    for dtype, shape in kinds
-                ]
-
-            going, values = tf.cond(element.has_value(), predict, end)
-            arrays = [a.write(steps_done, v) for a, v in zip(arrays, values, strict=True)]
-            return steps_done + tf.cast(going, tf.int32), going, arrays
-
-        steps_done, _, arrays = tf.while_loop(
-            lambda steps_done, going, arrays: going & (steps_done < max_steps),
-            body,
-            (
-                tf.constant(0),
-                tf.constant(True),
-                [
-                    tf.TensorArray(
-                        dtype, 0, dynamic_size=True, infer_shape=False, element_shape=shape
-                    )
-                    for dtype, shape in kinds
-                ],
-            ),
-            parallel_iterations=1,
-        )
+        steps_done, _, _, arrays = traced_loop(one_step, iterator, max_steps, kinds)
         outputs = tf.nest.pack_sequence_as(structure, [a.concat() for a in arrays[:-1]])
         return steps_done, outputs, arrays[-1].stack()[:steps_done]
 
@@ -161,7 +134,7 @@ class Predictions:
 
     def _several_steps(self, max_steps: int) -> int:
         assert self._loop is not None
-        done, self._structure, rows = self._loop(self._iterator, tf.constant(max_steps))
+        done, self._structure, rows = self._loop(self._iterator, tf.constant(max_steps, tf.int64))
         self._outputs.append(tf.nest.flatten(self._structure, expand_composites=False))
         self._rows += [[of_step] for of_step in rows.numpy().tolist()]
         report_alive()

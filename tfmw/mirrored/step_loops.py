@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -40,33 +40,59 @@ def eager_loop(
 
 
 def traced_loop(
-    one_step: Callable[..., Any], iterator: Any, max_steps: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """As `eager_loop`, traced into one function."""
+    one_step: Callable[..., Any],
+    iterator: Any,
+    max_steps: tf.Tensor,
+    kept: Sequence[tuple[tf.DType, list[int | None]]] | None = None,
+) -> Any:
+    """As `eager_loop`, traced into one function.
 
-    def body(steps_done: tf.Tensor, seen: tf.Tensor, going: tf.Tensor, waited: tf.Tensor) -> Any:
+    Args:
+        kept: dtypes and shapes of tensors that `one_step` returns beside the number of examples,
+            as a list.
+
+    Returns:
+        As `eager_loop`; with `kept`, a `tf.TensorArray` of each of these tensors as well, whose
+        first elements are those of the steps done.
+    """
+    kinds = list(kept or ())
+
+    def step(element: tf.experimental.Optional) -> Any:
+        found = one_step(*element.get_value())
+        return (found, []) if kept is None else found
+
+    def end() -> Any:
+        shapes = [[0 if n is None else n for n in shape] for _, shape in kinds]
+        return tf.constant(0, tf.int64), [
+            tf.zeros(shape, dtype) for shape, (dtype, _) in zip(shapes, kinds, strict=True)
+        ]
+
+    def body(
+        steps_done: tf.Tensor, seen: tf.Tensor, going: tf.Tensor, waited: tf.Tensor, arrays: Any
+    ) -> Any:
         begin = _seconds()
         with tf.control_dependencies([begin]):
             element = iterator.get_next_as_optional()
         more = element.has_value()
         with tf.control_dependencies([more]):
             waited += _seconds() - begin
-        examples = tf.cond(
-            more,
-            lambda: one_step(*element.get_value()),
-            lambda: tf.constant(0, tf.int64),
-        )
+        examples, values = tf.cond(more, lambda: step(element), end)
+        place = tf.cast(steps_done, tf.int32)
+        arrays = [a.write(place, v) for a, v in zip(arrays, values, strict=True)]
         going = examples > 0
-        return steps_done + tf.cast(going, tf.int64), seen + examples, going, waited
+        return steps_done + tf.cast(going, tf.int64), seen + examples, going, waited, arrays
 
     nothing = tf.constant(0, tf.int64)
-    steps_done, seen, _, waited = tf.while_loop(
-        lambda steps_done, seen, going, waited: tf.logical_and(going, steps_done < max_steps),
+    growing: dict[str, Any] = {"size": 0, "dynamic_size": True, "infer_shape": False}
+    arrays = [tf.TensorArray(dtype, element_shape=shape, **growing) for dtype, shape in kinds]
+    steps_done, seen, _, waited, arrays = tf.while_loop(
+        lambda steps_done, seen, going, *rest: tf.logical_and(going, steps_done < max_steps),
         body,
-        [nothing, nothing, tf.constant(True), tf.constant(0.0, tf.float64)],
+        (nothing, nothing, tf.constant(True), tf.constant(0.0, tf.float64), arrays),
         parallel_iterations=1,
     )
-    return steps_done, seen, waited
+    result = steps_done, seen, waited
+    return result if kept is None else (*result, arrays)
 
 
 def _seconds() -> tf.Tensor:

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+ROUND_S = 60e-9
+"""Seconds that a round computes for each weight: difference, 8 bits and back, outer step.
+
+Measured by `python -m bench.slow_network`, on two workers of two cores.
+"""
+
+EVERY = 100  # steps between two rounds, of a prediction
+PAYS = 0.67  # of a step's time, from which on rounds are proposed
+
 PARTS = ("compute", "update", "overhead", "communication", "input")
 
 
@@ -31,6 +40,20 @@ class Cost:
     def step(self) -> float:
         """Seconds of one step."""
         return self.compute + self.update + self.overhead + self.communication + self.input
+
+    @property
+    def network(self) -> float:
+        """Seconds that gradients travel in a step, as far as known."""
+        return self.communication
+
+    def with_rounds(self, every: int, parameters: int) -> Cost:
+        """The same with `sync_every=every` and `sync_compression="int8"`.
+
+        A round sends a quarter of the bytes of a step; each worker makes whole updates.
+        """
+        rounds = (self.network / 4 + ROUND_S * parameters) / every
+        compute = self.compute + self.workers * self.update
+        return dataclasses.replace(self, compute=compute, update=0.0, communication=rounds)
 
     @property
     def bound_by(self) -> str:
@@ -69,4 +92,10 @@ def report(cost: Cost, global_batch: int | None, parameters: int, update: str = 
     if update:
         lines.append(f"the weights are updated {update}")
     lines.append(f"bound by {cost.bound_by}: {ADVICE[cost.bound_by]}")
+    rounds = cost.with_rounds(EVERY, parameters)
+    if cost.workers > 1 and rounds.step < PAYS * cost.step:
+        lines.append(
+            f"with sync_every={EVERY}, sync_compression='int8' about {1000 * rounds.step:.2f} ms; "
+            "it is experimental, and results differ from one process's"
+        )
     return "\n".join(lines)
