@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-ROUND_S = 60e-9
+ROUND_S = 140e-9
 """Seconds that a round computes for each weight: difference, 8 bits and back, outer step.
 
 Measured by `python -m bench.slow_network`, on two workers of two cores.
