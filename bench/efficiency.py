@@ -4,7 +4,7 @@
 
 Two workers of this machine are measured, as `tfmw bench` does, over TCP. bench/forecast.py then
 predicts the step of more workers, each on a machine of its own, for four networks: a link of 0.1,
-1, 10 and 100 Gbit/s for each worker, where it is slower than what the two reach here. For the
+1, 10 and 100 Gbit/s for each worker, where it is slower than what the two reach here. For the two
 slowest, it also predicts rounds: sync_every=100 and sync_compression="int8".
 """
 
@@ -48,16 +48,17 @@ def _made(name: str) -> Any:
     return keras_network(name, keras), batches(name, workers).take(STEPS)
 
 
-def _lines(cost: Forecast) -> dict[str, list[float]]:
-    """The network, and whether there are rounds -> the efficiency on each of MANY workers."""
-    found = {}
-    for gbits, latency in NETWORKS.items():
+def _lines(cost: Forecast) -> list[tuple[str, int, list[float]]]:
+    """(label, number of the network, efficiency on each of MANY workers); rounds follow theirs."""
+    found = []
+    for number, (gbits, latency) in enumerate(NETWORKS.items()):
         there = [cost.on(n, bandwidth=payload(gbits * 1e9), latency=latency) for n in MANY]
-        found[f"{gbits} Gbit/s"] = [c.efficiency() for c in there]
+        found.append((f"{gbits} Gbit/s", number, [c.efficiency() for c in there]))
         if gbits in ROUNDS_ON:
             weights = cost.gradient_bytes // 4
             rounds = [c.with_rounds(EVERY, weights) if c.workers > 1 else c for c in there]
-            found[f"{gbits} Gbit/s, sync_every={EVERY}"] = [c.efficiency() for c in rounds]
+            label = f"{gbits} Gbit/s, sync_every={EVERY}"
+            found.append((label, number, [c.efficiency() for c in rounds]))
     return found
 
 
@@ -66,7 +67,7 @@ def table(costs: dict[str, Forecast]) -> str:
     lines = [f"| work | network | {' | '.join(f'{n:,}' for n in MANY)} |"]
     lines.append("| --- | --- |" + " --- |" * len(MANY))
     for name, cost in costs.items():
-        for network, found in _lines(cost).items():
+        for network, _, found in _lines(cost):
             lines.append(f"| {name} | {network} | {' | '.join(f'{e:.0%}' for e in found)} |")
     return "\n".join(lines)
 
@@ -84,10 +85,9 @@ def draw(costs: dict[str, Forecast], path: Path) -> None:
         1, len(costs), figsize=(4 * len(costs), 3.4), sharey=True, squeeze=False, layout="tight"
     )
     for (name, cost), panel in zip(costs.items(), panels[0], strict=True):
-        for network, found in _lines(cost).items():
-            colour = f"C{list(NETWORKS).index(float(network.split()[0]))}"
-            style = "--" if "sync_every" in network else "-"
-            panel.plot(MANY, found, style, color=colour, marker="o", label=network)
+        for label, number, found in _lines(cost):
+            style = "--" if "sync_every" in label else "-"
+            panel.plot(MANY, found, style, color=f"C{number}", marker="o", label=label)
         panel.set_title(name)
         panel.set_xscale("log", base=2)
         panel.set_xticks(MANY, [f"{n:,}" for n in MANY], rotation=45)

@@ -32,7 +32,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from tfmw.launcher.run import launch
 from tfmw.tools import bench
@@ -122,10 +122,9 @@ class Forecast(Cost):
             latency=delay,
         )
 
-    def with_rounds(self, every: int, parameters: int) -> Forecast:
-        """See `Cost.with_rounds`."""
+    def with_rounds(self, every: int, parameters: int) -> Self:
+        """See `Cost.with_rounds`; nothing is hidden behind the steps."""
         rounds = super().with_rounds(every, parameters)
-        assert isinstance(rounds, Forecast)
         return dataclasses.replace(rounds, hidden=0.0, window=0.0)
 
     def efficiency(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Self
 
 ROUND_S = 140e-9
 """Seconds that a round computes for each weight: difference, 8 bits and back, outer step.
@@ -46,7 +47,7 @@ class Cost:
         """Seconds that gradients travel in a step, as far as known."""
         return self.communication
 
-    def with_rounds(self, every: int, parameters: int) -> Cost:
+    def with_rounds(self, every: int, parameters: int) -> Self:
         """The same with `sync_every=every` and `sync_compression="int8"`.
 
         A round sends a quarter of the bytes of a step; each worker makes whole updates.
