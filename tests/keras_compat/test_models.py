@@ -104,3 +104,11 @@ def test_a_step_is_traced_that_may_use_another_optimizer() -> None:
     assert OwnStep.calls == 1
     assert model.optimizer.built
     assert not model.other.built
+
+
+def test_a_step_is_traced_that_may_use_an_optimizer_that_is_built() -> None:
+    model = model_of(OwnStep)
+    model.other = keras.optimizers.SGD()
+    model.other.build(model.trainable_variables)
+    build_all(model, SPEC)
+    assert OwnStep.calls == 1
