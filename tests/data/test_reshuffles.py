@@ -43,6 +43,23 @@ def test_the_place_is_read_and_set_for_the_shuffle_itself(make: Callable[[], Any
 
 
 @pytest.mark.parametrize("make", [of_user, of_shard])
+@pytest.mark.parametrize("begun", [0, 1, 3, 7])  # some passes are begun, many are set
+def test_passes_that_nobody_reads_count(make: Callable[[], Any], begun: int) -> None:
+    def number(shuffle: tf.data.Dataset) -> None:
+        seeds = ShuffleSeeds(small_of(shuffle))
+        seeds.passes = begun
+        seeds.begin(2)
+        assert seeds.passes == begun + 2
+
+    expected = orders(make(), begun + 3)
+    shuffle = make()
+    number(shuffle)
+    if isinstance(shuffle._inputs()[0], datasets.Shuffle):
+        number(shuffle._inputs()[0])
+    assert orders(shuffle, 1) == expected[begun + 2 :]
+
+
+@pytest.mark.parametrize("make", [of_user, of_shard])
 def test_a_state_has_no_part_for_each_place_in_the_buffer(make: Callable[[], Any]) -> None:
     small = small_of(make())
     states = tf.raw_ops.SerializeIterator(

@@ -270,3 +270,30 @@ def test_skipped_epoch_reads_nothing() -> None:
     shard.hooks.skip()
     assert not batches.read.is_set()
     assert batches.epochs == 1
+
+
+def _arrays(rows: int, width: int) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(np.zeros([rows, width], np.float32))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("dataset", "tuned"),
+    [
+        (_arrays(64, 8).batch(8), False),
+        (_arrays(64, 8).batch(8).shuffle(8).repeat(2), False),
+        (_arrays(64, 8).shuffle(64).map(lambda x: x + 1).batch(8), True),
+        (_arrays(64, 8).map(lambda x: x, num_parallel_calls=tf.data.AUTOTUNE).batch(8), True),
+    ],
+)
+def test_a_pipeline_without_maps_is_not_tuned(
+    dataset: tf.data.Dataset, tuned: bool, replicas: int
+) -> None:
+    shard = data.shard_dataset(dataset, data.Sharding(replicas, 0), data.Order(seed=3))
+    assert (shard.dataset.options().autotune.enabled is not False) is tuned
+
+
+def test_large_parts_of_arrays_are_copied_by_tuned_threads() -> None:
+    large = _arrays(8, 1 << 18).batch(8)
+    shard = data.shard_dataset(large, data.Sharding(2, 0), data.Order(seed=3))
+    assert shard.dataset.options().autotune.enabled is not False

@@ -111,6 +111,15 @@ def test_sums_are_bitwise_equal_on_all_workers(joined):
     np.testing.assert_allclose(sums[0], np.sum(arrays, axis=0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("length", [100, 200_000])
+def test_a_sum_of_two_values_that_are_no_numbers_has_the_same_bits_on_both(joined, length):
+    rings = joined(2)
+    arrays = [np.full(length, 0x7FC00001 + rank, np.uint32).view("f") for rank in range(2)]
+    one, other = in_threads(2, sums_of(rings, arrays))
+    assert np.isnan(one).all()
+    assert one.tobytes() == other.tobytes()
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("length", [0, 1, 200_003])
 def test_a_sum_in_two_halves_is_the_sum_to_the_last_bit(joined, size, length):
@@ -194,7 +203,7 @@ def test_lost_worker_ends_the_sums_of_all(joined, leaver):
 
 def test_data_sent_before_the_end_of_a_worker_counts(joined):
     rings = joined(2)
-    ones: Array = np.ones(1000, "f")
+    ones: Array = np.ones(200_000, "f")  # more than two workers exchange whole
     has_left = threading.Event()
     takes = []
     take = rings[1]._previous.take
@@ -216,7 +225,7 @@ def test_data_sent_before_the_end_of_a_worker_counts(joined):
             has_left.set()
         return total
 
-    np.testing.assert_array_equal(in_threads(2, work), np.full([2, 1000], 2))
+    np.testing.assert_array_equal(in_threads(2, work), np.full([2, 200_000], 2))
     assert len(takes) == 3
 
 

