@@ -86,8 +86,12 @@ class Reshuffles:
         if now != passes:
             self.passes = passes
         for i, number in enumerate(passes[: len(self._shards)]):
-            if self._seen[i] != number or any(self._unread[i]):
-                self._shards[i].passes = self._seen[i] = number
+            seen, unread = self._seen[i], any(self._unread[i])
+            if seen != number or unread:
+                own = self._shards[i] is not self._users[i]
+                known = own and self._begun_at_once and not unread
+                self._shards[i].set(number, seen if known else None)
+                self._seen[i] = number
         self._unread = [(0, 0)] * len(self._shards)
         for start in self.starts:
             start.begin()
@@ -108,6 +112,12 @@ class Reshuffles:
             for i, begun in enumerate(self._by_iterator):
                 self._seen[i] += begun
                 self._count(i, begun)
+
+    @property
+    def _begun_at_once(self) -> bool:
+        """Whether a new iterator begins all passes that are begun until the next iterator."""
+        known = self._by_iterator is not None and all(self._by_iterator)
+        return known and not self.ahead and not self.starts
 
     def _count(self, i: int, begun: int) -> None:
         self._in_pass[i] += begun
@@ -130,6 +140,8 @@ class Reshuffles:
                 been read.
         """
         self._open()
+        if self._begun_at_once:
+            return
         for i, shard in enumerate(self._shards):
             before, after = self._unread[i]
             now = shard.passes - (0 if ended else before)

@@ -39,7 +39,15 @@ class ShuffleSeeds:
 
     @passes.setter
     def passes(self, passes: int) -> None:
-        missing = passes - self.passes
+        self.set(passes)
+
+    def set(self, passes: int, now: int | None = None) -> None:
+        """Sets how many passes have begun.
+
+        Args:
+            now: how many have, if it is known.
+        """
+        missing = passes - (self.passes if now is None else now)
         if 0 <= missing <= _MOST_BEGUN:
             self.begin(missing)
         else:
