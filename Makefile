@@ -6,7 +6,7 @@
 # Needs Python 3.11 to 3.13 and make; the rest goes into .venv, which follows pyproject.toml.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough test-long test-updates test-fast test-hosts test-oldest test-nightly test-keras test-tf-keras test-examples survey bench package lint type docs diagrams notebooks clean
+.PHONY: help demo test test-thorough test-long test-updates test-fast test-hosts test-oldest test-nightly test-gpu test-keras test-tf-keras test-examples survey bench package lint type docs diagrams notebooks clean
 
 SHELL := bash
 VENV  := .venv
@@ -25,7 +25,7 @@ WITHOUT_NOTICES := 2> >(grep -vE '^(WARNING: All log messages before absl|I0000 
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
-	@echo "make test-thorough, make test-long, make test-updates, make test-fast, make test-hosts, make test-oldest, make test-nightly, make test-keras, make test-tf-keras, make test-examples, make survey, make lint, make type,"
+	@echo "make test-thorough, make test-long, make test-updates, make test-fast, make test-hosts, make test-oldest, make test-nightly, make test-gpu, make test-keras, make test-tf-keras, make test-examples, make survey, make lint, make type,"
 	@echo "make package, make notebooks, make diagrams, make clean"
 
 $(STAMP): pyproject.toml
@@ -129,6 +129,11 @@ survey: $(DEV)
 # Everything that takes no longer than a moment, and a few rows of the matrix.
 test-fast: $(DEV)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not multiprocess and not slow and not thorough and not long"
+
+# Small trainings on this machine's GPUs beside Keras's results: two replicas may share one GPU. A
+# machine without GPUs takes two CPU devices.
+test-gpu: $(DEV)
+	@$(BIN)/python -m tests.on_gpus
 
 # Keras's own tests, run through tfmw: all of them, or as many as SAMPLE says, drawn anew for each
 # commit, or by the SEED that a run has printed.

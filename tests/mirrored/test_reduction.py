@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tfmw.cluster import membership
+from tfmw.errors import UsageError
 from tfmw.keras_compat.memory import view_of
 from tfmw.mirrored.collectives import reduction
 from tfmw.mirrored.collectives.reduction import Reduction
@@ -53,6 +54,17 @@ def test_compressed_gradients_are_sent_in_16_bits(sent, name, wire):
     np.testing.assert_allclose(total[0], 2 * numbers(4, 8), rtol=1e-2)
     assert total[1] is None
     assert isinstance(total[2], tf.IndexedSlices)
+
+
+def test_between_gpus_no_bfloat16_is_sent(sent):
+    two = types.SimpleNamespace(
+        num_replicas_in_sync=2, extended=types.SimpleNamespace(worker_devices=("/GPU:0", "/GPU:1"))
+    )
+    with pytest.raises(UsageError, match='Use "fp16"'):
+        Reduction(two, "bf16")
+    (total,) = Reduction(two)([tf.ones([3], tf.bfloat16)])
+    assert [value.dtype for value in sent] == [tf.float32]
+    assert total.dtype == tf.bfloat16
 
 
 @pytest.mark.parametrize("shape", [(4096, 1025), (4097, 1025)])

@@ -42,6 +42,12 @@ class CannotCompile(Exception):
     """A loss needs sums over all replicas in the middle of the step."""
 
 
+def _by_tensorflow(values: list[tf.Tensor]) -> list[tf.Tensor]:
+    replica = tf.distribute.get_replica_context()
+    reduced: list[tf.Tensor] = replica.all_reduce(tf.distribute.ReduceOp.SUM, values)
+    return reduced
+
+
 class ReplicaWeight:
     """The weight of one replica in the global batch, while its step is traced.
 
@@ -59,6 +65,8 @@ class ReplicaWeight:
         differences: losses and metrics that replicas cannot combine.
         loss_weighted: whether the weight was applied to the loss that is differentiated.
         layer_losses: id of a layer -> the losses that it passed to `add_loss` on this replica.
+        sums: values of this replica -> their sums over all replicas. A collective; by default
+            TensorFlow's.
         gather: the slices of all replicas, of slices of which each replica has some: values and
             indices concatenated. A collective.
         alone: whether the replica trains on its own: it exchanges nothing in its step, and what it
@@ -77,6 +85,7 @@ class ReplicaWeight:
         uneven: bool,
         size_known: bool,
         in_loss: bool,
+        sums: Callable[[list[tf.Tensor]], list[tf.Tensor]] | None = None,
         gather: Callable[[tf.IndexedSlices], tf.IndexedSlices] | None = None,
         alone: bool = False,
         coupled: bool = False,
@@ -84,6 +93,7 @@ class ReplicaWeight:
         self.alone = alone
         self.coupled = coupled
         self.examples = examples
+        self.sums = sums or _by_tensorflow
         self.gather = gather
         self.global_examples = global_examples
         self.fraction = tf.math.divide_no_nan(
@@ -139,11 +149,9 @@ class ReplicaWeight:
             return [tf.stop_gradient(self.estimate_of_sum(v)) for v in values]
         if self.deferred is not None:
             raise CannotCompile
-        replica = tf.distribute.get_replica_context()
         present = self.examples > 0
         stopped = [tf.stop_gradient(tf.where(present, v, tf.zeros_like(v))) for v in values]
-        reduced: list[tf.Tensor] = replica.all_reduce(tf.distribute.ReduceOp.SUM, stopped)
-        sums = [tf.stop_gradient(v) for v in reduced]
+        sums = [tf.stop_gradient(v) for v in self.sums(stopped)]
         for value in sums:
             self.flows.declare(value, FIXED)
         return sums

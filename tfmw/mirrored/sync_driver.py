@@ -51,7 +51,7 @@ from tfmw.keras_compat import (
 from tfmw.keras_compat.metric_variables import metric_variables, recorded_assignments
 from tfmw.mirrored import prediction
 from tfmw.mirrored.agreement import agree, checksum
-from tfmw.mirrored.collectives.reduction import SUM, Reduction
+from tfmw.mirrored.collectives.reduction import Reduction
 from tfmw.mirrored.metrics import NotedResults, ReplicaMetrics, noting_results
 from tfmw.mirrored.replica_state import ReplicaState
 from tfmw.mirrored.replicas import Replicas, Traces
@@ -330,8 +330,7 @@ class SyncDriver:
         if size_known:
             total = tf.cast(tf.identity(total), tf.int32)
         else:
-            replica = tf.distribute.get_replica_context()
-            total = replica.all_reduce(SUM, tf.identity(rows))
+            (total,) = self._replicas.sum([tf.identity(rows)])
         weight = losses.ReplicaWeight(
             rows,
             total,
@@ -339,6 +338,7 @@ class SyncDriver:
             size_known=size_known,
             in_loss=own_step is None and not models.overrides_step(self.model, "train_step"),
             coupled=self._has_synchronized_norm,
+            sums=self._replicas.sum,
             gather=self._gathered,
             alone=own_step is not None,
         )

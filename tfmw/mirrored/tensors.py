@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfmw.data import examples_of
@@ -48,7 +47,7 @@ def in_packs(
     """Calls a collective on one flat tensor per carrier dtype, instead of on each value.
 
     Args:
-        values: of static shapes; the same shapes and dtypes on all replicas.
+        values: the same shapes and dtypes on all replicas.
         exchange: a collective, [n] -> [n], such as a sum over replicas.
 
     Returns:
@@ -60,7 +59,9 @@ def in_packs(
         by_carrier.setdefault(carrier_of(value.dtype), []).append(i)
     for carrier, positions in sorted(by_carrier.items(), key=lambda item: item[0].name):
         flat = tf.concat([tf.reshape(tf.cast(values[i], carrier), [-1]) for i in positions], axis=0)
-        sizes = [int(np.prod(values[i].shape.as_list())) for i in positions]
-        for i, part in zip(positions, tf.split(exchange(flat), sizes), strict=True):
-            out[i] = tf.cast(tf.reshape(part, values[i].shape), values[i].dtype)
+        sizes = [tf.size(values[i]) for i in positions]
+        parts = tf.split(exchange(flat), sizes, num=len(positions))
+        for i, part in zip(positions, parts, strict=True):
+            out[i] = tf.cast(tf.reshape(part, tf.shape(values[i])), values[i].dtype)
+            out[i].set_shape(values[i].shape)
     return out

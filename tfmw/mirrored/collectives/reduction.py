@@ -24,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.cluster import membership
+from tfmw.errors import UsageError
 from tfmw.keras_compat.losses import scaled
 from tfmw.mirrored.collectives.connection import ring_of
 from tfmw.mirrored.collectives.hierarchy import AnyRing
@@ -78,12 +79,24 @@ class Reduction:
         self.strategy = strategy
         self._options = membership.reduction_options(strategy)
         self._wire = None if compression is None else COMPRESSIONS[compression]
+        if compression == "bf16" and self._is_between_gpus:
+            raise UsageError(
+                'received gradient_compression="bf16": TensorFlow sums no bfloat16 between GPUs. '
+                'Use "fp16".'
+            )
         self._pack = self._options.bytes_per_pack if self._options is not None else 0
         ring = ring_of(strategy)
         self._ring = None
         if ring is not None:
             pack = self._pack or max(RING_PACK, ring.size * RING_PACK_OF_WORKER)
             self._ring = _OverRing(ring, pack)
+
+    @property
+    def _is_between_gpus(self) -> bool:
+        """Whether "Collective all-reduce does not support datatype DT_BFLOAT16 on DEVICE_GPU"."""
+        if self.strategy.num_replicas_in_sync == 1:
+            return False
+        return any("GPU" in device for device in self.strategy.extended.worker_devices)
 
     @property
     def broken(self) -> Exception | None:
@@ -170,6 +183,8 @@ class Reduction:
         return self._ring.gathered(own, cuts)
 
     def _by_tensorflow(self, grads: list[Any]) -> list[Any]:
+        if self._is_between_gpus:
+            grads = [tf.cast(g, tf.float32) if g.dtype == tf.bfloat16 else g for g in grads]
         cut = [self._pieces(grad) for grad in grads]
         replica = tf.distribute.get_replica_context()
         reduced = iter(
