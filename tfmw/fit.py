@@ -74,6 +74,7 @@ def fit(
     sync_fragments: int = 1,
     sync_overlap: int = 0,
     sync_compression: str | None = None,
+    sync_between: str = "replicas",
 ) -> keras.callbacks.History:
     """Trains `model` on all replicas of the cluster, with the results of one process.
 
@@ -127,6 +128,8 @@ def fit(
             the common weights, and half of its own.
         sync_compression: "int8" or "int4": weights' differences are sent in 8 or 4 bits. A worker
             adds its rounding errors to the next exchange.
+        sync_between: "machines": replicas of one machine sum gradients in each step, and machines
+            exchange weights. "replicas": each replica trains on its own.
 
     Returns:
         A `keras.callbacks.History`, the same on every worker.

@@ -108,8 +108,45 @@ def test_what_cannot_be_is_refused_on_all_tasks(tasks):
         said = task["refused"]
         assert "the model has 4 weights" in said["too many fragments"]
         assert "use_ema=True" in said["averages"]
+        assert "expected two machines or more" in said["one machine"]
     if len(tasks) == 1:
         assert "tfmw's own ring" in tasks[0]["refused"]["int8 without a ring"]
+
+
+# ---------------------------------------------------------------- machines of two workers
+
+
+@pytest.fixture(scope="module")
+def machines() -> list[Any]:
+    return list(run_cluster("local_sgd.py", "--machines", "abab", workers=4, timeout_s=290))
+
+
+@pytest.mark.multiprocess
+def test_the_replicas_of_a_machine_train_as_one(machines, workers):
+    """Example j of a batch goes to replica j mod 4: machine a has those of worker 0 of two."""
+    assert distance(of(machines, "mean"), of(workers, "float32")) < 1e-6
+    assert distance(of(machines, "compiled"), of(workers, "float32")) < 1e-6
+    assert [task["found"]["mean"]["iterations"] for task in machines] == [16, 14, 16, 14]
+    assert distance(of(machines, "mean"), of(machines, "of each replica")) > 1e-4
+
+
+@pytest.mark.multiprocess
+def test_machines_that_meet_after_each_step_of_sgd_train_synchronously(machines):
+    assert distance(of(machines, "each step"), of(machines, "synchronous")) < 1e-6
+
+
+@pytest.mark.multiprocess
+def test_values_are_rounded_between_machines_only(machines):
+    for name, exact in (("int8", "mean"), ("int8 of each replica", "of each replica")):
+        assert 0 < distance(of(machines, name), of(machines, exact)) < 2e-3
+
+
+@pytest.mark.multiprocess
+def test_all_workers_of_all_machines_have_the_common_weights(machines):
+    for name, chiefs in machines[0]["found"].items():
+        for task in machines[1:]:
+            assert task["found"][name]["digest"] == chiefs["digest"], name
+            assert task["found"][name]["history"] == chiefs["history"], name
 
 
 # ---------------------------------------------------------------- one replica

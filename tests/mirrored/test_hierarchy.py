@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.threads import Exchange, in_threads
+from tfmw.local_sgd.quantized_sum import QuantizedSum
 from tfmw.mirrored.collectives import hierarchy
 from tfmw.mirrored.collectives.hierarchy import HierarchicalRing
 from tfmw.mirrored.collectives.parts import even_cuts
@@ -98,6 +99,23 @@ def test_parts_of_workers_are_the_whole(levels: list[HierarchicalRing]) -> None:
 
     for total in in_threads(len(levels), both):
         np.testing.assert_array_equal(total, np.sum(arrays, axis=0))
+
+
+def test_a_way_of_its_own_between_machines(levels: list[HierarchicalRing]) -> None:
+    """Values that are rounded there keep what all workers of each machine have added."""
+    size = len(levels)
+    for length in (1, 999, 10_007):
+        arrays = [np.random.default_rng(r).normal(size=length).astype("f") for r in range(size)]
+        ways = [QuantizedSum(ring.longest_part(length), "int8") for ring in levels]
+
+        def summed(rank: int, arrays: Any = arrays, ways: Any = ways) -> Any:
+            return levels[rank].sum_with(ways[rank], arrays[rank])
+
+        found = in_threads(size, summed)
+        exact = np.sum(arrays, axis=0)
+        for total in found:
+            np.testing.assert_array_equal(total, found[0])
+            np.testing.assert_allclose(total, exact, atol=np.abs(exact).max() / 60)
 
 
 def test_sixteen_bits_are_summed_by_the_given_function(levels: list[HierarchicalRing]) -> None:

@@ -1,7 +1,7 @@
 """Small trainings by tfmw on replicas that are GPUs, each beside the same one on one replica.
 
-    python -m tests.on_gpus.cases devices [NAME ...]    # two logical devices of one GPU, one process
-    tfmw run --workers 2 -m tests.on_gpus.cases workers # two workers, which may share a GPU
+    python -m tests.on_gpus.cases devices [NAME ...]     # two logical devices of one GPU
+    tfmw run --workers 2 -m tests.on_gpus.cases workers  # two workers, which may share a GPU
 
 Without a GPU the replicas are CPU devices. Prints a line for each case: its name, the largest
 difference of a loss or metric, and the largest of a weight.

@@ -1,6 +1,7 @@
 """Trains by local SGD and DiLoCo in many ways; writes the weights and histories of each.
 
-Two workers, or with `--devices` one process with two virtual devices.
+Two workers, or with `--devices` one process with two virtual devices. With `--machines abab` the
+letters are the machines of four workers.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import numpy as np
 import tfmw
 from tests.programs._result import write
 from tests.programs.several_devices import several_devices
+from tfmw.mirrored.collectives import listener
 
 DILOCO = {
     "class_name": "SGD",
@@ -90,7 +92,27 @@ def refused(**options: Any) -> str:
     return "accepted"
 
 
+def on_machines(machines: str) -> None:
+    rank = tfmw.init().rank
+    listener.machine = lambda: ["machine", machines[rank]]
+    two: dict[str, Any] = {"sync_every": 3, "sync_between": "machines"}
+    found = {
+        "mean": fitted(**two),
+        "adam": fitted("adam", norm=True, **two),
+        "int8": fitted(sync_compression="int8", **two),
+        "int8 of each replica": fitted(sync_every=3, sync_compression="int8"),
+        "of each replica": fitted(sync_every=3),
+        "compiled": fitted(compiled={"jit_compile": True}, **two),
+        "each step": fitted(sync_every=1, sync_between="machines"),
+        "synchronous": fitted(),
+    }
+    write({"found": found, "refused": {}})
+
+
 def main() -> None:
+    if "--machines" in sys.argv:
+        on_machines(sys.argv[-1])
+        return
     devices: dict[str, Any] = {}
     if "--devices" in sys.argv:
         several_devices(2)
@@ -121,6 +143,7 @@ def main() -> None:
     refusals: dict[str, dict[str, Any]] = {
         "int8 without a ring": {"sync_every": 3, "sync_compression": "int8"} if devices else {},
         "too many fragments": {"sync_every": 9, "sync_fragments": 9},
+        "one machine": {"sync_every": 3, "sync_between": "machines"},
         "averages": {"optimizer": keras.optimizers.SGD(0.1, use_ema=True), "sync_every": 2},
     }
     said = {name: refused(**o, **devices) for name, o in refusals.items() if o}

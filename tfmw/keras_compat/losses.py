@@ -69,8 +69,9 @@ class ReplicaWeight:
             TensorFlow's.
         gather: the slices of all replicas, of slices of which each replica has some: values and
             indices concatenated. A collective.
-        alone: whether the replica trains on its own: it exchanges nothing in its step, and what it
-            would sum over replicas it estimates from its own examples.
+        alone: whether the replica trains on its own: what it would sum over replicas it estimates
+            from its own examples.
+        updated_by: int32 []: the examples on the replicas that make the same update.
         coupled: whether the losses of other replicas depend on this one's weights and examples, as
             by a synchronized BatchNormalization.
         deferred: (gradients, what reduces and applies them), while XLA compiles the step: a
@@ -88,9 +89,11 @@ class ReplicaWeight:
         sums: Callable[[list[tf.Tensor]], list[tf.Tensor]] | None = None,
         gather: Callable[[tf.IndexedSlices], tf.IndexedSlices] | None = None,
         alone: bool = False,
+        updated_by: tf.Tensor | None = None,
         coupled: bool = False,
     ):
         self.alone = alone
+        self.updated_by = global_examples if updated_by is None else updated_by
         self.coupled = coupled
         self.examples = examples
         self.sums = sums or _by_tensorflow

@@ -41,7 +41,7 @@ class LocalTraining(MirroredTraining):
     def _refuse_other_settings(self) -> None:
         record = self._backups.record
         saved = None if record is None else record["feed"].get("rounds")
-        if saved is not None and saved != dataclasses.asdict(self._settings):
+        if saved is not None and SyncSettings(**saved) != self._settings:
             raise UsageError(
                 f"the backup was written with {saved}, this call has "
                 f"{dataclasses.asdict(self._settings)}: resume with the same sync_ arguments and "
@@ -58,7 +58,8 @@ class LocalTraining(MirroredTraining):
         def on_own_step(local: int, examples: tf.Tensor) -> None:
             self._rounds.count(local, examples)
 
-        driver = SyncDriver(self.model, self.strategy, on_own_step=on_own_step)
+        together = self._settings.between == "machines"
+        driver = SyncDriver(self.model, self.strategy, on_own_step=on_own_step, together=together)
         with driver, Rounds(self.model, self.strategy, self._settings) as rounds:
             self._rounds_of_call = rounds
             yield driver

@@ -33,10 +33,10 @@ class Sums(Protocol):
 
 
 class QuantizedSum:
-    """Sums arrays of one size.
+    """Sums arrays of up to so many elements.
 
     Args:
-        elements: of each array.
+        elements: the most of an array.
         kind: "int8" or "int4".
 
     Attributes:
@@ -44,7 +44,6 @@ class QuantizedSum:
     """
 
     def __init__(self, elements: int, kind: str):
-        self._elements = elements
         self._levels = LEVELS[kind]
         bits = np.dtype("i1" if kind == "int8" else "u1")
         sent = BLOCK if kind == "int8" else BLOCK // 2
@@ -53,9 +52,13 @@ class QuantizedSum:
 
     @np.errstate(all="ignore")  # NaN and infinity make NaN of their block
     def __call__(self, ring: Sums, local: np.ndarray) -> np.ndarray:
-        """The sum of all workers' arrays: float32 [n] -> [n]. All workers must call it."""
+        """The sum of all workers' arrays: float32 [n] -> [n]. All workers must call it.
+
+        Args:
+            ring: of one level: each worker adds its own values to what comes, once.
+        """
         own, self.left = self.left, np.empty_like(self.left)
-        own.reshape(-1)[: self._elements] += local
+        own.reshape(-1)[: len(local)] += local
         packed: np.ndarray = np.empty(len(own), self._dtype)
         self._round(own, packed, self.left)
 
@@ -68,7 +71,7 @@ class QuantizedSum:
         total = ring.sum(packed, add=add, what="rounds", in_place=True)
         for piece in _pieces(len(own)):
             own[piece] = self.unpacked(total[piece])
-        return own.reshape(-1)[: self._elements]
+        return own.reshape(-1)[: len(local)]
 
     def _round(
         self, own: Blocks, out: np.ndarray, left: Blocks, coming: np.ndarray | None = None

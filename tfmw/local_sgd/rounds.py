@@ -6,8 +6,9 @@ rounds.after_step(number)                       # exchanges what is due
 rounds.meet()                                   # all weights: replicas have the same ones again
 
 An outer gradient is the mean over replicas, weighted by the examples of each since its last
-exchange. So replicas with fewer examples, as in the last batch, count for less, and one step of SGD
-between two exchanges is a synchronous step.
+exchange. Replicas that sum gradients in each step have the same weights, and count together. So
+replicas with fewer examples, as in the last batch, count for less, and one step of SGD between two
+exchanges is a synchronous step.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tfmw.local_sgd.outer_step import MIXED, OuterStep
 from tfmw.local_sgd.quantized_sum import QuantizedSum
 from tfmw.local_sgd.sync_settings import SyncSettings
 from tfmw.mirrored.collectives.connection import another_ring, ring_of
+from tfmw.mirrored.collectives.hierarchy import HierarchicalRing
 from tfmw.mirrored.collectives.reduction import Reduction
 from tfmw.mirrored.collectives.ring import RingBroken
 from tfmw.mirrored.replicas import Replicas, Traces
@@ -78,10 +80,10 @@ class Rounds:
         self._ring = ring_of(strategy)
         self._quantized: list[QuantizedSum] = []
         if settings.compression is not None and self._ring is not None:
-            self._quantized = [
-                QuantizedSum(self._outer.elements(f), settings.compression)
-                for f in range(settings.fragments)
-            ]
+            sizes = [self._outer.elements(f) for f in range(settings.fragments)]
+            if isinstance(self._ring, HierarchicalRing):
+                sizes = list(map(self._ring.longest_part, sizes))
+            self._quantized = [QuantizedSum(size, settings.compression) for size in sizes]
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         # Of each replica of this process: examples since the last exchange of each fragment.
         self._examples = [
@@ -103,12 +105,19 @@ class Rounds:
                 "the optimizer has use_ema=True, and with sync_every each replica would average "
                 "its own weights: train without one of them."
             )
+        ring = ring_of(self._strategy)
+        levels = isinstance(ring, HierarchicalRing)
+        if settings.between == "machines" and self._replicas.count > 1 and not levels:
+            raise UsageError(
+                'received sync_between="machines": expected two machines or more, with two workers '
+                "or more on each, as many on all, without GPUs."
+            )
         if any(models.is_synchronized_batch_norm(x) for x in models.layers_of(self._model)):
             raise UsageError(
                 "a BatchNormalization has synchronized=True, which exchanges moments in each step: "
                 "with sync_every, replicas use their own. Leave one of them out."
             )
-        if settings.compression and self._replicas.count > 1 and ring_of(self._strategy) is None:
+        if settings.compression and self._replicas.count > 1 and ring is None:
             raise UsageError(
                 f"received sync_compression={settings.compression!r}: values are rounded on tfmw's "
                 "own ring, which connects workers without GPUs. Leave sync_compression out here."
@@ -193,9 +202,11 @@ class Rounds:
         local = np.array(view_of(self._replicas.first_result(gradients)))
 
         def exchange() -> np.ndarray:
-            if self._quantized:
-                return self._quantized[fragment](ring, local)
-            return ring.sum(local, what="rounds", in_place=True)
+            if not self._quantized:
+                return ring.sum(local, what="rounds", in_place=True)
+            if isinstance(ring, HierarchicalRing):  # rounded values travel between machines only
+                return ring.sum_with(self._quantized[fragment], local, what="rounds")
+            return self._quantized[fragment](ring, local)
 
         if self._thread is not None:
             running = self._thread.submit(exchange)
@@ -297,7 +308,9 @@ class Rounds:
                 copy.assign(tf.cast(self._of_replica(of_all, first + local), copy.dtype))
             self._examples[local].assign(self._of_replica(rows[len(own)], first + local))
         for quantized, of_all in zip(self._quantized, rows[len(own) + 1 :], strict=True):
-            quantized.left = self._of_replica(of_all, first)
+            left = self._of_replica(of_all, first)
+            if left.shape == quantized.left.shape:  # else on other machines: rounding begins anew
+                quantized.left = left
         if int(begun) >= 0:
             mean = tf.constant(summed)
             self._exchange = _Exchange(int(begun), lambda: mean)

@@ -22,6 +22,7 @@ class SyncSettings:
         overlap: number of steps that run during an exchange.
         compression: "int8" or "int4"; None for float32.
         outer: the configuration of the outer optimizer.
+        between: "replicas" or "machines": what trains on its own between two exchanges.
     """
 
     every: int
@@ -29,6 +30,7 @@ class SyncSettings:
     overlap: int
     compression: str | None
     outer: dict[str, Any]
+    between: str = "replicas"
 
     @classmethod
     def of(cls, arguments: FitArguments) -> SyncSettings | None:
@@ -49,6 +51,7 @@ class SyncSettings:
             _number("sync_overlap", arguments.sync_overlap, 0),
             arguments.sync_compression,
             _config_of(arguments.outer_optimizer),
+            arguments.sync_between,
         )
         settings._check()
         if arguments.gradient_compression is not None:
@@ -79,6 +82,11 @@ class SyncSettings:
             raise UsageError(
                 f"received sync_compression={self.compression!r}: expected "
                 f"{' or '.join(map(repr, LEVELS))}, or None."
+            )
+
+        if self.between not in ("replicas", "machines"):
+            raise UsageError(
+                f"received sync_between={self.between!r}: expected 'replicas' or 'machines'."
             )
 
     # ------------------------------------------------------------ the schedule
@@ -114,6 +122,7 @@ _DEFAULTS = {
     "sync_fragments": 1,
     "sync_overlap": 0,
     "sync_compression": None,
+    "sync_between": "replicas",
 }
 
 

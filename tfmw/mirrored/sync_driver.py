@@ -76,6 +76,7 @@ class SyncDriver:
         shard_optimizer: whether workers shard the update of the weights; see `ShardedUpdate`.
         on_own_step: makes each replica train on its own: no gradient is reduced. Called in each of
             its training steps, with its index in this process and int32 [], its examples.
+        together: whether the replicas of a machine reduce their gradients, beside `on_own_step`.
 
     Attributes:
         examples: of the steps so far, over all replicas.
@@ -92,6 +93,7 @@ class SyncDriver:
         compression: str | None = None,
         shard_optimizer: Any = False,
         on_own_step: Callable[[int, Any], None] | None = None,
+        together: bool = False,
     ):
         self.model = model
         self.strategy = strategy
@@ -101,6 +103,7 @@ class SyncDriver:
         self.splits = True
         self._on_own_step = on_own_step
         self._reduction = Reduction(strategy, compression)
+        self._within_machine = self._reduction.within_machine() if together else None
         self.updates = [
             ShardedUpdate(
                 optimizer,
@@ -331,6 +334,11 @@ class SyncDriver:
             total = tf.cast(tf.identity(total), tf.int32)
         else:
             (total,) = self._replicas.sum([tf.identity(rows)])
+        updated_by = total
+        if own_step is not None:
+            updated_by = rows
+            if self._within_machine is not None:
+                updated_by = self._within_machine.sum(rows[None])[0]
         weight = losses.ReplicaWeight(
             rows,
             total,
@@ -341,6 +349,7 @@ class SyncDriver:
             sums=self._replicas.sum,
             gather=self._gathered,
             alone=own_step is not None,
+            updated_by=updated_by,
         )
         if own_step is not None:
             own_step(local, rows)
@@ -362,12 +371,15 @@ class SyncDriver:
         """A step in which shards differ in size, and this replica may have no examples.
 
         A replica without examples runs every collective, on a copy of some example, and contributes
-        nothing: no gradient, no metric, no moving average. If it trains on its own, it makes no
-        update.
+        nothing: no gradient, no metric, no moving average. If it trains on its own, and so do
+        those with which it trains together, it makes no update.
         """
         present = weight.examples > 0
-        kept = placement.updated_variables(self.model) if weight.alone else []
-        kept = [(v, tf.identity(v.value)) for v in [*metric_variables(self.model), *kept]]
+        kept = [(v, tf.identity(v.value), present) for v in metric_variables(self.model)]
+        if weight.alone:
+            updates = weight.updated_by > 0
+            of_model = placement.updated_variables(self.model)
+            kept += [(v, tf.identity(v.value), updates) for v in of_model]
         if averages and not weight.alone:
             # With equal initial values, the weighted mean of the replicas' values is the right one.
             self._state.average_on_replica(averages)
@@ -375,8 +387,8 @@ class SyncDriver:
         if self._has_synchronized_norm:
             batch = first_rows(batch, weight.examples)  # all that it is given counts
         self._call_step(kind, batch, local, weight)
-        for variable, before in kept:
-            variable.assign(tf.where(present, variable.value, before))
+        for variable, before, changes in kept:
+            variable.assign(tf.where(changes, variable.value, before))
         for variable, before in before_step:
             factor = tf.cast(weight.fraction * float(self.replicas), before.dtype)
             after = before + factor * (variable.read_value() - before)
@@ -451,7 +463,7 @@ class SyncDriver:
     ) -> contextlib.AbstractContextManager[tuple[list[Any], list[Any]]]:
         """Gradients of this replica -> gradients of the global batch, and what they update."""
         if weight.alone:
-            return contextlib.nullcontext((grads, variables))
+            return contextlib.nullcontext((self._summed_within_machine(grads, weight), variables))
         for grad, variable in zip(grads, variables, strict=True):
             if grad is not None:
                 weight.note(f"the gradient of {variable.path}", grad)
@@ -463,6 +475,16 @@ class SyncDriver:
         if any(isinstance(grad, tf.IndexedSlices) for grad in grads):
             self._note_gather()
         return update.reduced(grads, variables)
+
+    def _summed_within_machine(self, grads: list[Any], weight: losses.ReplicaWeight) -> list[Any]:
+        """The gradients with which a replica updates that trains on its own, or with others."""
+        if self._within_machine is None:
+            return grads
+        own, total = (tf.cast(n, tf.float64) for n in (weight.examples, weight.updated_by))
+        grads = losses.scaled(grads, tf.math.divide_no_nan(own, total))
+        if weight.uneven:
+            grads = [or_zeros(grad, weight.examples > 0) for grad in grads]
+        return self._within_machine(grads)
 
     def _gathered(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
         """The slices of all replicas, which layers gather within a step."""

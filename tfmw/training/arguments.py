@@ -58,6 +58,7 @@ class FitArguments:
     sync_fragments: int
     sync_overlap: int
     sync_compression: str | None
+    sync_between: str
 
     def __post_init__(self) -> None:
         precision.check(self.precision, self.gradient_compression)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -83,6 +84,36 @@ class HierarchicalRing(OwnPart):
             total = local if in_place else local.copy()
             cuts = even_cuts(len(total), self.size)
             return self._all_gather(self._reduce_scatter(total, cuts, add, what), cuts, what, total)
+
+    @property
+    def within(self) -> Ring:
+        """The ring of this machine's workers."""
+        return self._within
+
+    def longest_part(self, elements: int) -> int:
+        """The most elements of an array that a worker has in `sum_with`."""
+        cuts = even_cuts(elements, self._within.size)
+        return max(end - begin for begin, end in itertools.pairwise(cuts))
+
+    def sum_with(
+        self,
+        between: Callable[[Ring, np.ndarray], np.ndarray],
+        local: np.ndarray,
+        what: str = "sum",
+    ) -> np.ndarray:
+        """The sum of all workers' arrays, with a way of its own between machines.
+
+        Args:
+            between: (the ring of one worker of each machine, its part of the machine's sum) -> the
+                sum of these parts over machines, the same on all.
+            local, what: as in `Ring.sum`.
+        """
+        with self._exchange(what):
+            total = local.copy()
+            cuts = even_cuts(len(total), self._within.size)
+            own = self._within.reduce_scatter(total, cuts, what=what, in_place=True)
+            own[...] = between(self._between, own)
+            return self._within.all_gather(own, cuts, what, total)
 
     def part_number(self, rank: int) -> int:
         """The part of a sum that a worker has first. Its machine's sum gives it M in a row."""

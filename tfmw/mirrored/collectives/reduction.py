@@ -17,6 +17,7 @@ replicas in the same order.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from tfmw.cluster import membership
 from tfmw.errors import UsageError
 from tfmw.keras_compat.losses import scaled
 from tfmw.mirrored.collectives.connection import ring_of
-from tfmw.mirrored.collectives.hierarchy import AnyRing
+from tfmw.mirrored.collectives.hierarchy import AnyRing, HierarchicalRing
 from tfmw.mirrored.collectives.parts import Cuts
 from tfmw.mirrored.collectives.sparse import parts_of, summed
 from tfmw.precision import COMPRESSIONS
@@ -77,6 +78,7 @@ class Reduction:
 
     def __init__(self, strategy: tf.distribute.Strategy, compression: str | None = None):
         self.strategy = strategy
+        self._replicas = strategy.num_replicas_in_sync
         self._options = membership.reduction_options(strategy)
         self._wire = None if compression is None else COMPRESSIONS[compression]
         if compression == "bf16" and self._is_between_gpus:
@@ -90,6 +92,18 @@ class Reduction:
         if ring is not None:
             pack = self._pack or max(RING_PACK, ring.size * RING_PACK_OF_WORKER)
             self._ring = _OverRing(ring, pack)
+
+    def within_machine(self) -> Reduction | None:
+        """The sums over this machine's workers only; None where there is one ring of all workers.
+
+        Its exchanges are in turn with those of this reduction.
+        """
+        if self._ring is None or not isinstance(self._ring.ring, HierarchicalRing):
+            return None
+        own, over_ring = copy.copy(self), copy.copy(self._ring)
+        over_ring.ring = self._ring.ring.within
+        own._ring, own._replicas = over_ring, over_ring.ring.size
+        return own
 
     @property
     def _is_between_gpus(self) -> bool:
@@ -123,12 +137,12 @@ class Reduction:
         parts = [parts_of(grad) for grad in grads]
         sent = [self._compressed(part) for own in parts for _, part in own]
         totals = iter((self._ring or self._by_tensorflow)(sent) if sent else ())
-        replicas = self.strategy.num_replicas_in_sync
         return [
             None
             if grad is None
             else summed(
-                [(origin, _as_type(next(totals), grad.dtype)) for origin, _ in own], replicas
+                [(origin, _as_type(next(totals), grad.dtype)) for origin, _ in own],
+                self._replicas,
             )
             for grad, own in zip(grads, parts, strict=True)
         ]
@@ -225,7 +239,7 @@ class _OverRing:
     """
 
     def __init__(self, ring: AnyRing, pack_bytes: int):
-        self.ring = ring
+        self.ring: AnyRing = ring
         self._pack = pack_bytes
         with tf.init_scope(), tf.device("cpu:0"):
             self._turn = tf.Variable(0, dtype=tf.int64, trainable=False)
