@@ -140,10 +140,8 @@ def _files_of(
 
 def index_in_background(dataset: tf.data.Dataset, index_dir: str) -> list[subprocess.Popen[bytes]]:
     """Makes the indices that a run will need when it resumes; returns the processes."""
-    started, todo = [], [dataset]
-    while todo:
-        node = todo.pop()
-        todo.extend(datasets.dataset_inputs(node))
+    started = []
+    for node in datasets.every_node(dataset):
         if (found := _files_of(node)) is not None:
             reader, _, files = found
             paths = [path for of_element in files for path in of_element]

@@ -75,13 +75,8 @@ def ordered(dataset: tf.data.Dataset, order: Order) -> tuple[tf.data.Dataset, Re
 
 def reshuffles_of(dataset: tf.data.Dataset) -> Reshuffles:
     """The reshuffling shuffles of a dataset that is read as it is."""
-    found, todo = [], [dataset]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, datasets.Shuffle) and datasets.reshuffles(node):
-            found.append(node)
-        todo.extend(reversed(datasets.dataset_inputs(node)))
-    return Reshuffles([(node, node) for node in found])
+    shuffles = (n for n in datasets.every_node(dataset) if isinstance(n, datasets.Shuffle))
+    return Reshuffles([(node, node) for node in shuffles if datasets.reshuffles(node)])
 
 
 def _seeds(shuffle: tf.data.Dataset) -> list[int] | None:

@@ -284,13 +284,9 @@ def small_of(shuffle: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _bytes_of_arrays(dataset: tf.data.Dataset) -> int:
-    total, todo = 0, [dataset]
-    while todo:
-        node = todo.pop()
-        tensors = datasets.sliced_tensors(node) or []
-        total += sum(t.shape.num_elements() * t.dtype.size for t in tensors)
-        todo.extend(datasets.dataset_inputs(node))
-    return total
+    nodes = datasets.every_node(dataset)
+    tensors = (tensor for node in nodes for tensor in datasets.sliced_tensors(node) or [])
+    return sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tensors)
 
 
 def seeds_of(node: Any, by_name: Mapping[str, Any]) -> list[int] | None:

@@ -122,6 +122,15 @@ def dataset_inputs(node: tf.data.Dataset) -> list[tf.data.Dataset]:
     return list(getattr(node, "_impl", node)._inputs())
 
 
+def every_node(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """Yields all datasets of a pipeline: each before those that it transforms, in their order."""
+    todo = [dataset]
+    while todo:
+        node = todo.pop()
+        yield node
+        todo.extend(reversed(dataset_inputs(node)))
+
+
 def sliced_tensors(node: tf.data.Dataset) -> list[tf.Tensor] | None:
     """The dense tensors [n, ...] that `from_tensor_slices` cuts; None for any other dataset."""
     if type(node) is not from_tensor_slices_op._TensorSliceDataset:
@@ -286,13 +295,7 @@ def small(node: tf.data.Dataset) -> tf.data.Dataset | None:
 
 def reads_a_service(dataset: tf.data.Dataset) -> bool:
     """Whether elements come from tf.data's service."""
-    todo = [dataset]
-    while todo:
-        node = todo.pop()
-        if type(node).__name__.startswith("_DataServiceDataset"):
-            return True
-        todo.extend(node._inputs())
-    return False
+    return any(type(n).__name__.startswith("_DataServiceDataset") for n in every_node(dataset))
 
 
 def dataset_constants(dataset: tf.data.Dataset) -> Iterator[tuple[str, str, Any]]:
@@ -315,9 +318,7 @@ def dataset_constants(dataset: tf.data.Dataset) -> Iterator[tuple[str, str, Any]
 
 def dataset_functions(dataset: tf.data.Dataset) -> Iterator[tuple[list[Any], list[Any]]]:
     """Yields (NodeDefs, captured eager tensors) for every function of a pipeline's nodes."""
-    todo = [dataset]
-    while todo:
-        node = todo.pop()
+    for node in every_node(dataset):
         for wrapper in node._functions():
             graph_def = wrapper.function.graph.as_graph_def()
             bodies = [graph_def.node, *(f.node_def for f in graph_def.library.function)]
@@ -327,7 +328,6 @@ def dataset_functions(dataset: tf.data.Dataset) -> Iterator[tuple[list[Any], lis
                 if tensor.dtype not in (tf.variant, tf.resource) and hasattr(tensor, "numpy")
             ]
             yield bodies, captured
-        todo.extend(reversed(node._inputs()))
 
 
 _NOT_DATA = {

@@ -106,26 +106,20 @@ def is_plain(node: tf.data.Dataset) -> bool:
 
 def is_tunable(dataset: tf.data.Dataset) -> bool:
     """Whether tf.data can make a pipeline faster while it runs, as by more threads for maps."""
-    todo = [dataset]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, datasets.Map) or not is_plain(node) or file_reader(node) is not None:
-            return True
-        todo.extend(datasets.dataset_inputs(node))
-    return False
+    return any(
+        isinstance(node, datasets.Map) or not is_plain(node) or file_reader(node) is not None
+        for node in datasets.every_node(dataset)
+    )
 
 
 def may_shuffle_inside(dataset: tf.data.Dataset) -> bool:
     """Whether a part of a pipeline might shuffle or reorder, so that its graph must be read."""
-    todo = [dataset]
-    while todo:
-        node = todo.pop()
+    for node in datasets.every_node(dataset):
         if isinstance(node, datasets.Shuffle) or is_unordered(node) or not is_plain(node):
             return True
         reader = file_reader(node)
         if reader is not None and not reader.has_one_order:
             return True
-        todo.extend(datasets.dataset_inputs(node))
     return False
 
 
@@ -153,9 +147,7 @@ def selects_at_random(dataset: tf.data.Dataset) -> str | None:
 
     Random values of a `map` are no choice. Functions inside of a `flat_map` are not read.
     """
-    todo = [dataset]
-    while todo:
-        node = todo.pop()
+    for node in datasets.every_node(dataset):
         for wrapper in () if isinstance(node, datasets.Map) else node._functions():
             graph_def = wrapper.function.graph.as_graph_def()
             operations = list(graph_def.node)
@@ -165,21 +157,15 @@ def selects_at_random(dataset: tf.data.Dataset) -> str | None:
             for op in operations:
                 if "seed2" in op.attr and not (op.attr["seed"].i or op.attr["seed2"].i):
                     return type(node).__name__.strip("_").removesuffix("Dataset")
-        todo.extend(datasets.dataset_inputs(node))
     return None
 
 
 def may_be_read_twice(dataset: tf.data.Dataset) -> bool:
     """Whether another pass has no effect: no Python functions, variables and random numbers."""
-    todo = [dataset]
-    while todo:
-        node = todo.pop()
-        below = datasets.dataset_inputs(node)
-        if isinstance(node, datasets.Shuffle) or not (
-            below or isinstance(node, dataset_ops.DatasetSource)
-        ):
+    for node in datasets.every_node(dataset):
+        is_known = datasets.dataset_inputs(node) or isinstance(node, dataset_ops.DatasetSource)
+        if isinstance(node, datasets.Shuffle) or not is_known:
             return False
-        todo.extend(below)
     changing = ("PyFunc", "Shuffle", "Random", "Assign", "Generator", "Cache", "Multinomial")
     bodies = (body for bodies, _ in datasets.dataset_functions(dataset) for body in bodies)
     return not any(part in op.op for body in bodies for op in body for part in changing)
