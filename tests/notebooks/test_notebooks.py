@@ -18,8 +18,8 @@ from tfmw.launcher.log_filter import without_notices
 
 # In the order of their links.
 NAMES = ["first_fit", "many_workers", "data_from_files", "custom_training", "speed_up"]
-NAMES += ["reading_a_benchmark", "surviving_a_crash", "two_hosts", "parameter_servers"]
-NAMES += ["large_tables", "on_a_cluster"]
+NAMES += ["reading_a_benchmark", "slow_network", "surviving_a_crash", "two_hosts"]
+NAMES += ["parameter_servers", "large_tables", "on_a_cluster"]
 
 
 def text_of(notebook: Any) -> str:
@@ -138,6 +138,16 @@ def shows_speed_up(text: str) -> None:
         assert float(ratio) == pytest.approx(float(one) / float(two), abs=0.05)
 
 
+def shows_slow_network(text: str) -> None:
+    assert "30 steps in an epoch" in text
+    found = re.findall(r": loss +([\d.]+) after +([\d.]+) MB, +(\d+) s", text)
+    losses, sent, _ = (list(map(float, column)) for column in zip(*found, strict=True))
+    assert len(losses) == 4
+    assert max(losses) < 0.5
+    assert sent[0] > 100 * sent[-1]
+    assert abs(losses[3] - losses[2]) < 0.05, "8 bits change little"
+
+
 def shows_two_hosts(text: str) -> None:
     assert "exit statuses of both hosts: [0, 0]" in text
     assert "138 steps, all of them on 2 hosts" in text  # 6 x 23 batches
@@ -216,6 +226,12 @@ def test_custom_training() -> None:
 @pytest.mark.multiprocess
 def test_speed_up() -> None:
     run("speed_up")
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+def test_slow_network() -> None:
+    run("slow_network")
 
 
 @pytest.mark.long
