@@ -158,6 +158,21 @@ class TestOverRing:
 
         np.testing.assert_array_equal(run(), [0, 2, 4, 6])
 
+    @pytest.mark.parametrize(
+        ("wide", "narrow"),
+        [(tf.int64, tf.int32), (tf.float64, tf.float32), (tf.float32, tf.bfloat16)],
+    )
+    def test_a_sum_that_is_cast_to_fewer_bits(self, exchanged, wide, narrow):
+        """TensorFlow moves such casts: none may read the memory before the exchange."""
+        reduction = Reduction(tf.distribute.get_strategy())
+
+        @tf.function(autograph=False)
+        def step(x: tf.Tensor) -> tf.Tensor:
+            total = reduction.sum(tf.cast(x, wide)[None])
+            return tf.cast(tf.reshape(total, []), narrow)
+
+        assert float(step(tf.constant(3.0))) == 6
+
     def test_a_sum_takes_the_memory_of_a_gradient_without_other_use(self, exchanged, addresses):
         total_of = Reduction(tf.distribute.get_strategy())
         step = tf.function(lambda x: total_of([tf.linalg.matmul(x, x)]), autograph=False)

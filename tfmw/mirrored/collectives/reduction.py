@@ -338,13 +338,18 @@ class _OverRing:
             return []
 
         with tf.device("cpu:0"):
-            # Changes nothing, in the memory of `first` if that has no other use.
-            alone = tf.raw_ops.ScatterNdNonAliasingAdd(
-                input=first, indices=self._nowhere.read_value(), updates=tf.zeros([0], first.dtype)
-            )
+            alone = self._unchanged(first)
             self._in_turn(run, [alone, *others], [], what)
+            # No identity: TensorFlow's optimizer moves a cast to fewer bits before one, and with it
+            # the reading of the memory before the exchange.
             with tf.control_dependencies([self._turn.read_value()]):
-                return tf.identity(alone)
+                return self._unchanged(alone)
+
+    def _unchanged(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The tensor, in its own memory if that has no other use; else in a copy."""
+        return tf.raw_ops.ScatterNdNonAliasingAdd(
+            input=tensor, indices=self._nowhere.read_value(), updates=tf.zeros([0], tensor.dtype)
+        )
 
     def _in_turn(
         self,
