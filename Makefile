@@ -73,9 +73,10 @@ test: lint type docs
 	@$(if $(JAVA),,echo "$(NO_JAVA)")
 	@$(PYTEST) -m "not long and not thorough$(if $(MISSING), and $(MISSING))"
 
-# More cases of the kinds that make test has examples of. CI runs them, too.
+# More cases of the kinds that make test has examples of. CI runs half of them, another half for each
+# commit: PART=2, by the commit or by the SEED that a run has printed.
 test-thorough: $(DEV)
-	@$(PYTEST) -m "thorough and not long$(if $(MISSING), and $(MISSING))"
+	@$(if $(PART),TFMW_TEST_PART=$(PART)) $(if $(SEED),TFMW_TEST_SEED=$(SEED)) $(PYTEST) -m "thorough and not long$(if $(MISSING), and $(MISSING))"
 
 # What takes long and rarely breaks.
 test-long: $(DEV)

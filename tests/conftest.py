@@ -9,7 +9,22 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.helpers import cluster
+from tests.helpers import cluster, part
+
+
+def pytest_report_header() -> str | None:
+    """Says how to run the same part of the tests again."""
+    parts = os.environ.get(part.PART)
+    return parts and f"every test in {parts}: {part.PART}={parts} {part.SEED}={part.seed()}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what `part.PART` does."""
+    parts = int(os.environ.get(part.PART, 1))
+    if parts > 1:
+        kept = part.chosen((item.nodeid for item in items), parts, part.seed())
+        config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in kept])
+        items[:] = [item for item in items if item.nodeid in kept]
 
 
 @pytest.fixture(scope="session", autouse=True)

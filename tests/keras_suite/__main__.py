@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.cluster import ONE_THREAD
+from tests.helpers.part import commit
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -266,7 +267,7 @@ def main() -> int:
     folder, python = fetched(version), interpreter()
     options: list[str] = []
     if arguments.sample is not None:
-        seed = arguments.seed or _commit()
+        seed = arguments.seed or commit()
         print(f"{arguments.sample} tests of Keras {version}: SAMPLE={arguments.sample} SEED={seed}")
         options = ["--sample", str(arguments.sample), "--sample-seed", seed]
     begin = time.monotonic()
@@ -286,13 +287,6 @@ def main() -> int:
     ours = len(verdict.new) + len(verdict.known)
     print(f"{ours} fail with tfmw only. What became of each test: {BUILD / 'tfmw.json'}")
     return 0 if verdict.holds else 1
-
-
-def _commit() -> str:
-    said = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
-    return said.stdout.strip() or time.strftime("%Y%m%d")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,34 @@
+"""A part of the tests, another one for each commit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+import zlib
+from collections.abc import Iterable
+
+from tests.helpers.cluster import ROOT
+
+PART = "TFMW_TEST_PART"
+"""Variable: with 2, every second test runs."""
+SEED = "TFMW_TEST_SEED"
+"""Variable: of the choice; default: the commit."""
+
+
+def commit() -> str:
+    """Of the working tree; the date where there is none."""
+    said = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return said.stdout.strip() or time.strftime("%Y%m%d")
+
+
+def seed() -> str:
+    """Of the choice in this run."""
+    return os.environ.get(SEED) or commit()
+
+
+def chosen(tests: Iterable[str], parts: int, seed: str) -> set[str]:
+    """The ids of about one of `parts` tests."""
+    return {test for test in tests if zlib.crc32(f"{seed} {test}".encode()) % parts == 0}
