@@ -50,6 +50,7 @@ navigation = {
         "notebooks/custom_training",
         "notebooks/speed_up",
         "notebooks/reading_a_benchmark",
+        "notebooks/slow_network",
         "notebooks/surviving_a_crash",
         "notebooks/two_hosts",
         "notebooks/parameter_servers",
