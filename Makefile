@@ -131,8 +131,8 @@ survey: $(DEV)
 test-fast: $(DEV)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not multiprocess and not slow and not thorough and not long"
 
-# Small trainings on this machine's GPUs beside Keras's results: two replicas may share one GPU. A
-# machine without GPUs takes two CPU devices.
+# Small trainings on two replicas beside one, on this machine's GPUs: replicas may share one GPU. A
+# machine without GPUs takes CPU devices.
 test-gpu: $(DEV)
 	@$(BIN)/python -m tests.on_gpus
 

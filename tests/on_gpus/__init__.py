@@ -1,1 +1,1 @@
-"""Training on GPUs beside Keras: `make test-gpu`, on a machine with one GPU or more."""
+"""Training on two GPU replicas beside one: `make test-gpu`, on a machine with one GPU or more."""

@@ -42,12 +42,6 @@ class CannotCompile(Exception):
     """A loss needs sums over all replicas in the middle of the step."""
 
 
-def _by_tensorflow(values: list[tf.Tensor]) -> list[tf.Tensor]:
-    replica = tf.distribute.get_replica_context()
-    reduced: list[tf.Tensor] = replica.all_reduce(tf.distribute.ReduceOp.SUM, values)
-    return reduced
-
-
 class ReplicaWeight:
     """The weight of one replica in the global batch, while its step is traced.
 
@@ -65,8 +59,7 @@ class ReplicaWeight:
         differences: losses and metrics that replicas cannot combine.
         loss_weighted: whether the weight was applied to the loss that is differentiated.
         layer_losses: id of a layer -> the losses that it passed to `add_loss` on this replica.
-        sums: values of this replica -> their sums over all replicas. A collective; by default
-            TensorFlow's.
+        sums: values of this replica -> their sums over all replicas. A collective.
         gather: the slices of all replicas, of slices of which each replica has some: values and
             indices concatenated. A collective.
         alone: whether the replica trains on its own: what it would sum over replicas it estimates
@@ -96,7 +89,7 @@ class ReplicaWeight:
         self.updated_by = global_examples if updated_by is None else updated_by
         self.coupled = coupled
         self.examples = examples
-        self.sums = sums or _by_tensorflow
+        self.sums = sums
         self.gather = gather
         self.global_examples = global_examples
         self.fraction = tf.math.divide_no_nan(
@@ -152,6 +145,7 @@ class ReplicaWeight:
             return [tf.stop_gradient(self.estimate_of_sum(v)) for v in values]
         if self.deferred is not None:
             raise CannotCompile
+        assert self.sums is not None
         present = self.examples > 0
         stopped = [tf.stop_gradient(tf.where(present, v, tf.zeros_like(v))) for v in values]
         sums = [tf.stop_gradient(v) for v in self.sums(stopped)]

@@ -274,7 +274,8 @@ class EpochIterator:
         now = counted.passes if counted else []
         if counted or self._source.is_function():
             orders = self._group.from_chief(lambda: now)
-            self._orders = orders if counted else self._orders
+            if counted:
+                self._orders = orders
         self._iterator = self._iterate(shard, self._orders, now if shard is self.shard else None)
 
     def _iterate(self, shard: data.Shard, orders: list[int], now: list[int] | None = None) -> Any:
