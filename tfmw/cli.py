@@ -333,6 +333,12 @@ def _add_run_options(run: argparse.ArgumentParser) -> None:
         help="if a worker dies twice before its first step, continue without it, with at least M",
     )
     failures.add_argument(
+        "--elastic",
+        action="store_true",
+        help="workers train apart and exchange weights in rounds (fit with sync_every=): one that "
+        "dies restarts alone, and the others continue without it (experimental)",
+    )
+    failures.add_argument(
         "--monitor-interval",
         type=float,
         default=0.05,
@@ -478,7 +484,13 @@ def _run(options: argparse.Namespace, program: list[str]) -> int:
         preempt_grace_s=options.preempt_grace,
         standby=options.standby,
         isolate=options.isolate,
+        elastic=options.elastic,
     )
+    if options.elastic and (options.ps or options.evaluator or options.hosts):
+        raise UsageError(
+            "--elastic takes --workers only: its workers train apart. Leave --ps, --evaluator and "
+            "--hosts out."
+        )
     if options.trace_steps is not None and options.trace is None:
         raise UsageError("--trace-steps needs --trace, the directory for the trace.")
     if options.trace is not None:

@@ -7,10 +7,12 @@ export. The loop over epochs is in `training/loop.py`, steps are in `mirrored/` 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -26,7 +28,9 @@ from tfmw.engines import local
 from tfmw.errors import UsageError
 from tfmw.export import check_path, export
 from tfmw.keras_compat.metric_variables import flatten_metrics
+from tfmw.local_sgd import elastic_training
 from tfmw.local_sgd.local_training import LocalTraining
+from tfmw.local_sgd.round_client import RoundClient
 from tfmw.local_sgd.sync_settings import SyncSettings, checked
 from tfmw.mirrored.cached_driver import cached_driver
 from tfmw.mirrored.sync_training import MirroredTraining, run_evaluation, run_prediction
@@ -69,12 +73,13 @@ def fit(
     precision: str | None = None,
     shard_optimizer: Any = "auto",
     split_batch: bool = True,
-    sync_every: int | None = None,
+    sync_every: int | str | None = None,
     outer_optimizer: Any = None,
     sync_fragments: int = 1,
     sync_overlap: int = 0,
     sync_compression: str | None = None,
     sync_between: str = "replicas",
+    sync_elastic: bool = False,
 ) -> keras.callbacks.History:
     """Trains `model` on all replicas of the cluster, with the results of one process.
 
@@ -130,6 +135,8 @@ def fit(
             adds its rounding errors to the next exchange.
         sync_between: "machines": replicas of one machine sum gradients in each step, and machines
             exchange weights. "replicas": each replica trains on its own.
+        sync_elastic: with `workers=`: workers come and go, as with `tfmw run --elastic`. A lost one
+            is left out of the rounds until it is back, and `sync_every` may be a time: "10 s".
 
     Returns:
         A `keras.callbacks.History`, the same on every worker.
@@ -156,14 +163,31 @@ def fit(
         arguments = arguments.split()
         if membership.is_evaluator():
             return _evaluate_beside(context, arguments)
-        with backups_of(context.group, arguments.backup) as backups:
+        with _entered(context, arguments) as (context, backups):
             train = functools.partial(_train, context, backups=backups)
             element_spec = autologged(context.model, arguments, train, context.group.is_chief)
-        if export_dir is not None:
+        if export_dir is not None and context.group.is_chief:
             signature = _signature(context.model, element_spec)
             export(context.model, export_dir, input_signature=signature)
     history: keras.callbacks.History = context.model.history
     return history
+
+
+@contextlib.contextmanager
+def _entered(context: FitContext, arguments: FitArguments) -> Iterator[tuple[FitContext, Backups]]:
+    """The context of this task, and its backups."""
+    client = RoundClient.of_environment(os.environ)
+    if client is not None:
+        with elastic_training.entered(client, context, arguments) as member:
+            yield member
+        return
+    if arguments.sync_elastic:
+        raise UsageError(
+            "received sync_elastic=True, and no server of rounds: start the script with tfmw run "
+            "--elastic --workers N, or pass workers=N."
+        )
+    with backups_of(context.group, arguments.backup) as backups:
+        yield context, backups
 
 
 Training = MirroredTraining | ParameterServerTraining
@@ -192,6 +216,8 @@ def _sharded(context: FitContext, arguments: FitArguments, backups: Backups) -> 
     _refuse_other_driver(record, servers is not None, alone)
     if servers is not None:
         return ParameterServerTraining(context, arguments, servers, record)
+    if isinstance(backups, elastic_training.Records):
+        return elastic_training.ElasticTraining(context, arguments, backups)
     if alone:
         return LocalTraining(context, arguments, backups)
     return MirroredTraining(context, arguments, record)

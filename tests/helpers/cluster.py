@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,7 @@ def run_cluster(
     timeout_s: float = 120,
     env: Mapping[str, str] | None = None,
     status: int | None = 0,
+    options: Sequence[str] = (),
 ) -> ClusterRun:
     """Runs tests/programs/<program> in a fresh local cluster.
 
@@ -99,8 +100,9 @@ def run_cluster(
         timeout_s: seconds until the run is ended and the test fails.
         env: added to the environment.
         status: the exit status that is expected; None accepts any.
+        options: more options of `tfmw run`.
     """
-    options = ["--workers", str(workers), "--ps", str(ps)]
+    options = ["--workers", str(workers), "--ps", str(ps), *options]
     options += ["--evaluator"] if evaluator else []
     path = PROGRAMS / Path(program).name
     path = path if path.exists() else Path(program)

@@ -32,6 +32,10 @@ from tfmw.cluster import addresses, schedulers, tf_config
 from tfmw.cluster.tf_config import TASK_TYPES
 from tfmw.errors import ClusterError
 
+ROUNDS, MEMBER, MEMBERS = "TFMW_ROUNDS", "TFMW_MEMBER", "TFMW_MEMBERS"
+"""Variables of a member of elastic rounds: HOST:PORT of their server; its number, from 0; the
+number of members."""
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Cluster:
@@ -89,6 +93,8 @@ class Cluster:
             return cluster
         if cluster is not None:
             return cls(**tf_config.from_config(cluster, "explicit"))
+        if environ.get(ROUNDS):  # members of elastic rounds train apart
+            return cls(source="none")
         for read in schedulers.READERS:
             fields = read(environ)
             if fields is not None:

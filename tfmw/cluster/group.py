@@ -61,7 +61,10 @@ class Group:
     Attributes:
         rank: of this process; 0 is the chief.
         size: number of processes.
+        reads_alone: whether others read the data, too, without exchanges of the group.
     """
+
+    reads_alone = False
 
     def __init__(self, rank: int, size: int, tasks: Sequence[str] = ()):
         self.rank = rank
@@ -163,6 +166,15 @@ class Group:
                 raise
             runtime.coordination_set(key, text)
             return json.loads(text)["value"]
+
+    def settled(self, name: str, decide: Callable[[], Any]) -> Any:
+        """A value that all who read the same data must share: the chief's `decide()`.
+
+        Args:
+            name: identifies it among all of the training.
+        """
+        del name  # of use to groups whose tasks come and go
+        return self.from_chief(decide)
 
     def from_all(self, value: Any) -> list[Any]:
         """Every task's value, in order of rank."""

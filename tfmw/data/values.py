@@ -64,6 +64,7 @@ class Order:
         seed: for shuffles without a seed.
         agree: a broadcast: this worker's JSON value -> the chief's.
         from_all: a gather: this worker's JSON value -> those of all; None if not all workers read.
+        settle: (name, function) -> the function's value on the chief.
         index_dir: keeps the indices of files of records; None makes them anew.
         cycle_lengths: the results of `cycle_length` and `cycle_length_of`.
     """
@@ -71,6 +72,7 @@ class Order:
     seed: int = 0
     agree: Callable[[Any], Any] = lambda local: local
     from_all: Callable[[Any], list[Any]] | None = None
+    settle: Callable[[str, Callable[[], Any]], Any] = lambda name, own: own()
     index_dir: str | None = None
     cycle_lengths: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -87,7 +89,7 @@ class Order:
     def cycle_length_of(self, name: str, own: Callable[[], int]) -> int:
         """The chief's cycle length of the transformation with this name; `own` is this worker's."""
         if name not in self.cycle_lengths:
-            self.cycle_lengths[name] = own() if self.from_all is None else self.agree(own())
+            self.cycle_lengths[name] = self.settle(f"cycle length {name}", own)
         return self.cycle_lengths[name]
 
 

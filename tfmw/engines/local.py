@@ -31,6 +31,7 @@ from tfmw import data
 from tfmw.checkpoint import state
 from tfmw.checkpoint.store import BackupStore, Damaged
 from tfmw.cluster import membership
+from tfmw.cluster.cluster import MEMBER
 from tfmw.data import reshuffles
 from tfmw.engines import agent, pickling, submit
 from tfmw.engines.engine import Engine
@@ -42,6 +43,7 @@ from tfmw.launcher import call
 from tfmw.launcher.output import is_watched
 from tfmw.launcher.run import launch
 
+_ELASTIC_RESTARTS = 100
 _BACKUP_EVERY = "2 s"  # an interrupted cell loses at most 2 s of training
 _BACKUP_OF_JOB_EVERY = "10 s"  # it travels to the job's controller
 
@@ -158,7 +160,14 @@ def _train_here(fit: Callable[..., Any], sent: _FitCall, workers: Any) -> dict[s
     resumes = sent.settings.get("backup_dir") is not None
     with _with_backups(sent) as sent:
         try:
-            chief, *_ = launch(_train, _packed(fit, sent), workers=workers)
+            elastic = bool(sent.settings.get("sync_elastic"))
+            chief, *_ = launch(
+                _train,
+                _packed(fit, sent),
+                workers=workers,
+                elastic=elastic,
+                max_restarts=_ELASTIC_RESTARTS if elastic else 0,
+            )
         except (KeyboardInterrupt, Preempted) as stopped:
             _restore_newest_backup(sent.model, sent.settings["backup_dir"])
             if resumes or isinstance(stopped, KeyboardInterrupt):
@@ -234,7 +243,7 @@ def _train(fit: Callable[..., Any], packed: bytes, large: Sequence[Any]) -> dict
         validation_data=_opened(sent.validation_data, opened),
         **settings,
     )
-    if not membership.current_cluster().is_chief:
+    if not membership.current_cluster().is_chief or os.environ.get(MEMBER, "0") != "0":
         return {}
     return {
         "tensors": {name: models.native(v).numpy() for name, v in state.named(model).items()},

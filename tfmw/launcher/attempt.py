@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
+from tfmw.cluster.cluster import MEMBER
 from tfmw.errors import UsageError
 from tfmw.launcher import call, preemption
 from tfmw.launcher.diagnosis import Diagnosis, is_secondary
@@ -259,8 +260,12 @@ class Attempt:
         for rank, task in enumerate(self.tasks):
             own = {"type": task.kind, "index": task.index}
             training = workers.index(task.name) if task.kind == "worker" else None
+            place = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": own})}
+            if self._context.options.elastic:
+                first = int(self._env.get(MEMBER) or 0)
+                place = {MEMBER: str(first + task.index)}
             self._own[task.name] = {
-                "TF_CONFIG": json.dumps({"cluster": cluster, "task": own}),
+                **place,
                 "TFMW_LOCAL_TASKS": str(len(self.tasks)),
                 "TFMW_LOCAL_RANK": str(rank),
                 **visible_devices(training, len(workers), self._env),
@@ -291,13 +296,13 @@ class Attempt:
         if self._stop.received and not self._preemption.waits(self.tasks):
             return Event.SIGNALLED
         self._output.pump(wait_s)
-        ended = [task.has_ended() for task in self.tasks]
+        ended = {task for task in self.tasks if task.has_ended()}
         if any(self._failed(task) for task in self.tasks):
             self._settle()
             if not self._restart_alone() and not self._only_lost_preempted_peers():
                 return Event.FAILED
         self._start_due()
-        if all(ended) and not self._due:
+        if ended.issuperset(self.tasks) and not self._due:  # also of those started just now
             return Event.DONE
         if self.preempted():
             self._preemption.begin()
@@ -361,7 +366,7 @@ class Attempt:
                 task.name,
                 *task.progress()[:3],
                 stopped=options.max_restarts > 0 and task.stopped(),
-                must_join=not self._has_ps,
+                must_join=not self._has_ps and not options.elastic,
             )
             for task in self.tasks
             if not task.has_ended() and task.progress().blocked_in != AT_THE_END
@@ -403,7 +408,8 @@ class Attempt:
         failed = [task for task in self.tasks if self._failed(task)]
         if self._stop.received or self._preemption.begun:
             return False
-        if not all(restarts_alone(task.kind, self._has_ps) for task in failed):
+        elastic = self._context.options.elastic
+        if not all(restarts_alone(task.kind, self._has_ps, elastic) for task in failed):
             return False
         for task in failed:
             if self._is_exiting(task):
@@ -416,7 +422,8 @@ class Attempt:
             if not allowed:
                 return False
             self._replace(task)
-            delay_s = backoff_s(task.restart)
+            trained = elastic and failure.external and failure.step >= 0
+            delay_s = 0.0 if trained else backoff_s(task.restart)
             self._due[task.name] = time.monotonic() + delay_s
             when = f"in {delay_s:g} s" if delay_s else "at once"
             self._context.display.line(

@@ -30,6 +30,7 @@ from tfmw.launcher.output import Display, is_watched
 from tfmw.launcher.process import task_name
 from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
 from tfmw.launcher.result import Result, exit_status
+from tfmw.launcher.rounds import served_rounds
 from tfmw.launcher.run_files import Published
 from tfmw.launcher.run_status import RunStatus
 from tfmw.launcher.spawn import Spawner
@@ -95,6 +96,10 @@ def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Ou
             f"TF_CONFIG is already set to {environ['TF_CONFIG']}; unset it or drop --workers."
         )
     with contextlib.ExitStack() as stack:
+        if job.options.elastic:
+            rounds = stack.enter_context(served_rounds(job.workers, environ))
+            job = dataclasses.replace(job, env={**job.env, **rounds})
+            environ |= rounds
         context, isolated = make_context(job, environ, stop, stack)
         policy = RestartPolicy(job.options, job.workers)
         attempt, failures = _run_attempts(context, policy, job.tasks)
@@ -131,7 +136,9 @@ def make_context(
     live = task_name(*job.tasks[0]) if (terminal if job.live is None else job.live) else None
     display = Display(job.stdout, live)
     directory = make_run_directory(job.log_dir)
-    network, note = choose_network(job.options.isolate, job.tasks)
+    # Elastic workers open no ports.
+    apart = job.options.elastic and job.options.isolate == "auto"
+    network, note = choose_network("off" if apart else job.options.isolate, job.tasks)
     namespaces: tuple[int, ...] = ()
     proxies: dict[str, str] = {}
     if network is not None:

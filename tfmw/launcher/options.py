@@ -28,6 +28,7 @@ class RunOptions:
             "auto": with several tasks, or restarts, unless TFMW_NO_INIT is 1.
         isolate: "on": the tasks run in a private network, and download through a proxy; "auto": if
             the system allows it and there are several tasks; see `network`.
+        elastic: whether workers train apart, and meet in rounds: one that dies restarts alone.
     """
 
     max_restarts: int = 0
@@ -38,6 +39,7 @@ class RunOptions:
     preempt_grace_s: float | None = None
     standby: AutoOnOff = "auto"
     isolate: AutoOnOff = "auto"
+    elastic: bool = False
 
     def check(self, workers: int) -> None:
         """Raises UsageError for a value that is invalid, or invalid with this many workers."""
@@ -58,6 +60,11 @@ class RunOptions:
                 )
         if self.min_workers is None:
             return
+        if self.elastic:
+            raise UsageError(
+                "--min-workers and --elastic: elastic workers continue without one that is lost, "
+                "in any case. Leave --min-workers out."
+            )
         if not 1 <= self.min_workers <= workers:
             raise UsageError(
                 f"--min-workers is {self.min_workers}; expected 1 to {workers}, the number of "

@@ -12,6 +12,7 @@ cluster                   who died                   who restarts
 workers only              worker                     all: collectives can't be rebuilt
 with parameter servers    worker                     that worker, at its old address; meanwhile
                                                      the chief assigns its work to other workers
+elastic rounds            worker                     that worker; the others go on without it
 with parameter servers    ps or chief                all: variables are lost, or their names
 any                       evaluator                  the evaluator, alone
 ========================  =========================  ===========================================
@@ -92,9 +93,9 @@ class Decision:
     workers: int = 0
 
 
-def restarts_alone(kind: str, has_ps: bool) -> bool:
+def restarts_alone(kind: str, has_ps: bool, elastic: bool = False) -> bool:
     """Whether a task that died is restarted alone; see the table above."""
-    return kind == "evaluator" or (kind == "worker" and has_ps)
+    return kind == "evaluator" or (kind == "worker" and (has_ps or elastic))
 
 
 def backoff_s(nth: int) -> float:

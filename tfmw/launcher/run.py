@@ -147,6 +147,7 @@ def launch(
     grace_s: float = GRACE_S,
     max_restarts: int = 0,
     isolate: AutoOnOff = "auto",
+    elastic: bool = False,
 ) -> list[Any]:
     """Runs `fn(*args)` in each worker of a fresh local cluster.
 
@@ -164,6 +165,7 @@ def launch(
         max_restarts: number of times that all workers are restarted after a failure; the function
             resumes from its own backup.
         isolate: whether the workers run in a private network: "auto", "on" or "off".
+        elastic: whether workers train apart and meet in rounds; see `RunOptions`.
 
     Returns:
         The result of the function in each worker, in order.
@@ -178,7 +180,7 @@ def launch(
     job = LocalRun(
         command=["call"],
         tasks=task_layout(workers, 0, False),
-        options=RunOptions(max_restarts=max_restarts, isolate=isolate),
+        options=RunOptions(max_restarts=max_restarts, isolate=isolate, elastic=elastic),
         log_dir=log_dir,
         env=env or {},
         stdout=sys.stdout if stdout is None else stdout,

@@ -57,10 +57,8 @@ class QuantizedSum:
         Args:
             ring: of one level: each worker adds its own values to what comes, once.
         """
-        own, self.left = self.left, np.empty_like(self.left)
-        own.reshape(-1)[: len(local)] += local
-        packed: np.ndarray = np.empty(len(own), self._dtype)
-        self._round(own, packed, self.left)
+        own = self.left
+        packed = self.rounded(local)
 
         def add(coming: np.ndarray, here: np.ndarray, out: np.ndarray) -> None:
             # `here` is this worker's values in the same place, already rounded.
@@ -72,6 +70,21 @@ class QuantizedSum:
         for piece in _pieces(len(own)):
             own[piece] = self.unpacked(total[piece])
         return own.reshape(-1)[: len(local)]
+
+    @np.errstate(all="ignore")
+    def rounded(self, local: np.ndarray) -> np.ndarray:
+        """Packed values of an array, float32 [n], and of what was left; keeps what is left now."""
+        own, self.left = self.left, np.empty_like(self.left)
+        own.reshape(-1)[: len(local)] += local
+        packed: np.ndarray = np.empty(len(own), self._dtype)
+        self._round(own, packed, self.left)
+        return packed
+
+    def values(self, packed: np.ndarray, elements: int) -> np.ndarray:
+        """The array, float32 [elements], that is packed here, or as bytes that have travelled."""
+        if packed.dtype != self._dtype:
+            packed = packed.reshape(-1).view(self._dtype)
+        return self.unpacked(packed).reshape(-1)[:elements]
 
     def _round(
         self, own: Blocks, out: np.ndarray, left: Blocks, coming: np.ndarray | None = None

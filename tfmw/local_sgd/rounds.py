@@ -42,7 +42,7 @@ _OUTER, _REPLICAS, _BEGUN, _SUMMED = (
 
 
 @dataclasses.dataclass(frozen=True)
-class _Exchange:
+class Exchange:
     """An exchange that has begun.
 
     Attributes:
@@ -90,7 +90,7 @@ class Rounds:
             tf.Variable(tf.zeros([settings.fragments], tf.float64), trainable=False)
             for _ in range(self._replicas.local)
         ]
-        self._exchange: _Exchange | None = None
+        self._exchange: Exchange | None = None
 
     def _refuse(self) -> None:
         settings = self._settings
@@ -176,7 +176,7 @@ class Rounds:
         gradients, examples = self._traced(("gradient", fragment), self._gradient)(fragment)
         if not float(self._replicas.first_result(examples)):
             return False
-        self._exchange = _Exchange(fragment, self._summed(fragment, gradients))
+        self._exchange = Exchange(fragment, self._summed(fragment, gradients))
         return True
 
     def _gradient(self, fragment: int) -> tuple[tf.Tensor, tf.Tensor]:
@@ -226,7 +226,7 @@ class Rounds:
         self._outer.apply(exchange.fragment, self._result(exchange))
         self._traced(("take", exchange.fragment, mixed), self._take)(exchange.fragment, mixed)
 
-    def _result(self, exchange: _Exchange) -> tf.Tensor:
+    def _result(self, exchange: Exchange) -> tf.Tensor:
         try:
             with blocking_call("exchange of weights"):
                 return exchange.result()
@@ -313,7 +313,7 @@ class Rounds:
                 quantized.left = left
         if int(begun) >= 0:
             mean = tf.constant(summed)
-            self._exchange = _Exchange(int(begun), lambda: mean)
+            self._exchange = Exchange(int(begun), lambda: mean)
 
     def _of_replica(self, rows: np.ndarray, replica: int) -> np.ndarray:
         """A replica's value; the mean of all where another number of replicas goes on."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import os
+import sys
 from typing import Any
 
 import keras
 
+from tfmw.checkpoint.schedule import Schedule
+from tfmw.cluster.cluster import ROUNDS
 from tfmw.errors import UsageError
 from tfmw.local_sgd.quantized_sum import LEVELS
 from tfmw.training.arguments import FitArguments
@@ -23,6 +28,8 @@ class SyncSettings:
         compression: "int8" or "int4"; None for float32.
         outer: the configuration of the outer optimizer.
         between: "replicas" or "machines": what trains on its own between two exchanges.
+        elastic: whether members come and go; see `elastic_rounds`.
+        seconds: between two exchanges, in place of `every`; elastic ones only.
     """
 
     every: int
@@ -31,6 +38,8 @@ class SyncSettings:
     compression: str | None
     outer: dict[str, Any]
     between: str = "replicas"
+    elastic: bool = False
+    seconds: float | None = None
 
     @classmethod
     def of(cls, arguments: FitArguments) -> SyncSettings | None:
@@ -45,13 +54,17 @@ class SyncSettings:
                 if getattr(arguments, name) != default:
                     raise UsageError(f"received {name}= without sync_every=: add sync_every=50.")
             return None
+        elastic = arguments.sync_elastic or bool(os.environ.get(ROUNDS))
+        seconds = _seconds(every) if elastic else None
         settings = cls(
-            _number("sync_every", every, 1),
+            sys.maxsize if seconds is not None else _number("sync_every", every, 1),
             _number("sync_fragments", arguments.sync_fragments, 1),
             _number("sync_overlap", arguments.sync_overlap, 0),
             arguments.sync_compression,
             _config_of(arguments.outer_optimizer),
             arguments.sync_between,
+            elastic,
+            seconds,
         )
         settings._check()
         if arguments.gradient_compression is not None:
@@ -83,7 +96,12 @@ class SyncSettings:
                 f"received sync_compression={self.compression!r}: expected "
                 f"{' or '.join(map(repr, LEVELS))}, or None."
             )
-
+        if self.elastic and (self.fragments > 1 or self.overlap or self.between != "replicas"):
+            raise UsageError(
+                "received sync_fragments, sync_overlap or sync_between for workers that come and "
+                "go: they exchange all weights at once. Leave these out, or train without "
+                "sync_elastic and tfmw run --elastic."
+            )
         if self.between not in ("replicas", "machines"):
             raise UsageError(
                 f"received sync_between={self.between!r}: expected 'replicas' or 'machines'."
@@ -108,6 +126,8 @@ class SyncSettings:
 
     def steps_to_next(self, step: int) -> int:
         """Number of steps after `step` until an exchange begins or ends."""
+        if self.seconds is not None:
+            return sys.maxsize
         following = range(step + 1, step + 1 + self.every)
         acts = (
             s
@@ -123,6 +143,7 @@ _DEFAULTS = {
     "sync_overlap": 0,
     "sync_compression": None,
     "sync_between": "replicas",
+    "sync_elastic": False,
 }
 
 
@@ -130,6 +151,18 @@ def _number(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"received {name}={value!r}: expected a whole number from {least} up.")
     return value
+
+
+def _seconds(every: Any) -> float | None:
+    """Seconds between two rounds; None if `every` is a number of steps."""
+    if not isinstance(every, str | datetime.timedelta):
+        return None
+    seconds = Schedule(every).seconds
+    if not seconds:
+        raise UsageError(
+            f'received sync_every={every!r}: expected a number of steps, or a time such as "10 s".'
+        )
+    return seconds
 
 
 def _config_of(optimizer: Any) -> dict[str, Any]:

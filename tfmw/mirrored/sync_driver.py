@@ -77,6 +77,8 @@ class SyncDriver:
         on_own_step: makes each replica train on its own: no gradient is reduced. Called in each of
             its training steps, with its index in this process and int32 [], its examples.
         together: whether the replicas of a machine reduce their gradients, beside `on_own_step`.
+        parts: how training batches are divided, if processes that are no replicas of `strategy`
+            take part: each of one replica. Beside `on_own_step`.
 
     Attributes:
         examples: of the steps so far, over all replicas.
@@ -94,6 +96,7 @@ class SyncDriver:
         shard_optimizer: Any = False,
         on_own_step: Callable[[int, Any], None] | None = None,
         together: bool = False,
+        parts: Sharding | None = None,
     ):
         self.model = model
         self.strategy = strategy
@@ -102,6 +105,7 @@ class SyncDriver:
         self.copies: dict[int, tf.Variable] | None = None
         self.splits = True
         self._on_own_step = on_own_step
+        self._parts = parts
         self._reduction = Reduction(strategy, compression)
         self._within_machine = self._reduction.within_machine() if together else None
         self.updates = [
@@ -227,7 +231,8 @@ class SyncDriver:
         self, kind: str, iterator: Any, max_steps: int, shard_sizes: ShardSizes, size_known: bool
     ) -> int:
         trains = kind == "train"
-        uneven = self.replicas > 1 and (
+        uneven = self._parts is not None and trains and shard_sizes.empty
+        uneven |= self.replicas > 1 and (
             shard_sizes.empty or (shard_sizes.uneven and trains and bool(self._state.variables()))
         )
         with self._errors_named():
@@ -292,9 +297,12 @@ class SyncDriver:
             size_known: see `train`.
         """
         averages = self._state.variables() if uneven and kind == "train" else []
+        sharding = self._replicas.sharding
+        if kind == "train" and self._parts is not None:
+            sharding = self._parts
 
         def one_step(*element: Any) -> Any:
-            parts, counts, total = step_of(element, self._replicas.sharding)
+            parts, counts, total = step_of(element, sharding)
             assigned: list[Any] = []
             if kind == "train":
                 assigned = self._state.assigned = self._state.assigned or []
@@ -324,10 +332,17 @@ class SyncDriver:
         batch = parts[local]
         own_step = self._on_own_step if kind == "train" else None
         if self.replicas == 1:
-            if own_step is not None:
-                own_step(local, batch_rows(batch))
-            self._call_step(kind, batch, local, None)
-            return tf.constant(1)
+
+            def step(rows: Any) -> tf.Tensor:
+                if own_step is not None:
+                    own_step(local, rows)
+                self._call_step(kind, batch, local, None)
+                return tf.cast(rows, tf.int64)
+
+            if self._parts is None or not (uneven or not size_known):
+                return step(batch_rows(batch))
+            rows = counts[local]
+            return tf.cond(rows > 0, lambda: step(rows), lambda: tf.zeros([], tf.int64))
         counts_differ = uneven or not size_known
         rows = tf.cast(counts[local], tf.int32) if counts_differ else batch_rows(batch)
         if size_known:
@@ -631,6 +646,10 @@ class SyncDriver:
             [variable for parts in found for variable in parts.variables],
             [part for parts in found for part in parts.own],
         )
+
+    def averages(self) -> list[Any]:
+        """The float variables that layers may update in a step (batch norm)."""
+        return self._state.all_variables()
 
     def restore_optimizer(self, between_steps: bool = False) -> None:
         """Gives the optimizer its whole state on all workers until the next step; a collective.

@@ -12,6 +12,7 @@ from tfmw import callbacks as callbacks_lib
 from tfmw import tables
 from tfmw.checkpoint.sharded_backups import SlotParts
 from tfmw.cluster.group import Group
+from tfmw.data import Sharding
 from tfmw.keras_compat import optimizers
 from tfmw.mirrored.cached_driver import cached_driver
 from tfmw.mirrored.sync_driver import SyncDriver
@@ -80,7 +81,7 @@ class MirroredTraining:
                 self._validation = EpochIterator(
                     source,
                     self.group,
-                    self._context.sharding,
+                    self._validation_sharding(),
                     self._arguments.validation_steps,
                     "validation_steps",
                     self._feed.get("validation"),
@@ -101,6 +102,9 @@ class MirroredTraining:
             self._arguments.gradient_compression,
             self._arguments.shard_optimizer,
         )
+
+    def _validation_sharding(self) -> Sharding:
+        return self._context.sharding
 
     def _most_steps(self) -> int:
         """The most steps of the next call of the driver."""

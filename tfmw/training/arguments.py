@@ -53,12 +53,13 @@ class FitArguments:
     precision: str | None
     shard_optimizer: Any
     split_batch: bool
-    sync_every: int | None
+    sync_every: int | str | None
     outer_optimizer: Any
     sync_fragments: int
     sync_overlap: int
     sync_compression: str | None
     sync_between: str
+    sync_elastic: bool
 
     def __post_init__(self) -> None:
         precision.check(self.precision, self.gradient_compression)

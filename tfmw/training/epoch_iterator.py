@@ -108,7 +108,10 @@ class EpochIterator:
         self._sharding = sharding
         self._requested_steps = steps
         self._restored = None if position is None else Position(**position)
-        self._seed = group.from_chief(_draw_seed) if position is None else position["seed"]
+        if position is None:
+            self._seed: int = group.settled(f"seed, {argument}", _draw_seed)
+        else:
+            self._seed = position["seed"]
         # Of the chief's machine: a resumed run has the order of the first one.
         self._cycle_lengths: dict[str, int] = (position or {}).get("cycle_lengths") or {}
         self._index_dir = index_dir
@@ -137,7 +140,10 @@ class EpochIterator:
         def agree(local: Any) -> Any:
             return group.from_chief(lambda: local)
 
-        return data.Order(seed, agree, group.from_all, self._index_dir, self._cycle_lengths)
+        from_all = None if group.reads_alone else group.from_all
+        return data.Order(
+            seed, agree, from_all, group.settled, self._index_dir, self._cycle_lengths
+        )
 
     # ------------------------------------------------------------ steps
 

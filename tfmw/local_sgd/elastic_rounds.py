@@ -1,0 +1,165 @@
+"""Rounds whose members come and go: exchanges through their server, and the state for who joins.
+
+rounds = ElasticRounds(model, strategy, settings, client)
+rounds.join(known)             # before the first step
+rounds.after_step(number)      # as `Rounds`
+rounds.finish()                # after the last one: takes part until all members are done
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmw.keras_compat import placement
+from tfmw.keras_compat.memory import view_of
+from tfmw.local_sgd.quantized_sum import QuantizedSum
+from tfmw.local_sgd.round_client import RoundClient
+from tfmw.local_sgd.rounds import Exchange, Rounds
+from tfmw.local_sgd.sync_settings import SyncSettings
+
+
+class ElasticRounds(Rounds):
+    """The exchanges of one member. Moving averages of layers are averaged, too.
+
+    Args:
+        model, strategy, settings: as of `Rounds`; one replica.
+        client: has entered.
+        averages: returns the variables that layers update in a step (batch norm).
+        clock: monotonic seconds.
+
+    Attributes:
+        joined: whether this member takes part.
+        ended: how many rounds it has taken part in.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        settings: SyncSettings,
+        client: RoundClient,
+        averages: Callable[[], list[Any]],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        super().__init__(model, strategy, settings)
+        self._client = client
+        self._averages = averages
+        self._clock = clock
+        self._last = clock()
+        self._steps = 0  # since the last round
+        self._step = 0  # of the epoch
+        self.joined = False
+        self.ended = 0
+        self._outcome: list[np.ndarray] | None = None  # of a training that is over
+        self._packs: QuantizedSum | None = None
+        if settings.compression is not None:
+            self._packs = QuantizedSum(self._outer.elements(0), settings.compression)
+
+    # ------------------------------------------------------------ join, and leave
+
+    def join(self, known: int) -> None:
+        """Waits until this member takes part; then it has the common weights.
+
+        Args:
+            known: the number of the last round that its own state contains.
+        """
+        shapes = [list(w.shape) for w in self._weights]
+        signature = f"weights of the shapes {shapes}, {self._settings}"
+        found = self._client.join(signature, known)
+        if found.state is not None:
+            self._take_state(found.state)
+        if found.wants_state:
+            self._send_state()
+        self._outcome = found.state if found.finished else None
+        self.joined = True
+        self._last = self._clock()
+
+    def finish(self) -> None:
+        """Takes part in rounds, without examples, until all members are done."""
+        while self._outcome is None:
+            if self._exchange_all(done=True):
+                return
+        self._take_state(self._outcome)
+
+    def _take_state(self, state: Sequence[np.ndarray]) -> None:
+        for variable, value in zip(self._state_variables(), state, strict=True):
+            variable.assign(tf.constant(value))
+        self._traced(("take", 0, 0.0), self._take)(0, 0.0)
+
+    def _state_variables(self) -> list[Any]:
+        """Whatever a member has in common with those that join: in a fixed order."""
+        weights = {id(w) for w in self._weights}
+        others = [v for v in placement.updated_variables(self._model) if id(v) not in weights]
+        copies = [placement.local_copies(self._strategy, v)[0] for v in others]
+        return [*self._outer.common, *self._outer.state, *copies]
+
+    def _send_state(self) -> None:
+        read = (getattr(v, "value", v) for v in self._state_variables())
+        values = [v() if callable(v) else v for v in read]
+        self._client.send_state([np.asarray(value) for value in values])
+
+    # ------------------------------------------------------------ rounds
+
+    def begin(self) -> None:
+        self._step = 0
+        if not self.joined:
+            super().begin()
+
+    def begin_at(self, step: int) -> None:
+        """Begins within an epoch, after this number of its steps."""
+        self._step = step
+
+    def after_step(self, step: int) -> None:
+        self._steps += step - self._step
+        self._step = step
+        seconds = self._settings.seconds
+        if seconds is None:
+            super().after_step(step)
+        elif self._clock() - self._last >= seconds:
+            self._exchange_all()
+
+    def _begin(self, fragment: int) -> bool:
+        self._exchange_all()
+        return False  # it is over
+
+    def _exchange_all(self, done: bool = False) -> bool:
+        """One round; returns whether all members are done."""
+        if self._outcome is not None:  # this member was lost at the very end
+            return True
+        gradient, own = self._traced(("gradient", 0), self._gradient)(0)
+        flat = np.array(view_of(self._replicas.first_result(gradient)))
+        elements, packed = flat.size, None
+        if self._packs is not None:
+            packed, flat = self._settings.compression, self._packs.rounded(flat)
+        averages = [placement.local_copies(self._strategy, v)[0] for v in self._averages()]
+        mean = self._client.round(
+            float(self._replicas.first_result(own)),
+            [flat, *(np.asarray(copy.read_value()) for copy in averages)],
+            self._steps,
+            packed,
+            elements,
+            done,
+        )
+        self._steps = 0
+        if mean.arrays:
+            first = mean.arrays[0]
+            if self._packs is not None:
+                first = self._packs.values(first, elements)
+            self._exchange = Exchange(0, lambda: tf.constant(first))
+            self._apply(0.0)
+            self._assign(averages, mean.arrays[1:])
+        if mean.wants_state:
+            self._send_state()
+        self.ended += 1
+        self._last = self._clock()
+        return mean.finished
+
+    def _assign(self, variables: Sequence[tf.Variable], values: Sequence[np.ndarray]) -> None:
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(tf.cast(value, variable.dtype))

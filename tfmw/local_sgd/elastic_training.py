@@ -1,0 +1,330 @@
+"""Training of one member of elastic rounds: one process, its share of each batch, and its record.
+
+    with membership_of(os.environ, context, arguments, backups_of(...)) as (context, backups):
+        ElasticTraining(context, arguments, backups)         # a driver for the training loop
+
+A member is lost and comes back without the others: the server of the rounds keeps its position in
+the data, as of its last round, and another member sends it the weights. So a record is a backup
+without tensors, which the training loop saves after each round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+
+from tfmw import data
+from tfmw.checkpoint import state
+from tfmw.checkpoint.backups import Backups, PythonState
+from tfmw.checkpoint.resume import backups_of
+from tfmw.cluster.group import Group
+from tfmw.data.random_state import random_state, restore_random_state
+from tfmw.errors import UsageError
+from tfmw.keras_compat import placement
+from tfmw.local_sgd.elastic_rounds import ElasticRounds
+from tfmw.local_sgd.local_training import LocalTraining
+from tfmw.local_sgd.round_client import RoundClient
+from tfmw.local_sgd.rounds import Rounds
+from tfmw.mirrored.sync_driver import SyncDriver
+from tfmw.training.arguments import FitArguments
+from tfmw.training.fit_context import FitContext
+
+_ROUND = "round"  # in records and backups: the number of the last round that they contain
+
+
+class Member(Group):
+    """The group of a member: alone in each call. Its rank decides what it writes and reads.
+
+    Args:
+        client: has entered.
+    """
+
+    reads_alone = True
+
+    def __init__(self, client: RoundClient):
+        super().__init__(client.member, 1)
+        self._client = client
+
+    def settled(self, name: str, decide: Callable[[], Any]) -> Any:
+        return self._client.fact(name, decide())
+
+
+@contextlib.contextmanager
+def entered(
+    client: RoundClient, context: FitContext, arguments: FitArguments
+) -> Iterator[tuple[FitContext, Backups]]:
+    """The context and the backups of a member, which has connected to the server of the rounds."""
+    _refuse(context, arguments)
+    record, arrays, steps = client.enter()
+    try:
+        member = Member(client)
+        sharding = data.Sharding(client.members, client.member)
+        context = dataclasses.replace(context, group=member, sharding=sharding)
+        # Data that Python code orders: the same on all members, from the first one's state.
+        restore_random_state(member.settled("random state", random_state))
+        with backups_of(Group(0, 1), _of_member(arguments.backup, client)) as inner:
+            yield context, Records(inner, client, record, arrays, steps)
+    finally:
+        client.leave()
+
+
+def _refuse(context: FitContext, arguments: FitArguments) -> None:
+    if arguments.sync_every is None:
+        raise UsageError(
+            "this process trains in elastic rounds (tfmw run --elastic), and fit was called "
+            "without sync_every=: add sync_every=50."
+        )
+    if placement.local_replicas(context.strategy) != 1 or context.group.size != 1:
+        raise UsageError(
+            "a member of elastic rounds has one device: start as many members as there are devices."
+        )
+
+
+def _of_member(backup: Any, client: RoundClient) -> Any:
+    """The backup callback, with a directory of this member's own."""
+    if backup is None:
+        return None
+    directory = os.path.join(os.fspath(backup.backup_dir), f"member_{client.member}")
+    return type(backup)(
+        directory,
+        save_freq=backup.save_freq,
+        delete_checkpoint=backup.delete_checkpoint,
+        save_nan=backup.save_nan,
+    )
+
+
+class Records(Backups):
+    """Backups on disk, and a record on the server after each round.
+
+    Args:
+        inner: the backups on disk, if there are any.
+        client: has entered.
+        record, arrays: of the server.
+        steps: in rounds that have ended since the record.
+    """
+
+    on = True
+
+    def __init__(
+        self,
+        inner: Backups,
+        client: RoundClient,
+        record: dict[str, Any] | None,
+        arrays: list[np.ndarray],
+        steps: int,
+    ):
+        super().__init__(Group(0, 1))
+        self.client = client
+        self.rounds: Callable[[], int] = lambda: 0
+        self._inner = inner
+        self._recorded = 0
+        self._inner_due = False
+        self.record = inner.record
+        self.tensors = inner.tensors
+        newer = inner.record is None or record is None or record["step"] >= inner.record["step"]
+        self.from_server = record is not None and newer
+        self.unrecorded = steps if self.from_server or self.record is None else 0
+        if record is not None and newer:
+            self.record = {**record, "step": record["step"] + steps}
+            self.tensors = dict(zip(record["arrays"], arrays, strict=True))
+
+    @property
+    def known_round(self) -> int:
+        """The number of the last round that the restored weights contain."""
+        return 0 if self._inner.record is None else self._inner.record.get(_ROUND, 0)
+
+    # ------------------------------------------------------------ restore
+
+    def is_done(self, epochs: int) -> bool:
+        found = self.record
+        if found is None or not found["done"]:
+            return False
+        return bool(found["stopped"] or found["epoch"] >= epochs)
+
+    def restore(self, model: Any, batch_size: int | None) -> None:
+        self._inner.restore(model, batch_size)
+
+    def note_callbacks(self, callbacks: list[Any]) -> None:
+        state.note_callbacks(callbacks)
+
+    def restore_callbacks(self, callbacks: list[Any], finished: bool = False) -> None:
+        if not self.from_server:
+            self._inner.restore_callbacks(callbacks, finished)
+            return
+        assert self.record is not None
+        arrays = state.callback_arrays(self.tensors)
+        state.restore_callbacks(callbacks, self.record["callbacks"], arrays, is_chief=True)
+        restore_random_state(self.record["random"])
+
+    def kept_by_replicas(self) -> tuple[np.ndarray, np.ndarray]:
+        return state.of_replicas(self.tensors)
+
+    # ------------------------------------------------------------ when
+
+    def signals(self) -> tuple[float, float]:
+        return self._inner.signals()
+
+    def limit(self, step: int, max_steps: int) -> int:
+        return self._inner.limit(step, max_steps)
+
+    def due_after_step(self, step: int, signals: list[float]) -> bool:
+        self._inner_due = self._inner.due_after_step(step, signals)
+        return self._inner_due or self.rounds() != self._recorded
+
+    def due_after_epoch(self, epoch: int, step: int, last: bool) -> tuple[bool, bool]:
+        self._inner_due, leave = self._inner.due_after_epoch(epoch, step, last)
+        return not last, leave
+
+    # ------------------------------------------------------------ save
+
+    @property
+    def saves_tensors(self) -> bool:
+        """Whether the next `save` writes to the disk."""
+        return self._inner.on and self._inner_due
+
+    def python_state(self, callbacks: list[Any]) -> PythonState:
+        return self._inner.python_state(callbacks)
+
+    def save(
+        self,
+        step: int,
+        model: Any,
+        strategy: Any,
+        kept: tuple[Any, ...],
+        callbacks: list[Any],
+        record: dict[str, Any],
+        busy: bool = True,
+        python_state: PythonState | None = None,
+        parts: Any = None,
+    ) -> None:
+        python_state = python_state or self.python_state(callbacks)
+        if self._inner.on and (self._inner_due or record["done"]):
+            record = {**record, _ROUND: self.client.number}
+            self._inner.save(
+                step, model, strategy, kept, callbacks, record, busy, python_state, parts
+            )
+            self.saved_at = self._inner.saved_at
+        self._inner_due = False
+        (states, arrays), random = python_state
+        tensors = state.with_replicas(dict(arrays), *kept[:2])
+        full = {**record, "callbacks": states, "random": random, "arrays": list(tensors)}
+        self.client.keep(full, [np.asarray(tensors[name]) for name in tensors])
+        self._recorded = self.rounds()
+
+    def wait(self) -> None:
+        self._inner.wait()
+
+    def leave(self, step: int) -> NoReturn:
+        self._inner.leave(step)
+
+    def refuse_nan(self, logs: Mapping[str, Any], epoch: int, step: int) -> None:
+        self._inner.refuse_nan(logs, epoch, step)
+
+    def finished(self) -> None:
+        self._inner.finished()
+
+
+class ElasticTraining(LocalTraining):
+    """Training steps of one member, which exchanges its weights through the server of the rounds.
+
+    Args:
+        context, arguments: of the call; see `entered`.
+        backups: of the member.
+    """
+
+    def __init__(self, context: FitContext, arguments: FitArguments, backups: Records):
+        super().__init__(context, arguments, backups)
+        self._records = backups
+
+    @contextlib.contextmanager
+    def _new_driver(self) -> Iterator[SyncDriver]:
+        def on_own_step(local: int, examples: Any) -> None:
+            self._rounds.count(local, examples)
+
+        member = self._records.client.member
+        driver = SyncDriver(
+            self.model, self.strategy, on_own_step=on_own_step, parts=self._context.sharding
+        )
+        with driver:
+            rounds = ElasticRounds(
+                self.model,
+                self.strategy,
+                self._settings,
+                self._records.client,
+                driver.averages,
+            )
+            self._records.rounds = lambda: rounds.ended
+            self._rounds_of_call: Rounds | None = rounds
+            placement.vary_seeds(self.model, member)  # each member draws its own
+            try:
+                yield driver
+            finally:
+                placement.vary_seeds(self.model, member)
+
+    def _validation_sharding(self) -> data.Sharding:
+        return data.Sharding()  # each member evaluates the common weights by itself
+
+    @property
+    def _elastic(self) -> ElasticRounds:
+        assert isinstance(self._rounds, ElasticRounds)
+        return self._rounds
+
+    # ------------------------------------------------------------ what the loop asks
+
+    def restore_position(self) -> None:
+        if self._records.from_server:
+            super(LocalTraining, self).restore_position()  # weights come from another member
+        else:
+            super().restore_position()
+
+    def begin_epoch(self) -> None:
+        super().begin_epoch()
+        for _ in range(self._records.unrecorded):
+            call = self._data.next_call(1)
+            if call is not None:
+                next(call.iterator)
+                self._data.advance(1, 1)
+        self._records.unrecorded = 0
+        self._elastic.begin_at(self.steps_done)
+        if not self._elastic.joined:
+            self._trace()  # others wait for the steps of those that take part
+        self._join()
+
+    def _join(self) -> None:
+        if not self._elastic.joined:
+            self._elastic.join(self._records.known_round)
+
+    def skip_run(self) -> None:
+        super().skip_run()
+        self._join()
+
+    def _trace(self) -> None:
+        call = self._data.next_call(1)
+        if call is not None:
+            known = self._data.shard.size_known
+            self.driver.train(call.iterator, 0, call.shard_sizes, known)
+
+    def train(
+        self, max_steps: int, on_begin: Callable[[int], None], on_end: Callable[[], bool]
+    ) -> None:
+        before = self._elastic.ended
+
+        def until_round() -> bool:  # the loop then saves a record
+            return on_end() and self._elastic.ended == before
+
+        super().train(max_steps, on_begin, until_round)
+
+    def replica_state(self, slots: bool) -> tuple[Any, ...]:
+        if self._records.saves_tensors:
+            return super().replica_state(slots)
+        return self.driver.replica_state()
+
+    def finish(self) -> None:
+        self._join()
+        self._elastic.finish()
+        super().finish()

@@ -1,0 +1,450 @@
+"""The server of rounds whose members come and go: it averages what they send, and hires anew.
+
+    python -m tfmw.local_sgd.round_server --members 4 --port 2300      # prints its address
+    with RoundServer(members=4, key=key, listener=socket): ...
+
+Each member trains on its own. A round is over when each member that is present has sent its
+gradient: each gets the mean, weighted by examples. A lost member is left out of the round, and of
+those that follow. One that joins waits for the end of a round; then the member with the lowest
+number sends its state (weights, both optimizers), which the server passes on. Where nobody is
+present, the first round waits for all members, `patience_s` at most, and the one that knows the
+latest round sends its state.
+
+After each round a member sends a record: its position in the data. One that joins again gets the
+last record it has sent, and the number of its steps in rounds that ended since. So it trains once
+on each example of a round that has ended. A member that is done takes part without examples until
+all are done; then the server keeps the last state, for those that were lost at the very end.
+
+Where all that take part are lost at once, their records are void: all begin with their backups.
+
+Each call of fit has rounds of its own. NumPy and the standard library only; no files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfmw.errors import UsageError
+from tfmw.local_sgd.quantized_sum import QuantizedSum
+from tfmw.local_sgd.wire import Connection, Message, accepted
+from tfmw.runtime import sockets
+
+PATIENCE_S = 60.0
+"""Seconds in which all members come, where nobody is present."""
+
+_MOST_STRANGERS = 64  # connections at a time that have proven nothing yet
+
+_ALL_LOST = {"lost": "all members that took part were lost: this one begins with its backup"}
+
+Arrays = list[np.ndarray]
+
+
+class _Seat:
+    """A connected member.
+
+    Attributes:
+        asks: its message that waits for an answer: "join" or "round"; None while it trains.
+        arrays: of that message.
+        takes_part: whether rounds wait for it.
+        done: whether it has no more examples.
+        resumes: whether it was given a record.
+    """
+
+    def __init__(self, connection: Connection):
+        self.connection = connection
+        self.asks: Message | None = None
+        self.arrays: Arrays = []
+        self.takes_part = False
+        self.done = False
+        self.resumes = False
+
+    @property
+    def asked(self) -> Message:
+        """Its message that waits."""
+        assert self.asks is not None
+        return self.asks
+
+    def answer(self, message: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
+        """Answers it, without waiting for a slow link.
+
+        A lost member is noticed by the thread that receives from it. It asks nothing before it has
+        the answer, so two answers cannot overtake each other.
+        """
+        self.asks, self.arrays = None, []
+        threading.Thread(target=self._send, args=(message, arrays), daemon=True).start()
+
+    def _send(self, message: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.send(message, arrays)
+
+
+class RoundServer:
+    """Serves until it is closed.
+
+    Args:
+        members: number of members.
+        key: which all members know.
+        listener: a listening socket; closed at the end.
+        patience_s: see the module's docstring.
+    """
+
+    def __init__(
+        self, members: int, key: bytes, listener: socket.socket, patience_s: float = PATIENCE_S
+    ):
+        self._members = members
+        self._key = key
+        self._listener = listener
+        self._patience_s = patience_s
+        self._lock = threading.RLock()
+        self._trainings: dict[int, _Training] = {}  # by the number of the call of fit
+        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
+        self._closed = False
+
+    def __enter__(self) -> RoundServer:
+        threading.Thread(target=self._accept, name="rounds", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._closed = True
+            for training in self._trainings.values():
+                training.close()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                continue
+            if not self._strangers.acquire(blocking=False):
+                peer.close()
+                continue
+            threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        """One connection, from its first byte to its last."""
+        try:
+            connection = accepted(peer, self._key)
+            hello, _ = connection.receive()
+            member, call = int(hello["member"]), int(hello["call"])
+            problem = self._problem(hello)
+        except (OSError, ValueError, KeyError):
+            peer.close()
+            return
+        finally:
+            self._strangers.release()
+        if problem is not None:
+            with contextlib.suppress(OSError):
+                connection.send({"error": problem})
+            connection.close()
+            return
+        seat = _Seat(connection)
+        with self._lock:
+            training = self._trainings.get(call)
+            if training is None:
+                training = _Training(self._members, self._patience_s, self._lock)
+                self._trainings[call] = training
+            training.enter(member, seat)
+        try:
+            while True:
+                message, arrays = connection.receive()
+                with self._lock:
+                    training.handle(member, seat, message, arrays)
+        except (OSError, ValueError, KeyError):
+            pass
+        finally:
+            with self._lock:
+                training.leave(member, seat)
+
+    def _problem(self, hello: Message) -> str | None:
+        member, members = hello["member"], hello["members"]
+        if members != self._members:
+            return f"this member knows {members} members, the server {self._members}"
+        if not 0 <= member < self._members:
+            return f"received member {member}: expected 0 to {self._members - 1}"
+        return None
+
+
+class _Training:
+    """The rounds of one call of fit. All methods are called under the lock.
+
+    Args:
+        members: number of members.
+        patience_s: see the module's docstring.
+        lock: of the server.
+    """
+
+    def __init__(self, members: int, patience_s: float, lock: threading.RLock):
+        self._members = members
+        self._patience_s = patience_s
+        self._lock = lock
+        self._seats: dict[int, _Seat] = {}
+        self._round = 0
+        self._sender: int | None = None  # the member that is to send its state
+        self._joining: list[int] = []  # those that wait for that state
+        self._timer: threading.Timer | None = None
+        self._impatient = False
+        self._closed = False
+        self._facts: dict[str, Any] = {}
+        self._records: dict[int, tuple[Any, Arrays]] = {}
+        self._unrecorded: dict[int, int] = {}  # steps of ended rounds that no record contains
+        self._done: set[int] = set()
+        self._finished = False
+        self._last_state: Arrays | None = None
+        self._mean = _Mean()
+
+    def close(self) -> None:
+        """Closes all connections."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for seat in self._seats.values():
+            seat.connection.close()
+
+    def enter(self, member: int, seat: _Seat) -> None:
+        """A member has connected."""
+        before = self._seats.get(member)
+        if before is not None:
+            self.leave(member, before)
+        self._seats[member] = seat
+        record, arrays = self._records.get(member, (None, []))
+        seat.resumes = record is not None
+        unrecorded = self._unrecorded.get(member, 0)
+        seat.answer({"round": self._round, "record": record, "unrecorded": unrecorded}, arrays)
+
+    def leave(self, member: int, seat: _Seat) -> None:
+        """A connection has ended."""
+        seat.connection.close()
+        if self._seats.get(member) is not seat:
+            return
+        del self._seats[member]
+        self._joining = [m for m in self._joining if m != member]
+        if member == self._sender or not self._joining:  # another one sends its state, or nobody
+            self._sender, self._joining = None, []
+        if seat.takes_part and not any(other.takes_part for other in self._seats.values()):
+            self._forget()
+        self._proceed()
+
+    def _forget(self) -> None:
+        """Nobody has the state of this training any more: members begin with their backups."""
+        if self._finished:
+            return
+        self._records, self._unrecorded, self._done = {}, {}, set()
+        self._mean = _Mean()
+        for seat in self._seats.values():
+            if seat.resumes and seat.asks is not None:
+                seat.answer(_ALL_LOST)
+
+    def handle(self, member: int, seat: _Seat, message: Message, arrays: Arrays) -> None:
+        """A member's message."""
+        if self._seats.get(member) is not seat:
+            return
+        do = message["do"]
+        if do == "fact":  # the first member's value is that of all
+            value = self._facts.setdefault(message["name"], message["value"])
+            seat.answer({"value": value})
+        elif do == "record":
+            self._records[member] = message["record"], arrays
+            self._unrecorded[member] = 0
+        elif do == "state":
+            self._pass_on(member, arrays)
+        elif do == "join":
+            agreed = self._facts.setdefault("signature", message["signature"])
+            if agreed != message["signature"]:
+                seat.answer({"error": f"one has {message['signature']}, others have {agreed}"})
+                return
+            if seat.resumes and member not in self._records:
+                seat.answer(_ALL_LOST)
+                return
+            seat.asks = message
+            self._proceed()
+        elif do == "round":
+            seat.asks, seat.arrays, seat.done = message, arrays, message["done"]
+            if seat.done:
+                self._done.add(member)
+            self._proceed()
+
+    # ------------------------------------------------------------ what can be done now
+
+    def _wanting_to_join(self) -> list[int]:
+        return [
+            m
+            for m, seat in sorted(self._seats.items())
+            if not seat.takes_part and seat.asks is not None and m not in self._joining
+        ]
+
+    def _proceed(self) -> None:
+        """Ends a round, or begins the first one, if nothing is missing."""
+        if self._closed or self._sender is not None:
+            return
+        present = {m: seat for m, seat in sorted(self._seats.items()) if seat.takes_part}
+        if self._finished:
+            self._give_last_state()
+        elif not present:
+            self._begin()
+        elif all(seat.asks is not None for seat in present.values()):
+            absent = set(range(self._members)) - set(present) - self._done
+            if all(s.done for s in present.values()) and absent and not self._wanting_to_join():
+                return  # the others are waited for
+            self._end_round(present)
+
+    def _begin(self) -> None:
+        """Begins where nobody is present, once all are there or the patience is over."""
+        waiting = self._wanting_to_join()
+        if not waiting:
+            return
+        missing = set(range(self._members)) - set(waiting) - self._done
+        if missing and not self._impatient:
+            if self._timer is None:
+                self._timer = threading.Timer(self._patience_s, self._be_impatient)
+                self._timer.daemon = True
+                self._timer.start()
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._impatient = None, False
+        known = {m: self._seats[m].asked["round"] for m in waiting}
+        founder = max(waiting, key=lambda m: (known[m], -m))
+        self._round = max(self._round, known[founder])
+        others = [m for m in waiting if m != founder]
+        self._seats[founder].takes_part = True
+        if others:
+            self._sender, self._joining = founder, others
+        self._seats[founder].answer(self._joined(has_state=False, send_state=bool(others)))
+
+    def _be_impatient(self) -> None:
+        with self._lock:
+            self._impatient, self._timer = True, None
+            self._proceed()
+
+    def _joined(self, has_state: bool, send_state: bool = False) -> Message:
+        return {
+            "round": self._round,
+            "has_state": has_state,
+            "send_state": send_state,
+            "finished": self._finished,
+        }
+
+    def _pass_on(self, member: int, arrays: Arrays) -> None:
+        """Gives a member's state to those that join; rounds wait for them from now on."""
+        if member != self._sender:
+            return
+        joining, self._sender, self._joining = self._joining, None, []
+        if self._finished:
+            self._last_state = arrays
+        for other in joining:
+            seat = self._seats.get(other)
+            if seat is not None:
+                seat.takes_part = True
+                seat.answer(self._joined(has_state=True), arrays)
+        self._proceed()
+
+    def _give_last_state(self) -> None:
+        for member in self._wanting_to_join() if self._last_state is not None else []:
+            self._seats[member].answer(self._joined(has_state=True), self._last_state or [])
+
+    def _end_round(self, present: dict[int, _Seat]) -> None:
+        messages = [seat.asked for seat in present.values()]
+        mean = self._mean.of(messages, [seat.arrays for seat in present.values()])
+        joining = self._wanting_to_join()
+        self._finished = all(seat.done for seat in present.values()) and not joining
+        self._round += 1
+        if joining or self._finished:
+            self._sender, self._joining = next(iter(present)), joining
+        for member, seat in present.items():
+            steps = self._unrecorded.get(member, 0) + seat.asked["steps"]
+            self._unrecorded[member] = steps
+            answer = {
+                "round": self._round,
+                "members": len(present),
+                "examples": sum(message["examples"] for message in messages),
+                "send_state": member == self._sender,
+                "finished": self._finished,
+            }
+            seat.answer(answer, mean)
+
+
+class _Mean:
+    """The mean over members, weighted by their examples.
+
+    What is rounded away of a mean is added to the next one.
+    """
+
+    def __init__(self) -> None:
+        self._quantized: QuantizedSum | None = None
+
+    def of(self, messages: Sequence[Message], arrays: Sequence[Arrays]) -> Arrays:
+        """The mean of each array.
+
+        Args:
+            messages: "examples", and "packed": the format of the first array, or None; its
+                "elements".
+            arrays: of each member; the same number of them.
+        """
+        total = sum(message["examples"] for message in messages)
+        if not total:
+            return []
+        sums: Arrays = []
+        for message, own in zip(messages, arrays, strict=True):
+            share = message["examples"] / total
+            if not share:
+                continue
+            first = self._unpacked(message, own[0])
+            own = [first, *own[1:]]
+            if not sums:
+                sums = [np.multiply(a, share, dtype=a.dtype) for a in own]
+                continue
+            for array, add in zip(sums, own, strict=True):
+                array += np.multiply(add, share, dtype=add.dtype)
+        if self._quantized is not None and messages[0]["packed"]:
+            sums[0] = self._quantized.rounded(sums[0])
+        return sums
+
+    def _unpacked(self, message: Message, array: np.ndarray) -> np.ndarray:
+        if message["packed"] is None:
+            return array
+        if self._quantized is None:
+            self._quantized = QuantizedSum(message["elements"], message["packed"])
+        return self._quantized.values(array, message["elements"])
+
+
+def main(argv: Sequence[str] | None = None, out: Callable[[str], Any] = print) -> int:
+    """Serves until its standard input ends, or a signal ends it."""
+    parser = argparse.ArgumentParser(prog="python -m tfmw.local_sgd.round_server")
+    parser.add_argument("--members", type=int, required=True, help="number of members")
+    parser.add_argument("--host", default="", help="address to listen at; default: all")
+    parser.add_argument("--port", type=int, default=0, help="default: any that is free")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE_S,
+        metavar="S",
+        help="seconds in which all members come at first; default: 60",
+    )
+    options = parser.parse_args(argv)
+    token = os.environ.get("TFMW_TOKEN", "")
+    if not token:
+        raise UsageError("TFMW_TOKEN is not set: set the same secret for the server and members.")
+    listener = sockets.listen(options.host, options.port)
+    with RoundServer(options.members, token.encode(), listener, options.patience):
+        out(f"{options.host or socket.gethostname()}:{listener.getsockname()[1]}")
+        sys.stdout.flush()
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.stdin.read()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
