@@ -10,11 +10,13 @@ takes its part of it. Between two calls the model is an ordinary Keras model, eq
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import tensorflow as tf
 
 from tfmw import data, strategies
+from tfmw.cluster.cluster import ROUNDS
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets, models
 from tfmw.keras_compat.metric_variables import flatten_metrics
@@ -133,6 +135,11 @@ def _driver_of(model: Any, kind: str, batch: Any, strategy: Any) -> BatchDriver:
     if not models.is_model(model):
         raise UsageError(f"received {type(model).__name__} as the model: expected a Keras model.")
     method = f"{kind}_on_batch"
+    if kind == "train" and os.environ.get(ROUNDS):
+        raise UsageError(
+            "this process trains in elastic rounds (tfmw run --elastic), and train_on_batch would "
+            "train it alone: call tfmw.fit with sync_every=50, or start it without --elastic."
+        )
     if is_driven(model):
         raise UsageError(
             f"tfmw.{method} was called from within tfmw.fit or tfmw.evaluate of the same model: "

@@ -96,6 +96,13 @@ def test_where_all_are_lost_all_resume_from_their_backups() -> None:
     assert len({weights(member).tobytes() for member in run}) == 1
 
 
+def test_a_stopped_worker_is_replaced() -> None:
+    run = run_cluster("elastic.py", "lose", "1:7:stop", workers=2, timeout_s=200, options=ELASTIC)
+    assert "worker 1 is killed: " in run.output
+    assert run.output.count("alone: it failed") == 1
+    assert counted(run) == dict.fromkeys(range(len(X)), EPOCHS)
+
+
 def test_workers_of_a_notebook() -> None:
     model = made()
     history = tfmw.fit(
@@ -128,5 +135,7 @@ def test_a_member_needs_a_whole_description(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="without sync_every"):
         tfmw.fit(made(), X, Y)
+    with pytest.raises(UsageError, match="would train it alone"):
+        tfmw.train_on_batch(made(), X, Y)
     with pytest.raises(tfmw.TfmwError, match="no server of rounds at"):
         tfmw.fit(made(), X, Y, sync_every=5)

@@ -4,7 +4,7 @@
     elastic.py lose [with-backups] 1:25:steps 0:40:round   # members kill themselves
 
 That is: number of the member, its step of the run, and where: between two "steps"; in a "round",
-before anything is sent; or "after" one, before the record of it is sent.
+before anything is sent; or "after" one, before the record of it is sent. At "stop" it is stopped.
 """
 
 import json
@@ -61,15 +61,16 @@ class Noting(keras.Model):
         (numbers, x), y = data
         if tf.executing_eagerly():
             self.die("steps")
+            self.die("stop", signal.SIGSTOP)
             self.numbers += numbers.numpy().tolist()
             self.steps += 1
         return super().train_step((x, y))
 
-    def die(self, where: str) -> None:
+    def die(self, where: str, by: int = signal.SIGKILL) -> None:
         if any(self.steps >= step and where == w for step, w in self.lost_at) and self.all_present:
             while self.backups and not any(BackupStore(self.backups).candidates()):
                 time.sleep(0.05)  # it is still being written
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), by)
 
 
 def lose(losses: list[str]) -> dict[str, Any]:

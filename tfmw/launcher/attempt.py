@@ -310,7 +310,19 @@ class Attempt:
             return Event.OVERDUE
         if self._served_out():
             return Event.DONE
-        return Event.HANGS if self._hangs() else None
+        if not self._hangs():
+            return None
+        if self._context.options.elastic:  # it alone: the others wait for it in their round
+            self._kill_hung()
+            return None
+        return Event.HANGS
+
+    def _kill_hung(self) -> None:
+        hung, self._hung = self._hung, None
+        for task in self.tasks:
+            if hung is not None and task.name == hung.task:
+                self._context.display.line(f"tfmw: {task.name} is killed: {hung.reason}")
+                task.signal(signal.SIGKILL)
 
     def ask_to_leave(self) -> bool:
         """Has the tasks save their state and leave, once they train; whether they are asked."""
