@@ -286,8 +286,8 @@ def _import_everything() -> None:
     """Imports all public modules of tfmw, and with them TensorFlow and Keras."""
     with contextlib.suppress(Exception):  # a task meets and reports the same error
         import tfmw
-        from tfmw.runtime.imports import collector_paused
+        from tfmw.runtime.imports import quick_imports
 
-        with collector_paused():
+        with quick_imports():
             for name in tfmw.__all__:
                 getattr(tfmw, name)
