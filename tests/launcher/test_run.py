@@ -30,6 +30,7 @@ from tests.helpers.cluster import (
     ONE_THREAD,
     PROGRAMS,
     PYTHONPATH,
+    ROOT,
     ClusterRun,
     children,
     marked,
@@ -655,6 +656,52 @@ def test_a_forked_task_can_be_ended_from_its_first_moment(tmp_path):
             assert os.waitpid(pid, 0) == (pid, signal.SIGKILL)
     finally:
         server.close()
+
+
+ENDS = """
+import atexit, ctypes, json, sys, threading, time
+
+class Finalized:
+    def __del__(self):
+        print("finalized")
+
+file = open(sys.path[0] + "/held_by_a_cycle", "w")
+file.write("written")
+json.of_a_task = open(sys.path[0] + "/held_by_an_earlier_module", "w")
+json.of_a_task.write("written")
+one = Finalized()
+
+def cycle():
+    return file, one, cycle
+
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.5), print("thread"))).start()
+print("script")
+sys.exit(ENDS_WITH)
+"""
+
+
+@pytest.mark.parametrize(("code", "status", "last"), [("3", 3, ""), ("'why'", 1, "why")])
+def test_a_forked_task_ends_as_other_processes_do(tmp_path, code, status, last):
+    (tmp_path / "tensorflow.py").write_text("raise ImportError('not needed here')\n")
+    (tmp_path / "ends.py").write_text(ENDS.replace("ENDS_WITH", code))
+    env = {**os.environ, **NO_INIT, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    env["TFMW_LAUNCHER_PID"] = str(os.getpid())
+    server = fork_server.ForkServer([*TASK_COMMAND, "fork-server"], ["script"], env)
+    try:
+        server.wait([], 60)
+        with open(os.devnull, "rb") as nothing, open(tmp_path / "output", "w+") as output:
+            streams = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
+            pid = server.fork(["script", str(tmp_path / "ends.py")], env, streams)
+            assert pid is not None
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == status
+            output.seek(0)
+            lines = output.read().split()
+    finally:
+        server.close()
+    assert lines == ["script", *[last] * bool(last), "thread", "at", "exit", "finalized"]
+    assert (tmp_path / "held_by_a_cycle").read_text() == "written"
+    assert (tmp_path / "held_by_an_earlier_module").read_text() == "written"
 
 
 def test_forked_tasks_draw_different_random_numbers():

@@ -145,7 +145,7 @@ def trained_again(evaluated_first: bool) -> dict[str, Any]:
 def exchanges() -> int:
     """Of gradients and weights over the ring, so far."""
     counts = {} if connection._ring is None else connection._ring.counts
-    return sum(number for what, number in counts.items() if what != "metrics")
+    return sum(number for what, number in counts.items() if what not in ("metrics", "decisions"))
 
 
 def links() -> str:

@@ -18,7 +18,7 @@ from tfmw.cluster import membership, rendezvous
 from tfmw.cluster.cluster import Cluster
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.errors import UsageError
-from tfmw.runtime.imports import collector_paused
+from tfmw.runtime.imports import quick_imports
 from tfmw.runtime.versions import common_versions
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _join_multi_worker(
     _require_not_started("tfmw.init()")
     facts = {**common_versions(), "collectives": collectives}
     rendezvous.meet(cluster, facts, timeout_s=start_timeout_s)
-    with collector_paused():
+    with quick_imports():
         import tensorflow as tf
 
         from tfmw.keras_compat import runtime

@@ -14,7 +14,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import TracebackType
+from typing import NoReturn
 
 
 def _die_with_the_launcher() -> None:
@@ -162,15 +164,23 @@ def _from_the_users_code(frame: TracebackType | None) -> TracebackType | None:
 
 if __name__ == "__main__":
     _find_tfmw()
+    end: Callable[[int], NoReturn] = sys.exit
     if sys.argv[1] == "fork-server":
         from tfmw.launcher import fork_server
 
         _die_with_the_launcher()
         sys.argv[1:] = fork_server.serve(int(sys.argv[2]))  # returns in forked tasks only
+        end = fork_server.end_task
     _enter_namespaces()  # resets the setting of the next line
     _die_with_the_launcher()
     try:
-        sys.exit(main(sys.argv[1:]))
+        status = main(sys.argv[1:])
+    except SystemExit as leaving:
+        if not isinstance(leaving.code, int | None):
+            print(leaving.code, file=sys.stderr)  # as Python does
+            leaving.code = 1
+        status = leaving.code or 0
     finally:
         if "TFMW_OWN_FILES" in os.environ:
             _end_without_launcher()
+    end(status)

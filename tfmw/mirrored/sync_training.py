@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfmw import callbacks as callbacks_lib
@@ -222,6 +222,9 @@ class MirroredTraining:
 
     def metrics(self, signals: tuple[float, ...] = ()) -> dict[str, Any]:
         return self.driver.metrics("train", signals)
+
+    def from_chief(self, numbers: Sequence[float]) -> list[float]:
+        return self.driver.from_chief(numbers)
 
     def update_model(self) -> None:
         self.driver.average_state()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -165,6 +165,9 @@ class ParameterServerTraining:
         if self.driver.dropped is not None:
             logs["dropped_gradients"] = float(self.driver.dropped - self._dropped_before)
         return logs
+
+    def from_chief(self, numbers: Sequence[float]) -> list[float]:
+        return list(numbers)  # only the coordinator runs the loop
 
     def update_model(self) -> None:
         if self._model_is_read:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -132,6 +132,9 @@ class Driver(Protocol):
         Args:
             signals: of this task; see the property.
         """
+
+    def from_chief(self, numbers: Sequence[float]) -> list[float]:
+        """The chief's numbers, on every task. All tasks must call it."""
 
     def update_model(self) -> None:
         """Copies the trained values into the user's model."""
@@ -401,16 +404,13 @@ class TrainingLoop:
 
     def _follow_chief(self) -> None:
         """Adopts the chief's decisions: whether to stop, and the learning rate."""
-        model, group = self._model, self._driver.group
-
-        def decide() -> dict[str, Any]:
-            rate = models.settable_learning_rate(model.optimizer)
-            return {"stop": bool(model.stop_training), "learning rate": rate}
-
-        decided = group.from_chief(decide)
-        model.stop_training = decided["stop"]
-        if decided["learning rate"] is not None and not group.is_chief:
-            model.optimizer.learning_rate = decided["learning rate"]
+        model = self._model
+        own = models.settable_learning_rate(model.optimizer)
+        numbers = [float(bool(model.stop_training)), float(own is not None), own or 0.0]
+        stop, settable, rate = self._driver.from_chief(numbers)
+        model.stop_training = bool(stop)
+        if settable and rate != own:
+            model.optimizer.learning_rate = rate
 
     @goodput.phase("backups")
     def _save(

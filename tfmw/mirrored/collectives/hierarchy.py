@@ -156,12 +156,14 @@ class HierarchicalRing(OwnPart):
             by_rank = np.concatenate([starts[i] for i in np.argsort(order)])
             return [array[by_rank] for array in self._gather(arrays)]
 
-    def broadcast(self, local: np.ndarray, in_place: bool = False) -> np.ndarray:
+    def broadcast(
+        self, local: np.ndarray, in_place: bool = False, what: str = "broadcast"
+    ) -> np.ndarray:
         """See `Ring.broadcast`."""
-        with self._exchange("broadcast"):
+        with self._exchange(what):
             if self._within.rank == 0:
-                local = self._between.broadcast(local, in_place)
-            return self._within.broadcast(local, in_place)
+                local = self._between.broadcast(local, in_place, what)
+            return self._within.broadcast(local, in_place, what)
 
     def close(self) -> None:
         """See `Ring.close`."""

@@ -204,17 +204,20 @@ class Ring(OwnPart):
         with self._exchange("gather"):
             return self._gather([np.ascontiguousarray(array) for array in local])
 
-    def broadcast(self, local: np.ndarray, in_place: bool = False) -> np.ndarray:
+    def broadcast(
+        self, local: np.ndarray, in_place: bool = False, what: str = "broadcast"
+    ) -> np.ndarray:
         """The first worker's array. All workers must call it.
 
         Args:
             local: [n], of the same n and dtype on all workers.
             in_place: whether the result is put into `local`; otherwise `local` is not changed.
+            what: as in `sum`.
 
         Raises:
             RingBroken, RuntimeError: as in `sum`.
         """
-        with self._exchange("broadcast"):
+        with self._exchange(what):
             return self._broadcast(np.ascontiguousarray(local), in_place)
 
     @contextlib.contextmanager
