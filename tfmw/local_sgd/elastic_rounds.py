@@ -125,7 +125,8 @@ class ElasticRounds(Rounds):
             self._exchange_all()
 
     def _begin(self, fragment: int) -> bool:
-        self._exchange_all()
+        if self._steps:  # else the others would wait for nothing, at the end of an epoch
+            self._exchange_all()
         return False  # it is over
 
     def _exchange_all(self, done: bool = False) -> bool:
