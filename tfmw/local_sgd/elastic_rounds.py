@@ -17,7 +17,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.keras_compat import placement
-from tfmw.keras_compat.memory import view_of
 from tfmw.local_sgd.quantized_sum import QuantizedSum
 from tfmw.local_sgd.round_client import RoundClient
 from tfmw.local_sgd.rounds import Exchange, Rounds
@@ -134,13 +133,17 @@ class ElasticRounds(Rounds):
         if self._outcome is not None:  # this member was lost at the very end
             return True
         gradient, own = self._traced(("gradient", 0), self._gradient)(0)
-        flat = np.array(view_of(self._replicas.first_result(gradient)))
+        flat = self._replicas.first_result(gradient).numpy()
         elements, packed = flat.size, None
+        examples = float(self._replicas.first_result(own))
         if self._packs is not None:
-            packed, flat = self._settings.compression, self._packs.rounded(flat)
+            packed = self._settings.compression
+            # Without examples it has no weight, and keeps what was rounded away before.
+            nothing = np.zeros_like(self._packs.left)
+            flat = self._packs.rounded(flat) if examples else self._packs.packed(nothing)
         averages = [placement.local_copies(self._strategy, v)[0] for v in self._averages()]
         mean = self._client.round(
-            float(self._replicas.first_result(own)),
+            examples,
             [flat, *(np.asarray(copy.read_value()) for copy in averages)],
             self._steps,
             packed,
