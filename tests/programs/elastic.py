@@ -101,7 +101,8 @@ def lose(losses: list[str]) -> dict[str, Any]:
     if losses[:1] == ["with-backups"]:
         backups = folder / "backups"
         model.backups = str(backups / f"member_{MEMBER}")
-    history = tfmw.fit(model, data, epochs=EPOCHS, sync_every=3, backup_dir=backups)
+    epochs = next((int(a[7:]) for a in losses if a.startswith("epochs=")), EPOCHS)
+    history = tfmw.fit(model, data, epochs=epochs, sync_every=3, backup_dir=backups)
     ended = [json.loads(line) for line in (folder / f"ended_{MEMBER}").read_text().splitlines()]
     return {
         "weights": [w.tolist() for w in model.get_weights()],
