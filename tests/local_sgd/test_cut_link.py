@@ -18,7 +18,7 @@ from tests.helpers.cluster import PROGRAMS, PYTHONPATH
 from tests.helpers.network import Machines
 from tests.programs.elastic import X
 
-EPOCHS = 60
+EPOCHS = 40
 
 
 @pytest.mark.thorough
