@@ -73,7 +73,7 @@ PIPELINES: dict[str, Callable[[Path], tf.data.Dataset]] = {
 def test_the_cycle_length_is_that_of_the_chiefs_machine(name: str, tmp_path: Path) -> None:
     """tf.data chooses it by the number of cores, so workers would have different orders."""
     dataset = PIPELINES[name](tmp_path)
-    of_chief = data.Order(agree=lambda own: 3 if isinstance(own, int) else own, from_all=list)
+    of_chief = data.Order(settle=lambda name, own: 3)
     found = [int(x) for x in data.ordered(dataset, of_chief)[0]]
     assert found == [0, 10, 20, 1, 11, 21, 2, 12, 22, 30, 40, 31, 41, 32, 42]
     own = data.Order()
@@ -81,5 +81,5 @@ def test_the_cycle_length_is_that_of_the_chiefs_machine(name: str, tmp_path: Pat
         dataset.as_numpy_iterator()
     )
     lengths = of_chief.cycle_lengths  # of an earlier run, on another machine
-    again = data.Order(agree=lambda own: own, from_all=list, cycle_lengths=lengths)
+    again = data.Order(cycle_lengths=lengths)
     assert [int(x) for x in data.ordered(dataset, again)[0]] == found
