@@ -159,7 +159,8 @@ def _print_losses(work: str, workers: int, mbit_per_s: float) -> None:
         curve = measured("losses", way, work, workers, mbit_per_s)["curve"]
         seconds, last = curve[-1]
         if goal is None:
-            goal, of_first = 1.01 * last, seconds  # within 1 %
+            goal = 1.01 * last  # within 1 %
+            of_first = next(at for at, loss in curve if loss <= goal)
         reached = next((at for at, loss in curve if loss <= goal), None)
         sooner = "" if reached is None else f"{of_first / reached:.1f}"
         at = "" if reached is None else f"{reached:.0f}"

@@ -300,10 +300,9 @@ def test_the_program_ends_with_its_input() -> None:
 
 
 def test_no_thread_is_left() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with serving(1) as member:
         member(0)
-    for thread in threading.enumerate():
-        if thread.daemon and thread is not threading.current_thread():
-            thread.join(5)
-    assert threading.active_count() <= before
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+    assert set(threading.enumerate()) <= before

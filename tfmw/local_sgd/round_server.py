@@ -231,7 +231,8 @@ class _Training:
             return
         del self._seats[member]
         self._joining = [m for m in self._joining if m != member]
-        if member == self._sender or not self._joining:  # another one sends its state, or nobody
+        needed = self._joining or (self._finished and self._last_state is None)
+        if member == self._sender or not needed:  # another one sends its state, or nobody
             self._sender, self._joining = None, []
         if seat.takes_part and not any(other.takes_part for other in self._seats.values()):
             self._forget()
@@ -352,8 +353,11 @@ class _Training:
         self._proceed()
 
     def _give_last_state(self) -> None:
-        for member in self._wanting_to_join() if self._last_state is not None else []:
-            self._seats[member].answer(self._joined(has_state=True), self._last_state or [])
+        for member in self._wanting_to_join():
+            if self._last_state is None:  # who was to send it was lost
+                self._seats[member].answer(_ALL_LOST)
+            else:
+                self._seats[member].answer(self._joined(has_state=True), self._last_state)
 
     def _end_round(self, present: dict[int, _Seat]) -> None:
         messages = [seat.asked for seat in present.values()]
