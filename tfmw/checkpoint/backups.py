@@ -49,7 +49,10 @@ class Backups:
 
     def is_done(self, epochs: int) -> bool:
         """Whether the run of the restored backup was complete: nothing is left to train."""
-        return False
+        found = self.record
+        if found is None or not found["done"]:
+            return False
+        return bool(found["stopped"] or found["epoch"] >= epochs)
 
     def restore(self, model: Any, batch_size: int | None) -> None:
         """Restores the saved values into the model, if there are any."""

@@ -168,13 +168,6 @@ class DirectoryBackups(Backups):
 
     # ------------------------------------------------------------ restore
 
-    def is_done(self, epochs: int) -> bool:
-        """Whether the run of the backup was complete: nothing is left to train."""
-        found = self.record
-        return (
-            found is not None and found["done"] and (found["stopped"] or found["epoch"] >= epochs)
-        )
-
     def restore(self, model: Any, batch_size: int | None) -> None:
         """Restores the saved values into the chief's model; its placement broadcasts them.
 

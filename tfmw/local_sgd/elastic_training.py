@@ -140,12 +140,6 @@ class Records(Backups):
 
     # ------------------------------------------------------------ restore
 
-    def is_done(self, epochs: int) -> bool:
-        found = self.record
-        if found is None or not found["done"]:
-            return False
-        return bool(found["stopped"] or found["epoch"] >= epochs)
-
     def restore(self, model: Any, batch_size: int | None) -> None:
         self._inner.restore(model, batch_size)
 
@@ -243,12 +237,9 @@ class ElasticTraining(LocalTraining):
 
     @contextlib.contextmanager
     def _new_driver(self) -> Iterator[SyncDriver]:
-        def on_own_step(local: int, examples: Any) -> None:
-            self._rounds.count(local, examples)
-
         member = self._records.client.member
         driver = SyncDriver(
-            self.model, self.strategy, on_own_step=on_own_step, parts=self._context.sharding
+            self.model, self.strategy, on_own_step=self._count, parts=self._context.sharding
         )
         with driver:
             rounds = ElasticRounds(

@@ -53,13 +53,13 @@ class LocalTraining(MirroredTraining):
         assert self._rounds_of_call is not None
         return self._rounds_of_call
 
+    def _count(self, local: int, examples: tf.Tensor) -> None:
+        self._rounds.count(local, examples)
+
     @contextlib.contextmanager
     def _new_driver(self) -> Iterator[SyncDriver]:
-        def on_own_step(local: int, examples: tf.Tensor) -> None:
-            self._rounds.count(local, examples)
-
         together = self._settings.between == "machines"
-        driver = SyncDriver(self.model, self.strategy, on_own_step=on_own_step, together=together)
+        driver = SyncDriver(self.model, self.strategy, on_own_step=self._count, together=together)
         with driver, Rounds(self.model, self.strategy, self._settings) as rounds:
             self._rounds_of_call = rounds
             yield driver
