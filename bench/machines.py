@@ -35,6 +35,10 @@ WAYS = ("two levels", "one ring")
 def machines(count: int, gbits: float) -> Iterator[list[str]]:
     """Namespaces on a bridge, named NAME0, ...; yields their addresses."""
     addresses = [f"{NETWORK}.{machine + 1}" for machine in range(count)]
+    for machine in range(count):  # of a run that was killed
+        _run(f"ip netns del {NAME}{machine}", check=False)
+        _run(f"ip link del {NAME}{machine}", check=False)
+    _run(f"ip link del {NAME}", check=False)
     with contextlib.ExitStack() as undo:
         _run(f"ip link add {NAME} type bridge")
         undo.callback(_run, f"ip link del {NAME}")
@@ -54,8 +58,8 @@ def machines(count: int, gbits: float) -> Iterator[list[str]]:
         yield addresses
 
 
-def _run(command: str) -> None:
-    subprocess.run(command.split(), check=True)
+def _run(command: str, check: bool = True) -> None:
+    subprocess.run(command.split(), check=check, stderr=None if check else subprocess.DEVNULL)
 
 
 class Meeting:

@@ -1,18 +1,21 @@
 """Synchronous training and `sync_every` on slow links: bytes, time of a step, time to a loss.
 
-    sudo python -m bench.slow_network [--work mlp] [--workers 2] [--mbit 100] [--loss]
+    sudo python -m bench.slow_network [--work mlp] [--workers 2] [--mbit 100] [--batch 4] [--loss]
 
 Each worker has a network namespace, whose link sends no faster than the rate (bench/machines.py).
 Bytes are those that a worker's device has sent. Efficiency is the time of a step without any
 exchange, of as many workers that train at the same time, by that of the way: what these take from
 each other, as they share cores and memory here, is in both. With `--loss` every way trains on the
 same examples, which a network can learn, until the validation loss that synchronous training
-reaches; the time to it is compared. Needs root, and Linux with ip and tc (iproute2).
+reaches; the time to it is compared. `--batch` sets a worker's examples in a step: workers share the
+cores of this machine, and compute longer than on machines of their own. Needs root, and Linux with
+ip and tc (iproute2).
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.network import MARK, chief_found, links
+from bench.works import CLASSES, WORKS, batches, examples, keras_network
 
 TIMEOUT_S = 900
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -53,7 +57,6 @@ def steps(way: str, work: str) -> dict[str, float]:
     import keras
 
     import tfmw
-    from bench.works import batches, keras_network
 
     cluster = tfmw.init()
     every, options = WAYS[way]
@@ -82,7 +85,6 @@ def losses(way: str, work: str) -> dict[str, list[list[float]]]:
     import tensorflow as tf
 
     import tfmw
-    from bench.works import CLASSES, WORKS, examples, keras_network
 
     cluster = tfmw.init()
     keras.utils.set_random_seed(1)
@@ -121,25 +123,26 @@ def losses(way: str, work: str) -> dict[str, list[list[float]]]:
     return {"curve": found}
 
 
-def measured(child: str, way: str, work: str, workers: int, mbit_per_s: float) -> Any:
+def measured(child: str, way: str, options: argparse.Namespace) -> Any:
     """What the chief found.
 
     Raises:
         RuntimeError: a worker failed; the message is its output.
     """
-    command = ["-m", "bench.slow_network", "--child", child, way, "--work", work]
-    with links(workers, mbit_per_s, delay_ms=0) as (hosts, inside):
+    command = ["-m", "bench.slow_network", "--child", child, way, "--work", options.work]
+    command += ["--batch", str(options.batch)]
+    with links(options.workers, options.mbit, delay_ms=0) as (hosts, inside):
         return chief_found(
             hosts, inside, command, lambda worker: {"OMP_NUM_THREADS": "1"}, TIMEOUT_S
         )
 
 
-def _print_steps(work: str, workers: int, mbit_per_s: float) -> None:
+def _print_steps(options: argparse.Namespace) -> None:
     print("| way | ms per step | efficiency | MB sent per step | / synchronous |")
     print("| --- " * 5 + "|")
     alone, synchronous = 0.0, 0.0
     for way in WAYS:
-        found = measured("steps", way, work, workers, mbit_per_s)
+        found = measured("steps", way, options)
         alone = alone or found["seconds"]
         if way == "synchronous":
             synchronous = found["bytes"]
@@ -151,12 +154,12 @@ def _print_steps(work: str, workers: int, mbit_per_s: float) -> None:
         )
 
 
-def _print_losses(work: str, workers: int, mbit_per_s: float) -> None:
+def _print_losses(options: argparse.Namespace) -> None:
     print("| way | last loss | s | s to the loss of synchronous training | sooner by |")
     print("| --- " * 5 + "|")
     goal, of_first = None, 0.0
     for way in [way for way in WAYS if way != "no exchange"]:
-        curve = measured("losses", way, work, workers, mbit_per_s)["curve"]
+        curve = measured("losses", way, options)["curve"]
         seconds, last = curve[-1]
         if goal is None:
             goal = 1.01 * last  # within 1 %
@@ -175,9 +178,12 @@ def main() -> None:
     flags.add_argument("--work", default="mlp")
     flags.add_argument("--workers", type=int, default=2)
     flags.add_argument("--mbit", type=float, default=100)
+    flags.add_argument("--batch", type=int, default=0, help="0: that of the work")
     flags.add_argument("--loss", action="store_true")
     flags.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = flags.parse_args()
+    work = WORKS[options.work]
+    WORKS[options.work] = dataclasses.replace(work, batch=options.batch or work.batch)
     children: dict[str, Callable[[str, str], Any]] = {"steps": steps, "losses": losses}
     if options.child:
         name, way = options.child
@@ -185,7 +191,7 @@ def main() -> None:
         print(MARK + json.dumps(found), flush=True)
         return
     table = _print_losses if options.loss else _print_steps
-    table(options.work, options.workers, options.mbit)
+    table(options)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,10 @@ pytestmark = pytest.mark.multiprocess
 
 # Every kind of data, model state and callback: a run that was interrupted in the middle of an epoch
 # beside the same run undisturbed. On two processes those in which two differ from one.
-ALONE = [
-    "shuffled", "mapped_at_random", "arrays_shuffled", "py_dataset", "grain_by_state",
-]  # fmt: skip
+ALONE = ["mapped_at_random", "arrays_shuffled", "py_dataset"]
 ALONE_TOO = [
-    "loss_scale", "steps_made_again", "no_backup_yet", "grain_by_index", "grain_loader",
-    "hugging_face", "parquet",
+    "shuffled", "grain_by_state", "loss_scale", "steps_made_again", "no_backup_yet",
+    "grain_by_index", "grain_loader", "hugging_face", "parquet",
     "py_dataset_of_threads", "python_generator", "tfrecords", "gradient_accumulation",
 ]  # fmt: skip
 ALONE_LONG = [
@@ -41,8 +39,8 @@ ALONE_LONG = [
     "several_optimizers", "callbacks", "schedule_that_goes_on_from_its_last_rate",
     "steps_made_again_in_arrays",
 ]  # fmt: skip
-TOGETHER = ["mapped_at_random", "arrays_shuffled", "py_dataset", "of_input_context"]
-TOGETHER_TOO = ["grain_by_state", "hugging_face"]
+TOGETHER = ["mapped_at_random", "arrays_shuffled", "py_dataset"]
+TOGETHER_TOO = ["of_input_context", "grain_by_state", "hugging_face"]
 TOGETHER_TOO += ["layers_with_state", "averages_of_replicas_between_steps", "callbacks"]
 TOGETHER_LONG = [
     "grain_by_index", "grain_loader", "parquet",

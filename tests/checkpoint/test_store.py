@@ -167,7 +167,7 @@ def test_failed_write_leaves_the_previous_backup(store, step, error):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", ["same", "other"])
+@pytest.mark.parametrize("step", ["same", pytest.param("other", marks=pytest.mark.thorough)])
 def test_kill_during_a_write_leaves_a_complete_backup(tmp_path, step):
     """Row 3, with a real end of the process before each change of the disk."""
     run = subprocess.run(

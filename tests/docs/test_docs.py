@@ -247,6 +247,7 @@ def build(source: Path, settings: Path, out: Path) -> subprocess.CompletedProces
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # make test begins with make docs
 def test_site_is_built(tmp_path):
     done = build(ROOT, ROOT / "docs", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -96,6 +96,7 @@ def test_where_all_are_lost_all_resume_from_their_backups() -> None:
     assert len({weights(member).tobytes() for member in run}) == 1
 
 
+@pytest.mark.thorough
 def test_a_stopped_worker_is_replaced() -> None:
     run = run_cluster("elastic.py", "lose", "1:7:stop", workers=2, timeout_s=200, options=ELASTIC)
     assert "worker 1 is killed: " in run.output
@@ -103,6 +104,7 @@ def test_a_stopped_worker_is_replaced() -> None:
     assert counted(run) == dict.fromkeys(range(len(X)), EPOCHS)
 
 
+@pytest.mark.thorough
 def test_workers_of_a_notebook() -> None:
     model = made()
     history = tfmw.fit(

@@ -122,6 +122,7 @@ def machines() -> list[Any]:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_the_replicas_of_a_machine_train_as_one(machines, workers):
     """Example j of a batch goes to replica j mod 4: machine a has those of worker 0 of two."""
     assert distance(of(machines, "mean"), of(workers, "float32")) < 1e-6
@@ -131,17 +132,20 @@ def test_the_replicas_of_a_machine_train_as_one(machines, workers):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_machines_that_meet_after_each_step_of_sgd_train_synchronously(machines):
     assert distance(of(machines, "each step"), of(machines, "synchronous")) < 1e-6
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_values_are_rounded_between_machines_only(machines):
     for name, exact in (("int8", "mean"), ("int8 of each replica", "of each replica")):
         assert 0 < distance(of(machines, name), of(machines, exact)) < 2e-3
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_all_workers_of_all_machines_have_the_common_weights(machines):
     for name, chiefs in machines[0]["found"].items():
         for task in machines[1:]:

@@ -240,6 +240,7 @@ def test_strategies_of_a_process_train_one_model_after_the_other(run_cluster):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_models_made_in_the_scope_of_a_strategy_and_outside_of_it(run_cluster):
     """Copies of a metric's variable from a scope are parts of a sum: callbacks must keep it.
 

@@ -53,6 +53,7 @@ def test_two_workers_have_the_results_of_one_process(two_workers, reference):
     assert_equal_to_one_process(two_workers[0], reference)
 
 
+@pytest.mark.thorough
 def test_two_devices_have_the_results_of_one_process(two_devices, reference):
     assert_equal_to_one_process(two_devices[0], reference)
 

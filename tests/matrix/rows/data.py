@@ -109,7 +109,7 @@ def arrays_shuffled() -> Case:
     return _case(x, y, fit={"batch_size": 64, "validation_split": 0.3})
 
 
-@row("validation data of its own size", core=True)
+@row("validation data of its own size", too=True, core=True)
 def validation() -> Case:
     x, y = numbers(13)
     return _case(classes(), fit={"validation_data": (x, y), "validation_batch_size": 4})
@@ -128,7 +128,7 @@ class Pairs(keras.utils.PyDataset):
         return self.x[part], self.y[part]
 
 
-@row("PyDataset")
+@row("PyDataset", too=True)
 def py_dataset() -> Case:
     return _case(Pairs(), fit={"shuffle": False})
 

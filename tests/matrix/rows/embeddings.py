@@ -57,17 +57,17 @@ def model(length: int | None = LENGTH) -> keras.Model:
     return keras.Model(words, layers.Dense(3)(x))
 
 
-@row("embeddings of constants, RMSprop", core=True)
+@row("embeddings of constants, RMSprop", too=True, core=True)
 def rmsprop() -> Case:
     return Case(compiled(model(), optimizers.RMSprop(0.01, epsilon=1e-3)), text())
 
 
-@row("embeddings of constants and of lengths that are not known, Adagrad, clipnorm")
+@row("embeddings of constants and of lengths that are not known, Adagrad, clipnorm", too=True)
 def adagrad() -> Case:
     return Case(compiled(model(None), optimizers.Adagrad(0.1, clipnorm=0.05)), text())
 
 
-@row("embeddings of constants, Adam, jit_compile", only=("two",))
+@row("embeddings of constants, Adam, jit_compile", too=True, only=("two",))
 def adam_jit_compile() -> Case:
     return Case(compiled(model(), optimizers.Adam(0.01, epsilon=1e-3), jit_compile=True), text())
 

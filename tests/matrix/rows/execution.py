@@ -93,7 +93,7 @@ def _wide(units: int) -> Case:
     return Case(compiled(model, "sgd"), data, fit={"epochs": 1}, evaluate=None, predict=None)
 
 
-@row("a gradient of 13 MB", only=("two",))
+@row("a gradient of 13 MB", too=True, only=("two",))
 def large_gradient() -> Case:
     return _wide(1824)
 

@@ -78,7 +78,7 @@ class Layerwise(keras.Model):
         return {"mean": self.mean.result()}
 
 
-@row("optimizers in layers and in a plain object")
+@row("optimizers in layers and in a plain object", too=True)
 def optimizers_of_layers() -> Case:
     model = Layerwise()
     model.compile()

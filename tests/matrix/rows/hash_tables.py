@@ -29,7 +29,7 @@ def _model(ids: Any, optimizer: Any, **options: Any) -> keras.Model:
     )
 
 
-@row("hash table of int64", core=True)
+@row("hash table of int64", too=True, core=True)
 def integers() -> Case:
     ids = _ids(37)
     model = _model(ids, adam(), min_count=2, max_age=3)

@@ -71,7 +71,7 @@ def counting(metrics: list[Any]) -> keras.Model:
     return compiled(model, adam(), metrics=metrics)
 
 
-@row("metrics and layers of one's own that add up", only=("devices", "two"))
+@row("metrics and layers of one's own that add up", too=True, only=("devices", "two"))
 def adding_up() -> Case:
     data = tf.data.Dataset.from_tensor_slices(numbers()).batch(8)
     return Case(counting(own_metrics()), data, predict=None)

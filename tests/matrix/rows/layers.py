@@ -131,6 +131,7 @@ def batch_norm_frozen() -> Case:
 
 @row(
     "Dropout",
+    too=True,
     but="each replica draws masks of its own",
     equal=(),
 )

@@ -207,7 +207,7 @@ def _endpoint(weighted: bool, reduction: str = "sum_over_batch_size") -> Case:
     return Case(model, tf.data.Dataset.from_tensor_slices(arrays).batch(8), predict=None)
 
 
-@row("endpoint layer: add_loss of a keras.losses object", core=True)
+@row("endpoint layer: add_loss of a keras.losses object", too=True, core=True)
 def endpoint() -> Case:
     return _endpoint(weighted=False)
 

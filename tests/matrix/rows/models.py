@@ -55,7 +55,7 @@ class Subclassed(keras.Model):
         return self.head(x)
 
 
-@row("subclassed without get_config, unbuilt", core=True)
+@row("subclassed without get_config, unbuilt", too=True, core=True)
 def subclassed() -> Case:
     return Case(compiled(Subclassed(4), adam()), classes())
 
@@ -124,7 +124,7 @@ def cnn() -> Case:
 
 
 # The gradient of a key's bias is zero but for rounding, and Adam makes a step of that.
-@row("small transformer", tol=5e-5)
+@row("small transformer", too=True, tol=5e-5)
 def transformer() -> Case:
     words = keras.Input([7], dtype="int32")
     positions = layers.Embedding(7, 8)(ops.arange(7))

@@ -53,7 +53,7 @@ def nadam() -> Case:
     return _with(optimizers.Nadam(0.01, epsilon=1e-3))
 
 
-@row("Adafactor", tol=1e-4)
+@row("Adafactor", too=True, tol=1e-4)
 def adafactor() -> Case:
     return _with(optimizers.Adafactor(0.01))
 
@@ -63,7 +63,7 @@ def clipnorm() -> Case:
     return _with(adam(clipnorm=0.05))
 
 
-@row("global_clipnorm", core=True)
+@row("global_clipnorm", too=True, core=True)
 def global_clipnorm() -> Case:
     return _with(adam(global_clipnorm=0.05))
 
