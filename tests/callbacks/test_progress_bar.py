@@ -117,7 +117,8 @@ def played(steps_per_epoch, target, interval_s=10.0, seconds_per_step=0.5):
     """The lines of two epochs, on a clock of our own."""
     out, now, examples = io.StringIO(), [0.0], [0]
     clock = functools.partial(now.__getitem__, 0)
-    lines = Lines(functools.partial(examples.__getitem__, 0), interval_s, out, clock)
+    throughput = Throughput(functools.partial(examples.__getitem__, 0), clock)
+    lines = Lines(throughput, interval_s, out)
     lines.set_params({"epochs": 12, "steps": target, "verbose": "auto"})
     lines.on_train_begin()
     for epoch in (8, 9):
@@ -175,7 +176,7 @@ def drawn(monkeypatch, columns, target=938, steps=938, seconds_per_step=0.01, me
     out, now, examples = Terminal(), [0.0], [0]
     monkeypatch.setattr("sys.stdout", out)
     monkeypatch.setenv("COLUMNS", str(columns))
-    bar = Bar(lambda: examples[0], clock=lambda: now[0])
+    bar = Bar(Throughput(lambda: examples[0], clock=lambda: now[0]))
     bar.set_params({"epochs": 1, "steps": target, "verbose": 1})
     bar.on_train_begin()
     bar.on_epoch_begin(0)

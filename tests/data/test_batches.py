@@ -90,7 +90,7 @@ EMPTY: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("kind", EMPTY)
 def test_an_empty_batch_is_of_its_spec(kind: str) -> None:
     spec, shape = EMPTY[kind]
-    batch = batches.empty_batch({"x": spec, "none": None})
+    batch = batches.zeros({"x": spec, "none": None}, 0)
     assert batch["none"] is None
     assert batch["x"].shape.as_list() == shape
     assert batch["x"].dtype == spec.dtype

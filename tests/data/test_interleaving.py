@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfmw import data
-from tfmw.data.interleaving import InterleaveOrder
+from tfmw.cluster.group import Group
+from tfmw.data.file_records import InterleaveOrder
 
 
 @given(
@@ -69,11 +71,18 @@ PIPELINES: dict[str, Callable[[Path], tf.data.Dataset]] = {
 }
 
 
+class _Machine(Group):
+    """Whose chief has another number of cores."""
+
+    def settled(self, name: str, decide: Any) -> int:
+        return 3
+
+
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_cycle_length_is_that_of_the_chiefs_machine(name: str, tmp_path: Path) -> None:
     """tf.data chooses it by the number of cores, so workers would have different orders."""
     dataset = PIPELINES[name](tmp_path)
-    of_chief = data.Order(settle=lambda name, own: 3)
+    of_chief = data.Order(group=_Machine(0, 1))
     found = [int(x) for x in data.ordered(dataset, of_chief)[0]]
     assert found == [0, 10, 20, 1, 11, 21, 2, 12, 22, 30, 40, 31, 41, 32, 42]
     own = data.Order()

@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 
 from tfmw import data
+from tfmw.data.by_index import joined
 from tfmw.data.seek import seek
-from tfmw.data.zips import joined
 
 N, B = 22, 4
 

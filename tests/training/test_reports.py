@@ -138,9 +138,9 @@ def assert_one_clock(events: list[dict[str, Any]]) -> None:
 
 def test_a_file_for_the_node_exporter(tmp_path: Path) -> None:
     file = tmp_path / "run.prom"
-    reporter = Reporter.of(True, 2, {"TFMW_METRICS_FILE": str(file), "TFMW_ATTEMPT": "3"})
+    reporter = Reporter(True, 2, {"TFMW_METRICS_FILE": str(file), "TFMW_ATTEMPT": "3"})
     times = StepTimes(steps=10, examples=100, seconds=1.0)
-    reporter.steps(10, 0, 20, {"loss": 0.5, "image": [[1.0]]}, times, saved_at=None)
+    reporter.steps(10, 0, {"loss": 0.5, "image": [[1.0]]}, times, saved_at=None)
     reporter.end(20, 1, {"loss": 0.25})
     metrics = parsed(file.read_text())
     assert (metrics["tfmw_step"], metrics["tfmw_restarts"]) == (20, 3)
@@ -163,8 +163,8 @@ def test_the_epochs_are_those_before_early_stopping(
 
 
 def test_only_the_chief_reports(tmp_path: Path) -> None:
-    reporter = Reporter.of(False, 2, {"TFMW_METRICS_FILE": str(tmp_path / "run.prom")})
-    reporter.steps(10, 0, 20, {"loss": 0.5}, None, None)
+    reporter = Reporter(False, 2, {"TFMW_METRICS_FILE": str(tmp_path / "run.prom")})
+    reporter.steps(10, 0, {"loss": 0.5}, None, None)
     reporter.end(20, 1, None)
     assert list(tmp_path.iterdir()) == []
 
@@ -173,7 +173,7 @@ def test_a_taken_port_is_named() -> None:
     with http.server.HTTPServer(("", 0), http.server.BaseHTTPRequestHandler) as server:
         port = str(server.server_port)
         with pytest.raises(UsageError, match="cannot be served on port"):
-            Reporter.of(True, 1, {"TFMW_METRICS_PORT": port})
+            Reporter(True, 1, {"TFMW_METRICS_PORT": port})
         with pytest.raises(UsageError, match="give another port"):
             metrics_server.serve(port, from_file=True, environ={})
 
@@ -186,7 +186,7 @@ def test_other_machines_read_where_an_address_is_given() -> None:
 
 def test_the_dashboard_shows_what_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "run.prom"
-    Reporter.of(True, 2, {"TFMW_METRICS_FILE": str(file)}).steps(1, 0, 2, {"loss": 1}, None, None)
+    Reporter(True, 2, {"TFMW_METRICS_FILE": str(file)}).steps(1, 0, {"loss": 1}, None, None)
     reported = {name.partition("{")[0] for name in parsed(file.read_text())} | {"tfmw_step_seconds"}
     dashboard = json.loads((ROOT / "docs/grafana.json").read_text())
     expressions = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]

@@ -1,23 +1,32 @@
-"""`tfmw.callbacks.Log`: a function that gets the logs of training, and where its time goes."""
+"""`tfmw.callbacks.Log`, a function that gets logs and the time of steps; `Trace`, a file with all.
+
+Both observe a training: `tfmw.fit` tells them about it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import keras
 
 from tfmw.errors import UsageError
-from tfmw.runtime import goodput
+from tfmw.runtime import goodput, tracing
 from tfmw.runtime.step_times import StepTimes
+
+logger = logging.getLogger("tfmw")
 
 Write = Callable[[dict[str, Any], int], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """The progress of a training, for `Log` and `Trace`.
+    """The progress of a training, for observers.
 
     Args:
         rank: of this worker.
@@ -30,10 +39,24 @@ class Training:
     rank: int
     workers: int
     times: Callable[[], StepTimes | None]
-    meet: Callable[[], object] = lambda: None
+    meet: Callable[[], object]
 
 
-class Log(keras.callbacks.Callback):
+class Observer(keras.callbacks.Callback):
+    """A callback that observes a training of `tfmw.fit`; in one of Keras it does less."""
+
+    reads_optimizer = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._training: Training | None = None  # of Keras
+
+    def observe(self, training: Training) -> None:
+        """Sets the training; `tfmw.fit` calls it."""
+        self._training = training
+
+
+class Log(Observer):
     """Calls a function with the logs, and with the time of a step and its parts.
 
     It runs on every worker, each with its own times. Calls of MLflow and W&B reach the tracker from
@@ -56,22 +79,15 @@ class Log(keras.callbacks.Callback):
         tfmw.fit(model, data, callbacks=[tfmw.callbacks.Log(lambda logs, step: print(step, logs))])
     """
 
-    reads_optimizer = False
-
     def __init__(self, write: Write, every: int | str = "epoch"):
         super().__init__()
         if every != "epoch" and (not isinstance(every, int) or every < 1):
             raise UsageError(f'received every={every!r}: expected "epoch" or a number of steps.')
         self.write = write
         self.every = every
-        self._training: Training | None = None
         self._before: StepTimes | None = None
         self._steps = 0
         self._epochs_steps = 0  # of the epochs before this one
-
-    def observe(self, training: Training) -> None:
-        """Sets what it reports; `tfmw.fit` calls it."""
-        self._training = training
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._note()
@@ -94,7 +110,7 @@ class Log(keras.callbacks.Callback):
 
     def _own(self) -> dict[str, Any]:
         training = self._training
-        if training is None:  # Keras trains
+        if training is None:
             return {}
         now = goodput.division()
         own: dict[str, Any] = {"rank": training.rank, "workers": training.workers}
@@ -104,17 +120,78 @@ class Log(keras.callbacks.Callback):
         split = None if times is None or self._before is None else times.since(self._before)
         if split is None:
             return own
-        seconds = split.step_s * split.steps
-        return own | {
-            "steps_per_s": split.steps / seconds,
-            "examples_per_s": split.examples / seconds,
-            "step_s": split.step_s,
-            "input_s": split.input_s,
-            "communication_s": split.communication_s,
-            "compute_s": split.compute_s,
-        }
+        rates = {"steps_per_s": split.steps_per_s, "examples_per_s": split.examples_per_s}
+        means = {name: s for name, s in split._asdict().items() if name.endswith("_s")}
+        return own | rates | means
 
     def _note(self) -> None:
         if self._training is not None:
             times = self._training.times()
             self._before = None if times is None else times.copy()
+
+
+class Trace(Observer):
+    """Writes a trace of all workers, on one clock: <directory>/trace.json, in Chrome's format.
+
+    https://ui.perfetto.dev and chrome://tracing open it. It has the steps of each worker, its waits
+    for input, its exchanges with other workers, and other long calls such as backups. Give it on
+    all workers, like any callback; the chief writes the file when the training ends. While it is
+    given, each call of the driver runs one step.
+
+    Args:
+        directory: that all workers see. An earlier trace in it is replaced.
+        steps: the first step and the one after the last, counted from the start of the training;
+            None for all.
+
+    Raises:
+        UsageError: `steps` are no such pair.
+
+    Example:
+        tfmw.fit(model, data, callbacks=[tfmw.callbacks.Trace("traces", steps=(100, 110))])
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], steps: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__()
+        begin, end = (0, sys.maxsize) if steps is None else steps
+        if not 0 <= begin < end:
+            raise UsageError(
+                f"received steps={steps!r}: expected the first step and the one after the last, "
+                "such as (100, 110)."
+            )
+        self.directory = os.path.abspath(directory)
+        self.steps = begin, end
+
+    def begin(self, step: int) -> None:
+        """Traces from this step on; the training loop calls it."""
+        if self._training is not None:
+            task = f"worker {self._training.rank}"
+            tracing.start(self.directory, self.steps, task, step)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._training is None:
+            return
+        training, self._training = self._training, None
+        tracing.stop()
+        training.meet()
+        if training.rank == 0 and tracing.join(Path(self.directory)) is None:
+            logger.warning(
+                "no trace is written to %s: none of the steps %d to %d was trained, or parameter "
+                "servers train, whose workers' steps are not traced",
+                self.directory,
+                *self.steps,
+            )
+
+
+def begin_traces(callbacks: Iterable[Any], step: int) -> None:
+    """Starts the traces among the callbacks, before the driver decides how many steps a call has.
+
+    Args:
+        callbacks: of this task.
+        step: training steps that are done.
+    """
+    tracing.at_step(step)
+    for callback in callbacks:
+        if isinstance(callback, Trace):
+            callback.begin(step)

@@ -53,7 +53,7 @@ class Throughput:
         overlapping: bool = False,
     ):
         self._examples = examples or (lambda: 0)
-        self._clock = clock
+        self.clock = clock
         self._calls = 0
         self._overlapping = overlapping
         self.begin()
@@ -84,26 +84,19 @@ class Throughput:
         return number / seconds if seconds > 0 else 0.0
 
     def _now(self, steps: int) -> _Point:
-        return _Point(self._clock(), steps, self._examples())
+        return _Point(self.clock(), steps, self._examples())
 
 
 class Bar(keras.callbacks.ProgbarLogger):
     """Keras's bar, with the examples per second after the time of a step.
 
     Args:
-        examples: as in `Throughput`.
-        clock: monotonic seconds.
-        overlapping: as in `Throughput`.
+        throughput: of the steps that it shows.
     """
 
-    def __init__(
-        self,
-        examples: Callable[[], int],
-        clock: Callable[[], float] = time.monotonic,
-        overlapping: bool = False,
-    ):
+    def __init__(self, throughput: Throughput):
         super().__init__()
-        self._throughput = Throughput(examples, clock, overlapping)
+        self._throughput = throughput
         self._in_fit = False  # where validation shows no progress
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -175,26 +168,22 @@ class Lines(keras.callbacks.ProgbarLogger):
     """Prints lines in place of Keras's bar, for output to a file.
 
     Args:
-        examples: as in `Throughput`.
+        throughput: of the steps that it shows; its clock is that of the lines.
         interval_s: seconds between two lines within an epoch; the end of an epoch always has one.
         out: the stream; by default `sys.stdout`.
-        clock: monotonic seconds.
-        overlapping: as in `Throughput`.
     """
 
     def __init__(
         self,
-        examples: Callable[[], int] | None = None,
+        throughput: Throughput,
         interval_s: float = INTERVAL_S,
         out: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        overlapping: bool = False,
     ):
         super().__init__()
         self._interval_s = interval_s
         self._out = out
-        self._clock = clock
-        self._throughput = Throughput(examples, clock, overlapping)
+        self._clock = throughput.clock
+        self._throughput = throughput
         self._epoch = 0
         self._begin("train")
 
@@ -289,10 +278,11 @@ def with_progress(
     chosen = any(isinstance(c, keras.callbacks.ProgbarLogger) for c in callbacks)
     if not shows or chosen:
         return callbacks
+    throughput = Throughput(examples, overlapping=overlapping)
     if verbose == "auto" and not is_watched(sys.stdout):
-        return [*callbacks, Lines(examples, overlapping=overlapping)]
+        return [*callbacks, Lines(throughput)]
     if verbose in ("auto", 1) and examples is not None:
-        return [*callbacks, Bar(examples, overlapping=overlapping)]
+        return [*callbacks, Bar(throughput)]
     return callbacks  # Keras adds its own
 
 

@@ -1,4 +1,4 @@
-"""Callbacks on many workers: which tasks run them, and which write.
+"""Callbacks on many workers: which tasks run them, which write, and the model that they see.
 
 Every callback runs on every worker, with the same logs, so it makes the same changes to the model
 everywhere. Callbacks that write files or send reports run on the chief only. tfmw knows Keras's
@@ -10,10 +10,15 @@ own, and recognizes what logs to a tracker (`tfmw/trackers/rule.py`); other call
     tfmw.fit(model, data, callbacks=[tfmw.callbacks.ChiefOnly(third_party_callback)])
 
 After each epoch all workers adopt the chief's learning rate and its decision to stop.
+
+Users' callbacks read and assign weights, save the model, or train another one with it, and so does
+Keras's own SwapEMAWeights. What works on a `tf.Variable` may not work on the copies of a strategy,
+so they see an ordinary model: see `OnOrdinaryModel`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -221,9 +226,8 @@ def wants_every_batch(callback: Any, kind: str = "train") -> bool:
     skips = keras.callbacks.ProgbarLogger | keras.callbacks.History | BetweenCalls
     if isinstance(callback, skips):
         return False
-    if isinstance(callback, keras.callbacks.ModelCheckpoint):
-        if type(callback) is keras.callbacks.ModelCheckpoint:
-            return callback.save_freq != "epoch"
+    if type(callback) is keras.callbacks.ModelCheckpoint:
+        return callback.save_freq != "epoch"
     if type(callback) is Log:
         return callback.every != "epoch"
     if type(callback) is keras.callbacks.TensorBoard:
@@ -245,3 +249,37 @@ def acts_in(callback: Any, hook: str) -> bool:
 def _overrides(callback: Any, hook: str) -> bool:
     base = keras.callbacks.Callback
     return hook in vars(callback) or getattr(type(callback), hook) is not getattr(base, hook)
+
+
+class OnOrdinaryModel:
+    """A list of callbacks whose hooks run while the model is an ordinary one.
+
+    Args:
+        callback_list: as Keras makes it.
+        ordinary_model: makes the context for a hook. It copies the weights, so it is left out for
+            hooks in which no callback acts. Its argument is whether moving averages are the same on
+            all replicas: not before a step, where a run goes on within an epoch.
+
+    Attributes:
+        callbacks: of the list.
+    """
+
+    def __init__(
+        self,
+        callback_list: keras.callbacks.CallbackList,
+        ordinary_model: Callable[[bool], contextlib.AbstractContextManager[None]],
+    ):
+        self.callbacks: list[Any] = callback_list.callbacks
+        self._list = callback_list
+        self._ordinary_model = ordinary_model
+
+    def __getattr__(self, hook: str) -> Callable[..., None]:
+        method: Callable[..., None] = getattr(self._list, hook)
+        if not any(acts_in(callback, hook) for callback in self.callbacks):
+            return method
+
+        def run(*arguments: Any, **named: Any) -> None:
+            with self._ordinary_model(hook != "on_train_batch_begin"):
+                method(*arguments, **named)
+
+        return run

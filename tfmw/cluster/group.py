@@ -61,10 +61,7 @@ class Group:
     Attributes:
         rank: of this process; 0 is the chief.
         size: number of processes.
-        reads_alone: whether others read the data, too, without exchanges of the group.
     """
-
-    reads_alone = False
 
     def __init__(self, rank: int, size: int, tasks: Sequence[str] = ()):
         self.rank = rank

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfmw.data.values import INFINITE
+from tfmw.data.values import INFINITE, Sharding
 from tfmw.keras_compat import datasets, rebuilding
 
 # tfmw's own functions on batches have no Python control flow to convert. Each conversion would take
@@ -21,6 +22,13 @@ def input_of(node: tf.data.Dataset) -> tf.data.Dataset:
     below = datasets.dataset_input(node)
     assert below is not None, f"{type(node).__name__} transforms one dataset"
     return below
+
+
+def beneath(node: tf.data.Dataset, kinds: tuple[type, ...]) -> tf.data.Dataset:
+    """The first node of a pipeline, from its end, that is none of these kinds."""
+    while isinstance(node, kinds):
+        node = input_of(node)
+    return node
 
 
 def steps_in(dataset: tf.data.Dataset) -> int | None:
@@ -103,6 +111,21 @@ def rows_from(tensor: Any, start: int, step: int) -> Any:
     return gather_rows(tensor, tf.range(begin, end, step))
 
 
+def parts_of(batch: Any, sharding: Sharding) -> tuple[tuple[Any, ...], tf.Tensor]:
+    """A global batch -> (a part for each local replica, int64 [L] how many examples each has).
+
+    Example i goes to replica i mod R; a replica without an example gets the first one.
+    """
+    total = examples_of(batch)
+    if sharding.replicas == 1:
+        return (batch,), total[None]
+    parts = tuple(
+        map_tensors(functools.partial(rows_from, start=replica, step=sharding.replicas), batch)
+        for replica in sharding.local
+    )
+    return parts, sharding.counts(total)
+
+
 def first_rows(tensors: Any, count: tf.Tensor) -> Any:
     """The first `count` (integer []) rows of each tensor of a structure."""
     return map_tensors(
@@ -139,21 +162,21 @@ def gather_rows(tensor: Any, rows: tf.Tensor) -> Any:
     return tf.sparse.reorder(out)
 
 
-def empty_batch(spec: Any) -> Any:
-    """An empty batch of this spec."""
+def zeros(spec: Any, rows: int) -> Any:
+    """A batch of zeros of this spec: of 0 or 1 rows, as are dimensions that are not known."""
 
     def leaf(s: Any) -> Any:
-        if isinstance(s, tf.RaggedTensorSpec):
-            flat = tf.zeros([0, *[d or 0 for d in s.shape[s.ragged_rank + 1 :]]], s.dtype)
-            splits: list[Any] = [np.zeros([1], np.int64)] * s.ragged_rank
+        if isinstance(s, tf.RaggedTensorSpec) and s.ragged_rank:
+            flat = tf.zeros([0, *[d or rows for d in s.shape[s.ragged_rank + 1 :]]], s.dtype)
+            splits: list[np.ndarray] = [
+                np.zeros([n + 1], np.int64) for n in (rows, *[0] * (s.ragged_rank - 1))
+            ]
             return tf.RaggedTensor.from_nested_row_splits(flat, splits)
+        shape = [rows, *[d or rows for d in s.shape[1:]]]
         if isinstance(s, tf.SparseTensorSpec):
-            return tf.SparseTensor(
-                np.zeros([0, s.shape.rank], np.int64),
-                tf.zeros([0], s.dtype),
-                [0, *[d or 0 for d in s.shape[1:]]],
-            )
-        return tf.zeros([0, *[d or 0 for d in s.shape[1:]]], s.dtype)
+            nothing: np.ndarray = np.zeros([0, s.shape.rank], np.int64)
+            return tf.SparseTensor(nothing, tf.zeros([0], s.dtype), shape)
+        return tf.zeros(shape, s.dtype)
 
     return map_tensors(leaf, spec)
 
@@ -191,8 +214,8 @@ def filled(steps: tf.data.Dataset, spec: Any, whole: bool = False) -> tf.data.Da
             )
         return _components(last), (tuple(out), counts)
 
-    zeros = [_one_row_of_zeros(s) for s in specs if s is not None]
-    return steps.scan(_components(zeros), without_autograph(step))
+    first = [zeros(s, 1) for s in specs if s is not None]
+    return steps.scan(_components(first), without_autograph(step))
 
 
 def _components(tensors: list[Any]) -> tuple[tf.Tensor, ...]:
@@ -211,29 +234,12 @@ def _either(condition: tf.Tensor, one: Any, other: Any) -> Any:
     return out
 
 
-def _one_row_of_zeros(spec: Any) -> Any:
-    if isinstance(spec, tf.RaggedTensorSpec):
-        flat = tf.zeros([0, *[d or 1 for d in spec.shape[spec.ragged_rank + 1 :]]], spec.dtype)
-        splits: list[Any] = [np.zeros([2], np.int64)]
-        splits += [np.zeros([1], np.int64)] * (spec.ragged_rank - 1)
-        return tf.RaggedTensor.from_nested_row_splits(flat, splits)
-    shape = [1, *[d or 1 for d in spec.shape[1:]]]
-    if isinstance(spec, tf.SparseTensorSpec):
-        nothing: np.ndarray = np.zeros([0, spec.shape.rank], np.int64)
-        return tf.SparseTensor(nothing, tf.zeros([0], spec.dtype), shape)
-    return tf.zeros(shape, spec.dtype)
-
-
 def global_batch_size(dataset: tf.data.Dataset) -> int | None:
     """The size of all batches but the last, if the pipeline has a constant one."""
-    node: tf.data.Dataset | None = dataset
-    while node is not None and isinstance(node, rebuilding.REBUILDABLE):
-        if isinstance(node, datasets.Batch):
-            arguments = datasets.batch_arguments(node)
-            return None if arguments is None else arguments[0]
-        if isinstance(node, datasets.Map):
-            break
-        node = datasets.dataset_input(node)
+    node = beneath(dataset, rebuilding.MOVES)
+    if isinstance(node, datasets.Batch):
+        arguments = datasets.batch_arguments(node)
+        return None if arguments is None else arguments[0]
     return static_batch_size(spec_of(dataset))
 
 

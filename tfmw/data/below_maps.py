@@ -10,23 +10,20 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.data.batches import (
+    beneath,
     deterministic,
     element_of,
-    examples_of,
     input_of,
-    map_tensors,
-    rows_from,
+    parts_of,
     spec_of,
     steps_in,
     without_autograph,
 )
-from tfmw.data.by_index import Indexed
-from tfmw.data.rows import rows_under
+from tfmw.data.by_index import Indexed, Rows, peeled, rows_under
+from tfmw.data.reshuffles import Reshuffles
 from tfmw.data.seek import ordered_from
-from tfmw.data.slices import is_small
 from tfmw.data.values import INFINITE, Order, Shard, Sharding, ShardSizes
-from tfmw.data.whole_batches import with_unknown_totals
-from tfmw.data.zips import joined
+from tfmw.data.whole_batches import is_small, with_unknown_totals
 from tfmw.keras_compat import datasets, rebuilding
 
 
@@ -51,16 +48,20 @@ class Batched:
     @classmethod
     def of(cls, dataset: tf.data.Dataset) -> Batched | None:
         """The parts; None for other pipelines, and if sharding below the maps does not pay."""
-        node = dataset
-        while isinstance(node, (*datasets.Prefetch, *datasets.OptionsNode)):
-            node = input_of(node)
+        node = beneath(dataset, datasets.Same)
         if not isinstance(node, datasets.Batch):
             return None
         arguments = datasets.batch_arguments(node)
         if arguments is None:
             return None
         elements = input_of(node)
-        source, selections, maps = _peel(elements)
+        # Selections do not depend on the elements and maps do not move them, so all selections may
+        # run before all maps. Those below the lowest map need not be removed.
+        _, above = peeled(elements, _selects_or_maps)
+        while above and not isinstance(above[-1], datasets.Map):
+            above.pop()
+        source = input_of(above[-1]) if above else elements
+        maps = [each for each in above if isinstance(each, datasets.Map)]
         leaves = tf.nest.flatten(source.element_spec)
         if any(isinstance(s, tf.RaggedTensorSpec) for s in leaves):
             # After a map, batch() would make rows of a ragged tensor dense.
@@ -68,25 +69,42 @@ class Batched:
         if not maps and steps_in(elements) is None:
             # Without maps nothing is saved, and unknown totals cost a reduction at each step.
             return None
-        for selection in reversed(selections):
-            source = rebuilding.rebuilt(selection, source)
+        for each in reversed(above):
+            if isinstance(each, rebuilding.SELECTIONS):
+                source = rebuilding.rebuilt(each, source)
         return cls(source, maps[::-1], *arguments, spec_of(node))
 
+    @functools.cached_property
+    def indexed(self) -> Indexed | None:
+        """The source by indices of examples; None if it has none."""
+        return Indexed.of(self.source)
 
-def below_maps(
-    dataset: tf.data.Dataset, sharding: Sharding, order: Order, skip: int
-) -> Shard | None:
+    @property
+    def rows(self) -> Rows | None:
+        """The source's rows; None of other sources."""
+        return None if self.indexed is None else self.indexed.rows
+
+    def shard(
+        self, dataset: tf.data.Dataset, count: int, sharding: Sharding, reshuffles: Reshuffles
+    ) -> Shard:
+        """A shard of this pipeline, of whose source `count` examples are read."""
+        full = last = ShardSizes.of(self.size, sharding)
+        steps = INFINITE
+        if count != INFINITE:
+            remainder = 0 if self.drop_remainder else count % self.size
+            last = ShardSizes.of(remainder or self.size, sharding)
+            steps = count // self.size + (remainder > 0)
+        return Shard(dataset, steps, full, last, self.spec, self.size, reshuffles=reshuffles)
+
+
+def below_maps(whole: Batched, sharding: Sharding, order: Order, skip: int) -> Shard | None:
     """The shard of a pipeline that ends in `batch`; None for pipelines of `by_slices`."""
-    whole = Batched.of(dataset)
-    if whole is None:
-        return None
-    indexed = Indexed.of(whole.source)
+    indexed, rows = whole.indexed, whole.rows
     if not whole.maps and indexed is not None:
         return _by_index(whole, indexed, sharding, order, skip)
     size = whole.size
     if size < sharding.replicas:
         return None  # some replicas have no example in any batch: they take others'
-    rows = None if indexed is None else indexed.rows
     source = whole.source if indexed is None or rows is None else indexed.indices
     # Whole batches are skipped, so that the other examples keep their positions.
     source, reshuffles = ordered_from(source, order, skip * size)
@@ -97,53 +115,32 @@ def below_maps(
     known = count is not None and count != INFINITE and not whole.drop_remainder
     elements = _local_elements(source, size, sharding, count if known else None)
     own = sharding.local_rows(size)
+    local = Sharding(local_replicas=sharding.local_replicas)
     if rows is not None:
         elements = elements.batch(own).map(without_autograph(rows.examples), **rows.parallel)
         elements = elements.unbatch()
     for function in whole.maps:
         elements = rebuilding.rebuilt(function, elements)
-    full = last = ShardSizes.of(size, sharding)
     batches = elements.batch(own, drop_remainder=count is not None and not known)
     if count is None:
-        parts = batches.map(
-            without_autograph(lambda *b: _alternating(element_of(batches)(b), sharding))
-        )
+        element = element_of(batches)
+        parts = batches.map(without_autograph(lambda *b: parts_of(element(b), local)))
         shard = with_unknown_totals(parts, whole.spec, sharding, size)
         return dataclasses.replace(shard, reshuffles=reshuffles)
     if count == INFINITE:
-        steps: int = INFINITE
         totals = tf.data.Dataset.from_tensors(np.int64(size)).repeat()
     else:
-        remainder = 0 if whole.drop_remainder else count % size
-        last = ShardSizes.of(remainder or size, sharding)
-        steps = count // size + (remainder > 0)
+        steps = count // size if whole.drop_remainder else -(-count // size)
         totals = tf.data.Dataset.range(steps).map(
             without_autograph(lambda k: tf.minimum(np.int64(size), count - k * size))
         )
 
     def divided(batch: Any, total: tf.Tensor) -> Any:
-        parts, _ = _alternating(batch, sharding)
+        parts, _ = parts_of(batch, local)
         return parts, sharding.counts(total), total
 
     zipped = tf.data.Dataset.zip((batches, totals)).map(without_autograph(divided))
-    return Shard(deterministic(zipped), steps, full, last, whole.spec, size, reshuffles=reshuffles)
-
-
-def _alternating(batch: Any, sharding: Sharding) -> tuple[tuple[Any, ...], tf.Tensor]:
-    """A worker's batch -> (one for each local replica, int64 [L] how many examples each has).
-
-    Example i goes to local replica i mod L; a replica without an example gets the first one.
-    """
-    replicas = sharding.local_replicas
-    total = examples_of(batch)
-    counts = tf.stack([(total - d + replicas - 1) // replicas for d in range(replicas)])
-    if replicas == 1:
-        return (batch,), counts
-    parts = tuple(
-        map_tensors(functools.partial(rows_from, start=d, step=replicas), batch)
-        for d in range(replicas)
-    )
-    return parts, counts
+    return whole.shard(deterministic(zipped), count, sharding, reshuffles)
 
 
 def _by_index(
@@ -153,30 +150,21 @@ def _by_index(
     size = whole.size
     indices, reshuffles = ordered_from(indexed.indices, order, skip * size)
     count = steps_in(indices)
+    assert count is not None  # of arrays it is known
     batches = indices.batch(size, whole.drop_remainder)
-
     always_full = whole.drop_remainder or count == INFINITE
 
     def local_batch(indices: tf.Tensor) -> Any:
-        total = tf.size(indices, out_type=tf.int64)
-        parts = []
-        for replica in sharding.local:
-            own = rows_from(indices, replica, sharding.replicas)
+        own, counts = parts_of(indices, sharding)
+        for replica, part in zip(sharding.local, own, strict=True):
             if always_full:
-                own.set_shape([max(1, len(range(replica, size, sharding.replicas)))])
-            parts.append(indexed.examples(own))
-        return tuple(parts), sharding.counts(total), total
+                part.set_shape([max(1, len(range(replica, size, sharding.replicas)))])
+        return tuple(map(indexed.examples, own)), counts, tf.size(indices, out_type=tf.int64)
 
-    last = full = ShardSizes.of(size, sharding)
-    steps = steps_in(batches)
-    assert count is not None and steps is not None  # noqa: PT018  (of arrays both are known)
-    if count != INFINITE and not whole.drop_remainder:
-        last = ShardSizes.of(count % size or size, sharding)
     parallel = {} if indexed.rows is None else indexed.rows.parallel
     local = batches.map(without_autograph(local_batch), **parallel)
     tuned = indexed.rows is not None or not is_small(whole.spec, size)
-    dataset = deterministic(local, tuned=tuned)
-    return Shard(dataset, steps, full, last, whole.spec, size, reshuffles=reshuffles)
+    return whole.shard(deterministic(local, tuned=tuned), count, sharding, reshuffles)
 
 
 def _local_elements(
@@ -202,32 +190,6 @@ def _local_elements(
     return local.map(without_autograph(lambda _, element: element))
 
 
-def _peel(
-    elements: tf.data.Dataset,
-) -> tuple[tf.data.Dataset, list[tf.data.Dataset], list[tf.data.Dataset]]:
-    """Removes maps and selections from the end of a pipeline of single examples.
-
-    Returns:
-        (the remaining pipeline, the removed selections, the removed maps), the last ones first.
-        Selections do not depend on the elements and maps do not move them, so all selections may
-        run before all maps.
-    """
-    selections: list[tf.data.Dataset] = []
-    maps: list[tf.data.Dataset] = []
-    lowest_map = (elements, 0, 0)
-    node = elements
-    while True:
-        if rows_under(node) is not None:
-            break
-        node = joined(node) or node
-        if isinstance(node, datasets.Map) and datasets.is_pure(node):
-            maps.append(node)
-            lowest_map = (input_of(node), len(selections), len(maps))
-        elif isinstance(node, rebuilding.SELECTIONS):
-            selections.append(node)
-        elif not isinstance(node, (*datasets.Prefetch, *datasets.OptionsNode)):
-            break
-        node = input_of(node)
-    # Selections below the lowest map need not be removed.
-    source, number_of_selections, number_of_maps = lowest_map
-    return source, selections[:number_of_selections], maps[:number_of_maps]
+def _selects_or_maps(node: tf.data.Dataset) -> bool:
+    known = isinstance(node, (*datasets.Map, *rebuilding.MOVES)) and rows_under(node) is None
+    return known and datasets.is_pure(node)

@@ -36,6 +36,7 @@ import keras
 import numpy as np
 
 from tfmw.cluster import membership
+from tfmw.cluster.group import Group
 from tfmw.data.random_state import random_state
 from tfmw.runtime import sockets
 from tfmw.runtime.connections import keep_alive
@@ -287,19 +288,14 @@ _exchange: BatchExchange | None = None
 _numbers = 0
 
 
-def divided(
-    rank: int,
-    compute: Callable[[int], Any],
-    from_all: Callable[[Any], list[Any]],
-    agree: Callable[[Any], Any],
-) -> DividedBatches:
+def divided(compute: Callable[[int], Any], group: Group) -> DividedBatches:
     """The batches that `compute` returns, divided between all workers, each of which calls this."""
     global _exchange, _numbers
     if _exchange is None:
         joined = membership.joined()
         assert joined is not None  # several workers have a cluster
-        key = membership.training_key(lambda draw: agree(draw()))
-        _exchange = BatchExchange(joined.hosts[rank], key)
-        _exchange.peers = list(zip(joined.hosts, from_all(_exchange.port), strict=True))
+        key = membership.training_key(group.from_chief)
+        _exchange = BatchExchange(joined.hosts[group.rank], key)
+        _exchange.peers = list(zip(joined.hosts, group.from_all(_exchange.port), strict=True))
     _numbers += 1
-    return DividedBatches(_exchange, _numbers, rank, compute)
+    return DividedBatches(_exchange, _numbers, group.rank, compute)

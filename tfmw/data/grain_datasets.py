@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw.data.rows import from_index
+from tfmw.data.by_index import from_index
 from tfmw.data.values import EpochHooks
 from tfmw.errors import UsageError
 

@@ -134,7 +134,8 @@ def _ordered_by_graph(
         if chosen is not None and not suffix:
             chosen_of[node.name] = chosen
         if chosen is not None and chosen != local:
-            _set_seeds(nodes, suffix, node, chosen)
+            for slot, value in zip(SEED_INPUTS[node.op], chosen, strict=True):
+                _set_constant(nodes, suffix, node, slot, value)
     pairs = _own_generators(own, chosen_of)
     if not changed and not seeds and not own:
         return dataset, []
@@ -202,12 +203,6 @@ def _agree_on_turns(nodes: Any, by_name: Any, suffix: str, node: Any, order: Ord
         return False
     _set_constant(nodes, suffix, node, len(inputs) + slots[0], agreed)
     return True
-
-
-def _set_seeds(nodes: Any, suffix: str, node: Any, pair: list[int]) -> None:
-    """Replaces the seeds of a shuffle by two new constants."""
-    for slot, value in zip(SEED_INPUTS[node.op], pair, strict=True):
-        _set_constant(nodes, suffix, node, slot, value)
 
 
 def _set_constant(nodes: Any, suffix: str, node: Any, slot: int, value: int) -> None:

@@ -10,12 +10,12 @@ A dataset with `workers=2` or more is divided: see `divided_work.py`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
+from tfmw.cluster.group import Group
 from tfmw.data.divided_work import DividedBatches, divided
 from tfmw.data.random_state import (
     as_python_state,
@@ -23,7 +23,7 @@ from tfmw.data.random_state import (
     random_state,
     restore_random_state,
 )
-from tfmw.data.values import EpochHooks, Order, Sharding
+from tfmw.data.values import EpochHooks
 from tfmw.keras_compat import datasets
 
 
@@ -63,17 +63,17 @@ class OrderedPyDataset(keras.utils.PyDataset):
     def _compute(self, index: int) -> Any:
         return self._dataset[index if self._order is None else self._order[index]]
 
-    def divide(self, sharding: Sharding, order: Order) -> None:
+    def divide(self, group: Group) -> None:
         """Divides the work between workers, if Keras's threads compute batches in any order."""
         threads = self._dataset.workers
-        if self._divided is not None or order.from_all is None:
+        if self._divided is not None or group.size == 1:
             return
-        if threads < 2 or self._dataset.use_multiprocessing or sharding.workers == 1:
+        if threads < 2 or self._dataset.use_multiprocessing:
             return
-        self._divided = divided(sharding.rank, self._compute, order.from_all, order.agree)
-        self._agree = order.agree
+        self._divided = divided(self._compute, group)
+        self._group = group
         # As many threads as there were compute at a time: the others wait for other workers.
-        self.workers = threads * sharding.workers
+        self.workers = threads * group.size
         self.max_queue_size = max(self._dataset.max_queue_size, self.workers)
 
     def begin_epoch(self) -> None:
@@ -86,7 +86,7 @@ class OrderedPyDataset(keras.utils.PyDataset):
 
     def on_epoch_end(self) -> None:
         if self._divided is not None:  # a batch may have drawn
-            _share(self._agree)
+            _share(self._group)
         self._dataset.on_epoch_end()
 
     def draw(self) -> None:
@@ -119,17 +119,17 @@ class PyDatasetHooks(EpochHooks):
     Args:
         dataset: in the order of a pass.
         adapter: Keras's, of `dataset`.
-        agree: a broadcast: this worker's JSON value -> the chief's; None with one worker.
+        group: the tasks that read it.
     """
 
-    def __init__(self, dataset: OrderedPyDataset, adapter: Any, agree: Callable[[Any], Any] | None):
-        self._dataset, self._adapter, self._agree = dataset, adapter, agree
+    def __init__(self, dataset: OrderedPyDataset, adapter: Any, group: Group):
+        self._dataset, self._adapter, self._group = dataset, adapter, group
 
     def state_at(self, batches: int) -> Any:
         return self._dataset.drawn_from
 
     def reset(self) -> None:
-        self._share()
+        _share(self._group)
         self._adapter.on_epoch_end()
 
     def begin(self, new_pass: bool, continued: bool) -> None:
@@ -141,7 +141,7 @@ class PyDatasetHooks(EpochHooks):
             return
         if new_pass:
             self._dataset.start_at(0)
-            self._share()
+            _share(self._group)
         threads = datasets.has_own_readers(self._adapter)
         if threads:  # which begin to read in the hook, in another order in each epoch
             self._dataset.draw()
@@ -162,11 +162,8 @@ class PyDatasetHooks(EpochHooks):
     def restore(self, state: Any, seed: int, passes: int) -> None:
         self._dataset.restore(state, seed, passes)
 
-    def _share(self) -> None:
-        if self._agree is not None:
-            _share(self._agree)
 
-
-def _share(agree: Callable[[Any], Any]) -> None:
+def _share(group: Group) -> None:
     """Gives every worker the chief's generators."""
-    restore_random_state(agree(random_state()))
+    if group.size > 1:
+        restore_random_state(group.from_chief(random_state))

@@ -8,7 +8,6 @@ user's dataset is set to the place at which Keras would have left it.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,14 +31,15 @@ class Reshuffles:
 
     Attributes:
         ahead: whether reading ahead may begin further passes over them.
-        repetition: the `repeat` above them that begins these passes; None if unknown.
+        begun_after: steps -> repetitions begun of the `repeat` above them, which begins these
+            passes; None if unknown.
         starts: passes before the first element that is read; see `seek`.
     """
 
     def __init__(self, pairs: Iterable[tuple[tf.data.Dataset, tf.data.Dataset]] = ()):
         self._pairs = list(pairs)
         self.ahead = False
-        self.repetition: Repetition | None = None
+        self.begun_after: Callable[[int], int] | None = None
         self.starts: list[PassStart] = []
         self._users: list[ShuffleSeeds] = []
         self._shards: list[ShuffleSeeds] = []
@@ -162,29 +162,12 @@ class Reshuffles:
             begun = in_pass
             if not self.ahead:
                 begun += shard.passes - seen
-            elif self.repetition is not None:
-                begun = self.repetition.begun_after(steps)
+            elif self.begun_after is not None:
+                begun = self.begun_after(steps)
             else:
                 begun = steps + 1  # no order comes twice
             found.append(user.passes + begun - in_pass)
         return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Repetition:
-    """A `repeat` of a pipeline.
-
-    Attributes:
-        length: elements of one repetition.
-        per_step: elements of a step.
-    """
-
-    length: int
-    per_step: int
-
-    def begun_after(self, steps: int) -> int:
-        """The number of repetitions begun; one element is read ahead."""
-        return steps * self.per_step // self.length + 1
 
 
 # ---------------------------------------------------------------- in graphs
@@ -278,7 +261,7 @@ def small_of(shuffle: tf.data.Dataset) -> tf.data.Dataset:
             return shuffle
         graph = datasets.dataset_graph(shuffle)
         # Inputs are first in it, the shuffle itself is last.
-        found = [handle for _, handle, _ in generators_in(graph.node) if handle.op == "Const"]
+        found = [handle for _, handle, _ in generators_in(graph.node)]
         _SMALL[shuffle] = shuffle_of(found[-1])
     return _SMALL[shuffle]
 

@@ -21,18 +21,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw.data.batches import deterministic, input_of, steps_in, without_autograph
+from tfmw.data.batches import beneath, deterministic, input_of, steps_in, without_autograph
+from tfmw.data.by_index import element_at, has_index, peeled
 from tfmw.data.file_records import FileRecords, Sources
 from tfmw.data.order import ordered
 from tfmw.data.reshuffles import Reshuffles, small_of
 from tfmw.data.values import INFINITE, Order
-from tfmw.data.zips import element_at, has_index, joined
 from tfmw.keras_compat import datasets, rebuilding, shuffle_order
 from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
 
 logger = logging.getLogger("tfmw")
 
-_SAME = (*datasets.Prefetch, *datasets.OptionsNode)
 _BLOCK = 1 << 17  # indices that are computed together
 _MANY = 1_000_000  # skipped elements that take seconds
 _PROBED, _PROBE_S = 1000, 0.2  # elements, and seconds that tell how long others take
@@ -147,7 +146,7 @@ class _Plan:
         length = steps_in(node)
         if length not in (None, INFINITE) and position >= length:
             self._of(lambda: node.skip(position))  # shuffles in it begin a pass all the same
-        elif isinstance(node, (*_SAME, *datasets.Map)) and datasets.is_pure(node):
+        elif isinstance(node, (*datasets.Same, *datasets.Map)) and datasets.is_pure(node):
             self._of(lambda below: rebuilding.rebuilt(node, below), (input_of(node), position))
         elif isinstance(node, (*datasets.Batch, *datasets.PaddedBatch)) and (
             arguments := datasets.batch_arguments(node)
@@ -290,8 +289,7 @@ def _seconds_to_skip(
 
     None if another pass would change something: Python functions and random numbers.
     """
-    while isinstance(node, datasets.Shuffle):  # whose generator a pass would advance
-        node = input_of(node)
+    node = beneath(node, datasets.Shuffle)  # whose generator a pass would advance
     if not rebuilding.may_be_read_twice(node):
         return None
     count, seconds = _PROBED, 0.0
@@ -324,27 +322,19 @@ class _IndexedInput:
     @classmethod
     def of(cls, node: tf.data.Dataset, sources: Sources) -> _IndexedInput | None:
         """None for other pipelines."""
-        moves: list[tf.data.Dataset] = []
-        maps: list[tf.data.Dataset] = []
-        while True:
-            node = joined(node) or node
-            if isinstance(node, datasets.Map) and datasets.is_pure(node):
-                maps.append(node)
-            elif isinstance(node, (*datasets.Repeat, *datasets.Skip)):
-                if sources.length(input_of(node)) in (None, 0):
-                    return None
-                moves.append(node)
-            elif not (isinstance(node, (*_SAME, *datasets.Take)) or datasets.is_memory_cache(node)):
-                break
-            node = input_of(node)
+        node, passed = peeled(node, _keeps_an_index)
+        maps = [each for each in reversed(passed) if isinstance(each, datasets.Map)]
+        moves = [n for n in passed if isinstance(n, (*datasets.Repeat, *datasets.Skip))]
+        if any(sources.length(input_of(move)) in (None, 0) for move in moves):
+            return None
         if has_index(node):
-            return cls(node, moves, maps[::-1], None, sources)
+            return cls(node, moves, maps, None, sources)
         records = sources[node]
         if records is None or not _order_is_known(records.shuffle):
             return None
         if records.shuffle is not None and any(isinstance(m, datasets.Repeat) for m in moves):
             return None  # each repetition has its own order of files
-        return cls(node, moves, maps[::-1], records, sources)
+        return cls(node, moves, maps, records, sources)
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Positions in the chain's output -> those in the source."""
@@ -367,6 +357,12 @@ class _IndexedInput:
         for function in self.maps:
             elements = rebuilding.rebuilt(function, elements)
         return elements
+
+
+def _keeps_an_index(node: tf.data.Dataset) -> bool:
+    kinds = (*datasets.Map, *datasets.Repeat, *datasets.Skip, *datasets.Take, *datasets.Same)
+    known = isinstance(node, kinds) or datasets.is_memory_cache(node)
+    return known and datasets.is_pure(node)
 
 
 def _order_is_known(shuffle: tf.data.Dataset | None) -> bool:

@@ -48,13 +48,10 @@ from tfmw.data.batches import (
     without_optionals,
 )
 from tfmw.data.below_maps import Batched, below_maps
-from tfmw.data.by_index import Indexed
 from tfmw.data.comparison import refuse_own_elements
-from tfmw.data.reshuffles import Repetition
 from tfmw.data.seek import ordered_from
-from tfmw.data.slices import by_slices, of_one_replica, step_of
 from tfmw.data.values import INFINITE, Order, Shard, Sharding
-from tfmw.data.whole_batches import by_batches
+from tfmw.data.whole_batches import by_batches, by_slices, of_one_replica, step_of
 from tfmw.keras_compat import datasets, rebuilding
 
 
@@ -81,15 +78,24 @@ def shard_dataset(
     """
     refuse_own_elements(dataset, sharding)
     dataset = without_optionals(dataset)
-    if split or sharding.replicas == 1:
-        shard = _divided(dataset, sharding, order, skip, read_ahead)
-    else:
+    alone = sharding.replicas == 1
+    whole = Batched.of(dataset) if split or alone else None
+    shard: Shard | None = None
+    # One replica gains by it only if it reads the rows of a batch in one call.
+    if whole is not None and not (alone and whole.rows is None):
+        shard = below_maps(whole, sharding, order, skip)
+    if shard is None:
         pipeline, reshuffles = ordered_from(dataset, order, skip)
-        shard = by_batches(pipeline, sharding, global_batch_size(dataset))
+        if alone:
+            shard = of_one_replica(pipeline, read_ahead)
+        elif split:
+            shard = by_slices(pipeline, sharding, read_ahead)
+        else:
+            shard = by_batches(pipeline, sharding, global_batch_size(dataset))
         shard = dataclasses.replace(shard, reshuffles=reshuffles)
     if shard.reshuffles:
         shard.reshuffles.ahead = rebuilding.may_begin_again(dataset)
-        shard.reshuffles.repetition = _repetition(dataset)
+        shard.reshuffles.begun_after = _repetitions(dataset)
     return shard
 
 
@@ -119,31 +125,13 @@ def at_most_once(
     return read
 
 
-def _divided(
-    dataset: tf.data.Dataset, sharding: Sharding, order: Order, skip: int, read_ahead: bool
-) -> Shard:
-    if sharding.replicas == 1 and not _reads_rows(dataset):
-        pipeline, reshuffles = ordered_from(dataset, order, skip)
-        return dataclasses.replace(of_one_replica(pipeline, read_ahead), reshuffles=reshuffles)
-    below = below_maps(dataset, sharding, order, skip)
-    if below is not None:
-        return below
-    pipeline, reshuffles = ordered_from(dataset, order, skip)
-    shard = by_slices(pipeline, sharding, read_ahead)
-    return dataclasses.replace(shard, reshuffles=reshuffles)
+def _repetitions(dataset: tf.data.Dataset) -> Callable[[int], int] | None:
+    """Steps -> repetitions begun of the upper `repeat` of a pipeline.
 
-
-def _reads_rows(dataset: tf.data.Dataset) -> bool:
-    """Whether the rows of a batch can be read in one call, see `rows.py`."""
-    batched = Batched.of(dataset)
-    indexed = None if batched is None else Indexed.of(batched.source)
-    return indexed is not None and indexed.rows is not None
-
-
-def _repetition(dataset: tf.data.Dataset) -> Repetition | None:
-    """The upper `repeat` of a pipeline; None if there is none, or if its length is unknown."""
+    None if there is none, or if its length is unknown.
+    """
     per_step, node = 1, dataset
-    above = (*datasets.Map, *datasets.Batch, *datasets.Prefetch, *datasets.OptionsNode)
+    above = (*datasets.Map, *datasets.Batch, *datasets.Same)
     while isinstance(node, above):
         if isinstance(node, datasets.Batch):
             arguments = datasets.batch_arguments(node)
@@ -154,7 +142,9 @@ def _repetition(dataset: tf.data.Dataset) -> Repetition | None:
     if not isinstance(node, datasets.Repeat):
         return None
     length = steps_in(input_of(node))
-    return None if length in (None, INFINITE, 0) else Repetition(length, per_step)
+    if length in (None, INFINITE, 0):
+        return None
+    return lambda steps: steps * per_step // length + 1  # one element is read ahead
 
 
 def shard(dataset: tf.data.Dataset, input_context: tf.distribute.InputContext) -> tf.data.Dataset:

@@ -16,7 +16,7 @@ from tfmw.data.comparison import refuse_different
 from tfmw.data.grain_datasets import GrainHooks, by_index, is_grain
 from tfmw.data.py_dataset import OrderedPyDataset, PyDatasetHooks
 from tfmw.data.sharding import shard_dataset
-from tfmw.data.values import INFINITE, Order, Shard, Sharding
+from tfmw.data.values import Order, Shard, Sharding
 from tfmw.data.whole_batches import shard_function
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets
@@ -146,7 +146,7 @@ class Source:
         x = self.x
         if isinstance(x, keras.utils.PyDataset):
             x = self._ordered
-            x.divide(sharding, order)
+            x.divide(order.group)
             options["shuffle"] = self.shuffle and not x.shuffled
         adapter = datasets.data_adapter(x, self.y, self.sample_weight, **options)
         slices = datasets.batches_of_slices(adapter)
@@ -169,8 +169,7 @@ class Source:
                 dataset = adapter.get_tf_dataset()
         known: dict[str, Any] = {}
         if isinstance(x, OrderedPyDataset):
-            agree = order.agree if sharding.workers > 1 else None
-            known["hooks"] = PyDatasetHooks(x, adapter, agree)
+            known["hooks"] = PyDatasetHooks(x, adapter, order.group)
             dataset = _with_cardinality(dataset, x)
 
             def rest(start: int) -> tf.data.Dataset:
@@ -223,19 +222,3 @@ def empty_dataset() -> UsageError:
         "the dataset is empty: expected at least one batch; check its source, filters and "
         "take() or skip()."
     )
-
-
-def steps_of(shard: Shard, steps: int | None, what: str) -> int | None:
-    """The number of steps of one epoch: `steps`, or by default that of the dataset.
-
-    Raises:
-        UsageError: an infinite dataset, and no number of steps was given.
-    """
-    if steps is not None:
-        return steps
-    if shard.steps == INFINITE:
-        raise UsageError(
-            f"the dataset is infinite and {what} was not given: pass {what}=..., or end the "
-            "dataset with take()."
-        )
-    return shard.steps

@@ -71,6 +71,10 @@ def tfds(
             )
 
     def dataset_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        import tensorflow_datasets
+
+        from tfmw import datasets
+
         per_replica, remainder = divmod(batch_size, context.num_replicas_in_sync)
         if remainder:
             raise UsageError(
@@ -78,17 +82,34 @@ def tfds(
                 "reads its own files, so the batch size must be a multiple of their number; use "
                 f"{max(1, per_replica) * context.num_replicas_in_sync}."
             )
-        dataset = _read(
-            name,
-            split,
-            context,
+        workers, rank = context.num_input_pipelines, context.input_pipeline_id
+        builder = datasets.prepared(name, data_dir=data_dir)
+        files = len(builder.info.splits[split].file_instructions)
+        if not files:
+            raise UsageError(
+                f"the split {split!r} of {name!r} is empty: expected examples to read."
+            )
+        config = dataclasses.replace(
+            read_config or tensorflow_datasets.ReadConfig(),
+            input_context=context if files >= workers > 1 else None,
+            shuffle_seed=seed,
+            shuffle_reshuffle_each_iteration=True,
+        )
+        local_split: Any = split
+        empty = False
+        if workers > files:
+            ranges = tensorflow_datasets.even_splits(split, workers)
+            # TFDS cannot read an empty range: read the first worker's, of the same structure.
+            empty = not builder.info.splits[ranges[rank]].num_examples
+            local_split = ranges[0 if empty else rank]
+        dataset = builder.as_dataset(
+            split=local_split,
             shuffle_files=shuffle > 0,
-            seed=seed,
             as_supervised=as_supervised,
-            data_dir=data_dir,
-            read_config=read_config,
+            read_config=config,
             **kwargs,
         )
+        dataset = dataset.take(0) if empty else dataset
         if shuffle:
             dataset = dataset.shuffle(shuffle, seed=seed, reshuffle_each_iteration=True)
         if map is not None:
@@ -96,44 +117,3 @@ def tfds(
         return dataset.batch(per_replica).prefetch(tf.data.AUTOTUNE)
 
     return dataset_fn
-
-
-def _read(
-    name: str,
-    split: str,
-    context: tf.distribute.InputContext,
-    *,
-    shuffle_files: bool,
-    seed: int,
-    data_dir: str | os.PathLike[str] | None,
-    read_config: Any,
-    **kwargs: Any,
-) -> tf.data.Dataset:
-    """This worker's examples, one by one."""
-    import tensorflow_datasets
-
-    from tfmw import datasets
-
-    workers, rank = context.num_input_pipelines, context.input_pipeline_id
-    builder = datasets.prepared(name, data_dir=data_dir)
-    files = len(builder.info.splits[split].file_instructions)
-    if not files:
-        raise UsageError(f"the split {split!r} of {name!r} is empty: expected examples to read.")
-    config = dataclasses.replace(
-        read_config or tensorflow_datasets.ReadConfig(),
-        input_context=context if files >= workers > 1 else None,
-        shuffle_seed=seed,
-        shuffle_reshuffle_each_iteration=True,
-    )
-    local_split: Any = split
-    empty = False
-    if workers > files:
-        ranges = tensorflow_datasets.even_splits(split, workers)
-        local_split = ranges[rank]
-        # TFDS cannot read an empty range: read the first worker's, which has the same structure.
-        empty = not builder.info.splits[local_split].num_examples
-        local_split = ranges[0] if empty else local_split
-    dataset = builder.as_dataset(
-        split=local_split, shuffle_files=shuffle_files, read_config=config, **kwargs
-    )
-    return dataset.take(0) if empty else dataset

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmw.cluster.group import Group
 from tfmw.data.reshuffles import Reshuffles
 from tfmw.keras_compat import file_datasets
 
@@ -62,19 +63,19 @@ class Order:
 
     Attributes:
         seed: for shuffles without a seed.
-        agree: a broadcast: this worker's JSON value -> the chief's.
-        from_all: a gather: this worker's JSON value -> those of all; None if not all workers read.
-        settle: (name, function) -> the function's value on the chief.
+        group: the tasks that read the data.
         index_dir: keeps the indices of files of records; None makes them anew.
         cycle_lengths: the results of `cycle_length` and `cycle_length_of`.
     """
 
     seed: int = 0
-    agree: Callable[[Any], Any] = lambda local: local
-    from_all: Callable[[Any], list[Any]] | None = None
-    settle: Callable[[str, Callable[[], Any]], Any] = lambda name, own: own()
+    group: Group = dataclasses.field(default_factory=lambda: Group(0, 1))
     index_dir: str | None = None
     cycle_lengths: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def agree(self, local: Any) -> Any:
+        """The chief's JSON value, of all tasks'."""
+        return self.group.from_chief(lambda: local)
 
     def cycle_length(self, calls: int | None) -> int:
         """The cycle length of an `interleave` without one: tf.data's, on the chief's machine.
@@ -89,7 +90,7 @@ class Order:
     def cycle_length_of(self, name: str, own: Callable[[], int]) -> int:
         """The chief's cycle length of the transformation with this name; `own` is this worker's."""
         if name not in self.cycle_lengths:
-            self.cycle_lengths[name] = self.settle(f"cycle length {name}", own)
+            self.cycle_lengths[name] = self.group.settled(f"cycle length {name}", own)
         return self.cycle_lengths[name]
 
 

@@ -109,6 +109,9 @@ ShardNode = (shard_op._ShardDataset,)
 
 OptionsNode = (dataset_ops._OptionsDataset,)
 
+Same = (*Prefetch, *OptionsNode)
+"""Nodes with the elements of their input, in the same order."""
+
 
 def dataset_input(node: tf.data.Dataset) -> tf.data.Dataset | None:
     """The one dataset that `node` transforms; None for sources and for several inputs."""

@@ -63,18 +63,12 @@ def rebuilt(
     raise TypeError(f"cannot rebuild {type(node).__name__}")
 
 
-REBUILDABLE = (
-    *datasets.Batch,
-    *datasets.Map,
-    *datasets.Shuffle,
-    *datasets.Repeat,
-    *datasets.Take,
-    *datasets.Skip,
-    *datasets.Prefetch,
-    *datasets.OptionsNode,
-)
-
 SELECTIONS = (*datasets.Shuffle, *datasets.Repeat, *datasets.Take, *datasets.Skip)
+
+MOVES = (*SELECTIONS, *datasets.Same)
+"""Nodes that do not look at elements."""
+
+REBUILDABLE = (*datasets.Batch, *datasets.Map, *MOVES)
 
 # Sources and transformations without a dataset inside a function, and without random numbers.
 _PLAIN = {

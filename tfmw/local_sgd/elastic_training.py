@@ -44,8 +44,6 @@ class Member(Group):
         client: has entered.
     """
 
-    reads_alone = True
-
     def __init__(self, client: RoundClient):
         super().__init__(client.member, 1)
         self._client = client

@@ -35,7 +35,7 @@ import tensorflow as tf
 from tfmw import tables
 from tfmw.checkpoint.sharded_backups import SlotParts
 from tfmw.data import Sharding, ShardSizes, first_rows, map_tensors, step_of
-from tfmw.data.slices import WHOLE_BATCHES
+from tfmw.data.whole_batches import WHOLE_BATCHES
 from tfmw.errors import UsageError
 from tfmw.keras_compat import (
     datasets,

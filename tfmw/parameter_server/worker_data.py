@@ -62,22 +62,27 @@ def for_workers(
     return [maker(*each) for each in own], spec
 
 
-def _of_worker(source: data.Source, worker: int, workers: int) -> tuple[tf.data.Dataset, int]:
-    """(one epoch of this worker's dataset, number of batches that it skips at first)."""
+@dataclasses.dataclass(frozen=True)
+class _OrderOfWorker(data.Order):
+    """Other seeds of shuffles on each worker."""
 
-    def vary(seeds: Any) -> Any:
-        """The seeds of shuffles for this worker; an `agree` function of `data.Order`."""
-        if isinstance(seeds, list):
+    worker: int = 0
+
+    def agree(self, local: Any) -> Any:
+        if isinstance(local, list):
             return [
                 pair
                 if pair is None
                 else [0, 0]
                 if pair[0] == _UNSEEDED
-                else [pair[0], pair[1] + _SEED_APART * worker]
-                for pair in seeds
+                else [pair[0], pair[1] + _SEED_APART * self.worker]
+                for pair in local
             ]
-        return None if seeds is None else seeds + _SEED_APART * worker
+        return None if local is None else local + _SEED_APART * self.worker
 
+
+def _of_worker(source: data.Source, worker: int, workers: int) -> tuple[tf.data.Dataset, int]:
+    """(one epoch of this worker's dataset, number of batches that it skips at first)."""
     if source.is_function():
         dataset = source.x(tf.distribute.InputContext(workers, worker, workers))
         if not datasets.is_dataset(dataset):
@@ -87,7 +92,7 @@ def _of_worker(source: data.Source, worker: int, workers: int) -> tuple[tf.data.
             )
         _refuse_empty(dataset)
         return dataset, 0
-    order = data.Order(_UNSEEDED, vary)
+    order = _OrderOfWorker(_UNSEEDED, worker=worker)
     begin = 0
     if datasets.is_dataset(source.x):
         if rebuilding.may_shuffle_inside(source.x):

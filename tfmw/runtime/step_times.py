@@ -38,6 +38,16 @@ class Split(NamedTuple):
     communication_s: float
     compute_s: float
 
+    @property
+    def steps_per_s(self) -> float:
+        """Of the training."""
+        return 1 / self.step_s
+
+    @property
+    def examples_per_s(self) -> float:
+        """Over all workers."""
+        return self.examples / (self.step_s * self.steps)
+
 
 @dataclasses.dataclass
 class TimedCall:

@@ -20,6 +20,7 @@ from typing import Any
 
 from tfmw import data
 from tfmw.cluster.group import Group
+from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets
 
 
@@ -86,8 +87,13 @@ class EpochIterator:
         position: a `Position` of an interrupted run, as JSON; see `restore_position`.
         index_dir: keeps the indices of files of records, with which a run resumes at once.
 
+    Raises:
+        UsageError: an empty dataset, an infinite one without `steps`, or data that differs between
+            tasks.
+
     Attributes:
         shard: of the current pass over the data.
+        iterator: of it; None between two passes.
         steps_per_epoch: None while unknown.
         steps_done: number of steps in this epoch.
         resumes_inside_epoch: whether `position` lies between two steps of an epoch.
@@ -108,17 +114,15 @@ class EpochIterator:
         self._sharding = sharding
         self._requested_steps = steps
         self._restored = None if position is None else Position(**position)
-        if position is None:
-            self._seed: int = group.settled(f"seed, {argument}", _draw_seed)
-        else:
-            self._seed = position["seed"]
+        was = self._restored
+        seed = group.settled(f"seed, {argument}", _draw_seed) if was is None else was.seed
         # Of the chief's machine: a resumed run has the order of the first one.
-        self._cycle_lengths: dict[str, int] = (position or {}).get("cycle_lengths") or {}
-        self._index_dir = index_dir
+        cycle_lengths = (was.cycle_lengths if was is not None else None) or {}
+        self._order = data.Order(seed, group, index_dir, cycle_lengths)
         self._indexing: list[Any] | None = None  # processes
         self.resumes_inside_epoch = self._restored is not None and self._restored.begun
         self._passes = 0
-        self._iterator: Any = None
+        self.iterator: Any = None
         self._steps_in_pass = 0
         self._pass_end: Any = None  # steps of the current pass; as `Shard.steps`
         self._orders: list[int] = []  # before the current pass, which has these shuffles:
@@ -129,28 +133,17 @@ class EpochIterator:
         self._steps_of_resumed: int | None = None  # if other replicas began the epoch
         if group.size > 1:
             source.refuse_different(group.from_all)
-        self.shard = source.shard(sharding, self._order(self._seed))
+        self.shard = source.shard(sharding, self._order)
         known = self.shard.steps != data.INFINITE
+        if steps is None and not known:
+            raise UsageError(
+                f"the dataset is infinite and {argument} was not given: pass {argument}=..., or "
+                "end the dataset with take()."
+            )
         self._pass_steps: int | None = self.shard.steps if known else None
-        self.steps_per_epoch = data.steps_of(self.shard, steps, argument)
-
-    def _order(self, seed: int) -> data.Order:
-        group = self._group
-
-        def agree(local: Any) -> Any:
-            return group.from_chief(lambda: local)
-
-        from_all = None if group.reads_alone else group.from_all
-        return data.Order(
-            seed, agree, from_all, group.settled, self._index_dir, self._cycle_lengths
-        )
+        self.steps_per_epoch = self._pass_steps if steps is None else steps
 
     # ------------------------------------------------------------ steps
-
-    @property
-    def iterator(self) -> Any:
-        """Of the current pass."""
-        return self._iterator
 
     @property
     def at_epoch_end(self) -> bool:
@@ -167,7 +160,7 @@ class EpochIterator:
         continued = self._restored is not None and self._restored.begun
         self.steps_done = self._restored.done if self._restored is not None else 0
         self._restored = None
-        new_pass = self._iterator is None or (self._requested_steps is None and not self.steps_done)
+        new_pass = self.iterator is None or (self._requested_steps is None and not self.steps_done)
         if new_pass:
             self._begin_pass()
         self.shard.hooks.begin(new_pass, continued)
@@ -194,7 +187,7 @@ class EpochIterator:
         if max_steps <= 0:
             self._ended = True
             return None
-        return Call(self.steps_done, max_steps, sizes, self._iterator)
+        return Call(self.steps_done, max_steps, sizes, self.iterator)
 
     def advance(self, steps: int, max_steps: int) -> None:
         """Counts the steps of a call; fewer than `max_steps` mean that the data has ended.
@@ -218,8 +211,8 @@ class EpochIterator:
         self._steps_of_resumed = None
         shard = self.shard
         if self._requested_steps is None:
-            if shard.reshuffles.ahead and self._iterator is not None:
-                next(self._iterator, None)  # a `repeat` begins again to see that it has ended
+            if shard.reshuffles.ahead and self.iterator is not None:
+                next(self.iterator, None)  # a `repeat` begins again to see that it has ended
             self._end_pass()
             if self.steps_per_epoch is None:
                 self.steps_per_epoch = self._pass_steps = self.steps_done
@@ -241,10 +234,10 @@ class EpochIterator:
         for process in self._indexing or ():
             process.kill()
             process.wait()
-        if self._iterator is not None and not self._source.is_generator:
+        if self.iterator is not None and not self._source.is_generator:
             if self._reshuffles:
                 self._reshuffles.passes = self._orders_left()
-            self._iterator = None
+            self.iterator = None
 
     def _orders_left(self) -> list[int]:
         return self._reshuffles.left_after(self._steps_in_pass) if self._reshuffles else []
@@ -254,7 +247,7 @@ class EpochIterator:
         shard = self.shard
         read_once = skip and self._source.is_read_once and batches % self._batches_per_step == 0
         if self._source.reshuffled_by_keras:
-            order = self._order(self._seed + self._passes)
+            order = dataclasses.replace(self._order, seed=self._order.seed + self._passes)
             if skip:
                 shard = self._source.shard(self._sharding, order, batches)
             elif self._passes:
@@ -265,7 +258,7 @@ class EpochIterator:
             shard = dataclasses.replace(shard, dataset=rest)
         elif skip:
             # Skipped below the maps, so that skipped elements are not decoded.
-            shard = self._source.shard(self._sharding, self._order(self._seed), batches)
+            shard = self._source.shard(self._sharding, self._order, batches)
         self._pass_end = self.shard.steps
         if batches != skip * self._batches_per_step and self._pass_steps is not None:
             # Other replicas began this pass.
@@ -282,7 +275,7 @@ class EpochIterator:
             orders = self._group.from_chief(lambda: now)
             if counted:
                 self._orders = orders
-        self._iterator = self._iterate(shard, self._orders, now if shard is self.shard else None)
+        self.iterator = self._iterate(shard, self._orders, now if shard is self.shard else None)
 
     def _iterate(self, shard: data.Shard, orders: list[int], now: list[int] | None = None) -> Any:
         """An iterator, from a place in the sequences of orders.
@@ -299,12 +292,12 @@ class EpochIterator:
 
     def _end_pass(self) -> None:
         """Notes shuffles below others, which began with the first element."""
-        if self._iterator is not None and self._reshuffles:
+        if self.iterator is not None and self._reshuffles:
             self._reshuffles.note(ended=True)
-        self._iterator = None
+        self.iterator = None
 
     def _run_out(self) -> None:
-        self._iterator = None
+        self.iterator = None
         if self._group.is_chief:
             warnings.warn(
                 "Your input ran out of data; interrupting training. Make sure that your dataset "
@@ -321,10 +314,10 @@ class EpochIterator:
         Args:
             in_epoch: whether an epoch has started and not ended.
         """
-        in_pass = self._steps_in_pass if self._iterator is not None else None
+        in_pass = self._steps_in_pass if self.iterator is not None else None
         now = self.shard.reshuffles.passes if self.shard.reshuffles else []
         return Position(
-            self._seed,
+            self._order.seed,
             self._passes,
             in_pass,
             self.steps_done if in_epoch else 0,
@@ -337,16 +330,14 @@ class EpochIterator:
             None
             if in_pass is None
             else self.shard.hooks.state_at(in_pass * self._batches_per_step),
-            self._cycle_lengths,
+            self._order.cycle_lengths,
         )
 
     def index_files(self) -> None:
         """Makes the indices that a resumed run will read, while this one trains."""
-        if self._index_dir is not None and self._indexing is None:
-            is_dataset = datasets.is_dataset(self._source.x)
-            self._indexing = (
-                data.index_in_background(self._source.x, self._index_dir) if is_dataset else []
-            )
+        index_dir, x = self._order.index_dir, self._source.x
+        if index_dir is not None and self._indexing is None and datasets.is_dataset(x):
+            self._indexing = data.index_in_background(x, index_dir)
 
     def restore_position(self) -> None:
         """Restores the position, on any number of workers: same batches, same order."""

@@ -106,7 +106,7 @@ class FitContext:
             group.rank, group.size, times, meet=lambda: group.from_all(None)
         )
         for callback in local:
-            if isinstance(callback, callbacks_lib.Log | callbacks_lib.Trace):
+            if isinstance(callback, callbacks_lib.Observer):
                 callback.observe(training)
         callback_list = keras.callbacks.CallbackList(
             with_progress(local, shows, verbose, examples, overlapping),

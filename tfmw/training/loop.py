@@ -66,10 +66,6 @@ class Driver(Protocol):
         """The time of this task's steps, by its uses; None if it makes none."""
 
     @property
-    def steps_per_epoch(self) -> int | None:
-        """None while unknown."""
-
-    @property
     def signals(self) -> list[float]:
         """The sums over tasks of the signals in the last call of `metrics`."""
 
@@ -205,8 +201,7 @@ class TrainingLoop:
         self._validation_freq = validation_freq
         self._every_batch = False
         self._step = 0  # since the start of the run, over all epochs and resumes
-        self._first_epoch = initial_epoch
-        self._reporter = Reporter.of(driver.group.is_chief, driver.group.size)
+        self._reporter = Reporter(driver.group.is_chief, driver.group.size)
 
     def run(self) -> None:
         """Trains from the initial epoch, or from the position of the backup, to the last epoch."""
@@ -217,17 +212,14 @@ class TrainingLoop:
             backups.restore_callbacks(callbacks, finished=True)
             backups.finished()
             return
-        with self._one_writer():
+        # Only the chief saves models in callbacks, unless one is set to run on all workers.
+        chosen = any(getattr(c, "chief_only", None) is False for c in callbacks)
+        with saves_by_callbacks(on_all_workers=chosen):
             self._run()
         if backups.on:
             self._save(self._epochs, done=True)
             backups.finished()
             state.forget_callbacks(callbacks)
-
-    def _one_writer(self) -> contextlib.AbstractContextManager[None]:
-        """Lets only the chief save models in callbacks, unless one is set to run on all workers."""
-        chosen = any(getattr(c, "chief_only", None) is False for c in self._callbacks.callbacks)
-        return saves_by_callbacks(on_all_workers=chosen)
 
     def _run(self) -> None:
         self._start()
@@ -316,7 +308,8 @@ class TrainingLoop:
             self._step = begun_at + driver.steps_done
             logs = driver.metrics(backups.signals())
             report_progress(self._step)
-            self._report(epoch, logs)
+            saved_at = backups.saved_at
+            self._reporter.steps(self._step, epoch, logs, driver.times, saved_at)
             backups.refuse_nan(logs, epoch, driver.steps_done)
             number = last_batch_number(
                 driver.steps_done, self._model.steps_per_execution, driver.at_epoch_end
@@ -339,13 +332,6 @@ class TrainingLoop:
                     backups.leave(self._step)
         driver.end_epoch()
         return dict(logs) or driver.metrics()
-
-    def _report(self, epoch: int, logs: Logs) -> None:
-        driver = self._driver
-        steps = driver.steps_per_epoch
-        total = None if steps is None else steps * (self._epochs - self._first_epoch)
-        saved_at = self._backups.saved_at
-        self._reporter.steps(self._step, epoch, total, logs, driver.times, saved_at)
 
     def _end_epoch(self, epoch: int, logs: Logs) -> bool:
         """Ends an epoch; returns whether it was the last one."""

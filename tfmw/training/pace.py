@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from tfmw.cluster.group import Group
 
@@ -32,18 +32,10 @@ class CallPace:
         steps_per_execution: of `model.compile`; a value above 1 is used unchanged.
         every_batch: whether callbacks run between batches; then every call runs
             `steps_per_execution` steps.
-        clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        steps_per_execution: int,
-        every_batch: bool,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
+    def __init__(self, group: Group, steps_per_execution: int, every_batch: bool):
         self._group = group
-        self._clock = clock
         self._fixed = steps_per_execution if steps_per_execution > 1 or every_batch else None
         self._calls = 0
         self._steps = 1
@@ -67,11 +59,11 @@ class CallPace:
     @contextlib.contextmanager
     def timed(self, steps: int) -> Iterator[None]:
         """Measures one call of `steps` steps."""
-        start = self._clock()
+        start = time.perf_counter()
         yield
         self._calls += 1
         if self._calls > 1:
-            self._seconds_per_step = (self._clock() - start) / steps
+            self._seconds_per_step = (time.perf_counter() - start) / steps
 
 
 def last_batch_number(steps_done: int, steps_per_execution: int, at_end: bool) -> int:

@@ -8,175 +8,137 @@ Only the chief reports, at most once a second; a report that fails ends nothing.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from tfmw.errors import UsageError
-from tfmw.runtime import goodput
-from tfmw.runtime.goodput import Division
-from tfmw.runtime.metrics_address import METRICS_FILE, METRICS_PORT
+from tfmw.runtime import goodput, recorder
+from tfmw.runtime.metrics_address import METRICS_FILE, METRICS_PORT, listens_at
 from tfmw.runtime.step_times import StepTimes
 
 _INTERVAL_S = 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """The state of a training.
-
-    Args:
-        step: training steps done, over all attempts.
-        epoch: complete epochs.
-        total_steps: of the training; None if unknown.
-        steps_per_s, examples_per_s: since the last report; None if unknown.
-        parts: seconds of a step: "input", "communication", "compute".
-        logs: Keras's logs.
-        restarts: of the run.
-        workers: their number.
-        saved_at: seconds since the epoch of the last backup; None before the first.
-        division: of the run's time, over all attempts.
-    """
-
-    step: int
-    epoch: int
-    total_steps: int | None
-    steps_per_s: float | None
-    examples_per_s: float | None
-    parts: Mapping[str, float]
-    logs: Mapping[str, float]
-    restarts: int
-    workers: int
-    saved_at: float | None
-    division: Division
-
-
-class Sink(Protocol):
-    """The destinations of reports."""
-
-    def write(self, report: Report, final: bool) -> None:
-        """Writes a report; the last one has `final`."""
-
-
 class Reporter:
-    """Reports to all places that the environment names.
+    """Reports to the file and the port that the environment names; needs prometheus_client.
 
     Args:
-        sinks: where to.
+        is_chief: whether this task reports.
         workers: their number.
         environ: TFMW_ATTEMPT is the number of restarts.
-        clock: monotonic seconds.
+
+    Raises:
+        UsageError: prometheus_client is not installed, the port is not one, or it is taken.
     """
 
     def __init__(
-        self,
-        sinks: list[Sink],
-        workers: int,
-        environ: Mapping[str, str] = os.environ,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._sinks = sinks
-        self._workers = workers
-        self._restarts = int(environ.get("TFMW_ATTEMPT", "0"))
-        self._clock = clock
+        self, is_chief: bool, workers: int, environ: Mapping[str, str] = os.environ
+    ) -> None:
+        self._file, port = environ.get(METRICS_FILE), environ.get(METRICS_PORT)
+        self._on = is_chief and bool(self._file or port)
         self._due = 0.0
         self._before: StepTimes | None = None
-        self._last: Report | None = None
-        self._rates: dict[str, Any] = {"steps_per_s": None, "examples_per_s": None, "parts": {}}
+        self._saved_at: float | None = None
+        if not self._on:
+            return
+        try:
+            import prometheus_client
+        except ImportError:
+            raise UsageError(
+                f"{METRICS_FILE if self._file else METRICS_PORT} is set and prometheus_client is "
+                "not installed: pip install 'tfmw[metrics]'."
+            ) from None
+        self._registry = prometheus_client.CollectorRegistry()
+        self._write_file = prometheus_client.write_to_textfile
 
-    @classmethod
-    def of(cls, is_chief: bool, workers: int, environ: Mapping[str, str] = os.environ) -> Reporter:
-        """The reporter that the environment describes; on other tasks than the chief, of nothing.
+        def gauge(name: str, what: str, *labels: str) -> prometheus_client.Gauge:
+            return prometheus_client.Gauge(name, what, labels, registry=self._registry)
 
-        Raises:
-            UsageError: prometheus_client is not installed, or the port is taken.
-        """
-        sinks: list[Sink] = []
-        if is_chief:
-            file, port = environ.get(METRICS_FILE), environ.get(METRICS_PORT)
-            if file or port:
-                sinks.append(_prometheus(file, port))
-        return cls(sinks, workers, environ)
+        self._step = gauge("tfmw_step", "Training steps done")
+        self._epoch = gauge("tfmw_epoch", "Complete epochs")
+        self._steps_per_s = gauge("tfmw_steps_per_second", "Training steps per second")
+        self._examples_per_s = gauge(
+            "tfmw_examples_per_second", "Examples per second, over all workers"
+        )
+        restarts = int(environ.get("TFMW_ATTEMPT", "0"))
+        gauge("tfmw_restarts", "Restarts of all tasks").set(restarts)
+        gauge("tfmw_workers", "Workers that train").set(workers)
+        self._logs = gauge("tfmw_log", "Keras's logs", "name")
+        self._parts = gauge("tfmw_step_seconds", "Seconds of a step of the chief", "part")
+        self._goodput = gauge("tfmw_goodput", "Share of the run's time that went into steps")
+        self._spent = gauge("tfmw_run_seconds", "The run's time, over all attempts", "part")
+        gauge("tfmw_backup_age_seconds", "Seconds since the last backup").set_function(self._age)
+        gauge("tfmw_exchanges", "Exchanges of the chief with other workers").set_function(
+            lambda: recorder.totals().exchanges
+        )
+        gauge("tfmw_exchanged_bytes", "Bytes of the chief's values in exchanges").set_function(
+            lambda: recorder.totals().nbytes
+        )
+        if port:
+            address, number = listens_at(port)
+            try:
+                prometheus_client.start_http_server(number, address, self._registry)
+            except OSError as error:
+                raise UsageError(
+                    f"metrics cannot be served on port {port} ({error}): give --metrics-port, or "
+                    "TFMW_METRICS_PORT, another one."
+                ) from None
 
     def steps(
         self,
         step: int,
         epoch: int,
-        total_steps: int | None,
         logs: Mapping[str, Any],
         times: StepTimes | None,
         saved_at: float | None,
     ) -> None:
-        """Reports, if a second has passed since the last report."""
-        if not self._sinks or self._clock() < self._due:
-            return
-        self._due = self._clock() + _INTERVAL_S
-        self._rates = self._rates_of(times) or self._rates
-        self._last = Report(
-            step=step,
-            epoch=epoch,
-            total_steps=total_steps,
-            logs=_numbers(logs),
-            restarts=self._restarts,
-            workers=self._workers,
-            saved_at=saved_at,
-            division=goodput.division(),
-            **self._rates,
-        )
-        self._write(final=False)
+        """Reports, if a second has passed since the last report.
 
-    def _rates_of(self, times: StepTimes | None) -> dict[str, Any]:
-        """The rates since the last report; {} if there were no steps."""
+        Args:
+            step: training steps done, over all attempts.
+            epoch: complete epochs.
+            logs: Keras's.
+            times: of this task's steps so far.
+            saved_at: seconds since the epoch of the last backup; None before the first.
+        """
+        if not self._on or time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + _INTERVAL_S
+        self._saved_at = saved_at
         before, self._before = self._before, times and times.copy()
         split = None if times is None or before is None else times.since(before)
-        if split is None:
-            return {}
-        parts = {
-            "input": split.input_s,
-            "communication": split.communication_s,
-            "compute": split.compute_s,
-        }
-        return {
-            "steps_per_s": 1 / split.step_s,
-            "examples_per_s": split.examples / (split.steps * split.step_s),
-            "parts": parts,
-        }
+        if split is not None:
+            self._steps_per_s.set(split.steps_per_s)
+            self._examples_per_s.set(split.examples_per_s)
+            self._parts.labels("input").set(split.input_s)
+            self._parts.labels("communication").set(split.communication_s)
+            self._parts.labels("compute").set(split.compute_s)
+        self._write(step, epoch, logs)
 
     def end(self, step: int, epoch: int, logs: Mapping[str, Any] | None) -> None:
-        """Reports the end of the training."""
-        if self._last is not None:
-            numbers = _numbers(logs or {}) or self._last.logs
-            self._last = dataclasses.replace(
-                self._last, step=step, epoch=epoch, logs=numbers, division=goodput.division()
-            )
-            self._write(final=True)
+        """Reports the end of a training that has reported steps."""
+        if self._due:
+            self._write(step, epoch, logs or {})
 
-    def _write(self, final: bool) -> None:
-        assert self._last is not None
-        for sink in self._sinks:
-            sink.write(self._last, final)
+    def _write(self, step: int, epoch: int, logs: Mapping[str, Any]) -> None:
+        self._step.set(step)
+        self._epoch.set(epoch)
+        for name, value in logs.items():
+            array = np.asarray(value)
+            if array.ndim == 0 and array.dtype.kind in "fiub":
+                self._logs.labels(name).set(float(array))
+        division = goodput.division()
+        self._goodput.set(division.goodput())
+        for part, seconds in division.by_part().items():
+            self._spent.labels(part).set(seconds)
+        if self._file:
+            with contextlib.suppress(OSError):  # a full disk must not end the training
+                self._write_file(self._file, self._registry)
 
-
-def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    """The logs that are numbers."""
-    found = {}
-    for name, value in logs.items():
-        array = np.asarray(value)
-        if array.ndim == 0 and array.dtype.kind in "fiub":
-            found[name] = float(array)
-    return found
-
-
-def _prometheus(file: str | None, port: str | None) -> Sink:
-    try:
-        from tfmw.training.prometheus import Prometheus
-    except ImportError:
-        raise UsageError(
-            f"{METRICS_FILE if file else METRICS_PORT} is set and prometheus_client is not "
-            "installed: pip install 'tfmw[metrics]'."
-        ) from None
-    return Prometheus(file, port)
+    def _age(self) -> float:
+        return float("nan") if self._saved_at is None else time.time() - self._saved_at
