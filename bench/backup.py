@@ -42,7 +42,7 @@ def main() -> None:
     switch = Switch(options.seconds, 2 * options.pairs, options.every + 5.0)
     saves: list[float] = []
     writes: list[tuple[float, float]] = []
-    backups = resume.DirectoryBackups
+    backups = resume.Backups
     save, is_up, write = backups.save, backups._time_is_up, backups._write
 
     def timed_save(self: Any, *args: Any, **named: Any) -> None:

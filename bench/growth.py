@@ -52,7 +52,7 @@ def child(began_at: float, megabytes: float, backups: str) -> None:
     first_step: list[float] = []
     times: dict[str, list[float]] = {"save": [], "_write": []}
     for name, seconds in times.items():
-        kind = resume.DirectoryBackups
+        kind = resume.Backups
         mock.patch.object(kind, name, _timed(kind, name, seconds)).start()
 
     class FirstStep(keras.callbacks.Callback):

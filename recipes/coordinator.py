@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from tfmw.cluster import Cluster, addresses
-from tfmw.cluster.control import AlreadyCoordinated
+from tfmw.cluster.servers import AlreadyCoordinated
 from tfmw.errors import TaskFailed
 from tfmw.launcher.spawn import TASK_COMMAND
 

@@ -15,8 +15,9 @@ from tests.checkpoint.test_sharded_backups import SLOT, Two, pieces
 from tests.checkpoint.test_tensor_files import Run
 from tests.helpers.cluster import tfmw_command
 from tests.tables.test_row_files import looked_up, one_process, table_of  # noqa: F401
+from tfmw.callbacks import BackupAndRestore
 from tfmw.checkpoint import resume
-from tfmw.checkpoint.resume import DirectoryBackups
+from tfmw.checkpoint.resume import Backups
 from tfmw.checkpoint.store import BackupStore, Damaged, verify
 from tfmw.cluster.group import Group
 from tfmw.errors import UsageError
@@ -72,7 +73,7 @@ def test_what_is_written_is_read(tmp_path, name, model):
 
 def test_backups_that_servers_could_not_read_are_refused(tmp_path, monkeypatch, model):
     for name in PATTERNS:
-        backups = DirectoryBackups(Group(0, 1), tmp_path / name)
+        backups = Backups(Group(0, 1), BackupAndRestore(tmp_path / name))
         backups.restore(model, 4)
         with monkeypatch.context() as patched:
             patched.setattr("tfmw.tables.is_table", lambda variable: True)

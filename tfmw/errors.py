@@ -44,7 +44,8 @@ class Preempted(TfmwError, SystemExit):
     def __init__(self, message: str):
         super().__init__(message)
         self.code = PREEMPTED
-        self.message = message
 
-    def __str__(self) -> str:
-        return self.message
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; the name of its type if it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]

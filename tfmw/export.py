@@ -14,7 +14,6 @@ crash leaves the old export, the new one or none, never a partial one.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import json
@@ -30,8 +29,9 @@ from tensorflow.core.protobuf import saved_model_pb2  # the format of saved_mode
 
 from tfmw import storage
 from tfmw.cluster import membership
-from tfmw.errors import UsageError
+from tfmw.errors import UsageError, first_line
 from tfmw.keras_compat import placement
+from tfmw.runtime import disk
 from tfmw.runtime.progress import blocking_call
 from tfmw.tables import tables_in_files, whole_tables
 
@@ -95,13 +95,15 @@ def export(
         raise UsageError(f"export takes a Keras model; received: {type(model).__name__}.")
     if tables not in ("whole", "sharded"):
         raise UsageError(f'export takes tables="whole" or tables="sharded"; received: {tables!r}.')
-    if not _is_chief(cluster):
+    if not (cluster or membership.current_cluster()).is_chief:
         return None
     check_path(path)
     target = _normalize(path)
     specs = _input_specs(model, input_signature)
     parent, name = posixpath.split(target)
-    with _tables(model, sharded=tables == "sharded") as written:
+    every = placement.all_variables(model)
+    sharded = tables == "sharded"
+    with tables_in_files(every, model.variables) if sharded else whole_tables(every) as written:
         archive = _archive(model, specs, dict(pass_through or {}))
         written.track(archive)
         storage.clean_up(parent, re.compile(re.escape(name)))
@@ -128,13 +130,13 @@ def check_path(path: str | os.PathLike[str]) -> None:
         )
     target = _normalize(path)
     try:
-        if _is_chief(None):
+        if membership.current_cluster().is_chief:
             storage.check_creatable(target)
         if not tf.io.gfile.exists(target):
             return
     except (OSError, ValueError, tf.errors.OpError) as e:
         raise UsageError(
-            f"no export can be written to {target!r} ({str(e).splitlines()[0]}): name a directory "
+            f"no export can be written to {target!r} ({first_line(e)}): name a directory "
             "that this process may create."
         ) from e
     if tf.io.gfile.isdir(target):
@@ -183,17 +185,6 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
         elif storage.sha256(file_path) != sha256:
             problems.append(f"{name} is damaged: its SHA-256 is not the one that was written.")
     return problems
-
-
-def _tables(model: keras.Model, sharded: bool) -> contextlib.AbstractContextManager[Any]:
-    every = placement.all_variables(model)
-    return tables_in_files(every, model.variables) if sharded else whole_tables(every)
-
-
-def _is_chief(cluster: Cluster | None) -> bool:
-    if cluster is None:
-        cluster = membership.current_cluster()
-    return cluster is None or cluster.is_chief
 
 
 # The inputs and outputs of the model, and their names.
@@ -387,30 +378,23 @@ def _forget_cluster(directory: str) -> None:
 
 
 def _normalize(path: str | os.PathLike[str]) -> str:
-    text = os.fspath(path)
-    return (
-        text.rstrip("/")
-        if not storage.is_local(text)
-        else os.path.abspath(os.path.expanduser(text))
-    )
+    text = os.path.expanduser(os.fspath(path))
+    return os.path.abspath(text) if disk.is_local(text) else text.rstrip("/")
 
 
 def _write_manifest(directory: str) -> None:
-    files = {
-        name: {
-            "sha256": storage.sha256(posixpath.join(directory, name)),
-            "bytes": tf.io.gfile.stat(posixpath.join(directory, name)).length,
-        }
-        for name in _files(directory)
-    }
-    with tf.io.gfile.GFile(posixpath.join(directory, MANIFEST), "w") as file:
-        file.write(json.dumps({"format": _FORMAT, "files": files}, indent=1) + "\n")
-
-
-def _files(directory: str) -> list[str]:
-    """Paths of all files in `directory`, relative to it, sorted."""
-    return sorted(
-        posixpath.join(parent, name)[len(directory) :].lstrip("/")
+    paths = [
+        posixpath.join(parent, name)
         for parent, _, names in tf.io.gfile.walk(directory)
         for name in names
-    )
+    ]
+    files = {
+        path[len(directory) :].lstrip("/"): {
+            "sha256": storage.sha256(path),
+            "bytes": tf.io.gfile.stat(path).length,
+        }
+        for path in paths
+    }
+    content = {"format": _FORMAT, "files": dict(sorted(files.items()))}
+    with tf.io.gfile.GFile(posixpath.join(directory, MANIFEST), "w") as file:
+        file.write(json.dumps(content, indent=1) + "\n")

@@ -21,8 +21,7 @@ import tensorflow as tf
 from tfmw import data, strategies
 from tfmw.callbacks import BetweenCalls
 from tfmw.checkpoint import evaluator
-from tfmw.checkpoint.backups import Backups
-from tfmw.checkpoint.resume import backups_of
+from tfmw.checkpoint.resume import Backups
 from tfmw.cluster import membership
 from tfmw.engines import local
 from tfmw.errors import UsageError
@@ -185,7 +184,7 @@ def _entered(context: FitContext, arguments: FitArguments) -> Iterator[tuple[Fit
             "received sync_elastic=True, and no server of rounds: start the script with tfmw run "
             "--elastic --workers N, or pass workers=N."
         )
-    with backups_of(context.group, arguments.backup) as backups:
+    with Backups(context.group, arguments.backup) as backups:
         yield context, backups
 
 

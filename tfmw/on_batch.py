@@ -9,7 +9,7 @@ takes its part of it. Between two calls the model is an ordinary Keras model, eq
 
 from __future__ import annotations
 
-import dataclasses
+import operator
 import os
 from typing import Any
 
@@ -102,26 +102,10 @@ def predict_on_batch(model: Any, x: Any) -> Any:
         return model.predict_on_batch(x)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-    """The driver of a model's calls, and what it is for."""
-
-    driver: BatchDriver
-    strategy: Any
-    compiled: list[Any]
-
-    def serves(self, model: Any, strategy: Any) -> bool:
-        compiled = _compiled(model)
-        return (
-            self.strategy is strategy
-            and len(compiled) == len(self.compiled)
-            and all(a is b for a, b in zip(compiled, self.compiled, strict=True))
-        )
-
-
-def _compiled(model: Any) -> list[Any]:
-    """The objects that `compile`, a new variable, or a new global seed replaces."""
-    return [*models.compiled_parts(model), *model.variables, datasets.source_of_seeds()]
+def _parts(model: Any, strategy: Any) -> list[Any]:
+    """The objects that a driver is for; `compile`, a new variable or a new seed replaces some."""
+    parts = models.compiled_parts(model)
+    return [strategy, *parts, *model.variables, datasets.source_of_seeds()]
 
 
 def _logs(model: Any, kind: str, batch: Any, return_dict: bool, strategy: Any) -> Any:
@@ -145,9 +129,11 @@ def _driver_of(model: Any, kind: str, batch: Any, strategy: Any) -> BatchDriver:
             f"tfmw.{method} was called from within tfmw.fit or tfmw.evaluate of the same model: "
             "call it between two calls of them."
         )
-    kept: _Kept | None = vars(model).get(_KEPT)
-    if kept is not None and kept.serves(model, strategy):
-        return kept.driver
+    kept: tuple[BatchDriver, list[Any]] | None = vars(model).get(_KEPT)
+    if kept is not None:
+        known, parts = kept[1], _parts(model, strategy)
+        if len(parts) == len(known) and all(map(operator.is_, parts, known)):
+            return kept[0]
     chosen = strategies.choose(strategy)
     if strategies.servers_of(chosen) is not None:
         raise UsageError(
@@ -157,7 +143,7 @@ def _driver_of(model: Any, kind: str, batch: Any, strategy: Any) -> BatchDriver:
     context = FitContext.of(model, chosen, method)
     context.build(data.map_tensors(_spec, batch))
     driver = BatchDriver(model, chosen)
-    vars(model)[_KEPT] = _Kept(driver, strategy, _compiled(model))
+    vars(model)[_KEPT] = (driver, _parts(model, strategy))
     return driver
 
 

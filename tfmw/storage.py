@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfmw.errors import UsageError
 from tfmw.runtime import fence
-from tfmw.runtime.disk import flush
+from tfmw.runtime.disk import flush, is_local
 
 # A leftover of a crash beside `models/digits`: `models/.digits.writing-1f0c9e4b7a52`.
 _WRITING, _REPLACED = "writing", "replaced"
@@ -53,7 +53,7 @@ def atomic_directory(target: str, temporary: str | None = None) -> Iterator[str]
     temporary = temporary or name_beside(target)
     try:
         yield temporary
-        flush_tree(temporary)
+        _flush_tree(temporary)
         fence.check()
         replace(target, temporary)
     except BaseException:
@@ -82,7 +82,7 @@ def replace(target: str, temporary: str) -> None:
     """Renames `temporary` to `target`. Only between two renames is there no `target`."""
     replaced = None
     if _exists(target):
-        replaced = _beside(target, _REPLACED)
+        replaced = name_beside(target, _REPLACED)
         _rename(target, replaced)
     try:
         _rename(temporary, target)
@@ -127,7 +127,7 @@ def remove(path: str) -> None:
         os.unlink(path)
 
 
-def flush_tree(directory: str) -> None:
+def _flush_tree(directory: str) -> None:
     """Flushes every file of a local directory; remote files are complete once they are closed."""
     if not is_local(directory):
         return
@@ -144,16 +144,6 @@ def sha256(path: str) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def is_local(path: str) -> bool:
-    """Whether a path is not a URL."""
-    return "://" not in path
-
-
-def absolute(path: str) -> str:
-    """A path for processes that run in other directories; a URL as it is."""
-    return os.path.abspath(path) if is_local(path) else path
 
 
 def files_of(prefix: str) -> list[str]:
@@ -200,12 +190,8 @@ def checkpoint_reader(prefix: str) -> Iterator[Any]:
         yield tf.train.load_checkpoint(os.path.join(link, name))
 
 
-def name_beside(target: str) -> str:
+def name_beside(target: str, state: str = _WRITING) -> str:
     """A new name for what will replace `target`; `clean_up` removes it after a crash."""
-    return _beside(target, _WRITING)
-
-
-def _beside(target: str, state: str) -> str:
     parent, name = posixpath.split(target)
     return posixpath.join(parent, f".{name}.{state}-{secrets.token_hex(6)}")
 

@@ -19,13 +19,11 @@ from tfmw.cluster.joining import (
     init,
     require_choice,
 )
-from tfmw.cluster.membership import current_cluster, is_evaluator
+from tfmw.cluster.membership import JoinedCluster, current_cluster, is_evaluator
 from tfmw.errors import UsageError
 
 if TYPE_CHECKING:
     import tensorflow as tf
-
-    from tfmw.cluster.servers import JoinedServers
 
 
 def multi_worker_mirrored(
@@ -130,7 +128,7 @@ def parameter_server(
     if is_evaluator():
         return current_strategy()
     joined = membership.joined()
-    if joined is None or joined.servers is None:
+    if joined is None or joined.control is None:
         raise UsageError(
             f"parameter-server training needs at least one worker and one ps, received "
             f'{resolved!r}: add them to "cluster", or train synchronously.'
@@ -159,7 +157,7 @@ def parameter_server(
             "sync_replicas=True does not have: leave them out, or train asynchronously."
         )
     partition = servers.partition_of(partitioner, min_shard_bytes, len(resolved.ps))
-    joined.servers.settings = servers.ServerSettings(
+    joined.settings = servers.ServerSettings(
         partition, sync_replicas, replicas_to_aggregate, prefetch_rows, row_compression
     )
     tables.create_on_servers(partition, len(resolved.ps), max_whole_bytes)
@@ -222,8 +220,8 @@ def current_strategy() -> tf.distribute.Strategy:
     return tf.distribute.get_strategy() if joined is None else joined.strategy
 
 
-def servers_of(strategy: tf.distribute.Strategy) -> JoinedServers | None:
-    """The parameter servers of `strategy`; None for a strategy of another kind.
+def servers_of(strategy: tf.distribute.Strategy) -> JoinedCluster | None:
+    """The joined cluster, if `strategy` trains on its parameter servers; None for other kinds.
 
     Raises:
         UsageError: a `ParameterServerStrategy` that tfmw did not create.
@@ -233,12 +231,12 @@ def servers_of(strategy: tf.distribute.Strategy) -> JoinedServers | None:
     if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
         return None
     joined = membership.joined()
-    if joined is None or joined.servers is None or strategy is not joined.strategy:
+    if joined is None or joined.control is None or strategy is not joined.strategy:
         raise UsageError(
             "received a ParameterServerStrategy that tfmw did not make: use "
             "tfmw.strategies.parameter_server(...), which also ends the servers after training."
         )
-    return joined.servers
+    return joined
 
 
 __all__ = [

@@ -29,8 +29,7 @@ from tests.helpers.backup_points import failing, watched
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
 from tests.helpers.records import reseal
 from tfmw.checkpoint import state
-from tfmw.checkpoint.background import BackgroundWriter
-from tfmw.checkpoint.schedule import Schedule
+from tfmw.checkpoint.schedule import BackgroundWriter, Schedule
 from tfmw.checkpoint.store import BackupStore, Damaged, verify
 from tfmw.cluster import membership
 from tfmw.errors import TfmwError, UsageError
@@ -201,7 +200,7 @@ def test_kill_during_a_write_leaves_a_complete_backup(tmp_path, step):
 
 
 def fall_back(store: BackupStore, caplog: pytest.LogCaptureFixture) -> int:
-    """The step that a run would go on from, as `resume.DirectoryBackups` finds it."""
+    """The step that a run would go on from, as `resume.Backups` finds it."""
     caplog.clear()
     with caplog.at_level(logging.WARNING, "tfmw"):
         for backup in store.candidates():
@@ -677,16 +676,15 @@ def test_invalid_schedule_is_refused(every):
 
 
 def test_writes_run_in_the_background_one_at_a_time():
-    began, may_end, now = threading.Event(), threading.Event(), [0.0]
+    began, may_end = threading.Event(), threading.Event()
     order: list[Any] = []
 
     def write(number: int) -> None:
         began.set()
         assert may_end.wait(30)
         order.append(number)
-        now[0] += 2.0
 
-    writer = BackgroundWriter(write, on_error=order.append, clock=lambda: now[0])
+    writer = BackgroundWriter(write, on_error=order.append)
     assert not writer.busy
     writer.submit(1)
     assert began.wait(30)  # and submit has returned: the write is under way
@@ -697,7 +695,6 @@ def test_writes_run_in_the_background_one_at_a_time():
     assert order[:1] == [1]  # never two at a time
     writer.wait()
     assert order == [1, 2]
-    assert writer.seconds == 2.0
     assert not writer.busy
 
 

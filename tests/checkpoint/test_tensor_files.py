@@ -19,7 +19,7 @@ from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
 from tests.helpers.local_tables import LocalTables
 from tests.helpers.records import reseal
 from tfmw.checkpoint.store import Backup, BackupStore, Damaged, verify
-from tfmw.checkpoint.table_backups import FULL_EVERY, TableBackups
+from tfmw.checkpoint.tensor_files import FULL_EVERY, TableBackups
 from tfmw.errors import TfmwError, UsageError
 
 WEIGHTS: np.ndarray = np.ones(3, np.float32)
@@ -27,7 +27,7 @@ ENVIRON = {**os.environ, **ONE_THREAD, "PYTHONPATH": PYTHONPATH, "TF_CPP_MIN_LOG
 
 
 class Run:
-    """Writes backups of a table, as `resume.DirectoryBackups` does."""
+    """Writes backups of a table, as `resume.Backups` does."""
 
     def __init__(self, folder: Path):
         self.store = BackupStore(folder / "backups")

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import tfmw
-from tfmw.checkpoint.background import BackgroundWriter
-from tfmw.checkpoint.resume import DirectoryBackups
+from tfmw.callbacks import BackupAndRestore
+from tfmw.checkpoint.resume import Backups
+from tfmw.checkpoint.schedule import BackgroundWriter
 from tfmw.checkpoint.store import BackupStore
 from tfmw.cluster.group import Group
 
@@ -81,7 +82,7 @@ def test_time_is_counted_from_the_begin_of_the_last_backup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    backups = DirectoryBackups(Group(0, 1), tmp_path, "10 s", clock=lambda: now[0])
+    backups = Backups(Group(0, 1), BackupAndRestore(tmp_path, "10 s"), clock=lambda: now[0])
     with backups:
         due = []
         for now[0] in (9.9, 10.0, 12.0):
@@ -95,7 +96,7 @@ def test_continuous_backups_begin_when_the_last_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    backups = DirectoryBackups(Group(0, 1), tmp_path, "continuous", clock=lambda: now[0])
+    backups = Backups(Group(0, 1), BackupAndRestore(tmp_path, "continuous"), clock=lambda: now[0])
     with backups:
         due = [backups.signals()[1]]
         monkeypatch.setattr(BackgroundWriter, "busy", True)

@@ -19,7 +19,7 @@ from tfmw import Cluster, ClusterError, TaskFailed, TfmwError, UsageError, data
 from tfmw.checkpoint import evaluator, state
 from tfmw.checkpoint.store import BackupStore
 from tfmw.cluster import servers as ps_cluster
-from tfmw.cluster.control import SILENCE_S, ControlServer, wait_for_end
+from tfmw.cluster.servers import SILENCE_S, ControlServer, wait_for_end
 from tfmw.parameter_server.ps_training import ParameterServerTraining
 from tfmw.parameter_server.variables import refuse_unsupported
 from tfmw.parameter_server.worker_data import for_workers

@@ -53,8 +53,8 @@ class Disk(keras.callbacks.Callback):
 
 
 # The run's own Backups, to await its writes.
-made: list[resume.DirectoryBackups] = []
-init = resume.DirectoryBackups.__init__
+made: list[resume.Backups] = []
+init = resume.Backups.__init__
 
 
 def noted_init(self, *args, **kwargs):
@@ -62,7 +62,7 @@ def noted_init(self, *args, **kwargs):
     init(self, *args, **kwargs)
 
 
-mock.patch.object(resume.DirectoryBackups, "__init__", noted_init).start()
+mock.patch.object(resume.Backups, "__init__", noted_init).start()
 
 keras.utils.set_random_seed(0)
 model = keras.Sequential([keras.Input((50,)), keras.layers.Dense(200), keras.layers.Dense(1)])

@@ -209,7 +209,7 @@ def differences() -> None:
     rank = tfmw.Cluster.resolve().index
     model = classifier()
     TFMW.train(model, data(8), np.arange(8) % 3)
-    driver = vars(model)["_self_tfmw_on_batch"].driver  # a call that fails ends all tasks
+    driver = vars(model)["_self_tfmw_on_batch"][0]  # a call that fails ends all tasks
 
     def steps(number: int, rows: int = 8, seed: int = 0, kind: str = "train") -> None:
         for step in range(1, number):

@@ -73,7 +73,7 @@ mock.patch.object(sharded_backups, "SharedWrite", DiesInPart).start()
 mock.patch.object(resume, "SharedWrite", DiesInPart).start()  # whose method is called
 directory = sys.argv[1] + (".of-this-host" if "apart" in places else "")
 if "restore" in places:
-    mock.patch.object(resume.DirectoryBackups, "kept_by_replicas", side_effect=die).start()
+    mock.patch.object(resume.Backups, "kept_by_replicas", side_effect=die).start()
 
 rng = np.random.default_rng(0)
 x: Any = rng.normal(size=(N, 4)).astype(np.float32)

@@ -24,18 +24,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfmw import storage
 from tfmw.checkpoint import state
 from tfmw.checkpoint.store import EVALUATOR_LOCK, Backup, BackupStore, Damaged
 from tfmw.errors import UsageError
 from tfmw.export import export
 from tfmw.keras_compat import parameter_servers
-from tfmw.runtime import file_lock
+from tfmw.runtime import disk, file_lock
 
 logger = logging.getLogger("tfmw")
 
@@ -53,7 +51,6 @@ def watch(
     backup_dir: str | os.PathLike[str],
     *,
     monitor: str = "loss",
-    mode: str = "auto",
     remove: bool = True,
     sleep: Callable[[float], None] = time.sleep,
 ) -> keras.callbacks.History:
@@ -63,8 +60,8 @@ def watch(
         model: compiled and built, as for the training.
         evaluate: evaluates the model with its current weights; returns logs by name.
         backup_dir: the backup directory of the training.
-        monitor: the log by which the best backup is chosen.
-        mode: "min", "max" or "auto": by the name, as `keras.callbacks.ModelCheckpoint`.
+        monitor: the log by which the best backup is chosen; its name decides whether more is
+            better, as in `keras.callbacks.ModelCheckpoint`.
         remove: whether to remove the backups in the end, as a training would.
         sleep: waits for a number of seconds.
 
@@ -74,15 +71,25 @@ def watch(
     Raises:
         UsageError: the backups are of another model, or the model does not log `monitor`.
     """
-    evaluation = _Evaluation(model, evaluate, os.fspath(backup_dir), monitor, mode)
-    store = BackupStore(evaluation.path)
-    reminder = _Reminder(evaluation.path)
-    with _watching(evaluation.path), contextlib.closing(evaluation):
+    path = os.fspath(backup_dir)
+    evaluation = _Evaluation(model, evaluate, path, monitor)
+    store = BackupStore(path)
+    polls = 0  # that have found no backup
+    with _watching(path), contextlib.closing(evaluation.writer):
         while True:
             backup = _newest(store)
             if backup is None:
-                reminder.wait()
-            is_new = backup is not None and backup.step not in evaluation.done.logs
+                polls += 1
+                if polls == int(_REMINDER_S / _POLL_S):
+                    # The training may never have begun; or it ended before it was watched.
+                    logger.warning(
+                        "the evaluator waits for a backup in %s: none in %d s. A training that has "
+                        "already ended has removed its own; start both together, as tfmw run "
+                        "--evaluator does.",
+                        path,
+                        _REMINDER_S,
+                    )
+            is_new = backup is not None and backup.step not in evaluation.logs
             if backup is None or not (is_new or backup.record["done"]):
                 sleep(_POLL_S)
                 continue
@@ -96,31 +103,14 @@ def watch(
     return evaluation.history
 
 
-class _Reminder:
-    """Reports once that there has been no backup for a while.
-
-    The training may never have begun; or it ended, and removed its backups, before they were
-    watched.
-    """
-
-    def __init__(self, path: str):
-        self._path = path
-        self._polls = 0
-
-    def wait(self) -> None:
-        """Counts one more poll that has found no backup."""
-        self._polls += 1
-        if self._polls == int(_REMINDER_S / _POLL_S):
-            logger.warning(
-                "the evaluator waits for a backup in %s: none in %d s. A training that has already "
-                "ended has removed its own; start both together, as tfmw run --evaluator does.",
-                self._path,
-                _REMINDER_S,
-            )
-
-
 class _Evaluation:
-    """Evaluates backups of one directory and keeps the results; arguments as of `watch`."""
+    """Evaluates backups of one directory and keeps the results; arguments as of `watch`.
+
+    Attributes:
+        logs: of all evaluated backups by step, also on disk.
+        history: the same, as `watch` returns it.
+        writer: of TensorBoard's file.
+    """
 
     def __init__(
         self,
@@ -128,44 +118,71 @@ class _Evaluation:
         evaluate: Callable[[], dict[str, float]],
         path: str,
         monitor: str,
-        mode: str,
     ):
-        self.path = path
+        self._path = path
         self._model = model
         self._evaluate = evaluate
         self._monitor = monitor
-        self._mode = mode
         folder = os.path.join(path, _FOLDER)
         tf.io.gfile.makedirs(folder)
-        self.done = _Done(os.path.join(folder, _DONE))
+        self._done = os.path.join(folder, _DONE)
+        self.logs: dict[int, dict[str, float]] = {}
+        if tf.io.gfile.exists(self._done):
+            with tf.io.gfile.GFile(self._done) as file:
+                self.logs = {int(step): logs for step, logs in json.load(file).items()}
         self.history = keras.callbacks.History()
         self.history.set_model(model)
         self.history.on_train_begin()
-        for step, logs in self.done.logs.items():
+        for step, logs in self.logs.items():
             self.history.on_epoch_end(step, logs)
-        self._writer = tf.summary.create_file_writer(folder)
+        self.writer = tf.summary.create_file_writer(folder)
 
     def run(self, backup: Backup) -> bool:
         """Evaluates one backup. Returns False if the training has replaced it by a newer one."""
-        tensors = _tensors(backup)
-        if tensors is None:
+        try:
+            tensors = dict(backup.tensors())  # tables as well, while they are there
+        except (Damaged, OSError, tf.errors.OpError):
             return False
-        _refuse_other(backup, self._model, self.path)
+        self._refuse_other(backup)
         state.restore(self._model, tensors)
         logs = {f"val_{name}": float(value) for name, value in self._evaluate().items()}
-        _write(self._writer, backup.step, logs)
-        best = _is_best(logs, list(self.done.logs.values()), self._monitor, self._mode)
+        with self.writer.as_default():
+            for name, value in logs.items():
+                name = name.removeprefix("val_")
+                tf.summary.scalar(f"evaluation_{name}_vs_iterations", value, step=backup.step)
+        self.writer.flush()
+        best = self._is_best(logs)
         if best:
             # Before the logs are stored: an evaluator that dies in between exports it again.
-            export(self._model, os.path.join(self.path, _BEST))
-        self.done.add(backup.step, logs)
+            export(self._model, os.path.join(self._path, _BEST))
+        self.logs[backup.step] = logs
+        with tf.io.gfile.GFile(f"{self._done}.tmp", "w") as file:
+            file.write(json.dumps(self.logs))
+        tf.io.gfile.rename(f"{self._done}.tmp", self._done, overwrite=True)
         self.history.on_epoch_end(backup.step, logs)
         logger.info("evaluated step %d: %s%s", backup.step, logs, ", the best" * best)
         return True
 
-    def close(self) -> None:
-        """Closes the TensorBoard file."""
-        self._writer.close()
+    def _refuse_other(self, backup: Backup) -> None:
+        """Raises UsageError if the backup is of another model; the batch size is not compared."""
+        saved, current = (
+            [line for line in signature if not line.startswith("global batch size")]
+            for signature in (backup.record["signature"], state.signature(self._model, None))
+        )
+        state.refuse_other(saved, current, self._path)
+
+    def _is_best(self, logs: dict[str, float]) -> bool:
+        name = f"val_{self._monitor.removeprefix('val_')}"
+        if name not in logs:
+            raise UsageError(
+                f"the evaluator monitors {self._monitor!r}, which the model does not log: expected "
+                f"one of {', '.join(n.removeprefix('val_') for n in logs)}."
+            )
+        highest = parameter_servers.more_is_better(self._monitor)
+        value, others = logs[name], [old[name] for old in self.logs.values() if name in old]
+        if value != value:  # NaN
+            return False
+        return all(value > o if highest else value < o for o in others if o == o)
 
 
 def _remove(store: BackupStore, sleep: Callable[[float], None]) -> None:
@@ -183,7 +200,7 @@ def _remove(store: BackupStore, sleep: Callable[[float], None]) -> None:
 @contextlib.contextmanager
 def _watching(path: str) -> Iterator[None]:
     """Marks the directory as watched; only one evaluator at a time where file locks work."""
-    if not storage.is_local(path):
+    if not disk.is_local(path):
         with tf.io.gfile.GFile(os.path.join(path, EVALUATOR_LOCK), "w") as file:
             file.write("watching\n")
         yield
@@ -198,69 +215,9 @@ def _watching(path: str) -> Iterator[None]:
         yield
 
 
-class _Done:
-    """The logs of all evaluated backups by step, on disk."""
-
-    def __init__(self, path: str):
-        self._path = path
-        self.logs: dict[int, dict[str, float]] = {}
-        if tf.io.gfile.exists(path):
-            with tf.io.gfile.GFile(path) as file:
-                self.logs = {int(step): logs for step, logs in json.load(file).items()}
-
-    def add(self, step: int, logs: dict[str, float]) -> None:
-        self.logs[step] = logs
-        temporary = f"{self._path}.tmp"
-        with tf.io.gfile.GFile(temporary, "w") as file:
-            file.write(json.dumps(self.logs))
-        tf.io.gfile.rename(temporary, self._path, overwrite=True)
-
-
 def _newest(store: BackupStore) -> Backup | None:
     """The newest complete backup; the training may be writing or removing others meanwhile."""
     for step in reversed(store.steps()):
         with contextlib.suppress(Damaged, OSError, tf.errors.OpError):
             return store.read(step)
     return None
-
-
-def _tensors(backup: Backup) -> Any:
-    """The tensors of a backup; None if it has been removed meanwhile."""
-    try:
-        return dict(backup.tensors())  # tables as well, while they are there
-    except (Damaged, OSError, tf.errors.OpError):
-        return None
-
-
-def _refuse_other(backup: Backup, model: keras.Model, path: str) -> None:
-    """Raises UsageError if the backup is of another model; the batch size is not compared."""
-
-    def of_model(signature: list[str]) -> list[str]:
-        return [line for line in signature if not line.startswith("global batch size")]
-
-    current = of_model(state.signature(model, None))
-    state.refuse_other(of_model(backup.record["signature"]), current, path)
-
-
-def _write(writer: Any, step: int, logs: dict[str, float]) -> None:
-    with writer.as_default():
-        for name, value in logs.items():
-            name = name.removeprefix("val_")
-            tf.summary.scalar(f"evaluation_{name}_vs_iterations", value, step=step)
-    writer.flush()
-
-
-def _is_best(
-    logs: dict[str, float], before: list[dict[str, float]], monitor: str, mode: str
-) -> bool:
-    name = f"val_{monitor.removeprefix('val_')}"
-    if name not in logs:
-        raise UsageError(
-            f"the evaluator monitors {monitor!r}, which the model does not log: expected one of "
-            f"{', '.join(n.removeprefix('val_') for n in logs)}."
-        )
-    highest = mode == "max" or (mode == "auto" and parameter_servers.more_is_better(monitor))
-    value, others = logs[name], [old[name] for old in before if name in old]
-    if value != value:  # NaN
-        return False
-    return all(value > o if highest else value < o for o in others if o == o)

@@ -1,6 +1,6 @@
 """When a run is backed up, and how it resumes from a backup.
 
-    with DirectoryBackups(group, "/shared/backups/run7", every="10 s") as backups:
+    with Backups(group, BackupAndRestore("/shared/backups/run7", "10 s")) as backups:
         if backups.record: ...                   # the newest complete backup, the same on all tasks
         if backups.due_after_step(...): backups.save(...)
 
@@ -30,23 +30,25 @@ import tensorflow as tf
 from tfmw import storage, tables
 from tfmw.callbacks import BackupAndRestore, boards
 from tfmw.checkpoint import state
-from tfmw.checkpoint.background import BackgroundWriter
-from tfmw.checkpoint.backups import Backups, PythonState
-from tfmw.checkpoint.schedule import Schedule
-from tfmw.checkpoint.sharded_backups import BackupDirectory, Piece, SharedWrite, SlotParts
+from tfmw.checkpoint.schedule import BackgroundWriter, Schedule
+from tfmw.checkpoint.sharded_backups import Piece, SharedWrite, SlotParts, is_shared
 from tfmw.checkpoint.store import BackupStore, Damaged
-from tfmw.checkpoint.table_backups import TableBackups
+from tfmw.checkpoint.tensor_files import TableBackups
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
 from tfmw.data.random_state import restore_random_state
-from tfmw.errors import Preempted, TfmwError, UsageError
+from tfmw.errors import Preempted, TfmwError, UsageError, first_line
 from tfmw.keras_compat import models
-from tfmw.runtime import fence
+from tfmw.runtime import disk, fence
 from tfmw.runtime.signals import LEAVE
 
 logger = logging.getLogger("tfmw")
 
 _RETRY_S = 10.0  # least seconds to the next backup by time after one that could not be written
+
+
+PythonState = tuple[tuple[list[dict[str, Any]], dict[str, Any]], dict[str, Any]]
+"""(states of callbacks, their arrays by name, states of random generators)."""
 
 
 @functools.cache
@@ -55,74 +57,62 @@ def _run() -> str:
     return f"{os.getpid()}-{time.time_ns()}"
 
 
-def backups_of(group: Group, asked: BackupAndRestore | None) -> Backups:
-    """Backups as a callback configures them; without one, backups that save nothing."""
-    if asked is None:
-        return Backups(group)
-    return DirectoryBackups(
-        group,
-        asked.backup_dir,
-        asked.save_freq,
-        delete=asked.delete_checkpoint,
-        save_nan=asked.save_nan,
-    )
+class Backups:
+    """The backups of one call of fit, in a directory, if there is one.
 
-
-class DirectoryBackups(Backups):
-    """The backups of one call of fit, in a directory.
+    Without it signals end the process as usual, and a loss that is not finite does not end the run.
 
     Args:
         group: the tasks that train together.
-        directory: directory of the backups; local, or a URL that `tf.io.gfile` opens.
-        every: see `Schedule`.
-        delete: whether a complete run removes its backups when the process ends without an error.
-        save_nan: whether a state that is not finite may be saved.
+        asked: their directory and frequency, and what else to do; None saves nothing.
         clock: monotonic seconds.
 
     Attributes:
+        on: whether anything is saved.
         record: the JSON of the newest complete backup, on all tasks; None if there is none.
+        tensors: its tensors; on the chief only.
+        saved_at: seconds since the epoch of the last backup of this call; None before the first.
     """
-
-    on = True
 
     def __init__(
         self,
         group: Group,
-        directory: str | os.PathLike[str],
-        every: Any = "epoch",
-        delete: bool = True,
-        save_nan: bool = False,
+        asked: BackupAndRestore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        super().__init__(group)
-        self.schedule = Schedule(every)
-        self.path = os.fspath(directory)
-        self._delete = delete
-        self._save_nan = save_nan
+        self.on = asked is not None
+        self.record: dict[str, Any] | None = None
+        self.tensors: Mapping[str, Any] = {}
+        self.saved_at: float | None = None
+        self.schedule = Schedule("epoch" if asked is None else asked.save_freq)
+        self.path = "" if asked is None else asked.backup_dir
+        self._group = group
+        self._delete = asked is not None and asked.delete_checkpoint
+        self._save_nan = asked is None or asked.save_nan
         self._clock = clock
-        self._store = BackupStore(directory) if group.is_chief else None
-        self._directory = BackupDirectory(group, self.path)
+        self._store = BackupStore(self.path)
+        self._is_shared: bool | None = None  # whether all tasks can write to the directory
         self._shared: SharedWrite | None = None  # the last one
         self._snapshots = state.Snapshots()
         self._tables: TableBackups | None = None
         write = self._write if group.is_chief else SharedWrite.write_part
-        self._writer = BackgroundWriter(write, self._not_written, clock)
+        self._writer = BackgroundWriter(write, self._not_written)
         self._signature: list[str] = []
         self._stack = contextlib.ExitStack()
         self._last = clock()
         self._asked_to_leave = threading.Event()
         self._leaving = False
         self._lost: str | None = None  # why the last backup could not be written
-        self._spoiled: tuple[str, int] | None = (
-            None  # (name of a variable that was not finite, step)
-        )
+        # (name of a variable that was not finite, step)
+        self._spoiled: tuple[str, int] | None = None
 
     # ------------------------------------------------------------ begin and end
 
     def __enter__(self) -> Backups:
-        self.record = self._group.from_chief(self._open)
-        self._install_signals()
-        self._last = self._clock()
+        if self.on:
+            self.record = self._group.from_chief(self._open)
+            self._install_signals()
+            self._last = self._clock()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
@@ -135,13 +125,12 @@ class DirectoryBackups(Backups):
             self._stack.close()
 
     def _open(self) -> dict[str, Any] | None:
-        assert self._store is not None
         self._stack.enter_context(self._store.locked())
         for backup in self._store.candidates():
             if backup.record["done"] and backup.record["run"] == _run():
                 break  # of an earlier fit in this process, which has ended
             try:
-                self.tensors = backup.tensors(_servers())
+                self.tensors = backup.tensors(servers=len(membership.current_cluster().ps))
             except Damaged as e:
                 self._store.skip_damaged(backup.step, e)
                 continue
@@ -153,18 +142,21 @@ class DirectoryBackups(Backups):
     def _install_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-
-        def asked(number: int, frame: Any) -> None:
-            self._asked_to_leave.set()
-
         for number in LEAVE:
-            before = signal.signal(number, asked)
+            before = signal.signal(number, lambda *_: self._asked_to_leave.set())
             self._stack.callback(self._restore_signal, number, before)
 
     def _restore_signal(self, number: int, before: Any) -> None:
         # Everything is saved, and this process exits with status 75. When the first task ends, the
         # scheduler may send SIGTERM to tasks that are still exiting.
         signal.signal(number, signal.SIG_IGN if self._leaving else before)
+
+    def is_done(self, epochs: int) -> bool:
+        """Whether the run of the restored backup was complete: nothing is left to train."""
+        found = self.record
+        if found is None or not found["done"]:
+            return False
+        return bool(found["stopped"] or found["epoch"] >= epochs)
 
     # ------------------------------------------------------------ restore
 
@@ -174,6 +166,8 @@ class DirectoryBackups(Backups):
         Raises:
             UsageError: the backup is of another model, optimizer or batch size.
         """
+        if not self.on:
+            return
         found = self.record
 
         def check() -> None:
@@ -194,10 +188,6 @@ class DirectoryBackups(Backups):
         if self._group.is_chief:
             state.restore(model, self.tensors)
             models.set_unseeded_state(found["random"].get("keras"))
-
-    def note_callbacks(self, callbacks: list[Any]) -> None:
-        """See `Backups.note_callbacks`."""
-        state.note_callbacks(callbacks)
 
     def restore_callbacks(self, callbacks: list[Any], finished: bool = False) -> None:
         """Restores the saved state of callbacks and random generators.
@@ -225,7 +215,7 @@ class DirectoryBackups(Backups):
     # ------------------------------------------------------------ when
 
     def signals(self) -> tuple[float, float]:
-        """See `Backups.signals`."""
+        """This task's values for the reduction of a step: (exit requested, a backup is due)."""
         due = self._group.is_chief and self._time_is_up()
         return float(self._asked_to_leave.is_set()), float(due)
 
@@ -237,33 +227,39 @@ class DirectoryBackups(Backups):
         return self._clock() - self._last >= seconds
 
     def limit(self, step: int, max_steps: int) -> int:
-        """See `Backups.limit`."""
+        """The number of steps, at most `max_steps`, from `step` to the next due backup."""
         if self.schedule.steps is None:
             return max_steps
         return min(max_steps, self.schedule.steps - step % self.schedule.steps)
 
     def due_after_step(self, step: int, signals: list[float]) -> bool:
-        """See `Backups.due_after_step`."""
+        """Whether to save now, inside an epoch; the same on every task."""
         if signals[0] or signals[1]:
             return True
         return self.schedule.steps is not None and step % self.schedule.steps == 0
 
     def due_after_epoch(self, epoch: int, step: int, last: bool) -> tuple[bool, bool]:
         """(whether to save at the end of `epoch`, whether to exit). All tasks must call it."""
+        if not self.on:
+            return False, False
         signals = self._group.from_all(self.signals())
-        leave = any(s[0] for s in signals)
-        due = leave or any(s[1] for s in signals)
+        leave, due = (any(of_kind) for of_kind in zip(*signals, strict=True))
+        due = self.due_after_step(step, [leave, due])
         if self.schedule.epochs is not None:
             due = due or (epoch + 1) % self.schedule.epochs == 0
-        if self.schedule.steps is not None:
-            due = due or step % self.schedule.steps == 0
         return due and not last, leave and not last
 
     # ------------------------------------------------------------ save
 
+    def python_state(self, callbacks: list[Any]) -> PythonState:
+        """State outside of variables: of callbacks and random generators."""
+        return state.callback_states(callbacks), state.all_random_state()
+
     def takes_parts(self) -> bool:
-        """See `Backups.takes_parts`."""
-        return self._directory.is_shared()
+        """Whether each task can write its part of the state. All tasks must call it."""
+        if self._is_shared is None:
+            self._is_shared = disk.is_local(self.path) and is_shared(self._group, self.path)
+        return self._is_shared
 
     def save(
         self,
@@ -296,7 +292,9 @@ class DirectoryBackups(Backups):
         shared, pieces = None, []
         if parts is not None:
             try:
-                shared = self._shared = self._directory.begin(lambda: self._path_of(step))
+                shared = self._shared = SharedWrite.begin(
+                    self._group, lambda: self._store.path_of(step)
+                )
             except OSError as e:
                 self._not_written(e)
                 return
@@ -328,10 +326,6 @@ class DirectoryBackups(Backups):
         if self._tables is not None:
             self._writer.wait()  # the next step would change the rows that servers write
 
-    def _path_of(self, step: int) -> str:
-        assert self._store is not None
-        return self._store.path_of(step)
-
     def _write(
         self,
         step: int,
@@ -341,15 +335,13 @@ class DirectoryBackups(Backups):
         shared: SharedWrite | None,
         pieces: list[Piece],
     ) -> None:
-        assert self._store is not None
-        if not self._save_nan:
-            for name in finite:
-                if name in tensors and not _is_finite(tensors[name]):
-                    self._note_spoiled(name, step)
-                    if shared is not None:
-                        shared.abandon()
-                    return
         finite = [] if self._save_nan else finite
+        for name in finite:
+            if name in tensors and not _is_finite(tensors[name]):
+                self._note_spoiled(name, step)
+                if shared is not None:
+                    shared.abandon()
+                return
         write = functools.partial(self._store.write, step, tensors, record, shared, pieces)
         try:
             if self._tables is None:
@@ -376,7 +368,7 @@ class DirectoryBackups(Backups):
             "no backup could be written to %s (%s); training continues, and the previous backup is "
             "kept",
             self.path,
-            (str(error) or type(error).__name__).splitlines()[0],
+            first_line(error),
         )
 
     def wait(self) -> None:
@@ -427,16 +419,17 @@ class DirectoryBackups(Backups):
         Raises:
             TfmwError: a weight is not finite at the end.
         """
+        if not self.on:
+            return
         self.wait()
         self._spoiled = self._group.from_chief(lambda: self._spoiled)
         if self._spoiled is not None:
             self._refuse_spoiled()
-        if self._delete and self._store is not None:
+        if self._delete and self._group.is_chief:
             membership.on_success(self._remove_own)
 
     def _remove_own(self) -> None:
         """Removes the backups, unless another run has resumed from them or written its own."""
-        assert self._store is not None
         if self._store.has_evaluator() or membership.expects_evaluator():
             logger.warning("the evaluator will remove the backups in %s", self.path)
             return
@@ -446,12 +439,6 @@ class DirectoryBackups(Backups):
             restored = self.record["run"] if self.record is not None else _run()
             if newest is not None and newest.record["run"] in (_run(), restored):
                 self._store.clear()
-
-
-def _servers() -> int:
-    """Number of parameter servers of this process's cluster."""
-    joined = membership.joined()
-    return 0 if joined is None or joined.servers is None else len(joined.cluster.ps)
 
 
 def _is_finite(value: tf.Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Backups that several tasks write: each its own part of the optimizer's slots.
 
-    shared = directory.begin(target)                # all tasks; the chief creates the directory
+    shared = SharedWrite.begin(group, target)       # all tasks; the chief creates the directory
     shared.write_part(pieces)                       # each of the others
     shared.write(prefix, tensors, pieces)           # the chief, which waits for the others
 
@@ -24,24 +24,10 @@ import tensorflow as tf
 
 from tfmw import storage
 from tfmw.cluster.group import Group
+from tfmw.errors import first_line
 from tfmw.runtime.disk import flush
 
 _LOOK_S = 1.0  # how often the chief looks whether a task that it waits for is there
-
-
-@dataclasses.dataclass(frozen=True)
-class SlotPart:
-    """Some elements of an optimizer's slot.
-
-    Attributes:
-        variable: of Keras, with the shape of the whole slot.
-        elements: which of them, in its flat form.
-        value: [m], of them.
-    """
-
-    variable: Any
-    elements: slice
-    value: tf.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +36,11 @@ class SlotParts:
 
     Attributes:
         variables: all of them, of Keras.
-        own: the parts that this task has.
+        own: the parts that this task has: (variable, slice of its flattened value, that [m]).
     """
 
     variables: list[Any]
-    own: list[SlotPart]
+    own: list[tuple[Any, slice, tf.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +96,31 @@ class SharedWrite:
         self._key = f"tfmw-backup/{os.path.basename(directory)}"
         self._given_up = threading.Event()
 
+    @classmethod
+    def begin(cls, group: Group, target: Callable[[], str]) -> SharedWrite:
+        """Creates the directory of a backup under a temporary name. All tasks must call it.
+
+        Args:
+            group: the tasks.
+            target: the name that it will have; called on the chief.
+
+        Raises:
+            OSError: on all tasks, where the chief cannot create it.
+        """
+
+        def create() -> dict[str, str]:
+            temporary = storage.name_beside(target())
+            try:
+                os.makedirs(temporary)
+            except OSError as e:
+                return {"error": str(e)}
+            return {"directory": temporary}
+
+        created = group.from_chief(create)
+        if "error" in created:
+            raise OSError(created["error"])
+        return cls(group, created["directory"])
+
     def prefix_of(self, rank: int) -> str:
         """The prefix of the files of one task."""
         return os.path.join(self.directory, f"part-{rank:05d}")
@@ -124,7 +135,7 @@ class SharedWrite:
                 for path in storage.files_of(prefix):
                     flush(path)
         except (OSError, tf.errors.OpError) as e:
-            error = (str(e) or type(e).__name__).splitlines()[0]
+            error = first_line(e)
         report = {"error": error, "wrote": bool(pieces)}
         self._group.post(f"{self._key}/{self._group.rank}", report)
 
@@ -173,67 +184,28 @@ class SharedWrite:
         return dict(report)
 
 
-class BackupDirectory:
-    """The directory of a run's backups, as its tasks see it.
+def is_shared(group: Group, path: str) -> bool:
+    """Whether all tasks can write to a local directory, and see what others write.
 
-    Args:
-        group: the tasks.
-        path: of the directory.
+    All tasks must call it: each looks for the chief's file there, and the chief for those of all.
     """
+    name = group.from_chief(lambda: f".shared-{secrets.token_hex(6)}")
+    own = os.path.join(path, f"{name}-{group.rank}")
+    wrote = group.is_chief and _touch(own)
+    group.from_all(None)  # the chief's exists
+    if not group.is_chief:
+        wrote = os.path.exists(os.path.join(path, f"{name}-0")) and _touch(own)
+    touched = group.from_all(wrote)
 
-    def __init__(self, group: Group, path: str):
-        self._group = group
-        self._path = path
-        self._is_shared: bool | None = None
+    def seen() -> bool:
+        paths = (os.path.join(path, f"{name}-{rank}") for rank in range(len(touched)))
+        return all(touched) and all(map(os.path.exists, paths))
 
-    def is_shared(self) -> bool:
-        """Whether all tasks can write to it, and see what others write. All must call it."""
-        if self._is_shared is None:
-            self._is_shared = storage.is_local(self._path) and self._probe()
-        return self._is_shared
-
-    def begin(self, target: Callable[[], str]) -> SharedWrite:
-        """Creates the directory of a backup under a temporary name. All tasks must call it.
-
-        Args:
-            target: the name that it will have; called on the chief.
-
-        Raises:
-            OSError: on all tasks, where the chief cannot create it.
-        """
-
-        def create() -> dict[str, str]:
-            temporary = storage.name_beside(target())
-            try:
-                os.makedirs(temporary)
-            except OSError as e:
-                return {"error": str(e)}
-            return {"directory": temporary}
-
-        created = self._group.from_chief(create)
-        if "error" in created:
-            raise OSError(created["error"])
-        return SharedWrite(self._group, created["directory"])
-
-    def _probe(self) -> bool:
-        """Whether each task finds the chief's file, and the chief those of all."""
-        name = self._group.from_chief(lambda: f".shared-{secrets.token_hex(6)}")
-        own = os.path.join(self._path, f"{name}-{self._group.rank}")
-        found = [self._group.is_chief and _touch(own)]
-        self._group.from_all(None)  # the chief's exists
-        if not self._group.is_chief:
-            found = [os.path.exists(os.path.join(self._path, f"{name}-0")) and _touch(own)]
-        touched = self._group.from_all(found[0])
-
-        def seen() -> bool:
-            paths = (os.path.join(self._path, f"{name}-{rank}") for rank in range(len(touched)))
-            return all(touched) and all(map(os.path.exists, paths))
-
-        shared = bool(self._group.from_chief(seen))
-        if found[0]:
-            with contextlib.suppress(OSError):
-                os.unlink(own)
-        return shared
+    shared = bool(group.from_chief(seen))
+    if wrote:
+        with contextlib.suppress(OSError):
+            os.unlink(own)
+    return shared
 
 
 def _touch(path: str) -> bool:

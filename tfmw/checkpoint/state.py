@@ -79,14 +79,12 @@ def _described(what: str, part: Any) -> list[str]:
     for name in ("name", "learning_rate", "layers", "build_config", "inner_optimizer"):
         config.pop(name, None)
     settings = {
-        name: json.dumps(_without_numbers(value), sort_keys=True, default=_type_name)
+        name: json.dumps(
+            _without_numbers(value), sort_keys=True, default=lambda part: type(part).__name__
+        )
         for name, value in config.items()
     }
     return [kind, *(f"{kind}, {name}: {settings[name]}" for name in sorted(settings))]
-
-
-def _type_name(value: Any) -> str:
-    return type(value).__name__
 
 
 def _without_numbers(value: Any) -> Any:
@@ -184,11 +182,10 @@ class Snapshots:
         """Copies this task's parts of slots; overwrites those of the previous call."""
         names = {id(variable): name for name, variable in named(model).items()}
         pieces = []
-        for part in parts.own:
-            name, begin = names[id(part.variable)], part.elements.start
-            value = self._copied(f"{name}/{begin}", part.value)
-            size = math.prod(part.variable.shape)
-            pieces.append(Piece(name, part.elements, size, value))
+        for variable, elements, value in parts.own:
+            name, size = names[id(variable)], math.prod(variable.shape)
+            copy = self._copied(f"{name}/{elements.start}", value)
+            pieces.append(Piece(name, elements, size, copy))
         return pieces
 
     def _copied(self, name: str, value: tf.Tensor) -> tf.Tensor:
@@ -219,21 +216,20 @@ def restore(model: keras.Model, tensors: Mapping[str, Any]) -> None:
     of_servers = {}
     for name, variable in named(model).items():
         native = models.native(variable)
-        if isinstance(native, tables.Table):
-            if name in layout:
-                of_servers[name] = native
-            else:
-                native.replace(tf.reshape(tf.cast(tensors[name], native.dtype), native.shape))
+        is_table = isinstance(native, tables.Table)
+        if is_table and name in layout:
+            of_servers[name] = native
             continue
-        native.assign(tf.reshape(tf.cast(tensors[name], native.dtype), native.shape))
+        assign = native.replace if is_table else native.assign
+        assign(tf.reshape(tf.cast(tensors[name], native.dtype), native.shape))
     if of_servers:
         tensors.restore(tables.TableFiles(of_servers))  # type: ignore[attr-defined]
 
 
 def table_files(model: keras.Model) -> tables.TableFiles | None:
     """The tables of a model by their names in a backup; None without any."""
-    found = {name: tables.table_of(v) for name, v in named(model).items()}
-    held = {name: table for name, table in found.items() if table is not None}
+    found = named(model).items()
+    held = {name: t for name, v in found if (t := tables.table_of(v)) is not None}
     return tables.TableFiles(held) if held else None
 
 

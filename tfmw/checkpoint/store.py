@@ -32,6 +32,7 @@ backup as complete.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -50,8 +51,8 @@ from tfmw.checkpoint import tensor_files
 from tfmw.checkpoint.sharded_backups import Piece, SharedWrite
 from tfmw.checkpoint.tensor_files import PREFIX, TABLES, SavedTensors
 from tfmw.data import record_index
-from tfmw.errors import TfmwError, UsageError
-from tfmw.runtime import fence, file_lock
+from tfmw.errors import TfmwError, UsageError, first_line
+from tfmw.runtime import disk, fence, file_lock
 
 logger = logging.getLogger("tfmw")
 
@@ -74,6 +75,7 @@ class Incomplete(Damaged):
     """A backup whose writing was interrupted."""
 
 
+@dataclasses.dataclass(frozen=True)
 class Backup:
     """One complete and verified backup.
 
@@ -81,23 +83,17 @@ class Backup:
         path: its directory.
         step: training steps at the time of the backup.
         record: the `record` of `BackupStore.write`.
+        layout: the slices of tables.
+        changed: whether the checkpoint `PREFIX` has rows of tables that have changed since.
+        prefix_of_tables: the name of the checkpoint with all rows of tables.
     """
 
-    def __init__(
-        self,
-        path: str,
-        step: int,
-        record: dict[str, Any],
-        layout: tables.Layout | None = None,
-        changed: bool = False,
-        prefix_of_tables: str = TABLES,
-    ):
-        self.path = path
-        self.step = step
-        self.record = record
-        self._layout = layout or {}
-        self._changed = changed
-        self._prefix_of_tables = prefix_of_tables
+    path: str
+    step: int
+    record: dict[str, Any]
+    layout: tables.Layout
+    changed: bool
+    prefix_of_tables: str
 
     def tensors(self, servers: int = 0) -> SavedTensors:
         """All tensors by name. Raises Damaged if a checksum does not match.
@@ -112,16 +108,16 @@ class Backup:
                 arrays = {
                     name: reader.get_tensor(name)
                     for name in sorted(shapes)
-                    if name not in self._layout and not tables.is_changed_rows(name)
+                    if name not in self.layout and not tables.is_changed_rows(name)
                 }
-            whole = os.path.join(self.path, self._prefix_of_tables)
-            if self._layout:
+            whole = os.path.join(self.path, self.prefix_of_tables)
+            if self.layout:
                 with storage.checkpoint_reader(whole) as reader:
-                    of_tables, dtypes = self._listed(reader, self._prefix_of_tables)
-                tables.verify(whole, self._layout, of_tables, dtypes, servers)
-            if self._changed:
-                tables.verify_changed(prefix, self._layout, types, servers)
-            return SavedTensors(whole, arrays, self._layout, prefix if self._changed else None)
+                    of_tables, dtypes = self._listed(reader, self.prefix_of_tables)
+                tables.verify(whole, self.layout, of_tables, dtypes, servers)
+            if self.changed:
+                tables.verify_changed(prefix, self.layout, types, servers)
+            return SavedTensors(whole, arrays, self.layout, prefix if self.changed else None)
         except (
             tf.errors.OpError,
             ValueError,
@@ -131,7 +127,7 @@ class Backup:
             TypeError,
             AttributeError,
         ) as e:
-            raise Damaged(f"backup {self.path} is damaged: {_first_line(e)}") from e
+            raise Damaged(f"backup {self.path} is damaged: {first_line(e)}") from e
 
     def _listed(self, reader: Any, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """The shapes and types of a checkpoint's tensors."""
@@ -159,7 +155,7 @@ class BackupStore:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
         storage.check_name(self.path)
-        self._local = storage.is_local(self.path)
+        self._local = disk.is_local(self.path)
         self._damaged: set[int] = set()  # steps of damaged backups
 
     # ------------------------------------------------------------ one run at a time
@@ -177,7 +173,7 @@ class BackupStore:
         with contextlib.ExitStack() as stack:
             if self._local:
                 self._lock(stack)
-            self._clean_up()
+            storage.clean_up(self.path, _NAME)
             yield
 
     def _lock(self, stack: contextlib.ExitStack) -> None:
@@ -217,20 +213,9 @@ class BackupStore:
         with contextlib.suppress(tf.errors.NotFoundError):
             tf.io.gfile.remove(os.path.join(self.path, EVALUATOR_LOCK))
 
-    def _clean_up(self) -> None:
-        storage.clean_up(self.path, _NAME)
-
-    def _remove(self, step: int) -> None:
-        storage.remove(self.path_of(step))
-
     def path_of(self, step: int) -> str:
         """The directory of the backup of one step."""
         return os.path.join(self.path, f"step_{step:012d}")
-
-    def _names(self) -> list[str]:
-        if not tf.io.gfile.exists(self.path):
-            return []
-        return [name.rstrip("/") for name in tf.io.gfile.listdir(self.path)]
 
     # ------------------------------------------------------------ writing
 
@@ -300,7 +285,7 @@ class BackupStore:
             # Higher steps belong to an abandoned run: the last write is valid.
             if step not in kept:
                 with contextlib.suppress(OSError, tf.errors.OpError):
-                    self._remove(step)
+                    storage.remove(self.path_of(step))
 
     def _file_of_tables(self, step: int) -> int | None:
         """The file of a backup's tables, the same for all links to it; None without tables."""
@@ -312,7 +297,7 @@ class BackupStore:
     def clear(self) -> None:
         """Removes all backups."""
         for step in self.steps():
-            self._remove(step)
+            storage.remove(self.path_of(step))
         with contextlib.suppress(OSError, tf.errors.OpError):
             tf.io.gfile.rmtree(os.path.join(self.path, record_index.DIRECTORY))
 
@@ -320,7 +305,9 @@ class BackupStore:
 
     def steps(self) -> list[int]:
         """Steps of all backups, complete or not, in order."""
-        found = [_NAME.fullmatch(name) for name in self._names()]
+        if not tf.io.gfile.exists(self.path):
+            return []
+        found = [_NAME.fullmatch(name.rstrip("/")) for name in tf.io.gfile.listdir(self.path)]
         return sorted(int(m.group(1)) for m in found if m)
 
     def newest(self) -> Backup | None:
@@ -416,10 +403,9 @@ class BackupStore:
             OSError,
             tf.errors.OpError,
         ) as e:
-            raise Damaged(f"backup {path} is damaged: {_first_line(e)}") from e
-        prefix_of_tables = PREFIX if in_tensors else TABLES
-        changed = bool(body.get("changed"))
-        return Backup(path, step, body["record"], layout, changed, prefix_of_tables)
+            raise Damaged(f"backup {path} is damaged: {first_line(e)}") from e
+        changed, holder = bool(body.get("changed")), PREFIX if in_tensors else TABLES
+        return Backup(path, step, body["record"], layout, changed, holder)
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
@@ -489,7 +475,3 @@ def _refuse_all_but_files(path: str) -> None:
     for name in os.listdir(path):
         if not stat.S_ISREG(os.lstat(os.path.join(path, name)).st_mode):
             raise Damaged(f"backup {path} is damaged: {name!r} in it is not a plain file")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

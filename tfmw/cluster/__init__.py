@@ -5,7 +5,7 @@ Read `cluster.py` first: the value `Cluster`.
 * `tf_config`, `schedulers`: the sources of its description; `addresses`: "host:port".
 * `joining`: `tfmw.init`; `membership`: the cluster that this process has joined, and leaving it.
 * `rendezvous`: workers meet and compare before TensorFlow starts; `handshake`: the protocol.
-* `control`, `servers`: the same for parameter servers and their coordinator.
+* `servers`: the same for parameter servers and their coordinator.
 * `group`: small values between workers during training.
 * `check`: `tfmw check`.
 

@@ -15,19 +15,26 @@ and `tf.io.gfile` for directories that are URLs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import secrets
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tfmw.cluster import addresses, shared_directories
-from tfmw.cluster.check_peers import CONNECT_S, PROTOCOL, Peers
 from tfmw.cluster.cluster import Cluster
-from tfmw.cluster.handshake import TaskDescription, differences
-from tfmw.runtime import sockets
+from tfmw.cluster.handshake import Channel, HelloServer, NotATask, TaskDescription, differences
+from tfmw.errors import ClusterError
+from tfmw.runtime import disk, sockets
 from tfmw.runtime import versions as installed
 
+_PROTOCOL = "check"
+_CONNECT_S = 5.0
+_RETRY_S = 0.1
 _SHARED_S = 10.0  # until a new file is visible on another machine: NFS caches listings
 _CLOCKS_APART_S = 60.0  # more than a clock without NTP loses in a month
 
@@ -94,19 +101,23 @@ def report(
                 findings.failed(
                     f"the Keras backend is {backend!r} ({gpus}): set KERAS_BACKEND=tensorflow"
                 )
-            paths = {k: shared_directories.absolute(v) for k, v in directories.items()}
+            paths = {k: disk.absolute(v) for k, v in directories.items()}
             details = {
                 "gpus": gpus if cluster.rank >= 0 else None,
                 "markers": markers,
                 "any port": any_port,
             }
             facts = {**installed.common_versions(), **paths}
-            return TaskDescription(PROTOCOL, cluster.task_name, tasks, facts, details)
+            return TaskDescription(_PROTOCOL, cluster.task_name, tasks, facts, details)
 
         if several:
             _check_cluster(cluster, own_hello, findings, timeout_s)
         else:
-            _check_single(own_hello(), directories, findings)
+            local = own_hello()
+            findings.ok(f"one process; {_listed(local.facts)}; GPUs: {local.details['gpus']}")
+            for option, marker in markers.items():
+                if marker is not None:
+                    findings.ok(f"{option} {local.facts[option]} can be written")
     count = findings.failures
     show("all is well" if not count else f"{count} problem{'s' if count > 1 else ''}")
     return 1 if count else 0
@@ -116,15 +127,6 @@ def _listed(facts: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {facts[name]}" for name in installed.common_versions())
 
 
-def _check_single(
-    local: TaskDescription, directories: Mapping[str, str], findings: Findings
-) -> None:
-    findings.ok(f"one process; {_listed(local.facts)}; GPUs: {local.details['gpus']}")
-    for option, marker in local.details["markers"].items():
-        if marker is not None:
-            findings.ok(f"{option} {local.facts[option]} can be written")
-
-
 def _check_cluster(
     cluster: Cluster,
     own_hello: Callable[[int], TaskDescription],
@@ -132,18 +134,18 @@ def _check_cluster(
     timeout_s: float,
 ) -> None:
     """The check of a cluster of several tasks."""
-    assert cluster.address is not None
-    others = {n: a for n, a in cluster.tasks().items() if n != cluster.task_name}
+    others = cluster.tasks()
+    address = others.pop(cluster.task_name)
     resolved = _check_names(others, findings)
-    if not addresses.is_local(cluster.address):
+    if not addresses.is_local(address):
         findings.failed(
-            f"{cluster.address!r}, the address of this task ({cluster.task_name}), is not an "
+            f"{address!r}, the address of this task ({cluster.task_name}), is not an "
             "address of this machine: correct the task's index or its address"
         )
     any_port = sockets.listen()
-    with Peers(cluster, findings.failed) as peers, any_port:
+    with _Peers(cluster, findings.failed) as peers, any_port:
         if peers.listens:
-            findings.ok(f"port {addresses.split(cluster.address)[1]} of this task is free")
+            findings.ok(f"port {addresses.split(address)[1]} of this task is free")
         local = own_hello(any_port.getsockname()[1])
         peers.open(local)
         deadline = time.monotonic() + timeout_s
@@ -192,7 +194,7 @@ def _unreached(name: str, address: str, problem: str, timeout_s: float) -> str:
     )
 
 
-def _compare(local: TaskDescription, peers: Peers, findings: Findings, patience_s: float) -> None:
+def _compare(local: TaskDescription, peers: _Peers, findings: Findings, patience_s: float) -> None:
     """Compares the tasks; both tasks of a pair print its differences."""
     before = findings.failures
     hellos = dict(peers.hellos)
@@ -241,7 +243,7 @@ def _connect_next_in_ring(
         return
     host, port = addresses.split(workers[following])[0], hellos[following].details.get("any port")
     try:
-        socket.create_connection((host, port), timeout=CONNECT_S).close()
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()
     except OSError as error:
         findings.note(
             f"{following} is reached on the port of the cluster and on no other (port {port}: "
@@ -250,3 +252,130 @@ def _connect_next_in_ring(
         )
     else:
         findings.ok(f"{following} is reached on other ports too, which gradients take")
+
+
+class _Peers:
+    """Listens on this task's port, and connects to the other tasks, in both directions.
+
+    Args:
+        cluster: this process is one of its tasks.
+        failed: called with each problem, one clause.
+
+    Attributes:
+        hellos: task -> its hello.
+        clocks_ahead: task -> seconds by which its clock is ahead of this one's.
+        listens: whether this task's port was free.
+    """
+
+    def __init__(self, cluster: Cluster, failed: Callable[[str], None]):
+        self.hellos: dict[str, TaskDescription] = {}
+        self.clocks_ahead: dict[str, float] = {}
+        self._id = secrets.token_hex(8)
+        self._task = cluster.task_name
+        self._tasks = cluster.tasks()
+        self._hello: TaskDescription | None = None
+        self._ready = threading.Event()
+        self._changed = threading.Condition()
+        self._ids: dict[str, str] = {self._task: self._id}
+        self._left: set[str] = set()
+        self._duplicates: set[str] = set()
+        self._failed = failed
+        self._stack = contextlib.ExitStack()
+        try:
+            address = self._tasks[self._task]
+            self._stack.enter_context(HelloServer(address, _PROTOCOL, self._greet))
+            self.listens = True
+        except ClusterError as error:
+            failed(str(error).rstrip("."))
+            self.listens = False
+
+    def __enter__(self) -> _Peers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def open(self, hello: TaskDescription) -> None:
+        """Responds to other tasks from now on, including those that have already connected."""
+        self._hello = hello
+        self._ready.set()
+
+    def connect_all(self, others: Mapping[str, str], deadline: float) -> dict[str, str | None]:
+        """Connects to tasks until the deadline.
+
+        Args:
+            others: task -> address.
+            deadline: of `time.monotonic()`.
+
+        Returns:
+            Task -> why it was not reached; None if it was.
+        """
+
+        def connect(name: str) -> str | None:
+            while (problem := self._connect(name, deadline)) is not None:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_RETRY_S)
+            return problem
+
+        with ThreadPoolExecutor(max(1, len(others))) as threads:
+            return dict(zip(others, threads.map(connect, others), strict=True))
+
+    def leave(self, reached: Sequence[str], deadline: float) -> None:
+        """Notifies the other tasks that this one is done, and waits for them until the deadline."""
+        for name in reached:
+            self._connect(name, deadline, leaving=True)
+        with self._changed:
+            remaining = set(self.hellos) & set(self._tasks)
+            self._changed.wait_for(
+                lambda: remaining <= self._left,
+                max(0.0, deadline + _CONNECT_S - time.monotonic()),
+            )
+
+    def _own_hello(self, leaving: bool = False) -> TaskDescription:
+        assert self._hello is not None
+        details = {"id": self._id, "clock": time.time(), "leaving": leaving}
+        return dataclasses.replace(self._hello, details={**self._hello.details, **details})
+
+    def _connect(self, name: str, deadline: float, *, leaving: bool = False) -> str | None:
+        """Exchanges hellos with a task once; returns the problem, or None."""
+        try:
+            with Channel.connect(self._tasks[name], _CONNECT_S) as channel:
+                channel.send(self._own_hello(leaving).message())
+                # A task that has just started responds once it has imported TensorFlow.
+                timeout_s = max(_CONNECT_S, deadline - time.monotonic())
+                remote = TaskDescription.of(channel.receive(timeout_s), _PROTOCOL)
+            self._record(remote)
+        except (NotATask, ConnectionAbortedError):
+            return "no tfmw check responds there"
+        except TimeoutError:
+            return "no response"
+        except OSError as error:
+            return error.strerror or str(error)
+        return None if remote.task == name else f"{remote.task} responds there"
+
+    def _greet(self, remote: TaskDescription, channel: Channel) -> None:
+        with channel, contextlib.suppress(OSError):
+            self._record(remote)
+            self._ready.wait()
+            channel.send(self._own_hello().message())
+            channel.wait_closed(_CONNECT_S)  # the other side closes first: this port is left free
+
+    def _record(self, remote: TaskDescription) -> None:
+        """Stores another task's hello. Raises NotATask if details are missing."""
+        try:
+            process, clock = str(remote.details["id"]), float(remote.details["clock"])
+            leaving = bool(remote.details["leaving"])
+        except (KeyError, TypeError, ValueError):
+            raise NotATask from None
+        name = remote.task
+        with self._changed:
+            if self._ids.setdefault(name, process) != process and name not in self._duplicates:
+                self._duplicates.add(name)
+                self._failed(f"two processes are {name}: give each task its own index")
+            if name != self._task:
+                self.hellos.setdefault(name, remote)
+                self.clocks_ahead.setdefault(name, clock - time.time())
+            if leaving:
+                self._left.add(name)
+            self._changed.notify_all()

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,18 +41,6 @@ _UNUSED_GROUP = 2**31 - 2  # strategies number their groups from 1
 _WAIT_S = 3600.0  # a chief may be busy; the coordination service reports a dead one
 
 _calls = itertools.count()  # of this process; equal on all tasks, as they make the same calls
-
-
-def packed_pieces(arrays: Mapping[str, np.ndarray], name: str) -> tuple[str, list[int], int]:
-    """(dtype, shape, number of pieces) of an array that is sent in pieces."""
-    array = arrays[name]
-    return array.dtype.name, list(array.shape), max(1, -(-array.nbytes // _PIECE))
-
-
-def piece_of(arrays: Mapping[str, np.ndarray], name: str, number: int) -> str:
-    """One piece of an array's bytes, as text."""
-    data = np.ascontiguousarray(arrays[name]).tobytes()
-    return base64.b64encode(data[number * _PIECE : (number + 1) * _PIECE]).decode()
 
 
 class Group:
@@ -218,18 +206,24 @@ class Group:
         """
         if self.size == 1:
             return arrays
+        names = self.from_chief(lambda: sorted(arrays))
+        return {name: self._array_from_chief(arrays.get(name)) for name in names}
 
-        out: dict[str, np.ndarray] = {}
-        for name in self.from_chief(lambda: sorted(arrays)):
-            describe = functools.partial(packed_pieces, arrays, name)
-            dtype, shape, number = self.from_chief(describe)
-            data = b"".join(
-                base64.b64decode(self.from_chief(functools.partial(piece_of, arrays, name, i)))
-                for i in range(number)
-            )
-            flat = np.frombuffer(data, dtype=tf.as_dtype(dtype).as_numpy_dtype)
-            out[name] = flat.reshape(shape)
-        return out
+    def _array_from_chief(self, array: np.ndarray | None) -> np.ndarray:
+        """The chief's array on every task, sent in pieces; others' is not used."""
+        sent = b"" if array is None else np.ascontiguousarray(array).tobytes()
+
+        def describe() -> tuple[str, list[int], int]:
+            assert array is not None
+            return array.dtype.name, list(array.shape), max(1, -(-len(sent) // _PIECE))
+
+        def piece(number: int) -> str:
+            return base64.b64encode(sent[number * _PIECE : (number + 1) * _PIECE]).decode()
+
+        dtype, shape, count = self.from_chief(describe)
+        pieces = (self.from_chief(functools.partial(piece, i)) for i in range(count))
+        data = b"".join(map(base64.b64decode, pieces))
+        return np.frombuffer(data, dtype=tf.as_dtype(dtype).as_numpy_dtype).reshape(shape)
 
     def require_same(self, facts: dict[str, Any]) -> None:
         """Raises UsageError on every task if tasks differ in one of `facts`.

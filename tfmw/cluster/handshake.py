@@ -10,9 +10,9 @@
         channel.send(local.message())
         response = channel.receive(timeout_s=30)
 
-    difference(local, remote)          # one sentence; None where the tasks agree
+    list(differences(local, remote))   # a sentence for each; none if the tasks agree
 
-`rendezvous`, `control` and `check` use it. Connections from other programs (port scanners, web
+`rendezvous`, `servers` and `check` use it. Connections from other programs (port scanners, web
 browsers, another service because of a wrong port) are closed and have no effect.
 Standard library only.
 """
@@ -25,10 +25,12 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tfmw.cluster import addresses
+from tfmw.errors import ClusterError, TfmwError
 from tfmw.runtime.connections import keep_alive
 
 logger = logging.getLogger("tfmw")
@@ -36,6 +38,9 @@ logger = logging.getLogger("tfmw")
 _MAX_LINE = 1 << 20  # bytes; a hello of ten thousand tasks is a quarter of this
 _HELLO_S = 30.0  # for the hello of a peer that has connected
 _NOTICE_S = 3.0  # a task that waits longer logs what it waits for
+_CONNECT_S = 5.0
+_RETRY_S = 0.05
+_LATE_S = 5.0  # the chief may have been started later than a task that waits for its response
 
 
 class NotATask(OSError):
@@ -86,11 +91,6 @@ class TaskDescription:
         return hello
 
 
-def difference(local: TaskDescription, remote: TaskDescription) -> str | None:
-    """One sentence on the first difference between two tasks; None where they agree."""
-    return next(differences(local, remote), None)
-
-
 def differences(local: TaskDescription, remote: TaskDescription) -> Iterator[str]:
     """One sentence for each difference between two tasks, those of the cluster first."""
     yield from _cluster_differences(local, remote)
@@ -111,8 +111,9 @@ def _cluster_differences(local: TaskDescription, remote: TaskDescription) -> Ite
             sum(name.partition(" ")[0] == job for name in hello.tasks) for hello in (local, remote)
         )
         if a != b:
+            jobs_of_local = job if job == "ps" or a == 1 else f"{job}s"
             yield (
-                f"tasks disagree about the cluster: {local.task} lists {a} {_plural(job, a)}, "
+                f"tasks disagree about the cluster: {local.task} lists {a} {jobs_of_local}, "
                 f"{remote.task} lists {b}. {advice}"
             )
     for name, address in local.tasks.items():
@@ -121,10 +122,6 @@ def _cluster_differences(local: TaskDescription, remote: TaskDescription) -> Ite
                 f"tasks disagree about the cluster: {name} is at {address!r} for {local.task}, "
                 f"at {remote.tasks[name]!r} for {remote.task}. {advice}"
             )
-
-
-def _plural(job: str, count: int) -> str:
-    return job if job == "ps" or count == 1 else f"{job}s"
 
 
 @contextlib.contextmanager
@@ -141,6 +138,75 @@ def notice_of_waiting(describe: Callable[[], str]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def absence(missing: Mapping[str, str], chief: str, timeout_s: float) -> TfmwError:
+    """The error of a chief to which some tasks, name -> address, have not connected."""
+    return TfmwError(
+        f"{listed(missing)} did not connect within {timeout_s:g} s: start "
+        f"{'it' if len(missing) == 1 else 'them'}, or check that the chief's address {chief} can "
+        "be reached from there."
+    )
+
+
+def listed(tasks: Mapping[str, str]) -> str:
+    """The tasks, name -> address, in messages: "worker 1 (h1:2222), worker 2 (h2:2222)"."""
+    return ", ".join(f"{name} ({address})" for name, address in tasks.items())
+
+
+def accepted_by_chief(
+    hello: TaskDescription,
+    patience_s: float,
+    describe: Callable[[str], str],
+    response_s: float | None = None,
+) -> Channel:
+    """The channel to the chief, which has responded that it agrees with this task's hello.
+
+    Args:
+        hello: of this task; the first of its tasks is the chief.
+        patience_s: seconds in which the chief must respond.
+        describe: (the last problem) -> the line that is logged if this takes longer.
+        response_s: seconds for the response of a chief that has accepted the connection; by default
+            the rest of `patience_s`, and a little longer.
+
+    Raises:
+        ClusterError or TfmwError: the problem that the chief has found.
+        TimeoutError: it did not respond; with the last problem.
+    """
+    chief = next(iter(hello.tasks.values()))
+    deadline = time.monotonic() + patience_s
+    problem = "no response"
+    with notice_of_waiting(lambda: describe(problem)):
+        while True:
+            left_s = max(_RETRY_S, deadline - time.monotonic())
+            try:
+                return _accepted(
+                    hello, chief, min(left_s, _CONNECT_S), response_s or left_s + _LATE_S
+                )
+            except OSError as error:
+                # Or the chief closed without a response: another task is missing, or it is the
+                # chief of an earlier attempt.
+                problem = error.strerror or str(error)
+            if time.monotonic() >= deadline:
+                raise TimeoutError(problem)
+            time.sleep(_RETRY_S)
+
+
+def _accepted(hello: TaskDescription, chief: str, connect_s: float, response_s: float) -> Channel:
+    """One attempt of `accepted_by_chief`."""
+    channel = Channel.connect(chief, connect_s)
+    try:
+        channel.send(hello.message())
+        response = channel.receive(response_s)
+        if "problem" not in response:
+            raise NotATask
+        if response["problem"]:
+            kind = TfmwError if response.get("kind") == "TfmwError" else ClusterError
+            raise kind(response["problem"])
+    except BaseException:
+        channel.close()
+        raise
+    return channel
 
 
 class Channel:

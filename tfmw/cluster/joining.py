@@ -199,15 +199,15 @@ def _join_parameter_servers(
             facts,
             patience_s=start_timeout_s,
             serve_again=existing_servers,
-            threads=server_tasks.threads_of_a_task(),
+            threads=_threads_of_this_task(),
         )
         raise SystemExit(0)
     _bound_threads()
-    servers = server_tasks.coordinate(cluster, facts, timeout_s=start_timeout_s)
+    connected, control = server_tasks.coordinate(cluster, facts, timeout_s=start_timeout_s)
     options = communication_options("auto", None, None)
-    membership.set_joined(JoinedCluster(cluster, servers.strategy, options, servers))
+    membership.set_joined(JoinedCluster(cluster, connected, options, control=control))
     _guard_models(cluster)
-    membership.leave_servers_at_exit(servers)
+    membership.leave_servers_at_exit(control)
 
 
 def _guard_models(cluster: Cluster) -> None:
@@ -224,14 +224,20 @@ def _guard_models(cluster: Cluster) -> None:
     guard_models(refuse, cluster.is_chief)
 
 
+def _threads_of_this_task() -> int:
+    """This task's part of the cores, beside other local tasks; 0 lets TensorFlow choose."""
+    tasks = int(os.environ.get("TFMW_LOCAL_TASKS", "1"))
+    if tasks <= 1 or "TF_NUM_INTRAOP_THREADS" in os.environ:
+        return 0
+    return max(1, len(os.sched_getaffinity(0)) // tasks)
+
+
 def _bound_threads() -> None:
-    """Limits TensorFlow's threads to this task's part of the cores, beside other local tasks."""
+    """Limits TensorFlow's threads to this task's part of the cores."""
     import tensorflow as tf
 
-    tasks = int(os.environ.get("TFMW_LOCAL_TASKS", "1"))
-    if tasks > 1 and "TF_NUM_INTRAOP_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0))
-        tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // tasks))
+    if threads := _threads_of_this_task():
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
 
 
 def _add_a_thread() -> None:
@@ -251,9 +257,9 @@ def _add_a_thread() -> None:
 
 def _end_at_sigterm() -> None:
     """Restores that SIGTERM ends the process; the strategy's handler ignores the signal."""
-    if threading.current_thread() is threading.main_thread():
-        if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def communication_options(
@@ -272,16 +278,13 @@ def communication_options(
             'collectives="nccl" reduces between GPUs, and this machine has none: '
             'use "ring", or "auto".'
         )
-    implementation = {
-        "auto": tf.distribute.experimental.CommunicationImplementation.AUTO,
-        "tfmw": tf.distribute.experimental.CommunicationImplementation.AUTO,
-        "ring": tf.distribute.experimental.CommunicationImplementation.RING,
-        "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
-    }[collectives]
+    name = "AUTO" if collectives == "tfmw" else collectives.upper()
     if bytes_per_pack is None:
         bytes_per_pack = 0 if collectives == "nccl" or gpus else RING_BYTES_PER_PACK
     return tf.distribute.experimental.CommunicationOptions(
-        bytes_per_pack=bytes_per_pack, timeout_seconds=timeout_s, implementation=implementation
+        bytes_per_pack=bytes_per_pack,
+        timeout_seconds=timeout_s,
+        implementation=tf.distribute.experimental.CommunicationImplementation(name),
     )
 
 

@@ -1,7 +1,7 @@
 """How synchronous workers end: together, however long one of them is busy.
 
     with shared_call(): ...      # around what all tasks enter, in the same order
-    Departure(tasks, rank).wait()  # at exit: until all tasks are at their end
+    Departure(cluster, fail).wait()  # at exit: until all tasks are at their end
 
 TensorFlow treats the exit of one task as a failure of the others. So each task announces its end,
 and exits when all have. A task that waits in a shared call for a task that has announced its end
@@ -11,16 +11,18 @@ would wait for ever: a thread of it notices that, and all tasks fail with one se
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
+from tfmw.cluster import Cluster
 from tfmw.errors import UsageError
 from tfmw.keras_compat import runtime
 from tfmw.runtime.progress import AT_THE_END, blocking_call
@@ -34,6 +36,7 @@ _BARRIER_S = 60.0  # for tasks that are all at their end
 _ENDED, _ALL_ENDED = "tfmw/ended", "tfmw/all_ended"
 
 
+@dataclasses.dataclass
 class _Calls:
     """The shared calls of this process.
 
@@ -44,11 +47,10 @@ class _Calls:
         problem: why it will never end, if it will not.
     """
 
-    def __init__(self) -> None:
-        self.completed = 0
-        self.since: float | None = None
-        self.thread = 0
-        self.problem: UsageError | None = None
+    completed: int = 0
+    since: float | None = None
+    thread: int = 0
+    problem: UsageError | None = None
 
 
 _calls = _Calls()
@@ -87,22 +89,15 @@ class Departure:
     """The end of this task among the others.
 
     Args:
-        tasks: as TensorFlow calls them, by rank: "/job:worker/replica:0/task:1".
-        names: "worker 1", by rank.
-        rank: of this task.
+        cluster: of synchronous workers.
         fail: reports an error to all tasks, and ends the exchanges of this one.
     """
 
-    def __init__(
-        self,
-        tasks: Sequence[str],
-        names: Sequence[str],
-        rank: int,
-        fail: Callable[[UsageError], None],
-    ) -> None:
-        self._tasks = tasks
-        self._names = names
-        self._rank = rank
+    def __init__(self, cluster: Cluster, fail: Callable[[UsageError], None]) -> None:
+        self._names = list(cluster.tasks("chief", "worker"))  # by rank
+        jobs = [name.partition(" ") for name in self._names]
+        self._tasks = [f"/job:{job}/replica:0/task:{index or 0}" for job, _, index in jobs]
+        self._rank = cluster.rank
         self._fail = fail
         threading.Thread(target=self._look, name="tfmw-ended", daemon=True).start()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import logging
 import os
 import secrets
@@ -20,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from tfmw.cluster import addresses
 from tfmw.cluster.cluster import Cluster
+from tfmw.cluster.servers import ControlServer, ServerSettings
 
 if TYPE_CHECKING:
     import tensorflow as tf
-
-    from tfmw.cluster.servers import JoinedServers
 
 logger = logging.getLogger("tfmw")
 
@@ -37,17 +37,26 @@ class JoinedCluster:
         cluster: with this process's task in it.
         strategy: the one strategy of the process.
         options: how it reduces gradients.
-        servers: parameter servers, on their coordinator.
         collectives: the argument of `init`: "auto", "tfmw", "ring" or "nccl".
+        control: the connections to parameter servers, on their coordinator.
+        settings: options of training on them.
         at_failure: called when this task fails, after it has reported its error to other tasks.
     """
 
     cluster: Cluster
     strategy: tf.distribute.Strategy
     options: tf.distribute.experimental.CommunicationOptions
-    servers: JoinedServers | None = None
     collectives: str = "auto"
+    control: ControlServer | None = None
+    settings: ServerSettings = dataclasses.field(default_factory=ServerSettings)
     at_failure: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+
+    @functools.cached_property
+    def coordinator(self) -> Any:
+        """TensorFlow's `ClusterCoordinator` of the parameter servers, one per process."""
+        import tensorflow as tf
+
+        return tf.distribute.coordinator.ClusterCoordinator(self.strategy)
 
     @property
     def hosts(self) -> list[str]:
@@ -159,10 +168,7 @@ def end_together(cluster: Cluster) -> None:
     from tfmw.cluster.leaving import Departure
 
     watch_errors()
-    names = list(cluster.tasks("chief", "worker"))
-    jobs = [name.partition(" ") for name in names]
-    tasks = [f"/job:{job}/replica:0/task:{index or 0}" for job, _, index in jobs]
-    departure = Departure(tasks, names, cluster.rank, report_failure)
+    departure = Departure(cluster, report_failure)
 
     def leave() -> None:
         if _failed:
@@ -199,8 +205,8 @@ def _report(joined: JoinedCluster, error: BaseException) -> None:
 
     if is_secondary(error):
         return
-    if joined.servers is not None:
-        joined.servers.control.fail(f"{type(error).__name__}: {error}")
+    if joined.control is not None:
+        joined.control.fail(f"{type(error).__name__}: {error}")
         return
     name = f"{joined.cluster.task} {joined.cluster.index}"
     try:
@@ -222,13 +228,13 @@ def is_secondary(error: BaseException) -> bool:
     )
 
 
-def leave_servers_at_exit(servers: JoinedServers) -> None:
+def leave_servers_at_exit(control: ControlServer) -> None:
     """On a coordinator: ends the servers when this process ends without an error."""
     watch_errors()
 
     def leave() -> None:
         if not _failed:
             _succeed()
-            servers.control.finish()
+            control.finish()
 
     atexit.register(leave)

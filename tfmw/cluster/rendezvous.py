@@ -16,23 +16,22 @@ import dataclasses
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from tfmw.cluster import Cluster, addresses
 from tfmw.cluster.handshake import (
     Channel,
     HelloServer,
-    NotATask,
     TaskDescription,
-    difference,
+    absence,
+    accepted_by_chief,
+    differences,
+    listed,
     notice_of_waiting,
 )
 from tfmw.errors import ClusterError, TfmwError
 
 _PROTOCOL = "rendezvous"
-_RETRY_S = 0.05
 _STRAGGLER_S = 10.0  # tasks that are started together connect within this time of each other
-_RESPONSE_S = 5.0  # the chief may have been started later than this task
 _POLL_S = 0.5  # a new connection wakes the chief at once; a closed one does not
 _CLOSE_S = 5.0  # for a task that has received the response to close its connection
 
@@ -79,7 +78,9 @@ class _Meeting:
         self._peers: list[_Peer] = []
 
     def hold(self) -> None:
-        notice = notice_of_waiting(lambda: f"{self._hello.task} waits for {self._missing()}")
+        notice = notice_of_waiting(
+            lambda: f"{self._hello.task} waits for {listed(self._missing())}"
+        )
         with HelloServer(self._address, _PROTOCOL, self._greet), notice:
             problem = self._wait()
         response = {"problem": None if problem is None else str(problem)}
@@ -99,7 +100,7 @@ class _Meeting:
     def _greet(self, hello: TaskDescription, channel: Channel) -> None:
         with self._changed:
             self._peers = [g for g in self._peers if not g.channel.closed_by_peer()]
-            problem = difference(self._hello, hello)
+            problem = next(differences(self._hello, hello), None)
             if hello.task == self._hello.task or hello.task in self._names():
                 problem = problem or (
                     f"two tasks are {hello.task}: give each task its own index "
@@ -114,9 +115,8 @@ class _Meeting:
     def _wait(self) -> TfmwError | None:
         """The problem that keeps the tasks from starting; None once all agree."""
         deadline = time.monotonic() + self._timeout_s
-        last_call: float | None = (
-            None  # after a problem: until when more tasks may connect and receive it
-        )
+        # After a problem: until when more tasks may connect and receive it.
+        last_call: float | None = None
         with self._changed:
             while True:
                 self._peers = [g for g in self._peers if not g.channel.closed_by_peer()]
@@ -130,50 +130,26 @@ class _Meeting:
                 if problem is not None and (all_connected or left_s <= 0):
                     return ClusterError(problem)
                 if left_s <= 0:
-                    return self._absent()
+                    return absence(self._missing(), self._address, self._timeout_s)
                 self._changed.wait(min(left_s, _POLL_S))
 
-    def _missing(self) -> str:
+    def _missing(self) -> dict[str, str]:
         names = self._expected - self._names()
-        return ", ".join(f"{n} ({a})" for n, a in self._hello.tasks.items() if n in names)
-
-    def _absent(self) -> TfmwError:
-        one = len(self._expected - self._names()) == 1
-        return TfmwError(
-            f"{self._missing()} did not connect within {self._timeout_s:g} s: start "
-            f"{'it' if one else 'them'}, or check that the chief's address {self._address} can be "
-            "reached from there."
-        )
+        return {name: a for name, a in self._hello.tasks.items() if name in names}
 
 
 def _ask_chief(hello: TaskDescription, timeout_s: float) -> None:
     """On tasks other than the chief: sends the hello, and waits for the chief's response."""
     chief = next(iter(hello.tasks.values()))
-    deadline = time.monotonic() + timeout_s
-    problem = "no response"
-    with notice_of_waiting(lambda: f"{hello.task} waits for the chief at {chief}: {problem}"):
-        while (left_s := deadline - time.monotonic()) > 0:
-            try:
-                with Channel.connect(chief, min(left_s, 5.0)) as channel:
-                    channel.send(hello.message())
-                    response = channel.receive(left_s + _RESPONSE_S)
-                if "problem" not in response:
-                    raise NotATask
-            except OSError as error:
-                # Or the chief closed without a response: another task is missing, or it is the
-                # chief of an earlier attempt.
-                problem = error.strerror or str(error)
-                time.sleep(_RETRY_S)
-            else:
-                return _raise_problem(response)
-    raise TfmwError(
-        f"{hello.task} could not reach the chief at {chief} within {timeout_s:g} s ({problem}): is "
-        "that task started, is its address right, and is its port open to this machine?"
-    )
 
+    def describe(problem: str) -> str:
+        return f"{hello.task} waits for the chief at {chief}: {problem}"
 
-def _raise_problem(response: Mapping[str, Any]) -> None:
-    """Raises the problem in the chief's response, if any."""
-    if response["problem"]:
-        kind = TfmwError if response.get("kind") == "TfmwError" else ClusterError
-        raise kind(response["problem"])
+    try:
+        accepted_by_chief(hello, timeout_s, describe).close()
+    except TimeoutError as problem:
+        raise TfmwError(
+            f"{hello.task} could not reach the chief at {chief} within {timeout_s:g} s "
+            f"({problem}): is that task started, is its address right, and is its port open to "
+            "this machine?"
+        ) from None

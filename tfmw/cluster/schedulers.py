@@ -89,7 +89,9 @@ def from_slurm(environ: Mapping[str, str]) -> Fields | None:
     if total == 1:
         return None
     rank = _count(environ, (SLURM_PROCID,))
-    nodelist = _need(environ, SLURM_NODELIST, "start the tasks with srun")
+    nodelist = _first(environ, SLURM_NODELIST)
+    if nodelist is None:
+        raise ClusterError(f"{SLURM_NODELIST[0]} is not set; set it, or start the tasks with srun.")
     nodes = list(_expand_nodes(nodelist))
     if not nodes:  # n[3-1]
         raise ClusterError(
@@ -353,13 +355,6 @@ def ranked(addresses: list[str], rank: int, environ: Mapping[str, str], source: 
 
 def _first(environ: Mapping[str, str], names: Sequence[str]) -> str | None:
     return next((environ[name] for name in names if environ.get(name)), None)
-
-
-def _need(environ: Mapping[str, str], names: Sequence[str], fix: str) -> str:
-    value = _first(environ, names)
-    if value is None:
-        raise ClusterError(f"{names[0]} is not set; set it, or {fix}.")
-    return value
 
 
 def _count(

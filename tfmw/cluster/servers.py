@@ -1,27 +1,50 @@
-"""Joining a cluster with parameter servers, as a server or as the coordinator.
+"""Parameter servers and their coordinator: joining, and the connection between them.
 
     serve(cluster, facts, ...)                  # on a ps or worker: until the coordinator is done
-    joined = coordinate(cluster, facts, ...)    # on the chief: its strategy, connected to all
+    strategy, control = coordinate(...)         # on the chief: connected to all
+    control.finish()                            # all servers end with status 0
 
-The addresses of ps and workers are those of TensorFlow's servers. The chief's address is that of
-its `ControlServer`. No other task needs the coordinator's TensorFlow port, so tfmw picks a free
-one.
+TensorFlow's servers never end, and cannot distinguish a coordinator that is done from one that
+died. So each server keeps a plain TCP connection to the chief's address, where a `ControlServer`
+listens. It sends its hello and receives one response. At the end it receives a message "done". If
+the connection closes without one, the coordinator has died: the server keeps its variables and
+waits for the next coordinator, for a limited time. No other task needs the coordinator's TensorFlow
+port, so tfmw picks a free one.
+
+If the connection of a server is lost, so are TensorFlow's own connections to it, which would not
+notice that its machine is gone: the coordinator ends them. It cannot while TensorFlow waits for a
+server without letting other threads run (it traces a function, which all servers get). So a thread
+also sets a limit to the silence of each connection, and the kernel ends it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-import os
+import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import tensorflow as tf
+from typing import TYPE_CHECKING, Any
 
 from tfmw.cluster import Cluster, addresses
-from tfmw.cluster.control import ControlServer, wait_for_end
-from tfmw.errors import UsageError
+from tfmw.cluster.handshake import (
+    Channel,
+    HelloServer,
+    TaskDescription,
+    absence,
+    accepted_by_chief,
+    differences,
+    listed,
+    notice_of_waiting,
+)
+from tfmw.errors import ClusterError, TaskFailed, TfmwError, UsageError
 from tfmw.runtime import sockets
+from tfmw.runtime.connections import addresses_of, end_connections, limit_silence
+from tfmw.runtime.recorded_errors import ECHO
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 logger = logging.getLogger("tfmw")
 
@@ -29,6 +52,18 @@ logger = logging.getLogger("tfmw")
 _INTER_OP_THREADS = 16
 
 _serving: list[tf.distribute.Server] = []  # kept for ever: TensorFlow's servers cannot stop
+
+_PROTOCOL = "control"
+_CONNECT_S = 5.0
+_RESPONSE_S = 30.0  # for the response of a coordinator that has accepted the connection
+_GOODBYE_S = 30.0  # for the process of a coordinator that is done to end
+_LIMIT_EVERY_S = 2.0  # new connections are looked for
+
+SILENCE_S = 15.0
+"""Seconds until the kernel ends a connection of TensorFlow's to a server that is silent.
+
+Longer than it takes to notice it by the connection of this module, which also ends them.
+"""
 
 
 @dataclasses.dataclass
@@ -49,31 +84,6 @@ class ServerSettings:
     replicas_to_aggregate: int | None = None
     prefetch_rows: int = 0
     row_compression: str | None = None
-
-
-@dataclasses.dataclass
-class JoinedServers:
-    """A cluster that this process coordinates.
-
-    Attributes:
-        strategy: a ParameterServerStrategy, connected to all servers.
-        control: the control connections to all servers.
-        cluster: this process is its chief.
-        settings: options of the training.
-    """
-
-    strategy: tf.distribute.ParameterServerStrategy
-    control: ControlServer
-    cluster: Cluster
-    settings: ServerSettings = dataclasses.field(default_factory=ServerSettings)
-    _coordinator: Any = None
-
-    @property
-    def coordinator(self) -> Any:
-        """TensorFlow's `ClusterCoordinator`, one per process."""
-        if self._coordinator is None:
-            self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
-        return self._coordinator
 
 
 def serve(
@@ -97,6 +107,8 @@ def serve(
         TaskFailed: the coordinator failed.
         TfmwError: no coordinator connected.
     """
+    import tensorflow as tf
+
     assert cluster.address is not None
     addresses.check_port_free(cluster.address)
     config = tf.compat.v1.ConfigProto(
@@ -111,8 +123,10 @@ def serve(
     wait_for_end(cluster, facts, patience_s=patience_s, serve_again=serve_again)
 
 
-def coordinate(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float) -> JoinedServers:
-    """Connects to every server of the cluster.
+def coordinate(
+    cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float
+) -> tuple[tf.distribute.Strategy, ControlServer]:
+    """A ParameterServerStrategy connected to every server, and the control connections to them.
 
     Args:
         facts: what must be the same on every task.
@@ -122,11 +136,14 @@ def coordinate(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float) 
         ClusterError: the chief's port is in use, or tasks disagree.
         TfmwError: a server did not connect; the message names it.
     """
+    import tensorflow as tf
+
     control = ControlServer(cluster, facts)
     control.wait_for_all(timeout_s)
-    host, _ = addresses.split(cluster.chief[0])
+    with sockets.listen() as free:
+        port = int(free.getsockname()[1])
     spec = {
-        "chief": [f"{f'[{host}]' if ':' in host else host}:{_free_port()}"],
+        "chief": [addresses.joined(addresses.split(cluster.chief[0])[0], port)],
         "ps": list(cluster.ps),
         "worker": list(cluster.workers),
     }
@@ -137,13 +154,15 @@ def coordinate(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float) 
     logger.info(
         "%r: in, %d workers, %d parameter servers", cluster, len(cluster.workers), len(cluster.ps)
     )
-    return JoinedServers(strategy, control, cluster)
+    return strategy, control
 
 
 def partition_of(
     partitioner: Any, min_shard_bytes: int | None, servers: int
 ) -> Callable[[Sequence[int], tf.DType], int]:
     """The partition of variables; see `tfmw.strategies.parameter_server`."""
+    import tensorflow as tf
+
     if partitioner is not None and min_shard_bytes is not None:
         raise UsageError(
             "received both partitioner and min_shard_bytes: expected one of them; min_shard_bytes "
@@ -156,9 +175,7 @@ def partition_of(
         if not shape or shape[0] < 2:
             return 1
         if min_shard_bytes is not None:
-            size = dtype.size
-            for dimension in shape:
-                size *= dimension
+            size = dtype.size * math.prod(shape)
             wanted = min(servers, size // min_shard_bytes)
         elif partitioner is not None:
             parts = list(partitioner(tf.TensorShape(shape), dtype))
@@ -175,14 +192,227 @@ def partition_of(
     return partition
 
 
-def threads_of_a_task(environ: Mapping[str, str] = os.environ) -> int:
-    """This task's part of the machine's cores, if a launcher started several tasks on it."""
-    tasks = int(environ.get("TFMW_LOCAL_TASKS", "1"))
-    if tasks <= 1 or "TF_NUM_INTRAOP_THREADS" in environ:
-        return 0
-    return max(1, len(os.sched_getaffinity(0)) // tasks)
+# ---- the connection between servers and their coordinator ---------------------------------------
 
 
-def _free_port() -> int:
-    with sockets.listen() as probe:
-        return int(probe.getsockname()[1])
+def _hello(cluster: Cluster, facts: Mapping[str, str]) -> TaskDescription:
+    tasks = cluster.tasks("chief", "worker", "ps")
+    return TaskDescription(_PROTOCOL, cluster.task_name, tasks, dict(facts))
+
+
+class AlreadyCoordinated(ClusterError):
+    """Another coordinator of this cluster is running at the chief's address."""
+
+
+class ControlServer:
+    """The coordinator's side: one connection to each server.
+
+    Args:
+        cluster: this process is its chief.
+        facts: what must be the same on every task, by name (versions).
+
+    Raises:
+        AlreadyCoordinated: the chief's port is taken by another coordinator of this cluster.
+        ClusterError: the chief's port is taken.
+    """
+
+    def __init__(self, cluster: Cluster, facts: Mapping[str, str]):
+        self._cluster = cluster
+        self._hello = _hello(cluster, facts)
+        self._changed = threading.Condition()
+        self._servers: dict[str, Channel] = {}
+        self._peers: dict[str, set[tuple[str, int]]] = {}  # server -> (IP address, port)
+        self._problem: str | None = None
+        self._is_over = False
+        try:
+            self._listener = HelloServer(cluster.chief[0], _PROTOCOL, self._greet)
+        except ClusterError:
+            if _is_coordinated(self._hello):
+                raise AlreadyCoordinated(
+                    f"a coordinator of this cluster runs at {cluster.chief[0]} already: wait until "
+                    "it is done, or stop it."
+                ) from None
+            raise
+        threading.Thread(target=self._limit_silence, name="tfmw-silence", daemon=True).start()
+
+    @property
+    def connected(self) -> set[str]:
+        """Names of the servers that are connected."""
+        with self._changed:
+            return set(self._servers)
+
+    def wait_for_all(self, timeout_s: float) -> None:
+        """Returns once every server is connected and describes the same cluster.
+
+        Raises:
+            ClusterError: a server describes another cluster, or runs other versions.
+            TfmwError: a server did not connect in time; the message names it.
+        """
+        expected = self._cluster.tasks("worker", "ps")
+
+        def missing() -> dict[str, str]:
+            return {n: a for n, a in expected.items() if n not in self._servers}
+
+        def describe() -> str:
+            return f"{self._hello.task} waits for {listed(missing())}"
+
+        with notice_of_waiting(describe), self._changed:
+            self._changed.wait_for(lambda: self._problem is not None or not missing(), timeout_s)
+            problem, absent = self._problem, missing()
+        if problem is not None:
+            raise ClusterError(problem)
+        if absent:
+            raise absence(absent, self._cluster.chief[0], timeout_s)
+
+    def finish(self) -> None:
+        """Sends every server the message that the training is done."""
+        self._send_all({"done": True})
+
+    def fail(self, message: str) -> None:
+        """Sends every server the error that ended the coordinator."""
+        self._send_all({"failed": message})
+
+    def close(self) -> None:
+        """Closes all connections, as the end of this process would."""
+        self._listener.close()
+        with self._changed:
+            self._is_over = True
+            servers = list(self._servers.values())
+            self._servers.clear()
+            self._changed.notify_all()
+        for channel in servers:
+            channel.close()
+
+    def _send_all(self, message: dict[str, Any]) -> None:
+        with self._changed:
+            self._is_over = True
+            servers = list(self._servers.values())
+        for channel in servers:
+            with contextlib.suppress(OSError):
+                channel.send(message)  # the connection stays open: servers outlive this process
+        self._listener.close()
+
+    def _greet(self, hello: TaskDescription, channel: Channel) -> None:
+        name, problem = hello.task, next(differences(self._hello, hello), None)
+        if problem is not None or name == self._hello.task:
+            with channel, contextlib.suppress(OSError):
+                channel.send({"coordinator": True} if problem is None else {"problem": problem})
+            if problem is not None:
+                with self._changed:
+                    self._problem = problem
+                    self._changed.notify_all()
+            return
+        host, port = addresses.split(self._hello.tasks[name])
+        known = {(host, port) for host in {channel.peer_host(), *addresses_of(host)} if host}
+        with self._changed:
+            before = self._servers.pop(name, None)
+            self._peers[name] = known
+        if before is not None:  # a restarted task: its old connections may still be open
+            before.close()
+            self._end_connections(name)
+        with self._changed:
+            with contextlib.suppress(OSError):
+                channel.send({"problem": None})  # before what is sent to all
+            self._servers[name] = channel
+            self._changed.notify_all()
+        channel.keep_alive()
+        channel.wait_closed(None)  # servers send nothing more
+        channel.close()
+        with self._changed:
+            is_lost = self._servers.get(name) is channel
+            if is_lost:
+                del self._servers[name]
+        if is_lost:
+            logger.info("%s has left", name)
+            self._end_connections(name)
+
+    def _end_connections(self, name: str) -> None:
+        """Ends TensorFlow's connections to a server that is gone; its calls fail at once."""
+        if not self._is_over:  # else servers end, and TensorFlow frees what this process has there
+            end_connections(self._peers[name])
+
+    def _limit_silence(self) -> None:
+        """Limits the silence of TensorFlow's connections, until the training is over."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._is_over, _LIMIT_EVERY_S):
+                    return
+                peers = set().union(*(self._peers[name] for name in self._servers))
+            limit_silence(peers, SILENCE_S)
+
+
+def _is_coordinated(hello: TaskDescription) -> bool:
+    """Whether a coordinator of the same cluster listens at the chief's address."""
+    try:
+        with Channel.connect(hello.tasks["chief"], _CONNECT_S) as channel:
+            channel.send(hello.message())
+            return channel.receive(_CONNECT_S).get("coordinator") is True
+    except OSError:
+        return False
+
+
+def wait_for_end(
+    cluster: Cluster,
+    facts: Mapping[str, str],
+    *,
+    patience_s: float = 120.0,
+    serve_again: bool = False,
+) -> None:
+    """Returns once the coordinator is done.
+
+    Args:
+        cluster: this process is one of its ps or workers, and already serves.
+        facts: what must be the same on every task.
+        patience_s: seconds to wait for the first coordinator, and for a restarted one.
+        serve_again: whether to wait for the next coordinator after each one, without limit; then
+            this never returns.
+
+    Raises:
+        ClusterError: the coordinator describes another cluster, or runs other versions.
+        TaskFailed: the coordinator failed; the message is its error.
+        TfmwError: no coordinator responded in time.
+    """
+    hello, was_there = _hello(cluster, facts), False
+    while True:
+        message = _last_message(hello, float("inf") if serve_again else patience_s, was_there)
+        was_there = True
+        if serve_again or message is None:
+            continue
+        if message.get("done"):
+            return
+        if "failed" in message:
+            # In TensorFlow's form, by which a launcher recognises a secondary error.
+            raise TaskFailed(f"{ECHO}chief/task:0: {message['failed']}")
+
+
+def _last_message(
+    hello: TaskDescription, patience_s: float, was_there: bool
+) -> dict[str, Any] | None:
+    """The coordinator's last message; None if it ended without one.
+
+    Args:
+        hello: of this server.
+        patience_s: seconds to wait for the coordinator.
+        was_there: whether this server had a coordinator before.
+    """
+    name, address = hello.task, hello.tasks["chief"]
+    waiting = f"{name} waits for the coordinator at {address}"
+    try:
+        channel = accepted_by_chief(hello, patience_s, lambda _: waiting, _RESPONSE_S)
+    except TimeoutError as problem:
+        raise TfmwError(
+            f"{name} {'lost' if was_there else 'could not reach'} the coordinator at {address} and "
+            f"waited {patience_s:g} s for it ({problem}): start the chief (again), or check its "
+            "address."
+        ) from None
+    with channel:
+        channel.keep_alive()
+        try:
+            message = channel.receive(None)
+        except OSError:
+            logger.warning("lost the coordinator at %s; waiting for its restart", address)
+            return None
+        if message.get("done"):
+            # TensorFlow frees resources on the servers while the coordinator's process ends.
+            channel.wait_closed(_GOODBYE_S)
+        return message

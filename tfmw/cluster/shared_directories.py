@@ -15,12 +15,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 
+from tfmw.runtime.disk import is_local
+
 _RETRY_S = 0.1
-
-
-def absolute(path: str) -> str:
-    """The absolute path, which must be the same on all tasks; URLs unchanged."""
-    return os.path.abspath(path) if _is_local(path) else path
 
 
 @contextlib.contextmanager
@@ -39,7 +36,9 @@ def markers(directories: Mapping[str, str]) -> Iterator[tuple[dict[str, str | No
         for option, path in directories.items():
             names[option] = None
             try:
-                names[option] = stack.enter_context(_marker(path))
+                marker = _local_marker if is_local(path) else _remote_marker
+                name = f".tfmw-check-{secrets.token_hex(8)}"
+                names[option] = stack.enter_context(marker(path, name))
             except _gfile_errors() as error:
                 reason = getattr(error, "strerror", None) or str(error)
                 problems.append(
@@ -64,15 +63,6 @@ def find_marker(option: str, path: str, name: str, chief: str, patience_s: float
             )
         time.sleep(_RETRY_S)
     return None
-
-
-def _is_local(path: str) -> bool:
-    return "://" not in path
-
-
-def _marker(path: str) -> contextlib.AbstractContextManager[str]:
-    name = f".tfmw-check-{secrets.token_hex(8)}"
-    return _local_marker(path, name) if _is_local(path) else _remote_marker(path, name)
 
 
 @contextlib.contextmanager
@@ -112,7 +102,7 @@ def _remote_marker(path: str, name: str) -> Iterator[str]:
 
 def _read(path: str) -> str | None:
     try:
-        if _is_local(path):
+        if is_local(path):
             with open(path) as file:
                 return file.read()
         import tensorflow as tf

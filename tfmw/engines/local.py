@@ -42,6 +42,7 @@ from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
 from tfmw.launcher import call
 from tfmw.launcher.output import is_watched
 from tfmw.launcher.run import launch
+from tfmw.runtime import disk
 
 _ELASTIC_RESTARTS = 100
 _BACKUP_EVERY = "2 s"  # an interrupted cell loses at most 2 s of training
@@ -193,7 +194,7 @@ def _train_on_engine(
 ) -> dict[str, Any]:
     """Trains where the engine places the tasks; returns what the chief returned."""
     paths = {
-        name: os.path.abspath(path) if "://" not in path else path
+        name: disk.absolute(path)
         for name in ("backup_dir", "export_dir")
         if sent.settings.get(name) is not None
         for path in [os.fspath(sent.settings[name])]

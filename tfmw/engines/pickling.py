@@ -22,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw.errors import UsageError
+from tfmw.errors import UsageError, first_line
 from tfmw.keras_compat import models, optimizers, serialization
 from tfmw.launcher import call
 
@@ -57,7 +57,7 @@ def pack(value: Any, large: list[pickle.PickleBuffer] | None = None) -> bytes:
     try:
         Pickler(buffer, 5, None if large is None else call.apart(large)).dump(value)
     except (*_REFUSALS, pickle.PicklingError) as e:
-        reason = (str(e) or type(e).__name__).splitlines()[0]
+        reason = first_line(e)
         raise UsageError(
             f"something in the arguments cannot be sent to other processes ({reason}): pass "
             "callables that make the model and the dataset in each process."

@@ -1,6 +1,6 @@
 """Training of one member of elastic rounds: one process, its share of each batch, and its record.
 
-    with membership_of(os.environ, context, arguments, backups_of(...)) as (context, backups):
+    with membership_of(os.environ, context, arguments, Backups(...)) as (context, backups):
         ElasticTraining(context, arguments, backups)         # a driver for the training loop
 
 A member is lost and comes back without the others: the server of the rounds keeps its position in
@@ -20,8 +20,7 @@ import numpy as np
 
 from tfmw import data
 from tfmw.checkpoint import state
-from tfmw.checkpoint.backups import Backups, PythonState
-from tfmw.checkpoint.resume import backups_of
+from tfmw.checkpoint.resume import Backups, PythonState
 from tfmw.cluster.group import Group
 from tfmw.data.random_state import random_state, restore_random_state
 from tfmw.errors import UsageError
@@ -65,7 +64,7 @@ def entered(
         context = dataclasses.replace(context, group=member, sharding=sharding)
         # Data that Python code orders: the same on all members, from the first one's state.
         restore_random_state(member.settled("random state", random_state))
-        with backups_of(Group(0, 1), _of_member(arguments.backup, client)) as inner:
+        with Backups(Group(0, 1), _of_member(arguments.backup, client)) as inner:
             yield context, Records(inner, client, record, arrays, steps)
     finally:
         client.leave()
@@ -106,8 +105,6 @@ class Records(Backups):
         steps: in rounds that have ended since the record.
     """
 
-    on = True
-
     def __init__(
         self,
         inner: Backups,
@@ -117,6 +114,7 @@ class Records(Backups):
         steps: int,
     ):
         super().__init__(Group(0, 1))
+        self.on = True
         self.client = client
         self.rounds: Callable[[], int] = lambda: 0
         self._inner = inner
@@ -140,9 +138,6 @@ class Records(Backups):
 
     def restore(self, model: Any, batch_size: int | None) -> None:
         self._inner.restore(model, batch_size)
-
-    def note_callbacks(self, callbacks: list[Any]) -> None:
-        state.note_callbacks(callbacks)
 
     def restore_callbacks(self, callbacks: list[Any], finished: bool = False) -> None:
         if not self.from_server:
@@ -179,9 +174,6 @@ class Records(Backups):
         """Whether the next `save` writes to the disk."""
         return self._inner.on and self._inner_due
 
-    def python_state(self, callbacks: list[Any]) -> PythonState:
-        return self._inner.python_state(callbacks)
-
     def save(
         self,
         step: int,
@@ -207,9 +199,6 @@ class Records(Backups):
         full = {**record, "callbacks": states, "random": random, "arrays": list(tensors)}
         self.client.keep(full, [np.asarray(tensors[name]) for name in tensors])
         self._recorded = self.rounds()
-
-    def wait(self) -> None:
-        self._inner.wait()
 
     def leave(self, step: int) -> NoReturn:
         self._inner.leave(step)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.checkpoint.backups import Backups
+from tfmw.checkpoint.resume import Backups
 from tfmw.errors import UsageError
 from tfmw.local_sgd.rounds import Rounds
 from tfmw.local_sgd.sync_settings import SyncSettings

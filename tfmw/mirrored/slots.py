@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw.checkpoint.sharded_backups import SlotPart, SlotParts
+from tfmw.checkpoint.sharded_backups import SlotParts
 from tfmw.keras_compat import optimizer_part
 from tfmw.keras_compat.memory import new_tensor
 from tfmw.keras_compat.optimizer_part import OptimizerPart
@@ -72,12 +72,7 @@ def slot_parts(parts: Sequence[OptimizerPart], packs: Sequence[Pack]) -> SlotPar
         for index in pack.indices
         if slots[index] is not None
     ]
-    own = [
-        SlotPart(variable, elements, value)
-        for part in parts
-        for variable, elements, value in part.slot_values()
-    ]
-    return SlotParts(variables, own)
+    return SlotParts(variables, [own for part in parts for own in part.slot_values()])
 
 
 def forget_slots(part: OptimizerPart, packs: Sequence[Pack]) -> None:

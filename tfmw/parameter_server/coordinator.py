@@ -29,7 +29,7 @@ import keras
 import tensorflow as tf
 
 from tfmw import data
-from tfmw.cluster import servers as ps_cluster
+from tfmw.cluster.membership import JoinedCluster
 from tfmw.keras_compat import models, parameter_servers
 from tfmw.parameter_server import worker_data
 from tfmw.parameter_server.accumulators import SynchronousSteps
@@ -60,7 +60,7 @@ class PsDriver:
         examples: number of examples since then, including those of dropped gradients.
     """
 
-    def __init__(self, model: keras.Model, servers: ps_cluster.JoinedServers, source: data.Source):
+    def __init__(self, model: keras.Model, servers: JoinedCluster, source: data.Source):
         self.model = model
         self.applied = 0
         self.examples = 0

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw.cluster import servers as ps_cluster
+from tfmw.cluster.membership import JoinedCluster
 from tfmw.errors import UsageError
 from tfmw.keras_compat import models, placement
 from tfmw.keras_compat.metric_variables import metric_variables
@@ -44,7 +44,7 @@ class ParameterServerTraining:
         self,
         context: FitContext,
         arguments: FitArguments,
-        servers: ps_cluster.JoinedServers,
+        servers: JoinedCluster,
         record: dict[str, Any] | None,
     ):
         if arguments.steps_per_epoch is None:

@@ -29,6 +29,7 @@ import tensorflow as tf
 from tfmw import storage
 from tfmw.errors import TfmwError
 from tfmw.keras_compat import models, table_variables
+from tfmw.runtime import disk
 from tfmw.tables.files import TableFiles, write_checkpoint
 from tfmw.tables.row_files import RowFiles
 from tfmw.tables.table import NeedsAllRows, Table, tables_among
@@ -132,7 +133,7 @@ class TablesInFiles:
         """
         if not self._files.tables:
             return
-        folder = storage.absolute(posixpath.join(directory, "assets"))
+        folder = disk.absolute(posixpath.join(directory, "assets"))
         self._files.write(folder)
         for name, table in self._files.tables.items():
             ids = self._files.first_and_last(name)

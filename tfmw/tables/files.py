@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from tfmw import storage
 from tfmw.errors import TfmwError
+from tfmw.runtime import disk
 from tfmw.tables.shards import VariableShard, blocks, on_each, require_written, server
 from tfmw.tables.table import Table, store_rows
 
@@ -152,7 +153,7 @@ class TableFiles:
         directory: str,
         must_be_finite: Collection[str],
     ) -> list[str]:
-        directory = storage.absolute(directory)  # servers may run in another directory
+        directory = disk.absolute(directory)  # servers may run in another directory
         finite = on_each({where: functools.partial(w, directory) for where, w in writers.items()})
         for where, flags in finite.items():
             slices = [one for part in self._parts[where] for one in part]
@@ -174,7 +175,7 @@ class TableFiles:
             prefix: of the checkpoint.
             layout: the slices in it; tables that are not in it are left as they are.
         """
-        prefix = storage.absolute(prefix)
+        prefix = disk.absolute(prefix)
         stored = {name: t for name, t in self.tables.items() if name in layout}
         wanted: dict[int, list[_Slice]] = {}
         for name, table in stored.items():
@@ -189,7 +190,7 @@ class TableFiles:
 
     def read_changed(self, prefix: str, layout: Layout) -> None:
         """Restores the rows of `write_changed`, after those of `read`; with the same arguments."""
-        prefix = storage.absolute(prefix)
+        prefix = disk.absolute(prefix)
         wanted: dict[int, list[tuple[VariableShard, str, tf.DType]]] = {}
         for name, table in self.tables.items():
             for shard in table.shards:
@@ -305,7 +306,7 @@ def verify_changed(prefix: str, layout: Layout, types: Mapping[str, Any], server
 
 def _compare_checksums(prefix: str, every: list[tuple[str, str, tf.DType]], servers: int) -> None:
     """Reads (name, slice, dtype), each server some of them; reading compares their checksums."""
-    prefix = storage.absolute(prefix)
+    prefix = disk.absolute(prefix)
     count = max(1, servers)
 
     def check(where: int) -> None:

@@ -20,10 +20,11 @@ import keras
 import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
-from tfmw import data, precision, storage
+from tfmw import data, precision
 from tfmw.data import record_index
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets, models, wrapped_fit
+from tfmw.runtime import disk
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,9 +158,9 @@ class FitArguments:
     def index_dir(self) -> str | None:
         """The directory of the indices of files of records; None if nothing resumes."""
         directory = None if self.backup is None else os.fspath(self.backup.backup_dir)
-        if directory is None or not storage.is_local(directory):
+        if directory is None or not disk.is_local(directory):
             return None
-        return os.path.join(storage.absolute(directory), record_index.DIRECTORY)
+        return os.path.join(disk.absolute(directory), record_index.DIRECTORY)
 
 
 def limited_steps(steps: int | None) -> int | None:

@@ -28,7 +28,7 @@ import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
 from tfmw.checkpoint import state
-from tfmw.checkpoint.backups import Backups, PythonState
+from tfmw.checkpoint.resume import Backups, PythonState
 from tfmw.checkpoint.sharded_backups import SlotParts
 from tfmw.cluster.group import Group
 from tfmw.keras_compat import models
@@ -249,14 +249,16 @@ class TrainingLoop:
             if not (found.get("logs") and found["stopped"]):  # otherwise no step remains
                 driver.restore_position()
         self._model.stop_training = False
-        self._backups.note_callbacks(callbacks)
+        if self._backups.on:
+            state.note_callbacks(callbacks)
         with self._unchanged(found is not None):
             self._callbacks.on_train_begin()
         if found is None:
             # Callbacks may have restored their own state, and set the next epoch.
             requested = driver.group.from_chief(lambda: models.requested_initial_epoch(self._model))
             self._initial_epoch = requested or self._initial_epoch
-        self._backups.note_callbacks(callbacks)
+        if self._backups.on:
+            state.note_callbacks(callbacks)
         goodput.trains_from(self._step)
 
     def _is_model_read(self) -> bool:
