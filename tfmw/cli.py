@@ -282,7 +282,7 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
 
 
 def _add_supervised_hosts(run: argparse._ActionsContainer) -> None:
-    """The options that are fields of `HostOptions`; for --hosts with --max-restarts."""
+    """The options for hosts that supervise each other: --hosts with --max-restarts."""
     run.add_argument(
         "--workers-per-host",
         type=int,
@@ -444,27 +444,28 @@ def _is_supervised(options: argparse.Namespace) -> bool:
 
 def _run_on_hosts(options: argparse.Namespace, run_options: RunOptions, program: list[str]) -> int:
     """Supervises this host's tasks."""
-    from tfmw.hosts.launch import HostOptions, launch_on_hosts
+    from tfmw.hosts.actions import HostSettings
+    from tfmw.hosts.launch import launch_on_hosts
 
     if os.environ.get("TF_CONFIG", "").strip():
         raise UsageError(
             f"TF_CONFIG is already set to {os.environ['TF_CONFIG']}; unset it or drop --hosts."
         )
-    host_options = HostOptions(
-        hosts=[host.strip() for host in options.hosts.split(",")],
-        host=options.host_index,
+    settings = HostSettings(
+        hosts=tuple(host.strip() for host in options.hosts.split(",")),
         workers_per_host=1 if options.workers_per_host is None else options.workers_per_host,
         ps=options.ps,
         evaluator=options.evaluator,
         min_hosts=options.min_hosts,
         rejoin_timeout_s=30.0 if options.rejoin_timeout is None else options.rejoin_timeout,
-        rendezvous=options.rendezvous,
-        token_file=options.token_file,
+        options=run_options,
     )
     return launch_on_hosts(
         program,
-        host_options,
-        run_options,
+        settings,
+        host=options.host_index,
+        rendezvous=options.rendezvous,
+        token_file=options.token_file,
         module=options.module is not None,
         log_dir=options.log_dir,
     )

@@ -92,7 +92,7 @@ def functional():
 def test_unpacked_model_equals_the_packed_one(make):
     model = compiled(make())
     model.fit(X, Y, verbose=0, batch_size=32)
-    arrived = pickling.settled(pickling.unpack(pickling.pack(model)))
+    arrived = pickling.settled(call.loads(pickling.pack(model)))
     np.testing.assert_array_equal(arrived.predict(X, verbose=0), model.predict(X, verbose=0))
     going_on = [
         m.fit(X, Y, epochs=2, batch_size=32, shuffle=False, verbose=0).history["loss"]
@@ -109,8 +109,9 @@ def test_functional_subclass_unpacks_in_a_new_process(tmp_path):
     code = """
 import sys, numpy, tfmw
 from tfmw.engines import pickling
+from tfmw.launcher import call
 from tests.engines import test_local
-model = pickling.settled(pickling.unpack(open(sys.argv[1], "rb").read()))
+model = pickling.settled(call.loads(open(sys.argv[1], "rb").read()))
 assert type(model) is test_local.Classifier
 numpy.save(sys.argv[2], model.predict(test_local.X, verbose=0))
 tfmw.fit(model, test_local.X, test_local.Y, verbose=0)
@@ -141,7 +142,7 @@ def test_large_arrays_are_not_copied_into_the_pickle(monkeypatch):
     assert sizes == [X.nbytes]
     fn, (packed, large) = call.loads(blob, payload[1:])
     assert fn is print
-    arrived = pickling.unpack(packed, large)
+    arrived = call.loads(packed, large)
     np.testing.assert_array_equal(arrived["x"], X)
     np.testing.assert_array_equal(arrived["y"], Y[:10])
 

@@ -26,10 +26,10 @@ from tests.engines.contract import (
     wait_for,
 )
 from tests.helpers.cluster import ONE_THREAD, PYTHONPATH
-from tfmw.engines import Engine, Job, Ray, ray_handle
+from tfmw.engines import Engine, Job, Ray
 from tfmw.engines import job as jobs
-from tfmw.engines.ray import RayTasks
-from tfmw.engines.ray_handle import RayHandle
+from tfmw.engines import ray as ray_engine
+from tfmw.engines.ray import RayHandle, RayTasks
 from tfmw.errors import TaskFailed, UsageError
 from tfmw.launcher import call
 from tfmw.runtime.sockets import reserved_ports
@@ -187,7 +187,7 @@ def test_without_its_head_ray_has_lost_the_job(
     """
     from ray.exceptions import GetTimeoutError
 
-    monkeypatch.setattr(ray_handle, "_HEAD_S", 0.3)
+    monkeypatch.setattr(ray_engine, "_HEAD_S", 0.3)
     monkeypatch.setattr(jobs, "_ASK_EVERY_S", 0.1)
     with reserved_ports(1) as (port,):
         head = f"127.0.0.1:{port}"

@@ -494,7 +494,7 @@ class World:
         first = self.starts.setdefault(start.attempt, start)
         assert (first.hosts, first.cluster) == (start.hosts, start.cluster), "two of one number"
         assert index in start.hosts
-        assert len(start.hosts) >= self.settings.min_hosts
+        assert len(start.hosts) >= self.settings.least_hosts
         for other in self.hosts:  # they write files that no fence protects
             earlier = other.tasks if other is not None else None
             assert earlier is None or earlier.start.attempt == start.attempt, "two attempts at once"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.hosts import Hosts, Loopback, Namespaces, network
 from tfmw.hosts.actions import HostSettings
-from tfmw.hosts.task_placement import placed
+from tfmw.hosts.leader import placed
 from tfmw.launcher.options import RunOptions
 
 TOKEN = "0123456789abcdef" * 4

@@ -96,7 +96,7 @@ class Schedules(RuleBasedStateMachine):
         The others are gone, or alive and cut off.
         """
         world = self.world
-        if len(group) < world.settings.min_hosts:
+        if len(group) < world.settings.least_hosts:
             return
         world.cuts.clear()
         world.no_lock.clear()
@@ -114,7 +114,7 @@ class Schedules(RuleBasedStateMachine):
             world.run(1.0)
             holder = world.holder
             assert world.now < deadline, (
-                f"nothing trains: {group} of {world.settings.min_hosts}, lock at "
+                f"nothing trains: {group} of {world.settings.least_hosts}, lock at "
                 f"{world.hosts.index(holder) if holder in world.hosts else None}, {world.record}"
             )
 

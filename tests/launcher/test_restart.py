@@ -345,7 +345,7 @@ class TestPolicy:
             if len(slept) == 3:
                 stop.received.append(signal.SIGTERM)
 
-        wait(30, stop, sleep)
+        wait(30, lambda: bool(stop.received), sleep)
         assert len(slept) == 3
 
 

@@ -18,8 +18,7 @@ from tfmw.engines.agent import wait_connected
 from tfmw.errors import TfmwError
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
-from tfmw.remote.channel import Forged, Frames, session_key
-from tfmw.remote.links import MAX_STRANGERS, Links, Timing
+from tfmw.remote.links import MAX_STRANGERS, Forged, Frames, Links, Timing, session_key
 from tfmw.remote.messages import (
     BackupFiles,
     End,

@@ -2,7 +2,7 @@
 
 Every callback runs on every worker, with the same logs, so it makes the same changes to the model
 everywhere. Callbacks that write files or send reports run on the chief only. tfmw knows Keras's
-own, and recognizes what logs to a tracker (`tfmw/trackers/rule.py`); other callbacks declare it:
+own, and recognizes what logs to a tracker (`tfmw.trackers`); other callbacks declare it:
 
     class Upload(keras.callbacks.Callback):
         chief_only = True

@@ -18,7 +18,6 @@ import io
 import json
 import os
 import queue
-import shutil
 import socket
 import sys
 import tarfile
@@ -55,6 +54,7 @@ from tfmw.remote.messages import (
     Setup,
     Start,
     StepReached,
+    built,
 )
 from tfmw.remote.tasks import TasksOfOneMachine
 from tfmw.runtime.signals import Signals
@@ -89,12 +89,12 @@ def run_task(
         TfmwError: the controller cannot be reached.
     """
     inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-    folder = Path(tempfile.mkdtemp(prefix="tfmw-task-"))
-    try:
-        with Links(contact.token.encode(), inbox.put, TIMING) as links:
-            _Agent(links, inbox, contact, rank, payload, host or socket.gethostname(), folder).run()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    host = host or socket.gethostname()
+    with (
+        tempfile.TemporaryDirectory(prefix="tfmw-task-", ignore_cleanup_errors=True) as folder,
+        Links(contact.token.encode(), inbox.put, TIMING) as links,
+    ):
+        _Agent(links, inbox, contact, rank, payload, host, Path(folder)).run()
 
 
 class _Forward(Display):
@@ -113,15 +113,11 @@ class _Forward(Display):
 
 @dataclasses.dataclass
 class _Agent:
-    """One task, and its connection.
+    """One task, and its connection; see `run_task`.
 
     Args:
         links: connects to the controller.
         inbox: events of the connection.
-        contact: of the job.
-        rank: of the task.
-        payload: see `run_task`.
-        host: this machine's name.
         folder: of this task, removed at its end.
     """
 
@@ -303,13 +299,12 @@ def main(folder: Path, rank: int, host: str | None) -> None:
         host: this machine's name in messages.
     """
     try:
-        contact = Contact(**json.loads(own_files.read(folder, CONTACT)))
+        contact = built(Contact, json.loads(own_files.read(folder, CONTACT)))
     except OSError as error:
         sys.exit(
             f"tfmw: the folder of the job, {folder}, cannot be read here ({error.strerror}): it "
             "must be one that all hosts share; see directory= of the engine."
         )
-    contact = dataclasses.replace(contact, hosts=tuple(contact.hosts))
     run_task(contact, rank, lambda: [own_files.read(folder, PAYLOAD)], host)
 
 

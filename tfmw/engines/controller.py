@@ -3,8 +3,8 @@
     state = Controller(spec, tasks, folder).run()          # "done", "failed", "cancelled", ...
 
 It runs where the engine puts it: in Slurm's batch script, in an actor of Ray, beside Spark's
-driver. What it writes into its folder is all that others see of the job (`job.FILES`). A file named
-`cancel` in it ends the job.
+driver. What it writes into its folder is all that others see of the job (`job.py` has the names). A
+file named `cancel` in it ends the job.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from tfmw.engines import own_files
 from tfmw.engines.engine import TIMING, JobSpec, Tasks
 from tfmw.engines.job_attempt import LIVE, JobAttempt
 from tfmw.errors import PREEMPTED
+from tfmw.launcher.attempts import wait
 from tfmw.launcher.output import Display
 from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
-from tfmw.launcher.result import Result
+from tfmw.launcher.result import Result, exit_status
 from tfmw.remote.links import Links
 from tfmw.remote.messages import AgentHello, Message
 from tfmw.runtime import sockets
@@ -36,14 +37,13 @@ from tfmw.runtime.signals import Signals
 
 CANCEL = "cancel"
 
-
 INTERRUPTED = "interrupted"
 """Of a controller that its engine ends while tasks fail, as when a node is lost. Only the engine
 knows whether the job is queued again, so the controller writes no last state."""
 
 _POLL_S = 0.1
 _GROW_EVERY_S = 10.0
-_ENDED = dict(zip((0, 1, 2, PREEMPTED), ("done", "failed", "failed", "preempted"), strict=True))
+_ENDED = {0: "done", 1: "failed", 2: "failed", PREEMPTED: "preempted"}
 
 
 class Controller:
@@ -105,9 +105,9 @@ class Controller:
                 return "cancelled", "it was cancelled before its tasks had a place"
             self._say(state="starting" if number == 0 else "restarting", attempt=number)
             display = Display(self._output, LIVE if self._spec.live else None)
+            division = self._policy.division
             attempt = JobAttempt(
-                *(self._spec, self._tasks, links, display, number, count),
-                division=self._policy.division,
+                self._spec, self._tasks, links, display, number, count, division=division
             )
             try:
                 attempt.start(port)
@@ -133,7 +133,7 @@ class Controller:
                 return self._finish(attempt, found, failures)
             counted = {"restarts": self._policy.restarts, jobs.POLICY: self._policy.saved()}
             self._say(state="restarting", step=found.step, **counted)
-            self._pause(decision.delay_s)
+            wait(decision.delay_s, self._is_to_end)
         raise AssertionError("unreachable")
 
     def _welcome(self, hello: Message) -> int:
@@ -156,17 +156,14 @@ class Controller:
 
     def _placed(self) -> int:
         """Waits until the engine has room for the tasks: how many; 0 if cancelled."""
-        while not self._cancelled() and not self._stop.received:
+        while not self._is_to_end():
             if count := self._tasks.available(*self._spec.workers):
                 return count
             time.sleep(_POLL_S)
         return 0
 
-    def _pause(self, seconds: float) -> None:
-        """Waits before the next attempt; not any longer where the job is to end."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and not self._cancelled() and not self._stop.received:
-            time.sleep(_POLL_S)
+    def _is_to_end(self) -> bool:
+        return self._cancelled() or bool(self._stop.received)
 
     def _watch(self, attempt: JobAttempt, display: Display) -> None:
         """Returns when the attempt is over, or the job is to end."""
@@ -209,7 +206,7 @@ class Controller:
         """Writes the result; returns the job's last state, and its problem."""
         log = self._folder / jobs.OUTPUT
         failed = tuple(dataclasses.replace(f, log=log) for f in failures) if found.failures else ()
-        status = (2 if failed[0].usage else 1) if failed else PREEMPTED if found.preempted else 0
+        status = exit_status(failed, preempted=found.preempted)
         result = Result(
             status=status,
             tasks={},

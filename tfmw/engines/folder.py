@@ -124,11 +124,11 @@ def control(folder: Path, make_tasks: Callable[[Path], Tasks]) -> str:
 
 
 class FolderHandle:
-    """The handle of a job with a folder.
+    """The `JobHandle` of a job with a folder.
 
     Args:
         folder: of the job.
-        state: returns what the engine knows of the controller; see `JobHandle.state`.
+        state: returns what the engine knows of the controller, as in `JobHandle`.
         kill: ends the job without its controller.
     """
 
@@ -143,18 +143,15 @@ class FolderHandle:
         return self._folder.exists()
 
     def read(self, name: str, offset: int = 0) -> bytes:
-        """See `JobHandle.read`."""
         try:
             return own_files.read(self._folder, name, offset)
         except FileNotFoundError:
             return b""
 
     def cancel(self) -> None:
-        """See `JobHandle.cancel`."""
         (self._folder / CANCEL).touch()
 
     def forget(self) -> None:
-        """See `JobHandle.forget`."""
         target = self._folder.resolve()
         if self._folder.is_symlink():
             self._folder.unlink()

@@ -7,8 +7,7 @@
     job.result(timeout_s=600)     # what the function returned in each task
     job.cancel()
 
-The controller writes small files (`FILES`), and a `JobHandle` reads them from any
-machine.
+The controller writes small files, and a `JobHandle` reads them from any machine.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tfmw.launcher import call
 from tfmw.launcher.run import return_values
 
 STATUS, OUTPUT, RESULT, BACKUP = "status.json", "output.log", "result.pickle", "backup.tar"
-FILES = (STATUS, OUTPUT, RESULT, BACKUP)
+"""Names of the files that a controller writes."""
 
 POLICY = "policy"
 """Field of the status: the restart policy's count, for a controller that starts again."""

@@ -151,10 +151,8 @@ class JobAttempt:
                 self._tasks.keep(body)
                 self._backup = name
             case Ended(report=report, body=body):
-                named = (dataclasses.replace(f, task=self.label(rank)) for f in report.failures)
-                report = dataclasses.replace(report, failures=tuple(named))
                 member.result = body
-                self.ending.ended(rank, report, self._clock())
+                self.ending.ended(rank, report, self._clock(), task=self.label(rank))
                 self._send(rank, End(message.attempt))
 
     def _in_order(self) -> list[TaskState]:
@@ -220,9 +218,15 @@ class JobAttempt:
                 body=spec.script,
             )
             self._send(rank, setup)
-            ranks = tuple(range(self.count))
-            start = Start("", self.ending.number, ranks, cluster, (("worker", rank),))
-            self._send(rank, dataclasses.replace(start, division=self.ending.before))
+            start = Start(
+                run="",
+                attempt=self.ending.number,
+                hosts=tuple(range(self.count)),
+                cluster=cluster,
+                tasks=(("worker", rank),),
+                division=self.ending.before,
+            )
+            self._send(rank, start)
 
     # ---- watch -----------------------------------------------------------------------------------
 

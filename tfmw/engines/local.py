@@ -27,15 +27,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw import data
+from tfmw import data, trackers
 from tfmw.checkpoint import state
 from tfmw.checkpoint.store import BackupStore, Damaged
 from tfmw.cluster import membership
 from tfmw.cluster.cluster import MEMBER
 from tfmw.data import reshuffles
+from tfmw.data.random_state import restore_random_state
 from tfmw.engines import agent, pickling, submit
 from tfmw.engines.engine import Engine
-from tfmw.engines.process_settings import ProcessSettings
 from tfmw.errors import Preempted, UsageError
 from tfmw.keras_compat import datasets, models
 from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
@@ -72,8 +72,6 @@ class _SentDataset:
         """
         graph = tf.compat.v1.GraphDef.FromString(self.graph)
         for _, handle, again in list(reshuffles.generators_in(graph.node)):
-            if handle.op != "Const":
-                continue
             name = reshuffles.name_of(handle)
             if name not in opened:
                 seeds, passes = self.orders[name]
@@ -85,13 +83,13 @@ class _SentDataset:
 
 @dataclasses.dataclass(frozen=True)
 class _FitCall:
-    """The arguments with which each worker calls fit."""
+    """The arguments with which each worker calls fit, and the settings of the caller's process."""
 
     model: Any
     x: Any
     validation_data: Any
     settings: Mapping[str, Any]
-    process: ProcessSettings
+    process: Mapping[str, Any]
 
     def with_settings(self, **settings: Any) -> _FitCall:
         """This call with other settings."""
@@ -128,19 +126,18 @@ def fit_on_workers(
         SystemExit: they were stopped by SIGTERM and there is no `backup_dir`; the model has the
             weights of their last step.
     """
-    engine = None if on == "local" else submit.engine_of(on)
-    if engine is not None and engine.name == "local":
-        engine = None
+    engine = submit.engine_of(on)
+    here = engine.name == "local"
     whole = isinstance(workers, int) and not isinstance(workers, bool) and workers >= 1
-    if engine is None and not whole:
+    if here and not whole:
         raise UsageError(
             f"received workers={workers!r}: expected a number of processes, such as 2."
         )
-    sent_x, sent_validation = _sent(x, "x"), _sent_validation(validation_data)
+    sent_x, sent_validation = _sent(x, "x"), _sent(validation_data, "validation_data")
     if isinstance(model, keras.Model):
         _build(model, x, settings)
-    sent = _FitCall(model, sent_x, sent_validation, settings, ProcessSettings.of_this_process())
-    if engine is None:
+    sent = _FitCall(model, sent_x, sent_validation, settings, _process_settings())
+    if here:
         chief = _train_here(fit, sent, workers)
     else:
         chief = _train_on_engine(fit, sent, workers, engine)
@@ -203,14 +200,18 @@ def _train_on_engine(
     if not directories:
         paths |= {"backup_dir": _KEPT_BY_JOB, "backup_every": _BACKUP_OF_JOB_EVERY}
     sent = sent.with_settings(**paths)
-    payload = call.pack(_train, _packed(fit, sent))
-    spec = submit.call_spec(workers, engine.max_restarts, {}, directories=directories)
-    live = is_watched(sys.stdout)
-    with submit.held(submit.start(engine, spec, payload, live)) as job:
+    submitted = submit.start(
+        engine,
+        call.pack(_train, _packed(fit, sent)),
+        workers,
+        engine.max_restarts,
+        live=is_watched(sys.stdout),
+        directories=directories,
+    )
+    with submit.held(submitted) as job:
         try:
             job.logs(follow=True)
-            chief: dict[str, Any] = job.result()[0]
-            return chief
+            return dict(job.result()[0])
         except KeyboardInterrupt:
             job.cancel()
             with tempfile.TemporaryDirectory(prefix="tfmw-fit-") as folder:
@@ -230,8 +231,8 @@ def _packed(fit: Callable[..., Any], sent: _FitCall) -> tuple[Any, ...]:
 
 def _train(fit: Callable[..., Any], packed: bytes, large: Sequence[Any]) -> dict[str, Any]:
     """In a worker: trains. The chief returns the values for the caller's objects."""
-    sent: _FitCall = pickling.unpack(packed, large)
-    sent.process.apply()
+    sent: _FitCall = call.loads(packed, large)
+    _apply(sent.process)
     settings = dict(sent.settings)
     if settings["backup_dir"] == _KEPT_BY_JOB:
         settings["backup_dir"] = os.environ[agent.BACKUPS]
@@ -253,6 +254,36 @@ def _train(fit: Callable[..., Any], packed: bytes, large: Sequence[Any]) -> dict
         "params": history.params,
         "orders": {name: ShuffleSeeds(shuffle).passes for name, shuffle in opened.items()},
     }
+
+
+def _process_settings() -> dict[str, Any]:
+    """Settings of this process that decide its results, beside the model and the data.
+
+    The workers begin where the caller's process is: shuffled arrays then have the order that they
+    have in one process, and a function that makes a model or a dataset makes the same one.
+    """
+    return {
+        "random": state.all_random_state(),  # of Python and NumPy
+        "seeds": datasets.seed_state(),  # of TensorFlow and Keras
+        "floatx": keras.config.floatx(),
+        "epsilon": keras.config.epsilon(),
+        "image_data_format": keras.config.image_data_format(),
+        "dtype_policy": keras.dtype_policies.serialize(keras.config.dtype_policy()),
+        "trackers": trackers.active_runs(),
+    }
+
+
+def _apply(settings: Mapping[str, Any]) -> None:
+    """Makes settings of another process this process's own."""
+    datasets.set_seed_state(settings["seeds"])
+    restore_random_state(settings["random"])
+    models.set_unseeded_state(settings["random"]["keras"])
+    keras.config.set_floatx(settings["floatx"])
+    keras.config.set_epsilon(settings["epsilon"])
+    keras.config.set_image_data_format(settings["image_data_format"])
+    policy = keras.dtype_policies.deserialize(settings["dtype_policy"])
+    keras.config.set_dtype_policy(policy)
+    trackers.adopt(settings["trackers"])
 
 
 def _build(model: keras.Model, x: Any, settings: Mapping[str, Any]) -> None:
@@ -289,9 +320,7 @@ def _sent(x: Any, what: str) -> Any:
         "pass a callable that builds it in each process: "
         "tfmw.fit(model, lambda context: make_dataset(context), workers=...)."
     )
-    graph = datasets.dataset_graph(x)
-    python = sorted({op for op in _operations(graph) if op.endswith(("PyFunc", "PyFuncStateless"))})
-    if python:
+    if python := sorted(datasets.python_ops(datasets.dataset_graph(x))):
         raise UsageError(
             f"{what} is a dataset that holds Python functions ({', '.join(python)}), which cannot "
             f"be sent to other processes: {alternative}"
@@ -310,17 +339,6 @@ def _sent(x: Any, what: str) -> Any:
         seeds = reshuffles.seeds_of(node, by_name) if again else None
         orders[reshuffles.name_of(handle)] = seeds or theirs.pair, theirs.passes
     return _SentDataset(graph.SerializeToString(), x.element_spec, orders)
-
-
-def _operations(graph: Any) -> list[str]:
-    names = [node.op for node in graph.node]
-    for function in graph.library.function:
-        names.extend(node.op for node in function.node_def)
-    return names
-
-
-def _sent_validation(validation_data: Any) -> Any:
-    return None if validation_data is None else _sent(validation_data, "validation_data")
 
 
 def _opened(x: Any, opened: dict[str, tf.data.Dataset]) -> Any:

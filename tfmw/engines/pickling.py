@@ -1,7 +1,8 @@
 """Pickles Keras models for child processes of this one.
 
     packed = pack((model, settings), large)          # bytes; large arrays go into the list
-    model, settings = unpack(packed, large)          # in a child process
+    model, settings = call.loads(packed, large)      # in a child process
+    settled(model)
 
 Keras's own archive needs a `get_config` and registered classes, which models of a notebook often
 lack. Here layers, losses, metrics and optimizers are pickled attribute by attribute, and variables
@@ -16,7 +17,6 @@ import io
 import pickle
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -63,19 +63,6 @@ def pack(value: Any, large: list[pickle.PickleBuffer] | None = None) -> bytes:
             "callables that make the model and the dataset in each process."
         ) from e
     return buffer.getvalue()
-
-
-def unpack(packed: bytes, large: Sequence[Any] = ()) -> Any:
-    """The reverse of `pack`, in a task that the process that packed has started.
-
-    Args:
-        packed: what `pack` returned.
-        large: the arrays that are not in it.
-
-    Raises:
-        UsageError: it needs a module that is not installed here.
-    """
-    return call.loads(packed, large)
 
 
 def settled(model: keras.Model) -> keras.Model:

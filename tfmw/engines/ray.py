@@ -8,11 +8,13 @@ belongs to the controller's actor, and goes with it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -25,8 +27,8 @@ import numpy as np
 from tfmw.engines.agent import run_task
 from tfmw.engines.controller import CANCEL, Controller
 from tfmw.engines.engine import Contact, Engine, JobHandle, JobSpec, Tasks, library
-from tfmw.engines.ray_handle import READ, RayHandle, reason
-from tfmw.errors import UsageError
+from tfmw.engines.job import STATUS
+from tfmw.errors import TfmwError, UsageError
 from tfmw.launcher.call import Payload
 
 NAMESPACE = "tfmw"
@@ -36,6 +38,13 @@ _KEEP_S = 24 * 3600.0
 """Seconds for which the result of a job that has ended can be fetched."""
 
 _FEWER_S = 10.0  # after which a job with workers=(2, 8) that finds no room tries with fewer
+
+_READ = 4 << 20  # bytes of a file in one call
+_REPLY_S = 10.0  # in which a controller replies
+# Ray needs up to 70 s to find that a node is lost: five checks of 10 s, 3 s between two of them.
+_UNAVAILABLE_S = 100.0  # for which a controller may not be reached before the caller learns of it
+_HEAD_S = 20.0  # and for which Ray's head may not be; after 60 s Ray ends the process
+_RETRY_S = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +143,120 @@ class Ray(Engine):
         return ray
 
 
+class _Gone(Exception):
+    """The job's controller is lost; `RayHandle.why` has the reason."""
+
+
+class RayHandle:
+    """A `JobHandle`: a job's controller actor, from any process of the cluster.
+
+    A call that gets lost, as on a busy node, says nothing about the job: Ray then calls the actor
+    unavailable, by a subclass of the error of a dead one. Without its head Ray replies nothing at
+    all, and ends this process after a minute.
+
+    Args:
+        ray: the module.
+        actor: the controller's.
+        head: address of the head, "host:port".
+    """
+
+    def __init__(self, ray: Any, actor: Any, head: str) -> None:
+        self._ray = ray
+        self._actor = actor
+        self._head = head
+        self._head_gone_since: float | None = None
+        self.why = ""
+
+    def read(self, name: str, offset: int = 0) -> bytes:
+        found = bytearray()
+        with contextlib.suppress(self._ray.exceptions.RayActorError, _Gone):
+            while True:
+                piece = self._call("read", name, offset + len(found))
+                found += piece
+                if len(piece) < _READ:  # another call could read a file that has been replaced
+                    break
+        return bytes(found)
+
+    def state(self) -> str:
+        try:
+            self._look_at_head()  # the controller may reply for a while without it
+            self._call("read", STATUS, 0, patience_s=0)
+            return "running"
+        except _Gone:
+            return "lost"
+        except TfmwError:
+            return ""
+        except self._ray.exceptions.RayActorError as error:
+            self.why = f"its controller on the cluster was lost: {_reason(error)}"
+            return "lost"
+
+    def cancel(self) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayActorError, _Gone):
+            self._call("cancel")
+
+    def kill(self) -> None:
+        """Ends the job: its tasks and its placement group belong to the actor."""
+        self._ray.kill(self._actor)
+
+    def forget(self) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayActorError):
+            try:
+                self._call("remove")
+            except _Gone:
+                return
+        self._ray.kill(self._actor)
+
+    def _call(self, method: str, *args: Any, patience_s: float = _UNAVAILABLE_S) -> Any:
+        """The result of a method of the actor, also if it has to be called again.
+
+        Raises:
+            _Gone: Ray's head is lost, or the actor was found dead before.
+            RayActorError: the actor has died.
+            TfmwError: neither is known, and the patience is over.
+        """
+        if self.why:
+            raise _Gone
+        deadline = time.monotonic() + patience_s
+        errors = self._ray.exceptions
+        while True:
+            try:
+                call = getattr(self._actor, method).remote(*args)
+                return self._ray.get(call, timeout=_REPLY_S)
+            except (errors.ActorUnavailableError, errors.GetTimeoutError):
+                self._look_at_head()
+            if time.monotonic() > deadline:
+                raise TfmwError(
+                    f"the controller of the job did not reply for {patience_s:g} s, and Ray does "
+                    "not know whether it is alive: look at the node that it is on, and call again."
+                )
+            time.sleep(_RETRY_S)
+
+    def _look_at_head(self) -> None:
+        host, _, port = self._head.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=_REPLY_S).close()
+            self._head_gone_since = None
+        except OSError as error:
+            now = time.monotonic()
+            self._head_gone_since = self._head_gone_since or now
+            if now - self._head_gone_since > _HEAD_S:
+                self.why = (
+                    f"Ray's head at {self._head} has not been reachable for {_HEAD_S:g} s "
+                    f"({error.strerror or error}), and without it Ray ends all tasks, and soon "
+                    "this process: start the cluster and the job again; a fit with a backup_dir "
+                    "resumes"
+                )
+                raise _Gone from error
+
+
+def _reason(error: Exception) -> str:
+    """The line of Ray's message that says what happened."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    # "The actor died ...:", lines such as "\tclass_name: ...", then the reason
+    told = [line for line in lines[1:] if not line.startswith("\t")]
+    return (told or lines or [type(error).__name__])[0].strip()
+
+
 class _ControllerActor:
     """Controls one job, and lets others read its files."""
 
@@ -155,16 +278,14 @@ class _ControllerActor:
         os._exit(0)
 
     def read(self, name: str, offset: int) -> bytes:
-        """See `JobHandle.read`."""
         try:
             with open(self._folder / name, "rb") as file:
                 file.seek(offset)
-                return file.read(READ)
+                return file.read(_READ)
         except FileNotFoundError:
             return b""
 
     def cancel(self) -> None:
-        """See `JobHandle.cancel`."""
         (self._folder / CANCEL).touch()
 
     def remove(self) -> None:
@@ -258,7 +379,7 @@ class RayTasks(Tasks):
             except self._ray.exceptions.ActorUnavailableError:
                 continue  # it may be alive: its connection decides
             except Exception as error:
-                why = f"its actor was lost: {reason(error)}"
+                why = f"its actor was lost: {_reason(error)}"
             found[self._runs.index(run)] = why
         return found
 

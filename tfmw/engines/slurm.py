@@ -176,7 +176,7 @@ class _SlurmHandle(FolderHandle):
         self._number = number
 
     def cancel(self) -> None:
-        """See `JobHandle.cancel`; a job that is still queued has no controller."""
+        """Asks the controller to end the job; one that is still queued has no controller."""
         super().cancel()
         if self._state() == "queued":
             self._end()

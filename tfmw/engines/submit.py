@@ -8,8 +8,6 @@ job = tfmw.attach("slurm:4711")
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import importlib
 import os
 import secrets
 import sys
@@ -17,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from tfmw import engines
 from tfmw.engines.engine import Engine, JobSpec, task_range
 from tfmw.engines.job import Job
 from tfmw.errors import UsageError
@@ -28,13 +27,8 @@ from tfmw.launcher.output import is_watched
 from tfmw.launcher.spawn import terminal_size
 from tfmw.trackers import RUN_ID
 
-# name -> (module, class)
-_ENGINES = {
-    "local": ("tfmw.engines.local_jobs", "Local"),
-    "ray": ("tfmw.engines.ray", "Ray"),
-    "slurm": ("tfmw.engines.slurm", "Slurm"),
-    "spark": ("tfmw.engines.spark", "Spark"),
-}
+_ENGINES = {"local": "Local", "ray": "Ray", "slurm": "Slurm", "spark": "Spark"}
+"""Names of engines -> names of their classes in `tfmw.engines`."""
 
 # Settings of TensorFlow and of what it computes with, which tasks on other machines need too.
 _TRAVEL = ("TF_", "KERAS_", "OMP_", "XLA_", "NCCL_", "TFDS_")
@@ -53,8 +47,7 @@ def engine_of(on: str | Engine) -> Engine:
             f"received on={on!r}: expected {', '.join(map(repr, _ENGINES))}, or an engine with "
             "its settings, such as tfmw.engines.Slurm(partition='gpu')."
         )
-    module, name = _ENGINES[on]
-    engine: Engine = getattr(importlib.import_module(module), name)()
+    engine: Engine = getattr(engines, _ENGINES[on])()
     return engine
 
 
@@ -105,8 +98,8 @@ def launch(
             `TaskFailed` with the worker's traceback.
         KeyboardInterrupt: the job was cancelled, and nothing of it is left.
     """
-    engine = None if on == "local" else engine_of(on)
-    if engine is None or engine.name == "local":
+    engine = engine_of(on)
+    if engine.name == "local":
         if isinstance(workers, tuple):
             raise UsageError(
                 f"received workers={workers!r}: this machine takes one number; a range goes with "
@@ -125,9 +118,9 @@ def launch(
             isolate=isolate,
         )
     out = sys.stdout if stdout is None else stdout
-    spec = call_spec(workers, max_restarts, env or {})
     live = is_watched(out) if live is None else live
-    with held(start(engine, spec, call.pack(fn, args), live)) as job:
+    payload = call.pack(fn, args)
+    with held(start(engine, payload, workers, max_restarts, env, live=live)) as job:
         job.logs(follow=True, out=out)
         return job.result()
 
@@ -161,17 +154,18 @@ def submit(
     """
     engine = engine_of(on)
     if callable(fn):
-        return start(engine, call_spec(workers, max_restarts, env or {}), call.pack(fn, args))
+        return start(engine, call.pack(fn, args), workers, max_restarts, env)
     local_launcher.check_program([os.fspath(fn)], module=False)
     path = Path(fn).absolute()
-    spec = call_spec(
+    return start(
+        engine,
+        (),
         workers,
         max_restarts,
-        env or {},
+        env,
         command=("script", str(path), *map(str, args)),
         script=path.read_bytes() if path.is_file() else b"",
     )
-    return start(engine, spec, ())
 
 
 def attach(job_id: str, on: Engine | None = None) -> Job:
@@ -207,47 +201,52 @@ def jobs(on: str | Engine) -> list[Job]:
     return [Job(engine.name, n, engine.attach(n), engine.where(n)) for n in engine.numbers()]
 
 
-def call_spec(
+def start(
+    engine: Engine,
+    payload: call.Payload,
     workers: int | tuple[int, int],
     max_restarts: int,
-    env: Mapping[str, str],
+    env: Mapping[str, str] | None = None,
+    *,
     command: Sequence[str] = ("call",),
+    live: bool = False,
     **fields: Any,
-) -> JobSpec:
-    """The description of a job, with the settings of this process."""
+) -> Job:
+    """Submits a job, with the settings of this process.
+
+    Args:
+        engine: where it runs.
+        payload: the packed call; empty for a script.
+        workers, max_restarts, env: as in `submit`.
+        command, live, fields: of `JobSpec`.
+    """
     options = RunOptions(max_restarts=max_restarts)
     least, most = task_range(workers)
     options.check(most)
+    if os.environ.get("TF_CONFIG", "").strip():
+        raise UsageError(
+            f"TF_CONFIG is already set to {os.environ['TF_CONFIG']}; unset it or drop on=."
+        )
     travels = {
         name: value
         for name, value in os.environ.items()
         if name.startswith(_TRAVEL) and name != "TF_CONFIG"
     }
-    return JobSpec(
-        command=tuple(command),
+    spec = JobSpec(
+        command=command,
         workers=(least, most),
         options=options,
-        env={RUN_ID: os.environ.get(RUN_ID) or secrets.token_hex(8), **travels, **env},
+        env={
+            RUN_ID: os.environ.get(RUN_ID) or secrets.token_hex(8),
+            **travels,
+            **(env or {}),
+            **({"TFMW_TTY": "1"} if live else {}),
+        },
         folder=os.getcwd(),
+        live=live,
+        columns=terminal_size().columns,
         **fields,
     )
-
-
-def start(engine: Engine, spec: JobSpec, payload: call.Payload, live: bool = False) -> Job:
-    """Submits a job.
-
-    Args:
-        engine: where it runs.
-        spec: from `call_spec`.
-        payload: the packed call; empty for a script.
-        live: whether the first task's output is for a terminal or a notebook.
-    """
-    if os.environ.get("TF_CONFIG", "").strip():
-        raise UsageError(
-            f"TF_CONFIG is already set to {os.environ['TF_CONFIG']}; unset it or drop on=."
-        )
-    env = {**spec.env, **({"TFMW_TTY": "1"} if live else {})}
-    spec = dataclasses.replace(spec, live=live, columns=terminal_size().columns, env=env)
     number, handle = engine.submit(spec, payload)
     return Job(engine.name, number, handle, engine.where(number))
 

@@ -1,6 +1,7 @@
 """Runs a script on several hosts: what `tfmw run --hosts ... --max-restarts N` calls.
 
-    status = launch_on_hosts(["train.py", "--backup_dir=/shared/run7"], HostOptions(("h0", "h1")))
+    settings = HostSettings(("h0", "h1"), options=RunOptions(max_restarts=3))
+    status = launch_on_hosts(["train.py", "--backup_dir=/shared/run7"], settings)
 
 Everything that can be wrong with the command is found here, before anything starts.
 """
@@ -12,7 +13,7 @@ import ipaddress
 import itertools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tfmw import __version__
@@ -22,7 +23,6 @@ from tfmw.hosts.actions import HostSettings
 from tfmw.hosts.lease import DIRECTORY, Lease, lease_of
 from tfmw.hosts.supervisor_loop import run_on_hosts
 from tfmw.launcher.attempts import LocalRun
-from tfmw.launcher.options import RunOptions
 from tfmw.launcher.run import check_program
 from tfmw.runtime.signals import Signals
 
@@ -30,38 +30,13 @@ TOKEN = "TFMW_TOKEN"
 SHORTEST_TOKEN = 16  # characters
 
 
-@dataclasses.dataclass(frozen=True)
-class HostOptions:
-    """The options of `tfmw run` that concern several hosts.
-
-    Args:
-        hosts: names or addresses of all hosts, the same everywhere, with a port or without (2222).
-        host: which of them this is; None: the only one whose address is one of this machine's.
-        workers_per_host: tasks that train, on each host.
-        ps: number of parameter servers, on all hosts together.
-        evaluator: whether the host that leads has an evaluator.
-        min_hosts: how few hosts may train; None: all of them.
-        rejoin_timeout_s: seconds to wait for hosts that are not there.
-        rendezvous: "dir:/path" or "etcd://host:2379/key"; None: in the program's --backup_dir.
-        token_file: holds the token; None: it is in TFMW_TOKEN.
-    """
-
-    hosts: Sequence[str]
-    host: int | None = None
-    workers_per_host: int = 1
-    ps: int = 0
-    evaluator: bool = False
-    min_hosts: int | None = None
-    rejoin_timeout_s: float = 30.0
-    rendezvous: str | None = None
-    token_file: Path | None = None
-
-
 def launch_on_hosts(
     argv: Sequence[str],
-    options: HostOptions,
-    run_options: RunOptions,
+    settings: HostSettings,
     *,
+    host: int | None = None,
+    rendezvous: str | None = None,
+    token_file: Path | None = None,
     module: bool = False,
     log_dir: str | os.PathLike[str] | None = None,
 ) -> int:
@@ -69,8 +44,10 @@ def launch_on_hosts(
 
     Args:
         argv: the script's path, or the module's name, and its flags.
-        options: which hosts, and how they find each other.
-        run_options: restarts, time limits, standby.
+        settings: of all hosts, which may lack their ports; `facts` are added here.
+        host: which of them this is; None: the only one whose address is one of this machine's.
+        rendezvous: "dir:/path" or "etcd://host:2379/key"; None: in the program's --backup_dir.
+        token_file: holds the token; None: it is in TFMW_TOKEN.
         module: whether argv[0] is a module.
         log_dir: the run's folder is made in it.
 
@@ -78,76 +55,68 @@ def launch_on_hosts(
         UsageError: any of that is wrong.
     """
     check_program(argv, module)
-    hosts = _checked_hosts(options)
-    _check_options(options, run_options, len(hosts))
-    host = addresses.local_index(hosts) if options.host is None else options.host
-    lease = lease_of(_rendezvous(options, argv), host)
-    token = _token(options, hosts, lease, os.environ)
-    settings = HostSettings(
-        hosts=hosts,
-        workers_per_host=options.workers_per_host,
-        min_hosts=options.min_hosts or len(hosts),
-        rejoin_timeout_s=options.rejoin_timeout_s,
-        options=run_options,
-        facts=_facts(argv, options, run_options),
-        ps=options.ps,
-        evaluator=options.evaluator,
-    )
+    hosts = _checked_hosts(settings.hosts, host)
+    settings = dataclasses.replace(settings, hosts=hosts, facts=_facts(argv, settings))
+    _check_settings(settings)
+    host = addresses.local_index(hosts) if host is None else host
+    lease = lease_of(_rendezvous(argv) if rendezvous is None else rendezvous, host)
+    token = _token(token_file, hosts, lease)
     job = LocalRun(
         command=["module" if module else "script", *argv],
-        tasks=[("worker", index) for index in range(options.workers_per_host)],
-        options=dataclasses.replace(run_options, isolate="off"),
+        tasks=[("worker", index) for index in range(settings.workers_per_host)],
+        options=dataclasses.replace(settings.options, isolate="off"),
         log_dir=log_dir,
-        env={"TFMW_EVALUATOR": "1"} if options.evaluator else {},
+        env={"TFMW_EVALUATOR": "1"} if settings.evaluator else {},
     )
     with Signals() as stop:
         return run_on_hosts(job, settings, host, lease, token, stop)
 
 
-def _checked_hosts(options: HostOptions) -> tuple[str, ...]:
-    hosts = tuple(addresses.with_port(host, addresses.DEFAULT_PORT) for host in options.hosts)
+def _checked_hosts(names: Sequence[str], host: int | None) -> tuple[str, ...]:
+    """The addresses of all hosts, with their ports."""
+    hosts = tuple(addresses.with_port(name, addresses.DEFAULT_PORT) for name in names)
     addresses.validated("hosts", hosts, "--hosts")
-    for host in hosts:
-        if hosts.count(host) > 1:
-            raise ClusterError(f"--hosts lists {host} twice; give every host once.")
-    if options.host is not None and not 0 <= options.host < len(hosts):
+    for address in hosts:
+        if hosts.count(address) > 1:
+            raise ClusterError(f"--hosts lists {address} twice; give every host once.")
+    if host is not None and not 0 <= host < len(hosts):
         raise ClusterError(
-            f"--host-index is {options.host}; expected 0 to {len(hosts) - 1}, an index of --hosts."
+            f"--host-index is {host}; expected 0 to {len(hosts) - 1}, an index of --hosts."
         )
     return hosts
 
 
-def _check_options(options: HostOptions, run_options: RunOptions, hosts: int) -> None:
-    run_options.check(options.workers_per_host)
-    if options.workers_per_host < 1:
+def _check_settings(settings: HostSettings) -> None:
+    settings.options.check(settings.workers_per_host)
+    if settings.workers_per_host < 1:
         raise UsageError(
-            f"--workers-per-host is {options.workers_per_host}; expected an integer of at least 1."
+            f"--workers-per-host is {settings.workers_per_host}; expected an integer of at least 1."
         )
-    if options.ps < 0:
-        raise UsageError(f"--ps is {options.ps}; expected an integer of at least 0.")
-    if options.min_hosts is not None and not 1 <= options.min_hosts <= hosts:
+    if settings.ps < 0:
+        raise UsageError(f"--ps is {settings.ps}; expected an integer of at least 0.")
+    hosts = len(settings.hosts)
+    if not 1 <= settings.least_hosts <= hosts:
         raise UsageError(
-            f"--min-hosts is {options.min_hosts}; expected 1 to {hosts}, the number of hosts."
+            f"--min-hosts is {settings.min_hosts}; expected 1 to {hosts}, the number of hosts."
         )
-    if not options.rejoin_timeout_s >= 0:
+    if not settings.rejoin_timeout_s >= 0:
         raise UsageError(
-            f"--rejoin-timeout is {options.rejoin_timeout_s}; expected seconds, at least 0."
+            f"--rejoin-timeout is {settings.rejoin_timeout_s}; expected seconds, at least 0."
         )
-    if run_options.isolate == "on":
+    if settings.options.isolate == "on":
         raise UsageError(
             "--isolate on closes the tasks' network, and with --hosts tasks of several hosts train "
             "together; leave one of the two out."
         )
-    if run_options.min_workers is not None:
+    if settings.options.min_workers is not None:
         raise UsageError(
             "--min-workers is for one machine; with --hosts give --min-hosts, the least number of "
             "hosts."
         )
 
 
-def _rendezvous(options: HostOptions, argv: Sequence[str]) -> str:
-    if options.rendezvous is not None:
-        return options.rendezvous
+def _rendezvous(argv: Sequence[str]) -> str:
+    """The lock beside the program's backups."""
     found = backup_dir_of(argv)
     if found is None or "://" in found:
         raise UsageError(
@@ -172,15 +141,13 @@ def backup_dir_of(argv: Sequence[str]) -> str | None:
     return found or None
 
 
-def _token(
-    options: HostOptions, hosts: Sequence[str], lease: Lease, environ: Mapping[str, str]
-) -> bytes:
+def _token(token_file: Path | None, hosts: Sequence[str], lease: Lease) -> bytes:
     """The token that supervisors prove to each other."""
-    source, token = TOKEN, environ.get(TOKEN, "").strip()
-    if options.token_file is not None:
-        source = f"--token-file {options.token_file}"
+    source, token = TOKEN, os.environ.get(TOKEN, "").strip()
+    if token_file is not None:
+        source = f"--token-file {token_file}"
         try:
-            token = options.token_file.read_text(encoding="utf-8").strip()
+            token = token_file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(
                 f"{source} cannot be read ({error}); write it with tfmw token."
@@ -212,16 +179,16 @@ def _is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-def _facts(argv: Sequence[str], options: HostOptions, run: RunOptions) -> dict[str, str]:
+def _facts(argv: Sequence[str], settings: HostSettings) -> dict[str, str]:
     """Settings that every host must share; tasks compare the versions of TensorFlow and Keras."""
     return {
         "the command": " ".join(argv),
-        "--workers-per-host": str(options.workers_per_host),
-        "--ps": str(options.ps),
-        "--evaluator": str(options.evaluator),
-        "--min-hosts": str(options.min_hosts),
-        "--rejoin-timeout": str(options.rejoin_timeout_s),
-        "--max-restarts": str(run.max_restarts),
+        "--workers-per-host": str(settings.workers_per_host),
+        "--ps": str(settings.ps),
+        "--evaluator": str(settings.evaluator),
+        "--min-hosts": str(settings.min_hosts),
+        "--rejoin-timeout": str(settings.rejoin_timeout_s),
+        "--max-restarts": str(settings.options.max_restarts),
         "tfmw": __version__,
         "Python": ".".join(map(str, sys.version_info[:2])),
     }

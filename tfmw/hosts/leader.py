@@ -10,7 +10,7 @@ It gathers hosts, runs an attempt on them, collects how it ended on each, and as
 ============================  ====================================================================
 a task fails, or a host or    the tasks of all hosts end at once, and the hosts gather again
 its connection is lost
-with parameter servers, a     its workers start again once it is back; see `task_placement`
+with parameter servers, a     its workers start again once it is back; see `placed`
 host with workers only is
 lost
 a host joins                  the tasks save their state and exit; the next attempt has all hosts
@@ -24,9 +24,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfmw.cluster import addresses
 from tfmw.errors import PREEMPTED
 from tfmw.hosts.actions import (
     HEARTBEAT_S,
@@ -40,10 +41,9 @@ from tfmw.hosts.actions import (
     Resign,
     ToMember,
 )
-from tfmw.hosts.task_placement import TaskPlacement, placed
 from tfmw.launcher.attempt import FAREWELL_S
 from tfmw.launcher.restart import RestartPolicy
-from tfmw.launcher.result import lines_about
+from tfmw.launcher.result import exit_status, lines_about
 from tfmw.remote.messages import (
     End,
     Ended,
@@ -70,20 +70,78 @@ DRAIN_S = 2.0
 END_S = 20.0
 """Seconds in which a connected host must have ended its tasks; else it is taken for lost."""
 
+Layout = tuple[tuple[str, int], ...]
+"""(kind, index) of some tasks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskPlacement:
+    """The hosts of an attempt's tasks.
+
+    Attributes:
+        cluster: addresses of all tasks by kind, as in TF_CONFIG; an evaluator has none.
+        tasks: of each host.
+    """
+
+    cluster: dict[str, tuple[str, ...]]
+    tasks: dict[int, Layout]
+
+    def restarts_alone(self, host: int) -> bool:
+        """Whether the other hosts continue without this one: workers beside servers."""
+        return "ps" in self.cluster and all(kind == "worker" for kind, _ in self.tasks[host])
+
+
+def placed(
+    settings: HostSettings, leader: int, ports: Mapping[int, Sequence[int]]
+) -> TaskPlacement:
+    """Places the tasks of an attempt.
+
+    ========================  ==================================================================
+    task                      host
+    ========================  ==================================================================
+    worker                    every host, `workers_per_host` of them
+    chief (with servers),     the one that leads: an attempt ends with its connection anyway
+    evaluator
+    parameter server i        the i-th host, counted from the one that leads, and around again
+    ========================  ==================================================================
+
+    With fewer servers than hosts, the last hosts have workers only. Losing one of those costs its
+    workers only: they start again, at their old addresses, when the host is back.
+
+    Args:
+        settings: of the run.
+        leader: index of the host that leads; it takes part.
+        ports: of each host that takes part, `settings.ports_per_host` of them.
+    """
+    hosts = sorted(ports)
+    from_leader = [*hosts[hosts.index(leader) :], *hosts[: hosts.index(leader)]]
+    where = [("chief", leader)] if settings.ps else []
+    where += [("worker", host) for host in hosts for _ in range(settings.workers_per_host)]
+    where += [("ps", from_leader[i % len(hosts)]) for i in range(settings.ps)]
+    unused = {host: iter(found) for host, found in ports.items()}
+    cluster: dict[str, tuple[str, ...]] = {}
+    tasks: dict[int, Layout] = dict.fromkeys(hosts, ())
+    for kind, host in where:
+        before = cluster.get(kind, ())
+        address = addresses.joined(settings.name(host), next(unused[host]))
+        cluster[kind] = (*before, address)
+        tasks[host] += ((kind, len(before)),)
+    if settings.evaluator:
+        tasks[leader] += (("evaluator", 0),)
+    return TaskPlacement(cluster, tasks)
+
 
 @dataclasses.dataclass
 class HostState:
     """A host that has joined.
 
     Attributes:
+        joined: its message.
         ports: for its tasks, once it is ready.
-        last: the last attempt that it took part in, its largest step, the run's time until then.
-        leaving: whether it is preempted.
     """
 
+    joined: Join
     ports: tuple[int, ...] | None = None
-    last: tuple[int, int, tuple[float, ...]] = (-1, -1, ())
-    leaving: bool = False
 
 
 class Leader:
@@ -142,7 +200,7 @@ class Leader:
             return
         if isinstance(message, Ready) and len(message.ports) == self._settings.ports_per_host:
             member.ports = message.ports
-            self._ready(host, member)
+            self._ready(host)
         elif isinstance(message, Ended) and self._runs(host, message.attempt):
             self._ended(host, message.report, now)
         elif isinstance(message, RestartRequest) and self._runs(host, message.attempt):
@@ -150,7 +208,6 @@ class Leader:
             restarts = self._policy.restarts
             self._send(host, RestartReply(message.attempt, message.task, allowed, restarts))
         elif isinstance(message, Leaving):
-            member.leaving = True
             self._left.add(host)
             if self._runs(host):
                 self._preempt_all()
@@ -162,10 +219,10 @@ class Leader:
         attempt = self._attempt
         return attempt is not None and host in attempt.running and number in (None, attempt.number)
 
-    def _ready(self, host: int, member: HostState) -> None:
+    def _ready(self, host: int) -> None:
         """A host could take part in the attempt that runs."""
         attempt = self._attempt
-        if attempt is None or self._ending_since is not None or member.leaving:
+        if attempt is None or self._ending_since is not None or host in self._left:
             return
         if host not in self._plan.tasks:
             self._notify(f"{self._settings.name(host)} joins after the next backup")
@@ -185,7 +242,7 @@ class Leader:
                 )
                 self._send(host, Refused(problem))
                 return
-        self._members[host] = HostState(last=(join.attempt, join.step, join.division))
+        self._members[host] = HostState(join)
         self._left.discard(host)
 
     def lost(self, host: int, why: str, now: float) -> None:
@@ -230,9 +287,7 @@ class Leader:
 
     def _ended(self, host: int, report: EndReport, now: float) -> None:
         assert self._attempt is not None
-        name = self._settings.name(host)
-        failures = tuple(dataclasses.replace(failure, host=name) for failure in report.failures)
-        self._attempt.ended(host, dataclasses.replace(report, failures=failures), now)
+        self._attempt.ended(host, report, now, host=self._settings.name(host))
         if self._settings.ps and host == self._own and report.done:  # the chief is
             self._attempt.succeeded(now, FAREWELL_S)
         self._conclude(now)
@@ -256,29 +311,35 @@ class Leader:
                 self._ending_since = now
                 self._send_running(End)
             return
-        outcome = attempt.outcome(now)
-        failures = outcome.failures
-        self._policy.division = attempt.division
-        line = attempt.goodput()
-        about = (f"tfmw: {line}",) if line else ()
         self._attempt, self._again, self._ending_since = None, {}, None
         self._gathering_since = now
-        if not failures and not outcome.preempted:
-            self._finish(0, about)
-            return
+        line = attempt.goodput()
+        if self._judge(attempt, now, [f"tfmw: {line}"] if line else []):
+            self._dismiss()
+
+    def _judge(self, attempt: RemoteAttempt, now: float, about: Sequence[str] = ()) -> bool:
+        """Whether another attempt follows one that runs nowhere; else the run ends.
+
+        Args:
+            attempt: the one that has ended.
+            now: monotonic seconds.
+            about: lines for the user at the end of the run, before those about failures.
+        """
+        outcome = attempt.outcome(now)
+        self._policy.division = attempt.division
         decision = self._policy.decide(outcome)
         self._notify(decision.message)
         if not decision.restart:
-            status = 2 if failures and failures[0].usage else 1 if failures else PREEMPTED
-            self._finish(status, [*about, *lines_about(failures)])
-            return
+            status = exit_status(outcome.failures, preempted=outcome.preempted)
+            self._finish(status, [*about, *lines_about(outcome.failures)])
+            return False
         self._not_before = now + decision.delay_s
         self._publish(running=False, policy=self._policy.saved())
-        self._dismiss()
+        return True
 
     def _dismiss(self) -> None:
         """Dismisses preempted hosts whose tasks have ended."""
-        leaving = [h for h, m in self._members.items() if m.leaving and not self._runs(h)]
+        leaving = [host for host in self._members if host in self._left and not self._runs(host)]
         if leaving and len(leaving) == len(self._members):
             self._finish(PREEMPTED, ())
             return
@@ -311,7 +372,7 @@ class Leader:
         settings = self._settings
         present = set(self._members)
         missing = set(range(len(settings.hosts))) - present - self._left
-        if len(present) < settings.min_hosts:
+        if len(present) < settings.least_hosts:
             self._lack(now, alone_since)
             return
         self._short_since = None
@@ -346,7 +407,7 @@ class Leader:
                 1,
                 (
                     f"tfmw: {self._settings.names(missing)} cannot be reached since {waited:g} s, "
-                    f"and this run needs {self._settings.min_hosts} of "
+                    f"and this run needs {self._settings.least_hosts} of "
                     f"{len(self._settings.hosts)} hosts (--min-hosts); start the same command "
                     "there, or allow fewer",
                 ),
@@ -362,19 +423,10 @@ class Leader:
             attempt, (), self._settings.options, self._host, now, division=self._policy.division
         )
         for host, member in self._members.items():
-            if member.last[0] == attempt:
-                judged.reached(host, *member.last[1:])
-        self._policy.division = judged.division
+            if member.joined.attempt == attempt:
+                judged.reached(host, member.joined.step, member.joined.division)
         judged.lost(self._former, "it led, and its supervisor or connection was lost", now)
-        outcome = judged.outcome(now)
-        decision = self._policy.decide(outcome)
-        self._notify(decision.message)
-        if not decision.restart:
-            self._finish(1, lines_about(outcome.failures))
-            return False
-        self._not_before = now + decision.delay_s
-        self._publish(running=False, policy=self._policy.saved())
-        return True
+        return self._judge(judged, now)
 
     def _start(self, now: float) -> None:
         """Starts an attempt on all members."""

@@ -2,11 +2,16 @@
 
     lease = lease_of("dir:/shared/run7/supervisors", host=1)
     lease.acquire()                  # whether this process holds the lock now
-    lease.record()                   # what the last holder has published
-    lease.publish(record)            # raises Lost unless this process holds the lock
-    lease.held_until                 # monotonic seconds; `renew` moves it
+    lease.held_until                 # monotonic seconds until which it is certain; 0: not held
+    lease.renew()                    # moves that; raises Lost
+    lease.record()                   # what the last holder has published; None: nothing
+    lease.publish(record)            # durably; raises Lost, and then it is not the record
+    lease.release()                  # gives it back, where it is held
+    lease.secret()                   # of all hosts that reach the lock; the first call draws it
+    lease.fence                      # how tasks find the record; see `tfmw.runtime.fence`
 
-Two kinds. They differ in what happens to a leader that is cut off.
+Each call may wait for a network, and raises OSError where its answer cannot be known now. There are
+two kinds, which differ in what happens to a leader that is cut off.
 
 - `DirectoryLease`: `flock` on a file of a directory that all hosts share. The lock ends with its
   holder's process. A holder that is cut off from the other hosts, and not from the directory, keeps
@@ -26,10 +31,10 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
 from tfmw.errors import TfmwError, UsageError
 from tfmw.hosts.actions import Record
+from tfmw.remote.messages import built
 from tfmw.runtime import etcd
 from tfmw.runtime.disk import flush
 from tfmw.runtime.file_lock import file_lock
@@ -46,42 +51,6 @@ Clock = Callable[[], float]
 
 class Lost(TfmwError):
     """This process does not hold the lock, or cannot know whether it does."""
-
-
-class Lease(Protocol):
-    """A lock, and the record beside it. Each call may wait for a network."""
-
-    held_until: float
-    """Until when the lock is held for certain, in monotonic seconds; 0: it is not."""
-
-    def acquire(self) -> bool:
-        """Tries to get the lock; whether this process holds it. Raises OSError."""
-        ...
-
-    def renew(self) -> None:
-        """Moves `held_until`. Raises Lost, or OSError where that cannot be known now."""
-        ...
-
-    def record(self) -> Record | None:
-        """The last record; None: there is none. Raises OSError."""
-        ...
-
-    def publish(self, record: Record) -> None:
-        """Writes the record durably. Raises Lost or OSError; then it is not the record."""
-        ...
-
-    def release(self) -> None:
-        """Gives the lock back, where it is held."""
-        ...
-
-    def secret(self) -> bytes:
-        """A secret that all hosts share who reach the lock, drawn at the first call of any."""
-        ...
-
-    @property
-    def fence(self) -> str:
-        """How tasks find the record; see `tfmw.runtime.fence`."""
-        ...
 
 
 def lease_of(rendezvous: str, host: int) -> Lease:
@@ -117,10 +86,9 @@ def _text_of(record: Record) -> str:
 
 def _record_of(text: str) -> Record:
     try:
-        fields: dict[str, Any] = json.loads(text)
-        fields |= {name: tuple(fields[name]) for name in ("hosts", "lines")}
-        return Record(**fields)
-    except (ValueError, TypeError, KeyError) as error:
+        record: Record = built(Record, json.loads(text))
+        return record
+    except ValueError as error:
         raise OSError(f"the record of the run is damaged ({error})") from error
 
 
@@ -300,3 +268,6 @@ class EtcdLease:
         drawn = secrets.token_hex(32)
         self._client.create(f"{self._prefix}/key", drawn)
         return (self._client.get(f"{self._prefix}/key") or "").encode()
+
+
+Lease = DirectoryLease | EtcdLease

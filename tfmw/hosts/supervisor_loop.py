@@ -16,13 +16,18 @@ import hmac
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tfmw.cluster import addresses
+from tfmw.errors import ClusterError
 from tfmw.hosts.actions import (
+    HEARTBEAT_S,
+    SILENCE_S,
     Action,
     Campaign,
     Dial,
@@ -37,14 +42,18 @@ from tfmw.hosts.actions import (
     ToMember,
     ToTasks,
 )
-from tfmw.hosts.host_links import HostLinks, why_not_connected
 from tfmw.hosts.lease import Lease, Lost
 from tfmw.hosts.supervisor import Supervisor
 from tfmw.launcher.attempts import LocalRun, make_context
 from tfmw.launcher.output import Display
+from tfmw.remote.links import CLOSED, Links, Post, Timing
+from tfmw.remote.messages import HostHello, Message
 from tfmw.remote.tasks import TasksOfOneMachine
+from tfmw.runtime import sockets
 from tfmw.runtime.fence import FENCE
 from tfmw.runtime.signals import Signals
+
+TIMING = Timing(HEARTBEAT_S, SILENCE_S, hello_s=3.0)
 
 POLL_S = 0.25
 """Seconds between two attempts to get the lock, or to renew it."""
@@ -89,6 +98,66 @@ def run_on_hosts(
     for line in way.lines:
         print(line, file=sys.stderr)
     return way.status
+
+
+class HostLinks(Links):
+    """All connections of one supervisor.
+
+    Args:
+        hosts: addresses of all supervisors.
+        host: index of this one.
+        token: the secret of all of them.
+        post: see `tfmw.remote.links.Links`; hosts have their indexes for names.
+
+    Raises:
+        ClusterError: this host's port is taken.
+    """
+
+    def __init__(self, hosts: Sequence[str], host: int, token: bytes, post: Post) -> None:
+        self._hosts = tuple(hosts)
+        self._host = host
+        super().__init__(token, post, TIMING, _listening(hosts[host]), self._host_of)
+
+    def _host_of(self, greeting: Message) -> int:
+        if (
+            not isinstance(greeting, HostHello)
+            or (greeting.to, greeting.hosts) != (self._host, self._hosts)
+            or greeting.host not in range(len(self._hosts))
+        ):
+            raise ValueError("a host of another run")
+        return greeting.host
+
+    def dial_host(self, host: int | None) -> None:
+        """Is connected to this host from now on, again and again; None: to none."""
+        if host is None:
+            self.dial(None)
+            return
+        own = addresses.split(self._hosts[self._host])[0]
+        self.dial(
+            host,
+            [addresses.split(self._hosts[host])],
+            lambda _: HostHello(self._host, host, self._hosts),
+            # From loopback address to loopback address, so that each host keeps its own.
+            local=(own, 0) if own.startswith("127.") else None,
+        )
+
+
+def why_not_connected(problems: Sequence[str]) -> str:
+    """Why a host cannot be reached, and what to look at."""
+    return ", ".join(problems).replace(
+        CLOSED, "it closes the connection: is its token (TFMW_TOKEN) the same, and its --hosts?"
+    )
+
+
+def _listening(address: str) -> socket.socket:
+    host, port = addresses.split(address)
+    try:
+        return sockets.listen(host, port)
+    except OSError as error:
+        raise ClusterError(
+            f"port {port} of this host's address {address!r} cannot be used ({error.strerror}): "
+            "stop the process that holds it, or give this host another port in every --hosts."
+        ) from None
 
 
 class LeaseKeeper:

@@ -358,6 +358,13 @@ def dataset_graph(dataset: tf.data.Dataset, for_other_process: bool = False) -> 
     return tf.compat.v1.GraphDef.FromString(serialized.numpy())
 
 
+def python_ops(graph: Any) -> set[str]:
+    """The ops of a GraphDef that run Python functions of the process that made it."""
+    bodies = (graph.node, *(function.node_def for function in graph.library.function))
+    ops = {node.op for body in bodies for node in body}
+    return {op for op in ops if op.endswith(("PyFunc", "PyFuncStateless"))}
+
+
 def dataset_from_graph(graph_def: Any, element_spec: Any) -> tf.data.Dataset:
     """The dataset of an edited GraphDef.
 

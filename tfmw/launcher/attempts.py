@@ -106,7 +106,7 @@ def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Ou
     status = exit_status(
         failures,
         preempted=attempt.preempted(),
-        stop=stop,
+        signals=stop.received,
         output_broken=context.display.broken,
     )
     failures = failures if status in (1, 2) else ()
@@ -226,7 +226,7 @@ def _run_attempts(
             context.display.line(f"tfmw: {decision.message}")
         if not decision.restart or context.display.broken:
             return attempt, failures if failed else ()
-        wait(decision.delay_s, stop)
+        wait(decision.delay_s, lambda: bool(stop.received))
         if stop.received:
             return attempt, ()
         others = [task for task in tasks if task[0] != "worker"]
@@ -236,9 +236,12 @@ def _run_attempts(
 
 
 def wait(
-    seconds: float, stop: Signals, sleep: Callable[[float], None] = time.sleep, step_s: float = 0.05
+    seconds: float,
+    is_over: Callable[[], bool],
+    sleep: Callable[[float], None] = time.sleep,
+    step_s: float = 0.05,
 ) -> None:
-    """Waits before the next attempt; returns early when a signal arrives."""
-    while seconds > 0 and not stop.received:
+    """Waits before the next attempt; returns early when the run is to end."""
+    while seconds > 0 and not is_over():
         sleep(min(step_s, seconds))
         seconds -= step_s

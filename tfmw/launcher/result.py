@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tfmw.errors import PREEMPTED
 from tfmw.launcher.failure import Failure, describe_status
-from tfmw.runtime.signals import LEAVE, Signals
+from tfmw.runtime.signals import LEAVE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,20 +109,24 @@ def _in_attempt(failure: Failure, several: bool) -> str:
 
 
 def exit_status(
-    failures: Sequence[Failure], *, preempted: bool, stop: Signals, output_broken: bool
+    failures: Sequence[Failure],
+    *,
+    preempted: bool,
+    signals: Sequence[int] = (),
+    output_broken: bool = False,
 ) -> int:
     """Exit status of a run.
 
     Args:
         failures: of its last attempt and those before.
         preempted: whether tasks of the last attempt saved their state and exited.
-        stop: the signals that the launcher has received.
+        signals: that the launcher has received.
         output_broken: whether the reader of the launcher's output has closed it.
     """
-    passed_on = {*stop.received, signal.SIGTERM}
+    passed_on = {*signals, signal.SIGTERM}
     # A scheduler sends its signal to all processes, so the tasks may die of it too.
-    if stop.received and all(-failure.status in passed_on for failure in failures):
-        return PREEMPTED if preempted and stop.received[0] in LEAVE else 128 + stop.received[0]
+    if signals and all(-failure.status in passed_on for failure in failures):
+        return PREEMPTED if preempted and signals[0] in LEAVE else 128 + signals[0]
     if failures:
         return 2 if failures[0].usage else 1
     if preempted:

@@ -25,7 +25,6 @@ from tfmw.data.reshuffles import renew_all
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets, rebuilding
 
-_PYTHON_OPS = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 _SEED_APART = 1_000_003  # difference between the seeds of neighbouring workers
 _UNSEEDED = -1  # marks shuffles without a seed, for which each worker draws one
 
@@ -133,8 +132,7 @@ def _refuse_empty(dataset: tf.data.Dataset) -> None:
 
 
 def _refuse_python(graph: Any) -> None:
-    bodies = [graph.node, *(f.node_def for f in graph.library.function)]
-    if any(node.op in _PYTHON_OPS for body in bodies for node in body):
+    if datasets.python_ops(graph):
         raise UsageError(
             "the dataset runs Python code (from_generator, py_function, or a PyDataset), which "
             "stays in the coordinator's process when the pipeline goes to the workers: build it "

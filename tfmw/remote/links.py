@@ -9,34 +9,91 @@
         ("from_member", 2, message)                     # what `post` gets; and after silence:
         ("member_lost", 2, "no sign of life for 3 s")
 
-A connection begins with a nonce of each side; then every frame carries a MAC (`channel.py`). The
+A connection begins with a nonce of each side; then every frame carries a MAC (HMAC-SHA256). The
 first message of the side that has connected is its hello. Both sides send a frame from time to
 time. Connections that prove nothing are closed after `Timing.hello_s`, and there are at most
 MAX_STRANGERS of them: the oldest goes. A message may have any length, and travels in pieces.
+
+The token never travels. A frame that is altered, repeated, left out, sent back to its sender or
+taken from another connection has the wrong MAC. Nothing is encrypted: whoever reads the network
+reads what supervisors tell each other, which holds no secret.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import secrets
 import socket
+import struct
 import threading
 from collections.abc import Callable, Coroutine, Hashable, Iterable
 from typing import Any, NamedTuple, Self
 
-from tfmw.remote import channel, messages
-from tfmw.remote.channel import Forged, Frames, session_key
+from tfmw.errors import TfmwError
+from tfmw.remote import messages
 from tfmw.remote.messages import Message
+
+NONCE_BYTES = 32
+LARGEST = 1 << 18
+"""Bytes of one frame."""
+
+HEADER = struct.Struct("!I32s")
+"""Before each frame: its length and its MAC."""
 
 MAX_STRANGERS = 64
 CLOSED = "it closes the connection"
 _RETRY_S = 0.1
 _CLOSE_S = 1.0  # in which the other sides see the end of the stream
-_PIECE = channel.LARGEST - 1  # bytes of a message in one frame, behind the mark whether more follow
+_PIECE = LARGEST - 1  # bytes of a message in one frame, behind the mark whether more follow
 
 Post = Callable[[tuple[Any, ...]], None]
 Address = tuple[str, int]
+
+
+class Forged(TfmwError):
+    """A frame that does not come from a holder of the token, or not at this point."""
+
+
+def session_key(token: bytes, nonce: bytes, other_nonce: bytes) -> bytes:
+    """The key of one connection.
+
+    Args:
+        token: the secret of all processes of the run.
+        nonce: of the side that was connected to.
+        other_nonce: of the side that has connected.
+    """
+    return hmac.digest(token, b"tfmw hosts 1 " + nonce + other_nonce, "sha256")
+
+
+class Frames:
+    """The frames of one direction of a connection; its sender seals them, its receiver checks them.
+
+    Args:
+        key: see `session_key`.
+        sender: "server" or "client".
+    """
+
+    def __init__(self, key: bytes, sender: str) -> None:
+        self._key = key
+        self._sender = sender.encode()
+        self._next = 0
+
+    def seal(self, message: bytes) -> bytes:
+        """The next frame."""
+        return HEADER.pack(len(message), self._mac(message)) + message
+
+    def unseal(self, message: bytes, mac: bytes) -> bytes:
+        """The message. Raises Forged unless it is the next one of that side."""
+        if not hmac.compare_digest(mac, self._mac(message)):
+            raise Forged("a message does not have the MAC of this run's token")
+        return message
+
+    def _mac(self, message: bytes) -> bytes:
+        mac = hmac.digest(self._key, b"%s %d " % (self._sender, self._next) + message, "sha256")
+        self._next += 1
+        return mac
 
 
 class Timing(NamedTuple):
@@ -91,9 +148,9 @@ class _Link:
         more = True
         while more:
             async with asyncio.timeout(self._timing.silence_s):
-                header = await self._reader.readexactly(channel.HEADER.size)
-                length, mac = channel.HEADER.unpack(header)
-                if length > channel.LARGEST:
+                header = await self._reader.readexactly(HEADER.size)
+                length, mac = HEADER.unpack(header)
+                if length > LARGEST:
                     raise Forged(f"a frame of {length} bytes")
                 frame = self._received.unseal(await self._reader.readexactly(length), mac)
             if not frame:
@@ -287,7 +344,7 @@ class Links:
                 self._strangers.pop(0).shutdown(socket.SHUT_RDWR)
 
     async def _accept(self, connection: socket.socket) -> None:
-        reader, writer = await asyncio.open_connection(sock=connection, limit=channel.LARGEST)
+        reader, writer = await asyncio.open_connection(sock=connection, limit=LARGEST)
         try:
             async with asyncio.timeout(self._timing.hello_s):
                 link = await self._authenticated(reader, writer, "server")
@@ -315,9 +372,9 @@ class Links:
     async def _authenticated(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, side: str
     ) -> _Link:
-        nonce = secrets.token_bytes(channel.NONCE_BYTES)
+        nonce = secrets.token_bytes(NONCE_BYTES)
         writer.write(nonce)
-        other = await reader.readexactly(channel.NONCE_BYTES)
+        other = await reader.readexactly(NONCE_BYTES)
         nonces = (nonce, other) if side == "server" else (other, nonce)
         return _Link(reader, writer, session_key(self._token, *nonces), side, self._timing)
 
@@ -361,7 +418,7 @@ class Links:
         """A connection to a process that knows the token."""
         async with asyncio.timeout(self._timing.hello_s):
             reader, writer = await asyncio.open_connection(
-                *address, local_addr=local, limit=channel.LARGEST
+                *address, local_addr=local, limit=LARGEST
             )
             link = None
             try:

@@ -300,12 +300,12 @@ def decode(data: bytes) -> Message:
         raise Malformed("no message of this name")
     if any(field.name == "body" for field in dataclasses.fields(kind)):
         content["body"] = body
-    message: Message = _built(kind, content)
+    message: Message = built(kind, content)
     return message
 
 
-def _built(kind: type[Any], content: Any) -> Any:
-    """A dataclass from a JSON object with exactly its fields."""
+def built(kind: type[Any], content: Any) -> Any:
+    """A dataclass from a JSON object with exactly its fields. Raises Malformed."""
     hints = typing.get_type_hints(kind)
     if not isinstance(content, Mapping) or set(content) != set(hints):
         raise Malformed(f"{kind.__name__} does not have these fields")
@@ -315,8 +315,10 @@ def _built(kind: type[Any], content: Any) -> Any:
 def _checked(expected: Any, value: Any) -> Any:
     """A JSON value as the type that a field has; tuples are lists there."""
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if expected is Any:
+        return value
     if dataclasses.is_dataclass(expected):
-        return _built(typing.cast(type[Any], expected), value)
+        return built(typing.cast(type[Any], expected), value)
     if origin is Literal and value in arguments:
         return value
     if origin is types.UnionType:  # "int | None"

@@ -20,6 +20,7 @@ tasks save their state and leave  the others leave at the same step, within the 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -98,13 +99,13 @@ class RemoteAttempt:
         """A line about the run's time so far."""
         return goodput.line(self._known())
 
-    def ended(self, machine: int, report: EndReport, now: float) -> None:
-        """No task of a machine runs any more."""
+    def ended(self, machine: int, report: EndReport, now: float, **about: Any) -> None:
+        """No task of a machine runs any more; `about`: fields that its failures get."""
         self.running.discard(machine)
         self.reports[machine] = report
         self.reached(machine, report.step, report.division)
         for failure in report.failures:
-            self.fail(failure, now)
+            self.fail(dataclasses.replace(failure, **about), now)
         if report.preempted:
             self.end_by(now + self._grace_s)
         elif not report.done and not report.failures and not self.must_end(now):

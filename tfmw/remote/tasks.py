@@ -163,21 +163,19 @@ class _Restarts:
     def __init__(self) -> None:
         self.restarts = 0
         self._requests: list[str] = []  # tasks that the leader is to be asked about
-        self._asked: set[str] = set()
-        self._replies: dict[str, bool] = {}
+        self._replies: dict[str, bool | None] = {}  # None: not yet
 
     def allows_restart_alone(self, failure: Failure) -> bool | None:
         """Whether a task that died restarts alone; None while the leader has not replied."""
-        task = failure.task
         if failure.usage:
             return False
-        if task in self._replies:
-            self._asked.remove(task)
-            return self._replies.pop(task)
-        if task not in self._asked:
-            self._asked.add(task)
-            self._requests.append(task)
-        return None
+        if failure.task not in self._replies:
+            self._replies[failure.task] = None
+            self._requests.append(failure.task)
+        reply = self._replies[failure.task]
+        if reply is not None:
+            del self._replies[failure.task]  # it may die again
+        return reply
 
     def next_request(self) -> str | None:
         """A task that the leader is to be asked about, once each."""
