@@ -13,7 +13,7 @@ from tfmw.data.reshuffles import constant_of
 from tfmw.keras_compat import graph, metric_variables, parameter_servers
 from tfmw.keras_compat.dataflow import walk
 from tfmw.keras_compat.dataflow.walk import Dataflow
-from tfmw.parameter_server.batch_ops import copied_ops, ops_between
+from tfmw.parameter_server.lookups import copied_ops, ops_between
 
 DEEP = 5000
 WEIGHT = tf.Variable(1.0)

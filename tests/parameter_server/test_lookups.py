@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw.parameter_server import lookups, packed_tensors
-from tfmw.parameter_server.batch_ops import copied_ops, ops_between
-from tfmw.tables import MultiTableLookup, VariableShard
+from tfmw.parameter_server import exchange, lookups
+from tfmw.parameter_server.lookups import copied_ops, ops_between
+from tfmw.tables.shards import MultiTableLookup, VariableShard
 
 WIDTH = 3
 
@@ -52,7 +52,7 @@ def test_rows_of_several_tables_are_asked_for_at_once(static: bool) -> None:
     ids = [tf.constant(own, tf.int64) for own in IDS]
     if not static:
         group._one_op = tf.function(
-            group.route_tensors,
+            group.traced_route,
             input_signature=[[tf.TensorSpec([None], tf.int64)] * len(ids)],
             autograph=False,
         )
@@ -100,10 +100,10 @@ def test_a_message_has_tensors_of_any_type() -> None:
         tf.constant([7], tf.uint8),
         tf.constant(5, tf.int64),
     ]
-    message = packed_tensors.pack(tensors)
+    message = exchange.pack(tensors)
     assert message.dtype == tf.uint8
-    specs = [packed_tensors.spec_of(tensor) for tensor in tensors]
-    for sent, found in zip(tensors, packed_tensors.unpack(message, specs), strict=True):
+    specs = [exchange.spec_of(tensor) for tensor in tensors]
+    for sent, found in zip(tensors, exchange.unpack(message, specs), strict=True):
         assert sent.dtype == found.dtype
         np.testing.assert_array_equal(sent, found)
 

@@ -202,7 +202,7 @@ results["pieces"] = [[p.server, p.start, p.stop] for p in server_variables.shard
 
 # Tickets that a lost worker took and did not use: none is made up for beyond the limit.
 driver = PsDriver(model, servers, tfmw.data.Source(dataset(once)))
-limit = tf.constant(3, tf.int64)
-made = [int(driver._schedule(steps, limit).fetch()["steps"]) for steps in (2, 5, 5)]
+counts = [tf.constant(steps, tf.int64) for steps in (2, 5, 5)]
+made = [int(driver._schedule(steps, 3).fetch()["steps"]) for steps in counts]
 results["limited"] = [made, int(driver.server_variables.applied.numpy())]
 _result.write(results)

@@ -12,10 +12,11 @@ import pytest
 import tensorflow as tf
 
 from tfmw.keras_compat.table_variables import NewVariable
-from tfmw.parameter_server.sharded_gradients import ServerRows
-from tfmw.tables import MultiTableLookup, VariableShard, creation, joined, look_up, shards, table
+from tfmw.parameter_server.updates import ServerRows
+from tfmw.tables import creation, joined, shards, table
 from tfmw.tables.creation import _Creation
 from tfmw.tables.joined import Joined, JoinedRows
+from tfmw.tables.shards import MultiTableLookup, VariableShard, look_up
 
 
 @pytest.fixture(autouse=True)

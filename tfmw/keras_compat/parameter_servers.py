@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -36,11 +36,6 @@ def optimizer_slots(optimizer: Any) -> list[list[Any]]:
             if slot is not None and all(slot is not s for s in of_variable):
                 of_variable.append(slot)
     return slots
-
-
-def is_iterations(variable: Any, optimizers: list[Any]) -> bool:
-    """Whether a variable counts the updates of one of the optimizers."""
-    return any(variable is optimizer.iterations for optimizer in optimizers)
 
 
 def looked_up_variables(model: keras.Model) -> list[Any]:
@@ -322,24 +317,21 @@ def worker_iterators(
     Returns:
         Per-worker values: an argument of `ClusterCoordinator.schedule`.
     """
-    spec = _iterator_ops.IteratorSpec(element_spec)
-    workers = coordinator._cluster.workers
-    values = []
-    for worker, make in zip(workers, makers, strict=True):
-        remote = worker.create_resource(lambda make=make: iter(make()))
-        remote._type_spec = spec
-        values.append(remote)
-    return _coordinator_values.PerWorkerValues(tuple(values))
+    calls = [lambda make=make: iter(make()) for make in makers]
+    return _worker_values(coordinator, calls, _iterator_ops.IteratorSpec(element_spec))
 
 
 def worker_constants(coordinator: Any, constants: list[int]) -> Any:
     """One int64 [] on each worker; as `worker_iterators`."""
+    calls = [lambda one=one: tf.identity(tf.constant(one, tf.int64)) for one in constants]
+    return _worker_values(coordinator, calls, tf.TensorSpec([], tf.int64))
+
+
+def _worker_values(coordinator: Any, calls: Sequence[Callable[[], Any]], spec: Any) -> Any:
     values = []
-    for worker, constant in zip(coordinator._cluster.workers, constants, strict=True):
-        remote = worker.create_resource(
-            lambda constant=constant: tf.identity(tf.constant(constant, tf.int64))
-        )
-        remote._type_spec = tf.TensorSpec([], tf.int64)
+    for worker, call in zip(coordinator._cluster.workers, calls, strict=True):
+        remote = worker.create_resource(call)
+        remote._type_spec = spec
         values.append(remote)
     return _coordinator_values.PerWorkerValues(tuple(values))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -78,9 +79,18 @@ class Partitioning:
         """The rows [start, stop) of the units [start, stop)."""
         return (self.first if start else 0) + start * self.rows, self.first + stop * self.rows
 
+    def ranges(self, count: int) -> list[tuple[int, int]]:
+        """The rows [start, stop) of each of `count` shards, of at least one unit each."""
+        bounds = [self.units * i // count for i in range(count + 1)]
+        return [self.rows_of(*units) for units in itertools.pairwise(bounds)]
+
     def units_of(self, start: int, stop: int) -> tuple[int, int]:
         """The reverse of `rows_of`."""
         return (start - self.first if start else 0) // self.rows, (stop - self.first) // self.rows
+
+    def rows_beside(self, leader: Partitioning, start: int, stop: int) -> tuple[int, int]:
+        """The rows of the units that are the rows [start, stop) of a leader."""
+        return self.rows_of(*leader.units_of(start, stop))
 
     def has_rows_of(self, other: Partitioning) -> bool:
         """Whether the same units are the same rows of both variables."""
@@ -125,6 +135,11 @@ class NewVariable:
     initializer: Any
     slot_of: Any
     partitioning: Partitioning | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row."""
+        return math.prod(self.shape[1:]) * int(self.dtype.size)
 
 
 _make: Callable[[NewVariable], RemoteRows | None] | None = None

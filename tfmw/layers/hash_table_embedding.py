@@ -142,7 +142,7 @@ class HashTableEmbedding(keras.layers.Layer):
         self.ids = self._state("ids", (self._places,), like=self.embeddings)
         self.used = self._state("used", (self._places,), like=self.ids)
         if self.min_count > 1:
-            shape = (_candidate_places(self._places),)
+            shape = (places_within(_CANDIDATES * self._places),)
             self.candidate_ids = self._state("candidate_ids", shape, like=self.embeddings)
             self.candidate_used = self._state("candidate_used", shape, like=self.candidate_ids)
             self.candidate_counts = self._state("candidate_counts", shape, like=self.candidate_ids)
@@ -180,10 +180,8 @@ class HashTableEmbedding(keras.layers.Layer):
             counts = global_rows.counts_of_all_replicas(*counted(ids, tf.ones_like(ids)))
             distinct, counts = counted(*counts)
             are_there = counts > 0
-            distinct, counts = (
-                tf.boolean_mask(distinct, are_there),
-                tf.boolean_mask(counts, are_there),
-            )
+            distinct = tf.boolean_mask(distinct, are_there)
+            counts = tf.boolean_mask(counts, are_there)
             # A batch without ids is the end of the data, and no step.
             self._all.step(distinct, counts, tf.size(distinct) > 0)
         return keras.ops.take(self.embeddings, self._all.rows(ids), axis=0)
@@ -205,23 +203,22 @@ class HashTableEmbedding(keras.layers.Layer):
                 "ids; pad it, or look up its values."
             )
         ids = tf.convert_to_tensor(ids)
-        if not (ids.dtype.is_integer or ids.dtype == tf.string):
+        self._require_ids(ids.dtype)
+        return ids
+
+    def _require_ids(self, dtype: tf.DType) -> None:
+        if not (dtype.is_integer or dtype == tf.string):
             raise UsageError(
-                f"layer {self.name!r} received ids of type {ids.dtype.name}: expected int64 or "
+                f"layer {self.name!r} received ids of type {dtype.name}: expected int64 or "
                 'string; declare the input with keras.Input(..., dtype="int64").'
             )
-        return ids
 
     # ------------------------------------------------------------ Keras
 
     def compute_output_spec(self, ids: Any, training: bool | None = None) -> keras.KerasTensor:
         """Shape and type of the output."""
         del training
-        if not (str(ids.dtype).startswith(("int", "uint")) or ids.dtype == "string"):
-            raise UsageError(
-                f"layer {self.name!r} received ids of type {ids.dtype}: expected int64 or "
-                'string; declare the input with keras.Input(..., dtype="int64").'
-            )
+        self._require_ids(tf.as_dtype(ids.dtype))
         return keras.KerasTensor((*ids.shape, self.output_dim), dtype=self.compute_dtype)
 
     def compute_output_shape(self, input_shape: Any) -> tuple[int | None, ...]:
@@ -240,11 +237,6 @@ class HashTableEmbedding(keras.layers.Layer):
             "seed": self.seed,
         }
         return {**super().get_config(), **own}
-
-
-def _candidate_places(places: int) -> int:
-    """How many ids are counted beside so many rows: whole buckets, as many for each of the rows."""
-    return places_within(_CANDIDATES * places)
 
 
 def _is_int(value: Any) -> bool:

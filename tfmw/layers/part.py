@@ -19,8 +19,7 @@ import tensorflow as tf
 
 from tfmw.keras_compat import models, row_updates
 from tfmw.layers import hashing
-from tfmw.layers.candidates import Candidates
-from tfmw.layers.hash_table import HashTable, ways_of
+from tfmw.layers.hash_table import Candidates, HashTable, ways_of
 
 
 class Part:

@@ -27,13 +27,11 @@ import tensorflow as tf
 from tfmw.errors import UsageError
 from tfmw.keras_compat import parameter_servers
 from tfmw.parameter_server.exchange import Exchange, StepUpdates
-from tfmw.parameter_server.gradients import Grads
-from tfmw.parameter_server.hash_tables import refuse_hash_tables
 from tfmw.parameter_server.lookups import Fetched, Plan
 from tfmw.parameter_server.steps import WorkerSteps
-from tfmw.parameter_server.updates import ServerUpdates, Update
+from tfmw.parameter_server.updates import Grads, ReadOnlyScalar, Update
 from tfmw.parameter_server.variables import ServerPack, ServerVariables
-from tfmw.tables import server
+from tfmw.tables.shards import server
 
 
 class SynchronousSteps(WorkerSteps):
@@ -58,7 +56,12 @@ class SynchronousSteps(WorkerSteps):
         workers: int,
         aggregate: int,
     ):
-        refuse_hash_tables(server_variables)
+        for layer in server_variables.hash_tables:  # which need an order of steps
+            raise UsageError(
+                f"layer {layer.name!r} is a HashTableEmbedding, which gives rows to ids in the "
+                "order of the workers' steps; sync_replicas=True has no such order: leave it out, "
+                "or train without parameter servers."
+            )
         if server_variables.divided:
             raise UsageError(
                 "sync_replicas=True does not go with variables that are divided over servers: "
@@ -70,7 +73,6 @@ class SynchronousSteps(WorkerSteps):
                 f"{len(server_variables.optimizers)}."
             )
         super().__init__(model, server_variables, name, remote_lookups=False)
-        self._updates = ServerUpdates(server_variables)
         self.spare_workers = workers - aggregate
         self._aggregate = aggregate
         self._now: Any = None
@@ -123,12 +125,10 @@ class SynchronousSteps(WorkerSteps):
     def _many(self, iterator: Any, worker: tf.Tensor, limit: tf.Tensor, seeds: list[Any]) -> Any:
         server_variables = self.server_variables
         first = tf.identity(server_variables.applied.read_value())
-        locals_ = self._initial_locals()
         # Workers contribute to the same steps, but need different seeds.
-        ticket = first * len(self._over) + worker
-        begun = [self._initial_seed(locals_[id(s)], v, ticket) for s, v in self._seeds(seeds)]
-        plan = Plan([], [])
-        exchange = Exchange(server_variables, self._pulled, plan, self._one_op)
+        locals_, begun = self._initial_locals(seeds, first * len(self._over) + worker)
+        plan = Plan()
+        exchange = Exchange(self._updates, self._pulled, plan, self._one_op)
 
         def step(now: tf.Tensor, done: tf.Tensor, seen: tf.Tensor) -> Any:
             self._now = now
@@ -136,7 +136,8 @@ class SynchronousSteps(WorkerSteps):
             batch = next(iterator)
             asked = plan.asked(batch)
             opened = exchange.opened(exchange(None, asked), asked)
-            examples, work = self._step(batch, *opened, self._scalars(), locals_)
+            scalars = [ReadOnlyScalar(copy) for copy in self._scalars]
+            examples, work = self._step(batch, *opened, scalars, locals_)
             exchange(work, None, pull=False)
             with tf.control_dependencies(self._sent_ops), tf.device(server(server_variables.home)):
                 over = self._one_op("wait", self._wait, waits=True)(worker, now)
@@ -148,7 +149,7 @@ class SynchronousSteps(WorkerSteps):
             [first, tf.constant(0, tf.int64), tf.constant(0, tf.int64)],
             parallel_iterations=1,
         )
-        return self._results(done, seen, locals_, begun, seeds)
+        return self._results(done, seen, locals_, begun)
 
     def _wait(self, worker: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
         """Waits until step `now` has ended; returns the number of the next step.

@@ -70,7 +70,18 @@ class PsDriver:
         self.server_variables = ServerVariables(
             model, len(servers.cluster.ps), servers.settings.partition
         )
-        self._steps = self._worker_steps(f"tfmw/{uuid.uuid4().hex}")
+        name, settings = f"tfmw/{uuid.uuid4().hex}", servers.settings
+        self._steps: WorkerSteps
+        if settings.sync_replicas:
+            aggregate = settings.replicas_to_aggregate or self._workers
+            self._steps = SynchronousSteps(
+                model, self.server_variables, name, self._workers, aggregate
+            )
+        else:
+            travel = RowTransfer(settings.prefetch_rows, settings.row_compression)
+            self._steps = WorkerSteps(
+                model, self.server_variables, name, travel, workers=self._workers
+            )
         makers, spec = worker_data.for_workers(source, self._workers)
         self._iterator = parameter_servers.worker_iterators(self._coordinator, makers, spec)
         self._pace = FunctionPace(model.steps_per_execution, UNROLLED)
@@ -78,16 +89,6 @@ class PsDriver:
         self._numbers: Any = None
         self._late: list[futures.Future[Any]] = []  # functions that have not returned
         self._is_failed = False
-
-    def _worker_steps(self, name: str) -> WorkerSteps | SynchronousSteps:
-        settings = self._servers.settings
-        if not settings.sync_replicas:
-            travel = RowTransfer(settings.prefetch_rows, settings.row_compression)
-            return WorkerSteps(
-                self.model, self.server_variables, name, travel, workers=self._workers
-            )
-        aggregate = settings.replicas_to_aggregate or self._workers
-        return SynchronousSteps(self.model, self.server_variables, name, self._workers, aggregate)
 
     def train(self, steps: int, after: Callable[[int], bool]) -> int:
         """Applies exactly `steps` updates, fewer only if `after` returns False.
@@ -107,13 +108,12 @@ class PsDriver:
         while going and self.applied < target:
             # Tickets of a lost worker are issued again: only applied ones count.
             self.server_variables.tickets.assign(self.applied)
-            limit = tf.constant(target, tf.int64)
             left = target - self.applied
             waiting: collections.deque[Any] = collections.deque()
             while waiting or (left > 0 and going):
                 while going and left > 0 and len(waiting) < _AHEAD * self._workers:
                     max_steps = self._pace.next_steps(left, self._workers)
-                    waiting.append(self._schedule(max_steps, limit))
+                    waiting.append(self._schedule(tf.constant(max_steps, tf.int64), target))
                     left -= max_steps
                 with blocking_call(_WAITING):
                     result = _fetched(waiting.popleft(), self._is_over)
@@ -149,18 +149,14 @@ class PsDriver:
 
     def _advance(self, together: SynchronousSteps, steps: int) -> None:
         """Applies exactly `steps` synchronous updates."""
-        self.server_variables.push_scalars()
-        limit = tf.constant(self.applied + steps, tf.int64)
-        seeds = [tf.cast(s.numpy(), tf.uint32) for s in self.server_variables.seeds]
         if self._numbers is None:
             self._numbers = parameter_servers.worker_constants(
                 self._coordinator, list(range(self._workers))
             )
         for _ in range(self._workers - len(self._late)):  # a late worker is still in its function
-            result = self._coordinator.schedule(
-                together.function, args=(self._iterator, self._numbers, limit, seeds)
-            )
-            self._late.append(_in_background(functools.partial(_fetched, result, self._has_failed)))
+            result = self._schedule(self._numbers, self.applied + steps)
+            fetch = functools.partial(_fetched, result, lambda: self._is_failed)
+            self._late.append(_in_background(fetch))
         wait, cancel = together.advance(steps)
         self._wait_for(together, [_in_background(wait)], cancel, late=together.spare_workers)
         self.applied = int(self.server_variables.applied.numpy())
@@ -220,20 +216,18 @@ class PsDriver:
                     if applied != (applied := int(self.server_variables.applied.numpy())):
                         report_alive()
 
-    def _has_failed(self) -> bool:
-        return self._is_failed
-
     @property
     def dropped(self) -> int | None:
         """Number of gradients that arrived late for their step; None without `sync_replicas`."""
         return self._steps.dropped if isinstance(self._steps, SynchronousSteps) else None
 
-    def _schedule(self, max_steps: int, limit: tf.Tensor) -> Any:
+    def _schedule(self, steps_or_worker: Any, limit: int) -> Any:
+        """Schedules the steps' function with its second argument, on the next free worker."""
         self.server_variables.push_scalars()
         seeds = [tf.cast(s.numpy(), tf.uint32) for s in self.server_variables.seeds]
         return self._coordinator.schedule(
             self._steps.function,
-            args=(self._iterator, tf.constant(max_steps, tf.int64), limit, seeds),
+            args=(self._iterator, steps_or_worker, tf.constant(limit, tf.int64), seeds),
         )
 
     def _is_over(self) -> bool:

@@ -5,37 +5,41 @@
     answers = exchange(work, asked)                   # its updates, and what step k + 1 needs
 
 A server makes the updates of step k, and then answers with its variables and with the rows that
-step k + 1 looks up. On the way a message takes more processor time than most updates do, whatever
-its size, so what goes to one server goes together.
+step k + 1 looks up. On the way a message takes more processor time than most updates do, a tenth
+of a millisecond and more, whatever its size. So what goes to one server goes together:
+
+    message = pack([sizes, ids, rows])                # where they are made
+    sizes, ids, rows = unpack(message, specs)         # where they are used
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfmw.parameter_server import packed_tensors
 from tfmw.parameter_server.lookups import Fetched, LookupRequest, Plan
-from tfmw.parameter_server.updates import ServerUpdates, Update
-from tfmw.parameter_server.variables import ServerPack, ServerVariables
-from tfmw.tables import server
+from tfmw.parameter_server.updates import Update, Updates
+from tfmw.parameter_server.variables import ServerPack
+from tfmw.tables.shards import server
 
 
+@dataclasses.dataclass
 class StepUpdates:
     """The changes of one step on the servers, in this order.
 
     Attributes:
         updates: by server, (optimizer, its updates there); None for what no optimizer does.
+        sent: by server, the tensors of these updates, if they come out of another function.
     """
 
-    def __init__(self) -> None:
-        self.updates: dict[int, list[tuple[Any, list[Update]]]] = {}
-        self._gradient: Any = None
-        self._sent: dict[int, list[tf.Tensor]] | None = None
+    updates: dict[int, list[tuple[Any, list[Update]]]] = dataclasses.field(default_factory=dict)
+    sent: dict[int, list[tf.Tensor]] | None = None
+    _gradient: Any = None
 
     def apply(self, optimizer: Any, updates: dict[int, list[Update]], gradient: Any) -> None:
         """Adds the updates of an optimizer, which all servers count, also without any of their own.
@@ -54,19 +58,13 @@ class StepUpdates:
 
     def tensors(self, where: int) -> list[tf.Tensor]:
         """The tensors for a server: at least one, if it has to count the step."""
-        if self._sent is not None:
-            return self._sent.get(where, [])
+        if self.sent is not None:
+            return self.sent.get(where, [])
         own = self.updates.get(where, [])
         sent = [t for _, updates in own for tensors, _ in updates for t in tensors]
         if own and not sent:
             sent = [tf.cast(tf.size(self._gradient), tf.int64)]
         return sent
-
-    def sending(self, sent: dict[int, list[tf.Tensor]]) -> StepUpdates:
-        """The same updates, with these `tensors` by server."""
-        work = StepUpdates()
-        work.updates, work._sent = self.updates, sent
-        return work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +88,7 @@ class Exchange:
     """The messages of one worker's steps.
 
     Args:
-        server_variables: of the model.
+        updates: of the model's variables.
         pulled: the Keras variables whose values each step needs.
         plan: the lookups of a step.
         one_op: (key, function) -> the function as one op, the same for each step.
@@ -98,14 +96,14 @@ class Exchange:
 
     def __init__(
         self,
-        server_variables: ServerVariables,
+        updates: Updates,
         pulled: list[Any],
         plan: Plan,
         one_op: Callable[[Any, Callable[..., Any]], Callable[..., Any]],
     ):
-        self._server_variables = server_variables
-        self._packs, self._alone = server_variables.packs(pulled)
-        self._updates = ServerUpdates(server_variables)
+        self._updates = updates
+        self._server_variables = updates.server_variables
+        self._packs, self._alone = self._server_variables.packs(pulled)
         self._plan = plan
         self._one_op = one_op
 
@@ -171,7 +169,7 @@ class Exchange:
         """With one server: what it answers, if anything, to these tensors in this message."""
         own = work.updates.get(where, [])
         packs = self._packs_of(where, pull)
-        specs = [packed_tensors.spec_of(tensor) for tensor in sent]
+        specs = [spec_of(tensor) for tensor in sent]
         run = functools.partial(self._run, where, own, packs, asks, specs)
         with tf.device(server(where)):
             op = self._one_op(("exchange", where, bool(own), asks, pull), run)
@@ -194,7 +192,7 @@ class Exchange:
         Separate ops would each send the worker a message. Also, if a worker died between an update
         and its count, the update would be made again.
         """
-        arrived = iter(packed_tensors.unpack(message[0], specs) if message else [])
+        arrived = iter(unpack(message[0], specs) if message else [])
         applied = False
         for optimizer, updates in work:
             made = [([next(arrived) for _ in tensors], update) for tensors, update in updates]
@@ -207,29 +205,72 @@ class Exchange:
         # Each step is counted once, with any number of optimizers.
         if applied and where == self._server_variables.home:
             self._server_variables.applied.assign_add(1)
-        answer = [self._flat(pack) for pack in packs]
+        shard = self._server_variables.shard
+        answer = [
+            of.pack(shard(variable).variable.read_value() for variable in of.variables)
+            for of in packs
+        ]
         if asks:
             *_, ids = arrived
             answer += self._plan.answer(where, ids)
-        return packed_tensors.pack(answer) if answer else tf.constant(0)
-
-    def _flat(self, pack: ServerPack) -> tf.Tensor:
-        """[elements of all variables], on their server."""
-        return pack.pack(
-            self._server_variables.shard(v).variable.read_value() for v in pack.variables
-        )
+        return pack(answer) if answer else tf.constant(0)
 
 
 def _packed(sent: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor | None]:
     """A message to each server; None if there is nothing to say."""
-    return [packed_tensors.pack(tensors) if tensors else None for tensors in sent]
+    return [pack(tensors) if tensors else None for tensors in sent]
 
 
 def _split(
     packs: Sequence[ServerPack], specs: Sequence[tf.TensorSpec], answer: tf.Tensor
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """(values of the variables of all packs, rows of each kind)."""
-    parts = packed_tensors.unpack(answer, specs)
+    parts = unpack(answer, specs)
     flats, rows = parts[: len(packs)], parts[len(packs) :]
     values = [v for b, flat in zip(packs, flats, strict=True) for v in b.unpack(flat).values()]
     return values, rows
+
+
+def spec_of(tensor: tf.Tensor) -> tf.TensorSpec:
+    """Shape, of which the first axis may vary, and dtype."""
+    shape = tensor.shape.as_list()
+    return tf.TensorSpec([None, *shape[1:]] if shape else [], tensor.dtype)
+
+
+def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """One tensor of some; uint8 [bytes], unless it is one only.
+
+    Args:
+        tensors: [n, ...] or [], of any types of fixed size, not bool.
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    parts = [tf.reshape(tf.bitcast(tensor, tf.uint8), [-1]) for tensor in tensors]
+    lengths = tf.concat(tf.raw_ops.ShapeN(input=parts, out_type=tf.int64), axis=0)
+    return tf.concat([tf.reshape(tf.bitcast(lengths, tf.uint8), [-1]), *parts], axis=0)
+
+
+def unpack(message: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
+    """The tensors of `pack`.
+
+    Args:
+        specs: `spec_of` each of them.
+    """
+    if len(specs) == 1:
+        return [message]
+    header = tf.int64.size * len(specs)
+    lengths = tf.bitcast(tf.reshape(message[:header], [-1, tf.int64.size]), tf.int64)
+    parts = tf.split(message[header:], lengths, num=len(specs))
+    return [_restored(part, spec) for part, spec in zip(parts, specs, strict=True)]
+
+
+def _restored(part: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+    size = spec.dtype.size
+    flat = tf.bitcast(tf.reshape(part, [-1, size] if size > 1 else [-1]), spec.dtype)
+    shape = spec.shape.as_list()
+    assert all(axis is not None for axis in shape[1:]), spec
+    if not shape:
+        return tf.reshape(flat, [])
+    if math.prod(shape[1:]) == 0:
+        raise ValueError(f"{spec} has no elements: its first axis cannot be told from its bytes")
+    return tf.reshape(flat, [-1, *shape[1:]])

@@ -7,7 +7,7 @@
 Where a layer looks up rows in a step, the worker sends each of the layer's servers one message: the
 distinct ids of the batch that belong to its buckets, and how often each occurs. The server runs
 `tfmw.layers.part` on its buckets, so ids get rows there, and answers with the row of each id, and
-its values. Gradients go the way of those of all rows, see `gradients`.
+its values. Gradients go the way of those of all rows, see `updates`.
 
 Every worker's batch is a step of its own, one after the other on each server, and all servers count
 it, whichever ids it has: with one worker that is what one process does. A worker computes while
@@ -26,14 +26,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.errors import UsageError
 from tfmw.keras_compat import models, objects, parameter_servers, table_variables
 from tfmw.layers import HashTableEmbedding
 from tfmw.layers.part import Part, bucket_of, counted
-from tfmw.parameter_server import packed_tensors
+from tfmw.parameter_server.exchange import pack, unpack
 from tfmw.parameter_server.lookups import RowTransfer
 from tfmw.parameter_server.variables import ServerVariables
-from tfmw.tables import VariableShard, server
+from tfmw.tables.shards import VariableShard, server
 
 _SENT = [
     tf.TensorSpec([None], tf.int64),
@@ -60,6 +59,7 @@ class HashTables:
         travel: RowTransfer,
         workers: int,
     ):
+        self._layers = server_variables.hash_tables
         self._one_op = one_op
         self._travel = travel
         self._parts = {
@@ -67,9 +67,8 @@ class HashTables:
                 _ServerPart(layer, server_variables, number, kept_steps=workers - 1)
                 for number in range(len(server_variables.shards(layer.embeddings)))
             ]
-            for layer in server_variables.hash_tables
+            for layer in self._layers
         }
-        self._layers = server_variables.hash_tables
 
     @contextlib.contextmanager
     def on_servers(self) -> Iterator[None]:
@@ -102,7 +101,7 @@ class HashTables:
             step = functools.partial(part.answer, is_step, travels_as)
             with tf.device(server(part.server)):
                 answer = self._one_op((*key, part.number, is_step), step, waits=True)(message)
-            answers.append(packed_tensors.unpack(tf.identity(answer), specs))
+            answers.append(unpack(tf.identity(answer), specs))
         rows, values = self._one_op((*key, "joined"), _joined)(answers, places, positions)
         return tf.cast(values, own_type), rows
 
@@ -141,7 +140,8 @@ class _ServerPart:
             for variable in layer.weights
             if variable is not layer.step
         ]
-        self._held.append((layer.step, server_variables.copy_of(layer.step, rows.server)))
+        steps = next(copies for v, copies in server_variables.scalars if v is layer.step)
+        self._held.append((layer.step, steps[rows.server]))
         for slot in server_variables.slots_of(layer.embeddings):
             self._held.append((slot, rows.slots[id(slot)]))
         with tf.device(server(self.server)):
@@ -161,14 +161,14 @@ class _ServerPart:
         """
 
         def run(message: tf.Tensor) -> tf.Tensor:
-            ids, counts, has_ids = packed_tensors.unpack(message, _SENT)
+            ids, counts, has_ids = unpack(message, _SENT)
             with models.substituted(self._held):
                 if is_step:
                     self._part.step(ids, counts, has_ids > 0)
                 rows = self._part.rows(ids)
                 if not self.number:
                     rows = tf.concat([tf.zeros([1], tf.int64), rows], axis=0)
-                return packed_tensors.pack([rows, tf.cast(self._part.values(rows), dtype)])
+                return pack([rows, tf.cast(self._part.values(rows), dtype)])
 
         # Within a part one thread runs all ops; only the turn is waited for.
         alone = parameter_servers.one_op(run, waits=False)
@@ -211,7 +211,7 @@ def _divided(
     own_counts = tf.dynamic_partition(counts, owners, number)
     places = tf.dynamic_partition(tf.range(tf.size(distinct)), owners, number)
     has_ids = tf.cast(tf.size(ids) > 0, tf.int64)
-    sent = [packed_tensors.pack([*of, has_ids]) for of in zip(own, own_counts, strict=True)]
+    sent = [pack([*of, has_ids]) for of in zip(own, own_counts, strict=True)]
     return sent, places, positions
 
 
@@ -225,13 +225,3 @@ def _joined(
     of_id = tf.gather(tf.math.invert_permutation(tf.concat(places, axis=0)), positions)
     rows, values = tf.gather(rows, of_id), tf.gather(values, of_id)
     return rows, tf.where(tf.equal(rows, 0)[:, None], first_values[:1], values)
-
-
-def refuse_hash_tables(server_variables: ServerVariables) -> None:
-    """Raises UsageError for hash tables, for synchronous steps: these are in no order."""
-    for layer in server_variables.hash_tables:
-        raise UsageError(
-            f"layer {layer.name!r} is a HashTableEmbedding, which gives rows to ids in the "
-            "order of the workers' steps; sync_replicas=True has no such order: leave it out, or "
-            "train without parameter servers."
-        )

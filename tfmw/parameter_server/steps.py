@@ -42,18 +42,19 @@ from tfmw.errors import UsageError
 from tfmw.keras_compat import models, optimizers, parameter_servers
 from tfmw.keras_compat.metric_variables import metric_variables, recorded_assignments
 from tfmw.parameter_server.exchange import Exchange, LookupReply, StepUpdates
-from tfmw.parameter_server.gradients import GradientsToServers, Grads, taking_gradients
 from tfmw.parameter_server.hash_tables import HashTables
 from tfmw.parameter_server.lookups import Fetched, LookupRequest, Plan, RowTransfer, plan_lookups
 from tfmw.parameter_server.step_op import StepOp
-from tfmw.parameter_server.updates import ReadOnlyScalar
+from tfmw.parameter_server.updates import Grads, ReadOnlyScalar, Updates, taking_gradients
 from tfmw.parameter_server.variables import (
     PACK_BYTES,
     ServerPack,
     ServerVariables,
     contains,
+    unique,
 )
-from tfmw.tables import look_up, read_whole, table_of
+from tfmw.tables import table_of
+from tfmw.tables.shards import look_up, read_whole
 
 UNROLLED = 10
 """Steps in one iteration of the traced loop: each iteration costs messages between processes."""
@@ -98,29 +99,21 @@ class WorkerSteps:
         self._assigned: list[Any] = []
         self._travel = travel or RowTransfer()
         self._ops: dict[Any, Callable[..., Any]] = {}
+        of_layers = [v for layer in server_variables.hash_tables for v in layer.weights]
+        on_servers = unique([*server_variables.divided, *of_layers], server_variables.steps)
         looked_up = parameter_servers.looked_up_variables(model) if remote_lookups else []
-        on_servers = list(server_variables.divided)
-        for layer in server_variables.hash_tables:
-            on_servers += [
-                v for v in layer.weights if v is not layer.step and not contains(v, on_servers)
-            ]
-        self._remote = [
-            *on_servers,
-            *(
-                v
-                for v in server_variables.trainable
-                if not contains(v, on_servers)
-                and any(v is e for e in looked_up)
-                and v.shape.num_elements() * 4 > PACK_BYTES
-            ),
-        ]
-        pulled = [
+        large = [
             v
-            for v in server_variables.trainable + server_variables.state
-            if not contains(v, self._remote)
+            for v in server_variables.trainable
+            if contains(v, looked_up) and v.shape.num_elements() * 4 > PACK_BYTES
         ]
-        self._pulled = pulled
-        self._to_servers = GradientsToServers(server_variables, self._remote, self._travel)
+        self._remote = unique([*on_servers, *large])
+        trained = server_variables.trainable + server_variables.state
+        self._pulled = [v for v in trained if not contains(v, self._remote)]
+        frozen, seeds = server_variables.frozen, server_variables.seeds
+        self._own = [*trained, *frozen, *seeds, *self.metrics]
+        self._scalars = [copies[server_variables.home] for _, copies in server_variables.scalars]
+        self._updates = Updates(server_variables, self._remote, self._travel)
         self._hash_tables = HashTables(server_variables, self._one_op, self._travel, workers)
         self._fetched = Fetched([])
 
@@ -131,15 +124,14 @@ class WorkerSteps:
         end = server_variables.tickets.assign_add(max_steps, read_value=True)
         first = tf.identity(end) - max_steps
         count = tf.clip_by_value(limit - first, 0, max_steps)
-        locals_ = self._initial_locals()
-        begun = [self._initial_seed(locals_[id(s)], v, first) for s, v in self._seeds(seeds)]
+        locals_, begun = self._initial_locals(seeds, first)
         plan, prefetch = self._plan(iterator.element_spec, locals_), self._travel.prefetch
-        exchange = Exchange(server_variables, self._pulled, plan, self._one_op)
+        exchange = Exchange(self._updates, self._pulled, plan, self._one_op)
         step = StepOp(
             functools.partial(self._step, locals_=locals_),
             exchange,
             iterator.element_spec,
-            [copies[server_variables.home] for _, copies in server_variables.scalars],
+            self._scalars,
         )
         since = tf.timestamp()
         with tf.control_dependencies([since]):
@@ -160,7 +152,8 @@ class WorkerSteps:
             for number in range(steps):
                 read_to(number + 1)
                 batch, asked, ahead = read[number]
-                examples, work = step(batch, asked, answers, ahead)
+                received = [answers] if ahead is None else [answers, ahead]
+                examples, work = step(batch, asked, received)
                 is_last = number == steps - 1
                 following = None if is_last or prefetch else read[number + 1][1]
                 answers = exchange(work, following, pull=not is_last)
@@ -180,10 +173,12 @@ class WorkerSteps:
         done, seen = loop(begin, count, 1)
         with tf.control_dependencies([done]):
             seconds = tf.timestamp() - since
-        return {**self._results(done, seen, locals_, begun, seeds), "seconds": seconds}
+        return {**self._results(done, seen, locals_, begun), "seconds": seconds}
 
-    def _initial_locals(self) -> dict[int, Any]:
-        """Local copies with the values at the beginning of a function."""
+    def _initial_locals(
+        self, seeds: list[Any], ticket: tf.Tensor
+    ) -> tuple[dict[int, Any], list[tf.Tensor]]:
+        """(local copies with the values at the beginning of a function, those of seeds)."""
         locals_ = self._locals()
         for variable in self.metrics:
             locals_[id(variable)].assign(tf.zeros(variable.shape, _dtype(variable)))
@@ -192,7 +187,9 @@ class WorkerSteps:
                 continue
             value = self.server_variables.shard(variable).variable.read_value()
             locals_[id(variable)].assign(tf.identity(value))
-        return locals_
+        pairs = zip(self.server_variables.seeds, seeds, strict=True)
+        begun = [_initial_seed(locals_[id(seed)], value, ticket) for seed, value in pairs]
+        return locals_, begun
 
     def _results(
         self,
@@ -200,7 +197,6 @@ class WorkerSteps:
         seen: tf.Tensor,
         locals_: dict[int, Any],
         begun: list[tf.Tensor],
-        seeds: list[Any],
     ) -> dict[str, Any]:
         with tf.control_dependencies([done]):
             results = {
@@ -209,7 +205,7 @@ class WorkerSteps:
                 "metrics": [locals_[id(v)].read_value() for v in self.metrics],
                 "draws": [
                     locals_[id(s)].read_value() - b
-                    for (s, _), b in zip(self._seeds(seeds), begun, strict=True)
+                    for s, b in zip(self.server_variables.seeds, begun, strict=True)
                 ],
             }
         # The next function assigns all of them; after the last one no worker keeps a model.
@@ -220,23 +216,15 @@ class WorkerSteps:
 
     def _locals(self) -> dict[int, Any]:
         """This worker's local copies, by id of the Keras variable."""
-        server_variables = self.server_variables
-        ordinary = [
-            *server_variables.trainable,
-            *server_variables.state,
-            *server_variables.frozen,
-            *server_variables.seeds,
-            *self.metrics,
-        ]
         found: dict[int, Any] = {}
-        for number, variable in enumerate(ordinary):
+        for number, variable in enumerate(self._own):
             if contains(variable, self._remote) or id(variable) in found:
                 continue
             found[id(variable)] = parameter_servers.local_variable(
                 f"{self._name}/{number}", variable.shape, _dtype(variable), variable.trainable
             )
         for number, variable in enumerate(self._remote):
-            shards = server_variables.shards(variable)
+            shards = self.server_variables.shards(variable)
             table = table_of(variable)  # refuses to be read if it is too large
             read = functools.partial(read_whole, shards) if table is None else table.read_all
             found[id(variable)] = parameter_servers.RemoteRows(
@@ -256,31 +244,14 @@ class WorkerSteps:
         """The lookups of a step; it is traced for them, and never run."""
 
         def trace(batch: Any, recorded: Fetched) -> None:
-            self._train_step(batch, recorded, self._scalars(), locals_, lambda *grads: None)
+            scalars = [ReadOnlyScalar(copy) for copy in self._scalars]
+            self._train_step(batch, recorded, scalars, locals_, lambda *grads: None)
 
         if not self._remote:
-            return Plan([], [])
+            return Plan()
         return plan_lookups(trace, batch_spec, self.server_variables.shards, self._travel)
 
-    def _seeds(self, seeds: list[Any]) -> list[tuple[Any, Any]]:
-        return list(zip(self.server_variables.seeds, seeds, strict=True))
-
-    def _initial_seed(self, local: Any, value: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
-        fold = tf.cast(first * _SEED_STEP % (1 << 31), tf.uint32)
-        begun = tf.bitwise.bitwise_xor(
-            tf.cast(value, tf.uint32), tf.stack([fold, tf.constant(0, tf.uint32)])
-        )
-        begun = tf.cast(begun, local.dtype)
-        local.assign(begun)
-        return begun
-
     # ------------------------------------------------------------ one step
-
-    def _scalars(self) -> list[ReadOnlyScalar]:
-        """Those of the optimizers, on their server."""
-        server_variables = self.server_variables
-        copies = [copies[server_variables.home] for _, copies in server_variables.scalars]
-        return [ReadOnlyScalar(copy) for copy in copies]
 
     def _step(
         self,
@@ -335,14 +306,7 @@ class WorkerSteps:
         """
         server_variables, model = self.server_variables, self.model
         self._fetched = fetched
-        own = [
-            *server_variables.trainable,
-            *server_variables.state,
-            *server_variables.frozen,
-            *server_variables.seeds,
-            *self.metrics,
-        ]
-        pairs = [(v, locals_[id(v)]) for v in own]
+        pairs = [(v, locals_[id(v)]) for v in self._own]
         pairs += zip([v for v, _ in server_variables.scalars], scalars, strict=True)
         remote = [(v, locals_[id(v)]) for v in self._remote]
         with contextlib.ExitStack() as stack:
@@ -381,13 +345,24 @@ class WorkerSteps:
 
     def _update(self, optimizer: Any, grads: Grads, fetched: Fetched, work: StepUpdates) -> None:
         """Adds what an optimizer changes with its gradients."""
-        work.apply(optimizer, self._to_servers.updates(optimizer, grads, fetched), grads[0][0])
+        work.apply(optimizer, self._updates.of_gradients(optimizer, grads, fetched), grads[0][0])
 
     def _one_op(
         self, key: Any, function: Callable[..., Any], waits: bool = False
     ) -> Callable[..., Any]:
         """`function` as one op; traced for the first step in the loop's body, used by all."""
         return self._ops.setdefault(key, parameter_servers.one_op(function, waits))
+
+
+def _initial_seed(local: Any, value: tf.Tensor, ticket: tf.Tensor) -> tf.Tensor:
+    """Assigns a seed of this ticket's own to a local copy, and returns it."""
+    fold = tf.cast(ticket * _SEED_STEP % (1 << 31), tf.uint32)
+    begun = tf.bitwise.bitwise_xor(
+        tf.cast(value, tf.uint32), tf.stack([fold, tf.constant(0, tf.uint32)])
+    )
+    begun = tf.cast(begun, local.dtype)
+    local.assign(begun)
+    return begun
 
 
 def _dtype(variable: Any) -> tf.DType:

@@ -1,39 +1,160 @@
-"""The computation of a parameter server for a step: updates of its variables.
+"""The updates of a step: gradients on their way to the servers, and what these do with them.
 
-    updates = ServerUpdates(server_variables)
-    with tf.device(server(index)):
-        updates.run(index, optimizer, [([gradient], update), ...])
+    with taking_gradients(optimizer, take): ...       # optimizer.apply calls take(optimizer, grads)
+    updates = Updates(server_variables, remote, travel)
+    by_server = updates.of_gradients(optimizer, grads, fetched)        # on a worker, see `exchange`
+    updates.run(index, optimizer, [([gradient], update), ...])         # on a server
 
-The user's own optimizer computes each update. While it runs, its Keras variables hold the server's
-variables and slots (`models.substituted`), or some of their rows (`ServerRows`).
+Dense gradients of small variables are in one tensor. Of a variable whose rows stay on their servers
+only the rows travel that a batch has, each once, those of all such variables together.
+
+The user's own optimizer computes each update, on the server. While it runs, its Keras variables
+hold the server's variables and slots (`models.substituted`), or some of their rows (`ServerRows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfmw.keras_compat import models, optimizers, parameter_servers
-from tfmw.parameter_server.sharded_gradients import ServerRows
-from tfmw.parameter_server.variables import ServerVariables, contains
-from tfmw.tables import VariableShard
+from tfmw.keras_compat import models, objects, optimizers, parameter_servers
+from tfmw.parameter_server.lookups import Fetched, RowTransfer
+from tfmw.parameter_server.variables import ServerPack, ServerVariables, contains
+from tfmw.tables.shards import MultiTableLookup, Route, VariableShard
+
+Grads = list[tuple[Any, Any]]
+"""(gradient, Keras variable), as an optimizer is given them."""
 
 Update = tuple[list[tf.Tensor], Callable[..., None]]
 """(tensors that a worker sent, what updates a server's variables with them)."""
 
 
-class ServerUpdates:
-    """Updates of the variables of one model, traced into ops that run on their servers.
+@contextlib.contextmanager
+def taking_gradients(optimizer: Any, take: Callable[[Any, Grads], None]) -> Iterator[None]:
+    """Makes `optimizer.apply` call `take(optimizer, grads)`, in place of its own update."""
+    keras_apply = optimizer.apply
+
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        variables = trainable_variables
+        if variables is None:
+            variables = parameter_servers.optimized_variables(optimizer)
+        dense = [_densified(g, v) for g, v in zip(grads, variables, strict=True)]
+        keras_apply(dense, trainable_variables)
+
+    def update_step(grads: Any, variables: Any, learning_rate: Any) -> None:
+        del learning_rate  # each server computes its own
+        take(optimizer, list(zip(grads, variables, strict=True)))
+
+    overrides: list[tuple[Any, str, Any]] = [
+        (optimizer, "apply", apply),
+        (optimizer, "_backend_update_step", update_step),
+        (optimizer, "_apply_weight_decay", lambda variables: None),
+    ]
+    with objects.overridden(overrides):
+        yield
+
+
+class Updates:
+    """Updates of the variables of one model.
 
     Args:
         server_variables: the model's variables on the servers.
+        remote: the Keras variables whose rows stay on their servers.
+        travel: how rows travel.
     """
 
-    def __init__(self, server_variables: ServerVariables):
+    def __init__(self, server_variables: ServerVariables, remote: list[Any], travel: RowTransfer):
         self.server_variables = server_variables
+        self._remote = remote
+        self._travel = travel
+
+    # ------------------------------------------------------------ on a worker
+
+    def of_gradients(
+        self, optimizer: Any, grads: Grads, fetched: Fetched
+    ) -> dict[int, list[Update]]:
+        """By server, the updates that follow from the gradients of a worker's step.
+
+        Args:
+            optimizer: of these variables.
+            fetched: the rows that the step has looked up.
+        """
+        todo: dict[int, list[Update]] = {n: [] for n in range(self.server_variables.servers)}
+        dense, rows = self._dense(optimizer, grads), self._rows(optimizer, grads, fetched)
+        for where, update in itertools.chain(dense, rows):
+            todo[where].append(update)
+        return todo
+
+    def _dense(self, optimizer: Any, grads: Grads) -> Iterator[tuple[int, Update]]:
+        """(server, update) of variables that are whole on one server."""
+        by_variable = {id(v): g for g, v in grads}
+        here = [v for _, v in grads if not contains(v, self._remote)]
+
+        def update_pack(pack: ServerPack, flat: tf.Tensor) -> None:
+            parts = pack.unpack(flat).values()
+            for variable, grad in zip(pack.variables, parts, strict=True):
+                shard = self.server_variables.shard(variable)
+                self.update_whole(optimizer, shard, variable, grad)
+
+        for pack in self.server_variables.all_packs(here):
+            flat = pack.pack(by_variable[id(v)] for v in pack.variables)
+            yield pack.server, ([flat], functools.partial(update_pack, pack))
+
+    def _rows(self, optimizer: Any, grads: Grads, fetched: Fetched) -> Iterator[tuple[int, Update]]:
+        """(server, update) of the variables whose rows stay on their servers."""
+        shards_of = self.server_variables.shards
+        together: dict[Any, Grads] = {}
+        for grad, variable in grads:
+            if not contains(variable, self._remote):
+                continue
+            if not isinstance(grad, tf.IndexedSlices):
+                for shard in shards_of(variable):
+                    part = grad[shard.start : shard.stop] if shard.stop else grad
+                    update = functools.partial(self.update_whole, optimizer, shard, variable)
+                    yield shard.server, ([part], update)
+            elif self.by_rows_alone(optimizer, variable):
+                decays = parameter_servers.uses_weight_decay(optimizer, variable)
+                kind = grad.dtype, tuple(variable.shape[1:]), decays
+                together.setdefault(kind, []).append((grad, variable))
+            else:
+                (shard,) = shards_of(variable)
+                route = MultiTableLookup([[shard]]).route([_ids(grad)])
+                own, ids = route.send([grad.values])[shard.server], route.asked[shard.server][1]
+                every = functools.partial(self.update_every_row, optimizer, shard, variable)
+                yield shard.server, ([own, ids], every)
+        for grads_together in together.values():
+            members, group, route = self._route(grads_together, fetched)
+            rows = route.send([grad.values for grad, _ in members])
+            for where, (sizes, ids) in route.asked.items():
+                shards = [(members[number][1], shard) for number, shard in group.shards[where]]
+                of_rows = functools.partial(self.update_rows, optimizer, shards)
+                sent = tf.cast(rows[where], self._travel.sent_as(rows[where].dtype))
+                yield where, ([sizes, ids, sent], of_rows)
+
+    def _route(self, grads: Grads, fetched: Fetched) -> tuple[Grads, MultiTableLookup, Route]:
+        """The route of gradients: as a rule that of the rows that were fetched for the step.
+
+        Returns:
+            (the gradients in the order of the group, their tables, their way).
+        """
+        by_variable = {id(variable): (grad, variable) for grad, variable in grads}
+        for variables, ids, group, route in fetched.groups:
+            # Layers are called in any order, also in the reverse of their variables'.
+            ordered = [by_variable[id(v)] for v in variables if id(v) in by_variable]
+            if len(ordered) == len(variables) == len(grads) and all(
+                grad.indices is own for (grad, _), own in zip(ordered, ids, strict=True)
+            ):
+                return ordered, group, route
+        group = MultiTableLookup([self.server_variables.shards(variable) for _, variable in grads])
+        return grads, group, group.route([_ids(grad) for grad, _ in grads])
+
+    # ------------------------------------------------------------ on a server
 
     def run(self, where: int, optimizer: Any, updates: list[Update]) -> None:
         """Makes the updates of one step on server `where`, and counts the step there.
@@ -74,7 +195,7 @@ class ServerUpdates:
         Args:
             optimizer: the optimizer of the variables.
             shards: (Keras variable, shard that has its rows on this server), of one shape and type
-                of a row; see `tfmw.tables.MultiTableLookup`.
+                of a row; see `MultiTableLookup`.
             sizes: int64 [shards], how many rows of each.
             ids: int64 [n], the rows, counted from the start of their shard, each at most once.
             rows: [n, ...], their gradients, perhaps in a shorter type.
@@ -112,7 +233,12 @@ class ServerUpdates:
 
     def by_rows_alone(self, optimizer: Any, variable: Any) -> bool:
         """Whether an update of a variable changes no rows but those with a gradient."""
-        return contains(variable, self.server_variables.divided) or _updates_rows_alone(optimizer)
+        if contains(variable, self.server_variables.divided):
+            return True
+        # Keras's own dense updates that leave rows without a gradient as they are.
+        if type(optimizer) is keras.optimizers.SGD:
+            return not optimizer.momentum
+        return type(optimizer) is keras.optimizers.Adagrad and not optimizer.weight_decay
 
 
 def _apply(optimizer: Any, variable: Any, grad: Any, pairs: list[tuple[Any, Any]]) -> None:
@@ -130,8 +256,71 @@ def _apply(optimizer: Any, variable: Any, grad: Any, pairs: list[tuple[Any, Any]
         optimizer.update_step(grad, variable, rate)
 
 
+class ServerRows:
+    """Some rows of a server's variables, in place of a variable during an optimizer's update.
+
+    Assignments change these rows in place; other rows are neither read nor written. One update of
+    all of them is the same arithmetic as an update of each, in fewer ops. The gradients of a row
+    that occurs several times in a batch are added on the worker, so a server receives each row at
+    most once in a step.
+
+    Args:
+        server_variables: on the server that runs this; their rows have one shape and type.
+        ids: for each int64 [n], each row at most once.
+        sizes: int64 [variables], how many ids of each.
+    """
+
+    def __init__(
+        self, server_variables: Sequence[tf.Variable], ids: Sequence[tf.Tensor], sizes: tf.Tensor
+    ):
+        self._variables = server_variables
+        self._sizes = sizes
+        self._ids = ids
+        # Read even where an update only adds: a gather fetches rows into the cache ahead, a scatter
+        # would wait for each.
+        of_each = zip(server_variables, ids, strict=True)
+        self._rows = tf.concat([tf.gather(variable, own) for variable, own in of_each], axis=0)
+        self.dtype = server_variables[0].dtype
+        self._unique_id = server_variables[0]._unique_id
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """[n, ...], the rows of all variables."""
+        return self._rows.shape
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return tf.convert_to_tensor(self._rows, dtype=dtype, name=name)
+
+    def assign(self, value: tf.Tensor) -> None:
+        """Replaces the rows."""
+        self._rows = tf.identity(value)
+        for variable, rows in self._of_each(value):
+            variable.scatter_update(rows)
+
+    def assign_add(self, value: tf.Tensor) -> None:
+        """Adds to the rows."""
+        self._rows = self._rows + value
+        for variable, rows in self._of_each(value):
+            variable.scatter_add(rows)
+
+    def assign_sub(self, value: tf.Tensor) -> None:
+        """Subtracts from the rows."""
+        self._rows = self._rows - value
+        for variable, rows in self._of_each(value):
+            variable.scatter_sub(rows)
+
+    def _of_each(self, value: tf.Tensor) -> list[tuple[tf.Variable, tf.IndexedSlices]]:
+        if len(self._ids) == 1:
+            return [(self._variables[0], tf.IndexedSlices(value, self._ids[0]))]
+        parts = tf.split(value, self._sizes, num=len(self._ids))
+        return [
+            (variable, tf.IndexedSlices(part, own))
+            for variable, part, own in zip(self._variables, parts, self._ids, strict=True)
+        ]
+
+
 class ReadOnlyScalar:
-    """A scalar of the optimizer during a step: updates read it, only `ServerUpdates.run` counts.
+    """A scalar of the optimizer during a step: updates read it, only `Updates.run` counts.
 
     Args:
         copy: that has it, on a server.
@@ -150,11 +339,17 @@ class ReadOnlyScalar:
         return tf.convert_to_tensor(value, dtype=dtype, name=name)
 
     def assign(self, value: Any) -> None:
-        """Ignores Keras's own count of the step; see `ServerUpdates.run`."""
+        """Ignores Keras's own count of the step; see `Updates.run`."""
 
 
-def _updates_rows_alone(optimizer: Any) -> bool:
-    """Whether Keras's own dense update leaves rows without a gradient as they are."""
-    if type(optimizer) is keras.optimizers.SGD:
-        return not optimizer.momentum
-    return type(optimizer) is keras.optimizers.Adagrad and not optimizer.weight_decay
+def _densified(grad: Any, variable: Any) -> Any:
+    """Makes sparse gradients of small variables dense."""
+    if isinstance(grad, tf.IndexedSlices) and not isinstance(
+        models.native(variable), parameter_servers.RemoteRows
+    ):
+        return tf.convert_to_tensor(grad)
+    return grad
+
+
+def _ids(grad: tf.IndexedSlices) -> tf.Tensor:
+    return tf.cast(grad.indices, tf.int64)

@@ -24,7 +24,6 @@ step number, the learning rate).
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -37,14 +36,9 @@ from tfmw.errors import UsageError
 from tfmw.keras_compat import models, parameter_servers, placement, table_variables
 from tfmw.keras_compat.optimizers import optimizer_variables, optimizers_of, with_inner_optimizers
 from tfmw.layers import HashTableEmbedding
-from tfmw.tables import (
-    BLOCK_BYTES,
-    VariableShard,
-    blocks,
-    is_table,
-    server,
-    table_of,
-)
+from tfmw.tables import is_table, table_of
+from tfmw.tables.shards import BLOCK_BYTES, VariableShard, blocks, server
+from tfmw.tables.table import store_rows
 
 logger = logging.getLogger("tfmw")
 
@@ -105,10 +99,10 @@ class ServerVariables:
             for layer in models.layers_of(model)
             if isinstance(layer, HashTableEmbedding) and layer.built
         ]
-        self._steps = [layer.step for layer in self.hash_tables]
-        without = [*self.seeds, *self._steps]
-        weights = _unique(model.variables, without)
-        updated = _unique(models.state_variables_of(model), without)
+        self.steps = [layer.step for layer in self.hash_tables]
+        without = [*self.seeds, *self.steps]
+        weights = unique(model.variables, without)
+        updated = unique(models.state_variables_of(model), without)
         self.state = [
             v for v in updated if contains(v, weights) and not contains(v, self.trainable)
         ]
@@ -128,22 +122,24 @@ class ServerVariables:
                     "strategy.scope(), so that only the servers have them",
                     variable.path,
                 )
-        self._slots = {id(o): parameter_servers.optimizer_slots(o) for o in self.optimizers}
+        self._slots: dict[int, list[Any]] = {}
+        for optimizer in self.optimizers:
+            known = parameter_servers.optimized_variables(optimizer)
+            of_each = parameter_servers.optimizer_slots(optimizer)
+            for variable, slots in zip(known, of_each, strict=True):
+                self._slots.setdefault(id(variable), []).extend(slots)
         self._load = [0] * servers
         self._shards: dict[int, list[VariableShard]] = {}
         # Large variables first, so that small ones even out the load. Tables are there already.
         by_size = sorted(weights, key=lambda v: (not is_table(v), -_bytes(v)))
         for variable in sorted(by_size, key=lambda v: id(v) in followers):
             self._shards[id(variable)] = self._place(variable, counts.get(id(variable), 1))
-        # Scalars of the optimizers, on every server: the step number, the learning rate.
+        # Scalars, on every server: each optimizer's step number and learning rate, and the steps of
+        # hash tables, which each server counts.
         self.scalars: list[tuple[Any, list[tf.Variable]]] = []
-        for optimizer in self.optimizers:
-            slots = {id(s) for of in self._slots[id(optimizer)] for s in of}
-            for variable in optimizer_variables(optimizer):
-                if id(variable) not in slots:
-                    copies = [self._create(variable, s) for s in range(servers)]
-                    self.scalars.append((variable, copies))
-        for variable in self._steps:  # of hash tables: each server counts them
+        every = [v for optimizer in self.optimizers for v in optimizer_variables(optimizer)]
+        slots = [slot for of_variable in self._slots.values() for slot in of_variable]
+        for variable in [*unique(every, slots), *self.steps]:
             copies = [self._create(variable, s) for s in range(servers)]
             self.scalars.append((variable, copies))
         # One server counts: one that receives gradients, so that a count follows its update.
@@ -171,12 +167,9 @@ class ServerVariables:
         if count <= 1:
             where = int(np.argmin(self._load))
             return [self._shard(variable, where, 0, 0)]
-        partitioning = _partitioning(variable)
-        bounds = [partitioning.units * i // count for i in range(count + 1)]
         return [
-            self._shard(variable, int(np.argmin(self._load)), *partitioning.rows_of(a, b))
-            for a, b in itertools.pairwise(bounds)
-            if b > a
+            self._shard(variable, int(np.argmin(self._load)), start, stop)
+            for start, stop in _partitioning(variable).ranges(count)
         ]
 
     def _shard(self, variable: Any, where: int, start: int, stop: int) -> VariableShard:
@@ -217,26 +210,16 @@ class ServerVariables:
             server_variable = tf.Variable(
                 lambda: tf.zeros(shape, own.dtype), trainable=own.trainable, name="server_variable"
             )
-        for a, b in blocks(start, stop, size):
+        shard = VariableShard(server_variable, where, start, stop)
+        for a, b in blocks(start, stop, size // (stop - start)):
             with tf.device(_COORDINATOR):
                 block = tf.gather(own, tf.range(a, b))
-            with tf.device(server(where)):
-                rows = tf.range(a - start, b - start)
-                server_variable.scatter_update(tf.IndexedSlices(tf.identity(block), rows))
+            store_rows(shard, a, block)
         return server_variable
 
     def slots_of(self, variable: Any) -> list[Any]:
-        """The optimizer's slots (Keras variables) of one trainable variable."""
-        for optimizer in self.optimizers:
-            known = parameter_servers.optimized_variables(optimizer)
-            for index, other in enumerate(known):
-                if other is variable:
-                    return self._slots[id(optimizer)][index]
-        return []
-
-    def copy_of(self, scalar: Any, where: int) -> tf.Variable:
-        """A server's copy of one of `scalars`."""
-        return next(copies[where] for variable, copies in self.scalars if variable is scalar)
+        """The optimizers' slots (Keras variables) of one trainable variable."""
+        return self._slots.get(id(variable), [])
 
     def shards(self, variable: Any) -> list[VariableShard]:
         """The shards of a variable, in the order of its rows."""
@@ -279,7 +262,7 @@ class ServerVariables:
             weights: whether to copy the model's own variables.
             slots: whether to copy the optimizer's slots, which are as large as the model or larger.
         """
-        for variable in _unique(self.trainable + self.state):
+        for variable in unique(self.trainable + self.state):
             for shard in self.shards(variable):
                 if weights and not is_table(variable):
                     _fetch(shard.variable, variable, shard)
@@ -287,9 +270,9 @@ class ServerVariables:
                     for slot in self.slots_of(variable):
                         if not is_table(slot):
                             _fetch(shard.slots[id(slot)], slot, shard)
+        counts = [*(optimizer.iterations for optimizer in self.optimizers), *self.steps]
         for variable, copies in self.scalars:
-            is_counted = parameter_servers.is_iterations(variable, self.optimizers)
-            if is_counted or contains(variable, self._steps):
+            if contains(variable, counts):
                 models.native(variable).assign(copies[self.home].read_value())
                 self._sent[id(variable)] = variable.numpy()
         if weights:
@@ -402,8 +385,7 @@ def _rows_beside(variable: Any, leader: Any, shard: VariableShard) -> tuple[int,
     """(start, stop) of the shard of a variable that is beside one of its leader."""
     if not shard.stop:
         return 0, 0
-    units = _partitioning(leader).units_of(shard.start, shard.stop)
-    return _partitioning(variable).rows_of(*units)
+    return _partitioning(variable).rows_beside(_partitioning(leader), shard.start, shard.stop)
 
 
 def _fetch(server_variable: tf.Variable, variable: Any, shard: VariableShard) -> None:
@@ -414,7 +396,7 @@ def _fetch(server_variable: tf.Variable, variable: Any, shard: VariableShard) ->
     if not shard.stop and size <= BLOCK_BYTES:
         own.assign(server_variable.read_value())
         return
-    for a, b in blocks(0, shape[0], size):
+    for a, b in blocks(0, shape[0], size // max(shape[0], 1)):
         with tf.device(server(shard.server)):
             # Reading a variable that had sparse updates copies it whole; gathering rows does not.
             block = tf.gather(server_variable, tf.range(a, b))
@@ -433,6 +415,7 @@ def contains(variable: Any, variables: Iterable[Any]) -> bool:
     return any(variable is other for other in variables)
 
 
-def _unique(variables: Iterable[Any], without: Iterable[Any] = ()) -> list[Any]:
+def unique(variables: Iterable[Any], without: Iterable[Any] = ()) -> list[Any]:
+    """The variables, each once and in their order, but those `without`."""
     skip = {id(v) for v in without}
     return list({id(v): v for v in variables if id(v) not in skip}.values())

@@ -5,8 +5,8 @@
     tables.is_table(model.layers[0].embeddings)         # True: a handle, without rows
 
 Read `table.py` first: the handle that the Keras variable holds, and its shards. `shards.py` looks
-up rows of shards, from any process, `multi_table_lookup.py` those of several tables. `creation.py`
-decides which variables become tables, and fills them on their servers, small ones in one variable
+up rows of shards, from any process, and those of several tables at once. `creation.py` decides
+which variables become tables, and fills them on their servers, small ones in one variable
 (`joined.py`). `files.py` has tables in checkpoints, `exporting.py` in SavedModels, whose rows
 `row_files.py` may look up in files.
 
@@ -26,42 +26,19 @@ from tfmw.tables.files import (
     verify_changed,
     write_checkpoint,
 )
-from tfmw.tables.multi_table_lookup import MultiTableLookup, Route
-from tfmw.tables.shards import (
-    BLOCK_BYTES,
-    VariableShard,
-    blocks,
-    look_up,
-    read_whole,
-    server,
-)
-from tfmw.tables.table import (
-    Table,
-    is_table,
-    refuse_tables,
-    table_of,
-    tables_among,
-)
+from tfmw.tables.table import Table, is_table, refuse_tables, table_of, tables_among
 
 __all__ = [
-    "BLOCK_BYTES",
     "Layout",
-    "MultiTableLookup",
     "NotFinite",
-    "Route",
     "Table",
     "TableFiles",
-    "VariableShard",
-    "blocks",
     "changed_name",
     "create_on_servers",
     "ids_of",
     "is_changed_rows",
     "is_table",
-    "look_up",
-    "read_whole",
     "refuse_tables",
-    "server",
     "table_of",
     "tables_among",
     "tables_in_files",

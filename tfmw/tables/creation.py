@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -92,12 +90,10 @@ class _Creation:
                 new.path,
             )
             return []
-        bounds = [partitioning.units * i // count for i in range(count + 1)]
-        width = math.prod(new.shape[1:]) * new.dtype.size
         load, places = list(self._load), []
-        for start, stop in itertools.starmap(partitioning.rows_of, itertools.pairwise(bounds)):
+        for start, stop in partitioning.ranges(count):
             where = min(range(len(load)), key=load.__getitem__)
-            load[where] += (stop - start) * width
+            load[where] += (stop - start) * new.row_bytes
             places.append((where, start, stop))
         return places
 
@@ -116,13 +112,12 @@ class _Creation:
             other: has the rows that change together with these, if any.
         """
         shape = [stop - start, *new.shape[1:]]
-        size = math.prod(shape) * new.dtype.size
-        self._load[where] += size
+        self._load[where] += shape[0] * new.row_bytes
         variable, changed = self._joined_rows(new, where, shape, other) or _rows_alone(
             new, where, shape, other
         )
         shard = VariableShard(variable, where, start, stop, changed=changed)
-        for a, b in blocks(start, stop, size, _INITIAL_BYTES):
+        for a, b in blocks(start, stop, new.row_bytes, _INITIAL_BYTES):
             with tf.device(server(where)):
                 store_rows(shard, a, rows(a, b))
         return shard
@@ -140,8 +135,7 @@ class _Creation:
         kind = where, new.dtype, *shape[1:]
         found = self._joined.get(kind)
         if found is None or not found.has_room(shape[0]):
-            row_bytes = math.prod(shape[1:]) * new.dtype.size
-            found = self._joined[kind] = Joined(server(where), row_bytes)
+            found = self._joined[kind] = Joined(server(where), new.row_bytes)
         return found.table(shape, new.dtype)
 
 
@@ -165,8 +159,10 @@ def _following(partitioning: Partitioning) -> list[tuple[int, int, int]]:
     table, other = table_of(leader), table_variables.partitioning_of(leader)
     if table is None or other is None:
         return []
-    units = [(shard.server, *other.units_of(shard.start, shard.stop)) for shard in table.shards]
-    return [(where, *partitioning.rows_of(first, last)) for where, first, last in units]
+    return [
+        (shard.server, *partitioning.rows_beside(other, shard.start, shard.stop))
+        for shard in table.shards
+    ]
 
 
 def _shares_rows(new: NewVariable) -> Any:

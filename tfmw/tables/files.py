@@ -14,10 +14,9 @@ at the same time, and no row goes through the coordinator. `MergeV2Checkpoints` 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import posixpath
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -25,8 +24,8 @@ import tensorflow as tf
 from tfmw import storage
 from tfmw.errors import TfmwError
 from tfmw.runtime import disk
-from tfmw.tables.shards import VariableShard, blocks, on_each, require_written, server
-from tfmw.tables.table import Table, store_rows
+from tfmw.tables.shards import on_each, require_written, server
+from tfmw.tables.table import Slice, Table, slices, store_rows
 
 SLICE_BYTES = 32 << 20
 FILE_BYTES = 128 << 20
@@ -59,30 +58,6 @@ class ServerCannotRead(TfmwError):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Slice:
-    """Some rows of a table in a checkpoint."""
-
-    name: str
-    table: Table
-    shard: VariableShard
-    start: int
-    stop: int
-
-    @property
-    def bytes(self) -> int:
-        return self.table.row_bytes * (self.stop - self.start)
-
-    @property
-    def spec(self) -> str:
-        return _spec(self.table.shape.as_list(), self.start, self.stop)
-
-    def rows(self) -> tf.Tensor:
-        first = self.start - self.shard.start
-        ids = tf.range(first, self.stop - self.shard.start, dtype=tf.int64)
-        return tf.gather(self.shard.variable, ids)
-
-
 class TableFiles:
     """Writes tables into checkpoints, and reads them from checkpoints.
 
@@ -92,7 +67,11 @@ class TableFiles:
 
     def __init__(self, tables: Mapping[str, Table]):
         self.tables = dict(tables)
-        self._parts = {where: _grouped(slices) for where, slices in self._by_server().items()}
+        of_servers: dict[int, list[Slice]] = {}
+        for name, table in self.tables.items():
+            for one in slices(name, table, SLICE_BYTES):
+                of_servers.setdefault(one.shard.server, []).append(one)
+        self._parts = {where: _grouped(of) for where, of in of_servers.items()}
         self._writers = {where: self._writer(where, _whole) for where in self._parts}
         self._writers_of_changed = {where: self._writer(where, _changed) for where in self._parts}
 
@@ -100,7 +79,7 @@ class TableFiles:
     def layout(self) -> Layout:
         """The slices that `write` writes."""
         return {
-            name: [[s.start, s.stop] for s in _slices(name, table)]
+            name: [[s.start, s.stop] for s in slices(name, table, SLICE_BYTES)]
             for name, table in self.tables.items()
         }
 
@@ -156,8 +135,8 @@ class TableFiles:
         directory = disk.absolute(directory)  # servers may run in another directory
         finite = on_each({where: functools.partial(w, directory) for where, w in writers.items()})
         for where, flags in finite.items():
-            slices = [one for part in self._parts[where] for one in part]
-            for one, is_finite in zip(slices, flags.numpy(), strict=True):
+            every = [one for part in self._parts[where] for one in part]
+            for one, is_finite in zip(every, flags.numpy(), strict=True):
                 if one.name in must_be_finite and not is_finite:
                     raise NotFinite(one.name)
         prefixes = [
@@ -175,40 +154,34 @@ class TableFiles:
             prefix: of the checkpoint.
             layout: the slices in it; tables that are not in it are left as they are.
         """
-        prefix = disk.absolute(prefix)
-        stored = {name: t for name, t in self.tables.items() if name in layout}
-        wanted: dict[int, list[_Slice]] = {}
-        for name, table in stored.items():
-            for shard in table.shards:
-                # Reading a part of a slice reads all of it: each slice is read once by a shard.
-                for a, b in layout[name]:
-                    start, stop = max(a, shard.start), min(b, shard.stop)
-                    if start < stop:
-                        one = _Slice(name, table, shard, start, stop)
-                        wanted.setdefault(shard.server, []).append(one)
-        on_each({where: _reader(where, slices, prefix) for where, slices in wanted.items()})
+        self._read(prefix, layout, _restore)
 
     def read_changed(self, prefix: str, layout: Layout) -> None:
         """Restores the rows of `write_changed`, after those of `read`; with the same arguments."""
-        prefix = disk.absolute(prefix)
-        wanted: dict[int, list[tuple[VariableShard, str, tf.DType]]] = {}
+        self._read(prefix, layout, _restore_changed)
+
+    def _read(self, prefix: str, layout: Layout, restore: Callable[[str, Slice, int], Any]) -> None:
+        """Calls `restore` for all rows, each server for its own, one slice after the other.
+
+        Args:
+            restore: (prefix, rows of one slice in the checkpoint, where that slice begins) -> the
+                op that is last, on the server.
+        """
+        prefix = disk.absolute(prefix)  # servers may run in another directory
+        wanted: dict[int, list[Callable[[], Any]]] = {}
         for name, table in self.tables.items():
             for shard in table.shards:
+                # Reading a part of a slice reads all of it: each slice is read once by a shard.
                 for a, b in layout.get(name, ()):
-                    if max(a, shard.start) < min(b, shard.stop):
-                        one = (shard, changed_name(name, a), table.dtype)
-                        wanted.setdefault(shard.server, []).append(one)
-        on_each({where: _reader_of_changed(where, of, prefix) for where, of in wanted.items()})
-
-    def _by_server(self) -> dict[int, list[_Slice]]:
-        found: dict[int, list[_Slice]] = {}
-        for name, table in self.tables.items():
-            for one in _slices(name, table):
-                found.setdefault(one.shard.server, []).append(one)
-        return found
+                    start, stop = max(a, shard.start), min(b, shard.stop)
+                    if start < stop:
+                        one = Slice(name, table, shard, start, stop)
+                        call = functools.partial(restore, prefix, one, a)
+                        wanted.setdefault(shard.server, []).append(call)
+        on_each({where: _one_by_one(where, calls) for where, calls in wanted.items()})
 
     def _writer(
-        self, where: int, tensors_of: Callable[[_Slice], list[tuple[str, str, tf.Tensor]]]
+        self, where: int, tensors_of: Callable[[Slice], list[tuple[str, str, tf.Tensor]]]
     ) -> Callable[[str], tf.Tensor]:
         """A function that writes the files of one server: which of its slices are finite.
 
@@ -330,48 +303,48 @@ def _read_and_drop(prefix: str, name: str, spec: str, dtype: tf.DType, device: s
         int(tf.size(rows))  # waits for the server
 
 
-def _reader(where: int, slices: list[_Slice], prefix: str) -> Callable[[], Any]:
-    """Reads rows of one server from a checkpoint."""
+def _one_by_one(where: int, calls: list[Callable[[], Any]]) -> Callable[[], Any]:
+    """Makes the ops of one server, each after the one before."""
 
-    def read() -> tf.Tensor:
+    def run() -> tf.Tensor:
         with tf.device(server(where)):
             done: list[Any] = []
-            for one in slices:
+            for call in calls:
                 with tf.control_dependencies(done):
-                    (rows,) = tf.raw_ops.RestoreV2(
-                        prefix=prefix,
-                        tensor_names=[one.name],
-                        shape_and_slices=[one.spec],
-                        dtypes=[one.table.dtype],
-                    )
-                    rows = tf.ensure_shape(rows, [one.stop - one.start, *one.table.shape[1:]])
-                    done = [store_rows(one.shard, one.start, rows)]
+                    done = [call()]
             with tf.control_dependencies(done):
                 end = tf.constant(0)
         return tf.identity(end)
 
-    return tf.function(read, autograph=False)
+    traced = tf.function(run, autograph=False)
+    return lambda: traced.get_concrete_function()()  # without a warning, as in `_writer`
 
 
-def _reader_of_changed(
-    where: int, wanted: list[tuple[VariableShard, str, tf.DType]], prefix: str
-) -> Callable[[], Any]:
-    """Reads rows of `write_changed` on one server, one slice after the other."""
+def _restore(prefix: str, one: Slice, begin: int) -> Any:
+    """Reads rows of `write` on their server."""
+    del begin
+    (rows,) = tf.raw_ops.RestoreV2(
+        prefix=prefix,
+        tensor_names=[one.name],
+        shape_and_slices=[_spec(one.table.shape, one.start, one.stop)],
+        dtypes=[one.table.dtype],
+    )
+    rows = tf.ensure_shape(rows, [one.stop - one.start, *one.table.shape[1:]])
+    return store_rows(one.shard, one.start, rows)
 
-    def read() -> None:
-        for shard, name, dtype in wanted:
-            with tf.device(server(where)):
-                ids, rows = tf.raw_ops.RestoreV2(
-                    prefix=prefix,
-                    tensor_names=[ids_of(name), name],
-                    shape_and_slices=["", ""],
-                    dtypes=[tf.int64, dtype],
-                )
-                own = tf.where((ids >= shard.start) & (ids < shard.stop))[:, 0]
-                changed = tf.IndexedSlices(tf.gather(rows, own), tf.gather(ids, own) - shard.start)
-                shard.variable.scatter_update(changed)
 
-    return read
+def _restore_changed(prefix: str, one: Slice, begin: int) -> Any:
+    """Reads the rows of `write_changed` that are in a shard, on its server."""
+    name, shard = changed_name(one.name, begin), one.shard
+    ids, rows = tf.raw_ops.RestoreV2(
+        prefix=prefix,
+        tensor_names=[ids_of(name), name],
+        shape_and_slices=["", ""],
+        dtypes=[tf.int64, one.table.dtype],
+    )
+    own = tf.where((ids >= shard.start) & (ids < shard.stop))[:, 0]
+    changed = tf.IndexedSlices(tf.gather(rows, own), tf.gather(ids, own) - shard.start)
+    return shard.variable.scatter_update(changed)
 
 
 def changed_name(name: str, start: int) -> str:
@@ -396,11 +369,14 @@ def _are_finite(values: tf.Tensor) -> tf.Tensor:
     return tf.reduce_all(tf.math.is_finite(values))
 
 
-def _whole(one: _Slice) -> list[tuple[str, str, tf.Tensor]]:
-    return [(one.name, one.spec, one.rows())]
+def _whole(one: Slice) -> list[tuple[str, str, tf.Tensor]]:
+    first = one.start - one.shard.start
+    ids = tf.range(first, one.stop - one.shard.start, dtype=tf.int64)
+    spec = _spec(one.table.shape, one.start, one.stop)
+    return [(one.name, spec, tf.gather(one.shard.variable, ids))]
 
 
-def _changed(one: _Slice) -> list[tuple[str, str, tf.Tensor]]:
+def _changed(one: Slice) -> list[tuple[str, str, tf.Tensor]]:
     first, changed = one.start - one.shard.start, one.shard.changed
     marks = tf.gather(changed, tf.range(first, one.stop - one.shard.start, dtype=tf.int64))
     ids = tf.where(marks)[:, 0] + first
@@ -411,19 +387,11 @@ def _changed(one: _Slice) -> list[tuple[str, str, tf.Tensor]]:
     ]
 
 
-def _slices(name: str, table: Table) -> Iterator[_Slice]:
-    """The slices in which a table is written."""
-    for shard in table.shards:
-        size = table.row_bytes * (shard.stop - shard.start)
-        for start, stop in blocks(shard.start, shard.stop, size, SLICE_BYTES):
-            yield _Slice(name, table, shard, start, stop)
-
-
-def _grouped(slices: list[_Slice]) -> list[list[_Slice]]:
+def _grouped(of_server: list[Slice]) -> list[list[Slice]]:
     """The slices of each file."""
-    files: list[list[_Slice]] = []
+    files: list[list[Slice]] = []
     size = 0
-    for one in slices:
+    for one in of_server:
         if not files or size + one.bytes > FILE_BYTES:
             files.append([])
             size = 0

@@ -17,8 +17,8 @@ record. `ImmutableConst` maps a file into memory, which TensorFlow copies, as a 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import itertools
 import math
 import posixpath
 from collections.abc import Callable, Mapping
@@ -26,23 +26,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.tables.shards import VariableShard, blocks, on_each, require_written, server
-from tfmw.tables.table import Table
+from tfmw.tables.shards import VariableShard, on_each, require_written, server
+from tfmw.tables.table import Slice, Table, slices
 
 FILE_BYTES = 128 << 20  # what a server needs beside its rows to write them
 _RECORD_BYTES = 4096
 _FRAME = 16  # bytes of a TFRecord beside its content: length, and two checksums
 _AT_ONCE = 16  # records that are read at the same time
-
-
-@dataclasses.dataclass(frozen=True)
-class _File:
-    """The rows [start, stop) of a table, in a file of this name."""
-
-    name: str
-    shard: VariableShard
-    start: int
-    stop: int
 
 
 class _Records:
@@ -78,15 +68,14 @@ class RowFiles:
     def __init__(self, tables: Mapping[str, Table]):
         self.tables = dict(tables)
         self._records = {name: _Records(table) for name, table in self.tables.items()}
-        self._files: dict[str, list[_File]] = {name: [] for name in self.tables}
-        number = 0
-        for name, table in self.tables.items():
-            for shard in table.shards:
-                size = table.row_bytes * (shard.stop - shard.start)
-                for start, stop in blocks(shard.start, shard.stop, size, FILE_BYTES):
-                    file = f"rows-{number:05d}.tfrecord"
-                    self._files[name].append(_File(file, shard, start, stop))
-                    number += 1
+        numbers = itertools.count()
+        self._files: dict[str, list[tuple[str, Slice]]] = {
+            name: [
+                (f"rows-{next(numbers):05d}.tfrecord", one)
+                for one in slices(name, table, FILE_BYTES)
+            ]
+            for name, table in self.tables.items()
+        }  # of each table, (name, rows) of its files
 
     def as_json(self) -> dict[str, Any]:
         """The description for readers: for each table, its files and the content of a record."""
@@ -95,7 +84,7 @@ class RowFiles:
                 "shape": table.shape.as_list(),
                 "dtype": table.dtype.name,
                 "rows_per_record": self._records[name].rows,
-                "files": [[file.name, file.start, file.stop] for file in self._files[name]],
+                "files": [[file, rows.start, rows.stop] for file, rows in self._files[name]],
             }
             for name, table in self.tables.items()
         }
@@ -114,23 +103,23 @@ class RowFiles:
             writers = {
                 id(shard): _writer(shard, self._records[name]) for shard in self.tables[name].shards
             }
-            for file in files:
-                first = file.shard.start
+            for file, rows in files:
+                first = rows.shard.start
                 write = functools.partial(
-                    writers[id(file.shard)],
-                    tf.constant(posixpath.join(directory, file.name)),
-                    tf.constant(file.start - first, tf.int64),
-                    tf.constant(file.stop - first, tf.int64),
+                    writers[id(rows.shard)],
+                    tf.constant(posixpath.join(directory, file)),
+                    tf.constant(rows.start - first, tf.int64),
+                    tf.constant(rows.stop - first, tf.int64),
                 )
-                of_servers.setdefault(file.shard.server, []).append(write)
+                of_servers.setdefault(rows.shard.server, []).append(write)
         on_each({where: functools.partial(_in_turn, of) for where, of in of_servers.items()})
-        written = (file.name for files in self._files.values() for file in files)
-        require_written(directory, (posixpath.join(directory, name) for name in written))
+        written = (file for files in self._files.values() for file, _ in files)
+        require_written(directory, (posixpath.join(directory, file) for file in written))
 
     def first_and_last(self, name: str) -> tf.Tensor:
         """int64 [n], the first and the last row of each file of a table."""
-        files = self._files[name]
-        return tf.constant([row for file in files for row in (file.start, file.stop - 1)], tf.int64)
+        ends = [row for _, rows in self._files[name] for row in (rows.start, rows.stop - 1)]
+        return tf.constant(ends, tf.int64)
 
     def look_up(self, name: str, directory: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
         """Reads rows of a table.
@@ -149,11 +138,11 @@ class RowFiles:
 
     def _read(self, name: str, directory: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
         files, records = self._files[name], self._records[name]
-        starts = tf.constant([file.start for file in files], tf.int64)
+        starts = tf.constant([rows.start for _, rows in files], tf.int64)
         where = tf.searchsorted(starts[1:], ids, side="right")
         row = ids - tf.gather(starts, where)
         begins = row // records.rows * (records.length + _FRAME)
-        names = tf.gather(tf.constant([file.name for file in files]), where)
+        names = tf.gather(tf.constant([file for file, _ in files]), where)
 
         def record(path: tf.Tensor, begin: tf.Tensor) -> tf.data.Dataset:
             found = tf.raw_ops.TFRecordDatasetV2(

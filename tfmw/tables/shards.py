@@ -1,21 +1,32 @@
-"""Rows of a variable on parameter servers, looked up from any process of the cluster.
+"""Rows of variables on parameter servers, looked up from any process of the cluster.
 
     rows = look_up(shards, ids)                       # only these rows are sent
+
+    lookup = MultiTableLookup([shards, other_shards]) # rows of one shape and type
+    route = lookup.route([ids, other_ids])
+    route.asked[server]                               # (how many of each variable, its rows)
+    rows, other_rows = route.deliver(answers)         # answers[server]: [n, ...], in that order
 
 A variable is divided along its first axis into contiguous ranges, one `VariableShard` each. The
 shards concatenated are the whole variable, so backups and exports do not depend on their number. A
 row that occurs several times in a batch is sent once.
+
+A step looks up rows of several tables at once. What one table needs (which ids are different, who
+has them), all need: each op of it runs once for all tables.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
+from tfmw.keras_compat import parameter_servers
 from tfmw.tables.joined import JoinedRows
 
 BLOCK_BYTES = 64 << 20
@@ -97,9 +108,11 @@ class VariableShard:
         return [self.changed.scatter_update(tf.IndexedSlices(trues, ids))]
 
 
-def blocks(start: int, stop: int, size: int, most: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
-    """Ranges of rows from `start` to `stop`, which have `size` bytes, of at most `most` bytes."""
-    rows = max(1, (stop - start) * most // max(size, 1))
+def blocks(
+    start: int, stop: int, row_bytes: int, most: int = BLOCK_BYTES
+) -> Iterator[tuple[int, int]]:
+    """Ranges of the rows from `start` to `stop`, each of at most `most` bytes, or of one row."""
+    rows = max(1, most // max(row_bytes, 1))
     for a in range(start, stop, rows):
         yield a, min(a + rows, stop)
 
@@ -119,7 +132,8 @@ def look_up(shards: Sequence[VariableShard], ids: tf.Tensor) -> tf.Tensor:
         with tf.device(server(shards[0].server)):
             rows = tf.gather(shards[0].variable, unique)
         return tf.gather(tf.identity(rows), positions)
-    owned_by = owners(shards, unique)
+    starts = tf.constant([shard.start for shard in shards[1:]], tf.int64)
+    owned_by = tf.searchsorted(starts, unique, side="right", out_type=tf.int32)
     asked = tf.dynamic_partition(unique, owned_by, len(shards))
     places = tf.dynamic_partition(tf.range(tf.size(unique)), owned_by, len(shards))
     found = []
@@ -140,7 +154,143 @@ def read_whole(shards: Sequence[VariableShard]) -> tf.Tensor:
     return values[0] if len(values) == 1 else tf.concat(values, axis=0)
 
 
-def owners(shards: Sequence[VariableShard], ids: tf.Tensor) -> tf.Tensor:
-    """int32 [n], which shard each row is in."""
-    starts = tf.constant([shard.start for shard in shards[1:]], tf.int64)
-    return tf.searchsorted(starts, ids, side="right", out_type=tf.int32)
+class Route(NamedTuple):
+    """Ids on their way to servers; a structure of tensors for TensorFlow, too.
+
+    Attributes:
+        asked: by server (int64 [variables there], how many ids of each; int64 [n], these ids,
+            counted from the start of their variable, each at most once).
+        positions: int32 [n], of each id of all tables among those asked for, all servers'.
+        lengths: int64 [tables], how many ids of each.
+    """
+
+    asked: dict[int, tuple[tf.Tensor, tf.Tensor]]
+    positions: tf.Tensor
+    lengths: tf.Tensor
+
+    def deliver(self, answers: dict[int, tf.Tensor]) -> list[tf.Tensor]:
+        """For each table the rows [n, ...] of its ids, repeated as these are.
+
+        Args:
+            answers: by server, the rows [n, ...] that were asked for there.
+        """
+        here = [answers[server] for server in self.asked]
+        rows: list[tf.Tensor] = _deliver_op(here, self.positions, self.lengths)
+        return rows
+
+    def send(self, values: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
+        """By server the values [n, ...] of the ids that are asked for there.
+
+        Args:
+            values: for each table [n, ...], one for each of its ids; those of one row are added.
+        """
+        sent = _send_op(list(values), [ids for _, ids in self.asked.values()], self.positions)
+        return dict(zip(self.asked, sent, strict=True))
+
+
+def _deliver(answers: list[tf.Tensor], positions: tf.Tensor, lengths: tf.Tensor) -> Any:
+    rows = tf.gather(tf.concat(answers, axis=0), positions)
+    return tf.split(rows, lengths, num=lengths.shape[0])
+
+
+def _send(values: list[tf.Tensor], asked: list[tf.Tensor], positions: tf.Tensor) -> Any:
+    counts = tf.concat(tf.raw_ops.ShapeN(input=asked, out_type=tf.int32), axis=0)
+    every = tf.concat(values, axis=0)
+    summed = tf.math.unsorted_segment_sum(every, positions, tf.reduce_sum(counts))
+    return tf.split(summed, counts, num=len(asked))
+
+
+_deliver_op = parameter_servers.one_op(_deliver, waits=False)
+_send_op = parameter_servers.one_op(_send, waits=False)
+
+
+class MultiTableLookup:
+    """Several tables whose rows have one shape and type.
+
+    Args:
+        tables: the shards of each, in the order of its rows; one may be there twice.
+
+    Attributes:
+        shards: by server its variables, each as (number of a table that has rows in it, a shard of
+            all of its rows).
+    """
+
+    def __init__(self, tables: Sequence[Sequence[VariableShard]]):
+        self._rows = [of[-1].stop or int(of[0].variable.shape[0]) for of in tables]
+        self._offsets = [0, *itertools.accumulate(self._rows)]
+        self.shards: dict[int, list[tuple[int, VariableShard]]] = {}
+        self._one_op = parameter_servers.one_op(self.traced_route, waits=False)
+        # Of each shard: its first row among those of all tables, what is to be added to get its
+        # place in its variable, and which variable that is.
+        self._starts: list[int] = []
+        self._shifts: list[int] = []
+        self._variables: list[int] = []
+        self._numbers: dict[int, list[int]] = {}  # by server its variables
+        known: dict[Any, int] = {}
+        for table, (offset, shards) in enumerate(zip(self._offsets, tables, strict=False)):
+            for shard in shards:
+                held, first = shard.with_others()
+                same = id(held.variable), tuple(map(id, held.slots.values())), id(held.changed)
+                if same not in known:
+                    known[same] = len(known)
+                    self.shards.setdefault(shard.server, []).append((table, held))
+                    self._numbers.setdefault(shard.server, []).append(known[same])
+                self._starts.append(offset + shard.start)
+                self._shifts.append(first - offset - shard.start)
+                self._variables.append(known[same])
+
+    def route(self, ids: Sequence[tf.Tensor]) -> Route:
+        """The places of ids.
+
+        Args:
+            ids: for each table int64 [n], its rows, in any order, repeated or not.
+
+        Returns:
+            The route. An id that is no row of its table is an error when the graph runs.
+        """
+        route: Route = self._one_op(list(ids))
+        return route
+
+    def traced_route(self, ids: list[tf.Tensor]) -> Route:
+        """As `route`, in the function that is being traced."""
+        lengths = tf.concat(tf.raw_ops.ShapeN(input=ids, out_type=tf.int64), axis=0)
+        every = tf.concat(ids, axis=0)
+        limits = _of_each(self._rows, ids)
+        # Of a table alone, a row behind its last one would be missed; here it is the next table's.
+        are_rows = tf.logical_and(every >= 0, every < limits)
+        checked = tf.raw_ops.Assert(  # as `tf.debugging.Assert`, without a `tf.cond`
+            condition=tf.reduce_all(are_rows),
+            data=[
+                "received ids that are no rows of their table:",
+                tf.boolean_mask(every, tf.logical_not(are_rows)),
+                "expected 0 to rows - 1, of",
+                tf.constant(self._rows, tf.int64),
+                "rows",
+            ],
+        )
+        with tf.control_dependencies([checked]):
+            offsets = tf.identity(_of_each(self._offsets[:-1], ids))
+        unique, positions = tf.unique(every + offsets)
+        starts = tf.constant(self._starts, tf.int64)
+        number = tf.searchsorted(starts[1:], unique, side="right", out_type=tf.int32)
+        places_there = unique + tf.gather(tf.constant(self._shifts, tf.int64), number)
+        variable = tf.gather(tf.constant(self._variables), number)
+        count = max(self._variables) + 1
+        local = tf.dynamic_partition(places_there, variable, count)
+        places = tf.dynamic_partition(tf.range(tf.size(unique)), variable, count)
+        sizes = tf.concat(tf.raw_ops.ShapeN(input=local, out_type=tf.int64), axis=0)
+        asked: dict[int, Any] = {}
+        order: list[tf.Tensor] = []
+        for where, numbers in sorted(self._numbers.items()):  # as traced functions order them
+            asked[where] = tf.gather(sizes, numbers), tf.concat([local[n] for n in numbers], axis=0)
+            order += [places[n] for n in numbers]
+        positions = tf.gather(tf.math.invert_permutation(tf.concat(order, axis=0)), positions)
+        return Route(asked, positions, lengths)
+
+
+def _of_each(values: list[int], ids: list[tf.Tensor]) -> tf.Tensor:
+    """int64, a table's value for each of its ids."""
+    lengths = [own.shape[0] for own in ids]
+    if None in lengths:
+        return tf.repeat(tf.constant(values, tf.int64), tf.stack([tf.size(own) for own in ids]))
+    return tf.constant(np.repeat(np.asarray(values, np.int64), lengths))

@@ -10,6 +10,8 @@ the coordinator as on workers. Only parameter-server training updates rows, on t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -66,7 +68,9 @@ class Table(parameter_servers.RemoteRows):
         self._keeps_rows = False
         name = f"tfmw_table_{next(_numbers)}"
         with tf.device("CPU:0"):
-            super().__init__(name, shape, dtype, self._rows, self.read_all, trainable)
+            super().__init__(
+                name, shape, dtype, functools.partial(look_up, shards), self.read_all, trainable
+            )
 
     @property
     def bytes(self) -> int:
@@ -77,14 +81,6 @@ class Table(parameter_servers.RemoteRows):
     def row_bytes(self) -> int:
         """Of one row."""
         return self.bytes // int(self.shape[0])
-
-    @property
-    def may_be_whole(self) -> bool:
-        """Whether all rows may be read or assigned in one process."""
-        return self.bytes <= self._most
-
-    def _rows(self, ids: tf.Tensor) -> tf.Tensor:
-        return look_up(self.shards, ids)
 
     def read_all(self) -> tf.Tensor:
         """All rows, in the process that calls. Raises NeedsAllRows if they are too many."""
@@ -101,10 +97,9 @@ class Table(parameter_servers.RemoteRows):
     def replace(self, value: Any) -> None:
         """Sends all rows to their servers: `value` is in this process already."""
         for shard in self.shards:
-            size = self.row_bytes * (shard.stop - shard.start)
             with tf.device(server(shard.server)):
                 shard.mark_changed()
-            for start, stop in blocks(shard.start, shard.stop, size):
+            for start, stop in blocks(shard.start, shard.stop, self.row_bytes):
                 store_rows(shard, start, value[start:stop])
 
     @contextlib.contextmanager
@@ -117,7 +112,7 @@ class Table(parameter_servers.RemoteRows):
             self._keeps_rows = False
 
     def _refuse_whole(self, what: str) -> None:
-        if not self.may_be_whole:
+        if self.bytes > self._most:
             raise NeedsAllRows(
                 f"{self.path} is a table of {_size(self.bytes)} on {len(self.shards)} shards of "
                 f"parameter servers; {what} it as a whole takes at least as much memory in one "
@@ -158,6 +153,34 @@ def store_rows(shard: VariableShard, start: int, rows: Any) -> Any:
         first = start - shard.start
         ids = tf.range(first, first + tf.shape(rows, tf.int64)[0], dtype=tf.int64)
         return shard.variable.scatter_update(tf.IndexedSlices(tf.identity(rows), ids))
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """Some rows of a table, in one of its shards.
+
+    Attributes:
+        name: of the table in files.
+        start, stop: rows of the whole table.
+    """
+
+    name: str
+    table: Table
+    shard: VariableShard
+    start: int
+    stop: int
+
+    @property
+    def bytes(self) -> int:
+        """Of these rows."""
+        return self.table.row_bytes * (self.stop - self.start)
+
+
+def slices(name: str, table: Table, most: int) -> Iterator[Slice]:
+    """All rows of a table, in slices of at most `most` bytes."""
+    for shard in table.shards:
+        for start, stop in blocks(shard.start, shard.stop, table.row_bytes, most):
+            yield Slice(name, table, shard, start, stop)
 
 
 def table_of(variable: Any) -> Table | None:
