@@ -68,11 +68,11 @@ class ElasticRounds(Rounds):
         shapes = [list(w.shape) for w in self._weights]
         signature = f"weights of the shapes {shapes}, {self._settings}"
         found = self._client.join(signature, known)
-        if found.state is not None:
-            self._take_state(found.state)
+        if found.arrays:
+            self._take_state(found.arrays)
         if found.wants_state:
             self._send_state()
-        self._outcome = found.state if found.finished else None
+        self._outcome = found.arrays if found.finished else None
         self.joined = True
         self._last = time.monotonic()
 
