@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from tfmw.mirrored.collectives import hierarchy
+from tfmw.mirrored.collectives.all_reduce import AllReduce
 
 ROUNDS, SECONDS = 7, 0.5
 NAME, NETWORK = "tfmwmachine", "10.88.9"
@@ -91,7 +92,7 @@ def worker(
     hosts = [address for address in addresses for _ in range(per_machine)]
     known = [n // per_machine for n in range(len(hosts))]
 
-    def connected(places: list[Any]) -> hierarchy.AnyRing:
+    def connected(places: list[Any]) -> AllReduce:
         return hierarchy.connect(
             rank, hosts, places, b"bench", lambda value: meeting.from_all(rank, value)
         )

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tfmw import data
 from tfmw.data import batches, first_rows
-from tfmw.mirrored.tensors import batch_rows
 
 ROWS = [[1, 0, 2], [0, 0, 0], [3, 4, 0], [0, 5, 6], [7, 0, 8]]  # the second has no value
 
@@ -38,7 +37,7 @@ def test_gathered_rows_are_in_the_order_asked_for(kind: str, rows: list[int]) ->
     whole = _tensors()[kind]
     gathered = data.gather_rows(whole, tf.constant(rows, tf.int64))
     assert _lists(gathered) == [_lists(whole)[row] for row in rows]
-    assert batch_rows(gathered) == len(rows)
+    assert data.examples_of(gathered) == len(rows)
     count = len(rows) // 2
     assert _lists(first_rows(gathered, tf.constant(count))) == _lists(gathered)[:count]
 
@@ -50,7 +49,7 @@ def test_a_replica_has_every_nth_row_or_the_first(kind: str) -> None:
     rows = _lists(whole)
     assert found == [rows[0::3], rows[2::3], rows[4:], rows[:1], rows[:1]]
     nobody = data.gather_rows(whole, tf.constant([], tf.int64))
-    assert batch_rows(batches.rows_from(nobody, 1, 3)) == 0
+    assert data.examples_of(batches.rows_from(nobody, 1, 3)) == 0
 
 
 @pytest.mark.parametrize("kind", _tensors())
@@ -66,7 +65,7 @@ def test_parts_without_examples_get_one_from_before(kind: str) -> None:
     (before, *others) = [part for ((part, _),), _ in batches.filled(steps, (spec, None))]
     rows = _lists(whole)
     assert list(map(_lists, others)) == [rows[:2], rows[:1], rows[2:], rows[2:3], rows[2:3]]
-    assert batch_rows(before) == 1
+    assert data.examples_of(before) == 1
     assert not np.any(_lists(before) if kind in ("dense", "sparse") else _lists(before)[0])
 
 
@@ -95,7 +94,7 @@ def test_an_empty_batch_is_of_its_spec(kind: str) -> None:
     assert batch["x"].shape.as_list() == shape
     assert batch["x"].dtype == spec.dtype
     assert spec.is_compatible_with(batch["x"])
-    assert batch_rows(batch["x"]) == 0
+    assert data.examples_of(batch["x"]) == 0
 
 
 def test_parts_without_examples_have_dimensions_that_batches_choose() -> None:

@@ -15,7 +15,7 @@ from keras import ops
 from tfmw.keras_compat.losses import ReplicaWeight, weighting_losses
 from tfmw.keras_compat.optimizers import replica_local_updates
 from tfmw.keras_compat.row_origins import Origin, joined, row_parts
-from tfmw.mirrored.collectives.sparse import summed
+from tfmw.mirrored.collectives.reduction import joined_parts
 
 TABLE = keras.Variable(np.arange(40, dtype="float32").reshape(20, 2))
 SAME, REDUCED, UNKNOWN, EXAMPLES = Origin
@@ -115,7 +115,7 @@ def test_sum_of_the_rows_of_two_replicas(
 ) -> None:
     values = tf.reshape(tf.range(len(rows), dtype=tf.float32), [-1, 1])
     ids = tf.constant(rows, tf.int64)
-    total = summed([(origin, tf.IndexedSlices(values, ids))], 2)
+    total = joined_parts([(origin, tf.IndexedSlices(values, ids))], 2)
     found = zip(total.indices.numpy().tolist(), total.values[:, 0].numpy().tolist(), strict=True)
     assert list(found) == expected
 

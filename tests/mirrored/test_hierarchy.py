@@ -12,9 +12,9 @@ import pytest
 from tests.helpers.threads import Exchange, in_threads
 from tfmw.local_sgd.quantized_sum import QuantizedSum
 from tfmw.mirrored.collectives import hierarchy
+from tfmw.mirrored.collectives.all_reduce import RingBroken, even_cuts
 from tfmw.mirrored.collectives.hierarchy import HierarchicalRing
-from tfmw.mirrored.collectives.parts import even_cuts
-from tfmw.mirrored.collectives.ring import Ring, RingBroken
+from tfmw.mirrored.collectives.ring import Ring
 
 KEY = b"k" * 32
 MACHINES = {

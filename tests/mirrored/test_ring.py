@@ -18,8 +18,8 @@ from tests.helpers.by_hand import ByHand
 from tests.helpers.cluster import run_cluster
 from tests.helpers.threads import Exchange, in_threads
 from tfmw.mirrored.collectives import listener, ring, ring_links
-from tfmw.mirrored.collectives.parts import even_cuts
-from tfmw.mirrored.collectives.ring import Ring, RingBroken
+from tfmw.mirrored.collectives.all_reduce import RingBroken, even_cuts
+from tfmw.mirrored.collectives.ring import Ring
 from tfmw.runtime import recorder, sockets
 
 Array = np.ndarray[Any, Any]

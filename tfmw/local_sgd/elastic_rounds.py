@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmw.keras_compat import placement
+from tfmw.keras_compat import models, placement
 from tfmw.local_sgd.quantized_sum import QuantizedSum
 from tfmw.local_sgd.round_client import RoundClient
 from tfmw.local_sgd.rounds import Exchange, Rounds
@@ -30,7 +30,6 @@ class ElasticRounds(Rounds):
         model, strategy, settings: as of `Rounds`; one replica.
         client: has entered.
         averages: returns the variables that layers update in a step (batch norm).
-        clock: monotonic seconds.
 
     Attributes:
         joined: whether this member takes part.
@@ -44,13 +43,11 @@ class ElasticRounds(Rounds):
         settings: SyncSettings,
         client: RoundClient,
         averages: Callable[[], list[Any]],
-        clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__(model, strategy, settings)
         self._client = client
         self._averages = averages
-        self._clock = clock
-        self._last = clock()
+        self._last = time.monotonic()
         self._steps = 0  # since the last round
         self._step = 0  # of the epoch
         self.joined = False
@@ -71,13 +68,13 @@ class ElasticRounds(Rounds):
         shapes = [list(w.shape) for w in self._weights]
         signature = f"weights of the shapes {shapes}, {self._settings}"
         found = self._client.join(signature, known)
-        if found.state is not None:
-            self._take_state(found.state)
+        if found.arrays:
+            self._take_state(found.arrays)
         if found.wants_state:
             self._send_state()
-        self._outcome = found.state if found.finished else None
+        self._outcome = found.arrays if found.finished else None
         self.joined = True
-        self._last = self._clock()
+        self._last = time.monotonic()
 
     def finish(self) -> None:
         """Takes part in rounds, without examples, until all members are done."""
@@ -89,19 +86,17 @@ class ElasticRounds(Rounds):
     def _take_state(self, state: Sequence[np.ndarray]) -> None:
         for variable, value in zip(self._state_variables(), state, strict=True):
             variable.assign(tf.constant(value))
-        self._traced(("take", 0, 0.0), self._take)(0, 0.0)
+        self._traced(self._take, 0, 0.0)()
 
     def _state_variables(self) -> list[Any]:
         """Whatever a member has in common with those that join: in a fixed order."""
         weights = {id(w) for w in self._weights}
         others = [v for v in placement.updated_variables(self._model) if id(v) not in weights]
         copies = [placement.local_copies(self._strategy, v)[0] for v in others]
-        return [*self._outer.common, *self._outer.state, *copies]
+        return [*map(models.native, [*self._outer.common, *self._outer.state]), *copies]
 
     def _send_state(self) -> None:
-        read = (getattr(v, "value", v) for v in self._state_variables())
-        values = [v() if callable(v) else v for v in read]
-        self._client.send_state([np.asarray(value) for value in values])
+        self._client.send_state([np.asarray(v.read_value()) for v in self._state_variables()])
 
     # ------------------------------------------------------------ rounds
 
@@ -120,7 +115,7 @@ class ElasticRounds(Rounds):
         seconds = self._settings.seconds
         if seconds is None:
             super().after_step(step)
-        elif self._clock() - self._last >= seconds:
+        elif time.monotonic() - self._last >= seconds:
             self._exchange_all()
 
     def _begin(self, fragment: int) -> bool:
@@ -132,7 +127,7 @@ class ElasticRounds(Rounds):
         """One round; returns whether all members are done."""
         if self._outcome is not None:  # this member was lost at the very end
             return True
-        gradient, own = self._traced(("gradient", 0), self._gradient)(0)
+        gradient, own = self._traced(self._gradient, 0)()
         flat = self._replicas.first_result(gradient).numpy()
         elements, packed = flat.size, None
         examples = float(self._replicas.first_result(own))
@@ -157,13 +152,10 @@ class ElasticRounds(Rounds):
                 first = self._packs.values(first, elements)
             self._exchange = Exchange(0, lambda: tf.constant(first))
             self._apply(0.0)
-            self._assign(averages, mean.arrays[1:])
+            for variable, value in zip(averages, mean.arrays[1:], strict=True):
+                variable.assign(tf.cast(value, variable.dtype))
         if mean.wants_state:
             self._send_state()
         self.ended += 1
-        self._last = self._clock()
+        self._last = time.monotonic()
         return mean.finished
-
-    def _assign(self, variables: Sequence[tf.Variable], values: Sequence[np.ndarray]) -> None:
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(tf.cast(value, variable.dtype))

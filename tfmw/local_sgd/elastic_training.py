@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from tfmw.keras_compat import placement
 from tfmw.local_sgd.elastic_rounds import ElasticRounds
 from tfmw.local_sgd.local_training import LocalTraining
 from tfmw.local_sgd.round_client import RoundClient
-from tfmw.local_sgd.rounds import Rounds
 from tfmw.mirrored.sync_driver import SyncDriver
 from tfmw.training.arguments import FitArguments
 from tfmw.training.fit_context import FitContext
@@ -95,6 +94,10 @@ def _of_member(backup: Any, client: RoundClient) -> Any:
     )
 
 
+_INNER = ("restore", "signals", "limit", "python_state", "wait", "leave", "refuse_nan", "finished")
+"""Methods of `Records` that are those of the backups on disk."""
+
+
 class Records(Backups):
     """Backups on disk, and a record on the server after each round.
 
@@ -118,6 +121,8 @@ class Records(Backups):
         self.client = client
         self.rounds: Callable[[], int] = lambda: 0
         self._inner = inner
+        for name in _INNER:
+            setattr(self, name, getattr(inner, name))
         self._recorded = 0
         self._inner_due = False
         self.record = inner.record
@@ -134,11 +139,6 @@ class Records(Backups):
         """The number of the last round that the restored weights contain."""
         return 0 if self._inner.record is None else self._inner.record.get(_ROUND, 0)
 
-    # ------------------------------------------------------------ restore
-
-    def restore(self, model: Any, batch_size: int | None) -> None:
-        self._inner.restore(model, batch_size)
-
     def restore_callbacks(self, callbacks: list[Any], finished: bool = False) -> None:
         if not self.from_server:
             self._inner.restore_callbacks(callbacks, finished)
@@ -152,12 +152,6 @@ class Records(Backups):
         return state.of_replicas(self.tensors)
 
     # ------------------------------------------------------------ when
-
-    def signals(self) -> tuple[float, float]:
-        return self._inner.signals()
-
-    def limit(self, step: int, max_steps: int) -> int:
-        return self._inner.limit(step, max_steps)
 
     def due_after_step(self, step: int, signals: list[float]) -> bool:
         self._inner_due = self._inner.due_after_step(step, signals)
@@ -200,15 +194,6 @@ class Records(Backups):
         self.client.keep(full, [np.asarray(tensors[name]) for name in tensors])
         self._recorded = self.rounds()
 
-    def leave(self, step: int) -> NoReturn:
-        self._inner.leave(step)
-
-    def refuse_nan(self, logs: Mapping[str, Any], epoch: int, step: int) -> None:
-        self._inner.refuse_nan(logs, epoch, step)
-
-    def finished(self) -> None:
-        self._inner.finished()
-
 
 class ElasticTraining(LocalTraining):
     """Training steps of one member, which exchanges its weights through the server of the rounds.
@@ -218,13 +203,12 @@ class ElasticTraining(LocalTraining):
         backups: of the member.
     """
 
-    def __init__(self, context: FitContext, arguments: FitArguments, backups: Records):
-        super().__init__(context, arguments, backups)
-        self._records = backups
+    _backups: Records
+    _rounds: ElasticRounds
 
     @contextlib.contextmanager
     def _new_driver(self) -> Iterator[SyncDriver]:
-        member = self._records.client.member
+        member = self._backups.client.member
         driver = SyncDriver(
             self.model, self.strategy, on_own_step=self._count, parts=self._context.sharding
         )
@@ -233,11 +217,11 @@ class ElasticTraining(LocalTraining):
                 self.model,
                 self.strategy,
                 self._settings,
-                self._records.client,
-                driver.averages,
+                self._backups.client,
+                driver.state.all_variables,
             )
-            self._records.rounds = lambda: rounds.ended
-            self._rounds_of_call: Rounds | None = rounds
+            self._backups.rounds = lambda: rounds.ended
+            self._rounds = rounds
             placement.vary_seeds(self.model, member)  # each member draws its own
             try:
                 yield driver
@@ -247,35 +231,30 @@ class ElasticTraining(LocalTraining):
     def _validation_sharding(self) -> data.Sharding:
         return data.Sharding()  # each member evaluates the common weights by itself
 
-    @property
-    def _elastic(self) -> ElasticRounds:
-        assert isinstance(self._rounds, ElasticRounds)
-        return self._rounds
-
     # ------------------------------------------------------------ what the loop asks
 
     def restore_position(self) -> None:
-        if self._records.from_server:
+        if self._backups.from_server:
             super(LocalTraining, self).restore_position()  # weights come from another member
         else:
             super().restore_position()
 
     def begin_epoch(self) -> None:
         super().begin_epoch()
-        for _ in range(self._records.unrecorded):
+        for _ in range(self._backups.unrecorded):
             call = self._data.next_call(1)
             if call is not None:
                 next(call.iterator)
                 self._data.advance(1, 1)
-        self._records.unrecorded = 0
-        self._elastic.begin_at(self.steps_done)
-        if not self._elastic.joined:
+        self._backups.unrecorded = 0
+        self._rounds.begin_at(self.steps_done)
+        if not self._rounds.joined:
             self._trace()  # others wait for the steps of those that take part
         self._join()
 
     def _join(self) -> None:
-        if not self._elastic.joined:
-            self._elastic.join(self._records.known_round)
+        if not self._rounds.joined:
+            self._rounds.join(self._backups.known_round)
 
     def skip_run(self) -> None:
         super().skip_run()
@@ -284,25 +263,25 @@ class ElasticTraining(LocalTraining):
     def _trace(self) -> None:
         call = self._data.next_call(1)
         if call is not None:
-            known = self._data.shard.size_known
-            self.driver.train(call.iterator, 0, call.shard_sizes, known)
+            none = dataclasses.replace(call, max_steps=0)
+            self.driver.run_steps("train", none, self._data.shard.size_known)
 
     def train(
         self, max_steps: int, on_begin: Callable[[int], None], on_end: Callable[[], bool]
     ) -> None:
-        before = self._elastic.ended
+        before = self._rounds.ended
 
         def until_round() -> bool:  # the loop then saves a record
-            return on_end() and self._elastic.ended == before
+            return on_end() and self._rounds.ended == before
 
         super().train(max_steps, on_begin, until_round)
 
     def replica_state(self, slots: bool) -> tuple[Any, ...]:
-        if self._records.saves_tensors:
+        if self._backups.saves_tensors:
             return super().replica_state(slots)
         return self.driver.replica_state()
 
     def finish(self) -> None:
         self._join()
-        self._elastic.finish()
+        self._rounds.finish()
         super().finish()

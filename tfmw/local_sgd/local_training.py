@@ -29,6 +29,8 @@ class LocalTraining(MirroredTraining):
         backups: of the run; may contain the one from which it resumes.
     """
 
+    _rounds: Rounds  # of this call, within the context
+
     def __init__(self, context: FitContext, arguments: FitArguments, backups: Backups):
         settings = SyncSettings.of(arguments)
         assert settings is not None
@@ -36,7 +38,6 @@ class LocalTraining(MirroredTraining):
         self._backups = backups
         self._refuse_other_settings()
         super().__init__(context, arguments, backups.record)
-        self._rounds_of_call: Rounds | None = None
 
     def _refuse_other_settings(self) -> None:
         record = self._backups.record
@@ -48,11 +49,6 @@ class LocalTraining(MirroredTraining):
                 "outer optimizer, or use another backup_dir."
             )
 
-    @property
-    def _rounds(self) -> Rounds:
-        assert self._rounds_of_call is not None
-        return self._rounds_of_call
-
     def _count(self, local: int, examples: tf.Tensor) -> None:
         self._rounds.count(local, examples)
 
@@ -61,7 +57,7 @@ class LocalTraining(MirroredTraining):
         together = self._settings.between == "machines"
         driver = SyncDriver(self.model, self.strategy, on_own_step=self._count, together=together)
         with driver, Rounds(self.model, self.strategy, self._settings) as rounds:
-            self._rounds_of_call = rounds
+            self._rounds = rounds
             yield driver
 
     # ------------------------------------------------------------ what the loop asks

@@ -12,10 +12,12 @@ all results, and of all that workers still keep, is exact to float rounding.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from tfmw.mirrored.collectives.all_reduce import AllReduce
 
 BLOCK = 1024
 _PIECE = 32  # blocks: 128 KB
@@ -23,13 +25,6 @@ LEVELS = {"int8": 127, "int4": 7}
 """Largest absolute whole number of each format."""
 
 Blocks: TypeAlias = npt.NDArray[np.float32]  # [blocks, BLOCK]
-
-
-class Sums(Protocol):
-    """The methods of a ring that are used here."""
-
-    def sum(self, local: np.ndarray, add: Any, what: str, in_place: bool) -> np.ndarray:
-        """See `Ring.sum`."""
 
 
 class QuantizedSum:
@@ -51,7 +46,7 @@ class QuantizedSum:
         self.left: Blocks = np.zeros([-(-elements // BLOCK), BLOCK], np.float32)
 
     @np.errstate(all="ignore")  # NaN and infinity make NaN of their block
-    def __call__(self, ring: Sums, local: np.ndarray) -> np.ndarray:
+    def __call__(self, ring: AllReduce, local: np.ndarray) -> np.ndarray:
         """The sum of all workers' arrays: float32 [n] -> [n]. All workers must call it.
 
         Args:

@@ -27,37 +27,23 @@ _calls = itertools.count()  # of fit, in this process; the same in a restarted o
 
 
 @dataclasses.dataclass(frozen=True)
-class Joined:
-    """How a member takes part.
+class RoundAnswer:
+    """The server's answer to a member that joins, or that takes part in a round.
 
     Attributes:
-        state: of another member; None if this one's is that of all.
+        arrays: on joining, the state of another member, none if this one's is that of all; of a
+            round, the means, none without examples.
         wants_state: whether this member must send its state, for others that join.
-        finished: whether the training is over; then `state` is its result.
-    """
-
-    state: list[np.ndarray] | None
-    wants_state: bool
-    finished: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class RoundMean:
-    """The result of a round.
-
-    Attributes:
+        finished: whether all members are done; on joining, `arrays` is the result then.
+        members: number of members that took part in the round.
         examples: of all members, since the last round.
-        arrays: their means; none without examples.
-        members: number of members that took part.
-        wants_state: whether this member must send its state, for others that join.
-        finished: whether all members are done.
     """
 
-    examples: float
     arrays: list[np.ndarray]
-    members: int
     wants_state: bool
     finished: bool
+    members: int = 0
+    examples: float = 0.0
 
 
 class RoundClient:
@@ -74,6 +60,8 @@ class RoundClient:
         number: of the next round.
     """
 
+    _connection: wire.Connection  # once it has entered
+
     def __init__(self, address: str, member: int, members: int, key: bytes, call: int = 0):
         self.member = member
         self.members = members
@@ -81,7 +69,6 @@ class RoundClient:
         self._address = address
         self._key = key
         self._call = call
-        self._connection: wire.Connection | None = None
 
     @classmethod
     def of_environment(cls, environ: Mapping[str, str]) -> RoundClient | None:
@@ -128,8 +115,7 @@ class RoundClient:
 
     def leave(self) -> None:
         """Closes the connection."""
-        if self._connection is not None:
-            self._connection.close()
+        self._connection.close()
 
     # ------------------------------------------------------------ messages
 
@@ -137,7 +123,7 @@ class RoundClient:
         """The value, JSON, that the first member had for this name."""
         return self._asked({"do": "fact", "name": name, "value": value})[0]["value"]
 
-    def join(self, signature: str, known: int) -> Joined:
+    def join(self, signature: str, known: int) -> RoundAnswer:
         """Waits until this member takes part.
 
         Args:
@@ -149,11 +135,7 @@ class RoundClient:
         """
         asked = {"do": "join", "signature": signature, "round": known}
         with blocking_call("joining the rounds"):
-            answer, arrays = self._asked(asked)
-        self.number = answer["round"]
-        return Joined(
-            arrays if answer["has_state"] else None, answer["send_state"], answer["finished"]
-        )
+            return self._answered(asked)
 
     def round(
         self,
@@ -163,7 +145,7 @@ class RoundClient:
         packed: str | None = None,
         elements: int = 0,
         done: bool = False,
-    ) -> RoundMean:
+    ) -> RoundAnswer:
         """Sends this member's arrays; waits for the mean over all that are present.
 
         Args:
@@ -183,11 +165,14 @@ class RoundClient:
             "done": done,
         }
         with blocking_call("exchange of weights"):
-            answer, mean = self._asked(message, arrays)
-        self.number = answer["round"]
-        return RoundMean(
-            answer["examples"], mean, answer["members"], answer["send_state"], answer["finished"]
-        )
+            return self._answered(message, arrays)
+
+    def _answered(
+        self, message: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()
+    ) -> RoundAnswer:
+        answer, received = self._asked(message, arrays)
+        self.number = answer.pop("round")
+        return RoundAnswer(received, **answer)
 
     def send_state(self, arrays: Sequence[np.ndarray]) -> None:
         """Sends this member's state, for those that join."""
@@ -201,7 +186,6 @@ class RoundClient:
         self, message: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()
     ) -> tuple[Message, list[np.ndarray]]:
         self._send(message, arrays)
-        assert self._connection is not None
         try:
             answer, received = self._connection.receive()
         except OSError as e:
@@ -213,7 +197,6 @@ class RoundClient:
         return answer, received
 
     def _send(self, message: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
-        assert self._connection is not None
         try:
             self._connection.send(message, arrays)
         except OSError as e:

@@ -52,7 +52,7 @@ class _Seat:
     """A connected member.
 
     Attributes:
-        asks: its message that waits for an answer: "join" or "round"; None while it trains.
+        asks: its message that waits for an answer, "join" or "round"; empty while it trains.
         arrays: of that message.
         takes_part: whether rounds wait for it.
         done: whether it has no more examples.
@@ -61,17 +61,11 @@ class _Seat:
 
     def __init__(self, connection: Connection):
         self.connection = connection
-        self.asks: Message | None = None
+        self.asks: Message = {}
         self.arrays: Arrays = []
         self.takes_part = False
         self.done = False
         self.resumes = False
-
-    @property
-    def asked(self) -> Message:
-        """Its message that waits."""
-        assert self.asks is not None
-        return self.asks
 
     def answer(self, message: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
         """Answers it, without waiting for a slow link.
@@ -79,7 +73,7 @@ class _Seat:
         A lost member is noticed by the thread that receives from it. It asks nothing before it has
         the answer, so two answers cannot overtake each other.
         """
-        self.asks, self.arrays = None, []
+        self.asks, self.arrays = {}, []
         threading.Thread(target=self._send, args=(message, arrays), daemon=True).start()
 
     def _send(self, message: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
@@ -245,7 +239,7 @@ class _Training:
         self._records, self._unrecorded, self._done = {}, {}, set()
         self._mean = _Mean()
         for seat in self._seats.values():
-            if seat.resumes and seat.asks is not None:
+            if seat.resumes and seat.asks:
                 seat.answer(_ALL_LOST)
 
     def handle(self, member: int, seat: _Seat, message: Message, arrays: Arrays) -> None:
@@ -283,7 +277,7 @@ class _Training:
         return [
             m
             for m, seat in sorted(self._seats.items())
-            if not seat.takes_part and seat.asks is not None and m not in self._joining
+            if not seat.takes_part and seat.asks and m not in self._joining
         ]
 
     def _proceed(self) -> None:
@@ -295,7 +289,7 @@ class _Training:
             self._give_last_state()
         elif not present:
             self._begin()
-        elif all(seat.asks is not None for seat in present.values()):
+        elif all(seat.asks for seat in present.values()):
             absent = set(range(self._members)) - set(present) - self._done
             if all(s.done for s in present.values()) and absent and not self._wanting_to_join():
                 return  # the others are waited for
@@ -316,27 +310,22 @@ class _Training:
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._impatient = None, False
-        known = {m: self._seats[m].asked["round"] for m in waiting}
+        known = {m: self._seats[m].asks["round"] for m in waiting}
         founder = max(waiting, key=lambda m: (known[m], -m))
         self._round = max(self._round, known[founder])
         others = [m for m in waiting if m != founder]
         self._seats[founder].takes_part = True
         if others:
             self._sender, self._joining = founder, others
-        self._seats[founder].answer(self._joined(has_state=False, send_state=bool(others)))
+        self._seats[founder].answer(self._joined(wants_state=bool(others)))
 
     def _be_impatient(self) -> None:
         with self._lock:
             self._impatient, self._timer = True, None
             self._proceed()
 
-    def _joined(self, has_state: bool, send_state: bool = False) -> Message:
-        return {
-            "round": self._round,
-            "has_state": has_state,
-            "send_state": send_state,
-            "finished": self._finished,
-        }
+    def _joined(self, wants_state: bool = False) -> Message:
+        return {"round": self._round, "wants_state": wants_state, "finished": self._finished}
 
     def _pass_on(self, member: int, arrays: Arrays) -> None:
         """Gives a member's state to those that join; rounds wait for them from now on."""
@@ -349,7 +338,7 @@ class _Training:
             seat = self._seats.get(other)
             if seat is not None:
                 seat.takes_part = True
-                seat.answer(self._joined(has_state=True), arrays)
+                seat.answer(self._joined(), arrays)
         self._proceed()
 
     def _give_last_state(self) -> None:
@@ -357,10 +346,10 @@ class _Training:
             if self._last_state is None:  # who was to send it was lost
                 self._seats[member].answer(_ALL_LOST)
             else:
-                self._seats[member].answer(self._joined(has_state=True), self._last_state)
+                self._seats[member].answer(self._joined(), self._last_state)
 
     def _end_round(self, present: dict[int, _Seat]) -> None:
-        messages = [seat.asked for seat in present.values()]
+        messages = [seat.asks for seat in present.values()]
         mean = self._mean.of(messages, [seat.arrays for seat in present.values()])
         joining = self._wanting_to_join()
         self._finished = all(seat.done for seat in present.values()) and not joining
@@ -368,13 +357,13 @@ class _Training:
         if joining or self._finished:
             self._sender, self._joining = next(iter(present)), joining
         for member, seat in present.items():
-            steps = self._unrecorded.get(member, 0) + seat.asked["steps"]
+            steps = self._unrecorded.get(member, 0) + seat.asks["steps"]
             self._unrecorded[member] = steps
             answer = {
                 "round": self._round,
                 "members": len(present),
                 "examples": sum(message["examples"] for message in messages),
-                "send_state": member == self._sender,
+                "wants_state": member == self._sender,
                 "finished": self._finished,
             }
             seat.answer(answer, mean)

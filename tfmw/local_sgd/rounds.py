@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,10 +30,11 @@ from tfmw.keras_compat.memory import view_of
 from tfmw.local_sgd.outer_step import MIXED, OuterStep
 from tfmw.local_sgd.quantized_sum import QuantizedSum
 from tfmw.local_sgd.sync_settings import SyncSettings
+from tfmw.mirrored.agreement import broadcast
+from tfmw.mirrored.collectives.all_reduce import RingBroken
 from tfmw.mirrored.collectives.connection import another_ring, ring_of
 from tfmw.mirrored.collectives.hierarchy import HierarchicalRing
 from tfmw.mirrored.collectives.reduction import Reduction
-from tfmw.mirrored.collectives.ring import RingBroken
 from tfmw.mirrored.replicas import Replicas, Traces
 from tfmw.runtime.progress import blocking_call
 
@@ -173,7 +175,7 @@ class Rounds:
 
     def _begin(self, fragment: int) -> bool:
         """Begins an exchange; returns whether any replica had examples since the last one."""
-        gradients, examples = self._traced(("gradient", fragment), self._gradient)(fragment)
+        gradients, examples = self._traced(self._gradient, fragment)()
         if not float(self._replicas.first_result(examples)):
             return False
         self._exchange = Exchange(fragment, self._summed(fragment, gradients))
@@ -196,8 +198,7 @@ class Rounds:
             return lambda: self._replicas.first_result(gradients)
         ring = self._ring
         if ring is None:
-            add = self._traced("sum", lambda flat: self._replicas.sum([flat])[0])
-            total = self._replicas.first_result(add(gradients))
+            total = self._replicas.first_result(self._traced(self._sum)(gradients))
             return lambda: total
         local = np.array(view_of(self._replicas.first_result(gradients)))
 
@@ -214,6 +215,9 @@ class Rounds:
         summed = exchange()
         return lambda: tf.constant(summed)
 
+    def _sum(self, flat: tf.Tensor) -> tf.Tensor:
+        return self._replicas.sum([flat])[0]
+
     def _apply(self, mixed: float) -> None:
         """Ends the exchange: an outer step, of which replicas take the weights.
 
@@ -224,7 +228,7 @@ class Rounds:
         assert exchange is not None
         self._exchange = None
         self._outer.apply(exchange.fragment, self._result(exchange))
-        self._traced(("take", exchange.fragment, mixed), self._take)(exchange.fragment, mixed)
+        self._traced(self._take, exchange.fragment, mixed)()
 
     def _result(self, exchange: Exchange) -> tf.Tensor:
         try:
@@ -248,15 +252,14 @@ class Rounds:
         copies = (placement.local_copies(self._strategy, w)[0] for w in self._weights)
         return [copy.read_value() for copy in copies]
 
-    def _traced(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` on each replica, traced once; its arguments in the key are constants."""
-        constants = key[1:] if isinstance(key, tuple) else ()
+    def _traced(self, function: Callable[..., Any], *constants: Any) -> Callable[..., Any]:
+        """`function` on each replica, traced once for these first arguments."""
 
         def on_all(*tensors: Any) -> Any:
             return self._replicas.run(lambda *t: function(*constants, *t), tensors)
 
-        traced = self._traces.get(key, lambda: self._traces.function(on_all))
-        return lambda *arguments: traced(*arguments[len(constants) :])
+        key = (function.__name__, *constants)
+        return self._traces.get(key, lambda: self._traces.function(on_all))
 
     # ------------------------------------------------------------ backups
 
@@ -273,10 +276,7 @@ class Rounds:
         outer = self._outer.state
         for name, variable in zip(_numbered(_OUTER, len(outer)), outer, strict=True):
             found[name] = tf.identity(variable.value)
-        if self._replicas.count > 1:
-            rows = self._traced("rows", self._rows)(self._left())
-        else:
-            rows = [value[None] for value in self._values(self._left())]
+        rows = self._traced(self._rows)(self._left())
         for name, row in zip(_numbered(_REPLICAS, len(rows)), rows, strict=True):
             found[name] = self._replicas.first_result(row)
         exchange = self._exchange
@@ -294,10 +294,8 @@ class Rounds:
         self.begin()
         own = placement.updated_variables(self._model)
         count = len(own) + 1 + len(self._quantized)
-        outer = self._from_chief(
-            tensors, [f"{_OUTER}/{i:06d}" for i in range(len(self._outer.state))]
-        )
-        rows = self._from_chief(tensors, [f"{_REPLICAS}/{i:06d}" for i in range(count)])
+        outer = self._from_chief(tensors, _numbered(_OUTER, len(self._outer.state)))
+        rows = self._from_chief(tensors, _numbered(_REPLICAS, count))
         begun, summed = self._from_chief(tensors, [_BEGUN, _SUMMED])
         for variable, value in zip(self._outer.state, outer, strict=True):
             variable.assign(value)
@@ -324,20 +322,11 @@ class Rounds:
     def _left(self) -> list[tf.Tensor]:
         return [tf.constant(quantized.left) for quantized in self._quantized]
 
-    def _values(self, left: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The values of this replica's own variables. In a replica context."""
-        own = [models.native(v).read_value() for v in placement.updated_variables(self._model)]
-        return [*own, self._examples[self._replicas.local_index()].read_value(), *left]
-
     def _rows(self, left: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """[replicas, ...] of each of `_values`. In a replica context."""
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-
-        def row(value: tf.Tensor) -> tf.Tensor:
-            numbers = tf.reshape(tf.range(self._replicas.count), [-1] + [1] * value.shape.rank)
-            return tf.where(numbers == replica, value[None], tf.zeros_like(value)[None])
-
-        return self._replicas.sum([row(value) for value in self._values(left)])
+        """[replicas, ...] of each of a replica's own variables. In a replica context."""
+        own = [models.native(v).read_value() for v in placement.updated_variables(self._model)]
+        examples = self._examples[self._replicas.local_index()].read_value()
+        return self._replicas.rows([*own, examples, *left])
 
     def _from_chief(self, tensors: Mapping[str, Any], names: list[str]) -> list[np.ndarray]:
         """The tensors of these names on all tasks. All tasks must call it."""
@@ -351,15 +340,12 @@ class Rounds:
 
         found = []
         for name, (dtype, shape) in zip(names, group.from_chief(described), strict=True):
-            value = tf.constant(tensors[name]) if group.is_chief else tf.zeros(shape, dtype)
-            total = self._traced("from chief", self._of_first)(value)
-            found.append(self._replicas.first_result(total).numpy())
+            value = tensors[name] if group.is_chief else tf.zeros(shape, dtype)
+            variable = tf.Variable(value, trainable=False)
+            if math.prod(shape):
+                broadcast(self._strategy, [variable])
+            found.append(variable.numpy())
         return found
-
-    def _of_first(self, value: tf.Tensor) -> tf.Tensor:
-        """The first replica's value. In a replica context."""
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return self._replicas.sum([tf.where(replica == 0, value, tf.zeros_like(value))])[0]
 
 
 def _numbered(name: str, count: int) -> list[str]:

@@ -21,8 +21,7 @@ from tfmw.cluster.group import Group
 from tfmw.keras_compat import placement
 from tfmw.keras_compat.memory import new_tensor, view_of
 from tfmw.mirrored.collectives.connection import ring_of
-from tfmw.mirrored.collectives.hierarchy import AnyRing
-from tfmw.mirrored.tensors import in_packs
+from tfmw.mirrored.replicas import in_packs
 
 _LARGE = 1 << 18  # bytes from which on TensorFlow's checksum is faster
 
@@ -44,12 +43,7 @@ def agree(group: Group, strategy: tf.distribute.Strategy, variables: Sequence[An
     differs = [any(s != sums[0] for s in sums) for sums in zip(*everyone, strict=True)]
     different = [copies for copies, d in zip(values, differs, strict=True) if d]
     if different:
-        ring = ring_of(strategy)
-        first = [copies[0] for copies in different]
-        if ring is None:
-            _broadcast_by_tensorflow(strategy, first)
-        else:
-            _broadcast(ring, first)
+        broadcast(strategy, [copies[0] for copies in different])
         for one, *others in different:
             for other in others:
                 other.assign(one.read_value())
@@ -77,7 +71,12 @@ def _bytes(value: tf.Tensor) -> np.ndarray:
     return np.ascontiguousarray(view_of(value)).reshape(-1).view(np.uint8)
 
 
-def _broadcast(ring: AnyRing, variables: Sequence[tf.Variable]) -> None:
+def broadcast(strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]) -> None:
+    """Sets variables of this process to the chief's values. All workers must call it."""
+    ring = ring_of(strategy)
+    if ring is None:
+        _broadcast_by_tensorflow(strategy, variables)
+        return
     for variable in variables:
         if ring.rank == 0:
             ring.broadcast(_bytes(variable.read_value()))

@@ -29,7 +29,7 @@ from tfmw.errors import UsageError
 from tfmw.keras_compat import placement
 from tfmw.keras_compat.memory import view_of
 from tfmw.mirrored.replicas import new_function
-from tfmw.mirrored.sync_driver import SyncDriver
+from tfmw.mirrored.sync_driver import StepKind, SyncDriver
 from tfmw.runtime.progress import blocking_call, report_alive, report_progress
 
 _training_steps = itertools.count(1)  # of all models of a loop
@@ -50,17 +50,13 @@ class BatchDriver:
         self._model = model
         self._strategy = strategy
         self._driver = SyncDriver(model, strategy)
+        self._sharding = self._driver.sharding
         self._driver.copies = {}
         self._sums = new_function(self._driver.sum_over_tasks)
         self._functions: dict[Any, Any] = {}
         self._traced: set[Any] = set()
         self._steps = 0
         self._variables = placement.all_variables(model)
-
-    @property
-    def sharding(self) -> data.Sharding:
-        """How a batch is divided."""
-        return self._driver.sharding
 
     def step(self, kind: str, batch: Any) -> dict[str, Any]:
         """Trains or evaluates on one batch, the same on all tasks; returns its logs.
@@ -75,7 +71,7 @@ class BatchDriver:
             UsageError: tensors of different lengths, or tasks that differ.
         """
         total = _examples(batch)
-        sharding = self.sharding
+        sharding = self._sharding
         sizes = data.ShardSizes.of(total, sharding)
         uneven = sharding.replicas > 1 and (sizes.empty or sizes.uneven)
         parts = tuple(
@@ -84,7 +80,10 @@ class BatchDriver:
         )
         examples = tf.constant(total, tf.int64)
         # Of the whole batch: parts of one task may have the shapes of an earlier call.
-        key = (kind, uneven, str(tf.nest.map_structure(tf.type_spec_from_value, batch)))
+        key = (
+            StepKind(kind, uneven),
+            str(tf.nest.map_structure(tf.type_spec_from_value, batch)),
+        )
         if sharding.workers > 1:
             self._refuse_differences(key, batch)
         with self._step_of(key, parts, examples) as function:
@@ -98,29 +97,30 @@ class BatchDriver:
         return logs
 
     @contextlib.contextmanager
-    def _step_of(self, key: tuple[str, bool, str], *arguments: Any) -> Iterator[Callable[..., Any]]:
+    def _step_of(self, key: tuple[StepKind, str], *arguments: Any) -> Iterator[Callable[..., Any]]:
         """The function of a step, traced, and a context in which the model is placed."""
+        kind = key[0]
         if self._model.run_eagerly:
             with self._driver as driver:
-                yield driver.batch_step(*key[:2])
+                yield driver.batch_step(kind)
             return
         if key not in self._traced:
             with self._driver as driver, blocking_call("tracing"):
-                if key[:2] not in self._functions:
-                    step = driver.batch_step(*key[:2])
-                    self._functions[key[:2]] = new_function(step, reduce_retracing=True)
-                self._functions[key[:2]].get_concrete_function(*arguments)
+                if kind not in self._functions:
+                    step = driver.batch_step(kind)
+                    self._functions[kind] = new_function(step, reduce_retracing=True)
+                self._functions[kind].get_concrete_function(*arguments)
             self._traced.add(key)
         # Variables of one replica stay where they are; copies of several get the values of now.
         copies = self._driver.copies
         placed = placement.placed(self._model, self._strategy, copies, seeds_vary=False)
         with placed if copies else contextlib.nullcontext(), self._driver.lost_peer_named():
-            yield self._functions[key[:2]]
+            yield self._functions[kind]
 
     def _refuse_differences(self, key: tuple[Any, ...], batch: Any) -> None:
         """Raises UsageError on all tasks if a batch, or a variable, is not the same on all."""
         variable = self._variables[self._steps % len(self._variables)]
-        count = self.sharding.workers
+        count = self._sharding.workers
         # Before a trace variables may differ: it sets them to the chief's values.
         traced = key in self._traced
         local = placement.local_copies(self._strategy, variable)[0].read_value() if traced else 0.0

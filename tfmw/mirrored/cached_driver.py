@@ -1,7 +1,7 @@
 """The driver of a call: the previous call's, with its traced steps, while they are valid.
 
     with cached_driver(model, strategy) as driver:
-        driver.test(...)
+        driver.run_steps("test", ...)
 
 Tracing a step takes seconds for a large model, and a loop that evaluates after every epoch would
 trace each time. So a model keeps the driver of its last call, as Keras keeps its functions.
@@ -14,9 +14,8 @@ are other objects. A changed attribute, such as a dropout rate, has no effect be
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -33,60 +32,23 @@ _KEPT = "_self_tfmw_kept"
 _MOST_KEPT = 2  # one for training and one for evaluation, if precision or compression differ
 
 
-@dataclasses.dataclass(frozen=True)
-class _Dependencies:
-    """The objects and settings that traces depend on. References keep ids unique.
+class _CachedDriver(NamedTuple):
+    """A driver, and the objects and settings that its traces depend on.
 
     Attributes:
-        parts: objects that must be the same; a driver with other parts is never valid again.
+        parts: objects that must be the same; with others the driver is never valid again.
+            References keep ids unique.
         settings: of the model and of the call, compared by value.
     """
 
     parts: list[Any]
     settings: list[Any]
-
-    @classmethod
-    def of(
-        cls,
-        model: keras.Model,
-        strategy: tf.distribute.Strategy,
-        compression: str | None,
-    ) -> _Dependencies:
-        layers, variables = models.layers_of(model), placement.all_variables(model)
-        parts = [
-            strategy,
-            ring_of(strategy),
-            membership.reduction_options(strategy),
-            datasets.source_of_seeds(),
-            reduction.nothing(),
-            *models.compiled_parts(model),
-            *layers,
-            *variables,
-            *map(models.native, variables),
-        ]
-        settings = [
-            compression,
-            datasets.is_deterministic(),
-            model.run_eagerly,
-            model.jit_compile,
-            *(layer.dtype_policy.name for layer in layers),
-            *(variable.trainable for variable in variables),
-        ]
-        return cls(parts, settings)
-
-    def same_parts(self, other: _Dependencies) -> bool:
-        ours, others = self.parts, other.parts
-        return len(ours) == len(others) and all(a is b for a, b in zip(ours, others, strict=True))
-
-    def same(self, other: _Dependencies) -> bool:
-        return self.same_parts(other) and self.settings == other.settings
-
-
-@dataclasses.dataclass(frozen=True)
-class _CachedDriver:
-    facts: _Dependencies
     shard_optimizer: Any
     driver: SyncDriver
+
+
+def _same_objects(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 @contextlib.contextmanager
@@ -101,14 +63,33 @@ def cached_driver(
     The arguments are those of `SyncDriver`; without `shard_optimizer` the call updates nothing, and
     a driver of any choice serves.
     """
-    at_begin = _Dependencies.of(model, strategy, compression)
+    layers, variables = models.layers_of(model), placement.all_variables(model)
+    parts = [
+        strategy,
+        ring_of(strategy),
+        membership.reduction_options(strategy),
+        datasets.source_of_seeds(),
+        reduction.nothing(),
+        *models.compiled_parts(model),
+        *layers,
+        *variables,
+        *map(models.native, variables),
+    ]
+    settings = [
+        compression,
+        datasets.is_deterministic(),
+        model.run_eagerly,
+        model.jit_compile,
+        *(layer.dtype_policy.name for layer in layers),
+        *(variable.trainable for variable in variables),
+    ]
     # An invalid driver is freed before the call needs memory.
-    others = [k for k in vars(model).pop(_KEPT, []) if k.facts.same_parts(at_begin)]
+    others = [k for k in vars(model).pop(_KEPT, []) if _same_objects(k.parts, parts)]
     number = next(
         (
             i
             for i, k in enumerate(others)
-            if shard_optimizer in (None, k.shard_optimizer) and k.facts.same(at_begin)
+            if shard_optimizer in (None, k.shard_optimizer) and k.settings == settings
         ),
         None,
     )
@@ -127,5 +108,5 @@ def cached_driver(
     finally:
         vars(model).pop(_KEPT, None)  # of nested calls
     if driver.outlives_placement:
-        kept_drivers = [_CachedDriver(at_begin, shard_optimizer, driver), *others]
+        kept_drivers = [_CachedDriver(parts, settings, shard_optimizer, driver), *others]
         vars(model)[_KEPT] = kept_drivers[:_MOST_KEPT]

@@ -55,7 +55,9 @@ class ReplicaMetrics:
         if self._replicas.count == 1:
             return value
         if all(variable is not v for v in metric_variables(self._model)):
-            return self._assigned_elsewhere(variable, value)
+            if any(variable is v for v in models.state_variables_of(self._model)):
+                return increments.assigned_in_layer(variable, value)
+            return value  # of an optimizer
         how = combination(variable, value)
         if how is None:
             raise UsageError(
@@ -67,13 +69,6 @@ class ReplicaMetrics:
             self._combined[id(variable)] = how
         increments.note_metric_update(variable, value)
         return value
-
-    def _assigned_elsewhere(self, variable: Any, value: Any) -> Any:
-        """The value that a replica assigns to a variable of no metric."""
-        state = models.state_variables_of(self._model)
-        if all(variable is not v for v in state):
-            return value  # of an optimizer
-        return increments.assigned_in_layer(variable, value)
 
     def reset(self) -> None:
         """Sets all metrics to their initial state."""
@@ -156,16 +151,13 @@ class ReplicaMetrics:
 
         In a replica context.
         """
-        replica = tf.distribute.get_replica_context()
         count = self._replicas.count
         how = [self._combined.get(id(v), "sum") for v in variables]
         extremes = [i for i, h in enumerate(how) if h != "sum"]
         spread = list(values)
         for i in extremes:
-            # The sum of arrays that have one row per replica gathers all replicas' values.
-            row = tf.one_hot(replica.replica_id_in_sync_group, count, dtype=tf.float32)
-            row = tf.cast(tf.reshape(row, [-1] + [1] * values[i].shape.rank), values[i].dtype)
-            spread[i] = row * values[i][None]
+            # The sum of these rows has the values of all replicas.
+            spread[i] = self._replicas.own_row(values[i])
         out = self._replicas.sum(spread)
         for i in extremes:
             reduce = tf.reduce_max if how[i] == "max" else tf.reduce_min
@@ -195,7 +187,7 @@ class StepLogs:
     def keep(
         self,
         returned: Any,
-        noted: NotedResults | None,
+        noted: Noted | None,
         local: int,
         weight: losses.ReplicaWeight | None,
     ) -> None:
@@ -217,7 +209,7 @@ class StepLogs:
         if noted is None:
             return
         for name, value in returned.items():
-            metric = noted.metric_of(value)
+            metric = next((metric for result, metric in noted if result is value), None)
             if metric is not None:
                 self.metrics[name] = metric
                 continue
@@ -245,24 +237,17 @@ class StepLogs:
 
 
 _noting = threading.local()
+Noted = list[tuple[Any, Any]]  # (result, metric) while a step is traced
 
 
-class NotedResults(list[tuple[Any, Any]]):
-    """(tensor, metric) pairs: results of metrics while this thread traced a step."""
-
-    @classmethod
-    @contextlib.contextmanager
-    def on_this_thread(cls) -> Iterator[NotedResults]:
-        """Records results of metrics within this context and within `noting_results`."""
-        _noting.now = cls()
-        try:
-            yield _noting.now
-        finally:
-            _noting.now = None
-
-    def metric_of(self, value: Any) -> Any | None:
-        """The metric whose result is `value`, a tensor or a dict of them."""
-        return next((metric for noted, metric in self if noted is value), None)
+@contextlib.contextmanager
+def noted_results() -> Iterator[Noted]:
+    """Records results of metrics of this thread, within `noting_results`."""
+    _noting.now = []
+    try:
+        yield _noting.now
+    finally:
+        _noting.now = None
 
 
 @contextlib.contextmanager

@@ -14,9 +14,8 @@ from tfmw.data import first_rows, gather_rows, map_tensors, step_of
 from tfmw.data.batches import rows_of
 from tfmw.errors import UsageError
 from tfmw.mirrored.collectives.connection import ring_of
-from tfmw.mirrored.replicas import Replicas, new_function
+from tfmw.mirrored.replicas import Replicas, carrier_of, new_function
 from tfmw.mirrored.step_loops import traced_loop
-from tfmw.mirrored.tensors import carrier_of
 from tfmw.runtime.progress import report_alive
 
 Rows = list[list[Any]]  # examples of each step and local replica

@@ -13,6 +13,8 @@ its part of a whole sum, and half as many bytes again travel. Update and slots a
 from __future__ import annotations
 
 import abc
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,12 +22,37 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.keras_compat import placement
-from tfmw.mirrored.collectives.parts import Cuts, Parts
-from tfmw.mirrored.collectives.reduction import Reduction, packs_of
-from tfmw.mirrored.packs import Pack
+from tfmw.mirrored.collectives.all_reduce import Cuts, Parts
+from tfmw.mirrored.collectives.reduction import Reduction, TracedRing
+from tfmw.mirrored.replicas import local_index
 
 PACK = 32 << 20
 """Bytes of weights that TensorFlow gathers at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pack:
+    """Variables whose gradients travel together.
+
+    Attributes:
+        sizes: index of a variable -> its elements, in the order in which they travel.
+        cuts: into a part for each worker.
+        dtype: of all of them.
+    """
+
+    sizes: dict[int, int]
+    cuts: Cuts
+    dtype: tf.DType
+
+    def elements_in(self, part: slice) -> list[tuple[int, slice]]:
+        """(index, elements) of the flattened variables that have some in a part of the pack."""
+        found, start = [], 0
+        for index, size in self.sizes.items():
+            begin, end = max(part.start - start, 0), min(part.stop - start, size)
+            if begin < end:
+                found.append((index, slice(begin, end)))
+            start += size
+        return found
 
 
 class ReduceScatter(Parts):
@@ -34,18 +61,16 @@ class ReduceScatter(Parts):
     Attributes:
         size: number of replicas.
         ranks: of this process's replicas.
+        pack_bytes: of gradients that form a pack.
         whole_sums: whether the first half sends as many bytes as a whole sum.
         of: "workers" or "replicas", in messages.
     """
 
     size: int
     ranks: Sequence[int]
+    pack_bytes: int
     whole_sums: bool
     of: str
-
-    @abc.abstractmethod
-    def packs(self, grads: list[Any]) -> list[list[int]]:
-        """Positions of gradients that form a pack."""
 
     @abc.abstractmethod
     def sums(
@@ -85,8 +110,8 @@ class ReduceScatter(Parts):
 
 def reduce_scatter_of(reduction: Reduction) -> ReduceScatter | None:
     """The reduce-scatter and all-gather transport of `reduction`; None with one replica."""
-    if reduction.ring is not None:
-        return _OverRing(reduction)
+    if reduction.over_ring is not None:
+        return _OverRing(reduction, reduction.over_ring)
     if reduction.strategy.num_replicas_in_sync > 1:
         return _OverTensorFlow(reduction)
     return None
@@ -95,16 +120,13 @@ def reduce_scatter_of(reduction: Reduction) -> ReduceScatter | None:
 class _OverRing(ReduceScatter):
     whole_sums, of = False, "workers"
 
-    def __init__(self, reduction: Reduction):
-        assert reduction.ring is not None
-        self._reduction, self._ring = reduction, reduction.ring
+    def __init__(self, reduction: Reduction, over_ring: TracedRing):
+        self._reduction, self._over_ring, self._ring = reduction, over_ring, over_ring.ring
         self.size, self.ranks = self._ring.size, [self._ring.rank]
+        self.pack_bytes = over_ring.pack_bytes
 
     def part_number(self, rank: int) -> int:
         return self._ring.part_number(rank)
-
-    def packs(self, grads: list[Any]) -> list[list[int]]:
-        return self._reduction.packs(grads)
 
     def sums(
         self, given: dict[int, Any], packs: Sequence[Pack], rank: int
@@ -113,8 +135,10 @@ class _OverRing(ReduceScatter):
         for pack in packs:
             # Without a gradient this time, a variable's place in the pack stays.
             flat = [
-                _flat(given.get(index), size, pack.dtype)
-                for index, size in zip(pack.indices, pack.sizes, strict=True)
+                tf.zeros([size], pack.dtype)
+                if index not in given
+                else tf.reshape(tf.convert_to_tensor(given[index]), [-1])
+                for index, size in pack.sizes.items()
             ]
             total = self._reduction.scattered(
                 flat[0] if len(flat) == 1 else tf.concat(flat, axis=0), pack.cuts
@@ -128,7 +152,7 @@ class _OverRing(ReduceScatter):
         return own, dict(zip(rest, self._reduction(list(rest.values())), strict=True))
 
     def gathered(self, own: tf.Tensor, cuts: Cuts) -> tf.Tensor:
-        return self._reduction.gathered(own, cuts)
+        return self._over_ring.gathered(own, cuts)
 
     def all_gather(self, own: Sequence[np.ndarray], cuts: Cuts, out: np.ndarray) -> None:
         self._ring.all_gather(own[0], cuts, what="slots", out=out)
@@ -139,16 +163,12 @@ class _OverTensorFlow(ReduceScatter):
 
     def __init__(self, reduction: Reduction):
         self._reduction, self._strategy = reduction, reduction.strategy
-        self.size = self._strategy.num_replicas_in_sync
+        self.size, self.pack_bytes = self._strategy.num_replicas_in_sync, PACK
         first = placement.first_local_replica(self._strategy)
         self.ranks = range(first, first + placement.local_replicas(self._strategy))
-        self._exchange: Any = None
 
     def part_number(self, rank: int) -> int:
         return rank
-
-    def packs(self, grads: list[Any]) -> list[list[int]]:
-        return list(packs_of(grads, PACK))
 
     def sums(
         self, given: dict[int, Any], packs: Sequence[Pack], rank: int
@@ -164,10 +184,13 @@ class _OverTensorFlow(ReduceScatter):
         return own, _in_no_pack(totals, packs)
 
     def gathered(self, own: tf.Tensor, cuts: Cuts) -> tf.Tensor:
-        replica = tf.distribute.get_replica_context()
-        total = replica.all_gather(own, axis=0, options=self._reduction.options)
+        total = self._gathered(own)
         total.set_shape([cuts[-1]])
         return total
+
+    def _gathered(self, own: tf.Tensor) -> tf.Tensor:
+        replica = tf.distribute.get_replica_context()
+        return replica.all_gather(own, axis=0, options=self._reduction.options)
 
     def all_gather(self, own: Sequence[np.ndarray], cuts: Cuts, out: np.ndarray) -> None:
         if self.in_one_process:
@@ -177,29 +200,22 @@ class _OverTensorFlow(ReduceScatter):
         sizes = np.diff(cuts)
         length = -(-max(sizes) // 4) * 4
         padded = [np.pad(part, (0, length - len(part))).view(np.float32) for part in own]
-        gathered: np.ndarray = self._gather_between_steps(padded).view(np.uint8)
-        gathered = gathered.reshape(self.size, length)
+        results = self._gather_between_steps([tf.constant(part) for part in padded])
+        first = self._strategy.experimental_local_results(results)[0]
+        gathered = first.numpy().view(np.uint8).reshape(self.size, length)
         for part, size, begin in zip(gathered, sizes, cuts, strict=False):
             out[begin : begin + size] = part[:size]
 
-    def _gather_between_steps(self, own: list[np.ndarray]) -> np.ndarray:
-        if self._exchange is None:
-            self._exchange = self._traced_exchange()
-        results = self._exchange([tf.constant(part) for part in own])
-        return np.asarray(self._strategy.experimental_local_results(results)[0].numpy())
-
-    def _traced_exchange(self) -> Any:
+    @functools.cached_property
+    def _gather_between_steps(self) -> Any:
         def on_replica(own: list[tf.Tensor]) -> tf.Tensor:
-            replica = tf.distribute.get_replica_context()
-            rank = int(tf.get_static_value(replica.replica_id_in_sync_group))
-            value = tf.identity(own[rank - self.ranks[0]])  # on the replica's device
-            return replica.all_gather(value, axis=0, options=self._reduction.options)
+            # On the replica's device.
+            return self._gathered(tf.identity(own[local_index(self._strategy)]))
 
-        spec = [tf.TensorSpec([None], tf.float32)] * len(self.ranks)
         return tf.function(
             lambda own: self._strategy.run(on_replica, args=(own,)),
             autograph=False,
-            input_signature=[spec],
+            input_signature=[[tf.TensorSpec([None], tf.float32)] * len(self.ranks)],
         )
 
 
@@ -212,11 +228,5 @@ def split(flat: tf.Tensor, sizes: list[int]) -> list[tf.Tensor]:
 
 
 def _in_no_pack(values: dict[int, Any], packs: Sequence[Pack]) -> dict[int, Any]:
-    packed = {index for pack in packs for index in pack.indices}
+    packed = {index for pack in packs for index in pack.sizes}
     return {index: value for index, value in values.items() if index not in packed}
-
-
-def _flat(grad: Any, elements: int, dtype: tf.DType) -> tf.Tensor:
-    if grad is None:
-        return tf.zeros([elements], dtype)
-    return tf.reshape(tf.convert_to_tensor(grad), [-1])

@@ -70,16 +70,14 @@ class ReplicaState:
 
         A collective: all workers must call it.
         """
-        count = self._replicas.count
 
         def on_replica() -> list[tf.Tensor]:
-            replica = tf.distribute.get_replica_context()
-            row = tf.one_hot(replica.replica_id_in_sync_group, count, dtype=tf.float64)[:, None]
-            rows = []
-            for variables in self._groups():
-                values = [tf.reshape(tf.cast(v.value, tf.float64), [-1]) for v in variables]
-                rows.append(row * tf.concat([tf.zeros([0], tf.float64), *values], axis=0))
-            return self._replicas.sum(rows) if count > 1 else rows
+            nothing = tf.zeros([0], tf.float64)
+            flat = [
+                [tf.reshape(tf.cast(v.value, tf.float64), [-1]) for v in variables]
+                for variables in self._groups()
+            ]
+            return self._replicas.rows([tf.concat([nothing, *values], axis=0) for values in flat])
 
         def on_all() -> list[tf.Tensor]:
             return [self._replicas.first_result(t) for t in self._replicas.strategy.run(on_replica)]

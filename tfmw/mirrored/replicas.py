@@ -11,7 +11,6 @@ import tensorflow as tf
 from tfmw.cluster.group import Group
 from tfmw.data import Sharding
 from tfmw.keras_compat import models, placement
-from tfmw.mirrored.tensors import in_packs
 from tfmw.runtime.progress import blocking_call
 
 
@@ -48,13 +47,8 @@ class Replicas:
         return self.sharding.local_replicas
 
     def local_index(self) -> int:
-        """The index of the running replica among this process's. In a replica context."""
-        if self.local == 1:
-            return 0
-        replica = tf.distribute.get_replica_context()
-        return (
-            int(tf.get_static_value(replica.replica_id_in_sync_group)) - self.sharding.local.start
-        )
+        """See `local_index`."""
+        return local_index(self.strategy)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Runs a model's function on each local replica; see `tf.distribute.Strategy.run`."""
@@ -64,6 +58,20 @@ class Replicas:
         """Sums over all replicas, one reduction per carrier dtype. In a replica context."""
         return in_packs(values, self._all_reduce)
 
+    def own_row(self, value: tf.Tensor) -> tf.Tensor:
+        """[replicas, ...]: the value in the row of this replica, and zeros in the others.
+
+        The sum over replicas has the values of all. In a replica context.
+        """
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        numbers = tf.reshape(tf.range(self.count), [-1] + [1] * value.shape.rank)
+        return tf.where(numbers == replica, value[None], tf.zeros_like(value)[None])
+
+    def rows(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """[replicas, ...], the values of all replicas, of each value. In a replica context."""
+        rows = [self.own_row(value) for value in values]
+        return self.sum(rows) if self.count > 1 else rows
+
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The values on this process's replicas, of a result of `strategy.run`."""
         results: tuple[Any, ...] = self.strategy.experimental_local_results(value)
@@ -72,6 +80,48 @@ class Replicas:
     def first_result(self, value: Any) -> Any:
         """The value on this process's first replica: for values that are the same on all."""
         return self.local_results(value)[0]
+
+
+def local_index(strategy: tf.distribute.Strategy) -> int:
+    """The index of the running replica among this process's. In a replica context."""
+    if placement.local_replicas(strategy) == 1:
+        return 0
+    replica = tf.distribute.get_replica_context()
+    number = int(tf.get_static_value(replica.replica_id_in_sync_group))
+    return number - placement.first_local_replica(strategy)
+
+
+def carrier_of(dtype: tf.DType) -> tf.DType:
+    """The dtype in which values of `dtype` are sent unchanged: collectives support only a few."""
+    if dtype.is_floating:
+        return tf.float64 if dtype == tf.float64 else tf.float32
+    return tf.int64
+
+
+def in_packs(
+    values: Sequence[tf.Tensor], exchange: Callable[[tf.Tensor], tf.Tensor]
+) -> list[tf.Tensor]:
+    """Calls a collective on one flat tensor per carrier dtype, instead of on each value.
+
+    Args:
+        values: the same shapes and dtypes on all replicas.
+        exchange: a collective, [n] -> [n], such as a sum over replicas.
+
+    Returns:
+        The results in the shapes and dtypes of `values`.
+    """
+    out: list[Any] = [None] * len(values)
+    by_carrier: dict[tf.DType, list[int]] = {}
+    for i, value in enumerate(values):
+        by_carrier.setdefault(carrier_of(value.dtype), []).append(i)
+    for carrier, positions in sorted(by_carrier.items(), key=lambda item: item[0].name):
+        flat = tf.concat([tf.reshape(tf.cast(values[i], carrier), [-1]) for i in positions], axis=0)
+        sizes = [tf.size(values[i]) for i in positions]
+        parts = tf.split(exchange(flat), sizes, num=len(positions))
+        for i, part in zip(positions, parts, strict=True):
+            out[i] = tf.cast(tf.reshape(part, tf.shape(values[i])), values[i].dtype)
+            out[i].set_shape(values[i].shape)
+    return out
 
 
 class Traces:

@@ -19,30 +19,26 @@ between variables.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import logging
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfmw.checkpoint.sharded_backups import SlotParts
 from tfmw.errors import UsageError
 from tfmw.keras_compat import optimizer_part
 from tfmw.keras_compat.freed import copies_of
-from tfmw.keras_compat.fused_update import fuses
 from tfmw.keras_compat.models import native
-from tfmw.keras_compat.optimizer_part import OptimizerPart
 from tfmw.mirrored.assignments import assignments
 from tfmw.mirrored.collectives import reduction as reduction_lib
-from tfmw.mirrored.collectives.parts import even_cuts
 from tfmw.mirrored.collectives.reduction import Reduction
-from tfmw.mirrored.packs import Pack
 from tfmw.mirrored.reduce_scatter import ReduceScatter, reduce_scatter_of, split
-from tfmw.mirrored.slots import forget_slots, gather_slots, slot_parts
+from tfmw.mirrored.replicas import local_index
+from tfmw.mirrored.shard_plan import ShardPlan, divided
 
 logger = logging.getLogger("tfmw")
 
@@ -50,8 +46,6 @@ _UPDATES = "_self_tfmw_updates"  # so called, it does not count as the model's o
 _SHARDED = "sharded over"
 _LAST = "_self_tfmw_last_updates"
 
-# What TensorFlow's collectives gather. Variables of other types are updated on every replica.
-_GATHERED = (tf.float16, tf.float32, tf.float64)
 
 SHARD_OPTIMIZER = "TFMW_SHARD_OPTIMIZER"
 """Environment variable: what "auto" is. "on" is True, "off" is False, "auto" the default."""
@@ -73,24 +67,6 @@ class Slots(enum.Enum):
     """In parts, and a copy of all of them in the chief's optimizer until the next step."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardPlan:
-    """The division of an update among replicas, made while the first step is traced.
-
-    Attributes:
-        packs: variables whose gradients travel together, cut into parts.
-        parts: of this process's replicas.
-    """
-
-    packs: list[Pack]
-    parts: list[OptimizerPart]
-
-    @property
-    def indices(self) -> set[int]:
-        """Of the sharded variables."""
-        return {index for pack in self.packs for index in pack.indices}
-
-
 class ShardedUpdate:
     """How one optimizer updates the weights on each worker.
 
@@ -103,6 +79,8 @@ class ShardedUpdate:
 
     Attributes:
         made: whether any update has been traced.
+        read_between_steps: whether callbacks of this call may look at the optimizer there.
+        weights_stale: whether others than the steps may have assigned to the weights.
     """
 
     def __init__(
@@ -122,10 +100,10 @@ class ShardedUpdate:
         self._index = {id(v): i for i, v in enumerate(self._variables)}
         self._plan: ShardPlan | None = None
         self._slots = Slots.WHOLE
-        self._weights_stale = False  # parts of them are older than the model's
+        self.weights_stale = False
         self.made = False
         self._assigned_in_steps = False
-        self._read_between_steps = False
+        self.read_between_steps = False
         self._refused = self._why_not(eager, compressed)
 
     @property
@@ -136,21 +114,13 @@ class ShardedUpdate:
     @property
     def of_call(self) -> str | None:
         """Why the steps of this call do not shard the update; None if they may."""
-        shares = self._choice is True or not self._read_between_steps
+        shares = self._choice is True or not self.read_between_steps
         return None if shares else "a callback may look at the optimizer between steps"
 
     @property
     def _plan_of_call(self) -> ShardPlan | None:
         """The plan, if the steps of this call follow it."""
         return self._plan if self.reason is None else None
-
-    def begin(self, read_between_steps: bool) -> None:
-        """Before the steps of a call of fit.
-
-        Args:
-            read_between_steps: whether callbacks may look at the optimizer there.
-        """
-        self._read_between_steps = read_between_steps
 
     def _why_not(self, eager: bool, compressed: bool) -> str | None:
         if self._choice is False:
@@ -211,7 +181,7 @@ class ShardedUpdate:
         if plan is None:
             yield self._reduction(grads), variables
             return
-        local = self._local_replica(plan)
+        local = local_index(self._reduction.strategy)
         given = {
             self._index[id(v)]: g for g, v in zip(grads, variables, strict=True) if g is not None
         }
@@ -230,23 +200,15 @@ class ShardedUpdate:
             yield totals, updated
         self._gather_weights(plan, local)
 
-    def _local_replica(self, plan: ShardPlan) -> int:
-        """The index of the running replica in this process. In a replica context."""
-        if len(plan.parts) == 1:
-            return 0
-        replica = tf.distribute.get_replica_context()
-        rank = int(tf.get_static_value(replica.replica_id_in_sync_group))
-        return rank - self._reduce_scatter.ranks[0]
-
     def _in_shape(self, index: int, own: tf.Tensor) -> tf.Tensor:
         """Elements of a variable in its shape, where they are all of them."""
-        whole = own.shape.num_elements() == self._elements(index)
-        return tf.reshape(own, self._variables[index].shape) if whole else own
+        shape = self._variables[index].shape
+        return tf.reshape(own, shape) if own.shape.num_elements() == math.prod(shape) else own
 
     def _refuse_idle(self, plan: ShardPlan, given: dict[int, Any]) -> None:
         """Raises UsageError on all workers where a replica would have nothing to update."""
         for rank in range(self._reduce_scatter.size):
-            own = {index for pack in plan.packs for index, _ in self._elements_of(pack, rank)}
+            own = {index for pack in plan.packs for index, _ in plan.elements_of(pack, rank)}
             if not any(i in own or i not in plan.indices for i in given):
                 raise UsageError(
                     f"{self.optimizer.name!r} updates {len(given)} of {len(self._variables)} "
@@ -277,13 +239,15 @@ class ShardedUpdate:
         part, rank = plan.parts[local], self._reduce_scatter.ranks[local]
         assigned: list[Any] = []
         for pack in plan.packs:
-            own = [part.weight(i) for i, _ in self._elements_of(pack, rank)]
+            own = [part.weight(i) for i, _ in plan.elements_of(pack, rank)]
             flat = tf.concat(own, axis=0) if own else tf.zeros([0], pack.dtype)
             # The memory of the weights before is for the next pack: it must be free by then.
             with tf.control_dependencies(assigned):
                 total = self._reduce_scatter.gathered(own[0] if len(own) == 1 else flat, pack.cuts)
             assigned = []
-            for index, value in zip(pack.indices, split(total, pack.sizes), strict=True):
+            for index, value in zip(
+                pack.sizes, split(total, list(pack.sizes.values())), strict=True
+            ):
                 variable = self._variables[index]
                 update = variable.value.assign(tf.reshape(value, variable.shape))
                 assigned.append(update.op if update is not None else tf.no_op())
@@ -315,42 +279,18 @@ class ShardedUpdate:
 
     def _make_plan(self, grads: list[Any], variables: list[Any]) -> None:
         """Divides the variables, while the first step is traced: the same on all workers."""
-        loads = [0] * self._reduce_scatter.size
-        packs = []
-        for positions in self._reduce_scatter.packs(grads):
-            if not all(self._may_share(grads[p], variables[p]) for p in positions):
-                continue
-            indices = [self._index[id(variables[p])] for p in positions]
-            packs.append(self._pack(indices, loads))
-            for rank in range(self._reduce_scatter.size):
-                part = self._reduce_scatter.part_of(packs[-1].cuts, rank)
-                loads[rank] += part.stop - part.start
+        packs, elements = divided(self.optimizer, self._reduce_scatter, grads, variables)
         clips = optimizer_part.global_clipnorm(self.optimizer) is not None
         if {id(v) for v in variables} != self._index.keys():
             # A replica that updates none of them would not count the update.
             self._refused = "the step updates some of the variables at a time"
         elif clips and any(isinstance(g, tf.IndexedSlices) for g in grads):
             self._refused = "global_clipnorm looks at sparse gradients"
-        elif not all(loads):
+        elif not all(elements):
             self._refused = f"there are fewer variables than {self._reduce_scatter.of}"
         if self.reason is None:
-            plan = ShardPlan(packs, [])
-            self._plan = dataclasses.replace(
-                plan,
-                parts=[
-                    OptimizerPart(self.optimizer, self._own(plan, rank), plan.indices, replica)
-                    for replica, rank in enumerate(self._reduce_scatter.ranks)
-                ],
-            )
+            self._plan = ShardPlan(self.optimizer, self._reduce_scatter, packs)
             self._slots = Slots.TAKEN
-
-    def _own(self, plan: ShardPlan, rank: int) -> dict[int, slice | None]:
-        """Index of a variable -> the elements that a replica updates; None for all of them."""
-        return {
-            index: None if part.stop - part.start == self._elements(index) else part
-            for pack in plan.packs
-            for index, part in self._elements_of(pack, rank)
-        }
 
     def _log(self) -> None:
         """Tells people how the weights are updated, where they chose or might wonder."""
@@ -359,58 +299,7 @@ class ShardedUpdate:
             level = logging.WARNING if self.reason and self._choice is True else logging.INFO
             logger.log(level, "%s updates the weights %s", self.optimizer.name, self.description)
 
-    def _may_share(self, grad: Any, variable: Any) -> bool:
-        return (
-            isinstance(grad, tf.Tensor)
-            and grad.shape.is_fully_defined()
-            and id(variable) in self._index
-            and grad.dtype == self._dtype(self._index[id(variable)])
-            and (grad.dtype in _GATHERED or not self._reduce_scatter.whole_sums)
-            and not variable.overwrite_with_gradient
-        )
-
-    def _pack(self, indices: list[int], loads: list[int]) -> Pack:
-        """Cuts a pack, and adds what each worker gets to `loads`."""
-        compiled = fuses(self.optimizer, self._variables)
-        workers = len(loads)
-        if all(
-            optimizer_part.updated_by_element(self.optimizer, self._variables[i], compiled)
-            for i in indices
-        ):
-            starts = self._starts(indices)
-            cuts = even_cuts(starts[-1], workers)
-        else:
-            # Each variable, large ones first, to the worker with least so far.
-            parts: list[list[int]] = [[] for _ in loads]
-            loads = list(loads)
-            for index in sorted(indices, key=self._elements, reverse=True):
-                worker = int(np.argmin(loads))
-                loads[worker] += self._elements(index)
-                parts[self._reduce_scatter.part_number(worker)].append(index)
-            indices = [index for part in parts for index in part]
-            starts = self._starts(indices)
-            cuts = [starts[sum(map(len, parts[:number]))] for number in range(workers + 1)]
-        return Pack(indices, starts, cuts, self._dtype(indices[0]))
-
-    def _starts(self, indices: list[int]) -> list[int]:
-        starts: list[int] = np.cumsum([0, *map(self._elements, indices)]).tolist()
-        return starts
-
-    def _elements_of(self, pack: Pack, rank: int) -> list[tuple[int, slice]]:
-        """(index, elements) of the variables of a pack that have some in a replica's part."""
-        return pack.elements_in(self._reduce_scatter.part_of(pack.cuts, rank))
-
-    def _elements(self, index: int) -> int:
-        return int(np.prod(self._variables[index].shape))
-
-    def _dtype(self, index: int) -> tf.DType:
-        return tf.as_dtype(self._variables[index].dtype)
-
     # ------------------------------------------------------------ between steps
-
-    def weights_changed(self) -> None:
-        """Others than the steps may have assigned to the weights."""
-        self._weights_stale = True
 
     def before_steps(self) -> bool:
         """Takes this process's parts of the state, where the optimizer has all of it.
@@ -426,16 +315,16 @@ class ShardedUpdate:
         for part in plan.parts:
             if self._slots is Slots.WHOLE:
                 part.take()
-            if self._weights_stale:
+            if self.weights_stale:
                 part.refresh()
-        self._slots, self._weights_stale = Slots.PARTS, False
+        self._slots, self.weights_stale = Slots.PARTS, False
         return emptied
 
     def after_steps(self) -> None:
         """Lets callbacks between steps see the whole state. All workers call it."""
-        if self._read_between_steps:
+        if self.read_between_steps:
             self.restore_whole()
-            self.weights_changed()
+            self.weights_stale = True
 
     def restore_whole(self) -> None:
         """Gives the optimizer the whole state, on all workers. All workers call it."""
@@ -444,8 +333,8 @@ class ShardedUpdate:
         self.forget_copy()
         for part in self._plan.parts:
             part.free_weights()
-        self._gather_slots(self._plan, keep=True, free=True)
-        self._slots, self._weights_stale = Slots.WHOLE, True
+        self._plan.gather_slots(keep=True, free=True)
+        self._slots, self.weights_stale = Slots.WHOLE, True
 
     def restore_alone(self) -> None:
         """The same after an error, where this process has all parts."""
@@ -456,22 +345,19 @@ class ShardedUpdate:
     def copy_to_chief(self) -> None:
         """Gives the chief's optimizer the whole state, until the next step. All workers call it."""
         if self._plan is not None and self._slots in (Slots.TAKEN, Slots.PARTS):
-            self._gather_slots(self._plan, keep=self._reduce_scatter.ranks[0] == 0)
+            self._plan.gather_slots(keep=self._reduce_scatter.ranks[0] == 0)
             self._slots = Slots.COPIED
-
-    def _gather_slots(self, plan: ShardPlan, keep: bool, free: bool = False) -> None:
-        gather_slots(plan.parts, plan.packs, self._reduce_scatter, keep=keep, free=free)
 
     def slot_parts(self) -> SlotParts | None:
         """This process's parts of the slots; None where the optimizer has all of them."""
         if self._plan is None or self._slots is Slots.WHOLE:
             return None
-        return slot_parts(self._plan.parts, self._plan.packs)
+        return self._plan.slot_parts()
 
     def forget_copy(self) -> None:
         """Frees the copy that `copy_to_chief` made."""
         if self._plan is not None and self._slots is Slots.COPIED:
-            forget_slots(self._plan.parts[0], self._plan.packs)
+            self._plan.forget_slots()
             self._slots = Slots.PARTS
 
 
@@ -492,10 +378,10 @@ def sharded_updates(model: Any, updates: list[ShardedUpdate]) -> Iterator[None]:
     outer: list[ShardedUpdate] = vars(model).get(_UPDATES, [])
     for update in outer:  # within another call, by a callback
         update.restore_whole()
-        update.weights_changed()
+        update.weights_stale = True
     for update in updates:
         optimizer_part.refuse_empty(update.optimizer)
-        update.weights_changed()
+        update.weights_stale = True
     vars(model)[_UPDATES] = updates  # past Keras's __setattr__
     try:
         yield

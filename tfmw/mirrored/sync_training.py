@@ -142,7 +142,7 @@ class MirroredTraining:
 
     @property
     def signals(self) -> list[float]:
-        return self.driver.signals
+        return self.driver.results.signals
 
     @property
     def steps_done(self) -> int:
@@ -161,7 +161,7 @@ class MirroredTraining:
         self._every_batch = every_batch
         self._optimizer_is_read = optimizer_read != "never"
         for update in self.driver.updates:
-            update.begin(read_between_steps=optimizer_read == "steps")
+            update.read_between_steps = optimizer_read == "steps"
         self._data.reset()
         one_each = every_batch or tracing.is_wanted()
         self._pace = CallPace(self.group, self.model.steps_per_execution, one_each)
@@ -180,10 +180,10 @@ class MirroredTraining:
             data.restore_orders(feed.get(name))
 
     def reset_metrics(self) -> None:
-        self.driver.reset_metrics()
+        self.driver.results.reset()
 
     def restore_replica_state(self, metrics: Any, averages: Any) -> None:
-        self.driver.restore_replica_state(metrics, averages)
+        self.driver.state.restore(metrics, averages)
 
     def share_changes(self, inside_epoch: bool = False) -> None:
         self.driver.agree_on_weights(inside_epoch)
@@ -203,9 +203,7 @@ class MirroredTraining:
                 return
             on_begin(call.first)
             with self._pace.timed(call.max_steps):
-                steps = self.driver.train(
-                    call.iterator, call.max_steps, call.shard_sizes, self._data.shard.size_known
-                )
+                steps = self.driver.run_steps("train", call, self._data.shard.size_known)
             self._data.advance(steps, call.max_steps)
             if not steps:
                 continue
@@ -282,14 +280,12 @@ def run_evaluation(
     model.stop_evaluating = False
     data.reset()
     callback_list.on_test_begin()
-    driver.reset_metrics()
+    driver.results.reset()
     data.begin_epoch()
     while (call := data.next_call(pace.next_steps())) is not None:
         callback_list.on_test_batch_begin(call.first)
         with pace.timed(call.max_steps):
-            steps = driver.test(
-                call.iterator, call.max_steps, call.shard_sizes, data.shard.size_known
-            )
+            steps = driver.run_steps("test", call, data.shard.size_known)
         data.advance(steps, call.max_steps)
         if steps:
             number = last_batch_number(
@@ -297,7 +293,7 @@ def run_evaluation(
             )
             callback_list.on_test_batch_end(number, metrics())
             if signals is not None:
-                signals.respond(driver.signals)
+                signals.respond(driver.results.signals)
             if every_batch and group.from_chief(lambda: bool(model.stop_evaluating)):
                 break
     else:

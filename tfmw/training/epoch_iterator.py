@@ -3,7 +3,7 @@
     data = EpochIterator(source, group, sharding, steps=None, argument="steps_per_epoch")
     data.begin_epoch()
     while (call := data.next_call(max_steps=10)) is not None:
-        steps = driver.train(call.iterator, call.max_steps, ...)
+        steps = driver.run_steps("train", call)
         data.advance(steps, call.max_steps)
     data.end_epoch()
 

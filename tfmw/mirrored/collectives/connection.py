@@ -12,17 +12,17 @@ from tfmw.cluster.group import Group
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.errors import UsageError
 from tfmw.mirrored.collectives import listener
-from tfmw.mirrored.collectives.hierarchy import HIERARCHY, AnyRing, connect
-from tfmw.mirrored.collectives.ring import RingBroken
+from tfmw.mirrored.collectives.all_reduce import AllReduce, RingBroken
+from tfmw.mirrored.collectives.hierarchy import HIERARCHY, connect
 
 logger = logging.getLogger("tfmw")
 
 # A process joins once, and has one ring.
-_ring: AnyRing | None = None
+_ring: AllReduce | None = None
 _connected_once = False
 
 
-def ring_of(strategy: tf.distribute.Strategy) -> AnyRing | None:
+def ring_of(strategy: tf.distribute.Strategy) -> AllReduce | None:
     """The ring over which `strategy` sums gradients; None if TensorFlow sums them.
 
     For workers of one CPU replica each, unless `init` was called with other collectives. All tasks
@@ -40,14 +40,12 @@ def ring_of(strategy: tf.distribute.Strategy) -> AnyRing | None:
     if not _connected_once:
         _connected_once = True
         _ring = _connect(joined)
-        if _ring is not None:
-            joined.at_failure.append(_ring.close)
     if _ring is not None:
         _ring.timeout_s = joined.options.timeout_seconds
     return _ring
 
 
-def another_ring(strategy: tf.distribute.Strategy) -> AnyRing | None:
+def another_ring(strategy: tf.distribute.Strategy) -> AllReduce | None:
     """A second ring between the same workers, for exchanges during those of the first one.
 
     None if TensorFlow sums their gradients. All tasks must call it; the caller closes the ring.
@@ -55,13 +53,10 @@ def another_ring(strategy: tf.distribute.Strategy) -> AnyRing | None:
     joined = membership.joined()
     if joined is None or ring_of(strategy) is None:
         return None
-    ring = _connect(joined)
-    if ring is not None:
-        joined.at_failure.append(ring.close)
-    return ring
+    return _connect(joined)
 
 
-def _connect(joined: JoinedCluster) -> AnyRing | None:
+def _connect(joined: JoinedCluster) -> AllReduce | None:
     group = Group.of(joined.strategy)
     devices = joined.strategy.extended.worker_devices
     required = joined.collectives == "tfmw"
@@ -75,7 +70,7 @@ def _connect(joined: JoinedCluster) -> AnyRing | None:
     machine = None if os.environ.get(HIERARCHY) == "0" else listener.machine()
     key = membership.training_key(group.from_chief)
     try:
-        return connect(
+        ring = connect(
             group.rank,
             joined.hosts,
             [None if m is None else tuple(m) for m in group.from_all(machine)],
@@ -97,3 +92,5 @@ def _connect(joined: JoinedCluster) -> AnyRing | None:
                 e,
             )
         return None
+    joined.at_failure.append(ring.close)
+    return ring

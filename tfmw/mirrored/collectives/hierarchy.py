@@ -1,7 +1,7 @@
 """The all-reduce of workers on several machines: within each machine first, then between them.
 
     ring = connect(rank, addresses, machines, key, from_all=group.from_all)
-    total = ring.sum(local)         # and so on, as in ring.py
+    total = ring.sum(local)         # and so on, as in all_reduce.py
 
 One ring of all workers sends 2 (N - 1) / N times the bytes of an array over the network of each
 machine, in 2 (N - 1) messages, one after the other. Here the K workers of a machine sum first,
@@ -16,26 +16,23 @@ for bit. Elements are added in another order than in one ring, so the two differ
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import itertools
-import threading
-import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tfmw.mirrored.collectives import ring
-from tfmw.mirrored.collectives.parts import Cuts, OwnPart, even_cuts
-from tfmw.mirrored.collectives.ring import Add, OnExchange, Ring, add_arrays
+from tfmw.mirrored.collectives.all_reduce import Add, AllReduce, Cuts, even_cuts
+from tfmw.mirrored.collectives.ring import Ring
 
 HIERARCHY = "TFMW_HIERARCHY"
 """Variable: with 0, one ring connects all workers, whatever machines they are on."""
 
 
-class HierarchicalRing(OwnPart):
-    """The sum over workers in two levels, with the methods and attributes of `Ring`.
+class HierarchicalRing(AllReduce):
+    """The sum over workers in two levels.
 
     Args:
         machines: the ranks of each machine's workers, as many on each; rank 0 is the first.
@@ -45,54 +42,31 @@ class HierarchicalRing(OwnPart):
     """
 
     def __init__(self, machines: Sequence[Sequence[int]], rank: int, within: Ring, between: Ring):
-        self.rank, self.size = rank, sum(map(len, machines))
-        self._within, self._between = within, between
+        super().__init__(rank, sum(map(len, machines)))
+        self.within = within
+        self._between = between
         self._machines = machines
         self._place = {
             worker: (machine, place)
             for machine, workers in enumerate(machines)
             for place, worker in enumerate(workers)
         }
-        self.exchanges = 0
-        self.counts: collections.Counter[str] = collections.Counter()
-        self.on_exchange: OnExchange | None = None
-        self._one_at_a_time = threading.Lock()
 
     @property
     def broken(self) -> Exception | None:
-        """The error after which no exchange is possible; None before it."""
-        return self._within.broken or self._between.broken
+        return self._broken or self.within.broken or self._between.broken
 
     @property
     def timeout_s(self) -> float | None:
-        """Seconds without a byte after which an exchange fails."""
-        return self._within.timeout_s
+        return self.within.timeout_s
 
     @timeout_s.setter
     def timeout_s(self, seconds: float | None) -> None:
-        self._within.timeout_s = self._between.timeout_s = seconds
-
-    def sum(
-        self,
-        local: np.ndarray,
-        add: Add = add_arrays,
-        what: str = "sum",
-        in_place: bool = False,
-    ) -> np.ndarray:
-        """See `Ring.sum`."""
-        with self._exchange(what):
-            total = local if in_place else local.copy()
-            cuts = even_cuts(len(total), self.size)
-            return self._all_gather(self._reduce_scatter(total, cuts, add, what), cuts, what, total)
-
-    @property
-    def within(self) -> Ring:
-        """The ring of this machine's workers."""
-        return self._within
+        self.within.timeout_s = self._between.timeout_s = seconds
 
     def longest_part(self, elements: int) -> int:
         """The most elements of an array that a worker has in `sum_with`."""
-        cuts = even_cuts(elements, self._within.size)
+        cuts = even_cuts(elements, self.within.size)
         return max(end - begin for begin, end in itertools.pairwise(cuts))
 
     def sum_with(
@@ -106,107 +80,65 @@ class HierarchicalRing(OwnPart):
         Args:
             between: (the ring of one worker of each machine, its part of the machine's sum) -> the
                 sum of these parts over machines, the same on all.
-            local, what: as in `Ring.sum`.
+            local, what: as in `sum`.
         """
         with self._exchange(what):
             total = local.copy()
-            cuts = even_cuts(len(total), self._within.size)
-            own = self._within.reduce_scatter(total, cuts, what=what, in_place=True)
+            cuts = even_cuts(len(total), self.within.size)
+            own = self.within.reduce_scatter(total, cuts, what=what, in_place=True)
             own[...] = between(self._between, own)
-            return self._within.all_gather(own, cuts, what, total)
+            return self.within.all_gather(own, cuts, what, total)
 
     def part_number(self, rank: int) -> int:
         """The part of a sum that a worker has first. Its machine's sum gives it M in a row."""
         machine, place = self._place[rank]
-        first = self._within.part_number(place) * len(self._machines)
+        first = self.within.part_number(place) * len(self._machines)
         return first + self._between.part_number(machine)
 
-    def reduce_scatter(
-        self,
-        local: np.ndarray,
-        cuts: Cuts,
-        add: Add = add_arrays,
-        what: str = "reduce_scatter",
-        in_place: bool = False,
-    ) -> np.ndarray:
-        """See `Ring.reduce_scatter`."""
-        with self._exchange(what):
-            return self._reduce_scatter(local if in_place else local.copy(), cuts, add, what)
-
-    def all_gather(
-        self,
-        own: np.ndarray,
-        cuts: Cuts,
-        what: str = "all_gather",
-        out: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """See `Ring.all_gather`."""
-        with self._exchange(what):
-            total = np.empty(cuts[-1], own.dtype) if out is None else out
-            return self._all_gather(own, cuts, what, total)
-
-    def gather(self, local: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """See `Ring.gather`."""
-        with self._exchange("gather"):
-            arrays = [np.ascontiguousarray(array) for array in local]
-            (rows,) = self._gather([np.array([len(arrays[0])])])
-            # They come by their place in a machine, then by machine.
-            order = np.array(self._machines).T.reshape(-1)
-            starts = np.split(np.arange(rows.sum()), np.cumsum(rows)[:-1])
-            by_rank = np.concatenate([starts[i] for i in np.argsort(order)])
-            return [array[by_rank] for array in self._gather(arrays)]
-
-    def broadcast(
-        self, local: np.ndarray, in_place: bool = False, what: str = "broadcast"
-    ) -> np.ndarray:
-        """See `Ring.broadcast`."""
-        with self._exchange(what):
-            if self._within.rank == 0:
-                local = self._between.broadcast(local, in_place, what)
-            return self._within.broadcast(local, in_place, what)
-
     def close(self) -> None:
-        """See `Ring.close`."""
-        self._within.close()
+        self.within.close()
         self._between.close()
 
-    @contextlib.contextmanager
-    def _exchange(self, what: str) -> Iterator[None]:
-        with self._one_at_a_time:
-            self.counts[what] += 1
-            begin = time.perf_counter()
-            try:
-                yield
-            except Exception:
-                self.close()  # workers that wait at the other level fail, too
-                raise
-            self.exchanges += 1
-            if self.on_exchange is not None:
-                self.on_exchange(what, begin, time.perf_counter())
+    def _shut(self) -> None:
+        self.close()  # workers that wait at the other level fail, too
 
     def _levels(self, cuts: Cuts) -> tuple[Cuts, Cuts]:
         """Cuts of an array within a machine, and of this worker's part of it between machines."""
         machines = len(self._machines)
-        first = self._within.part_number(self._within.rank) * machines
+        first = self.within.part_number(self.within.rank) * machines
         own = cuts[first : first + machines + 1]
         return cuts[::machines], [cut - own[0] for cut in own]
 
-    def _reduce_scatter(self, total: np.ndarray, cuts: Cuts, add: Add, what: str) -> np.ndarray:
-        within, between = self._levels(cuts)
-        of_machine = self._within.reduce_scatter(total, within, add, what, in_place=True)
-        return self._between.reduce_scatter(of_machine, between, add, what, in_place=True)
+    def _sum(self, total: np.ndarray, add: Add) -> np.ndarray:
+        cuts = even_cuts(len(total), self.size)
+        return self._all_gather(self._reduce_scatter(total, cuts, add), cuts, total)
 
-    def _all_gather(self, own: np.ndarray, cuts: Cuts, what: str, total: np.ndarray) -> np.ndarray:
+    def _reduce_scatter(self, total: np.ndarray, cuts: Cuts, add: Add) -> np.ndarray:
         within, between = self._levels(cuts)
-        of_machine = total[self._within.own_part(within)]
-        self._between.all_gather(own, between, what, of_machine)
-        return self._within.all_gather(of_machine, within, what, total)
+        of_machine = self.within.reduce_scatter(total, within, add, self._what, in_place=True)
+        return self._between.reduce_scatter(of_machine, between, add, self._what, in_place=True)
+
+    def _all_gather(self, own: np.ndarray, cuts: Cuts, total: np.ndarray) -> np.ndarray:
+        within, between = self._levels(cuts)
+        of_machine = total[self.within.own_part(within)]
+        self._between.all_gather(own, between, self._what, of_machine)
+        return self.within.all_gather(of_machine, within, self._what, total)
 
     def _gather(self, local: list[np.ndarray]) -> list[np.ndarray]:
-        return self._within.gather(self._between.gather(local))
+        (rows,) = self._by_place([np.array([len(local[0])])])
+        # They come by their place in a machine, then by machine.
+        order = np.array(self._machines).T.reshape(-1)
+        starts = np.split(np.arange(rows.sum()), np.cumsum(rows)[:-1])
+        by_rank = np.concatenate([starts[i] for i in np.argsort(order)])
+        return [array[by_rank] for array in self._by_place(local)]
 
+    def _by_place(self, local: list[np.ndarray]) -> list[np.ndarray]:
+        return self.within.gather(self._between.gather(local))
 
-AnyRing = Ring | HierarchicalRing
+    def _broadcast(self, local: np.ndarray, in_place: bool) -> np.ndarray:
+        if self.within.rank == 0:
+            local = self._between.broadcast(local, in_place, self._what)
+        return self.within.broadcast(local, in_place, self._what)
 
 
 def by_machine(machines: Sequence[Hashable]) -> list[list[int]] | None:
@@ -230,7 +162,7 @@ def connect(
     from_all: Callable[[Any], list[Any]],
     probe_peer: Callable[[int], object] = lambda rank: None,
     timeout_s: float | None = None,
-) -> AnyRing:
+) -> AllReduce:
     """Joins one ring of all workers, or the two levels. All workers must call it.
 
     Args:

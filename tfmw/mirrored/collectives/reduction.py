@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,10 +28,10 @@ import tensorflow as tf
 from tfmw.cluster import membership
 from tfmw.errors import UsageError
 from tfmw.keras_compat.losses import scaled
+from tfmw.keras_compat.row_origins import Origin, row_parts
+from tfmw.mirrored.collectives.all_reduce import Add, AllReduce, Cuts, add_arrays
 from tfmw.mirrored.collectives.connection import ring_of
-from tfmw.mirrored.collectives.hierarchy import AnyRing, HierarchicalRing
-from tfmw.mirrored.collectives.parts import Cuts
-from tfmw.mirrored.collectives.sparse import parts_of, summed
+from tfmw.mirrored.collectives.hierarchy import HierarchicalRing
 from tfmw.precision import COMPRESSIONS
 from tfmw.runtime import recorder
 
@@ -74,35 +75,37 @@ class Reduction:
 
     Attributes:
         strategy: of the replicas.
+        options: TensorFlow's, for its collectives; None for its defaults.
+        over_ring: the exchanges of gradients over tfmw's ring; None where TensorFlow sums them.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, compression: str | None = None):
         self.strategy = strategy
+        self.options = membership.reduction_options(strategy)
+        self.over_ring: TracedRing | None = None
         self._replicas = strategy.num_replicas_in_sync
-        self._options = membership.reduction_options(strategy)
         self._wire = None if compression is None else COMPRESSIONS[compression]
         if compression == "bf16" and self._is_between_gpus:
             raise UsageError(
                 'received gradient_compression="bf16": TensorFlow sums no bfloat16 between GPUs. '
                 'Use "fp16".'
             )
-        self._pack = self._options.bytes_per_pack if self._options is not None else 0
+        self._pack = self.options.bytes_per_pack if self.options is not None else 0
         ring = ring_of(strategy)
-        self._ring = None
         if ring is not None:
             pack = self._pack or max(RING_PACK, ring.size * RING_PACK_OF_WORKER)
-            self._ring = _OverRing(ring, pack)
+            self.over_ring = TracedRing(ring, pack)
 
     def within_machine(self) -> Reduction | None:
         """The sums over this machine's workers only; None where there is one ring of all workers.
 
         Its exchanges are in turn with those of this reduction.
         """
-        if self._ring is None or not isinstance(self._ring.ring, HierarchicalRing):
+        if self.over_ring is None or not isinstance(self.over_ring.ring, HierarchicalRing):
             return None
-        own, over_ring = copy.copy(self), copy.copy(self._ring)
-        over_ring.ring = self._ring.ring.within
-        own._ring, own._replicas = over_ring, over_ring.ring.size
+        own, over_ring = copy.copy(self), copy.copy(self.over_ring)
+        over_ring.ring = self.over_ring.ring.within
+        own.over_ring, own._replicas = over_ring, over_ring.ring.size
         return own
 
     @property
@@ -115,16 +118,7 @@ class Reduction:
     @property
     def broken(self) -> Exception | None:
         """The error after which no gradient can be summed; None before it."""
-        return None if self._ring is None else self._ring.ring.broken
-
-    @property
-    def shapes_may_change(self) -> bool:
-        """Whether sparse gradients may have different numbers of rows in the steps of one call.
-
-        TensorFlow requires the same shape of each gather during a call: "Shape mismatch in the
-        collective instance".
-        """
-        return self._ring is not None
+        return None if self.over_ring is None else self.over_ring.ring.broken
 
     def __call__(self, grads: list[Any]) -> list[Any]:
         """Gradients of this replica -> their sums over all replicas. In a replica context.
@@ -134,13 +128,13 @@ class Reduction:
         """
         if _nothing is not None:
             return scaled(grads, _nothing)
-        parts = [parts_of(grad) for grad in grads]
+        parts = [_parts_of(grad) for grad in grads]
         sent = [self._compressed(part) for own in parts for _, part in own]
-        totals = iter((self._ring or self._by_tensorflow)(sent) if sent else ())
+        totals = iter((self.over_ring or self._by_tensorflow)(sent) if sent else ())
         return [
             None
             if grad is None
-            else summed(
+            else joined_parts(
                 [(origin, _as_type(next(totals), grad.dtype)) for origin, _ in own],
                 self._replicas,
             )
@@ -153,57 +147,36 @@ class Reduction:
         In a replica context. The ring numbers these sums with those of gradients. So if the data of
         one worker ends early, the workers fail instead of waiting for each other.
         """
-        if self._ring is not None:
-            return self._ring.summed(flat, "metrics")
+        if self.over_ring is not None:
+            return self.over_ring.summed(flat, "metrics")
         replica = tf.distribute.get_replica_context()
         return replica.all_reduce(SUM, flat)
 
     def gather(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
-        """The slices of all replicas, one after the other; see `shapes_may_change`.
+        """The slices of all replicas, one after the other. In a replica context.
 
-        In a replica context.
+        TensorFlow requires that they have the same shape in all steps of a call, else it raises
+        "Shape mismatch in the collective instance"; the ring does not.
         """
-        (gathered,) = (self._ring or self._by_tensorflow)([slices])
+        (gathered,) = (self.over_ring or self._by_tensorflow)([slices])
         return gathered
 
-    @property
-    def options(self) -> Any:
-        """TensorFlow's options for collectives; None for its defaults."""
-        return self._options
-
-    # ------------------------------------------------------------ the sum, in two halves
-
-    @property
-    def ring(self) -> AnyRing | None:
-        """The ring that gradients travel over; None where TensorFlow sums them."""
-        return None if self._ring is None else self._ring.ring
-
-    def packs(self, grads: list[Any]) -> list[list[int]]:
-        """Positions of gradients that travel together over the ring, in the order of travel."""
-        given = [i for i, grad in enumerate(grads) if grad is not None]
-        assert self._ring is not None
-        return [[given[i] for i in pack] for pack in self._ring.packs([grads[i] for i in given])]
-
     def scattered(self, flat: tf.Tensor, cuts: Cuts) -> tf.Tensor:
-        """This worker's part of the sum over all workers, as `__call__` sums: [n] -> [m]."""
-        assert self._ring is not None
-        if _nothing is not None:
-            return scaled([flat[self._ring.ring.own_part(cuts)]], _nothing)[0]
-        return _as_type(self._ring.scattered(self._compressed(flat), cuts), flat.dtype)
+        """This worker's part of the sum over all workers, as `__call__` sums: [n] -> [m].
 
-    def gathered(self, own: tf.Tensor, cuts: Cuts) -> tf.Tensor:
-        """The parts of all workers, in order: [m] -> [n]."""
-        assert self._ring is not None
-        return self._ring.gathered(own, cuts)
+        Over the ring only.
+        """
+        assert self.over_ring is not None
+        if _nothing is not None:
+            return scaled([flat[self.over_ring.ring.own_part(cuts)]], _nothing)[0]
+        return _as_type(self.over_ring.scattered(self._compressed(flat), cuts), flat.dtype)
 
     def _by_tensorflow(self, grads: list[Any]) -> list[Any]:
         if self._is_between_gpus:
             grads = [tf.cast(g, tf.float32) if g.dtype == tf.bfloat16 else g for g in grads]
         cut = [self._pieces(grad) for grad in grads]
         replica = tf.distribute.get_replica_context()
-        reduced = iter(
-            replica.all_reduce(SUM, [p for pieces in cut for p in pieces], self._options)
-        )
+        reduced = iter(replica.all_reduce(SUM, [p for pieces in cut for p in pieces], self.options))
         out: list[Any] = []
         for grad, pieces in zip(grads, cut, strict=True):
             sums = [next(reduced) for _ in pieces]
@@ -229,7 +202,7 @@ class Reduction:
         return list(tf.split(tf.reshape(grad, [rows, row]), sizes, axis=0))
 
 
-class _OverRing:
+class TracedRing:
     """Sums gradients over a ring, from within a traced step.
 
     Every exchange is an op that blocks until the neighbours run the same exchange. So exchanges of
@@ -238,9 +211,9 @@ class _OverRing:
     functions too.
     """
 
-    def __init__(self, ring: AnyRing, pack_bytes: int):
-        self.ring: AnyRing = ring
-        self._pack = pack_bytes
+    def __init__(self, ring: AllReduce, pack_bytes: int):
+        self.ring: AllReduce = ring
+        self.pack_bytes = pack_bytes
         with tf.init_scope(), tf.device("cpu:0"):
             self._turn = tf.Variable(0, dtype=tf.int64, trainable=False)
             # Of no shape that TensorFlow knows in advance: it would compute what does not depend on
@@ -251,7 +224,7 @@ class _OverRing:
         """Gradients of this replica -> their sums over all replicas."""
         out: list[Any] = [None] * len(grads)
         row = tf.constant([-1])  # one for all: every op takes time to trace and to compile
-        for pack in self.packs(grads):
+        for pack in packs_of(grads, self.pack_bytes):
             first = grads[pack[0]]
             if isinstance(first, tf.IndexedSlices):
                 out[pack[0]] = self._gathered(first)
@@ -271,39 +244,29 @@ class _OverRing:
                 out[i] = part
         return out
 
-    def packs(self, grads: list[Any]) -> Iterator[list[int]]:
-        """See `packs_of`."""
-        return packs_of(grads, self._pack)
-
     def summed(self, flat: tf.Tensor, what: str = "gradients") -> tf.Tensor:
         """The sum over all workers: [n] -> [n]."""
-        options = _options_for(flat.dtype)
-
-        def exchange(array: np.ndarray) -> None:
-            self.ring.sum(array, what=what, in_place=True, **options)
-
+        add = _add_of(flat.dtype)
+        exchange = functools.partial(self.ring.sum, add=add, what=what, in_place=True)
         total = self._in_memory(exchange, [flat], what)
         total.set_shape(flat.shape)
         return total
 
     def scattered(self, flat: tf.Tensor, cuts: Cuts) -> tf.Tensor:
-        """See `Ring.reduce_scatter`."""
-        options = _options_for(flat.dtype)
-
-        def exchange(array: np.ndarray) -> None:
-            self.ring.reduce_scatter(array, cuts, what="gradients", in_place=True, **options)
-
+        """See `AllReduce.reduce_scatter`."""
+        add = _add_of(flat.dtype)
+        exchange = functools.partial(
+            self.ring.reduce_scatter, cuts=cuts, add=add, what="gradients", in_place=True
+        )
         # Without a copy, as parts begin at aligned bytes.
         return self._in_memory(exchange, [flat])[self.ring.own_part(cuts)]
 
     def gathered(self, own: tf.Tensor, cuts: Cuts) -> tf.Tensor:
-        """See `Ring.all_gather`."""
+        """See `AllReduce.all_gather`."""
 
-        def exchange(array: np.ndarray, own: np.ndarray) -> None:
-            self.ring.all_gather(own, cuts, what="weights", out=array)
+        def exchange(out: np.ndarray, own: np.ndarray) -> None:
+            self.ring.all_gather(own, cuts, "weights", out)
 
-        if tf.executing_eagerly():
-            return tf.constant(self.ring.all_gather(own.numpy(), cuts, what="weights"))
         # Not before its turn: all packs would be in memory at once.
         with tf.device("cpu:0"), tf.control_dependencies([self._turn.read_value(), own]):
             new = tf.raw_ops.Empty(shape=[cuts[-1]], dtype=own.dtype)
@@ -320,7 +283,7 @@ class _OverRing:
         return tf.IndexedSlices(values, indices, grad.dense_shape)
 
     def _in_memory(
-        self, exchange: Callable[..., None], tensors: list[tf.Tensor], what: str = "gradients"
+        self, exchange: Callable[..., object], tensors: list[tf.Tensor], what: str = "gradients"
     ) -> tf.Tensor:
         """Runs `exchange(*arrays)` after the earlier ones; returns what the first array is then.
 
@@ -380,12 +343,13 @@ def packs_of(grads: list[Any], pack_bytes: int) -> Iterator[list[int]]:
     """Positions of the gradients of each pack: neighbours of one dtype, last ones first.
 
     Args:
-        grads: dense tensors or `tf.IndexedSlices`; sparse ones are alone, as are unknown shapes.
+        grads: dense tensors, `tf.IndexedSlices`, or None, which has no place; sparse ones are
+            alone, as are unknown shapes.
         pack_bytes: of a pack of more than one.
     """
     pack: list[int] = []
     room = 0
-    for i in reversed(range(len(grads))):
+    for i in reversed([i for i, grad in enumerate(grads) if grad is not None]):
         alone = isinstance(grads[i], tf.IndexedSlices) or not grads[i].shape.is_fully_defined()
         nbytes = 0 if alone else grads[i].shape.num_elements() * grads[i].dtype.size
         if pack and (alone or nbytes > room or grads[i].dtype != grads[pack[0]].dtype):
@@ -401,8 +365,8 @@ def packs_of(grads: list[Any], pack_bytes: int) -> Iterator[list[int]]:
         yield pack
 
 
-def _options_for(dtype: tf.DType) -> dict[str, Any]:
-    return {"add": _add_16_bits} if dtype.size == 2 else {}
+def _add_of(dtype: tf.DType) -> Add:
+    return _add_16_bits if dtype.size == 2 else add_arrays
 
 
 def _add_16_bits(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
@@ -412,3 +376,55 @@ def _add_16_bits(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
 def _as_type(grad: Any, dtype: tf.DType) -> Any:
     return grad if grad.dtype == dtype else tf.cast(grad, dtype)
+
+
+def _parts_of(grad: Any) -> list[tuple[Origin | None, Any]]:
+    """(origin of its rows, part) of a gradient; a dense one is its only part, None has none."""
+    if grad is None:
+        return []
+    return [*row_parts(grad)] if isinstance(grad, tf.IndexedSlices) else [(None, grad)]
+
+
+def joined_parts(parts: list[tuple[Origin | None, Any]], replicas: int) -> Any:
+    """The gradient of the global batch, the same on all replicas.
+
+    Args:
+        parts: (origin of its rows, part): dense ones summed over replicas, slices of all replicas
+            joined.
+        replicas: number of them.
+    """
+    origin, first = parts[0]
+    if origin is None:
+        return first
+    slices = [_added_up(origin, part, replicas) for origin, part in parts if origin is not None]
+    if len(slices) == 1:
+        return slices[0]
+    return tf.IndexedSlices(
+        tf.concat([part.values for part in slices], 0),
+        tf.concat([part.indices for part in slices], 0),
+        first.dense_shape,
+    )
+
+
+def _added_up(origin: Origin, part: tf.IndexedSlices, replicas: int) -> tf.IndexedSlices:
+    """The rows of one lookup on all replicas, as one process has them."""
+    if origin is Origin.EXAMPLES:
+        return part
+    rows, size = part.indices, tf.size(part.indices)
+    of_one = size // replicas
+    blocks = tf.reshape(rows[: of_one * replicas], [replicas, of_one])
+    equal = tf.logical_and(of_one * replicas == size, tf.reduce_all(blocks == blocks[:1]))
+    distinct, position = tf.unique(rows)
+    number = tf.size(distinct)
+    if origin is Origin.SAME:  # each occurrence for itself, if they can be told apart
+        position = tf.where(equal, tf.range(size) % tf.maximum(of_one, 1), position)
+        number = tf.where(equal, of_one, number)
+    elif origin is Origin.UNKNOWN:
+        alike = tf.logical_and(equal, number == of_one)
+        position = tf.where(alike, position, tf.range(size))
+        number = tf.where(alike, number, size)
+    return tf.IndexedSlices(
+        tf.math.unsorted_segment_sum(part.values, position, number),
+        tf.math.unsorted_segment_max(rows, position, number),
+        part.dense_shape,
+    )

@@ -1,11 +1,7 @@
-"""All-reduce for gradients of workers without GPUs, and a broadcast. Standard library and NumPy.
+"""The ring all-reduce, for gradients of workers without GPUs. Standard library and NumPy.
 
     ring = connect(rank, addresses, key, from_all=group.from_all)
-    total = ring.sum(local)         # float32 [n]: the sum over workers, bit for bit the same on all
-    own = ring.reduce_scatter(local, cuts)  # this worker's part of it, and then
-    total = ring.all_gather(own, cuts)      # all parts, on all
-    rows, = ring.gather([local])    # float32 [sum of n]: all workers' arrays, one after the other
-    first = ring.broadcast(local)   # float32 [n]: the first worker's array
+    total = ring.sum(local)         # and so on, as in all_reduce.py
 
 Each worker sends to the next one and receives from the one before it: 2 (N - 1) messages of a
 1/N-th of the array each (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters
@@ -20,13 +16,11 @@ here, between authenticated workers (listener.py).
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import math
 import select
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,12 +28,16 @@ from typing import Any
 import numpy as np
 
 from tfmw.mirrored.collectives import listener
-from tfmw.mirrored.collectives.parts import Cuts, OwnPart, even_cuts
+from tfmw.mirrored.collectives.all_reduce import (
+    Add,
+    AllReduce,
+    Cuts,
+    RingBroken,
+    add_arrays,
+    even_cuts,
+)
 from tfmw.mirrored.collectives.ring_links import PIECE_BYTES, Receiver, Sender
 from tfmw.runtime import recorder
-
-Add = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]  # (a, b, out)
-OnExchange = Callable[[str, float, float], object]  # (kind, begin, end)
 
 QUIET_S = 5.0  # seconds without a byte after which neighbours are probed
 _MISSES = 2  # probes in a row without a response: a busy worker may miss one
@@ -49,17 +47,7 @@ _HEADER = struct.Struct(
 )  # number of the exchange, number of bytes that follow, kind of exchange
 
 
-class RingBroken(ConnectionError):
-    """A neighbour in the ring is lost, or hangs."""
-
-
-def add_arrays(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Writes the sum of two arrays to a third."""
-    with np.errstate(all="ignore"):  # the optimizer handles infinities
-        np.add(a, b, out=out)
-
-
-class Ring(OwnPart):
+class Ring(AllReduce):
     """The ring all-reduce, as one of its workers.
 
     Args:
@@ -68,16 +56,8 @@ class Ring(OwnPart):
         to_next, from_previous: the links to both neighbours.
         probe_peer: called with the rank of each neighbour after QUIET_S seconds without a byte;
             raises if that worker does not respond. After two failures in a row it is lost.
-        timeout_s: seconds without a byte after which a sum fails; None waits as long as both
-            neighbours respond.
+        timeout_s: see `AllReduce`.
         workers: rank of each in the training, where the ring connects some of its workers.
-
-    Attributes:
-        broken: the error after which no exchange is possible; None before it.
-        exchanges: number of sums, gathers and broadcasts so far.
-        counts: number of exchanges by kind: "gradients", "metrics", "gather", ...
-        on_exchange: called after each with its kind, and its begin and end by
-            `time.perf_counter`; None for nothing.
     """
 
     def __init__(
@@ -90,156 +70,19 @@ class Ring(OwnPart):
         timeout_s: float | None = None,
         workers: Sequence[int] | None = None,
     ):
-        self.rank, self.size = rank, size
+        super().__init__(rank, size)
+        self.timeout_s = timeout_s
         self._workers = range(size) if workers is None else workers
         self._before, self._after = self._workers[rank - 1], self._workers[(rank + 1) % size]
-        self.broken: Exception | None = None
         self._next, self._previous = to_next, from_previous
         self._probe_peer = probe_peer
-        self.timeout_s = timeout_s
-        self._what = b""  # kind of the current exchange, padded to 16 bytes
-        self.exchanges = 0
-        self.counts: collections.Counter[str] = collections.Counter()
-        self.on_exchange: OnExchange | None = None
-        self._one_at_a_time = threading.Lock()
-
-    def sum(
-        self,
-        local: np.ndarray,
-        add: Add = add_arrays,
-        what: str = "sum",
-        in_place: bool = False,
-    ) -> np.ndarray:
-        """The sum of all workers' arrays. All workers make all calls, in the same order.
-
-        Args:
-            local: [n], of the same n and dtype on all workers.
-            add: (a, b, out): writes the sum of two arrays to a third, or to b.
-            what: kind of the exchange, at most 16 bytes; must be the same on all workers.
-            in_place: whether the result is put into `local`; otherwise `local` is not changed.
-
-        Raises:
-            RingBroken: a worker is lost. The ring is closed then.
-            RuntimeError: workers are in different exchanges. The ring is closed then.
-        """
-        with self._exchange(what):
-            total = local if in_place else local.copy()
-            if self.size == 2 and add is add_arrays and 0 < total.nbytes <= PIECE_BYTES:
-                self._swap(total)
-            else:
-                self._turn(total, even_cuts(len(total), self.size), range(2 * self.size - 2), add)
-            return total
 
     def part_number(self, rank: int) -> int:
         """The part of a sum that a worker has first: the one that comes to it last."""
         return (rank + 1) % self.size
 
-    def reduce_scatter(
-        self,
-        local: np.ndarray,
-        cuts: Cuts,
-        add: Add = add_arrays,
-        what: str = "reduce_scatter",
-        in_place: bool = False,
-    ) -> np.ndarray:
-        """This worker's part of the sum of all workers' arrays: the first half of `sum`.
-
-        With `even_cuts` it is bit for bit the same part of what `sum` returns.
-
-        Args:
-            local, add, what: as in `sum`.
-            cuts: where the array is cut into a part for each worker; the same on all.
-            in_place: whether `local` is overwritten: its own part by the result, and the others by
-                other values. Otherwise it is not changed.
-
-        Returns:
-            [m], of the elements `own_part(cuts)`.
-
-        Raises:
-            RingBroken, RuntimeError: as in `sum`.
-        """
-        with self._exchange(what):
-            total = local if in_place else local.copy()
-            self._turn(total, cuts, range(self.size - 1), add)
-            return total[self.own_part(cuts)]
-
-    def all_gather(
-        self,
-        own: np.ndarray,
-        cuts: Cuts,
-        what: str = "all_gather",
-        out: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """The parts of all workers, in order: the second half of `sum`.
-
-        Args:
-            own: [m], of the elements `own_part(cuts)`.
-            cuts, what: as in `reduce_scatter`.
-            out: [n], where the result is put; by default a new array.
-
-        Returns:
-            [n], the same on all workers.
-
-        Raises:
-            RingBroken, RuntimeError: as in `sum`.
-        """
-        with self._exchange(what):
-            total = np.empty(cuts[-1], own.dtype) if out is None else out
-            here = total[self.own_part(cuts)]
-            if here.ctypes.data != own.ctypes.data:
-                here[...] = own
-            self._turn(total, cuts, range(self.size - 1, 2 * (self.size - 1)), add_arrays)
-            return total
-
-    def gather(self, local: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """All workers' arrays, joined along the first axis by rank. All workers must call it.
-
-        Args:
-            local: arrays [rows, ...] with the same number of rows, which may differ between
-                workers.
-
-        Raises:
-            RingBroken, RuntimeError: as in `sum`.
-        """
-        with self._exchange("gather"):
-            return self._gather([np.ascontiguousarray(array) for array in local])
-
-    def broadcast(
-        self, local: np.ndarray, in_place: bool = False, what: str = "broadcast"
-    ) -> np.ndarray:
-        """The first worker's array. All workers must call it.
-
-        Args:
-            local: [n], of the same n and dtype on all workers.
-            in_place: whether the result is put into `local`; otherwise `local` is not changed.
-            what: as in `sum`.
-
-        Raises:
-            RingBroken, RuntimeError: as in `sum`.
-        """
-        with self._exchange(what):
-            return self._broadcast(np.ascontiguousarray(local), in_place)
-
-    @contextlib.contextmanager
-    def _exchange(self, what: str) -> Iterator[None]:
-        with self._one_at_a_time:
-            self.counts[what] += 1
-            self._what = what.encode().ljust(16, b"\0")
-            if self.broken is not None:
-                raise self.broken
-            begin = time.perf_counter()
-            try:
-                yield
-            except Exception as e:
-                self.broken = self.broken or e
-                self._shut()
-                raise
-            if self.on_exchange is not None:
-                self.on_exchange(what, begin, time.perf_counter())
-
     def close(self) -> None:
-        """Closes the links; exchanges of the neighbours fail."""
-        self.broken = self.broken or RingBroken("this worker has closed the ring")
+        self._broken = self._broken or RingBroken("this worker has closed the ring")
         for link in (self._next, self._previous):
             with contextlib.suppress(OSError):
                 link.peer.shutdown(socket.SHUT_RDWR)  # a running sum fails, and closes the links
@@ -250,6 +93,24 @@ class Ring(OwnPart):
     def _shut(self) -> None:
         self._next.peer.close()
         self._previous.peer.close()
+
+    def _sum(self, total: np.ndarray, add: Add) -> np.ndarray:
+        if self.size == 2 and add is add_arrays and 0 < total.nbytes <= PIECE_BYTES:
+            self._swap(total)
+        else:
+            self._turn(total, even_cuts(len(total), self.size), range(2 * self.size - 2), add)
+        return total
+
+    def _reduce_scatter(self, total: np.ndarray, cuts: Cuts, add: Add) -> np.ndarray:
+        self._turn(total, cuts, range(self.size - 1), add)
+        return total[self.own_part(cuts)]
+
+    def _all_gather(self, own: np.ndarray, cuts: Cuts, total: np.ndarray) -> np.ndarray:
+        here = total[self.own_part(cuts)]
+        if here.ctypes.data != own.ctypes.data:
+            here[...] = own
+        self._turn(total, cuts, range(self.size - 1, 2 * (self.size - 1)), add_arrays)
+        return total
 
     def _swap(self, total: np.ndarray) -> None:
         """The sum of two workers: each sends all its values, so that both wait once, not twice.
@@ -339,17 +200,18 @@ class Ring(OwnPart):
         return first
 
     def _header(self, nbytes: int) -> np.ndarray:
-        return np.frombuffer(_HEADER.pack(self.exchanges, nbytes, self._what), np.uint8)
+        header = _HEADER.pack(self.exchanges, nbytes, self._what.encode())
+        return np.frombuffer(header, np.uint8)
 
     def _incoming_bytes(self) -> int:
         """The number of bytes that follow, after checking that both are in the same exchange."""
         header: np.ndarray = np.empty(_HEADER.size, np.uint8)
         self._receive(header)
-        number, nbytes, what = _HEADER.unpack(header.tobytes())
+        number, nbytes, padded = _HEADER.unpack(header.tobytes())
+        what = padded.rstrip(b"\0").decode(errors="replace")
         if (number, what) != (self.exchanges, self._what):
-            remote, local = (w.rstrip(b"\0").decode(errors="replace") for w in (what, self._what))
             raise self._differ(
-                f"exchange {number} ({remote})", f"exchange {self.exchanges} ({local})"
+                f"exchange {number} ({what})", f"exchange {self.exchanges} ({self._what})"
             )
         return int(nbytes)
 
@@ -364,7 +226,6 @@ class Ring(OwnPart):
         while self._next.left:
             if not self._push():
                 self._wait(reading=False)
-        self.exchanges += 1
 
     def _receive(self, into: np.ndarray) -> None:
         """Fills an array with values of the previous worker."""
