@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.keras_compat import models, objects, parameter_servers
+from tfmw.keras_compat import models, objects, optimizers, parameter_servers
 from tfmw.parameter_server.lookups import Fetched, RowTransfer
 from tfmw.parameter_server.updates import ServerUpdates, Update
 from tfmw.parameter_server.variables import ServerPack, ServerVariables, contains
@@ -34,7 +34,7 @@ def taking_gradients(optimizer: Any, take: Callable[[Any, Grads], None]) -> Iter
     def apply(grads: Any, trainable_variables: Any = None) -> None:
         variables = trainable_variables
         if variables is None:
-            variables = parameter_servers.optimized_variables(optimizer)
+            variables = optimizers.variables_of(optimizer)
         dense = [_densified(g, v) for g, v in zip(grads, variables, strict=True)]
         keras_apply(dense, trainable_variables)
 
@@ -108,7 +108,7 @@ class GradientsToServers:
                     update = functools.partial(updates.update_whole, optimizer, shard, variable)
                     yield shard.server, ([part], update)
             elif updates.by_rows_alone(optimizer, variable):
-                decays = parameter_servers.uses_weight_decay(optimizer, variable)
+                decays = optimizers.uses_weight_decay(optimizer, variable)
                 kind = grad.dtype, tuple(variable.shape[1:]), decays
                 together.setdefault(kind, []).append((grad, variable))
             else:

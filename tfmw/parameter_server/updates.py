@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tfmw.keras_compat import models, optimizers, parameter_servers
+from tfmw.keras_compat import models, optimizers
 from tfmw.parameter_server.sharded_gradients import ServerRows
 from tfmw.parameter_server.variables import ServerVariables, contains
 from tfmw.tables import VariableShard
@@ -112,7 +111,8 @@ class ServerUpdates:
 
     def by_rows_alone(self, optimizer: Any, variable: Any) -> bool:
         """Whether an update of a variable changes no rows but those with a gradient."""
-        return contains(variable, self.server_variables.divided) or _updates_rows_alone(optimizer)
+        is_divided = contains(variable, self.server_variables.divided)
+        return is_divided or optimizers.updates_rows_alone(optimizer)
 
 
 def _apply(optimizer: Any, variable: Any, grad: Any, pairs: list[tuple[Any, Any]]) -> None:
@@ -122,8 +122,8 @@ def _apply(optimizer: Any, variable: Any, grad: Any, pairs: list[tuple[Any, Any]
         pairs: (Keras variable or slot, what holds its values or rows here); `variable` first.
     """
     with models.substituted(pairs):
-        rate = parameter_servers.current_learning_rate(optimizer)
-        if parameter_servers.uses_weight_decay(optimizer, variable):
+        rate = optimizers.current_learning_rate(optimizer)
+        if optimizers.uses_weight_decay(optimizer, variable):
             values = pairs[0][1]
             decay = tf.cast(optimizer.weight_decay, values.dtype)
             values.assign_sub(tf.convert_to_tensor(values) * decay * tf.cast(rate, values.dtype))
@@ -151,10 +151,3 @@ class ReadOnlyScalar:
 
     def assign(self, value: Any) -> None:
         """Ignores Keras's own count of the step; see `ServerUpdates.run`."""
-
-
-def _updates_rows_alone(optimizer: Any) -> bool:
-    """Whether Keras's own dense update leaves rows without a gradient as they are."""
-    if type(optimizer) is keras.optimizers.SGD:
-        return not optimizer.momentum
-    return type(optimizer) is keras.optimizers.Adagrad and not optimizer.weight_decay

@@ -34,8 +34,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.errors import UsageError
-from tfmw.keras_compat import models, parameter_servers, placement, table_variables
-from tfmw.keras_compat.optimizers import optimizer_variables, optimizers_of, with_inner_optimizers
+from tfmw.keras_compat import models, placement, table_variables
+from tfmw.keras_compat.optimizers import (
+    optimizer_slots,
+    optimizers_of,
+    variables_of,
+    with_inner_optimizers,
+)
 from tfmw.layers import HashTableEmbedding
 from tfmw.tables import (
     BLOCK_BYTES,
@@ -128,7 +133,7 @@ class ServerVariables:
                     "strategy.scope(), so that only the servers have them",
                     variable.path,
                 )
-        self._slots = {id(o): parameter_servers.optimizer_slots(o) for o in self.optimizers}
+        self._slots = {id(o): optimizer_slots(o) for o in self.optimizers}
         self._load = [0] * servers
         self._shards: dict[int, list[VariableShard]] = {}
         # Large variables first, so that small ones even out the load. Tables are there already.
@@ -139,7 +144,7 @@ class ServerVariables:
         self.scalars: list[tuple[Any, list[tf.Variable]]] = []
         for optimizer in self.optimizers:
             slots = {id(s) for of in self._slots[id(optimizer)] for s in of}
-            for variable in optimizer_variables(optimizer):
+            for variable in optimizer.variables:
                 if id(variable) not in slots:
                     copies = [self._create(variable, s) for s in range(servers)]
                     self.scalars.append((variable, copies))
@@ -228,8 +233,7 @@ class ServerVariables:
     def slots_of(self, variable: Any) -> list[Any]:
         """The optimizer's slots (Keras variables) of one trainable variable."""
         for optimizer in self.optimizers:
-            known = parameter_servers.optimized_variables(optimizer)
-            for index, other in enumerate(known):
+            for index, other in enumerate(variables_of(optimizer)):
                 if other is variable:
                     return self._slots[id(optimizer)][index]
         return []
@@ -288,7 +292,7 @@ class ServerVariables:
                         if not is_table(slot):
                             _fetch(shard.slots[id(slot)], slot, shard)
         for variable, copies in self.scalars:
-            is_counted = parameter_servers.is_iterations(variable, self.optimizers)
+            is_counted = any(variable is o.iterations for o in self.optimizers)
             if is_counted or contains(variable, self._steps):
                 models.native(variable).assign(copies[self.home].read_value())
                 self._sent[id(variable)] = variable.numpy()

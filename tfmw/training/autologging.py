@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmw.keras_compat import wrapped_fit
+from tfmw.keras_compat import model_methods
 from tfmw.training.arguments import FitArguments
 
 
@@ -31,7 +31,7 @@ def autologged(
         train: trains with the arguments that the wrappers pass on.
         is_chief: whether this task is the one that logs.
     """
-    if not is_chief or not isinstance(model, keras.Model) or not wrapped_fit.is_wrapped():
+    if not is_chief or not isinstance(model, keras.Model) or not model_methods.is_wrapped():
         return train(arguments)
     result: Any = None
 
@@ -42,12 +42,12 @@ def autologged(
 
     given = {
         name: getattr(arguments, name)
-        for name, parameter in wrapped_fit.parameters().items()
+        for name, parameter in model_methods.fit_parameters().items()
         if not _is(getattr(arguments, name), parameter.default)
     }
     if "callbacks" in given:
         given["callbacks"] = tf.nest.flatten(given["callbacks"])
-    wrapped_fit.run_wrapped(model, given, instead)
+    model_methods.run_wrapped(model, given, instead)
     return result
 
 
