@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.keras_compat.dataflow.elementwise import BINARY
+from tfmw.keras_compat.dataflow.arithmetic import BINARY
 from tfmw.keras_compat.dataflow.flow import Flow
 
 _TFMW = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
