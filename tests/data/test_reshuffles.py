@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfmw.data.reshuffles import small_of
 from tfmw.keras_compat import datasets, rebuilding
-from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
+from tfmw.keras_compat.shuffles import ShuffleSeeds
 
 LENGTH, BUFFER = 2000, 500
 

@@ -17,8 +17,7 @@ from tfmw import data
 from tfmw.data import seek as seek_module
 from tfmw.data.seek import seek
 from tfmw.keras_compat import datasets
-from tfmw.keras_compat.shuffle_order import ShuffleOrder, is_known, pair_of_pass
-from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
+from tfmw.keras_compat.shuffles import ShuffleOrder, ShuffleSeeds, has_known_order, pair_of_pass
 
 N = 23
 
@@ -265,7 +264,7 @@ def test_no_element_before_the_position_is_read(size: int) -> None:
     ("length", "buffer_size"), [(1000, 7), (1000, 999), (1000, 2000), (40, 1), (200_000, 30)]
 )
 def test_orders_are_those_of_tensorflow(length: int, buffer_size: int) -> None:
-    assert is_known()
+    assert has_known_order()
     shuffle = datasets.shuffled(tf.data.Dataset.range(length), buffer_size, [5, 2**33], True)
     for number in range(2):
         theirs = next(shuffle.batch(length).as_numpy_iterator())

@@ -20,7 +20,7 @@ from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
 from tfmw.engines import pickling
 from tfmw.errors import UsageError
 from tfmw.keras_compat import models
-from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
+from tfmw.keras_compat.shuffles import ShuffleSeeds
 from tfmw.launcher import call
 
 X = np.random.default_rng(0).normal(size=(203, 12)).astype("float32")

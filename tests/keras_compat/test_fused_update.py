@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 from tfmw.errors import UsageError
-from tfmw.keras_compat import fused_update, optimizers
-from tfmw.keras_compat.fused_update import FUSED_UPDATE, MIN_BYTES, fuses
+from tfmw.keras_compat import local_updates, optimizers
+from tfmw.keras_compat.local_updates import FUSED_UPDATE, MIN_BYTES, fuses
 
 o = keras.optimizers
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -60,7 +60,7 @@ def updated(make: Callable[[], Any], monkeypatch: Any, choice: str) -> tuple[lis
         traced.add("update" if any(name.startswith("update") for name in names) else "plain")
         update_step(*args, **kwargs)
 
-    inner = optimizers.inner_optimizer(optimizer) or optimizer
+    inner = list(optimizers.with_inner_optimizers(optimizer))[-1]
     update_step, inner.update_step = inner.update_step, noted
 
     @tf.function(autograph=False)
@@ -68,7 +68,7 @@ def updated(make: Callable[[], Any], monkeypatch: Any, choice: str) -> tuple[lis
         parts = tf.split(flat, [int(np.prod(s)) for s in SHAPES])
         optimizer.apply([tf.reshape(p, s) for p, s in zip(parts, SHAPES, strict=True)], weights)
 
-    with fused_update.fused_update(optimizer, weights):
+    with local_updates.fused_update(optimizer, weights):
         for flat in gradients:
             step(tf.constant(flat))
     return [np.asarray(v.value) for v in [*weights, *optimizer.variables]], traced
@@ -97,7 +97,7 @@ def test_rows_of_sparse_gradients_are_updated_op_by_op(monkeypatch: pytest.Monke
         gradient = tf.IndexedSlices(tf.ones([tf.size(rows), 2]), rows, tf.constant([10, 2]))
         optimizer.apply([gradient], [table])
 
-    with fused_update.fused_update(optimizer, [table]):
+    with local_updates.fused_update(optimizer, [table]):
         step(tf.constant([3, 4]))
     assert np.flatnonzero(np.asarray(table.value)[:, 0] == 0).tolist() == [3, 4]
 
@@ -106,19 +106,22 @@ class Own(keras.optimizers.SGD):
     """A user's class."""
 
 
-def test_which_updates_are_compiled() -> None:
+def test_which_updates_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     small = [keras.Variable(np.zeros(3, "float32"))]
     large = [keras.Variable(np.zeros(MIN_BYTES // 4, "float32"))]
     adam, own = keras.optimizers.Adam(), Own()
     assert fuses(adam, large)
     assert not fuses(adam, small)
-    assert fuses(adam, small, "on")
-    assert not fuses(adam, large, "off")
     assert not fuses(own, large)
     assert not fuses(keras.optimizers.LossScaleOptimizer(own), large)
     assert not fuses(adam, [])
+    monkeypatch.setenv(FUSED_UPDATE, "on")
+    assert fuses(adam, small)
+    monkeypatch.setenv(FUSED_UPDATE, "off")
+    assert not fuses(adam, large)
 
 
-def test_an_unknown_choice_is_refused() -> None:
+def test_an_unknown_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FUSED_UPDATE, "yes")
     with pytest.raises(UsageError, match="TFMW_FUSED_UPDATE is 'yes': expected auto, on or off"):
-        fuses(keras.optimizers.Adam(), [], "yes")
+        fuses(keras.optimizers.Adam(), [])

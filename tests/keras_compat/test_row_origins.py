@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
+from tfmw.keras_compat.local_updates import replica_local_updates
 from tfmw.keras_compat.losses import ReplicaWeight, weighting_losses
-from tfmw.keras_compat.optimizers import replica_local_updates
 from tfmw.keras_compat.row_origins import Origin, joined, row_parts
 from tfmw.mirrored.collectives.reduction import joined_parts
 

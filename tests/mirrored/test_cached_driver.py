@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
-from tfmw.keras_compat import serialization
+from tfmw.keras_compat import objects
 from tfmw.mirrored import cached_driver
 
 X: Any = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
@@ -198,7 +198,7 @@ def test_cached_driver_is_not_pickled():
     model = made()
     fit(model)
     assert cached_driver._KEPT in vars(model)
-    assert cached_driver._KEPT not in serialization.saveable_state(model)
+    assert cached_driver._KEPT not in objects.saveable_state(model)
 
 
 class OwnStep(keras.Model):

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.cases import cases, chosen
 from tests.helpers.cluster import ONE_THREAD, run_cluster
 from tfmw.errors import UsageError
-from tfmw.keras_compat import optimizer_part
+from tfmw.keras_compat import optimizer_part, optimizers
 from tfmw.mirrored.sharded_update import SHARD_OPTIMIZER, ShardedUpdate
 
 o = keras.optimizers
@@ -198,14 +198,14 @@ class OwnStep(keras.optimizers.Adam):
     ],
 )
 def test_who_must_see_all_variables(make: Callable[[], Any], why: str | None) -> None:
-    assert optimizer_part.refuses_parts(_built(make())) == why
+    assert optimizers.refuses_parts(_built(make())) == why
 
 
 def test_who_may_see_elements() -> None:
     free = keras.Variable(np.zeros([3], "f"))
     bound = keras.Variable(np.zeros([3], "f"))
     bound.constraint = keras.constraints.NonNeg()
-    asks = optimizer_part.updated_by_element
+    asks = optimizers.updated_by_element
     assert asks(o.Adam(), free, False)
     assert asks(o.LossScaleOptimizer(o.AdamW()), free, False)
     assert asks(o.RMSprop(), free, True)

@@ -23,8 +23,8 @@ import tensorflow as tf
 import tfmw
 from tests.programs._result import write
 from tests.programs.several_devices import several_devices
-from tfmw.keras_compat import fused_update, losses, models, optimizers
-from tfmw.keras_compat.fused_update import FUSED_UPDATE
+from tfmw.keras_compat import local_updates, losses, models
+from tfmw.keras_compat.local_updates import FUSED_UPDATE
 from tfmw.mirrored import reduce_scatter, sharded_update
 from tfmw.mirrored.collectives import connection, listener, reduction
 from tfmw.mirrored.sharded_update import ShardedUpdate
@@ -110,8 +110,8 @@ def updated(name: str, fused: str, shard: bool) -> dict[str, Any]:
         strategy.run(on_replica)
 
     with (
-        fused_update.fused_update(optimizer, weights),
-        optimizers.replica_local_updates(optimizer, lambda g, v, w: update.reduced(g, v)),
+        local_updates.fused_update(optimizer, weights),
+        local_updates.replica_local_updates(optimizer, lambda g, v, w: update.reduced(g, v)),
     ):
         for grads in gradients:
             traced = step.get_concrete_function(grads)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfmw import data
 from tfmw.cluster.group import Group
-from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
+from tfmw.keras_compat.shuffles import ShuffleSeeds
 from tfmw.training.epoch_iterator import EpochIterator, Position
 
 EXAMPLES = 22

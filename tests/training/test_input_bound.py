@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmw.keras_compat import pipelines
+from tfmw.keras_compat import datasets
 from tfmw.runtime.step_times import StepTimes
 from tfmw.training import input_bound
 from tfmw.training.input_bound import InputBound
@@ -55,14 +55,14 @@ NUMBERS = tf.data.Dataset.range(1000)
     ],
 )
 def test_the_slowest_stage_is_found(dataset: tf.data.Dataset, stage: str) -> None:
-    found = pipelines.slowest_stage(read(dataset))
+    found = datasets.slowest_stage(read(dataset))
     assert found is not None
     assert found[0] == stage
     assert 0.004 < found[1] < 1.0
 
 
 def test_without_a_model_there_is_no_stage() -> None:
-    assert pipelines.slowest_stage(iter([1, 2])) is None
+    assert datasets.slowest_stage(iter([1, 2])) is None
 
 
 BOUND = StepTimes(steps=1000, seconds=20.0, input_s=15.0)

@@ -212,7 +212,7 @@ def _join_parameter_servers(
 
 def _guard_models(cluster: Cluster) -> None:
     """Makes Keras's own `model.fit` raise from now on: it would train in this process only."""
-    from tfmw.keras_compat.guards import guard_models
+    from tfmw.keras_compat.model_methods import guard_models
 
     def refuse() -> None:
         raise UsageError(

@@ -28,7 +28,7 @@ from tfmw.data.values import Order
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets, rebuilding
 from tfmw.keras_compat.file_datasets import file_reader
-from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
+from tfmw.keras_compat.shuffles import ShuffleSeeds
 
 
 def ordered(dataset: tf.data.Dataset, order: Order) -> tuple[tf.data.Dataset, Reshuffles]:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfmw.keras_compat import datasets
 from tfmw.keras_compat.graph import inputs_first
-from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
+from tfmw.keras_compat.shuffles import ShuffleSeeds
 
 if TYPE_CHECKING:
     from tfmw.data.seek import PassStart

@@ -5,7 +5,7 @@
 A position in a pipeline is turned into positions in its sources: `batch` multiplies it, `map` and
 `prefetch` keep it, `repeat` divides it by the length of its input. Sources with an index begin
 there; files of records get one, see `file_records`. The order of a shuffle over such a source is
-computed, see `keras_compat.shuffle_order`. What has no index skips, as far down in the pipeline as
+computed, see `keras_compat.shuffles`. What has no index skips, as far down in the pipeline as
 possible.
 """
 
@@ -27,8 +27,8 @@ from tfmw.data.file_records import FileRecords, Sources
 from tfmw.data.order import ordered
 from tfmw.data.reshuffles import Reshuffles, small_of
 from tfmw.data.values import INFINITE, Order
-from tfmw.keras_compat import datasets, rebuilding, shuffle_order
-from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
+from tfmw.keras_compat import datasets, rebuilding, shuffles
+from tfmw.keras_compat.shuffles import ShuffleSeeds
 
 logger = logging.getLogger("tfmw")
 
@@ -106,7 +106,7 @@ class PassStart:
         seeds = datasets.shuffle_seeds(self.shuffle)
         assert seeds is not None  # as `_computed` has seen
         again = datasets.reshuffles(self.shuffle)
-        return shuffle_order.pair_of_pass(seeds, number or 0, again)
+        return shuffles.pair_of_pass(seeds, number or 0, again)
 
 
 class _Plan:
@@ -259,7 +259,7 @@ class _Plan:
         numbers = None if source.records is None else self._numbers(source.records)
 
         def blocks() -> Iterator[np.ndarray]:
-            order = shuffle_order.ShuffleOrder(buffer_size, length, start.seeds())
+            order = shuffles.ShuffleOrder(buffer_size, length, start.seeds())
             of_pass = None if numbers is None else numbers()
             for block in order.blocks(position):
                 indices = source.indices(block)
@@ -372,7 +372,7 @@ def _order_is_known(shuffle: tf.data.Dataset | None) -> bool:
     seeds = datasets.shuffle_seeds(shuffle)
     if not seeds or not any(seeds) or datasets.buffer_size_of(shuffle) < 1:
         return False
-    return shuffle_order.is_known()
+    return shuffles.has_known_order()
 
 
 def _shuffles_below(dataset: tf.data.Dataset) -> list[tf.data.Dataset] | None:

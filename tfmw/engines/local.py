@@ -38,7 +38,7 @@ from tfmw.engines import agent, pickling, submit
 from tfmw.engines.engine import Engine
 from tfmw.errors import Preempted, UsageError
 from tfmw.keras_compat import datasets, models
-from tfmw.keras_compat.shuffle_seeds import ShuffleSeeds
+from tfmw.keras_compat.shuffles import ShuffleSeeds
 from tfmw.launcher import call
 from tfmw.launcher.output import is_watched
 from tfmw.launcher.run import launch

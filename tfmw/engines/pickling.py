@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from tfmw.errors import UsageError, first_line
-from tfmw.keras_compat import models, optimizers, serialization
+from tfmw.keras_compat import models, objects, optimizers
 from tfmw.launcher import call
 
 # Errors of objects that cannot be pickled; OpError: a layer's lookup table, say.
@@ -68,21 +68,21 @@ def pack(value: Any, large: list[pickle.PickleBuffer] | None = None) -> bytes:
 def settled(model: keras.Model) -> keras.Model:
     """An unpacked model, after rebuilding its optimizers' maps of variables."""
     for optimizer in optimizers.optimizers_of(model):
-        serialization.rebuild_variable_maps(optimizer)
+        optimizers.rebuild_variable_maps(optimizer)
     return model
 
 
 def _reduced(part: Any) -> Any:
     """How to rebuild an object that pickle does not support; None for other objects."""
     if isinstance(part, keras.Variable):
-        return _variable, (type(part), *serialization.variable_state(part))
-    if serialization.is_saveable(part):
-        make = _blank_functional if serialization.is_functional(part) else _blank
-        return make, (type(part),), serialization.saveable_state(part), None, None, _fill
-    if serialization.is_tracked_collection(part):
+        return _variable, (type(part), *objects.variable_state(part))
+    if objects.is_saveable(part):
+        make = _blank_functional if objects.is_functional(part) else _blank
+        return make, (type(part),), objects.saveable_state(part), None, None, _fill
+    if objects.is_tracked_collection(part):
         base = next(b for b in (list, dict, set) if isinstance(part, b))
         return _blank, (type(part),), (vars(part), base(part)), None, None, _fill_collection
-    if (backend := serialization.backend_switch(part)) is not None:
+    if (backend := objects.backend_switch(part)) is not None:
         return type(part), (backend,)
     if isinstance(part, weakref.ReferenceType):
         return weakref.ref, (part(),)
@@ -105,7 +105,7 @@ def _blank_functional(cls: type) -> Any:
     Keras changes the bases of such a class when its first model is created. In a process that has
     only imported the class, that has not happened.
     """
-    serialization.make_functional(cls)
+    objects.make_functional(cls)
     return _blank(cls)
 
 
@@ -128,5 +128,5 @@ def _fill_collection(part: Any, state: tuple[dict[str, Any], Any]) -> None:
 def _variable(cls: type, state: dict[str, Any], value: Any) -> Any:
     variable: Any = object.__new__(cls)
     vars(variable).update(state)
-    models.set_native(variable, serialization.new_native(state, value))
+    models.set_native(variable, objects.new_native(state, value))
     return variable

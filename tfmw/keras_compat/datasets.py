@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from keras.src.trainers.data_adapters import (
     get_data_adapter,
 )
 from keras.src.trainers.data_adapters import tf_dataset_adapter as _tf_dataset_adapter
+from tensorflow.python.data.experimental.ops import iterator_model_ops
 from tensorflow.python.data.ops import (
     batch_op,
     cache_op,
@@ -39,6 +42,8 @@ from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import config as _tf_config
 from tensorflow.python.framework import none_tensor
 from tensorflow.python.ops import gen_dataset_ops, gen_experimental_dataset_ops
+
+from tfmw.keras_compat.objects import overridden
 
 train_validation_split = array_slicing.train_validation_split
 
@@ -211,11 +216,13 @@ def map_function(node: tf.data.Dataset) -> Callable[..., Any]:
 
 def map_graph_nodes(node: tf.data.Dataset) -> list[Any]:
     """NodeDefs of the function of a map, and its like, and of every function that it calls."""
-    graph_def = node._map_func.function.graph.as_graph_def()
-    nodes = list(graph_def.node)
-    for function in graph_def.library.function:
-        nodes.extend(function.node_def)
-    return nodes
+    return list(itertools.chain(*function_bodies(node._map_func)))
+
+
+def function_bodies(wrapper: Any) -> list[Any]:
+    """The NodeDefs of a node's function; then those of each function that it calls."""
+    graph_def = wrapper.function.graph.as_graph_def()
+    return [graph_def.node, *(function.node_def for function in graph_def.library.function)]
 
 
 def is_pure(node: tf.data.Dataset) -> bool:
@@ -251,14 +258,11 @@ def shuffled(
 ) -> tf.data.Dataset:
     """`source.shuffle`, which itself has no arguments for a pair of seeds and a generator."""
     pair = tuple(tf.convert_to_tensor(s, tf.int64) for s in seeds)
-    get_seed, dummy = data_random_seed.get_seed, gen_dataset_ops.dummy_seed_generator
-    data_random_seed.get_seed = lambda seed: pair
+    overrides: list[tuple[Any, str, Any]] = [(data_random_seed, "get_seed", lambda seed: pair)]
     if generator is not None:
-        gen_dataset_ops.dummy_seed_generator = lambda: generator
-    try:
+        overrides.append((gen_dataset_ops, "dummy_seed_generator", lambda: generator))
+    with overridden(overrides):
         return source.shuffle(buffer_size, reshuffle_each_iteration=reshuffle_each_iteration)
-    finally:
-        data_random_seed.get_seed, gen_dataset_ops.dummy_seed_generator = get_seed, dummy
 
 
 def small_shuffle(seeds: Any, reshuffle_each_iteration: bool = True) -> tf.data.Dataset:
@@ -323,15 +327,15 @@ def dataset_functions(dataset: tf.data.Dataset) -> Iterator[tuple[list[Any], lis
     """Yields (NodeDefs, captured eager tensors) for every function of a pipeline's nodes."""
     for node in every_node(dataset):
         for wrapper in node._functions():
-            graph_def = wrapper.function.graph.as_graph_def()
-            bodies = [graph_def.node, *(f.node_def for f in graph_def.library.function)]
             captured = [
                 tensor
                 for tensor in wrapper.function.captured_inputs
                 if tensor.dtype not in (tf.variant, tf.resource) and hasattr(tensor, "numpy")
             ]
-            yield bodies, captured
+            yield function_bodies(wrapper), captured
 
+
+_PASSIVE = frozenset({"Root", "Prefetch", "Model", "Options", "FiniteTake"})  # stages
 
 _NOT_DATA = {
     "_variant_tensor_attr",
@@ -392,12 +396,9 @@ def substituted_global_seed(seed: int | None) -> Iterator[None]:
     traced with other seeds (`source_of_seeds`).
     """
     context = _context.context()
-    before, sequence = context._seed, source_of_seeds()
-    tf.random.set_seed(seed)
-    try:
+    with overridden([(context, "_seed", None), (context, "_rng", None)]):
+        tf.random.set_seed(seed)
         yield
-    finally:
-        context._seed, context._rng = before, sequence
 
 
 def source_of_seeds() -> Any:
@@ -425,19 +426,43 @@ def set_seed_state(state: Mapping[str, Any]) -> None:
         source_of_seeds().setstate(sequence)
 
 
+def slowest_stage(iterator: Any) -> tuple[str, float] | None:
+    """The stage of a pipeline that takes longest.
+
+    Args:
+        iterator: over a dataset, after some elements.
+
+    Returns:
+        (name of tf.data's op without version, such as "Map"; seconds of the stage per element of
+        the dataset, divided by the number of its threads), or None if there is no model.
+    """
+    try:
+        model = iterator_model_ops.get_model_proto(iterator)
+    except (tf.errors.OpError, AttributeError, TypeError, ValueError):
+        return None  # autotuning is off, or an iterator over several devices
+    elements = max(
+        (node.num_elements for node in model.nodes.values() if node.name == "Root"), default=0
+    )
+    if not elements:
+        return None
+    found: dict[str, float] = {}
+    for node in model.nodes.values():
+        name = re.sub(r"(V\d+)?(\(.*)?$", "", node.name)
+        threads = [p.state_value for p in node.parameters if p.name == "parallelism"]
+        if name not in _PASSIVE:
+            seconds = node.processing_time / 1e9 / elements / max([1.0, *threads])
+            found[name] = max(found.get(name, 0.0), seconds)
+    return max(found.items(), key=lambda pair: pair[1], default=None)
+
+
 PRIVATE_NAMES: list[tuple[Any, str]] = [
     (cache_op, "CacheDataset"),
     (from_tensor_slices_op, "_TensorSliceDataset"),
     (from_tensors_op, "_TensorDataset"),
-    (concatenate_op, "_ConcatenateDataset"),
-    (padded_batch_op, "_PaddedBatchDataset"),
-    (range_op, "_RangeDataset"),
-    (shard_op, "_ShardDataset"),
     (gen_dataset_ops, "dummy_seed_generator"),
     (dataset_ops.DatasetV2, "_inputs"),
     (dataset_ops.DatasetV2, "_functions"),
-    (_context.Context, "_set_global_seed"),
     (global_state, "get_global_attribute"),
     (_tf_config, "is_op_determinism_enabled"),
+    (iterator_model_ops, "get_model_proto"),
 ]
-"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

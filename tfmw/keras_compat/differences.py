@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.keras_compat.dataflow.elementwise import BINARY
+from tfmw.keras_compat.dataflow.arithmetic import BINARY
 from tfmw.keras_compat.dataflow.flow import Flow
 
 _TFMW = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -58,20 +58,17 @@ class Differences:
         self.messages: list[str] = []
         self._origins: set[str] = set()  # lines, or operations of libraries
 
-    def note(self, subject: str, flow: Flow) -> bool:
+    def note(self, subject: str, flow: Flow) -> None:
         """Notes a value if replicas' values of it cannot be combined.
 
         Args:
             subject: such as "the loss mse".
             flow: of the value.
-
-        Returns:
-            Whether they can be combined.
         """
         reason = _reason(flow)
         origin = flow.origin
         if reason is None or (origin is None and reason == "unknown"):
-            return reason is None
+            return
         line = None if origin is None else user_line(origin)
         key = line or (subject if origin is None else origin.name)
         if key not in self._origins:
@@ -80,7 +77,6 @@ class Differences:
             shapes = "" if origin is None else " and ".join(str(t.shape) for t in origin.inputs)
             text = _REASONS[reason].format(place=place, shapes=shapes)
             self.messages.append(f"{subject} {text}")
-        return False
 
 
 def _reason(flow: Flow) -> str | None:

@@ -133,16 +133,14 @@ def _file_reader(node: tf.data.Dataset) -> FileReader | None:
     function, found = node._map_func._func, []
 
     def names_of(*element: Any) -> tf.Tensor:
-        found.append(_Piece.of(function(*element)))
-        return tf.constant([""]) if found[-1] is None else found[-1].names
+        found.append(_records_of(function(*element)))
+        return tf.constant([""]) if found[-1] is None else found[-1][0]
 
     node._input_dataset.map(names_of)
-    piece = found[-1]
-    if piece is None:
+    if found[-1] is None:
         return None
-    return FileReader(
-        node, names_of, piece.kind, piece.skip, piece.maps, cycle_length, block_length
-    )
+    _, kind, skip, maps = found[-1]
+    return FileReader(node, names_of, kind, skip, maps, cycle_length, block_length)
 
 
 def _turns(node: tf.data.Dataset) -> tuple[int | None, int]:
@@ -153,56 +151,35 @@ def _turns(node: tf.data.Dataset) -> tuple[int | None, int]:
     return None if cycle_length < 0 else cycle_length, int(tf.get_static_value(node._block_length))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Piece:
-    """The dataset of one element, within the function of an `interleave`."""
+def _records_of(node: Any) -> tuple[tf.Tensor, str, int, list[tf.data.Dataset]] | None:
+    """(names, kind, skip, maps) of the dataset of one element, within the function of a node.
 
-    kind: str
-    names: tf.Tensor
-    skip: int
-    maps: list[tf.data.Dataset]
-
-    @classmethod
-    def of(cls, node: Any) -> _Piece | None:
-        """None for datasets that do more than read records and map them."""
-        skip, maps = 0, []
-        while type(node) not in (*_SEVERAL, *_ONE):
-            if isinstance(node, datasets.Skip):
-                count = tf.get_static_value(node._count)
-                if count is None or count < 0:
-                    return None
-                skip += int(count)
-            elif isinstance(node, datasets.Map):
-                captured = node._map_func.function.captured_inputs
-                # What depends on the element is not known for a record alone.
-                if not datasets.is_pure(node) or not all(hasattr(t, "numpy") for t in captured):
-                    return None
-                maps.append(node)
-            elif not isinstance(node, datasets.Same):
+    None for datasets that do more than read records and map them.
+    """
+    skip, maps = 0, []
+    while type(node) not in (*_SEVERAL, *_ONE):
+        if isinstance(node, datasets.Skip):
+            count = tf.get_static_value(node._count)
+            if count is None or count < 0:
                 return None
-            node = datasets.dataset_input(node)
-        if type(node) in _ONE:
-            names = tf.reshape(node._filenames, [-1])
-            plain = tf.get_static_value(node._compression_type) == b""
-            return cls(_ONE[type(node)], names, skip, maps[::-1]) if plain else None
-        joined, kind = node._impl, _SEVERAL[type(node)]
-        if node._compression_type or not isinstance(joined, _FLAT_MAP):
+            skip += int(count)
+        elif isinstance(node, datasets.Map):
+            captured = node._map_func.function.captured_inputs
+            # What depends on the element is not known for a record alone.
+            if not datasets.is_pure(node) or not all(hasattr(t, "numpy") for t in captured):
+                return None
+            maps.append(node)
+        elif not isinstance(node, (*datasets.Prefetch, *datasets.OptionsNode)):
             return None
-        source = joined._input_dataset
-        if type(source) is not from_tensor_slices_op._TensorSliceDataset:
-            return None
-        return cls(kind, source._tensors[0], skip, maps[::-1])
-
-
-PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (flat_map_op, "_FlatMapDataset"),
-    (from_tensor_slices_op, "_TensorSliceDataset"),
-    (interleave_op, "_InterleaveDataset"),
-    (interleave_op, "_ParallelInterleaveDataset"),
-    (readers, "ParallelInterleaveDataset"),
-    (readers, "_TextLineDataset"),
-    (readers, "_TFRecordDataset"),
-    (readers, "TextLineDatasetV2"),
-    (readers, "TFRecordDatasetV2"),
-]
-"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""
+        node = datasets.dataset_input(node)
+    if type(node) in _ONE:
+        names = tf.reshape(node._filenames, [-1])
+        plain = tf.get_static_value(node._compression_type) == b""
+        return (names, _ONE[type(node)], skip, maps[::-1]) if plain else None
+    joined, kind = node._impl, _SEVERAL[type(node)]
+    if node._compression_type or not isinstance(joined, _FLAT_MAP):
+        return None
+    source = joined._input_dataset
+    if type(source) is not from_tensor_slices_op._TensorSliceDataset:
+        return None
+    return source._tensors[0], kind, skip, maps[::-1]

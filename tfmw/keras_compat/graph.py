@@ -74,14 +74,11 @@ def descendants(tensors: Iterable[tf.Tensor]) -> set[str]:
         tensors: such as the handle of a variable, of which an assignment in the middle of a large
             graph has few: cheaper than `ancestors` of the assigned value.
     """
-    found: set[str] = set()
-    left = [op for tensor in tensors for op in tensor.consumers()]
-    while left:
-        op = left.pop()
-        if op.name not in found:
-            found.add(op.name)
-            left += [user for tensor in op.outputs for user in tensor.consumers()]
-    return found
+
+    def users(tensors: Iterable[tf.Tensor]) -> list[tf.Operation]:
+        return [op for tensor in tensors for op in tensor.consumers()]
+
+    return {op.name for op in inputs_first(users(tensors), lambda op: users(op.outputs))}
 
 
 def is_symbolic(value: Any) -> bool:

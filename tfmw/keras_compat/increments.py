@@ -22,6 +22,7 @@ from tfmw.keras_compat.differences import user_line
 from tfmw.keras_compat.graph import is_symbolic
 from tfmw.keras_compat.losses import ReplicaWeight, current_weight
 from tfmw.keras_compat.metric_variables import combination, increment, leaf_metrics
+from tfmw.keras_compat.objects import overridden
 
 _collecting = threading.local()
 
@@ -88,13 +89,9 @@ def _counted_once(metric: Any) -> Callable[..., Any]:
     update_state = metric.update_state
 
     def wrapper(*arguments: Any, **named: Any) -> Any:
-        before = getattr(_collecting, "updates", None)
         updates: list[tuple[Any, Any]] = []
-        _collecting.updates = updates
-        try:
+        with overridden([(_collecting, "updates", updates)]):
             out = update_state(*arguments, **named)
-        finally:
-            _collecting.updates = before
         weight = current_weight()
         if weight is not None:
             _correct(metric, updates, weight)

@@ -16,6 +16,7 @@ gradients of any other `train_step`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import weakref
@@ -33,7 +34,7 @@ from tfmw.keras_compat.dataflow.flow import FIXED, Flow
 from tfmw.keras_compat.dataflow.walk import Dataflow
 from tfmw.keras_compat.differences import Differences
 from tfmw.keras_compat.graph import is_symbolic
-from tfmw.keras_compat.objects import BaseTrainer, Trainer, backend_module
+from tfmw.keras_compat.objects import BaseTrainer, Trainer, backend_module, overridden
 
 keras_nn = backend_module("nn")
 
@@ -42,6 +43,7 @@ class CannotCompile(Exception):
     """A loss needs sums over all replicas in the middle of the step."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class ReplicaWeight:
     """The weight of one replica in the global batch, while its step is traced.
 
@@ -55,52 +57,45 @@ class ReplicaWeight:
             batch without examples on any replica is the end of the data and updates nothing.
         in_loss: whether the weight is applied to the loss that is differentiated, in
             `optimizer.scale_loss`. If not, it is applied to the gradients.
-        flows: how the tensors of the step follow from the examples of this replica.
-        differences: losses and metrics that replicas cannot combine.
-        loss_weighted: whether the weight was applied to the loss that is differentiated.
-        layer_losses: id of a layer -> the losses that it passed to `add_loss` on this replica.
         sums: values of this replica -> their sums over all replicas. A collective.
         gather: the slices of all replicas, of slices of which each replica has some: values and
             indices concatenated. A collective.
         alone: whether the replica trains on its own: what it would sum over replicas it estimates
             from its own examples.
-        updated_by: int32 []: the examples on the replicas that make the same update.
+        updated_by: int32 []: the examples on the replicas that make the same update; by default
+            `global_examples`.
         coupled: whether the losses of other replicas depend on this one's weights and examples, as
             by a synchronized BatchNormalization.
+        flows: how the tensors of the step follow from the examples of this replica.
+        differences: losses and metrics that replicas cannot combine.
+        loss_name: of the loss whose values Keras reduces now; None outside of a loss.
+        loss_weighted: whether the weight was applied to the loss that is differentiated.
+        layer_losses: id of a layer -> the losses that it passed to `add_loss` on this replica.
         deferred: (gradients, what reduces and applies them), while XLA compiles the step: a
             compiled step cannot contain collectives. None in other steps.
     """
 
-    def __init__(
-        self,
-        examples: tf.Tensor,
-        global_examples: tf.Tensor,
-        *,
-        uneven: bool,
-        size_known: bool,
-        in_loss: bool,
-        sums: Callable[[list[tf.Tensor]], list[tf.Tensor]] | None = None,
-        gather: Callable[[tf.IndexedSlices], tf.IndexedSlices] | None = None,
-        alone: bool = False,
-        updated_by: tf.Tensor | None = None,
-        coupled: bool = False,
-    ):
-        self.alone = alone
-        self.updated_by = global_examples if updated_by is None else updated_by
-        self.coupled = coupled
-        self.examples = examples
-        self.sums = sums
-        self.gather = gather
-        self.global_examples = global_examples
+    examples: tf.Tensor
+    global_examples: tf.Tensor
+    _: dataclasses.KW_ONLY
+    uneven: bool
+    size_known: bool
+    in_loss: bool
+    sums: Callable[[list[tf.Tensor]], list[tf.Tensor]] | None = None
+    gather: Callable[[tf.IndexedSlices], tf.IndexedSlices] | None = None
+    alone: bool = False
+    updated_by: Any = None
+    coupled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.updated_by is None:
+            self.updated_by = self.global_examples
         self.fraction = tf.math.divide_no_nan(
-            tf.cast(examples, tf.float64), tf.cast(global_examples, tf.float64)
+            tf.cast(self.examples, tf.float64), tf.cast(self.global_examples, tf.float64)
         )
-        self.uneven = uneven
-        self.size_known = size_known
-        self.in_loss = in_loss
         self.flows = Dataflow(())
         self.differences = Differences()
-        self._loss_name: str | None = None
+        self.loss_name: str | None = None
         self.loss_weighted = False
         self.layer_losses: dict[int, list[tf.Tensor]] = {}
         self.deferred: list[tuple[list[Any], Callable[[list[Any]], None]]] | None = None
@@ -109,32 +104,16 @@ class ReplicaWeight:
         """Notes the tensors that the step gets, in the graph in which it is traced."""
         self.flows = Dataflow(batch)
 
-    def note(self, subject: str, value: Any) -> bool:
-        """Notes a loss or metric that replicas cannot combine; returns whether they can."""
-        return self.differences.note(subject, self.flows.of(value))
-
-    @contextlib.contextmanager
-    def in_loss_object(self, name: str) -> Iterator[None]:
-        """Values that Keras reduces in this context are those of a loss of this name."""
-        before, self._loss_name = self._loss_name, name
-        try:
-            yield
-        finally:
-            self._loss_name = before
-
-    def note_loss_values(self, values: Any) -> None:
-        """Notes the values of a loss, before they are reduced, if replicas cannot combine them."""
-        if self._loss_name is not None:
-            self.note(f"the loss {self._loss_name}", values)
+    def note(self, subject: str, value: Any) -> None:
+        """Notes a loss or metric, if replicas cannot combine it."""
+        self.differences.note(subject, self.flows.of(value))
 
     @contextlib.contextmanager
     def deferring_gradients(self) -> Iterator[list[Any]]:
         """Collects the gradients of this context in the list that it yields; see `deferred`."""
-        self.deferred = []
-        try:
-            yield self.deferred
-        finally:
-            self.deferred = None
+        deferred: list[Any] = []
+        with overridden([(self, "deferred", deferred)]):
+            yield deferred
 
     def all_sum(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums over replicas; no gradient flows through (normalizers are constants).
@@ -203,7 +182,7 @@ class ReplicaWeight:
         """
         for loss in tf.nest.flatten(target):
             if is_symbolic(loss):
-                self.differences.note("the loss of train_step", self.flows.of(loss))
+                self.note("the loss of train_step", loss)
         added = self._are_added(target)
 
         def estimate(grad: Any) -> Any:
@@ -279,86 +258,59 @@ def current_weight() -> ReplicaWeight | None:
 def weighting_losses(weight: ReplicaWeight | None) -> Iterator[None]:
     """Makes losses that this thread computes in the context follow the rule of this module."""
     _install_hooks()
-    before = current_weight()
-    _traced.weight = weight
-    try:
+    with overridden([(_traced, "weight", weight)]):
         yield
-    finally:
-        _traced.weight = before
 
 
-# The methods of layers that read or write their list of losses.
-_USE_LAYER_LOSSES = ("add_loss", "_get_own_losses", "_clear_losses")
-
-_hooked = False
-
-
+@functools.cache
 def _install_hooks() -> None:
-    """Replaces functions of Keras and `tf.nn` with ones that apply `current_weight()`.
-
-    Without a current weight they call the original functions.
-    """
-    global _hooked
-    if _hooked:
-        return
-    _hooked = True
-    _hook_loss_scaling()
-    _hook_loss_calls()
-    _hook_reductions()
-    _hook_additional_losses()
-    _hook_layers()
-    _hook_metrics()
-    _hook_tf_nn()
-    _hook_gradients()
+    """Replaces functions of Keras and TensorFlow with ones that apply `current_weight()`."""
+    for owner, name, replacement in _HOOKS:
+        setattr(owner, name, _hooked(getattr(owner, name), replacement))
 
 
-def _hook_loss_scaling() -> None:
+def _hooked(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls `replacement(weight, original, ...)` if there is a current weight, else `original`."""
+
+    @functools.wraps(original)
+    def function(*arguments: Any, **named: Any) -> Any:
+        weight = current_weight()
+        if weight is None:
+            return original(*arguments, **named)
+        return replacement(weight, original, *arguments, **named)
+
+    return function
+
+
+# ---------------------------------------------------------------- Keras's losses
+
+
+def _scale(weight: ReplicaWeight, keras_scale: Any, value: Any) -> Any:
     """Replicas are weighted by this module's rule, not by Keras's division by their number."""
-    keras_scale = loss_module.scale_loss_for_distribution
-    keras_unscale = loss_module.unscale_loss_for_distribution
-
-    def scale(value: Any) -> Any:
-        weight = current_weight()
-        if weight is None:
-            return keras_scale(value)
-        return value
-
-    def unscale(value: Any) -> Any:
-        weight = current_weight()
-        if weight is None:
-            return keras_unscale(value)
-        weight.note("the loss", value)
-        return weight.estimate_of_scalar(value)
-
-    loss_module.scale_loss_for_distribution = scale
-    loss_module.unscale_loss_for_distribution = unscale
+    return value
 
 
-def _hook_loss_calls() -> None:
+def _unscale(weight: ReplicaWeight, keras_unscale: Any, value: Any) -> Any:
+    weight.note("the loss", value)
+    return weight.estimate_of_scalar(value)
+
+
+def _call_loss(
+    weight: ReplicaWeight,
+    keras_call: Any,
+    loss: Any,
+    y_true: Any,
+    y_pred: Any,
+    sample_weight: Any = None,
+) -> Any:
     """Notes losses that compare the examples of a batch, and other functions of whole batches."""
-    keras_call = keras.losses.Loss.__call__
-    keras_reduce_weighted = loss_module.reduce_weighted_values
-
-    def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        weight = current_weight()
-        if weight is None:
-            return keras_call(self, y_true, y_pred, sample_weight)
-        if not tf.inside_function():
-            if self not in _traced_alone:
-                with weighting_losses(None):
-                    _traced_alone[self] = _flow_alone(self, y_true, y_pred)
-            weight.differences.note(f"the loss {self.name}", _traced_alone[self])
-        with weight.in_loss_object(self.name):
-            return keras_call(self, y_true, y_pred, sample_weight)
-
-    def reduce_weighted_values(values: Any, *arguments: Any, **options: Any) -> Any:
-        weight = current_weight()
-        if weight is not None:
-            weight.note_loss_values(values)
-        return keras_reduce_weighted(values, *arguments, **options)
-
-    keras.losses.Loss.__call__ = call
-    loss_module.reduce_weighted_values = reduce_weighted_values
+    if not tf.inside_function():
+        if loss not in _traced_alone:
+            with weighting_losses(None):
+                _traced_alone[loss] = _flow_alone(loss, y_true, y_pred)
+        weight.differences.note(f"the loss {loss.name}", _traced_alone[loss])
+    with overridden([(weight, "loss_name", loss.name)]):
+        return keras_call(loss, y_true, y_pred, sample_weight)
 
 
 def _flow_alone(loss: Any, y_true: Any, y_pred: Any) -> Flow:
@@ -377,217 +329,236 @@ def _flow_alone(loss: Any, y_true: Any, y_pred: Any) -> Flow:
     return found[-1]
 
 
-def _hook_reductions() -> None:
-    """Reductions of the values per example, masked or weighted: estimates of the global ones."""
-    keras_apply_mask = loss_module.apply_mask
-    keras_reduce_values = loss_module.reduce_values
-
-    def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
-        # Keras divides by the valid entries of this replica; one process divides by those of
-        # the global batch. Both counts are summed over replicas, and the ratio is corrected.
-        weights = keras_apply_mask(sample_weight, mask, dtype, reduction)
-        weight = current_weight()
-        if weight is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
-            return weights
-        entries = tf.cast(tf.size(mask), tf.float32)
-        valid = tf.reduce_sum(tf.cast(mask, tf.float32))
-        all_entries, all_valid = weight.all_sum([entries, valid])
-        ratio = tf.math.divide_no_nan(all_entries * valid, all_valid * entries)
-        out = weights * tf.cast(ratio, weights.dtype)
-        # Keras has divided by the number of valid entries; the ratio makes it that of the batch.
-        weight.flows.declare(out, weight.flows.of(mask))
-        return out
-
-    def reduce_values(
-        values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"
-    ) -> Any:
-        loss = keras_reduce_values(values, sample_weight, reduction)
-        weight = current_weight()
-        if weight is None or reduction in (None, "none"):
-            return loss
-        if values.shape.rank == 0:
-            return weight.estimate_of_scalar(loss)
-        if reduction == "sum":
-            return weight.estimate_of_sum(loss)
-        if reduction == "mean_with_sample_weight" and sample_weight is not None:
-            precise = tf.float64 if loss.dtype == tf.float64 else tf.float32
-            local = tf.reduce_sum(tf.cast(sample_weight, precise))
-            (everywhere,) = weight.all_sum([local])
-            ratio = tf.math.divide_no_nan(local, everywhere * tf.cast(weight.fraction, precise))
-            return weight.declared(loss * tf.cast(ratio, loss.dtype), values)
-        return weight.declared(loss, values)
-
-    loss_module.apply_mask = apply_mask
-    loss_module.reduce_values = reduce_values
+def _reduce_weighted_values(
+    weight: ReplicaWeight, keras_reduce: Any, values: Any, *arguments: Any, **options: Any
+) -> Any:
+    if weight.loss_name is not None:
+        weight.note(f"the loss {weight.loss_name}", values)
+    return keras_reduce(values, *arguments, **options)
 
 
-def _hook_additional_losses() -> None:
-    """The losses of `add_loss`: of layers, and of the model."""
-    keras_aggregate = Trainer._aggregate_additional_loss
+def _apply_mask(
+    weight: ReplicaWeight,
+    keras_apply_mask: Any,
+    sample_weight: Any,
+    mask: Any,
+    dtype: Any,
+    reduction: Any,
+) -> Any:
+    """Weights of values that are masked: the masks of all replicas are counted.
 
-    def aggregate_additional_loss(self: Any, loss: Any) -> Any:
-        # Keras adds up the losses of add_loss, and of a loss per example all its values.
-        weight = current_weight()
-        if weight is None:
-            return keras_aggregate(self, loss)
-        summed = BaseTrainer._aggregate_additional_loss(self, loss)
-        if weight.per_example(loss):
-            return weight.estimate_of_sum(summed)
-        return weight.estimate_of_scalar(summed)
+    Keras divides by the valid entries of this replica; one process divides by those of the global
+    batch. Both counts are summed over replicas, and the ratio is corrected.
+    """
+    weights = keras_apply_mask(sample_weight, mask, dtype, reduction)
+    if mask is None or reduction not in ("mean", "sum_over_batch_size"):
+        return weights
+    entries = tf.cast(tf.size(mask), tf.float32)
+    valid = tf.reduce_sum(tf.cast(mask, tf.float32))
+    all_entries, all_valid = weight.all_sum([entries, valid])
+    ratio = tf.math.divide_no_nan(all_entries * valid, all_valid * entries)
+    out = weights * tf.cast(ratio, weights.dtype)
+    # Keras has divided by the number of valid entries; the ratio makes it that of the batch.
+    weight.flows.declare(out, weight.flows.of(mask))
+    return out
 
-    Trainer._aggregate_additional_loss = aggregate_additional_loss
+
+def _reduce_values(
+    weight: ReplicaWeight,
+    keras_reduce: Any,
+    values: Any,
+    sample_weight: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+) -> Any:
+    """A reduction of the values per example: an estimate of that of the global batch."""
+    loss = keras_reduce(values, sample_weight, reduction)
+    if reduction in (None, "none"):
+        return loss
+    if values.shape.rank == 0:
+        return weight.estimate_of_scalar(loss)
+    if reduction == "sum":
+        return weight.estimate_of_sum(loss)
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        precise = tf.float64 if loss.dtype == tf.float64 else tf.float32
+        local = tf.reduce_sum(tf.cast(sample_weight, precise))
+        (everywhere,) = weight.all_sum([local])
+        ratio = tf.math.divide_no_nan(local, everywhere * tf.cast(weight.fraction, precise))
+        return weight.declared(loss * tf.cast(ratio, loss.dtype), values)
+    return weight.declared(loss, values)
 
 
-def _hook_layers() -> None:
+# ---------------------------------------------------------------- losses of add_loss
+
+
+def _aggregate_additional_loss(
+    weight: ReplicaWeight, keras_aggregate: Any, trainer: Any, loss: Any
+) -> Any:
+    """Keras adds up the losses of `add_loss`, and of a loss per example all its values."""
+    summed = BaseTrainer._aggregate_additional_loss(trainer, loss)
+    if weight.per_example(loss):
+        return weight.estimate_of_sum(summed)
+    return weight.estimate_of_scalar(summed)
+
+
+def _with_own_losses(
+    weight: ReplicaWeight, keras_method: Any, layer: Any, *arguments: Any, **named: Any
+) -> Any:
     """Separates the losses that layers pass to `add_loss` by replica.
 
     The replicas of one process call the same layers, and are traced in turns. Without this, one
     replica would find the losses of another in `model.losses`.
     """
-
-    def per_replica(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def wrapper(self: Any, *arguments: Any) -> Any:
-            weight = current_weight()
-            if weight is None:
-                return method(self, *arguments)
-            attributes = vars(self)
-            shared = attributes["_losses"]
-            attributes["_losses"] = weight.layer_losses.setdefault(id(self), [])
-            try:
-                return method(self, *arguments)
-            finally:
-                attributes["_losses"] = shared
-
-        return wrapper
-
-    for name in _USE_LAYER_LOSSES:
-        setattr(keras.Layer, name, per_replica(getattr(keras.Layer, name)))
-
-    # What these do with the examples of a replica's part of the batch is documented.
-    for layer in (keras.layers.BatchNormalization, keras.layers.TextVectorization, _ImageLayer):
-        layer.call = _by_example(layer.call)
-    keras_nn.ctc_loss = _by_example(keras_nn.ctc_loss)  # it loops over the examples
+    own = weight.layer_losses.setdefault(id(layer), [])
+    with overridden([(layer, "_losses", own)]):
+        return keras_method(layer, *arguments, **named)
 
 
-def _by_example(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of (anything, a tensor, ...), whose result follows from examples as the tensor."""
-
-    @functools.wraps(function)
-    def wrapper(*arguments: Any, **named: Any) -> Any:
-        out = function(*arguments, **named)
-        weight = current_weight()
-        before = tf.nest.flatten(arguments[1:2], expand_composites=True)
-        if weight is not None and len(before) == 1:
-            weight.flows.declare(out, weight.flows.of(before[0]))
-        return out
-
-    return wrapper
+# ---------------------------------------------------------------- layers and metrics
 
 
-def _hook_metrics() -> None:
-    keras_update_mean = keras.metrics.Mean.update_state
-    keras_update_sum = keras.metrics.Sum.update_state
-
-    def update_mean(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        # A scalar is the mean of a batch, and the batch counts once: each replica counts with
-        # its fraction of the batch.
-        weight = current_weight()
-        if weight is not None and is_symbolic(values):
-            weight.note(f"the metric {self.name}", values)
-        if weight is not None and sample_weight is None:
-            values = tf.convert_to_tensor(values)
-            if values.shape == ():
-                if values.dtype.is_floating:
-                    values = weight.estimate_of_scalar(values)
-                sample_weight = weight.fraction
-        return keras_update_mean(self, values, sample_weight)
-
-    def update_sum(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        # Sums of replicas add up; means of replicas do when weighted by their fractions.
-        weight = current_weight()
-        if weight is not None and weight.reduction_of(values) == "mean":
-            values = values * tf.cast(weight.fraction, values.dtype)
-        return keras_update_sum(self, values, sample_weight)
-
-    keras.metrics.Mean.update_state = update_mean
-    keras.metrics.Sum.update_state = update_sum
+def _by_example(
+    weight: ReplicaWeight, function: Callable[..., Any], *arguments: Any, **named: Any
+) -> Any:
+    """Calls a function of (anything, a tensor, ...) whose result follows from examples as that."""
+    out = function(*arguments, **named)
+    before = tf.nest.flatten(arguments[1:2], expand_composites=True)
+    if len(before) == 1:
+        weight.flows.declare(out, weight.flows.of(before[0]))
+    return out
 
 
-def _hook_tf_nn() -> None:
-    """The two functions that TensorFlow's tutorial on custom training loops uses."""
-    tf_average = tf.nn.compute_average_loss
-    tf_regularization = tf.nn.scale_regularization_loss
+def _moments(weight: ReplicaWeight, keras_moments: Any, layer: Any, inputs: Any, mask: Any) -> Any:
+    """The moments of a synchronized BatchNormalization of masked inputs.
 
-    def compute_average_loss(
-        per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
-    ) -> Any:
-        weight = current_weight()
-        if weight is None:
-            return tf_average(per_example_loss, sample_weight, global_batch_size)
-        if global_batch_size is None or (
-            tf.is_tensor(global_batch_size)
-            and (
-                not is_symbolic(global_batch_size)
-                or weight.flows.of(global_batch_size).kind == "size"
-            )
-        ):
-            # Eager: users pass a size that they know as a Python number.
-            rows = tf.shape(per_example_loss)[0]
-            return tf_average(per_example_loss, sample_weight, rows)
-        return weight.estimate_of_sum(
-            tf_average(per_example_loss, sample_weight, global_batch_size)
+    With a mask, Keras's layer computes the moments of what it finds in its own replica. Here they
+    are those of the valid entries of the global batch, as in one process.
+    """
+    if mask is None or not layer.synchronized:
+        return keras_moments(layer, inputs, mask)
+    valid = tf.cast(tf.expand_dims(mask, -1), tf.bool)
+    valid = tf.broadcast_to(valid, tf.shape(inputs))
+    of_all = tf.distribute.get_replica_context().all_reduce
+    total = tf.distribute.ReduceOp.SUM
+
+    def summed(values: Any) -> Any:
+        return tf.reduce_sum(values, layer._reduction_axes)
+
+    ones = tf.cast(valid, inputs.dtype)
+    count, sums = of_all(total, [summed(ones), summed(tf.where(valid, inputs, 0))])
+    count += keras.config.epsilon()
+    mean = sums / count
+    shape = [1] * inputs.shape.rank
+    shape[layer.axis] = -1
+    apart = tf.where(valid, inputs - tf.reshape(mean, shape), 0)
+    (squares,) = of_all(total, [summed(tf.square(apart))])
+    return mean, squares / count
+
+
+def _update_mean(
+    weight: ReplicaWeight, keras_update: Any, metric: Any, values: Any, sample_weight: Any = None
+) -> Any:
+    """A scalar is the mean of a batch, and the batch counts once: a replica, as its fraction."""
+    if is_symbolic(values):
+        weight.note(f"the metric {metric.name}", values)
+    if sample_weight is None:
+        values = tf.convert_to_tensor(values)
+        if values.shape == ():
+            if values.dtype.is_floating:
+                values = weight.estimate_of_scalar(values)
+            sample_weight = weight.fraction
+    return keras_update(metric, values, sample_weight)
+
+
+def _update_sum(
+    weight: ReplicaWeight, keras_update: Any, metric: Any, values: Any, sample_weight: Any = None
+) -> Any:
+    """Sums of replicas add up; means of replicas do when weighted by their fractions."""
+    if weight.reduction_of(values) == "mean":
+        values = values * tf.cast(weight.fraction, values.dtype)
+    return keras_update(metric, values, sample_weight)
+
+
+# ---------------------------------------------------------------- training loops by hand
+
+
+def _compute_average_loss(
+    weight: ReplicaWeight,
+    tf_average: Any,
+    per_example_loss: Any,
+    sample_weight: Any = None,
+    global_batch_size: Any = None,
+) -> Any:
+    if global_batch_size is None or (
+        tf.is_tensor(global_batch_size)
+        and (
+            not is_symbolic(global_batch_size) or weight.flows.of(global_batch_size).kind == "size"
         )
-
-    def scale_regularization_loss(regularization_loss: Any) -> Any:
-        weight = current_weight()
-        if weight is None:
-            return tf_regularization(regularization_loss)
-        return tf.reduce_sum(regularization_loss)
-
-    for module in (tf.nn, tf.compat.v2.nn, tf.compat.v1.nn):
-        for function in (compute_average_loss, scale_regularization_loss):
-            if hasattr(module, function.__name__):
-                setattr(module, function.__name__, function)
+    ):
+        # Eager: users pass a size that they know as a Python number.
+        rows = tf.shape(per_example_loss)[0]
+        return tf_average(per_example_loss, sample_weight, rows)
+    return weight.estimate_of_sum(tf_average(per_example_loss, sample_weight, global_batch_size))
 
 
-def _hook_gradients() -> None:
+def _scale_regularization_loss(
+    weight: ReplicaWeight, tf_regularization: Any, regularization_loss: Any
+) -> Any:
+    return tf.reduce_sum(regularization_loss)
+
+
+def _gradient(
+    weight: ReplicaWeight,
+    tape_gradient: Any,
+    tape: Any,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    *arguments: Any,
+    **options: Any,
+) -> Any:
     """Gradients with respect to weights are estimates of those of the global loss."""
-    tape_gradient = tf.GradientTape.gradient
+    of_weights = all(hasattr(source, "handle") for source in tf.nest.flatten(sources))
+    if output_gradients is not None or not of_weights:
+        return tape_gradient(tape, target, sources, output_gradients, *arguments, **options)
+    weighted = weight.output_gradients(target)
+    grads = tape_gradient(tape, target, sources, weighted, *arguments, **options)
+    return weight.estimates_of_gradients(target, grads)
 
-    def gradient(
-        self: Any,
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
-        *arguments: Any,
-        **options: Any,
-    ) -> Any:
-        weight = current_weight()
-        of_weights = all(hasattr(source, "handle") for source in tf.nest.flatten(sources))
-        if weight is None or output_gradients is not None or not of_weights:
-            return tape_gradient(self, target, sources, output_gradients, *arguments, **options)
-        weighted = weight.output_gradients(target)
-        grads = tape_gradient(self, target, sources, weighted, *arguments, **options)
-        return weight.estimates_of_gradients(target, grads)
 
-    tf.GradientTape.gradient = gradient
+_HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
+    (loss_module, "scale_loss_for_distribution", _scale),
+    (loss_module, "unscale_loss_for_distribution", _unscale),
+    (loss_module, "apply_mask", _apply_mask),
+    (loss_module, "reduce_values", _reduce_values),
+    (loss_module, "reduce_weighted_values", _reduce_weighted_values),
+    (keras.losses.Loss, "__call__", _call_loss),
+    (Trainer, "_aggregate_additional_loss", _aggregate_additional_loss),
+    # The methods of layers that read or write their list of losses.
+    (keras.Layer, "add_loss", _with_own_losses),
+    (keras.Layer, "_get_own_losses", _with_own_losses),
+    (keras.Layer, "_clear_losses", _with_own_losses),
+    # What these do with the examples of a replica's part of the batch is documented.
+    (keras.layers.BatchNormalization, "call", _by_example),
+    (keras.layers.TextVectorization, "call", _by_example),
+    (_ImageLayer, "call", _by_example),
+    (keras_nn, "ctc_loss", _by_example),  # it loops over the examples
+    (keras.layers.BatchNormalization, "_moments", _moments),
+    (keras.metrics.Mean, "update_state", _update_mean),
+    (keras.metrics.Sum, "update_state", _update_sum),
+    # The two functions that TensorFlow's tutorial on custom training loops uses.
+    (tf.nn, "compute_average_loss", _compute_average_loss),
+    (tf.compat.v1.nn, "compute_average_loss", _compute_average_loss),
+    (tf.compat.v2.nn, "compute_average_loss", _compute_average_loss),
+    (tf.nn, "scale_regularization_loss", _scale_regularization_loss),
+    (tf.compat.v1.nn, "scale_regularization_loss", _scale_regularization_loss),
+    (tf.compat.v2.nn, "scale_regularization_loss", _scale_regularization_loss),
+    (tf.GradientTape, "gradient", _gradient),
+]
+"""(owner, name of a function, what replaces it: see `_hooked`)."""
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (loss_module, "scale_loss_for_distribution"),
-    (loss_module, "unscale_loss_for_distribution"),
-    (loss_module, "apply_mask"),
-    (loss_module, "reduce_values"),
-    (loss_module, "reduce_weighted_values"),
-    (keras_nn, "ctc_loss"),
-    (Trainer, "_aggregate_additional_loss"),
+    *[(owner, name) for owner, name, _ in _HOOKS],
     (BaseTrainer, "_aggregate_additional_loss"),
-    *[(keras.Layer, name) for name in _USE_LAYER_LOSSES],
-    (keras.metrics.Mean, "update_state"),
-    (keras.metrics.Sum, "update_state"),
     (keras.optimizers.Optimizer, "scale_loss"),
-    (tf.nn, "compute_average_loss"),
-    (tf.nn, "scale_regularization_loss"),
 ]
-"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

@@ -1,13 +1,19 @@
-"""Arrays and tensors over the same memory."""
+"""The memory of tensors and variables: arrays over it, and variables whose memory was freed.
+
+A freed variable keeps the shape that Keras and traces know.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+from tfmw.keras_compat.parameter_servers import RemoteRows
 
 _VIEWED = (
     tf.float16,
@@ -43,3 +49,30 @@ def new_tensor(shape: Sequence[int], dtype: tf.DType) -> tuple[np.ndarray, tf.Te
     buffer = (ctypes.c_uint8 * nbytes).from_address(address)
     array = np.ctypeslib.as_array(buffer).view(dtype.as_numpy_dtype)
     return array.reshape(shape), tensor
+
+
+def copies_of(variable: Any) -> list[tf.Variable]:
+    """The `tf.Variable`s of this process in one of a strategy; the variable itself otherwise."""
+    if isinstance(variable, tf.distribute.DistributedValues):
+        return list(variable.values)
+    return [variable]
+
+
+def fill(variable: Any, value: tf.Tensor) -> None:
+    """Assigns a value of any shape to every copy; the variable keeps its static shape."""
+    for copy in copies_of(variable):
+        with tf.device(copy.device):
+            tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value, validate_shape=False)
+
+
+def free(variable: Any) -> None:
+    """Frees the memory of every copy."""
+    fill(variable, tf.zeros([0], variable.dtype))
+
+
+def is_freed(variable: Any) -> bool:
+    """Whether the first copy has no value of its shape."""
+    first = copies_of(variable)[0]
+    if isinstance(first, RemoteRows) or not hasattr(first, "handle"):
+        return False  # rows elsewhere are never read to see whether they are there
+    return bool(first.shape.num_elements()) and not int(tf.size(first))

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfmw.keras_compat.graph import ancestors, descendants, is_symbolic
 from tfmw.keras_compat.models import native
-from tfmw.keras_compat.objects import Trainer
+from tfmw.keras_compat.objects import Trainer, unique
 
 
 def leaf_metrics(model: keras.Model) -> list[Any]:
@@ -28,12 +28,7 @@ def leaf_metrics(model: keras.Model) -> list[Any]:
 
 def metric_variables(model: keras.Model) -> list[Any]:
     """The variables of a model's metrics, each once."""
-    found: list[Any] = []
-    for metric in model.metrics:
-        for variable in metric.variables:
-            if all(variable is not f for f in found):
-                found.append(variable)
-    return found
+    return unique(variable for metric in model.metrics for variable in metric.variables)
 
 
 def combination(variable: Any, value: Any) -> str | None:
@@ -134,4 +129,3 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (Trainer, "_flatten_metrics_in_order"),
     (keras.Variable, "_direct_assign"),
 ]
-"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

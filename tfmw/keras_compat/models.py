@@ -18,14 +18,11 @@ from keras.src.trainers.data_adapters import (
 )
 from tensorflow.python.ops import resource_variable_ops
 
-from tfmw.keras_compat.objects import Trainer, overridden
+from tfmw.keras_compat.objects import Trainer, overridden, unique
 from tfmw.keras_compat.optimizers import (
-    inner_optimizer,
     optimizers_of,
     with_inner_optimizers,
 )
-
-Variable = keras.Variable
 
 
 def is_model(candidate: Any) -> bool:
@@ -55,19 +52,9 @@ def layers_of(model: keras.Model) -> list[Any]:
     return list(model._flatten_layers())
 
 
-def keeps_state_of_examples(layer: Any) -> bool:
-    """Whether a layer carries a state of each example over to the next batch (`stateful=True`)."""
-    return isinstance(layer, keras.layers.RNN) and bool(layer.stateful)
-
-
 def seed_generators_of(model: keras.Model) -> list[Any]:
     """The seed generators of a model's layers, each once."""
-    found: list[Any] = []
-    for layer in layers_of(model):
-        for generator in getattr(layer, "_seed_generators", []):
-            if all(generator is not f for f in found):
-                found.append(generator)
-    return found
+    return unique(g for layer in layers_of(model) for g in getattr(layer, "_seed_generators", []))
 
 
 @contextlib.contextmanager
@@ -117,11 +104,8 @@ def set_unseeded_state(value: list[int] | None) -> None:
 
 def state_variables_of(model: keras.Model) -> list[Any]:
     """Variables that layers update themselves, such as moving averages; not frozen weights."""
-    found: dict[int, Any] = {}
-    for layer in layers_of(model):
-        for variable in getattr(layer, "_non_trainable_variables", []):
-            found.setdefault(id(variable), variable)
-    return list(found.values())
+    layers = layers_of(model)
+    return unique(v for layer in layers for v in getattr(layer, "_non_trainable_variables", []))
 
 
 def native(variable: Any) -> Any:
@@ -151,14 +135,8 @@ def substituted(pairs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     Args:
         pairs: (Keras variable, the object that it holds).
     """
-    before = [(v, native(v)) for v, _ in pairs]
-    try:
-        for variable, value in pairs:
-            set_native(variable, value)
+    with overridden([(variable, "_value", value) for variable, value in pairs]):
         yield
-    finally:
-        for variable, value in before:
-            set_native(variable, value)
 
 
 def keep_message(error: Exception) -> None:
@@ -289,7 +267,7 @@ def settable_learning_rate(optimizer: Any) -> float | None:
     """The learning rate variable if callbacks may set it; None with a schedule or several rates."""
     if getattr(optimizer, "_inner_optimizers", None):
         return None  # a MultiOptimizer's own rate has no effect
-    inner = inner_optimizer(optimizer) or optimizer
+    inner = getattr(optimizer, "inner_optimizer", None) or optimizer
     rate = getattr(inner, "_learning_rate", None)
     return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
 
@@ -347,4 +325,3 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (seed_generator, "make_default_seed"),
     (resource_variable_ops, "ResourceVariable"),
 ]
-"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

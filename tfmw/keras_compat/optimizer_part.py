@@ -22,103 +22,18 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops as _resource_variables
 
 from tfmw.errors import UsageError
-from tfmw.keras_compat import freed
-from tfmw.keras_compat.memory import view_of
+from tfmw.keras_compat import memory
 from tfmw.keras_compat.models import native
 from tfmw.keras_compat.objects import overridden
-from tfmw.keras_compat.optimizers import slot_lists, with_inner_optimizers
-
-_BY_ELEMENT = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "Lion")
-"""Keras's optimizers that update each element of a variable by its own gradient and slots, with
-operations that round alike wherever in an array an element is."""
-
-_BY_ELEMENT_COMPILED = ("RMSprop", "Adagrad", "Adadelta")
-"""The same, where XLA compiles the update. Elsewhere TensorFlow divides by a square root, with
-another rounding for the last few elements of an array than for the others; Ftrl's power may differ
-so in both."""
-
-_OWN_UPDATE = {"update_step", "get_config", "from_config"}
-"""Methods that a user's optimizer may have of its own."""
+from tfmw.keras_compat.optimizers import (
+    slot_lists,
+    stable_variable_keys,
+    variables_of,
+    with_inner_optimizers,
+)
 
 _PUT = "_self_tfmw_put"  # an attribute of slots; so called, no step is traced anew for it
 _AVERAGES = "_model_variables_moving_average"
-
-
-def refuses_parts(optimizer: Any) -> str | None:
-    """Why an optimizer must see all variables at once; None where it need not.
-
-    Args:
-        optimizer: built.
-    """
-    for each in with_inner_optimizers(optimizer):
-        if getattr(each, "_inner_optimizers", None):
-            return f"{type(each).__name__} holds several optimizers"
-        own = _overrides_of_user(each)
-        if own:
-            return f"{type(each).__name__} has its own {', '.join(sorted(own))}"
-        if each.global_clipnorm and each.gradient_accumulation_steps:
-            return "global_clipnorm looks at accumulated gradients"
-        if not all(isinstance(v, keras.Variable) for v in each._trainable_variables):
-            return f"{type(each).__name__} updates variables that are not Keras's"
-        known = {id(slot) for _, slots in slot_lists(each) for slot in slots if slot is not None}
-        inner = getattr(each, "inner_optimizer", None)
-        known |= {id(v) for v in ([] if inner is None else inner.variables)}
-        if any(id(v) not in known and len(v.shape) for v in each.variables):
-            return f"{type(each).__name__} keeps state that belongs to no variable"
-    return None
-
-
-def _overrides_of_user(optimizer: Any) -> set[str]:
-    found: set[str] = set()
-    for kind in type(optimizer).__mro__:
-        if kind.__module__.startswith("keras."):
-            break
-        found |= {n for n in vars(kind) if hasattr(keras.optimizers.Optimizer, n)}
-    return {n for n in found if not n.startswith("__") and n not in _OWN_UPDATE}
-
-
-def updated_by_element(optimizer: Any, variable: Any, compiled: bool) -> bool:
-    """Whether the elements of a variable may be updated apart, with the same result.
-
-    Args:
-        compiled: whether XLA compiles the update.
-    """
-    inner = list(with_inner_optimizers(optimizer))[-1]
-    names = (*_BY_ELEMENT, *(_BY_ELEMENT_COMPILED if compiled else ()))
-    return (
-        any(type(inner) is getattr(keras.optimizers, name) for name in names)
-        and not inner.clipnorm
-        and variable.constraint is None
-    )
-
-
-def variables_of(optimizer: Any) -> list[Any]:
-    """The Keras variables that a built optimizer updates, in its order."""
-    return list(optimizer._trainable_variables)
-
-
-def has_slots(optimizer: Any) -> bool:
-    """Whether the optimizer keeps state for each variable."""
-    return any(slot_lists(each) for each in with_inner_optimizers(optimizer))
-
-
-def global_clipnorm(optimizer: Any) -> float | None:
-    """The norm to which gradients are clipped together; None for not at all."""
-    norms = [each.global_clipnorm for each in with_inner_optimizers(optimizer)]
-    return next((norm for norm in norms if norm), None)
-
-
-def loss_scale(optimizer: Any) -> Any:
-    """The divisor of gradients in the optimizer."""
-    scale = getattr(optimizer, "dynamic_scale", None)
-    if scale is not None:
-        return tf.identity(scale.value)
-    return optimizer.loss_scale_factor or 1.0
-
-
-def checks_finite(optimizer: Any) -> bool:
-    """Whether the optimizer leaves a step out where a gradient is not finite."""
-    return hasattr(optimizer, "check_finite")
 
 
 @contextlib.contextmanager
@@ -178,7 +93,7 @@ class OptimizerPart:
 
     def _copy(self, variable: Any) -> tf.Variable:
         """The replica's own `tf.Variable` of a Keras variable."""
-        copies = freed.copies_of(native(variable))
+        copies = memory.copies_of(native(variable))
         return copies[self._replica] if len(copies) > 1 else copies[0]
 
     def _new_part(self, variable: Any, value: Any) -> tf.Variable:
@@ -205,31 +120,31 @@ class OptimizerPart:
                 if slots[i] is None:
                     continue
                 if i in self._own:
-                    parts[i] = np.array(view_of(self._part_of(i, slots[i])))
+                    parts[i] = np.array(memory.view_of(self._part_of(i, slots[i])))
                 vars(slots[i]).pop(_PUT, None)
-                freed.free(self._copy(slots[i]))
+                memory.free(self._copy(slots[i]))
             for i in sorted(parts, key=lambda i: parts[i].nbytes, reverse=True):
                 value = parts.pop(i)
                 if (name, i) in self._slot_parts:
-                    freed.fill(self._slot_parts[name, i], tf.constant(value))
+                    memory.fill(self._slot_parts[name, i], tf.constant(value))
                 else:
                     self._slot_parts[name, i] = self._new_part(slots[i], value)
 
     def refresh(self) -> None:
         """This worker's part of the weights, as the model has them now."""
         for i, part in self._weight_parts.items():
-            freed.fill(part, self._part_of(i, self._variables[i]))
+            memory.fill(part, self._part_of(i, self._variables[i]))
 
     def free_weights(self) -> None:
         """Frees the parts of the weights, until `refresh`."""
         for part in self._weight_parts.values():
-            freed.free(part)
+            memory.free(part)
 
     def free_slot(self, name: str, index: int) -> None:
         """Frees the part of a slot, where there is one, until `take`."""
         part = self._slot_parts.get((name, index))
         if part is not None:
-            freed.free(part)
+            memory.free(part)
 
     def weight(self, index: int) -> tf.Tensor:
         """[m], the part of a variable."""
@@ -245,7 +160,7 @@ class OptimizerPart:
         part = self._slot_parts.get((name, index))
         if part is None:
             return np.zeros([0], np.uint8)
-        return view_of(part.read_value()).reshape(-1).view(np.uint8)
+        return memory.view_of(part.read_value()).reshape(-1).view(np.uint8)
 
     def slot_values(self) -> Iterator[tuple[Any, slice, tf.Tensor]]:
         """Yields (slot, slice of its flattened values, those values)."""
@@ -263,11 +178,7 @@ class OptimizerPart:
         kept = [i for i in range(len(self._variables)) if i in self._own or i not in self._sharded]
         overrides: list[tuple[Any, str, Any]] = []
         for each in with_inner_optimizers(self._optimizer):
-            keys = {id(v): each._var_key(v) for v in self._variables}
-            overrides += [
-                (each, "_var_key", lambda variable, keys=keys: keys[id(variable)]),
-                (each, "_trainable_variables", [self._variables[i] for i in kept]),
-            ]
+            overrides.append((each, "_trainable_variables", [self._variables[i] for i in kept]))
             for name, slots in slot_lists(each):
                 here = [slots[i] if i in kept else None for i in range(len(slots))]
                 # Keras takes averages and variables in pairs, and all others by index.
@@ -276,15 +187,12 @@ class OptimizerPart:
                 )
         stand_ins = [(self._variables[i], part) for i, part in self._weight_parts.items()]
         stand_ins += [(dict(self._slots)[name][i], p) for (name, i), p in self._slot_parts.items()]
-        before = [(v, v._value, v._shape, v._ndim) for v, _ in stand_ins]
         for variable, part in stand_ins:
-            _set(variable, part, tuple(part.shape), len(part.shape))
-        try:
-            with overridden(overrides):
-                yield
-        finally:
-            for state in before:
-                _set(*state)
+            shape = tuple(part.shape)
+            overrides += [(variable, "_value", part), (variable, "_shape", shape)]
+            overrides.append((variable, "_ndim", len(shape)))
+        with stable_variable_keys(self._optimizer, self._variables), overridden(overrides):
+            yield
 
 
 def bytes_of(slot: Any) -> int:
@@ -301,7 +209,7 @@ def put(slot: Any, values: tf.Tensor) -> None:
     vars(slot)[_PUT] = True
     dtype = slot._value.dtype
     flat = tf.bitcast(tf.reshape(values, [-1, dtype.size]), dtype)
-    freed.fill(slot._value, tf.reshape(flat, slot._value.shape))
+    memory.fill(slot._value, tf.reshape(flat, slot._value.shape))
 
 
 def was_put(variable: Any) -> bool:
@@ -312,13 +220,13 @@ def was_put(variable: Any) -> bool:
 def empty(slot: Any) -> None:
     """Frees the memory of a slot."""
     vars(slot).pop(_PUT, None)
-    freed.free(slot._value)
+    memory.free(slot._value)
 
 
 def refuse_empty(optimizer: Any) -> None:
     """Raises UsageError where the state of the optimizer is not there."""
     for _, slots in _state_of(optimizer):
-        if any(slot is not None and freed.is_freed(slot._value) for slot in slots):
+        if any(slot is not None and memory.is_freed(slot._value) for slot in slots):
             raise UsageError(
                 f"the state of the optimizer {optimizer.name!r} was lost when the last call ended "
                 "with an error, as each worker had a part of it: compile the model again, or "
@@ -336,10 +244,6 @@ def _state_of(optimizer: Any) -> list[tuple[str, list[Any]]]:
     ]
 
 
-def _set(variable: Any, native: Any, shape: tuple[int, ...], ndim: int) -> None:
-    variable._value, variable._shape, variable._ndim = native, shape, ndim
-
-
 PRIVATE_NAMES: list[tuple[Any, str]] = [
     (_resource_variables, "ResourceVariable"),
     (keras.optimizers.Optimizer, "_var_key"),
@@ -347,4 +251,3 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (keras.optimizers.Optimizer, "_get_variable_index"),
     (keras.optimizers.LossScaleOptimizer, "check_finite"),
 ]
-"""(owner, name) of what this module takes for granted; see `keras_compat.missing_names`."""

@@ -1,59 +1,15 @@
-"""Optimizers: which optimizers a model has, and how they update on each replica.
-
-Keras's `TFOptimizer` clips gradients first, then reduces them and updates the variables in a
-cross-replica context. tfmw reduces the gradients first. Each replica then updates its own copy of
-the variables (`replica_local_updates`).
-"""
+"""What is known of optimizers: those of a model, their slots, and what an update looks at."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import optimizer as tf_optimizer
-from keras.src.optimizers import base_optimizer
 
-from tfmw.keras_compat.losses import ReplicaWeight, current_weight
-from tfmw.keras_compat.objects import held_by, overridden
-from tfmw.keras_compat.row_origins import joined, row_parts
-
-# In TFOptimizer these methods reduce gradients or update through the strategy. In the base class
-# they update the variables of the current replica.
-_CROSS_REPLICA_METHODS = (
-    "_backend_update_step",
-    "_apply_weight_decay",
-    "_backend_increment_gradient_accumulators",
-    "_overwrite_model_variables_with_average_value",
-)
-
-_LOCAL_MARK = "_tfmw_updates_locally"  # an attribute of optimizers
-
-
-@functools.cache
-def _install_local_updates() -> None:
-    """Makes TFOptimizer's methods those of the base class, for optimizers with the mark.
-
-    The methods are replaced in TFOptimizer and not on the optimizer, because Nadam and Muon
-    override some of them and call TFOptimizer's.
-    """
-
-    def choosing(keras_method: Any, local: Any) -> Any:
-        @functools.wraps(keras_method)
-        def method(self: Any, *arguments: Any, **options: Any) -> Any:
-            chosen = local if vars(self).get(_LOCAL_MARK) else keras_method
-            return chosen(self, *arguments, **options)
-
-        return method
-
-    for name in _CROSS_REPLICA_METHODS:
-        local = getattr(base_optimizer.BaseOptimizer, name, None)
-        if local is not None:
-            keras_method = getattr(tf_optimizer.TFOptimizer, name)
-            setattr(tf_optimizer.TFOptimizer, name, choosing(keras_method, local))
+from tfmw.keras_compat.objects import held_by, overridden, unique
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
@@ -64,26 +20,21 @@ def optimizers_of(model: keras.Model) -> list[Any]:
             held += vars(layer).values()  # lists and other objects of these are Keras's own
         else:
             held += [value for _, value in held_by(layer)]
-    found = {id(o): o for o in held if isinstance(o, keras.optimizers.Optimizer)}
-    return list(found.values())
-
-
-def inner_optimizer(optimizer: Any) -> Any | None:
-    """The optimizer that a LossScaleOptimizer wraps; None for others."""
-    return getattr(optimizer, "inner_optimizer", None)
+    return unique(each for each in held if isinstance(each, keras.optimizers.Optimizer))
 
 
 def with_inner_optimizers(optimizer: Any) -> Iterator[Any]:
     """The optimizer and those inside it: of a LossScaleOptimizer or a MultiOptimizer."""
     yield optimizer
-    inner = inner_optimizer(optimizer)
-    for each in [*([] if inner is None else [inner]), *getattr(optimizer, "_inner_optimizers", [])]:
-        yield from with_inner_optimizers(each)
+    wrapped = getattr(optimizer, "inner_optimizer", None)
+    for each in [wrapped, *getattr(optimizer, "_inner_optimizers", [])]:
+        if each is not None:
+            yield from with_inner_optimizers(each)
 
 
-def optimizer_variables(optimizer: Any) -> list[Any]:
-    """All variables of an optimizer: iterations, learning rate, slots."""
-    return list(optimizer.variables)
+def variables_of(optimizer: Any) -> list[Any]:
+    """The Keras variables that a built optimizer updates, in its order."""
+    return list(optimizer._trainable_variables)
 
 
 def slot_lists(optimizer: Any) -> list[tuple[str, list[Any]]]:
@@ -103,122 +54,13 @@ def slot_lists(optimizer: Any) -> list[tuple[str, list[Any]]]:
     ]
 
 
-Reduced = contextlib.AbstractContextManager[tuple[list[Any], list[Any]]]
-
-
-@contextlib.contextmanager
-def replica_local_updates(
-    optimizer: Any, reduced: Callable[[list[Any], list[Any], ReplicaWeight], Reduced]
-) -> Iterator[None]:
-    """Makes `optimizer.apply` reduce the gradients first and then update this replica only.
-
-    Clipping, loss scaling, accumulation and averages then see the gradients of the global batch,
-    on every replica alike, and no update needs a cross-replica context.
-
-    Args:
-        optimizer: a Keras optimizer, built.
-        reduced: (gradients, None allowed; their variables; this replica's weight) -> a context in
-            which the update is traced, of the gradients of the global batch and the variables
-            that this replica updates by them.
-    """
-    overrides: list[tuple[Any, str, Any]] = [
-        (optimizer, "apply", _local_apply(optimizer, reduced)),
-        (optimizer, "scale_loss", _weighting_scale_loss(optimizer)),
+def optimizer_slots(optimizer: Any) -> list[list[Any]]:
+    """The optimizer's slots for each variable that it updates."""
+    lists = [slots for _, slots in slot_lists(optimizer)]
+    return [
+        unique(slots[i] for slots in lists if slots[i] is not None)
+        for i in range(len(variables_of(optimizer)))
     ]
-    with overridden(overrides), local_updates(optimizer):
-        yield
-
-
-@contextlib.contextmanager
-def local_updates(optimizer: Any) -> Iterator[None]:
-    """Makes an optimizer update the variables that it is given, and not through the strategy."""
-    _install_local_updates()
-    overrides: list[tuple[Any, str, Any]] = []
-    for each in with_inner_optimizers(optimizer):
-        overrides.append((each, _LOCAL_MARK, True))
-        if hasattr(each, "_tf_apply"):
-            overrides.append((each, "_tf_apply", each._common_apply))
-    with overridden(overrides):
-        yield
-
-
-def _weighting_scale_loss(optimizer: Any) -> Callable[[Any], Any]:
-    """`optimizer.scale_loss` that applies the replica's weight to the loss first."""
-    keras_scale_loss = optimizer.scale_loss
-
-    def scale_loss(loss: Any) -> Any:
-        weight = current_weight()
-        if weight is not None and weight.in_loss:
-            loss = weight.weighted_loss(loss)
-        return keras_scale_loss(loss)
-
-    return scale_loss
-
-
-def _local_apply(
-    optimizer: Any, reduced: Callable[[list[Any], list[Any], ReplicaWeight], Reduced]
-) -> Callable[..., None]:
-    """`optimizer.apply` that reduces the gradients first."""
-    keras_apply = optimizer.apply
-
-    def apply(grads: Any, trainable_variables: Any = None) -> None:
-        weight = current_weight()
-        if weight is None:
-            keras_apply(grads, trainable_variables)
-            return
-        grads = list(grads)
-        # Backpropagation may lose shapes, and packs hold only tensors of known shape.
-        _set_shapes(grads, trainable_variables or [])
-        if weight.deferred is None:
-            reduce_and_update(weight, grads, trainable_variables)
-        else:
-            # Which rows of sparse gradients are whose, only the graph that is compiled tells.
-            sparse = {
-                i: row_parts(grad)
-                for i, grad in enumerate(grads)
-                if isinstance(grad, tf.IndexedSlices)
-            }
-
-            def finish(computed: list[Any]) -> None:
-                computed = list(computed)
-                for i, parts in sparse.items():
-                    origins = [origin for origin, _ in parts]
-                    computed[i] = joined(list(zip(origins, computed[i], strict=True)))
-                reduce_and_update(weight, computed, trainable_variables, xla=True)
-
-            for i, parts in sparse.items():
-                grads[i] = [part for _, part in parts]
-            weight.deferred.append((grads, finish))
-
-    def reduce_and_update(
-        weight: ReplicaWeight, grads: list[Any], variables: Any, xla: bool = False
-    ) -> None:
-        if variables is None:
-            variables = optimizer._trainable_variables
-        with reduced(grads, list(variables), weight) as (totals, updated):
-
-            def update() -> tf.Tensor:
-                _set_shapes(totals, updated)  # TensorFlow's gather of rows may lose them
-                keras_apply(totals, updated)
-                return tf.constant(0)
-
-            if xla:
-                update = tf.function(update, jit_compile=True, autograph=False)
-            if weight.size_known:
-                update()
-            else:
-                # At the end of the data no replica has examples: that step updates nothing.
-                tf.cond(weight.global_examples > 0, update, lambda: tf.constant(0))
-
-    return apply
-
-
-def _set_shapes(grads: Iterable[Any], variables: Iterable[Any]) -> None:
-    for grad, variable in zip(grads, variables, strict=False):
-        if isinstance(grad, tf.Tensor):
-            grad.set_shape(variable.shape)
-        elif isinstance(grad, tf.IndexedSlices):
-            grad.values.set_shape([None, *variable.shape[1:]])
 
 
 @contextlib.contextmanager
@@ -237,14 +79,138 @@ def stable_variable_keys(optimizer: Any, variables: list[Any]) -> Iterator[None]
         yield
 
 
+def rebuild_variable_maps(optimizer: Any) -> None:
+    """Rebuilds the maps that an optimizer keeps by the ids of variables."""
+    for each in with_inner_optimizers(optimizer):
+        old = dict(getattr(each, "_trainable_variables_indices", {}))
+        keys = [each._var_key(v) for v in getattr(each, "_trainable_variables", [])]
+        each._trainable_variables_indices = {key: i for i, key in enumerate(keys)}
+        excluded = getattr(each, "_exclude_from_weight_decay", None)
+        if excluded:
+            each._exclude_from_weight_decay = {keys[old[k]] for k in excluded if k in old}
+        if hasattr(each, "_exclude_from_weight_decay_cache"):
+            each._exclude_from_weight_decay_cache = {}
+
+
+# ---------------------------------------------------------------- what an update looks at
+
+_BY_ELEMENT = (
+    keras.optimizers.SGD,
+    keras.optimizers.Adam,
+    keras.optimizers.AdamW,
+    keras.optimizers.Adamax,
+    keras.optimizers.Nadam,
+    keras.optimizers.Lion,
+)
+"""Keras's optimizers that update each element of a variable by its own gradient and slots, with
+operations that round alike wherever in an array an element is."""
+
+_BY_ELEMENT_COMPILED = (
+    *_BY_ELEMENT,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adadelta,
+)
+"""Those of which that holds where XLA compiles the update. Elsewhere TensorFlow divides by a square
+root, with another rounding for the last few elements of an array than for the others; Ftrl's power
+may differ so in both."""
+
+_OWN_UPDATE = {"update_step", "get_config", "from_config"}
+"""Methods that a user's optimizer may have of its own."""
+
+
+def refuses_parts(optimizer: Any) -> str | None:
+    """Why an optimizer must see all variables at once; None where it need not.
+
+    Args:
+        optimizer: built.
+    """
+    for each in with_inner_optimizers(optimizer):
+        if getattr(each, "_inner_optimizers", None):
+            return f"{type(each).__name__} holds several optimizers"
+        own = _overrides_of_user(each)
+        if own:
+            return f"{type(each).__name__} has its own {', '.join(sorted(own))}"
+        if each.global_clipnorm and each.gradient_accumulation_steps:
+            return "global_clipnorm looks at accumulated gradients"
+        if not all(isinstance(v, keras.Variable) for v in each._trainable_variables):
+            return f"{type(each).__name__} updates variables that are not Keras's"
+        known = {id(slot) for _, slots in slot_lists(each) for slot in slots if slot is not None}
+        inner = getattr(each, "inner_optimizer", None)
+        known |= {id(v) for v in ([] if inner is None else inner.variables)}
+        if any(id(v) not in known and len(v.shape) for v in each.variables):
+            return f"{type(each).__name__} keeps state that belongs to no variable"
+    return None
+
+
+def _overrides_of_user(optimizer: Any) -> set[str]:
+    found: set[str] = set()
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith("keras."):
+            break
+        found |= {n for n in vars(kind) if hasattr(keras.optimizers.Optimizer, n)}
+    return {n for n in found if not n.startswith("__") and n not in _OWN_UPDATE}
+
+
+def updated_by_element(optimizer: Any, variable: Any, compiled: bool) -> bool:
+    """Whether the elements of a variable may be updated apart, with the same result.
+
+    Args:
+        compiled: whether XLA compiles the update.
+    """
+    inner = list(with_inner_optimizers(optimizer))[-1]
+    return (
+        type(inner) in (_BY_ELEMENT_COMPILED if compiled else _BY_ELEMENT)
+        and not inner.clipnorm
+        and variable.constraint is None
+    )
+
+
+def has_slots(optimizer: Any) -> bool:
+    """Whether the optimizer keeps state for each variable."""
+    return any(slot_lists(each) for each in with_inner_optimizers(optimizer))
+
+
+def global_clipnorm(optimizer: Any) -> float | None:
+    """The norm to which gradients are clipped together; None for not at all."""
+    norms = [each.global_clipnorm for each in with_inner_optimizers(optimizer)]
+    return next((norm for norm in norms if norm), None)
+
+
+def loss_scale(optimizer: Any) -> Any:
+    """The divisor of gradients in the optimizer."""
+    scale = getattr(optimizer, "dynamic_scale", None)
+    if scale is not None:
+        return tf.identity(scale.value)
+    return optimizer.loss_scale_factor or 1.0
+
+
+def checks_finite(optimizer: Any) -> bool:
+    """Whether the optimizer leaves a step out where a gradient is not finite."""
+    return hasattr(optimizer, "check_finite")
+
+
+def uses_weight_decay(optimizer: Any, variable: Any) -> bool:
+    """Whether an optimizer decays this variable."""
+    return bool(optimizer.weight_decay) and bool(optimizer._use_weight_decay(variable))
+
+
+def current_learning_rate(optimizer: Any) -> Any:
+    """The learning rate of this step, computed from the schedule if the optimizer has one."""
+    return optimizer._get_current_learning_rate()
+
+
+def updates_rows_alone(optimizer: Any) -> bool:
+    """Whether Keras's own dense update leaves rows without a gradient as they are."""
+    if type(optimizer) is keras.optimizers.SGD:
+        return not optimizer.momentum
+    return type(optimizer) is keras.optimizers.Adagrad and not optimizer.weight_decay
+
+
 PRIVATE_NAMES: list[tuple[Any, str]] = [
     (keras.Model, "_flatten_layers"),
-    (tf_optimizer.TFOptimizer, "_var_key"),
-    (tf_optimizer.TFOptimizer, "_all_reduce_sum_gradients"),
-    (keras.optimizers.LossScaleOptimizer, "_tf_apply"),
-    (keras.optimizers.LossScaleOptimizer, "_common_apply"),
-    (keras.optimizers.Optimizer, "_backend_update_step"),
-    (keras.optimizers.Optimizer, "_apply_weight_decay"),
-    *[(base_optimizer.BaseOptimizer, name) for name in _CROSS_REPLICA_METHODS],
+    (keras.optimizers.Optimizer, "_var_key"),
+    (keras.optimizers.Optimizer, "_get_current_learning_rate"),
+    (keras.optimizers.Optimizer, "_use_weight_decay"),
+    (keras.optimizers.LossScaleOptimizer, "check_finite"),
 ]
-"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

@@ -1,11 +1,11 @@
-"""Parameter servers: rows of remote variables, iterators on workers, an optimizer's slots."""
+"""Parameter servers: rows of remote variables, ops on one device, iterators on workers."""
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -20,22 +20,6 @@ from tensorflow.python.ops import resource_variable_ops as _resource_variables
 from tfmw.keras_compat.graph import ancestors
 from tfmw.keras_compat.models import layers_of
 from tfmw.keras_compat.objects import overridden
-from tfmw.keras_compat.optimizers import slot_lists
-
-
-def optimized_variables(optimizer: Any) -> list[Any]:
-    """The Keras variables that a built optimizer updates, in its own order."""
-    return list(optimizer._trainable_variables)
-
-
-def optimizer_slots(optimizer: Any) -> list[list[Any]]:
-    """The optimizer's slots for each variable that it updates."""
-    slots: list[list[Any]] = [[] for _ in optimizer._trainable_variables]
-    for _, found in slot_lists(optimizer):
-        for of_variable, slot in zip(slots, found, strict=True):
-            if slot is not None and all(slot is not s for s in of_variable):
-                of_variable.append(slot)
-    return slots
 
 
 def looked_up_variables(model: keras.Model) -> list[Any]:
@@ -54,16 +38,6 @@ def moving_averages(model: keras.Model) -> list[Any]:
         if isinstance(layer, keras.layers.BatchNormalization) and layer.built:
             found += [layer.moving_mean, layer.moving_variance]
     return found
-
-
-def uses_weight_decay(optimizer: Any, variable: Any) -> bool:
-    """Whether an optimizer decays this variable."""
-    return bool(optimizer.weight_decay) and bool(optimizer._use_weight_decay(variable))
-
-
-def current_learning_rate(optimizer: Any) -> Any:
-    """The learning rate of this step, computed from the schedule if the optimizer has one."""
-    return optimizer._get_current_learning_rate()
 
 
 def more_is_better(name: str) -> bool:
@@ -86,7 +60,8 @@ def one_op(function: Callable[..., Any], waits: bool = True) -> Callable[..., An
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
-        if _in_traced_op.get():  # an op of its own would need a second thread, see `_executor_of`
+        # Within another op, one of its own would need a second thread: see `_executor_of`.
+        if getattr(_tracing, "op", False):
             return function(*arguments)
         with _executor_of(op.get_concrete_function(*arguments).graph):
             return op(*arguments)
@@ -110,11 +85,8 @@ class TracedOp:
 
     def __init__(self, function: Callable[..., Any], *specs: Any):
         op = tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
-        token = _in_traced_op.set(True)
-        try:
+        with overridden([(_tracing, "op", True)]):
             self._function = op.get_concrete_function(*specs)
-        finally:
-            _in_traced_op.reset(token)
         graph = self._function.graph
         live = _live_ops(graph)
         resources = [t for t in self._function.captured_inputs if t.dtype == tf.resource]
@@ -129,7 +101,7 @@ class TracedOp:
             return self._function(*arguments)
 
 
-_in_traced_op: contextvars.ContextVar[bool] = contextvars.ContextVar("in_traced_op", default=False)
+_tracing = threading.local()  # `op`: whether a `TracedOp` is traced
 
 
 def _executor_of(graph: Any) -> contextlib.AbstractContextManager[None]:
@@ -286,18 +258,6 @@ class RemoteRows(_resource_variables.BaseResourceVariable):
         _record.record_operation("RemoteRows", outputs, [self.handle], backward)
 
 
-@contextlib.contextmanager
-def lookups_through(variables: list[tuple[Any, Any]]) -> Iterator[None]:
-    """Makes `tf.gather` on a Keras variable look up rows, where Keras would read all of them first.
-
-    Args:
-        variables: (Keras variable, `RemoteRows`).
-    """
-    overrides = [(v, "sparse_read", remote.sparse_read) for v, remote in variables]
-    with overridden(overrides):
-        yield
-
-
 def is_worker_failure(error: BaseException) -> bool:
     """Whether TensorFlow's coordinator treats `error` as a lost worker and continues."""
     return bool(_cluster_coordinator._is_worker_failure(error))
@@ -317,29 +277,25 @@ def worker_iterators(
     Returns:
         Per-worker values: an argument of `ClusterCoordinator.schedule`.
     """
-    calls = [lambda make=make: iter(make()) for make in makers]
-    return _worker_values(coordinator, calls, _iterator_ops.IteratorSpec(element_spec))
+    iterators = [lambda make=make: iter(make()) for make in makers]
+    return _per_worker(coordinator, iterators, _iterator_ops.IteratorSpec(element_spec))
 
 
 def worker_constants(coordinator: Any, constants: list[int]) -> Any:
     """One int64 [] on each worker; as `worker_iterators`."""
-    calls = [lambda one=one: tf.identity(tf.constant(one, tf.int64)) for one in constants]
-    return _worker_values(coordinator, calls, tf.TensorSpec([], tf.int64))
+    tensors = [lambda n=n: tf.identity(tf.constant(n, tf.int64)) for n in constants]
+    return _per_worker(coordinator, tensors, tf.TensorSpec([], tf.int64))
 
 
-def _worker_values(coordinator: Any, calls: Sequence[Callable[[], Any]], spec: Any) -> Any:
+def _per_worker(coordinator: Any, makers: Sequence[Callable[[], Any]], spec: Any) -> Any:
     values = []
-    for worker, call in zip(coordinator._cluster.workers, calls, strict=True):
-        remote = worker.create_resource(call)
-        remote._type_spec = spec
-        values.append(remote)
+    for worker, make in zip(coordinator._cluster.workers, makers, strict=True):
+        values.append(worker.create_resource(make))
+        values[-1]._type_spec = spec
     return _coordinator_values.PerWorkerValues(tuple(values))
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (keras.optimizers.Optimizer, "_get_current_learning_rate"),
-    (keras.optimizers.Optimizer, "_use_weight_decay"),
-    (_resource_variables, "BaseResourceVariable"),
     (_record, "record_operation"),
     (_resource_variables, "variable_accessed"),
     (_record, "stop_recording"),
@@ -348,4 +304,3 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (_cancellation.CancellationManager, "get_cancelable_function"),
     (_cluster_coordinator, "_is_worker_failure"),
 ]
-"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

@@ -5,12 +5,11 @@
     model.predict(x)               # an ordinary Keras model again, trained
 
 The model is not rebuilt: it is the user's own object. Placement changes only the `tf.Variable`s
-    inside
-its Keras variables. With one replica in this process they keep their own. With several replicas, or
-for a model created in a strategy's scope, each Keras variable gets one copy per device (aggregation
-NONE: an update of a replica changes its own copy, and copies stay equal because all replicas apply
-the same reduced gradients). At the end it gets its own `tf.Variable` back, with the new value. So
-other references to that `tf.Variable`, in a saved function or an export, stay valid.
+inside its Keras variables. With one replica in this process they keep their own. With several
+replicas, or for a model created in a strategy's scope, each Keras variable gets one copy per device
+(aggregation NONE: an update of a replica changes its own copy, and copies stay equal because all
+replicas apply the same reduced gradients). At the end it gets its own `tf.Variable` back, with the
+new value. So other references to that `tf.Variable`, in a saved function or an export, stay valid.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.errors import UsageError
-from tfmw.keras_compat import freed
+from tfmw.keras_compat import memory
 from tfmw.keras_compat.metric_variables import metric_variables
 from tfmw.keras_compat.models import (
     keep_message,
@@ -33,14 +32,11 @@ from tfmw.keras_compat.models import (
     native,
     seed_generators_of,
     set_native,
+    substituted,
     unseeded_state,
 )
-from tfmw.keras_compat.objects import held_by, overridden
-from tfmw.keras_compat.optimizers import (
-    optimizer_variables,
-    optimizers_of,
-    stable_variable_keys,
-)
+from tfmw.keras_compat.objects import held_by, overridden, unique
+from tfmw.keras_compat.optimizers import optimizers_of, stable_variable_keys
 
 _PLACED = "_self_tfmw_placed"  # with this prefix Keras does not treat it as the model's attribute
 
@@ -50,15 +46,8 @@ _SEED_STEP = 0x9E3779B1  # 2**32 / golden ratio: neighbouring replicas have dist
 
 def all_variables(model: keras.Model) -> list[Any]:
     """Every Keras variable of the model, its optimizers and its metrics, each once, in order."""
-    candidates: list[Any] = list(model.variables)
-    for optimizer in optimizers_of(model):
-        candidates += optimizer_variables(optimizer)
-    candidates += metric_variables(model)
-    found: dict[int, Any] = {}
-    for variable in candidates:
-        if isinstance(variable, keras.Variable):
-            found.setdefault(id(variable), variable)
-    return list(found.values())
+    found = [*model.variables, *_optimizer_state(model), *metric_variables(model)]
+    return unique(variable for variable in found if isinstance(variable, keras.Variable))
 
 
 def shared_variables(model: keras.Model) -> list[Any]:
@@ -72,10 +61,11 @@ def shared_variables(model: keras.Model) -> list[Any]:
 
 def updated_variables(model: keras.Model) -> list[Any]:
     """Trainable weights and the optimizers' state, which updates change: each once, in order."""
-    found = {id(v): v for v in model.trainable_variables}
-    for optimizer in optimizers_of(model):
-        found.update((id(v), v) for v in optimizer_variables(optimizer))
-    return list(found.values())
+    return unique([*model.trainable_variables, *_optimizer_state(model)])
+
+
+def _optimizer_state(model: keras.Model) -> list[Any]:
+    return [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
 
 
 def seeds_of(model: keras.Model) -> list[Any]:
@@ -116,8 +106,8 @@ class Placement:
     def free_originals(self) -> None:
         """Frees the original of each variable whose copies are empty, as slots that are shared."""
         for variable, original in zip(self.variables, self.originals, strict=True):
-            if freed.is_freed(native(variable)):
-                freed.free(original)
+            if memory.is_freed(native(variable)):
+                memory.free(original)
 
     @contextlib.contextmanager
     def suspended(self, replicas_own: list[Any]) -> Iterator[None]:
@@ -165,7 +155,7 @@ def _assign_copies(
         _assign(each, value)
         # A sum made in the scope is divided between its copies. Reading it would be a
         # collective, and not all processes need be here.
-        if isinstance(original, tf.distribute.DistributedValues) and not freed.is_freed(each):
+        if isinstance(original, tf.distribute.DistributedValues) and not memory.is_freed(each):
             if original.synchronization == tf.VariableSynchronization.ON_READ and (
                 original.aggregation == tf.VariableAggregation.SUM
             ):
@@ -174,10 +164,10 @@ def _assign_copies(
 
 def _assign(to: tf.Variable, value: tf.Variable) -> None:
     """Assigns the value of another variable; empties the one where the other is."""
-    if freed.is_freed(value):
-        freed.free(to)
-    elif freed.is_freed(to):
-        freed.fill(to, value.read_value())
+    if memory.is_freed(value):
+        memory.free(to)
+    elif memory.is_freed(to):
+        memory.fill(to, value.read_value())
     else:
         to.assign(value.read_value())
 
@@ -213,21 +203,18 @@ def placed(
             yield Placement(model, strategy, [], [])
         return
     placement = Placement(model, strategy, variables, originals)
-    with contextlib.ExitStack() as stack:
-        for optimizer in optimizers_of(model):
-            stack.enter_context(stable_variable_keys(optimizer, list(model.trainable_variables)))
+    copies = {} if copies is None else copies
+    with _stable_keys(model):
         with strategy.scope():
             for variable, original in zip(variables, originals, strict=True):
-                copy = None if copies is None else copies.get(id(variable))
+                copy = copies.get(id(variable))
                 if copy is None:
-                    copy = tf.Variable(
+                    copies[id(variable)] = copy = tf.Variable(
                         original.read_value(),
                         trainable=original.trainable,
                         name=original.name.split(":")[0],
                         aggregation=tf.VariableAggregation.NONE,
                     )
-                    if copies is not None:
-                        copies[id(variable)] = copy
                 else:
                     _assign_copies(strategy, copy, original)
                 set_native(variable, copy)
@@ -241,18 +228,17 @@ def placed(
 @contextlib.contextmanager
 def _single_copies(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Makes the model use the only copy of each variable that was created in the scope."""
-    variables = all_variables(model)
-    originals = [native(v) for v in variables]
+    copies = [(v, local_copies(strategy, v)[0]) for v in all_variables(model)]
+    with _stable_keys(model), substituted(copies):
+        yield
+
+
+@contextlib.contextmanager
+def _stable_keys(model: keras.Model) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers_of(model):
             stack.enter_context(stable_variable_keys(optimizer, list(model.trainable_variables)))
-        for variable in variables:
-            set_native(variable, local_copies(strategy, variable)[0])
-        try:
-            yield
-        finally:
-            for variable, original in zip(variables, originals, strict=True):
-                set_native(variable, original)
+        yield
 
 
 def is_placed(model: keras.Model) -> bool:
@@ -264,16 +250,12 @@ def is_placed(model: keras.Model) -> bool:
 def _seeds_varied(
     model: keras.Model, strategy: tf.distribute.Strategy, seeds: list[Any]
 ) -> Iterator[None]:
-    marked = [part for part in (model, *seeds) if _PLACED not in vars(part)]
-    for part in marked:
-        vars(part)[_PLACED] = True  # bypasses Keras's __setattr__
-    _vary_seeds(strategy, seeds)
-    try:
-        yield
-    finally:
+    with overridden([(part, _PLACED, True) for part in (model, *seeds)]):
         _vary_seeds(strategy, seeds)
-        for part in marked:
-            del vars(part)[_PLACED]
+        try:
+            yield
+        finally:
+            _vary_seeds(strategy, seeds)
 
 
 def local_copies(strategy: tf.distribute.Strategy, variable: Any) -> list[tf.Variable]:

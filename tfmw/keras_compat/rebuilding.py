@@ -5,6 +5,7 @@ dataset = rebuilt(batch_node, rebuilt(shuffle_node, source, seeds=[7, 1]))
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import tensorflow as tf
@@ -143,12 +144,10 @@ def selects_at_random(dataset: tf.data.Dataset) -> str | None:
     """
     for node in datasets.every_node(dataset):
         for wrapper in () if isinstance(node, datasets.Map) else node._functions():
-            graph_def = wrapper.function.graph.as_graph_def()
-            operations = list(graph_def.node)
-            if "FlatMap" not in type(node).__name__ and "Interleave" not in type(node).__name__:
-                for function in graph_def.library.function:
-                    operations.extend(function.node_def)
-            for op in operations:
+            bodies = datasets.function_bodies(wrapper)
+            if "FlatMap" in type(node).__name__ or "Interleave" in type(node).__name__:
+                del bodies[1:]
+            for op in itertools.chain(*bodies):
                 if "seed2" in op.attr and not (op.attr["seed"].i or op.attr["seed2"].i):
                     return type(node).__name__.strip("_").removesuffix("Dataset")
     return None

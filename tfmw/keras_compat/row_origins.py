@@ -15,7 +15,7 @@ import enum
 
 import tensorflow as tf
 
-from tfmw.keras_compat.dataflow.elementwise import REDUCTIONS
+from tfmw.keras_compat.dataflow.arithmetic import REDUCTIONS
 from tfmw.keras_compat.dataflow.flow import EXAMPLES, FIXED, Flow
 from tfmw.keras_compat.graph import is_symbolic
 from tfmw.keras_compat.losses import current_weight

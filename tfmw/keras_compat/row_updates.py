@@ -1,6 +1,7 @@
-"""Rows of Keras variables that a layer replaces in a step, and the optimizer's slots of these rows.
+"""Layers with rows of their own: rows that they replace in a step, with the optimizer's slots.
 
 note_slots()                                   # once, before optimizers are built
+ids, counts = counts_of_all_replicas(ids, counts)
 assign_rows(variable, rows, values)
 reset_slots(variable, rows)                    # as the optimizer made them
 """
@@ -8,6 +9,7 @@ reset_slots(variable, rows)                    # as the optimizer made them
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +17,15 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import optimizer as _tf_optimizer
 
+from tfmw.errors import UsageError
+from tfmw.keras_compat.losses import CannotCompile, current_weight
 from tfmw.keras_compat.models import native
 from tfmw.keras_compat.objects import overridden
 from tfmw.keras_compat.parameter_servers import RemoteRows
 
 _SLOTS = "_tfmw_slots"  # of Keras variables: (optimizer's id, [(slot, initializer)])
 _RESET = "_tfmw_resets_rows"
+_making = threading.local()  # `slot_of`: the variable for which an optimizer makes a slot
 
 
 def resets_rows(variable: Any) -> None:
@@ -30,15 +35,19 @@ def resets_rows(variable: Any) -> None:
 
 @functools.cache
 def note_slots() -> None:
-    """From now on optimizers note the slots that they make for marked variables."""
-    name_variables_of_slots()
+    """From now on optimizers note the slots that they make; see `slot_of_new` and `reset_slots`.
+
+    Adagrad and Ftrl do so for marked variables, and for those whose rows are elsewhere: Keras 3.8
+    makes their slots with `add_variable`, later releases all with `add_variable_from_reference`.
+    """
     keras_slot = _tf_optimizer.TFOptimizer.add_variable_from_reference
 
     @functools.wraps(keras_slot)
     def add_variable_from_reference(
         self: Any, reference_variable: Any, name: Any = None, initializer: Any = "zeros"
     ) -> Any:
-        slot = keras_slot(self, reference_variable, name=name, initializer=initializer)
+        with overridden([(_making, "slot_of", reference_variable)]):
+            slot = keras_slot(self, reference_variable, name=name, initializer=initializer)
         if getattr(reference_variable, _RESET, False):
             optimizer, slots = getattr(reference_variable, _SLOTS, (None, []))
             if optimizer != id(self):  # the model was compiled again
@@ -47,18 +56,14 @@ def note_slots() -> None:
         return slot
 
     _tf_optimizer.TFOptimizer.add_variable_from_reference = add_variable_from_reference
-
-
-@functools.cache
-def name_variables_of_slots() -> None:
-    """From now on Adagrad and Ftrl say for which variable a slot is, as other optimizers do.
-
-    Only for marked variables, and for those whose rows are elsewhere. Keras 3.8 makes these slots
-    with `add_variable`, later releases all slots with `add_variable_from_reference`.
-    """
     if not hasattr(keras.optimizers.Optimizer, "add_optimizer_variables"):
         for kind in (keras.optimizers.Adagrad, keras.optimizers.Ftrl):
             kind.build = _naming_variables(kind.build)
+
+
+def slot_of_new() -> Any | None:
+    """The Keras variable for which an optimizer makes a slot now; None outside of that."""
+    return getattr(_making, "slot_of", None)
 
 
 def _naming_variables(keras_build: Callable[..., None]) -> Callable[..., None]:
@@ -109,7 +114,38 @@ def reset_slots(variable: Any, rows: tf.Tensor) -> None:
             assign_rows(slot, rows, tf.repeat(tf.convert_to_tensor(row), tf.size(rows), axis=0))
 
 
+def counts_of_all_replicas(ids: tf.Tensor, counts: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Counts of ids on all replicas of a training step; where there is one replica, its own.
+
+    On several replicas a collective.
+
+    Args:
+        ids: int64 [n]; n may differ between replicas.
+        counts: int64 [n].
+
+    Returns:
+        (int64 [m], int64 [m]), the ids and counts of one replica after those of another. Of a
+        replica without examples the counts are 0.
+
+    Raises:
+        UsageError: several replicas train, and not by `tfmw.fit`.
+    """
+    weight = current_weight()
+    if weight is None:
+        if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+            raise UsageError(
+                "a layer that looks at the global batch was called on one of several replicas, "
+                "outside of tfmw: train the model with tfmw.fit."
+            )
+        return ids, counts
+    if weight.deferred is not None or weight.gather is None:
+        raise CannotCompile
+    counts = tf.where(weight.examples > 0, counts, tf.zeros_like(counts))
+    shape = tf.constant([tf.int64.max], tf.int64)  # TensorFlow wants one; any id is possible
+    gathered = weight.gather(tf.IndexedSlices(counts, ids, shape))
+    return gathered.indices, gathered.values
+
+
 PRIVATE_NAMES: list[tuple[Any, str]] = [
     (_tf_optimizer.TFOptimizer, "add_variable_from_reference"),
 ]
-"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

@@ -131,4 +131,3 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (_context.Context, "report_error_to_cluster"),
     (tf.distribute.MirroredStrategy, "_collective_key_base"),
 ]
-"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

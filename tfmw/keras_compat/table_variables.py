@@ -22,7 +22,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow import optimizer as _tf_optimizer
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as _draws
 from tensorflow.python.ops import resource_variable_ops as _resource_variables
 from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY as VARIABLE_VALUE
@@ -30,7 +29,7 @@ from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY as VARIABLE_VALU
 from tfmw.keras_compat.models import native, set_native
 from tfmw.keras_compat.objects import backend_module, overridden
 from tfmw.keras_compat.parameter_servers import RemoteRows
-from tfmw.keras_compat.row_updates import name_variables_of_slots
+from tfmw.keras_compat.row_updates import note_slots, slot_of_new
 
 _core = backend_module("core")
 _numpy = backend_module("numpy")
@@ -102,12 +101,8 @@ _PARTITIONING = "_tfmw_partitioning"  # of Keras variables
 
 def add_partitioned(layer: Any, partitioning: Partitioning, **described: Any) -> Any:
     """`layer.add_weight(**described)`, which is divided over servers as `partitioning` says."""
-    before = getattr(_building, "partitioning", None)
-    _building.partitioning = partitioning
-    try:
+    with overridden([(_building, "partitioning", partitioning)]):
         variable = layer.add_weight(**described)
-    finally:
-        _building.partitioning = before
     setattr(variable, _PARTITIONING, partitioning)
     return variable
 
@@ -143,8 +138,7 @@ class NewVariable:
 
 
 _make: Callable[[NewVariable], RemoteRows | None] | None = None
-# `slot_of`: whose slot an optimizer makes; `partitioning`: of a weight.
-_building = threading.local()
+_building = threading.local()  # `partitioning`: of the weight that a layer makes
 
 
 def make_variables_by(make: Callable[[NewVariable], RemoteRows | None]) -> None:
@@ -160,17 +154,21 @@ def make_variables_by(make: Callable[[NewVariable], RemoteRows | None]) -> None:
 
 @functools.cache
 def _install() -> None:
-    name_variables_of_slots()
+    note_slots()
     keras_initialize = _core.Variable._initialize_with_initializer
     keras_repr = _core.Variable.__repr__
-    keras_slot = _tf_optimizer.TFOptimizer.add_variable_from_reference
 
     def initialize(self: Any, initializer: Any) -> None:
-        slot_of = getattr(_building, "slot_of", None)
         dtype = tf.as_dtype(self._dtype)
         partitioning = partitioning_of(self) or getattr(_building, "partitioning", None)
         new = NewVariable(
-            self.path, list(self._shape), dtype, self.trainable, initializer, slot_of, partitioning
+            path=self.path,
+            shape=list(self._shape),
+            dtype=dtype,
+            trainable=self.trainable,
+            initializer=initializer,
+            slot_of=slot_of_new(),
+            partitioning=partitioning,
         )
         rows = None if _make is None else _make(new)
         if rows is None:
@@ -180,22 +178,12 @@ def _install() -> None:
         # `tf.gather` looks for this method, and otherwise reads the whole variable.
         self.__dict__["sparse_read"] = functools.partial(_sparse_read, self)
 
-    @functools.wraps(keras_slot)
-    def add_variable_from_reference(self: Any, reference_variable: Any, *rest: Any, **named: Any):  # type: ignore[no-untyped-def]
-        before = getattr(_building, "slot_of", None)
-        _building.slot_of = reference_variable
-        try:
-            return keras_slot(self, reference_variable, *rest, **named)
-        finally:
-            _building.slot_of = before
-
     def represent(self: Any) -> str:
         # Keras's own shows the value.
         return repr(self._value) if isinstance(self._value, RemoteRows) else keras_repr(self)
 
     _core.Variable._initialize_with_initializer = initialize
     _core.Variable.__repr__ = represent
-    _tf_optimizer.TFOptimizer.add_variable_from_reference = add_variable_from_reference
     _numpy.take = _taking_rows(_numpy.take)
 
 
@@ -351,10 +339,7 @@ def _draw_rows(
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
     (_core.Variable, "_initialize_with_initializer"),
-    (_tf_optimizer.TFOptimizer, "add_variable_from_reference"),
     (_numpy, "take"),
-    (_resource_variables, "BaseResourceVariable"),
     (_resource_variables, "_variable_handle_from_shape_and_dtype"),
     *[(_draws, name) for name in _COUNTERS],
 ]
-"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.errors import UsageError
-from tfmw.keras_compat import global_rows, row_updates, table_variables
+from tfmw.keras_compat import row_updates, table_variables
 from tfmw.layers import hashing
 from tfmw.layers.hash_table import places_within, ways_of
 from tfmw.layers.part import Part, counted
@@ -177,7 +177,7 @@ class HashTableEmbedding(keras.layers.Layer):
             is_step: whether ids may get rows first.
         """
         if is_step:
-            counts = global_rows.counts_of_all_replicas(*counted(ids, tf.ones_like(ids)))
+            counts = row_updates.counts_of_all_replicas(*counted(ids, tf.ones_like(ids)))
             distinct, counts = counted(*counts)
             are_there = counts > 0
             distinct = tf.boolean_mask(distinct, are_there)

@@ -27,7 +27,7 @@ from tfmw.mirrored.collectives import reduction
 from tfmw.mirrored.collectives.connection import ring_of
 from tfmw.mirrored.sync_driver import SyncDriver
 
-# Prefix of TensorFlow's own attributes, which neither Keras nor `serialization` saves.
+# Prefix of TensorFlow's own attributes, which neither Keras nor `objects.saveable_state` saves.
 _KEPT = "_self_tfmw_kept"
 _MOST_KEPT = 2  # one for training and one for evaluation, if precision or compression differ
 

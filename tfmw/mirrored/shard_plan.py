@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.checkpoint.sharded_backups import SlotParts
-from tfmw.keras_compat import optimizer_part
-from tfmw.keras_compat.fused_update import fuses
+from tfmw.keras_compat import optimizer_part, optimizers
+from tfmw.keras_compat.local_updates import fuses
 from tfmw.keras_compat.memory import new_tensor
 from tfmw.keras_compat.optimizer_part import OptimizerPart
 from tfmw.mirrored.collectives.all_reduce import even_cuts
@@ -41,7 +41,7 @@ def divided(
     Returns:
         (packs of the variables whose update can be sharded, elements that each replica updates).
     """
-    known = optimizer_part.variables_of(optimizer)
+    known = optimizers.variables_of(optimizer)
     index = {id(v): i for i, v in enumerate(known)}
     compiled = fuses(optimizer, known)
 
@@ -62,7 +62,7 @@ def divided(
             continue
         own = {index[id(variables[p])]: variables[p] for p in positions}
         sizes = {i: math.prod(variable.shape) for i, variable in own.items()}
-        if all(optimizer_part.updated_by_element(optimizer, v, compiled) for v in own.values()):
+        if all(optimizers.updated_by_element(optimizer, v, compiled) for v in own.values()):
             cuts = even_cuts(sum(sizes.values()), transport.size)
         else:
             sizes, cuts = _whole_variables(sizes, loads, transport)

@@ -30,8 +30,8 @@ import tensorflow as tf
 
 from tfmw.checkpoint.sharded_backups import SlotParts
 from tfmw.errors import UsageError
-from tfmw.keras_compat import optimizer_part
-from tfmw.keras_compat.freed import copies_of
+from tfmw.keras_compat import optimizer_part, optimizers
+from tfmw.keras_compat.memory import copies_of
 from tfmw.keras_compat.models import native
 from tfmw.mirrored.assignments import assignments
 from tfmw.mirrored.collectives import reduction as reduction_lib
@@ -96,7 +96,7 @@ class ShardedUpdate:
         self._reduction = reduction
         self._transport = reduce_scatter_of(reduction)
         self._choice = _environments_choice() if choice == "auto" else choice
-        self._variables = optimizer_part.variables_of(optimizer)
+        self._variables = optimizers.variables_of(optimizer)
         self._index = {id(v): i for i, v in enumerate(self._variables)}
         self._plan: ShardPlan | None = None
         self._slots = Slots.WHOLE
@@ -129,7 +129,7 @@ class ShardedUpdate:
             return "there is one replica"
         if eager:
             return "run_eagerly"
-        refused = optimizer_part.refuses_parts(self.optimizer)
+        refused = optimizers.refuses_parts(self.optimizer)
         if refused or self._choice is True:
             return refused
         if self._transport.whole_sums:
@@ -139,7 +139,7 @@ class ShardedUpdate:
         size = sum(v.shape.num_elements() * v.value.dtype.size for v in self._variables)
         if size < MIN_BYTES:
             return f"{size / 1e6:.1f} MB of weights are few"
-        if not optimizer_part.has_slots(self.optimizer):
+        if not optimizers.has_slots(self.optimizer):
             return "the optimizer keeps no state for each variable"
         return None
 
@@ -219,12 +219,12 @@ class ShardedUpdate:
     @contextlib.contextmanager
     def _known_of_all(self, own: dict[int, Any], rest: dict[int, Any]) -> Iterator[None]:
         """Gives the optimizer what it would compute of all gradients."""
-        asks_finite = optimizer_part.checks_finite(self.optimizer)
-        asks_norm = optimizer_part.global_clipnorm(self.optimizer) is not None
+        asks_finite = optimizers.checks_finite(self.optimizer)
+        asks_norm = optimizers.global_clipnorm(self.optimizer) is not None
         if not asks_finite and not asks_norm:
             yield
             return
-        scale = optimizer_part.loss_scale(self.optimizer)
+        scale = optimizers.loss_scale(self.optimizer)
         local = _facts(list(own.values()), scale)
         facts = self._reduction.sum(local) + _facts(list(rest.values()), scale)
         finite = tf.equal(facts[0], 0) if asks_finite else None
@@ -280,7 +280,7 @@ class ShardedUpdate:
     def _make_plan(self, grads: list[Any], variables: list[Any]) -> None:
         """Divides the variables, while the first step is traced: the same on all workers."""
         packs, elements = divided(self.optimizer, self._reduce_scatter, grads, variables)
-        clips = optimizer_part.global_clipnorm(self.optimizer) is not None
+        clips = optimizers.global_clipnorm(self.optimizer) is not None
         if {id(v) for v in variables} != self._index.keys():
             # A replica that updates none of them would not count the update.
             self._refused = "the step updates some of the variables at a time"

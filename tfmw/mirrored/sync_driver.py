@@ -39,10 +39,9 @@ from tfmw.data.whole_batches import WHOLE_BATCHES
 from tfmw.errors import UsageError
 from tfmw.keras_compat import (
     datasets,
-    fused_update,
     increments,
+    local_updates,
     losses,
-    masked_norm,
     models,
     objects,
     optimizers,
@@ -193,18 +192,16 @@ class SyncDriver:
         self._placement = enter(placement.placed(self.model, self.strategy, self.copies))
         variables = self.model.trainable_variables
         for optimizer in optimizers.optimizers_of(self.model):
-            enter(fused_update.fused_update(optimizer, variables))
+            enter(local_updates.fused_update(optimizer, variables))
         if self.replicas > 1:
             for update in self.updates:
                 reduced = functools.partial(self._reduced, update)
-                enter(optimizers.replica_local_updates(update.optimizer, reduced))
+                enter(local_updates.replica_local_updates(update.optimizer, reduced))
             enter(objects.overridden(increments.counting_batches_once(self.model)))
         else:
             # A strategy of one device refuses to update variables from outside of its scope.
             for optimizer in optimizers.optimizers_of(self.model):
-                enter(optimizers.local_updates(optimizer))
-        if self._has_synchronized_norm:
-            masked_norm.synchronize_masked_moments()
+                enter(local_updates.local_updates(optimizer))
         if any(models.overrides_step(self.model, f"{k}_step") for k in ("train", "test")):
             enter(noting_results(self.model))
 

@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from tfmw.errors import UsageError
 from tfmw.keras_compat import parameter_servers
+from tfmw.keras_compat.optimizers import variables_of
 from tfmw.parameter_server.exchange import Exchange, StepUpdates
 from tfmw.parameter_server.lookups import Fetched, Plan
 from tfmw.parameter_server.steps import WorkerSteps
@@ -77,7 +78,7 @@ class SynchronousSteps(WorkerSteps):
         self._aggregate = aggregate
         self._now: Any = None
         (optimizer,) = server_variables.optimizers
-        packs = server_variables.all_packs(parameter_servers.optimized_variables(optimizer))
+        packs = server_variables.all_packs(variables_of(optimizer))
         self._gradients = packs
         self._accumulators = []
         for number, pack in enumerate(packs):

@@ -39,7 +39,7 @@ import tensorflow as tf
 
 from tfmw import data
 from tfmw.errors import UsageError
-from tfmw.keras_compat import models, optimizers, parameter_servers
+from tfmw.keras_compat import models, objects, optimizers, parameter_servers
 from tfmw.keras_compat.metric_variables import metric_variables, recorded_assignments
 from tfmw.parameter_server.exchange import Exchange, LookupReply, StepUpdates
 from tfmw.parameter_server.hash_tables import HashTables
@@ -315,7 +315,9 @@ class WorkerSteps:
                 enter(optimizers.stable_variable_keys(optimizer, server_variables.trainable))
                 enter(taking_gradients(optimizer, update))
             stack.enter_context(recorded_assignments(self._assigned))
-            stack.enter_context(parameter_servers.lookups_through(remote))
+            # `tf.gather` on these looks up rows, where Keras would read all of them first.
+            lookups = [(v, "sparse_read", rows.sparse_read) for v, rows in remote]
+            stack.enter_context(objects.overridden(lookups))
             stack.enter_context(models.substituted(pairs))
             stack.enter_context(self._hash_tables.on_servers())
             return model.train_step(batch)

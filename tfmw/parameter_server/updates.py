@@ -20,7 +20,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfmw.keras_compat import models, objects, optimizers, parameter_servers
@@ -43,7 +42,7 @@ def taking_gradients(optimizer: Any, take: Callable[[Any, Grads], None]) -> Iter
     def apply(grads: Any, trainable_variables: Any = None) -> None:
         variables = trainable_variables
         if variables is None:
-            variables = parameter_servers.optimized_variables(optimizer)
+            variables = optimizers.variables_of(optimizer)
         dense = [_densified(g, v) for g, v in zip(grads, variables, strict=True)]
         keras_apply(dense, trainable_variables)
 
@@ -119,7 +118,7 @@ class Updates:
                     update = functools.partial(self.update_whole, optimizer, shard, variable)
                     yield shard.server, ([part], update)
             elif self.by_rows_alone(optimizer, variable):
-                decays = parameter_servers.uses_weight_decay(optimizer, variable)
+                decays = optimizers.uses_weight_decay(optimizer, variable)
                 kind = grad.dtype, tuple(variable.shape[1:]), decays
                 together.setdefault(kind, []).append((grad, variable))
             else:
@@ -233,12 +232,8 @@ class Updates:
 
     def by_rows_alone(self, optimizer: Any, variable: Any) -> bool:
         """Whether an update of a variable changes no rows but those with a gradient."""
-        if contains(variable, self.server_variables.divided):
-            return True
-        # Keras's own dense updates that leave rows without a gradient as they are.
-        if type(optimizer) is keras.optimizers.SGD:
-            return not optimizer.momentum
-        return type(optimizer) is keras.optimizers.Adagrad and not optimizer.weight_decay
+        is_divided = contains(variable, self.server_variables.divided)
+        return is_divided or optimizers.updates_rows_alone(optimizer)
 
 
 def _apply(optimizer: Any, variable: Any, grad: Any, pairs: list[tuple[Any, Any]]) -> None:
@@ -248,8 +243,8 @@ def _apply(optimizer: Any, variable: Any, grad: Any, pairs: list[tuple[Any, Any]
         pairs: (Keras variable or slot, what holds its values or rows here); `variable` first.
     """
     with models.substituted(pairs):
-        rate = parameter_servers.current_learning_rate(optimizer)
-        if parameter_servers.uses_weight_decay(optimizer, variable):
+        rate = optimizers.current_learning_rate(optimizer)
+        if optimizers.uses_weight_decay(optimizer, variable):
             values = pairs[0][1]
             decay = tf.cast(optimizer.weight_decay, values.dtype)
             values.assign_sub(tf.convert_to_tensor(values) * decay * tf.cast(rate, values.dtype))

@@ -33,8 +33,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.errors import UsageError
-from tfmw.keras_compat import models, parameter_servers, placement, table_variables
-from tfmw.keras_compat.optimizers import optimizer_variables, optimizers_of, with_inner_optimizers
+from tfmw.keras_compat import models, placement, table_variables
+from tfmw.keras_compat.optimizers import (
+    optimizer_slots,
+    optimizers_of,
+    variables_of,
+    with_inner_optimizers,
+)
 from tfmw.layers import HashTableEmbedding
 from tfmw.tables import is_table, table_of
 from tfmw.tables.shards import BLOCK_BYTES, VariableShard, blocks, server
@@ -124,8 +129,8 @@ class ServerVariables:
                 )
         self._slots: dict[int, list[Any]] = {}
         for optimizer in self.optimizers:
-            known = parameter_servers.optimized_variables(optimizer)
-            of_each = parameter_servers.optimizer_slots(optimizer)
+            known = variables_of(optimizer)
+            of_each = optimizer_slots(optimizer)
             for variable, slots in zip(known, of_each, strict=True):
                 self._slots.setdefault(id(variable), []).extend(slots)
         self._load = [0] * servers
@@ -137,7 +142,7 @@ class ServerVariables:
         # Scalars, on every server: each optimizer's step number and learning rate, and the steps of
         # hash tables, which each server counts.
         self.scalars: list[tuple[Any, list[tf.Variable]]] = []
-        every = [v for optimizer in self.optimizers for v in optimizer_variables(optimizer)]
+        every = [v for optimizer in self.optimizers for v in optimizer.variables]
         slots = [slot for of_variable in self._slots.values() for slot in of_variable]
         for variable in [*unique(every, slots), *self.steps]:
             copies = [self._create(variable, s) for s in range(servers)]

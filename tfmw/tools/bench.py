@@ -191,11 +191,10 @@ def _update_seconds(optimizer: Any) -> float:
     import keras
     import tensorflow as tf
 
-    from tfmw.keras_compat import fused_update, optimizer_part
+    from tfmw.keras_compat import local_updates, optimizers
 
     weights = [
-        keras.Variable(tf.zeros(v.shape), dtype=v.dtype)
-        for v in optimizer_part.variables_of(optimizer)
+        keras.Variable(tf.zeros(v.shape), dtype=v.dtype) for v in optimizers.variables_of(optimizer)
     ]
     other = type(optimizer).from_config(optimizer.get_config())
     other.build(weights)
@@ -206,7 +205,7 @@ def _update_seconds(optimizer: Any) -> float:
 
     grads = [tf.ones(v.shape, v.dtype) for v in weights]
     spans = []
-    with fused_update.fused_update(other, weights):
+    with local_updates.fused_update(other, weights):
         for _ in range(WARM_UP + UPDATES):
             begin = time.perf_counter()
             update(grads)

@@ -23,7 +23,7 @@ from tfmw import callbacks as callbacks_lib
 from tfmw import data, precision
 from tfmw.data import record_index
 from tfmw.errors import UsageError
-from tfmw.keras_compat import datasets, models, wrapped_fit
+from tfmw.keras_compat import datasets, model_methods, models
 from tfmw.runtime import disk
 
 
@@ -183,7 +183,7 @@ def autologged(
         train: trains with the arguments that the wrappers pass on.
         is_chief: whether this task is the one that logs.
     """
-    if not is_chief or not isinstance(model, keras.Model) or not wrapped_fit.is_wrapped():
+    if not is_chief or not isinstance(model, keras.Model) or not model_methods.is_wrapped():
         return train(arguments)
     result: Any = None
 
@@ -194,12 +194,12 @@ def autologged(
 
     given = {
         name: getattr(arguments, name)
-        for name, parameter in wrapped_fit.parameters().items()
+        for name, parameter in model_methods.fit_parameters().items()
         if not _is(getattr(arguments, name), parameter.default)
     }
     if "callbacks" in given:
         given["callbacks"] = tf.nest.flatten(given["callbacks"])
-    wrapped_fit.run_wrapped(model, given, instead)
+    model_methods.run_wrapped(model, given, instead)
     return result
 
 

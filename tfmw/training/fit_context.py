@@ -147,7 +147,7 @@ def _refuse_states_of_examples(model: keras.Model, strategy: tf.distribute.Strat
     if strategy.num_replicas_in_sync == 1 and strategies.servers_of(strategy) is None:
         return
     for layer in models.layers_of(model):
-        if models.keeps_state_of_examples(layer):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise UsageError(
                 f"the layer {layer.name} has stateful=True: it keeps a state of each example of "
                 f"its batch, and {strategy.num_replicas_in_sync} replicas divide each batch. "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from tfmw.keras_compat import pipelines
+from tfmw.keras_compat import datasets
 from tfmw.runtime.step_times import StepTimes
 
 logger = logging.getLogger("tfmw")
@@ -46,7 +46,7 @@ class InputBound:
             return
         self._checked = True
         if times.input_s > SHARE * times.seconds:
-            logger.warning("%s", described(times, pipelines.slowest_stage(iterator)))
+            logger.warning("%s", described(times, datasets.slowest_stage(iterator)))
 
 
 def described(times: StepTimes, slowest: tuple[str, float] | None) -> str:

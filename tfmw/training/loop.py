@@ -32,7 +32,7 @@ from tfmw.checkpoint.resume import Backups, PythonState
 from tfmw.checkpoint.sharded_backups import SlotParts
 from tfmw.cluster.group import Group
 from tfmw.keras_compat import models
-from tfmw.keras_compat.guards import saves_by_callbacks
+from tfmw.keras_compat.model_methods import saves_by_callbacks
 from tfmw.runtime import fence, goodput
 from tfmw.runtime.progress import blocking_call, report_progress
 from tfmw.runtime.step_times import StepTimes

@@ -64,11 +64,6 @@ SIZE = Flow("size", degree=1)
 BAD = ("compared", "nonlinear", "unknown")
 
 
-def words(names: str) -> frozenset[str]:
-    """The names of operations in a text."""
-    return frozenset(names.split())
-
-
 SMALL = 16  # values
 
 
@@ -95,18 +90,23 @@ def aligned_flows(op: Any, flows: list[Flow]) -> list[Flow]:
     ]
 
 
-def _union(op: Any, flows: list[Flow]) -> tuple[dict[int, Any], Any] | None:
-    """(axis -> label, the origin of pairs); None if an axis has different examples in them."""
+def has_total(flows: Iterable[Flow]) -> bool:
+    """Whether a reduction over examples is in any of several values."""
+    return any(flow.kind == "reduced" or flow.affine for flow in flows)
+
+
+def _together(op: Any, flows: list[Flow]) -> Flow:
+    """Of several values, along all of their axes; "compared" if one has different examples."""
     axes: dict[int, Any] = {}
     for flow in flows:
         for axis, label in flow.axes:
             if axes.setdefault(axis, label) != label:
-                return None
+                return bad_flow("compared", op, flows)
     origin = next((flow.origin for flow in flows if flow.origin is not None), None)
     labels = list(axes.values())
     if len(set(labels)) < len(labels):
         origin = origin or op
-    return axes, origin
+    return Flow(highest_kind(flows), origin=origin).along(axes.items())
 
 
 def highest_kind(flows: list[Flow]) -> str:
@@ -121,63 +121,46 @@ def joined_flow(op: Any, flows: list[Flow]) -> Flow:
         bad = next((flow for flow in flows if flow.kind == kind), None)
         if bad is not None:
             return bad
-    union = _union(op, flows)
-    if union is None:
-        return bad_flow("compared", op, flows)
-    axes, origin = union
-    kind = highest_kind(flows)
-    out = Flow(kind, tuple(sorted(axes.items(), key=lambda a: a[0])), origin=origin)
-    moving = [flow for flow in flows if flow.kind != "fixed"]
-    if kind == "fixed":
+    out = _together(op, flows)
+    if out.kind == "fixed":
         return FIXED
-    if kind == "size":
+    if out.kind in BAD:
+        return out
+    if out.kind == "size":
         same = len({flow.degree for flow in flows}) == 1
         return out._replace(degree=flows[0].degree if same else None)
     degrees = {flow.degree for flow in flows if flow.kind != "size" or flow.axes}
     if any(flow.kind == "size" and not flow.axes and flow.degree for flow in flows):
         return bad_flow("nonlinear", op, flows)
     if len(degrees) > 1:
-        if kind == "reduced":
+        if out.kind == "reduced":
             return bad_flow("nonlinear", op, flows)
         return out._replace(degree=None)
-    affine = kind == "rows" and any(flow.affine or flow.kind == "reduced" for flow in moving)
-    return out._replace(degree=degrees.pop(), affine=affine)
+    return out._replace(degree=degrees.pop(), affine=out.kind == "rows" and has_total(flows))
 
 
 def nonlinear_flow(op: Any, flows: list[Flow]) -> Flow:
     """Of a function, element by element, that is not linear."""
-    kind = highest_kind(flows)
-    if kind == "reduced" or any(flow.kind == "reduced" or flow.affine for flow in flows):
+    if has_total(flows):
         return bad_flow("nonlinear", op, flows)
-    union = _union(op, flows)
-    if union is None:
-        return bad_flow("compared", op, flows)
-    axes, origin = union
-    degree = None if kind == "size" and not axes else 0
-    return Flow(kind, tuple(sorted(axes.items(), key=lambda a: a[0])), degree, origin=origin)
+    out = _together(op, flows)
+    return out._replace(degree=None) if out.kind == "size" and not out.axes else out
 
 
 def product_flow(op: Any, flows: list[Flow], quotient: bool = False) -> Flow:
     """Of a product or quotient of two."""
     a, b = flows
-    varying = [flow for flow in flows if flow.kind == "reduced" or flow.affine]
+    varying = [flow for flow in flows if has_total([flow])]
     others = [flow for flow in flows if flow.kind in ("rows", "reduced")]
     if varying and (len(others) > 1 or (quotient and varying[-1] is b)):
         return bad_flow("nonlinear", op, flows)
-    union = _union(op, flows)
-    if union is None:
-        return bad_flow("compared", op, flows)
-    axes, origin = union
+    out = _together(op, flows)
+    if out.kind in BAD:
+        return out
     degree = None
     if a.degree is not None and b.degree is not None:
         degree = a.degree - b.degree if quotient else a.degree + b.degree
-    return Flow(
-        highest_kind(flows),
-        tuple(sorted(axes.items(), key=lambda x: x[0])),
-        degree,
-        affine=any(flow.affine for flow in flows),
-        origin=origin,
-    )
+    return out._replace(degree=degree, affine=any(flow.affine for flow in flows))
 
 
 def total_flow(op: Any, flow: Flow, axes: set[int], how: str, keep: bool = False) -> Flow:
@@ -212,7 +195,7 @@ def total_flow(op: Any, flow: Flow, axes: set[int], how: str, keep: bool = False
 
 def is_uneven(label: Any) -> bool:
     """Whether the number of values along an axis is no multiple of that of examples."""
-    return isinstance(label, tuple) and label[0] in ("selected", "mixed", "ragged")
+    return isinstance(label, tuple) and label[0] in ("selected", "mixed")
 
 
 def joined_apart(op: Any, inputs: list[Flow]) -> Flow:
@@ -224,5 +207,40 @@ def joined_apart(op: Any, inputs: list[Flow]) -> Flow:
     return out
 
 
-Rule = Callable[[Any, Any, list[Flow]], Any]
-"""(the `Dataflow`, an operation, the flows of its inputs) -> a flow, or one for each output."""
+def by_rows(op: Any, inputs: list[Flow]) -> Any:
+    """Of any other operation: its first axis is that of the examples, as of a convolution."""
+    if has_total(inputs):
+        return bad_flow("nonlinear", op, inputs)
+    if op.type.endswith(("BackpropFilter", "BiasAddGrad", "BackpropFilterV2")):
+        if any(flow.axes for flow in inputs):
+            return Flow("reduced", degree=1)
+        return joined_flow(op, inputs)
+    kind = highest_kind(inputs)
+    if kind in ("fixed", "size") and not any(flow.axes for flow in inputs):
+        return Flow(kind, degree=None if kind == "size" else 0)
+    iterations = [a for flow in inputs for a in flow.axes if a[0] == ITERATIONS]
+    if any(axis > 0 for flow in inputs for axis, _ in flow.axes):
+        return bad_flow("unknown", op, inputs)
+    labels = {label for flow in inputs for axis, label in flow.axes if axis == 0}
+    if len(labels) > 1:
+        return bad_flow("unknown", op, inputs)
+    origin = next((flow.origin for flow in inputs if flow.origin is not None), None)
+    out = []
+    for tensor in op.outputs:
+        axes = list(dict.fromkeys(iterations))
+        if labels and tensor.shape.rank != 0:
+            axes.append((0, next(iter(labels))))
+        elif labels:
+            out.append(bad_flow("unknown", op))
+            continue
+        out.append(Flow(kind, tuple(axes), origin=origin))
+    return out
+
+
+Rule = Callable[[Any, list[Flow]], Any]
+"""(an operation, the flows of its inputs) -> a flow, or one for each output."""
+
+
+def rules(table: dict[str, Rule]) -> dict[str, Rule]:
+    """The rule of each operation; in `table`, names of operations with one rule share a key."""
+    return {name: rule for names, rule in table.items() for name in names.split()}

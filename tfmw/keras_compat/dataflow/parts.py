@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,28 +12,21 @@ from tfmw.keras_compat.dataflow.flow import (
     FIXED,
     ITERATIONS,
     Flow,
-    Rule,
     bad_flow,
     constant_input,
     highest_kind,
     joined_apart,
     joined_flow,
     nonlinear_flow,
+    rules,
 )
 from tfmw.keras_compat.dataflow.shapes import size_of
 from tfmw.keras_compat.graph import static_value
 
-if TYPE_CHECKING:
-    from tfmw.keras_compat.dataflow.walk import Dataflow
 
-
-def _concat(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _concat(op: Any, inputs: list[Flow]) -> Flow:
     parts, axis_of = list(op.inputs)[:-1], constant_input(op, inputs, -1)
-    return _side_by_side(op, inputs[:-1], parts, axis_of)
-
-
-def _side_by_side(op: Any, inputs: list[Flow], parts: list[Any], axis_of: Any) -> Flow:
-    rank = op.outputs[0].shape.rank
+    rank, inputs = op.outputs[0].shape.rank, inputs[:-1]
     if axis_of is None or not rank:
         return (
             joined_flow(op, inputs) if not any(f.axes for f in inputs) else bad_flow("unknown", op)
@@ -80,7 +73,7 @@ def _elements(flow: Flow, tensor: Any) -> list[Flow] | None:
     return None
 
 
-def _pack(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _pack(op: Any, inputs: list[Flow]) -> Flow:
     rank = op.outputs[0].shape.rank
     if rank == 1 and highest_kind(inputs) in ("fixed", "size") and not any(f.axes for f in inputs):
         elements = tuple(flow._replace(elements=None) for flow in inputs)
@@ -94,7 +87,7 @@ def _pack(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     return joined_apart(op, shifted)
 
 
-def _unpack(flows: Dataflow, op: Any, inputs: list[Flow]) -> Any:
+def _unpack(op: Any, inputs: list[Flow]) -> Any:
     flow, rank = inputs[0], op.inputs[0].shape.rank
     if flow.elements is not None and len(flow.elements) == len(op.outputs):
         return list(flow.elements)
@@ -111,7 +104,7 @@ def selected_rows(op: Any, flow: Flow) -> Flow:
     return bad_flow("compared", op, [flow])
 
 
-def _split(flows: Dataflow, op: Any, inputs: list[Flow]) -> Any:
+def _split(op: Any, inputs: list[Flow]) -> Any:
     at, values = (0, 1) if op.type == "Split" else (2, 0)
     flow, axis_of = inputs[values], constant_input(op, inputs, at)
     rank = op.inputs[values].shape.rank
@@ -136,37 +129,30 @@ def _split(flows: Dataflow, op: Any, inputs: list[Flow]) -> Any:
 
 def _slice_bounds(op: Any) -> list[tuple[Any, ...]] | None:
     """Of a StridedSlice, per entry: ("new",), ("all",), ("index", i) or ("range", i)."""
-    begins = op.inputs[1].shape.num_elements()
-    if begins is None:
+    rank, count = op.inputs[0].shape.rank, op.inputs[1].shape.num_elements()
+    if rank is None or count is None:
         return None
-    masks = {
-        name: op.get_attr(name)
-        for name in ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
-    }
+    names = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+    masks = {name: op.get_attr(f"{name}_mask") for name in names}
     out: list[tuple[Any, ...]] = []
-    rank = op.inputs[0].shape.rank
-    if rank is None:
-        return None
-    taken = sum(
-        1 for i in range(begins) if not (masks["new_axis_mask"] | masks["ellipsis_mask"]) >> i & 1
+    others = (
+        count  # entries after which the ellipsis, or the end, stands for all axes that are left
     )
-    for i in range(begins):
-        bit = 1 << i
-        if masks["ellipsis_mask"] & bit:
-            out += [("all",)] * (rank - taken)
-        elif masks["new_axis_mask"] & bit:
+    for i in range(count):
+        marks = {name for name in names if masks[name] >> i & 1}
+        if "ellipsis" in marks:
+            others = i
+        elif "new_axis" in marks:
             out.append(("new",))
-        elif masks["shrink_axis_mask"] & bit:
+        elif "shrink_axis" in marks:
             out.append(("index", i))
-        elif masks["begin_mask"] & bit and masks["end_mask"] & bit:
-            out.append(("range", i, True, True))
         else:
-            out.append(("range", i, bool(masks["begin_mask"] & bit), bool(masks["end_mask"] & bit)))
-    length = sum(1 for entry in out if entry[0] != "new")
-    return out + [("all",)] * (rank - length)
+            out.append(("range", i, "begin" in marks, "end" in marks))
+    left = rank - sum(entry[0] != "new" for entry in out)
+    return [*out[:others], *[("all",)] * left, *out[others:]]
 
 
-def _strided_slice(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _strided_slice(op: Any, inputs: list[Flow]) -> Flow:
     flow = inputs[0]
     if flow.elements is not None:
         return _slice_of_elements(op, inputs)
@@ -185,7 +171,7 @@ def _strided_slice(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
         if label is not None:
             if entry[0] == "index":
                 return selected_rows(op, flow)
-            part = label if entry[0] == "all" else _slice_label(flows, op, inputs, entry, label)
+            part = label if entry[0] == "all" else _slice_label(op, inputs, entry, label)
             if part is None:
                 return selected_rows(op, flow)
             axes.append((place, part))
@@ -211,15 +197,13 @@ def _slice_of_elements(op: Any, inputs: list[Flow]) -> Flow:
     return Flow(kind, degree=None, elements=elements)
 
 
-def _slice_label(
-    flows: Dataflow, op: Any, inputs: list[Flow], entry: tuple[Any, ...], label: Any
-) -> Any:
+def _slice_label(op: Any, inputs: list[Flow], entry: tuple[Any, ...], label: Any) -> Any:
     """The label of a range of an axis; None if it selects some of the examples."""
     _, i, from_begin, to_end = entry
     strides = constant_input(op, inputs, 3)
     if strides is None or int(strides[i]) != 1:
         return None
-    begin, end = (_bound(flows, op.inputs[k], inputs[k], i) for k in (1, 2))
+    begin, end = (_bound(op.inputs[k], inputs[k], i) for k in (1, 2))
     from_begin = from_begin or begin == 0
     if from_begin and to_end:
         return label
@@ -235,7 +219,7 @@ def _slice_label(
     return label if from_begin and end == "size" else None
 
 
-def _bound(flows: Dataflow, tensor: Any, flow: Flow, i: int) -> Any:
+def _bound(tensor: Any, flow: Flow, i: int) -> Any:
     """A bound of a slice: a number, or "size" for that of the examples."""
     value = static_value(tensor) if flow.constant is None else flow.constant
     if value is not None:
@@ -250,7 +234,7 @@ def _bound(flows: Dataflow, tensor: Any, flow: Flow, i: int) -> Any:
     return None
 
 
-def _slice(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _slice(op: Any, inputs: list[Flow]) -> Flow:
     flow = inputs[0]
     if not any(axis >= 0 for axis, _ in flow.axes):
         return flow._replace(elements=None)
@@ -266,7 +250,7 @@ def _slice(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     return flow
 
 
-def _along_axis(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _along_axis(op: Any, inputs: list[Flow]) -> Flow:
     """Cumulated sums, reversed or rolled axes: whatever mixes the elements of some axes."""
     flow, rank = inputs[0], op.inputs[0].shape.rank
     if not flow.axes or flow.kind != "rows":
@@ -282,14 +266,14 @@ def _along_axis(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     return flow
 
 
-def _list_item(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _list_item(op: Any, inputs: list[Flow]) -> Flow:
     """An element of a list of tensors, of which `axes` are those of the stacked list."""
     flow = inputs[0]
     axes = [(ITERATIONS if a == 0 else a - 1, label) for a, label in flow.axes]
     return flow.along(axes)
 
 
-def _list_with_item(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _list_with_item(op: Any, inputs: list[Flow]) -> Flow:
     at = 2 if op.type == "TensorListSetItem" else 1
     item = inputs[at]
     axes = [(0 if a == ITERATIONS else a + 1, label) for a, label in item.axes]
@@ -298,24 +282,26 @@ def _list_with_item(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     return joined_flow(op, [inputs[0], item.along(axes)])
 
 
-def _list_pop(flows: Dataflow, op: Any, inputs: list[Flow]) -> Any:
-    return [inputs[0], _list_item(flows, op, inputs)]
+def _list_pop(op: Any, inputs: list[Flow]) -> Any:
+    return [inputs[0], _list_item(op, inputs)]
 
 
-def _shuffled(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _shuffled(op: Any, inputs: list[Flow]) -> Flow:
     return selected_rows(op, inputs[0]) if inputs[0].kind == "rows" else inputs[0]
 
 
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(["Split", "SplitV"], _split),
-    **dict.fromkeys(["Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2", "Roll"], _along_axis),
-    **dict.fromkeys(["TensorListSetItem", "TensorListPushBack"], _list_with_item),
-    "TensorListGetItem": _list_item,
-    "TensorListPopBack": _list_pop,
-    "ConcatV2": _concat,
-    "Pack": _pack,
-    "Unpack": _unpack,
-    "StridedSlice": _strided_slice,
-    "Slice": _slice,
-    "RandomShuffle": _shuffled,
-}
+RULES = rules(
+    {
+        "Split SplitV": _split,
+        "Cumsum Cumprod CumulativeLogsumexp ReverseV2 Roll": _along_axis,
+        "TensorListSetItem TensorListPushBack": _list_with_item,
+        "TensorListGetItem": _list_item,
+        "TensorListPopBack": _list_pop,
+        "ConcatV2": _concat,
+        "Pack": _pack,
+        "Unpack": _unpack,
+        "StridedSlice": _strided_slice,
+        "Slice": _slice,
+        "RandomShuffle": _shuffled,
+    }
+)

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from tfmw.keras_compat.dataflow.contractions import by_rows
-from tfmw.keras_compat.dataflow.elementwise import SAME
+from tfmw.keras_compat.dataflow.arithmetic import SAME, first_flow
 from tfmw.keras_compat.dataflow.flow import (
     BAD,
     EXAMPLES,
     FIXED,
     Flow,
-    Rule,
     bad_flow,
+    by_rows,
     constant_input,
+    has_total,
     highest_kind,
     is_uneven,
     joined_apart,
     nonlinear_flow,
+    rules,
 )
 from tfmw.keras_compat.dataflow.parts import selected_rows
 from tfmw.keras_compat.dataflow.shapes import with_sizes
 
-if TYPE_CHECKING:
-    from tfmw.keras_compat.dataflow.walk import Dataflow
 
-
-def _gather(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _gather(op: Any, inputs: list[Flow]) -> Flow:
     params, indices = inputs[0], inputs[1]
     rank, of_indices = op.inputs[0].shape.rank, op.inputs[1].shape.rank
     if op.type == "ResourceGather":
@@ -46,7 +44,7 @@ def _gather(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
         axis = int(np.squeeze(number)) % rank
     if params.kind == "fixed" and indices.kind == "fixed":
         return FIXED
-    if indices.kind == "reduced" or indices.affine:
+    if has_total([indices]):
         return bad_flow("nonlinear", op, inputs)
     if of_indices is None:
         return bad_flow("unknown", op)
@@ -96,7 +94,7 @@ def _is_place(indices: Any) -> bool:
     return bool(indices.op.type == "Range")
 
 
-def _gather_nd(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _gather_nd(op: Any, inputs: list[Flow]) -> Flow:
     params, indices = (FIXED, inputs[1]) if op.type == "ResourceGatherNd" else inputs
     if params.kind == "reduced" or params.affine or indices.kind == "reduced":
         return bad_flow("nonlinear", op, inputs)
@@ -121,7 +119,7 @@ def _first_index(indices: Any) -> Any:
     return None
 
 
-def _where(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _where(op: Any, inputs: list[Flow]) -> Flow:
     if not inputs[0].axes:
         return bad_flow("nonlinear", op, inputs) if inputs[0].kind == "reduced" else inputs[0]
     if inputs[0].kind == "size" or inputs[0].has_pairs:
@@ -129,15 +127,15 @@ def _where(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     return Flow("rows", ((0, ("selected", op.name)),))
 
 
-def _dynamic_partition(flows: Dataflow, op: Any, inputs: list[Flow]) -> Any:
+def _dynamic_partition(op: Any, inputs: list[Flow]) -> Any:
     if not any(flow.axes for flow in inputs):
         return nonlinear_flow(op, inputs)
-    if any(flow.kind == "reduced" or flow.affine for flow in inputs):
+    if has_total(inputs):
         return bad_flow("nonlinear", op, inputs)
     return [Flow("rows", ((0, ("selected", f"{op.name}:{i}")),)) for i in range(len(op.outputs))]
 
 
-def _one_hot(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _one_hot(op: Any, inputs: list[Flow]) -> Flow:
     flow, rank = inputs[0], op.outputs[0].shape.rank
     if flow.kind == "reduced":
         return bad_flow("nonlinear", op, inputs)
@@ -151,7 +149,7 @@ def _one_hot(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     return out
 
 
-def _diag(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _diag(op: Any, inputs: list[Flow]) -> Flow:
     flow, rank = inputs[0], op.inputs[0].shape.rank
     if rank is None:
         return flow if not flow.axes else bad_flow("unknown", op)
@@ -167,20 +165,16 @@ def _diag(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     return flow.along(rest)._replace(origin=None)
 
 
-def _triangle(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
-    return inputs[0]
-
-
-def _segments(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _segments(op: Any, inputs: list[Flow]) -> Flow:
     data, ids = inputs[0], inputs[1]
-    if any(flow.kind == "reduced" or flow.affine for flow in inputs):
+    if has_total(inputs):
         return bad_flow("nonlinear", op, inputs)
     numbered = inputs[2] if len(inputs) > 2 else FIXED
     joined = op.inputs[1].shape.rank  # the first axes of the data become one
     if joined and ids.kind == numbered.kind == "fixed" and all(a >= joined for a, _ in data.axes):
         return data.along((a + 1 - joined, label) for a, label in data.axes)
     if data.label(0) is None and ids.label(0) is None:
-        return by_rows(flows, op, inputs)
+        return by_rows(op, inputs)
     if not op.type.endswith("Sum") or "Sparse" in op.type:
         return bad_flow("compared", op, inputs)
     if numbered.kind == "size" or op.type == "SegmentSum":
@@ -188,14 +182,14 @@ def _segments(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     return Flow("reduced", degree=1)
 
 
-def _bincount(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _bincount(op: Any, inputs: list[Flow]) -> Flow:
     rank = op.inputs[0].shape.rank
     if rank == 1 or op.type == "Bincount":
         return Flow("reduced", degree=1)
-    return by_rows(flows, op, inputs)
+    return by_rows(op, inputs)
 
 
-def _scatter(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _scatter(op: Any, inputs: list[Flow]) -> Flow:
     if op.type == "ScatterNd":
         indices, updates, target = inputs[0], inputs[1], FIXED
         if inputs[2].kind == "size":
@@ -203,8 +197,8 @@ def _scatter(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     else:
         target, indices, updates = inputs
         if target.axes:
-            return by_rows(flows, op, inputs)
-    if any(flow.kind == "reduced" or flow.affine for flow in (indices, updates)):
+            return by_rows(op, inputs)
+    if has_total([indices, updates]):
         if indices.kind == "fixed" and not indices.axes:
             return joined_apart(op, [target, updates])
         return bad_flow("nonlinear", op, inputs)
@@ -215,41 +209,25 @@ def _scatter(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     return Flow("rows", ((0, ("mixed", op.name, EXAMPLES)),))
 
 
-def _unique(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _unique(op: Any, inputs: list[Flow]) -> Flow:
     return bad_flow("compared", op, inputs) if inputs[0].axes else inputs[0]
 
 
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(["Gather", "GatherV2", "ResourceGather"], _gather),
-    **dict.fromkeys(["GatherNd", "ResourceGatherNd"], _gather_nd),
-    **dict.fromkeys(
-        [
-            *("Diag", "MatrixDiag", "MatrixDiagV2", "MatrixDiagV3"),
-            *("DiagPart", "MatrixDiagPart", "MatrixDiagPartV2", "MatrixDiagPartV3"),
-        ],
-        _diag,
-    ),
-    **dict.fromkeys(
-        ["MatrixBandPart", "MatrixSetDiag", "MatrixSetDiagV2", "MatrixSetDiagV3"], _triangle
-    ),
-    **dict.fromkeys(
-        [
-            f"{ids}Segment{how}"
-            for ids in ("", "Unsorted")
-            for how in ("Sum", "Mean", "Max", "Min", "Prod")
-        ],
-        _segments,
-    ),
-    **dict.fromkeys(["Bincount", "DenseBincount"], _bincount),
-    **dict.fromkeys(
-        [
-            *("ScatterNd", "TensorScatterUpdate", "TensorScatterAdd", "TensorScatterSub"),
-            *("TensorScatterMax", "TensorScatterMin"),
-        ],
-        _scatter,
-    ),
-    **dict.fromkeys(["Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"], _unique),
-    "Where": _where,
-    "DynamicPartition": _dynamic_partition,
-    "OneHot": _one_hot,
-}
+RULES = rules(
+    {
+        "Gather GatherV2 ResourceGather": _gather,
+        "GatherNd ResourceGatherNd": _gather_nd,
+        "Diag MatrixDiag MatrixDiagV2 MatrixDiagV3": _diag,
+        "DiagPart MatrixDiagPart MatrixDiagPartV2 MatrixDiagPartV3": _diag,
+        "MatrixBandPart MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3": first_flow,
+        "SegmentSum SegmentMean SegmentMax SegmentMin SegmentProd": _segments,
+        "UnsortedSegmentSum UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd": _segments,
+        "Bincount DenseBincount": _bincount,
+        "ScatterNd TensorScatterUpdate TensorScatterAdd TensorScatterSub": _scatter,
+        "TensorScatterMax TensorScatterMin": _scatter,
+        "Unique UniqueV2 UniqueWithCounts UniqueWithCountsV2": _unique,
+        "Where": _where,
+        "DynamicPartition": _dynamic_partition,
+        "OneHot": _one_hot,
+    }
+)

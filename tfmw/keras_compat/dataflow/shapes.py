@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from tfmw.keras_compat.dataflow.contractions import by_rows
 from tfmw.keras_compat.dataflow.flow import (
     BAD,
     EXAMPLES,
     FIXED,
     SIZE,
     Flow,
-    Rule,
     bad_flow,
+    by_rows,
     constant_input,
     is_uneven,
     joined_apart,
     joined_flow,
-    words,
+    rules,
 )
-from tfmw.keras_compat.graph import static_value
 
-if TYPE_CHECKING:
-    from tfmw.keras_compat.dataflow.walk import Dataflow
-
-_RANDOM = words(
+_RANDOM = (
     "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal RandomGamma "
     "RandomPoissonV2 StatelessRandomUniform StatelessRandomUniformV2 StatelessRandomUniformInt "
     "StatelessRandomUniformIntV2 StatelessRandomUniformFullInt StatelessRandomUniformFullIntV2 "
@@ -37,28 +32,7 @@ _RANDOM = words(
 )
 
 
-def broadcast_axes(axes: Any, shape: Any) -> set[int] | None:
-    """The axes along which an operand was broadcast, of the gradient of a binary operation."""
-    vectors = [_static_dims(t) for t in axes.op.inputs]
-    own = vectors[axes.value_index]
-    if own is None:
-        return None
-    lead = shape.rank - len(own)
-    ones = {lead + i for i, d in enumerate(own) if d == 1 and shape[lead + i] != 1}
-    return set(range(lead)) | ones
-
-
-def _static_dims(vector: Any) -> list[int | None] | None:
-    """The known dimensions of a shape that is in a tensor."""
-    value = static_value(vector)
-    if value is not None:
-        return [int(d) for d in value]
-    if vector.op.type == "Shape" and vector.op.inputs[0].shape.rank is not None:
-        return vector.op.inputs[0].shape.as_list()
-    return None
-
-
-def _transpose(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _transpose(op: Any, inputs: list[Flow]) -> Flow:
     order = constant_input(op, inputs, 1)
     if order is None:
         return inputs[0] if not inputs[0].axes else bad_flow("unknown", op)
@@ -66,7 +40,7 @@ def _transpose(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     return inputs[0].along((places.get(a, a), label) for a, label in inputs[0].axes)
 
 
-def _expand(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _expand(op: Any, inputs: list[Flow]) -> Flow:
     axis = constant_input(op, inputs, 1)
     rank = op.inputs[0].shape.rank
     if axis is None or rank is None:
@@ -75,7 +49,7 @@ def _expand(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     return inputs[0].along((a + (a >= at), label) for a, label in inputs[0].axes)
 
 
-def _squeeze(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _squeeze(op: Any, inputs: list[Flow]) -> Flow:
     shape = op.inputs[0].shape
     if shape.rank is None:
         return inputs[0] if not inputs[0].axes else bad_flow("unknown", op)
@@ -88,12 +62,11 @@ def _squeeze(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     )
 
 
-def _reshape(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _reshape(op: Any, inputs: list[Flow]) -> Flow:
     flow = inputs[0]
     if not any(axis >= 0 for axis, _ in flow.axes):
-        if flow.kind in ("fixed", "reduced") or op.outputs[0].shape.rank == 0:
-            return flow if op.outputs[0].shape.rank != 1 else flow._replace(elements=flow.elements)
-        return flow._replace(elements=None)
+        keeps = flow.kind in ("fixed", "reduced") or op.outputs[0].shape.rank == 0
+        return flow if keeps else flow._replace(elements=None)
     before, after = op.inputs[0].shape, op.outputs[0].shape
     if before.rank is None or after.rank is None:
         return bad_flow("unknown", op)
@@ -174,7 +147,7 @@ def _merged_parts(
     return None
 
 
-def _shape(flows: Dataflow, op: Any, inputs: list[Flow]) -> Any:
+def _shape(op: Any, inputs: list[Flow]) -> Any:
     return [_shape_of(flow, tensor) for flow, tensor in zip(inputs, op.inputs, strict=True)]
 
 
@@ -203,7 +176,7 @@ def _shape_of(flow: Flow, tensor: Any) -> Flow:
     return Flow(kind, degree=None if kind != "reduced" else 1, elements=tuple(elements))
 
 
-def _number(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _number(op: Any, inputs: list[Flow]) -> Flow:
     flow = inputs[0]
     if op.type == "Rank" or (not flow.axes and flow.kind not in BAD):
         return FIXED
@@ -212,7 +185,7 @@ def _number(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     return Flow("size", degree=len(flow.axes) or None)
 
 
-def _of_shape(flows: Dataflow, op: Any, vector: int, inputs: list[Flow], kind: str) -> Flow:
+def _of_shape(op: Any, vector: int, inputs: list[Flow], kind: str) -> Flow:
     """Of an operation that makes a tensor of a shape."""
     shape, flow = op.outputs[0].shape, inputs[vector]
     labels: list[tuple[int, Any]] = []
@@ -229,20 +202,20 @@ def _of_shape(flows: Dataflow, op: Any, vector: int, inputs: list[Flow], kind: s
     return Flow(kind, tuple(labels)) if labels else FIXED
 
 
-def _fill(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
-    out = _of_shape(flows, op, 0, inputs, "size")
+def _fill(op: Any, inputs: list[Flow]) -> Flow:
+    out = _of_shape(op, 0, inputs, "size")
     return out if inputs[1].kind == "fixed" else joined_flow(op, [out, inputs[1]])
 
 
-def _random(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _random(op: Any, inputs: list[Flow]) -> Flow:
     """Each row is drawn for itself."""
-    out = _of_shape(flows, op, 0, inputs, "rows")
+    out = _of_shape(op, 0, inputs, "rows")
     if len(op.inputs) > 1 and any(flow.axes for flow in inputs[1:]):
-        return by_rows(flows, op, inputs)
+        return by_rows(op, inputs)
     return out
 
 
-def _range(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _range(op: Any, inputs: list[Flow]) -> Flow:
     if all(flow.kind == "fixed" for flow in inputs):
         return FIXED
     if any(flow.kind == "reduced" for flow in inputs):
@@ -250,7 +223,7 @@ def _range(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     return Flow("size", ((0, EXAMPLES),))
 
 
-def _broadcast_to(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _broadcast_to(op: Any, inputs: list[Flow]) -> Flow:
     flow = inputs[0]
     rank, before = op.outputs[0].shape.rank, op.inputs[0].shape.rank
     if rank is None or before is None:
@@ -275,7 +248,7 @@ def with_sizes(op: Any, flow: Flow, added: list[tuple[int, Any]]) -> Flow:
     return out._replace(origin=flow.origin or op) if out.has_pairs else out
 
 
-def _tile(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _tile(op: Any, inputs: list[Flow]) -> Flow:
     flow, often = inputs[0], inputs[1]
     rank = op.inputs[0].shape.rank
     if rank is None:
@@ -309,27 +282,29 @@ def _tile(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
     return with_sizes(op, flow.along(axes), added)
 
 
-def _pad(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _pad(op: Any, inputs: list[Flow]) -> Flow:
     return joined_apart(op, [inputs[0], *(f._replace(axes=()) for f in inputs[2:])])
 
 
-def _like(flows: Dataflow, op: Any, inputs: list[Flow]) -> Flow:
+def _like(op: Any, inputs: list[Flow]) -> Flow:
     flow = inputs[0]
     return Flow("size", flow.axes) if flow.axes else FIXED
 
 
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(["Shape", "ShapeN"], _shape),
-    **dict.fromkeys(["Size", "Rank"], _number),
-    **dict.fromkeys(_RANDOM, _random),
-    **dict.fromkeys(["Pad", "PadV2", "MirrorPad"], _pad),
-    **dict.fromkeys(["ZerosLike", "OnesLike"], _like),
-    "Transpose": _transpose,
-    "ExpandDims": _expand,
-    "Squeeze": _squeeze,
-    "Reshape": _reshape,
-    "Fill": _fill,
-    "Range": _range,
-    "BroadcastTo": _broadcast_to,
-    "Tile": _tile,
-}
+RULES = rules(
+    {
+        "Shape ShapeN": _shape,
+        "Size Rank": _number,
+        _RANDOM: _random,
+        "Pad PadV2 MirrorPad": _pad,
+        "ZerosLike OnesLike": _like,
+        "Transpose": _transpose,
+        "ExpandDims": _expand,
+        "Squeeze": _squeeze,
+        "Reshape": _reshape,
+        "Fill": _fill,
+        "Range": _range,
+        "BroadcastTo": _broadcast_to,
+        "Tile": _tile,
+    }
+)

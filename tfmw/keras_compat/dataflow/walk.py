@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw.keras_compat.dataflow import contractions, elementwise, parts, selections, shapes
-from tfmw.keras_compat.dataflow.contractions import by_rows
+from tfmw.keras_compat.dataflow import arithmetic, parts, selections, shapes
 from tfmw.keras_compat.dataflow.flow import (
     BAD,
     EXAMPLES,
@@ -18,13 +17,13 @@ from tfmw.keras_compat.dataflow.flow import (
     SMALL,
     Flow,
     Rule,
+    by_rows,
     joined_flow,
     nonlinear_flow,
-    words,
 )
 from tfmw.keras_compat.graph import ancestors, is_symbolic, static_value
 
-_SOURCES = words("ReadVariableOp VarHandleOp VariableV2 Placeholder")
+_SOURCES = ("ReadVariableOp", "VarHandleOp", "VariableV2")
 
 
 class Dataflow:
@@ -108,7 +107,7 @@ class Dataflow:
                     return [Flow(constant=_folded(op, inputs))] * len(op.outputs)
             if op.type not in _RULES:
                 return [FIXED] * len(op.outputs)
-        found = _RULES.get(op.type, by_rows)(self, op, inputs)
+        found = _RULES.get(op.type, by_rows)(op, inputs)
         found = found if isinstance(found, list) else [found] * len(op.outputs)
         return [flow._replace(constant=None) if flow.axes == () else flow for flow in found]
 
@@ -135,12 +134,12 @@ class Dataflow:
 
     def _of_call(self, op: Any, inputs: list[Flow]) -> list[Flow]:
         """Of an operation that calls functions: a call, a condition, a loop."""
-        if op.type in ("While", "StatelessWhile"):
+        if op.type in _LOOPS:
             return self._of_loop(op, inputs)
-        if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
+        if op.type in _PLAIN_CALLS:
             return self._inside(op, "f", inputs)
         condition, arguments = inputs[0], inputs[1:]
-        if op.type == "Case" or op.type == "StatelessCase":
+        if op.type in _CASES:
             count = len(op.get_attr("branches"))
             outs = [self._inside(op, "branches", arguments, i) for i in range(count)]
         else:
@@ -203,9 +202,10 @@ def _compared_part(flow: Flow) -> Any:
     return flow.kind, flow.axes, flow.degree, flow.affine
 
 
-_CALLS = words(
-    "While StatelessWhile If StatelessIf Case StatelessCase PartitionedCall StatefulPartitionedCall"
-)
+_LOOPS = ("While", "StatelessWhile")
+_PLAIN_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+_CASES = ("Case", "StatelessCase")
+_CALLS = (*_LOOPS, *_PLAIN_CALLS, *_CASES, "If", "StatelessIf")
 
 _FOLDED: dict[str, Callable[..., Any]] = {
     "Add": np.add,
@@ -246,13 +246,11 @@ def _only_value(op: Any) -> Any:
 
 
 _RULES: dict[str, Rule] = {
-    **elementwise.RULES,
+    **arithmetic.RULES,
     **shapes.RULES,
     **parts.RULES,
     **selections.RULES,
-    **contractions.RULES,
 }
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [(tf.Graph, "_get_function")]
-"""(owner, name) of each private name that this module uses; see `keras_compat.missing_names`."""
