@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfmw.errors import UsageError
 from tfmw.runtime import fence
-from tfmw.runtime.disk import flush
+from tfmw.runtime.file_lock import flush
 
 # A leftover of a crash beside `models/digits`: `models/.digits.writing-1f0c9e4b7a52`.
 _WRITING, _REPLACED = "writing", "replaced"

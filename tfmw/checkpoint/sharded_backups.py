@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from tfmw import storage
 from tfmw.cluster.group import Group
-from tfmw.runtime.disk import flush
+from tfmw.runtime.file_lock import flush
 
 _LOOK_S = 1.0  # how often the chief looks whether a task that it waits for is there
 

@@ -31,8 +31,7 @@ from typing import Any, Protocol
 from tfmw.errors import TfmwError, UsageError
 from tfmw.hosts.actions import Record
 from tfmw.runtime import etcd
-from tfmw.runtime.disk import flush
-from tfmw.runtime.file_lock import file_lock
+from tfmw.runtime.file_lock import file_lock, flush
 
 TTL_S = 10
 """Seconds without a renewal after which a holder has lost the lock."""
