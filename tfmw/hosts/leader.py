@@ -41,7 +41,7 @@ from tfmw.hosts.actions import (
     ToMember,
 )
 from tfmw.hosts.task_placement import TaskPlacement, placed
-from tfmw.launcher.attempt import FAREWELL_S
+from tfmw.launcher.options import FAREWELL_S
 from tfmw.launcher.restart import RestartPolicy
 from tfmw.launcher.result import lines_about
 from tfmw.remote.messages import (

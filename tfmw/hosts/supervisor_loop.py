@@ -40,7 +40,8 @@ from tfmw.hosts.actions import (
 from tfmw.hosts.host_links import HostLinks, why_not_connected
 from tfmw.hosts.lease import Lease, Lost
 from tfmw.hosts.supervisor import Supervisor
-from tfmw.launcher.attempts import LocalRun, make_context
+from tfmw.launcher.attempts import make_context
+from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display
 from tfmw.remote.tasks import TasksOfOneMachine
 from tfmw.runtime.fence import FENCE

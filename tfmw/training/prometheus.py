@@ -10,8 +10,8 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Gauge
 
 from tfmw.errors import UsageError
+from tfmw.launcher.metrics_server import listens_at
 from tfmw.runtime import recorder
-from tfmw.runtime.metrics_address import listens_at
 
 if TYPE_CHECKING:
     from tfmw.training.reporter import Report

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from tfmw.errors import UsageError
+from tfmw.launcher.metrics_server import METRICS_FILE, METRICS_PORT
 from tfmw.runtime import goodput
 from tfmw.runtime.goodput import Division
-from tfmw.runtime.metrics_address import METRICS_FILE, METRICS_PORT
 from tfmw.runtime.step_times import StepTimes
 
 _INTERVAL_S = 1.0
