@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, Self
 
 from tfmw.launcher.run import launch
 from tfmw.tools import bench
-from tfmw.tools.cost import Cost
+from tfmw.tools.bench import Cost
 
 MANY = (1, 2, 4, 8, 16, 64, 256, 1024)
 MEMORY = 4.8e9  # bytes per second of a sum between two workers of one machine, see bench/ring.py

@@ -21,8 +21,7 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-from tfmw.launcher.log_filter import without_notices
-from tfmw.launcher.output import collapse
+from tfmw.launcher.output import collapse, without_notices
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted(Path(__file__).parent.glob("*.ipynb"))

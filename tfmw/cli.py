@@ -22,6 +22,7 @@ ended by signal n.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import secrets
@@ -37,7 +38,7 @@ from tfmw.errors import UsageError
 from tfmw.tools import jobs, status
 
 if TYPE_CHECKING:
-    from tfmw.launcher.run import RunOptions
+    from tfmw.launcher.options import RunOptions
 
 
 class _Parser(argparse.ArgumentParser):
@@ -80,43 +81,44 @@ def _main(argv: list[str]) -> int:
     parser = _Parser(prog="tfmw", description="Multi-worker training for Keras 3.")
     parser.add_argument("--version", action="version", version=f"tfmw {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = _run_parser(commands)
+    _run_parser(commands)
     commands.add_parser(
         "env", help="versions, devices, cluster and environment, to paste in an issue"
-    )
+    ).set_defaults(main=_env)
     commands.add_parser(
         "token", help="make a secret for --hosts with --max-restarts (TFMW_TOKEN, --token-file)"
-    )
+    ).set_defaults(main=_token)
     _check_parser(commands)
     _bench_parser(commands)
     status.add_parsers(commands)
     jobs.add_parsers(commands)
     program: list[str] = []
     if argv[:1] in (["run"], ["submit"]):
-        own, program = _split(argv[1:], run if argv[0] == "run" else commands.choices["submit"])
+        own, program = _split(argv[1:], commands.choices[argv[0]])
         argv = [argv[0], *own]
     elif argv[:1] == ["check"]:
         argv = list(map(_with_hyphens, argv))
-    options = parser.parse_args(argv)
-    if options.command in jobs.COMMANDS:
-        return jobs.main(options, program)
-    if options.command == "env":
-        from tfmw.tools import env
+    options = parser.parse_args(argv, argparse.Namespace(program=program))
+    exit_status: int = options.main(options)
+    return exit_status
 
-        print(env.report(os.environ))
-        return 0
-    if options.command == "token":
-        print(secrets.token_hex(32))
-        return 0
-    if options.command in status.COMMANDS:
-        return status.main(options)
-    if options.command == "check":
-        return _check(options)
-    if options.command == "bench":
-        from tfmw.tools import bench
 
-        return bench.main(options.target, options.workers, options.steps)
-    return _run(options, program)
+def _env(options: argparse.Namespace) -> int:
+    from tfmw.tools import env
+
+    print(env.report(os.environ))
+    return 0
+
+
+def _token(options: argparse.Namespace) -> int:
+    print(secrets.token_hex(32))
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from tfmw.tools import bench
+
+    return bench.main(options.target, options.workers, options.steps)
 
 
 def _check_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -132,24 +134,13 @@ def _check_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
         "description.",
         allow_abbrev=False,
     )
+    check.set_defaults(main=_check)
     check.add_argument("paths", nargs="*", metavar="PATH", help="a backup_dir or an export_dir")
     _add_hosts(check)
-    check.add_argument(
-        "--ps",
-        type=int,
-        default=0,
-        metavar="N",
-        help="number of parameter servers, on the last hosts; default: 0",
-    )
+    _add_count(check, "--ps", "N", "number of parameter servers, on the last hosts; default: 0", 0)
     check.add_argument("--backup-dir", metavar="DIR", help="must be shared, and writable")
     check.add_argument("--export-dir", metavar="DIR", help="must be shared, and writable")
-    check.add_argument(
-        "--timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="seconds to wait for other tasks; default: 60",
-    )
+    _add_seconds(check, "--timeout", "seconds to wait for other tasks; default: 60", 60.0)
 
 
 def _bench_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -163,11 +154,26 @@ def _bench_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
         "one batch kept in memory.",
         allow_abbrev=False,
     )
+    bench.set_defaults(main=_bench)
     bench.add_argument("target", metavar="FILE.py:FUNCTION", help="the function")
-    bench.add_argument("--workers", type=int, default=2, metavar="N", help="processes; default: 2")
-    bench.add_argument(
-        "--steps", type=int, default=20, metavar="K", help="steps per epoch; default: 20"
-    )
+    _add_count(bench, "--workers", "N", "processes; default: 2", 2)
+    _add_count(bench, "--steps", "K", "steps per epoch; default: 20", 20)
+
+
+def _add_count(
+    parser: argparse._ActionsContainer,
+    flag: str,
+    metavar: str,
+    text: str,
+    default: int | None = None,
+) -> None:
+    parser.add_argument(flag, type=int, default=default, metavar=metavar, help=text)
+
+
+def _add_seconds(
+    parser: argparse._ActionsContainer, flag: str, text: str, default: float | None = None
+) -> None:
+    parser.add_argument(flag, type=float, default=default, metavar="S", help=text)
 
 
 def _add_hosts(parser: argparse._ActionsContainer) -> None:
@@ -177,12 +183,12 @@ def _add_hosts(parser: argparse._ActionsContainer) -> None:
         help="all hosts of the cluster, the chief's first; the same list on every host; "
         "default port: 2222",
     )
-    parser.add_argument(
+    _add_count(
+        parser,
         "--host-index",
-        type=int,
-        metavar="I",
-        help="index of this host in --hosts, from 0; default: the index of the one with an "
-        "address of this machine",
+        "I",
+        "index of this host in --hosts, from 0; default: the index of the one with an address of "
+        "this machine",
     )
 
 
@@ -215,12 +221,20 @@ def _cluster_of_hosts(options: argparse.Namespace) -> Cluster | None:
         if options.host_index is not None:
             raise UsageError("--host-index requires --hosts, the list of all hosts.")
         return None
+    return Cluster.of_hosts(_hosts_of(options), options.host_index, options.ps)
+
+
+def _hosts_of(options: argparse.Namespace) -> list[str]:
+    """The hosts in --hosts.
+
+    Raises:
+        UsageError: TF_CONFIG describes a cluster, too.
+    """
     if os.environ.get("TF_CONFIG", "").strip():
         raise UsageError(
             f"TF_CONFIG is already set to {os.environ['TF_CONFIG']}; unset it or drop --hosts."
         )
-    hosts = [host.strip() for host in options.hosts.split(",")]
-    return Cluster.of_hosts(hosts, options.host_index, options.ps)
+    return [host.strip() for host in options.hosts.split(",")]
 
 
 def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.ArgumentParser:
@@ -237,14 +251,11 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
         "saved their state, run the same command again.",
         allow_abbrev=False,
     )
+    run.set_defaults(main=_run)
     cluster = run.add_argument_group("cluster")
-    cluster.add_argument("--workers", type=int, metavar="N", help="number of tasks that train")
-    cluster.add_argument(
-        "--ps",
-        type=int,
-        default=0,
-        metavar="N",
-        help="number of parameter servers; adds a chief; default: 0",
+    _add_count(cluster, "--workers", "N", "number of tasks that train")
+    _add_count(
+        cluster, "--ps", "N", "number of parameter servers; adds a chief; default: 0", default=0
     )
     cluster.add_argument(
         "--evaluator", action="store_true", help="add an evaluator, which evaluates each backup"
@@ -283,24 +294,14 @@ def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.Argum
 
 def _add_supervised_hosts(run: argparse._ActionsContainer) -> None:
     """The options for hosts that supervise each other: --hosts with --max-restarts."""
-    run.add_argument(
-        "--workers-per-host",
-        type=int,
-        metavar="K",
-        help="number of workers on each host; default: 1",
-    )
-    run.add_argument(
+    _add_count(run, "--workers-per-host", "K", "number of workers on each host; default: 1")
+    _add_count(
+        run,
         "--min-hosts",
-        type=int,
-        metavar="M",
-        help="if hosts are lost, continue with at least M of them; default: all",
+        "M",
+        "if hosts are lost, continue with at least M of them; default: all",
     )
-    run.add_argument(
-        "--rejoin-timeout",
-        type=float,
-        metavar="S",
-        help="seconds to wait for missing hosts; default: 30",
-    )
+    _add_seconds(run, "--rejoin-timeout", "seconds to wait for missing hosts; default: 30")
     run.add_argument(
         "--rendezvous",
         metavar="PLACE",
@@ -318,19 +319,19 @@ def _add_supervised_hosts(run: argparse._ActionsContainer) -> None:
 def _add_run_options(run: argparse.ArgumentParser) -> None:
     """The options that are fields of `RunOptions`."""
     failures = run.add_argument_group("failures of tasks")
-    failures.add_argument(
+    _add_count(
+        failures,
         "--max-restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="when a task dies, end the other tasks and restart all, from the newest backup, up to "
+        "N",
+        "when a task dies, end the other tasks and restart all, from the newest backup, up to "
         "N times; a worker of parameter servers and an evaluator restart alone; default: 0",
+        default=0,
     )
-    failures.add_argument(
+    _add_count(
+        failures,
         "--min-workers",
-        type=int,
-        metavar="M",
-        help="if a worker dies twice before its first step, continue without it, with at least M",
+        "M",
+        "if a worker dies twice before its first step, continue without it, with at least M",
     )
     failures.add_argument(
         "--elastic",
@@ -338,33 +339,29 @@ def _add_run_options(run: argparse.ArgumentParser) -> None:
         help="workers train apart and exchange weights in rounds (fit with sync_every=): one that "
         "dies restarts alone, and the others continue without it (experimental)",
     )
-    failures.add_argument(
+    _add_seconds(
+        failures,
         "--monitor-interval",
-        type=float,
+        "seconds between two checks of the tasks; default: 0.05",
         default=0.05,
-        metavar="S",
-        help="seconds between two checks of the tasks; default: 0.05",
     )
-    failures.add_argument(
+    _add_seconds(
+        failures,
         "--hang-timeout",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="a task without progress for S seconds after its first step hangs: the stacks of all "
+        "a task without progress for S seconds after its first step hangs: the stacks of all "
         "tasks go to their logs, and all tasks restart; default: 0, never",
+        default=0.0,
     )
-    failures.add_argument(
+    _add_seconds(
+        failures,
         "--start-timeout",
-        type=float,
+        "seconds in which every task must start and join; 0: no limit; default: 120",
         default=120.0,
-        metavar="S",
-        help="seconds in which every task must start and join; 0: no limit; default: 120",
     )
-    failures.add_argument(
+    _add_seconds(
+        failures,
         "--preempt-grace",
-        type=float,
-        metavar="S",
-        help="seconds in which the tasks save their state and exit after SIGTERM or SIGUSR1; "
+        "seconds in which the tasks save their state and exit after SIGTERM or SIGUSR1; "
         "default: 30",
     )
     processes = run.add_argument_group("processes")
@@ -421,47 +418,31 @@ def _with_hyphens(token: str) -> str:
     return (name.replace("_", "-") if name.startswith("--") else name) + equals + value
 
 
-def _is_supervised(options: argparse.Namespace) -> bool:
-    """Whether hosts supervise each other: --hosts and --max-restarts."""
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in (
-            "workers_per_host",
-            "min_hosts",
-            "rejoin_timeout",
-            "rendezvous",
-            "token_file",
-        )
-        if getattr(options, name) is not None
-    ]
-    supervised = options.hosts is not None and options.max_restarts > 0
-    if given and not supervised:
-        raise UsageError(
-            f"{given[0]} requires --hosts and --max-restarts: it is for hosts that supervise tasks."
-        )
-    return supervised
-
-
-def _run_on_hosts(options: argparse.Namespace, run_options: RunOptions, program: list[str]) -> int:
-    """Supervises this host's tasks."""
+def _run_on_hosts(options: argparse.Namespace, run_options: RunOptions) -> int | None:
+    """Supervises this host's tasks; None if hosts don't: without --hosts or --max-restarts."""
+    names = ("workers_per_host", "min_hosts", "rejoin_timeout", "rendezvous", "token_file")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.hosts is None or not options.max_restarts > 0:
+        if given:
+            flag = f"--{next(iter(given)).replace('_', '-')}"
+            raise UsageError(
+                f"{flag} requires --hosts and --max-restarts: it is for hosts that supervise tasks."
+            )
+        return None
     from tfmw.hosts.actions import HostSettings
     from tfmw.hosts.launch import launch_on_hosts
 
-    if os.environ.get("TF_CONFIG", "").strip():
-        raise UsageError(
-            f"TF_CONFIG is already set to {os.environ['TF_CONFIG']}; unset it or drop --hosts."
-        )
     settings = HostSettings(
-        hosts=tuple(host.strip() for host in options.hosts.split(",")),
-        workers_per_host=1 if options.workers_per_host is None else options.workers_per_host,
+        hosts=tuple(_hosts_of(options)),
+        workers_per_host=given.get("workers_per_host", 1),
         ps=options.ps,
         evaluator=options.evaluator,
         min_hosts=options.min_hosts,
-        rejoin_timeout_s=30.0 if options.rejoin_timeout is None else options.rejoin_timeout,
+        rejoin_timeout_s=given.get("rejoin_timeout", 30.0),
         options=run_options,
     )
     return launch_on_hosts(
-        program,
+        options.program,
         settings,
         host=options.host_index,
         rendezvous=options.rendezvous,
@@ -471,21 +452,15 @@ def _run_on_hosts(options: argparse.Namespace, run_options: RunOptions, program:
     )
 
 
-def _run(options: argparse.Namespace, program: list[str]) -> int:
+def _run(options: argparse.Namespace) -> int:
     from tfmw.launcher import metrics_server
-    from tfmw.launcher.run import RunOptions, launch_tasks, run_here
+    from tfmw.launcher.options import RunOptions
+    from tfmw.launcher.run import launch_tasks, run_here
     from tfmw.runtime import tracing
 
+    fields = dataclasses.fields(RunOptions)
     run_options = RunOptions(
-        max_restarts=options.max_restarts,
-        min_workers=options.min_workers,
-        monitor_interval_s=options.monitor_interval,
-        hang_timeout_s=options.hang_timeout,
-        start_timeout_s=options.start_timeout,
-        preempt_grace_s=options.preempt_grace,
-        standby=options.standby,
-        isolate=options.isolate,
-        elastic=options.elastic,
+        **{f.name: getattr(options, f.name.removesuffix("_s")) for f in fields}
     )
     if options.elastic and (options.ps or options.evaluator or options.hosts):
         raise UsageError(
@@ -510,12 +485,11 @@ def _run(options: argparse.Namespace, program: list[str]) -> int:
             "--hosts starts one task on each host, with all of its GPUs, and --workers several "
             "on this machine; leave one of the two out. Several on each host: --workers-per-host."
         )
-    if _is_supervised(options):
-        return _run_on_hosts(options, run_options, program)
+    if (supervised := _run_on_hosts(options, run_options)) is not None:
+        return supervised
     cluster = _cluster_of_hosts(options)
-    if cluster is not None:
-        if not cluster.is_single:
-            os.environ["TF_CONFIG"] = json.dumps(cluster.as_tf_config())
+    if cluster is not None and not cluster.is_single:
+        os.environ["TF_CONFIG"] = json.dumps(cluster.as_tf_config())
     if options.workers is None:
         if (
             (options.ps and cluster is None)
@@ -527,9 +501,9 @@ def _run(options: argparse.Namespace, program: list[str]) -> int:
                 "--ps, --evaluator, --log-dir and the options for failures require --workers N; on "
                 "several hosts --hosts H0,H1 and --max-restarts N."
             )
-        run_here(program, module=options.module is not None)
+        run_here(options.program, module=options.module is not None)
     result = launch_tasks(
-        program,
+        options.program,
         module=options.module is not None,
         workers=options.workers,
         ps=options.ps,

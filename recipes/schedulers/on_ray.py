@@ -33,7 +33,7 @@ class Worker:
     ) -> dict[str, list[float]]:
         """Joins the cluster and trains; the same on every worker."""
         import tfmw
-        from tfmw.launcher.run import compute_with_onednn
+        from tfmw.launcher.environment import compute_with_onednn
 
         compute_with_onednn(os.environ)  # as `tfmw run` does, before TensorFlow is imported
         task = {"type": "worker", "index": index}

@@ -23,8 +23,7 @@ import tfmw
 from tests.helpers.cluster import ROOT, examples_per_step, tfmw_command
 from tfmw.callbacks.progress_bar import Bar, Lines, Throughput, with_progress
 from tfmw.launcher.failure import tail
-from tfmw.launcher.log_filter import without_notices
-from tfmw.launcher.output import Display
+from tfmw.launcher.output import Display, without_notices
 from tfmw.training import fit_context
 
 # What one process without a GPU writes with TensorFlow 2.21.0, and 2.18.1.

@@ -12,9 +12,8 @@ from tfmw.engines.engine import Contact, JobSpec, Tasks
 from tfmw.engines.job_attempt import LOST_S, SETTLE_S, JobAttempt
 from tfmw.errors import TaskFailed
 from tfmw.launcher.failure import Failure
-from tfmw.launcher.options import RunOptions
+from tfmw.launcher.options import PREEMPT_GRACE_S, RunOptions
 from tfmw.launcher.output import Display
-from tfmw.launcher.preemption import GRACE_S
 from tfmw.launcher.restart import AttemptOutcome
 from tfmw.launcher.result import Result
 from tfmw.launcher.run import return_values
@@ -278,7 +277,7 @@ def test_task_that_stays_when_another_saved_its_state_is_not_waited_for_for_ever
     world = World().begun()
     report = EndReport(preempted=True, step=5)
     world.say(0, Ended(3, report))
-    world.now += GRACE_S - 1
+    world.now += PREEMPT_GRACE_S - 1
     assert not world.attempt.look()
     world.now += 1
     assert world.attempt.look()

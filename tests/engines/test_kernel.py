@@ -16,7 +16,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 
 from tests.helpers.cluster import MARK, ONE_THREAD, ROOT, marked, template_and_copies
-from tfmw.launcher import preemption
+from tfmw.launcher.options import PREEMPT_GRACE_S
 from tfmw.launcher.output import collapse
 
 pytestmark = pytest.mark.multiprocess
@@ -242,7 +242,7 @@ tfmw.fit(model, dataset.repeat(), epochs=10_000, steps_per_epoch=400, workers=2)
             assert len(workers) == 2
             seconds = interrupted(kernel, workers)
     # Ended at once, not given the time in which preempted workers save their state.
-    assert 0 < seconds < preemption.GRACE_S / 2, f"the workers ended after {seconds:.2f} s"
+    assert 0 < seconds < PREEMPT_GRACE_S / 2, f"the workers ended after {seconds:.2f} s"
     assert cell.error is not None
     assert cell.error["ename"] == "KeyboardInterrupt"
     kept = re.search(r"stopped; the model has the weights of step (\d+)", cell.stdout)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.helpers import cluster
-from tfmw.launcher.run import compute_with_onednn
+from tfmw.launcher.environment import compute_with_onednn
 
 SAMPLE = (
     "SparseCategoricalCrossentropy in a layer, by add_loss",

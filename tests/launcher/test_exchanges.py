@@ -16,7 +16,7 @@ from tfmw.errors import UsageError
 from tfmw.launcher import run_files, run_status
 from tfmw.launcher.exchanges import ended_at, input_seconds, missing, own_seconds, straggler
 from tfmw.launcher.process import Task, TaskFiles
-from tfmw.launcher.run_files import Published
+from tfmw.launcher.run_files import published
 from tfmw.launcher.run_status import RunStatus, innermost
 from tfmw.runtime import recorder
 from tfmw.runtime.recorder import NOBODY, RecordedExchange
@@ -266,12 +266,13 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_files_of_a_run_are_the_owners_alone(runtime: Path, tmp_path: Path) -> None:
-    with Published(RunStatus(tmp_path / "run7", ["script", "train.py"])) as published:
+    board = RunStatus(tmp_path / "run7", ["script", "train.py"])
+    with published(board):
         (path,) = runtime.iterdir()
         assert stat.S_IMODE(runtime.stat().st_mode) == stat.S_IMODE(path.stat().st_mode) == 0o700
         task = TaskFiles("worker", 1, tmp_path / "attempt_3", pid=os.getpid())
-        published.status.watch([task], 3, {"worker": ["h0:1", "h1:1"]})
-        published.update()
+        board.watch([task], 3, {"worker": ["h0:1", "h1:1"]})
+        run_files.update(board)
         (run,) = run_files.runs()
         assert (run.pid, run.name) == (os.getpid(), "run7")
         state = run.status()
@@ -289,13 +290,13 @@ def test_a_directory_that_others_may_use_is_refused(runtime: Path, tmp_path: Pat
     runtime.chmod(0o770)
     with pytest.raises(UsageError, match="not a directory of this user alone"):
         run_files.runs()
-    with Published(RunStatus(tmp_path / "run7", ["script"])):  # the run goes on without
+    with published(RunStatus(tmp_path / "run7", ["script"])):  # the run goes on without
         assert list(runtime.iterdir()) == []
 
 
 def test_files_without_a_launcher_are_removed(runtime: Path, tmp_path: Path) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    with Published(RunStatus(tmp_path / "run7", ["script"], launcher.pid)):
+    with published(RunStatus(tmp_path / "run7", ["script"], launcher.pid)):
         assert [run.pid for run in run_files.runs()] == [launcher.pid]
         launcher.kill()
         launcher.communicate()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.hosts import Hosts
 from tfmw.cli import main
-from tfmw.launcher.gpus import shortage, visible_devices
+from tfmw.launcher.environment import shortage, visible_devices
 from tfmw.launcher.run import launch
 
 

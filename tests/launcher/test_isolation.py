@@ -16,7 +16,8 @@ import pytest
 from tests.helpers.cluster import PROGRAMS, ROOT, ClusterRun, tfmw_command
 from tfmw.errors import UsageError
 from tfmw.launcher import isolation
-from tfmw.launcher.run import RunOptions, launch_tasks
+from tfmw.launcher.options import RunOptions
+from tfmw.launcher.run import launch_tasks
 
 NO_INIT = {"TFMW_NO_INIT": "1"}
 PROGRAM = str(PROGRAMS / "isolate_tasks.py")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfmw.launcher.message import MAX_LENGTH, informative_part
+from tfmw.launcher.failure import MAX_LENGTH, informative_part
 
 GRAPH = """Graph execution error:
 

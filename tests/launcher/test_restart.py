@@ -33,7 +33,8 @@ from tfmw.launcher.attempts import wait
 from tfmw.launcher.failure import Failure, describe_status, is_external, kernel_kills
 from tfmw.launcher.options import RunOptions
 from tfmw.launcher.restart import AttemptOutcome, RestartPolicy, backoff_s, restarts_alone
-from tfmw.launcher.run import Result, launch_tasks
+from tfmw.launcher.result import Result
+from tfmw.launcher.run import launch_tasks
 from tfmw.launcher.watchdog import HungTask, TaskStatus, Watchdog
 from tfmw.runtime.signals import Signals
 

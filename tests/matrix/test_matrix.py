@@ -24,7 +24,7 @@ from tests.helpers import cluster
 from tests.matrix import rows  # noqa: F401  registers all rows
 from tests.matrix.columns import load
 from tests.matrix.row import ROWS, Row, compared, difference
-from tfmw.launcher.run import compute_with_onednn
+from tfmw.launcher.environment import compute_with_onednn
 
 CORE = [name for name, row in ROWS.items() if row.core]
 REST = [name for name, row in ROWS.items() if not row.core]

@@ -14,7 +14,7 @@ import pytest
 
 from notebooks.execute import NOTEBOOKS, execute, readable
 from tests.helpers.cluster import ROOT
-from tfmw.launcher.log_filter import without_notices
+from tfmw.launcher.output import without_notices
 
 # In the order of their links.
 NAMES = ["first_fit", "many_workers", "data_from_files", "custom_training", "speed_up"]

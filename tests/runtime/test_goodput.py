@@ -75,7 +75,7 @@ def test_steps_that_are_made_again_are_restarts() -> None:
             clock += 4.0
             account.step_done(step)
         clock += 1.0  # within a step
-    found = Division.unpacked(account.division().packed())
+    found = Division.of(account.division().values())
     assert parts(found) == {"steps": 13.0}
     assert found.steps == 12
 

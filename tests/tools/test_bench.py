@@ -10,7 +10,7 @@ import pytest
 
 from bench.figures import Figure, history, record, slower
 from tests.helpers.cluster import tfmw_command
-from tfmw.tools.cost import PARTS, ROUND_S, Cost, report
+from tfmw.tools.bench import PARTS, ROUND_S, Cost, report
 
 MEASURED = Cost(workers=2, compute=0.030, communication=0.012, input=0.0)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.cluster import ROOT
-from tfmw.runtime import secrets
 from tfmw.tools import env
 
 SECRETS = {
@@ -43,7 +42,7 @@ SECRETS = {
     ],
 )
 def test_secrets_are_hidden(name: str, value: str, shown: str) -> None:
-    assert secrets.shown(name, value) == shown
+    assert env.shown(name, value) == shown
 
 
 def test_the_report_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ import tfmw
 from tests.helpers.cluster import PROGRAMS, ROOT, tfmw_command
 from tfmw.errors import UsageError
 from tfmw.launcher import metrics_server
+from tfmw.launcher.metrics_server import METRICS_FILE
 from tfmw.runtime.goodput import PARTS
-from tfmw.runtime.metrics_address import METRICS_FILE
 from tfmw.runtime.sockets import reserved_ports
 from tfmw.runtime.step_times import StepTimes
 from tfmw.training.reporter import Reporter

@@ -34,8 +34,8 @@ from tfmw.errors import TfmwError
 from tfmw.launcher import call
 from tfmw.launcher.attempt import SETTLE_S, AttemptContext
 from tfmw.launcher.environment import task_environment
+from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display
-from tfmw.launcher.run_files import Published
 from tfmw.launcher.run_status import RunStatus
 from tfmw.launcher.spawn import Spawner
 from tfmw.remote.links import Links
@@ -200,17 +200,16 @@ class _Agent:
             script.parent.mkdir()
             script.write_bytes(setup.body)
             command[1] = str(script)
+        payload = self.payload() if command[0] == "call" else None
         context = AttemptContext(
-            command=command,
+            run=LocalRun(command, [("worker", self.rank)], setup.options, payload=payload),
             directory=self.folder / "run",
-            published=Published(RunStatus(self.folder / "run", command)),  # the job shows it
+            status=RunStatus(self.folder / "run", command),  # the job shows it
             env=task_environment({**environ, **setup.env}, setup.live),
             spawner=self.stack.enter_context(Spawner()),
             display=_Forward(self.links),
             live=f"worker {self.rank}" if setup.live else None,
-            payload=self.payload() if command[0] == "call" else None,
             stop=self.stack.enter_context(Signals()),
-            options=setup.options,
         )
         tasks = TasksOfOneMachine(context, env=setup.own_env, settle_s=SETTLE_S)
         self.stack.callback(tasks.close)

@@ -24,8 +24,8 @@ from tfmw.engines.folder import (
     write_job,
 )
 from tfmw.launcher.call import Payload
+from tfmw.launcher.environment import visible_devices
 from tfmw.launcher.failure import describe_status, tail
-from tfmw.launcher.gpus import visible_devices
 
 _END_S = 10.0  # in which a task ends by itself
 

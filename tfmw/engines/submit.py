@@ -21,8 +21,7 @@ from tfmw.engines.job import Job
 from tfmw.errors import UsageError
 from tfmw.launcher import call
 from tfmw.launcher import run as local_launcher
-from tfmw.launcher.attempt import GRACE_S
-from tfmw.launcher.options import AutoOnOff, RunOptions
+from tfmw.launcher.options import GRACE_S, AutoOnOff, RunOptions
 from tfmw.launcher.output import is_watched
 from tfmw.launcher.spawn import terminal_size
 from tfmw.trackers import RUN_ID

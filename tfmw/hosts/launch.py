@@ -22,7 +22,7 @@ from tfmw.errors import ClusterError, UsageError
 from tfmw.hosts.actions import HostSettings
 from tfmw.hosts.lease import DIRECTORY, Lease, lease_of
 from tfmw.hosts.supervisor_loop import run_on_hosts
-from tfmw.launcher.attempts import LocalRun
+from tfmw.launcher.options import LocalRun
 from tfmw.launcher.run import check_program
 from tfmw.runtime.signals import Signals
 

@@ -41,7 +41,7 @@ from tfmw.hosts.actions import (
     Resign,
     ToMember,
 )
-from tfmw.launcher.attempt import FAREWELL_S
+from tfmw.launcher.options import FAREWELL_S
 from tfmw.launcher.restart import RestartPolicy
 from tfmw.launcher.result import exit_status, lines_about
 from tfmw.remote.messages import (

@@ -35,7 +35,6 @@ from tfmw.hosts.actions import (
     ToTasks,
 )
 from tfmw.hosts.leader import Leader
-from tfmw.launcher.preemption import GRACE_S
 from tfmw.remote.messages import (
     End,
     Ended,
@@ -266,8 +265,7 @@ class Supervisor:
     def signalled(self, number: int, now: float) -> None:
         """This process got a signal."""
         if number in LEAVE and self._leave_by is None:
-            grace_s = self._settings.options.preempt_grace_s
-            self._leave_by = now + (GRACE_S if grace_s is None else grace_s)
+            self._leave_by = now + self._settings.options.leave_s
             self._tell(Leaving(), now)
         else:
             self._leave(Exit(128 + number))

@@ -44,7 +44,8 @@ from tfmw.hosts.actions import (
 )
 from tfmw.hosts.lease import Lease, Lost
 from tfmw.hosts.supervisor import Supervisor
-from tfmw.launcher.attempts import LocalRun, make_context
+from tfmw.launcher.attempts import make_context
+from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display
 from tfmw.remote.links import CLOSED, Links, Post, Timing
 from tfmw.remote.messages import HostHello, Message

@@ -8,13 +8,15 @@
 
 Each attempt has its own ports and folder. Within an attempt a task is restarted only if the other
 tasks can continue without it (`restart.restarts_alone`).
+
+The launcher forwards SIGTERM or SIGUSR1 to one task. Tasks that train together agree on the step
+after which all of them save their state and exit with status 75.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import json
 import signal
 import subprocess
@@ -25,19 +27,16 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from tfmw.cluster.cluster import MEMBER
-from tfmw.errors import UsageError
-from tfmw.launcher import call, preemption
-from tfmw.launcher.diagnosis import Diagnosis, is_secondary
+from tfmw.errors import PREEMPTED, UsageError
+from tfmw.launcher import call, run_files
+from tfmw.launcher.environment import shortage, visible_devices
 from tfmw.launcher.exchanges import missing
-from tfmw.launcher.failure import Failure
-from tfmw.launcher.gpus import shortage, visible_devices
-from tfmw.launcher.options import RunOptions
+from tfmw.launcher.failure import Diagnosis, Failure, is_secondary
+from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display, OutputPump
-from tfmw.launcher.preemption import Preemption
 from tfmw.launcher.process import Task, divisions
-from tfmw.launcher.restart import backoff_s, restarts_alone
-from tfmw.launcher.run_files import Published
-from tfmw.launcher.run_status import sentence
+from tfmw.launcher.restart import backoff_s, restarts_alone, when
+from tfmw.launcher.run_status import RunStatus, sentence
 from tfmw.launcher.spawn import Spawner
 from tfmw.launcher.watchdog import (
     LAG_S,
@@ -50,19 +49,12 @@ from tfmw.runtime.goodput import Division
 from tfmw.runtime.progress import AT_THE_END
 from tfmw.runtime.signals import Signals
 from tfmw.runtime.sockets import reserved_ports
-from tfmw.trackers import RUN_ID
-
-GRACE_S = 1.0
-"""Seconds between SIGTERM and SIGKILL. TensorFlow's strategy replaces SIGTERM's handler."""
 
 SETTLE_S = 0.5
 """Seconds to wait for the root cause if the first failure only reports a lost peer."""
 
 EXIT_S = 5.0
 """Seconds in which a task that has recorded its error exits, where it restarts alone."""
-
-FAREWELL_S = 10.0
-"""Seconds in which serving tasks (ps, and workers beside them) exit once the chief is done."""
 
 POLL_S = 0.01
 """Seconds between two polls while tasks are being ended."""
@@ -73,16 +65,7 @@ PROGRESS_CHECK_S = 0.2
 DUMP_S = 1.0
 """Seconds in which the tasks of an attempt that hangs write their stacks."""
 
-
-class Event(enum.Enum):
-    """Why an attempt is over."""
-
-    DONE = "all tasks have ended, or only serve"
-    FAILED = "a task failed"
-    HANGS = "a task hangs"
-    SIGNALLED = "the launcher received a signal"
-    OVERDUE = "tasks have not saved their state in time"
-    OUTPUT_CLOSED = "nobody reads the output"
+_NEVER = float("inf")
 
 
 class Restarts(Protocol):
@@ -97,37 +80,27 @@ class Restarts(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class AttemptContext:
-    """The settings and resources that all attempts of a run share.
+    """The resources that all attempts of a run share.
 
     Args:
-        command: the arguments of `task.py`: "script", its path, its flags.
+        run: the command and its options.
         directory: of the run; each attempt creates its folder in it.
-        published: what `tfmw status` shows of the run.
+        status: what `tfmw status` shows of the run.
         env: environment variables that all tasks share; a fork server is kept for the same ones.
         spawner: starts the processes.
         display: prints the tasks' output.
         live: name of the task whose output is a terminal.
-        payload: standard input of each task; with it each task also has a file for its result.
         stop: the signals that the launcher has received.
-        options: of the run.
-        grace_s: seconds between SIGTERM and SIGKILL.
-        farewell_s: seconds in which serving tasks exit once the chief is done.
-        run_id: identifies the run over its attempts; "": as the environment says.
     """
 
-    command: Sequence[str]
+    run: LocalRun
     directory: Path
-    published: Published
+    status: RunStatus
     env: Mapping[str, str]
     spawner: Spawner
     display: Display
     live: str | None
-    payload: call.Payload | None
     stop: Signals
-    options: RunOptions
-    grace_s: float = GRACE_S
-    farewell_s: float = FAREWELL_S
-    run_id: str = ""
 
 
 class Attempt:
@@ -162,15 +135,15 @@ class Attempt:
         self._cluster = cluster
         self._settle_s = settle_s
         self._context = context
-        self._status = context.published.status
+        self._options = context.run.options
+        self._status = context.status
         self._stop = context.stop
         self._policy = policy
         self._directory = context.directory / f"attempt_{number}"
         self._env = {
             **context.env,
-            **({RUN_ID: context.run_id} if context.run_id else {}),
             "TFMW_ATTEMPT": str(number),
-            "TFMW_MAX_RESTARTS": str(context.options.max_restarts),
+            "TFMW_MAX_RESTARTS": str(self._options.max_restarts),
         }
         self.tasks = [Task(kind, index, self._directory, self._env) for kind, index in layout]
         known = before or {}
@@ -179,19 +152,18 @@ class Attempt:
             task.division = known.get(task.name, first)
         kinds = {kind for kind, _ in layout} if cluster is None else set(cluster)
         self._has_ps = "ps" in kinds
-        self._own: dict[str, dict[str, str]] = {}  # task -> variables that differ between tasks
         self._replaced: list[Task] = []  # ended tasks that were restarted alone
         # Task -> when to restart it alone; infinity: that is not decided yet.
         self._due: dict[str, float] = {}
         self._results: dict[str, IO[bytes]] = {}
         self._output = OutputPump(context.display)
-        self._preemption = Preemption(context.options, context.stop)
+        self._leave_by = _NEVER  # when tasks that were asked to leave must have done so
         self._diagnosis = Diagnosis(number)
         self._began_at = time.monotonic()
         self._watchdog = Watchdog(
-            context.options.hang_timeout_s,
-            context.options.start_timeout_s,
-            STOPPED_TIMEOUT_S if context.options.max_restarts else 0.0,
+            self._options.hang_timeout_s,
+            self._options.start_timeout_s,
+            STOPPED_TIMEOUT_S if self._options.max_restarts else 0.0,
             lag_s=LAG_S,
         )
         self._next_check = 0.0
@@ -205,54 +177,49 @@ class Attempt:
         Raises:
             UsageError: their files cannot be written.
         """
+        self._began_at = time.monotonic()
+        self._status.watch(self.tasks, self.number, self._cluster)
         try:
-            self._start_all()
+            with contextlib.ExitStack() as inputs:
+                prepared = [self._prepare(task, inputs) for task in self.tasks]
+                if self._cluster is None:
+                    members = [task for task in self.tasks if task.kind != "evaluator"]
+                    cluster: dict[str, list[str]] = {}
+                    with reserved_ports(len(members)) as ports:
+                        for task, port in zip(members, ports, strict=True):
+                            cluster.setdefault(task.kind, []).append(f"127.0.0.1:{port}")
+                        self._describe(cluster)
+                else:
+                    self._describe(self._cluster)
+                for task, (stdin, fds) in zip(self.tasks, prepared, strict=True):
+                    self._start(task, stdin, fds)
         except OSError as error:
             raise UsageError(
                 f"the tasks' files in {self._directory} cannot be written ({error.strerror}): make "
                 "room there, or name another place with --log-dir (by default $TMPDIR)."
             ) from error
 
-    def _start_all(self) -> None:
-        self._began_at = time.monotonic()
-        self._status.watch(self.tasks, self.number, self._cluster)
-        with contextlib.ExitStack() as inputs:
-            prepared = [self._prepare(task, inputs) for task in self.tasks]
-            if self._cluster is None:
-                with reserved_ports(sum(task.kind != "evaluator" for task in self.tasks)) as ports:
-                    self._describe(self._on_loopback(ports))
-            else:
-                self._describe(self._cluster)
-            for task, (stdin, fds) in zip(self.tasks, prepared, strict=True):
-                self._start(task, stdin, fds)
-
     def _start(self, task: Task, stdin: IO[bytes] | int, fds: Sequence[int]) -> None:
         context = self._context
         live = task.name == context.live
-        task.start(context.spawner, context.command, stdin, live, fds)
+        task.start(context.spawner, context.run.command, stdin, live, fds)
         self._output.add(task)
-        context.published.update()
+        run_files.update(self._status)
 
     def _prepare(
         self, task: Task, inputs: contextlib.ExitStack
     ) -> tuple[IO[bytes] | int, list[int]]:
         """Standard input and inherited descriptors of a task."""
-        if self._context.payload is None:
+        payload = self._context.run.payload
+        if payload is None:
             return subprocess.DEVNULL, []
         stdin = inputs.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        call.write(self._context.payload, stdin)
+        call.write(payload, stdin)
         stdin.seek(0)
         result = tempfile.TemporaryFile()  # noqa: SIM115  (closed in outcomes)
         self._results[task.name] = result
         task.env[call.RESULT_FD] = str(result.fileno())
         return stdin, [result.fileno()]
-
-    def _on_loopback(self, ports: Sequence[int]) -> dict[str, list[str]]:
-        cluster: dict[str, list[str]] = {}
-        members = [task for task in self.tasks if task.kind != "evaluator"]
-        for task, port in zip(members, ports, strict=True):
-            cluster.setdefault(task.kind, []).append(f"127.0.0.1:{port}")
-        return cluster
 
     def _describe(self, cluster: Mapping[str, Sequence[str]]) -> None:
         """Gives each task its TF_CONFIG, its rank on this machine, and its share of the GPUs."""
@@ -261,17 +228,16 @@ class Attempt:
             own = {"type": task.kind, "index": task.index}
             training = workers.index(task.name) if task.kind == "worker" else None
             place = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": own})}
-            if self._context.options.elastic:
+            if self._options.elastic:
                 first = int(self._env.get(MEMBER) or 0)
                 place = {MEMBER: str(first + task.index)}
-            self._own[task.name] = {
+            task.env |= {
                 **place,
                 "TFMW_LOCAL_TASKS": str(len(self.tasks)),
                 "TFMW_LOCAL_RANK": str(rank),
                 **visible_devices(training, len(workers), self._env),
                 **self._env_of_all,
             }
-            task.env |= self._own[task.name]
         if self.number == 0 and (note := shortage(len(workers), self._env)):
             self._context.display.line(f"tfmw: {note}")
 
@@ -279,66 +245,85 @@ class Attempt:
 
     def watch(self) -> None:
         """Returns once the attempt is over."""
-        while self.poll(self._context.options.monitor_interval_s) is None:
+        while not self.poll(self._options.monitor_interval_s):
             pass
 
-    def poll(self, wait_s: float) -> Event | None:
+    def poll(self, wait_s: float) -> bool:
         """Looks at the tasks once, and starts those that restart alone.
 
         Args:
             wait_s: seconds to wait for output of the tasks before.
 
         Returns:
-            Why the attempt is over; None: it continues.
+            Whether the attempt is over: all tasks have ended, or only serve; one has failed or
+            hangs; a signal arrived; tasks have not saved their state in time; or nobody reads the
+            output.
         """
         if self._context.display.broken:
-            return Event.OUTPUT_CLOSED
-        if self._stop.received and not self._preemption.waits(self.tasks):
-            return Event.SIGNALLED
+            return True
+        if self._stop.received and not self._waits_for_state():
+            return True
         self._output.pump(wait_s)
         ended = {task for task in self.tasks if task.has_ended()}
         if any(self._failed(task) for task in self.tasks):
             self._settle()
             if not self._restart_alone() and not self._only_lost_preempted_peers():
-                return Event.FAILED
+                return True
         self._start_due()
         if ended.issuperset(self.tasks) and not self._due:  # also of those started just now
-            return Event.DONE
+            return True
         if self.preempted():
-            self._preemption.begin()
-        if self._preemption.overdue:
-            return Event.OVERDUE
-        if self._served_out():
-            return Event.DONE
-        if not self._hangs():
-            return None
-        if self._context.options.elastic:  # it alone: the others wait for it in their round
-            self._kill_hung()
-            return None
-        return Event.HANGS
+            self._begin_to_leave()
+        if time.monotonic() >= self._leave_by or self._served_out():
+            return True
+        hung = self._find_hung()
+        if hung is not None and self._options.elastic:
+            # It alone: the others wait for it in their round.
+            self._context.display.line(f"tfmw: {hung.task} is killed: {hung.reason}")
+            next(task for task in self.tasks if task.name == hung.task).signal(signal.SIGKILL)
+            return False
+        self._hung = hung
+        return hung is not None
 
-    def _kill_hung(self) -> None:
-        hung, self._hung = self._hung, None
-        for task in self.tasks:
-            if hung is not None and task.name == hung.task:
-                self._context.display.line(f"tfmw: {task.name} is killed: {hung.reason}")
-                task.signal(signal.SIGKILL)
+    def _waits_for_state(self) -> bool:
+        """Whether a signal to the launcher lets tasks save their state; one of them is told."""
+        if not self._stop.asks_to_leave:
+            return False
+        if self._leave_by == _NEVER:
+            options = self._options
+            asked = options.max_restarts > 0 or options.preempt_grace_s is not None
+            running = [task for task in self.tasks if not task.has_ended()]
+            if not running or not (asked or any(map(_saves_state, running))):
+                return False
+            self._begin_to_leave()
+            running[0].signal_alone(signal.SIGTERM)
+        return time.monotonic() < self._leave_by
 
     def ask_to_leave(self) -> bool:
         """Has the tasks save their state and leave, once they train; whether they are asked."""
-        return self._preemption.ask(self.tasks)
+        if self._leave_by == _NEVER:
+            for task in self.tasks:
+                if not task.has_ended() and _saves_state(task):
+                    self._begin_to_leave()
+                    task.signal_alone(signal.SIGTERM)
+                    return True
+            return False
+        return True
+
+    def _begin_to_leave(self) -> None:
+        """Starts the time in which tasks save their state and exit, once."""
+        if self._leave_by == _NEVER:
+            self._leave_by = time.monotonic() + self._options.leave_s
 
     def _served_out(self) -> bool:
         """Whether only serving tasks remain, and their time to exit is over."""
-        if not self._has_ps:
-            return False
         not_serving = self._not_serving()
-        if not not_serving:  # the chief is on another host
+        if not self._has_ps or not not_serving:  # the chief is on another host
             return False
         if not all(task.has_ended() and task.name not in self._due for task in not_serving):
             return False
-        done_at = max((task.ended for task in not_serving), default=self._began_at)
-        return time.monotonic() >= done_at + self._context.farewell_s
+        done_at = max(task.ended for task in not_serving)
+        return time.monotonic() >= done_at + self._context.run.farewell_s
 
     def _not_serving(self) -> list[Task]:
         serving = ("ps", "worker") if self._has_ps else ()
@@ -367,41 +352,38 @@ class Attempt:
                 return
             self._output.pump(POLL_S)
 
-    def _hangs(self) -> bool:
-        """Whether the watchdog finds a task that hangs; names stragglers."""
+    def _find_hung(self) -> HungTask | None:
+        """The task that hangs, by the watchdog and what the flight recorders say together.
+
+        Prints whom the others wait for: they are silent for as long, so its silence alone does not
+        show it. Names stragglers, if no task hangs.
+        """
         if time.monotonic() < self._next_check:
-            return False
+            return None
         self._next_check = time.monotonic() + PROGRESS_CHECK_S
-        options = self._context.options
         statuses = [
             TaskStatus(
                 task.name,
                 *task.progress()[:3],
-                stopped=options.max_restarts > 0 and task.stopped(),
-                must_join=not self._has_ps and not options.elastic,
+                stopped=self._options.max_restarts > 0 and task.stopped(),
+                must_join=not self._has_ps and not self._options.elastic,
             )
             for task in self.tasks
             if not task.has_ended() and task.progress().blocked_in != AT_THE_END
         ]
-        self._hung = self._watchdog.check(statuses)
-        if self._hung is not None:
-            self._hung = self._with_who_is_missing(self._hung)
-            self._dump_stacks()
-            return True
-        for line in [*self._watchdog.stragglers(statuses), *self._status.new_straggler()]:
-            self._context.display.line(f"tfmw: {line}")
-        return False
-
-    def _with_who_is_missing(self, hung: HungTask) -> HungTask:
-        """The task that hangs by what the flight recorders say together; prints that.
-
-        Tasks that wait for it are silent for as long, so its silence alone does not show it.
-        """
+        hung = self._watchdog.check(statuses)
+        if hung is None:
+            for line in [*self._watchdog.stragglers(statuses), *self._status.new_straggler()]:
+                self._context.display.line(f"tfmw: {line}")
+            return None
         late = missing(self._status.exchanges())
-        if late is None:
-            return hung
-        self._context.display.line(f"tfmw: {sentence(late, self.tasks, DUMP_S)}")
-        return dataclasses.replace(hung, task=late.task, reason=f"{hung.reason}; it {late.what}")
+        if late is not None:
+            self._context.display.line(f"tfmw: {sentence(late, self.tasks, DUMP_S)}")
+            hung = dataclasses.replace(
+                hung, task=late.task, reason=f"{hung.reason}; it {late.what}"
+            )
+        self._dump_stacks()
+        return hung
 
     def _dump_stacks(self) -> None:
         """Makes every task write the stacks of its threads into its log (see `task`)."""
@@ -418,9 +400,9 @@ class Attempt:
     def _restart_alone(self) -> bool:
         """Replaces the tasks that failed; whether the attempt continues."""
         failed = [task for task in self.tasks if self._failed(task)]
-        if self._stop.received or self._preemption.begun:
+        if self._stop.received or self._leave_by < _NEVER:
             return False
-        elastic = self._context.options.elastic
+        elastic = self._options.elastic
         if not all(restarts_alone(task.kind, self._has_ps, elastic) for task in failed):
             return False
         for task in failed:
@@ -429,7 +411,7 @@ class Attempt:
             failure = self._diagnosis.failure(task, task.error())
             allowed = self._policy.allows_restart_alone(failure)
             if allowed is None:
-                self._due[task.name] = float("inf")
+                self._due[task.name] = _NEVER
                 continue
             if not allowed:
                 return False
@@ -437,10 +419,9 @@ class Attempt:
             trained = elastic and failure.external and failure.step >= 0
             delay_s = 0.0 if trained else backoff_s(task.restart)
             self._due[task.name] = time.monotonic() + delay_s
-            when = f"in {delay_s:g} s" if delay_s else "at once"
             self._context.display.line(
-                f"tfmw: restart {self._policy.restarts} of {self._context.options.max_restarts} "
-                f"{when}, of {task.name} alone: it failed in attempt {self.number} after "
+                f"tfmw: restart {self._policy.restarts} of {self._options.max_restarts} "
+                f"{when(delay_s)}, of {task.name} alone: it failed in attempt {self.number} after "
                 f"{failure.seconds:.1f} s: {failure.description}"
             )
         return True
@@ -459,15 +440,14 @@ class Attempt:
         task.signal(signal.SIGKILL)  # processes that it has started
         self._output.finish(task)
         task.close()
-        new = Task(task.kind, task.index, self._directory, self._env, task.restart + 1)
-        new.env |= self._own[task.name]
+        new = Task(task.kind, task.index, self._directory, task.env, task.restart + 1)
         self.tasks[self.tasks.index(task)] = new
         self._replaced.append(task)
         self._watchdog.forget(task.name)
 
     def _start_due(self) -> None:
         for task in self.tasks:
-            if self._due.get(task.name, float("inf")) <= time.monotonic():
+            if self._due.get(task.name, _NEVER) <= time.monotonic():
                 del self._due[task.name]
                 with contextlib.ExitStack() as inputs:
                     self._start(task, *self._prepare(task, inputs))
@@ -482,7 +462,7 @@ class Attempt:
         """
         if self._output.closed:
             return
-        grace_s = self._context.grace_s if grace_s is None else grace_s
+        grace_s = self._context.run.grace_s if grace_s is None else grace_s
         self._diagnosis.ended_at = min(self._diagnosis.ended_at, time.monotonic())
         self._due.clear()
         if not self._stop.received:
@@ -500,7 +480,8 @@ class Attempt:
             task.signal(signal.SIGKILL)
         while not self._all_ended():
             self._output.pump(POLL_S)
-        self._output.drain()
+        for task in self.tasks:
+            self._output.finish(task)
         if self.failures():
             self._status.dump(self._directory / "exchanges.json")
         for task in self.tasks:
@@ -531,7 +512,7 @@ class Attempt:
 
     def preempted(self) -> bool:
         """Whether tasks exited with the status that requests another run."""
-        return preemption.was_preempted(self.tasks)
+        return any(task.status == PREEMPTED for task in self.tasks)
 
     def step(self) -> int:
         """The largest training step that a task has reported; negative if none has."""
@@ -550,5 +531,14 @@ class Attempt:
         found = {}
         for name, file in self._results.items():
             with file:
-                found[name] = call.read(file)
+                file.seek(0)
+                found[name] = file.read()
         return found
+
+
+def _saves_state(task: Task) -> bool:
+    """Whether a task saves its state before it leaves: whether it has a handler of SIGUSR1.
+
+    TensorFlow installs one of SIGTERM, which saves nothing, in every task.
+    """
+    return task.catches(signal.SIGUSR1)

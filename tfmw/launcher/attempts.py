@@ -9,29 +9,28 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 import secrets
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TextIO
+from collections.abc import Callable, Iterator, Mapping
 
+from tfmw.cluster.cluster import MEMBERS, ROUNDS
 from tfmw.errors import UsageError
 from tfmw.launcher import call
-from tfmw.launcher.attempt import FAREWELL_S, GRACE_S, Attempt, AttemptContext
+from tfmw.launcher.attempt import Attempt, AttemptContext
 from tfmw.launcher.environment import make_run_directory, task_environment
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.network import Gateway, choose_network, network_hint
-from tfmw.launcher.options import RunOptions
+from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display, is_watched
 from tfmw.launcher.process import task_name
 from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
 from tfmw.launcher.result import Result, exit_status
-from tfmw.launcher.rounds import served_rounds
-from tfmw.launcher.run_files import Published
+from tfmw.launcher.run_files import published
 from tfmw.launcher.run_status import RunStatus
 from tfmw.launcher.spawn import Spawner
 from tfmw.runtime import goodput
@@ -41,43 +40,11 @@ from tfmw.trackers import RUN_ID
 
 _ORDER = ("chief", "worker", "ps", "evaluator")
 
+_END_S = 5.0  # in which the server of elastic rounds ends
+_LOOK_S = 0.05  # between two looks for a signal
+
 _printed_notes: set[str] = set()
 """Notes that runs of this process have already printed."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LocalRun:
-    """A command to run, its tasks, and the options of the run.
-
-    Args:
-        command: the arguments of `task.py`: "script", its path, its flags.
-        tasks: (kind, index) of each task.
-        options: restarts, time limits, standby, the private network.
-        log_dir: the run's folder is created in it; None: in a temporary directory.
-        env: environment variables added for the tasks.
-        stdout: the stream for their output.
-        live: whether the chief's output is printed without labels; None: if `stdout` is a
-            terminal or a notebook.
-        grace_s: seconds between SIGTERM and SIGKILL.
-        farewell_s: seconds in which serving tasks exit once the chief is done.
-        payload: standard input of each task: the function to call.
-    """
-
-    command: Sequence[str]
-    tasks: Sequence[tuple[str, int]]
-    options: RunOptions = dataclasses.field(default_factory=RunOptions)
-    log_dir: str | os.PathLike[str] | None = None
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    stdout: TextIO = dataclasses.field(default_factory=lambda: sys.stdout)
-    live: bool | None = None
-    grace_s: float = GRACE_S
-    farewell_s: float = FAREWELL_S
-    payload: call.Payload | None = None
-
-    @property
-    def workers(self) -> int:
-        """Number of workers."""
-        return sum(kind == "worker" for kind, _ in self.tasks)
 
 
 def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Outcome | None]]:
@@ -96,13 +63,12 @@ def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Ou
             f"TF_CONFIG is already set to {environ['TF_CONFIG']}; unset it or drop --workers."
         )
     with contextlib.ExitStack() as stack:
+        own = {RUN_ID: environ.get(RUN_ID) or secrets.token_hex(8)}
         if job.options.elastic:
-            rounds = stack.enter_context(served_rounds(job.workers, environ))
-            job = dataclasses.replace(job, env={**job.env, **rounds})
-            environ |= rounds
-        context, isolated = make_context(job, environ, stop, stack)
+            own |= stack.enter_context(_served_rounds(job.workers, environ))
+        context, isolated = make_context(job, {**environ, **own}, stop, stack)
         policy = RestartPolicy(job.options, job.workers)
-        attempt, failures = _run_attempts(context, policy, job.tasks)
+        attempt, failures = _run_attempts(context, policy)
     status = exit_status(
         failures,
         preempted=attempt.preempted(),
@@ -126,6 +92,45 @@ def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Ou
     )
     outcomes = {task: call.loaded(data) for task, data in attempt.results().items()}
     return result, outcomes
+
+
+@contextlib.contextmanager
+def _served_rounds(workers: int, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """A server of elastic rounds beside the tasks; it ends with this process.
+
+    Where the environment names a server, as on several machines, that one serves.
+
+    Yields:
+        The variables that all tasks get.
+
+    Raises:
+        UsageError: the server does not start.
+    """
+    if environ.get(ROUNDS):
+        yield {}
+        return
+    token = environ.get("TFMW_TOKEN") or secrets.token_hex(32)
+    command = [sys.executable, "-m", "tfmw.local_sgd.round_server"]
+    with subprocess.Popen(
+        [*command, "--members", str(workers), "--host", "127.0.0.1"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**environ, "TFMW_TOKEN": token},
+        start_new_session=True,  # Ctrl-C ends the tasks first
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        try:
+            address = server.stdout.readline().strip()
+            if not address:
+                raise UsageError("the server of the elastic rounds did not start; see above.")
+            yield {ROUNDS: address, MEMBERS: str(workers), "TFMW_TOKEN": token}
+        finally:
+            server.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(_END_S)
+            server.kill()
 
 
 def make_context(
@@ -155,21 +160,17 @@ def make_context(
     if note and (job.payload is None or note not in _printed_notes):
         _printed_notes.add(note)  # a notebook may launch from each cell
         print(f"tfmw: {note}", file=sys.stderr, flush=True)
-    published = stack.enter_context(Published(RunStatus(directory, job.command)))
+    status = RunStatus(directory, job.command)
+    stack.enter_context(published(status))
     context = AttemptContext(
-        command=job.command,
+        run=job,
         directory=directory,
-        published=published,
-        run_id=env.get(RUN_ID) or secrets.token_hex(8),
+        status=status,
         env=env | proxies,
         spawner=spawner,
         display=display,
         live=live,
-        payload=job.payload,
         stop=stop,
-        options=job.options,
-        grace_s=job.grace_s,
-        farewell_s=job.farewell_s,
     )
     return context, network is not None
 
@@ -187,7 +188,7 @@ def _uses_standby(job: LocalRun, env: Mapping[str, str]) -> bool:
 
 
 def _run_attempts(
-    context: AttemptContext, policy: RestartPolicy, tasks: Sequence[tuple[str, int]]
+    context: AttemptContext, policy: RestartPolicy
 ) -> tuple[Attempt, tuple[Failure, ...]]:
     """Runs attempts until the policy ends the run.
 
@@ -197,14 +198,14 @@ def _run_attempts(
     """
     failures: tuple[Failure, ...] = ()
     before: dict[str, Division] = {}
-    stop = context.stop
+    stop, tasks, options = context.stop, context.run.tasks, context.run.options
     for number in itertools.count():
-        context.spawner.wait(stop.received, context.options.start_timeout_s or float("inf"))
+        context.spawner.wait(stop.received, options.start_timeout_s or float("inf"))
         attempt = Attempt(context, tasks, number, policy, before=before)
         try:
             attempt.start()
             attempt.watch()
-            restarting = not stop.received and policy.restarts < context.options.max_restarts
+            restarting = not stop.received and policy.restarts < options.max_restarts
             # No grace period: tasks that have lost a peer cannot shut down in order, and files on
             # disk are complete at any moment.
             attempt.end(0.0 if restarting and attempt.failures() else None)
@@ -236,12 +237,9 @@ def _run_attempts(
 
 
 def wait(
-    seconds: float,
-    is_over: Callable[[], bool],
-    sleep: Callable[[float], None] = time.sleep,
-    step_s: float = 0.05,
+    seconds: float, is_over: Callable[[], bool], sleep: Callable[[float], None] = time.sleep
 ) -> None:
     """Waits before the next attempt; returns early when the run is to end."""
     while seconds > 0 and not is_over():
-        sleep(min(step_s, seconds))
-        seconds -= step_s
+        sleep(min(_LOOK_S, seconds))
+        seconds -= _LOOK_S

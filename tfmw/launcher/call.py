@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import io
 import mmap
 import os
 import pickle
@@ -167,15 +166,9 @@ def _dump_error(error: BaseException) -> bytes:
     return data
 
 
-def read(file: IO[bytes]) -> bytes:
-    """In the launcher: what the child sent, still pickled; b"" if it sent nothing."""
-    file.seek(0)
-    return file.read()
-
-
 def loaded(data: bytes) -> Outcome | None:
     """The outcome in a child, from what it sent; None if it sent nothing."""
     if not data:
         return None
-    value, error, text = pickle.load(io.BytesIO(data))
+    value, error, text = pickle.loads(data)
     return value, error, text

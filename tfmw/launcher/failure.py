@@ -1,15 +1,26 @@
-"""Why a task failed, as text: from its exit status, its recorded error, and its log."""
+"""Why tasks failed: which of them is the root cause, and its own error as text.
+
+A task that loses a peer fails too, often before the peer has exited. Tasks record their own errors
+with times (`record_error`). Errors that only report the loss of a peer are marked as secondary. The
+root cause is the earliest failure that is not secondary.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfmw.launcher.log_filter import without_notices
-from tfmw.launcher.message import informative_part
+from tfmw.errors import PREEMPTED
+from tfmw.launcher.output import without_notices
+from tfmw.launcher.process import Task
+from tfmw.launcher.watchdog import HungTask
+
+MAX_LENGTH = 1000
+"""Length to which a message is cut; the task's log has all of it."""
 
 _SIGNAL_HINTS = {
     signal.SIGKILL: "killed by someone, or by the kernel because memory ran out",
@@ -34,6 +45,18 @@ _OWN_SIGNALS = {
     signal.SIGSYS,
     signal.SIGTRAP,
 }
+
+# Text that TensorFlow and Keras add around an error's message.
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_GENERIC = re.compile(
+    r"Graph execution error:|Exception encountered when calling \S+\.$|Node: '|"
+    r"<stack traces unavailable>|\[\[\{\{node |\d+ root error\(s\) found\.|0 successful operations"
+)
+_FRAMES = re.compile(
+    r'Traceback \(most recent call last\)|Detected at node |\s*File "|Original stack trace for '
+)
+_ARGUMENTS = re.compile(r"Arguments received by \S+:$")  # Keras appends them
+_NOISE = re.compile(r"\{\{function_node [^}]*\}\}|\[Op:\w+\](?: name:\s*)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +99,94 @@ class Failure:
         return f"{self.error} ({self.how})" if self.error and self.how else self.error or self.how
 
 
-def describe(
+class Diagnosis:
+    """Determines how the tasks of one attempt ended.
+
+    Args:
+        attempt: its number, from 0.
+
+    Attributes:
+        ended_at: monotonic seconds when the launcher began to end the tasks; later failures are
+            a consequence of that.
+    """
+
+    def __init__(self, attempt: int) -> None:
+        self.ended_at = float("inf")
+        self._attempt = attempt
+        self._kernel_kills_before = kernel_kills()
+
+    def failed(self, task: Task) -> bool:
+        """Whether the task failed on its own, not because the launcher ended it."""
+        if task.status is not None and task.ended <= self.ended_at:
+            return task.status not in (0, PREEMPTED)
+        # It recorded a fatal error, and may hang at exit in threads or atexit handlers.
+        record = task.error()
+        return record is not None and record["fatal"] and record["monotonic"] <= self.ended_at
+
+    def failures(self, tasks: Sequence[Task], hung: HungTask | None) -> tuple[Failure, ...]:
+        """The failures of the tasks, the root cause first.
+
+        Args:
+            tasks: of the attempt.
+            hung: the task for which the watchdog ended the attempt.
+        """
+        failed = [(task, task.error()) for task in tasks if self.failed(task)]
+        if failed and all(is_secondary(record) for _, record in failed):
+            # The cause may be a task that recorded its error and hung instead of exiting.
+            failed += [
+                (task, record)
+                for task in tasks
+                if not self.failed(task)
+                and (record := task.error()) is not None
+                and record["monotonic"] <= self.ended_at
+            ]
+        failed.sort(key=lambda pair: (is_secondary(pair[1]), _failed_at(*pair)))
+        found = [self.failure(task, record) for task, record in failed]
+        if hung is not None:
+            task = next(task for task in tasks if task.name == hung.task)
+            hang = dataclasses.replace(
+                self.failure(task, None),
+                error=hung.reason,
+                how="",
+                external=hung.external,
+                seconds=self.ended_at - task.started,
+            )
+            found = [hang, *(failure for failure in found if failure.task != hung.task)]
+        return tuple(found)
+
+    def failure(self, task: Task, record: Mapping[str, Any] | None) -> Failure:
+        """How one task failed, from its exit status and its recorded error."""
+        # A task that recorded an error and was then killed by the launcher has no own status.
+        status = task.status if task.ended <= self.ended_at else None
+        kills = kernel_kills() - self._kernel_kills_before
+        how = "" if status is None else describe_status(status, kills)
+        error, how, detail = _described(record, how, task.log)
+        return Failure(
+            task=task.name,
+            error=error,
+            status=task.status or 0,
+            how=how,
+            detail=detail,
+            log=task.log,
+            seconds=_failed_at(task, record) - task.started,
+            usage=bool(record and record["usage"]),
+            attempt=self._attempt,
+            step=task.progress().step,
+            external=is_external(status, record),
+            secondary=is_secondary(record),
+        )
+
+
+def is_secondary(record: Mapping[str, Any] | None) -> bool:
+    """Whether a recorded error only reports that a peer was lost."""
+    return bool(record and record["secondary"])
+
+
+def _failed_at(task: Task, record: Mapping[str, Any] | None) -> float:
+    return float(record["monotonic"]) if record else task.ended
+
+
+def _described(
     record: Mapping[str, Any] | None, how: str, log: Path
 ) -> tuple[str, str, tuple[str, ...]]:
     """(error, how, detail) of a Failure.
@@ -115,7 +225,7 @@ def tail(log: Path, lines: int = 12) -> tuple[str, ...]:
     return tuple(without_notices(text).rstrip().splitlines()[-lines:])
 
 
-def describe_status(status: int | None, kernel_kills: int = 0) -> str:
+def describe_status(status: int, kernel_kills: int = 0) -> str:
     """An exit status as text: "exit status 3", "SIGKILL (killed by someone, ...)".
 
     Args:
@@ -123,8 +233,6 @@ def describe_status(status: int | None, kernel_kills: int = 0) -> str:
         kernel_kills: number of processes that the kernel has killed for lack of memory since the
             start of the attempt.
     """
-    if status is None:
-        return "still running"
     if status >= 0:
         return f"exit status {status}"
     try:
@@ -144,11 +252,9 @@ def is_external(status: int | None, record: Mapping[str, Any] | None) -> bool:
         status: its own exit status, as in subprocess; None if the launcher ended it.
         record: of `record_error`, in the task.
     """
-    if record is not None and record["fatal"]:
-        return bool(record["secondary"])
-    if status is not None and status < 0:
+    if status is not None and status < 0 and not (record and record["fatal"]):
         return -status not in _OWN_SIGNALS
-    return record is not None and bool(record["secondary"])
+    return is_secondary(record)
 
 
 def kernel_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
@@ -157,10 +263,45 @@ def kernel_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
     proc_vmstat(5): "oom_kill 3", since Linux 4.13.
     """
     try:
-        for line in vmstat.read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return 0
+        found = re.search(r"^oom_kill (\d+)", vmstat.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
+def informative_part(message: str) -> str:
+    """An error's message in one line, without the text that TensorFlow and Keras add around it.
+
+        Graph execution error:
+
+        Detected at node model/embedding/GatherV2 defined at (most recent call last):
+          File "train.py", line 28, in <module>
+
+        indices[0,1] = 9 is not in [0, 3)
+                 [[{{node model/embedding/GatherV2}}]] [Op:__inference_multi_step_on_iterator_546]
+
+    becomes "indices[0,1] = 9 is not in [0, 3)".
+
+    Returns:
+        Up to `MAX_LENGTH` characters; "(no message)" for an empty message.
+    """
+    lines = _ANSI.sub("", message).splitlines()
+    kept = [" ".join(_NOISE.sub("", line).split()) for line in _without_frames(lines)]
+    text = " ".join(line for line in kept if line and not _GENERIC.match(line))
+    text = text or " ".join(message.split()) or "(no message)"
+    return text if len(text) <= MAX_LENGTH else text[: MAX_LENGTH - 3] + "..."
+
+
+def _without_frames(lines: list[str]) -> list[str]:
+    """The lines without stack frames, whose source lines are indented, and without arguments."""
+    kept = []
+    in_frames = False
+    for line in lines:
+        if _ARGUMENTS.match(line):
+            break
+        in_frames = bool(_FRAMES.match(line)) or (
+            in_frames and (not line.strip() or line[0].isspace())
+        )
+        if not in_frames:
+            kept.append(line)
+    return kept

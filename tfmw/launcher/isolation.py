@@ -21,7 +21,6 @@ standard library here.
 
 from __future__ import annotations
 
-import array
 import ctypes
 import dataclasses
 import fcntl
@@ -164,9 +163,8 @@ def _help(control: int, ports: Sequence[int]) -> None:
         except OSError as error:
             launcher.send((error.strerror or str(error)).encode())  # "unshare: Operation not..."
             return
-        packed = array.array("i", [*namespaces, *(listener.fileno() for listener in listeners)])
-        count = str(len(namespaces)).encode()
-        launcher.sendmsg([count], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)])
+        descriptors = [*namespaces, *(listener.fileno() for listener in listeners)]
+        socket.send_fds(launcher, [str(len(namespaces)).encode()], descriptors)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,12 @@
-"""`tfmw run --metrics-port`: the metrics that the chief writes to a file, for Prometheus.
+"""The metrics of a run for Prometheus: in a file, or on a port of one address.
 
-The tasks may be in a private network, so the launcher serves them. A task without a launcher
-serves its own.
+    listens_at("9400")            # ("127.0.0.1", 9400)
+    listens_at("0.0.0.0:9400")    # every address of the machine
+
+Metrics have no password, so without an address only this machine can read them.
+
+`tfmw run --metrics-port` serves those that the chief writes to a file: the tasks may be in a
+private network, so the launcher does it. A task without a launcher serves its own.
 """
 
 from __future__ import annotations
@@ -18,9 +23,28 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from tfmw.errors import UsageError
-from tfmw.runtime.metrics_address import METRICS_FILE, METRICS_PORT, listens_at
+
+METRICS_FILE, METRICS_PORT = "TFMW_METRICS_FILE", "TFMW_METRICS_PORT"
+
+LOOPBACK = "127.0.0.1"
 
 _TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus's text format
+
+
+def listens_at(text: str) -> tuple[str, int]:
+    """The address and the port of "9400", "0.0.0.0:9400" or "[::]:9400".
+
+    Raises:
+        UsageError: it has another form.
+    """
+    address, _, port = text.strip().rpartition(":")
+    address = address.removeprefix("[").removesuffix("]")
+    if not port.isdecimal() or int(port) > 65535 or text.strip().startswith(":"):
+        raise UsageError(
+            f"received --metrics-port {text}: expected a port, such as 9400, or the address to "
+            "listen at with it, such as 0.0.0.0:9400 for all of this machine."
+        )
+    return address or LOOPBACK, int(port)
 
 
 def serve(

@@ -23,6 +23,7 @@ from tfmw.errors import UsageError
 from tfmw.launcher import isolation
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import AutoOnOff
+from tfmw.runtime.sockets import ephemeral_ports
 
 MAX_CONNECTIONS = 256
 """Connections to outside at a time, of all tasks; more are closed at once."""
@@ -67,8 +68,6 @@ def local_servers(proc: Path = Path("/proc")) -> list[int]:
     Without those that the system gives to programs which ask for any port: tasks get these.
     """
     with contextlib.suppress(OSError, ValueError):
-        # ip(7): "32768	60999"
-        given = (proc / "sys/net/ipv4/ip_local_port_range").read_text().split()
         ports = set()
         for name in ("tcp", "tcp6"):
             # proc(5): "0: 0100007F:1388 00000000:0000 0A ..."; 0A: listening
@@ -77,7 +76,7 @@ def local_servers(proc: Path = Path("/proc")) -> list[int]:
                 address, port = local.split(":")
                 if state == "0A" and address in _AT_LOCALHOST:
                     ports.add(int(port, 16))
-        return sorted(ports - set(range(int(given[0]), int(given[1]) + 1)))
+        return sorted(ports - set(ephemeral_ports(proc)))
     return []
 
 

@@ -1,13 +1,26 @@
-"""The user's options of a run: restarts, time limits, standby, the private network."""
+"""What a run is: its command and tasks, and the user's options for processes and failures."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Literal, TextIO
 
 from tfmw.errors import UsageError
+from tfmw.launcher import call
 
 AutoOnOff = Literal["auto", "on", "off"]
+
+GRACE_S = 1.0
+"""Seconds between SIGTERM and SIGKILL. TensorFlow's strategy replaces SIGTERM's handler."""
+
+FAREWELL_S = 10.0
+"""Seconds in which serving tasks (ps, and workers beside them) exit once the chief is done."""
+
+PREEMPT_GRACE_S = 30.0
+"""Seconds in which tasks save their state and exit: the default of `--preempt-grace`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +53,11 @@ class RunOptions:
     standby: AutoOnOff = "auto"
     isolate: AutoOnOff = "auto"
     elastic: bool = False
+
+    @property
+    def leave_s(self) -> float:
+        """Seconds in which tasks that are asked to leave save their state and exit."""
+        return PREEMPT_GRACE_S if self.preempt_grace_s is None else self.preempt_grace_s
 
     def check(self, workers: int) -> None:
         """Raises UsageError for a value that is invalid, or invalid with this many workers."""
@@ -78,3 +96,39 @@ class RunOptions:
 
 def _flag(field: str) -> str:
     return "--" + field.removesuffix("_s").replace("_", "-")
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalRun:
+    """A command to run, its tasks, and the options of the run.
+
+    Args:
+        command: the arguments of `task.py`: "script", its path, its flags.
+        tasks: (kind, index) of each task.
+        options: restarts, time limits, standby, the private network.
+        log_dir: the run's folder is created in it; None: in a temporary directory.
+        env: environment variables added for the tasks.
+        stdout: the stream for their output.
+        live: whether the chief's output is printed without labels; None: if `stdout` is a
+            terminal or a notebook.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        farewell_s: seconds in which serving tasks exit once the chief is done.
+        payload: standard input of each task: the function to call; with it each task also has a
+            file for its result.
+    """
+
+    command: Sequence[str]
+    tasks: Sequence[tuple[str, int]]
+    options: RunOptions = dataclasses.field(default_factory=RunOptions)
+    log_dir: str | os.PathLike[str] | None = None
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stdout: TextIO = dataclasses.field(default_factory=lambda: sys.stdout)
+    live: bool | None = None
+    grace_s: float = GRACE_S
+    farewell_s: float = FAREWELL_S
+    payload: call.Payload | None = None
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return sum(kind == "worker" for kind, _ in self.tasks)

@@ -7,7 +7,7 @@ import json
 import os
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,11 +57,11 @@ class TaskFiles:
         self.pid = pid
         self.status: int | None = None  # as in subprocess: -9 is SIGKILL
 
-    def make(self) -> None:
+    def make(self) -> ProgressFile:
         """Creates the files that the task writes at every step, at their full size."""
         self.directory.mkdir(parents=True)
-        ProgressFile(self.files[PROGRESS_FILE], self.division).close()
         make_file(self.files[EXCHANGES_FILE])
+        return ProgressFile(self.files[PROGRESS_FILE], self.division)
 
     def progress(self) -> Progress:
         """Its last report of progress."""
@@ -95,28 +95,28 @@ class TaskFiles:
 
     def has_ended(self) -> bool:
         """Whether its process has ended."""
-        return not self._read_proc("stat", lambda text: text.rpartition(") ")[2][:1] not in "ZX")
+        return self._state() in ("", "Z", "X")
 
     def stopped(self) -> bool:
         """Whether a signal such as SIGSTOP, and not a debugger, has stopped the process."""
-        # proc_pid_stat(5): "42 (name with ) and spaces) T 1 ..."
-        return self._read_proc("stat", lambda text: text.rpartition(") ")[2][:1] == "T")
+        return self._state() == "T"
 
     def catches(self, number: int) -> bool:
         """Whether the process has a handler for the signal."""
+        # proc_pid_status(5): "SigCgt:\t0000000180004a02", bit n - 1 for signal n.
+        mask = self._proc("status").partition("SigCgt:")[2].partition("\n")[0]
+        return bool(int(mask or "0", 16) >> (number - 1) & 1)
 
-        def caught(status: str) -> bool:
-            # proc_pid_status(5): "SigCgt:\t0000000180004a02", bit n - 1 for signal n.
-            mask = status.partition("SigCgt:")[2].split(maxsplit=1)[0]
-            return bool(int(mask, 16) >> (number - 1) & 1)
+    def _state(self) -> str:
+        # proc_pid_stat(5): "42 (name with ) and spaces) T 1 ..."
+        return self._proc("stat").rpartition(") ")[2][:1]
 
-        return self._read_proc("status", caught)
-
-    def _read_proc(self, file: str, condition: Callable[[str], bool]) -> bool:
+    def _proc(self, file: str) -> str:
+        """A file that describes the process; "" if there is none."""
         try:
-            return bool(condition(Path(f"/proc/{self.pid}/{file}").read_text()))
-        except (OSError, ValueError, IndexError):
-            return False
+            return Path(f"/proc/{self.pid}/{file}").read_text()
+        except OSError:
+            return ""
 
     def error(self) -> dict[str, Any] | None:
         """The error that the task recorded with `record_error`."""
@@ -178,9 +178,8 @@ class Task(TaskFiles):
             terminal: whether it writes to a terminal rather than a pipe.
             fds: descriptors that it inherits.
         """
-        self.make()
+        self._progress = self.make()
         self._log = open(self.log, "wb", buffering=0)  # noqa: SIM115  (closed in close)
-        self._progress = ProgressFile(self.files[PROGRESS_FILE], self.division)
         self.started = time.monotonic()
         self._spawner = spawner
         self._process = spawner.spawn(command, stdin, terminal, fds, self.env)

@@ -41,7 +41,6 @@ from typing import Any
 
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
-from tfmw.runtime.signals import LEAVE
 
 LONGEST_DELAY_S = 30.0
 
@@ -128,10 +127,7 @@ class RestartPolicy:
     def decide(self, outcome: AttemptOutcome) -> Decision:
         """Decides after an attempt. Call once for each attempt, in order."""
         self._attempt = (self._attempt if outcome.attempt is None else outcome.attempt) + 1
-        asked_to_leave = bool(outcome.signals) and outcome.signals[0] in LEAVE
-        if outcome.signals and not (outcome.preempted and not outcome.failures and asked_to_leave):
-            return Decision(False)
-        if not outcome.failures and not outcome.preempted:
+        if outcome.signals or not (outcome.failures or outcome.preempted):
             return Decision(False)
         if outcome.step > self._step or _lived(outcome):
             self._stalled = self._own_errors = 0
@@ -170,12 +166,12 @@ class RestartPolicy:
         return True
 
     def _after_preemption(self, outcome: AttemptOutcome) -> Decision:
-        if outcome.signals or not self._options.max_restarts:
+        if not self._options.max_restarts:
             return Decision(False)
         delay = backoff_s(self._stalled)
         return Decision(
             True,
-            f"attempt {self._attempt} starts {_in(delay)}: the tasks of attempt "
+            f"attempt {self._attempt} starts {when(delay)}: the tasks of attempt "
             f"{self._attempt - 1} saved their state and exited after {outcome.seconds:.1f} s"
             f"{_at(self._step)} (not counted as a restart)",
             delay,
@@ -201,7 +197,7 @@ class RestartPolicy:
             self._errors.clear()
         self.restarts += 1
         message = (
-            f"restart {self.restarts} of {self._options.max_restarts} {_in(delay)}: {cause.task} "
+            f"restart {self.restarts} of {self._options.max_restarts} {when(delay)}: {cause.task} "
             f"failed in attempt {self._attempt - 1} after {cause.seconds:.1f} s{_at(self._step)}: "
             f"{cause.description}"
         )
@@ -242,7 +238,8 @@ def _signature(failure: Failure) -> str:
     return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", failure.error or failure.how)
 
 
-def _in(delay_s: float) -> str:
+def when(delay_s: float) -> str:
+    """A delay in words: "at once", "in 4 s"."""
     return f"in {delay_s:g} s" if delay_s else "at once"
 
 

@@ -32,29 +32,12 @@ from typing import Any, NoReturn, TextIO
 from tfmw.cluster import Cluster
 from tfmw.errors import PREEMPTED, Preempted, TaskFailed, UsageError
 from tfmw.launcher import call, run_files
-from tfmw.launcher.attempt import FAREWELL_S, GRACE_S
-from tfmw.launcher.attempts import LocalRun, run_locally
+from tfmw.launcher.attempts import run_locally
 from tfmw.launcher.environment import compute_with_onednn, require_working_directory
-from tfmw.launcher.failure import Failure
-from tfmw.launcher.options import AutoOnOff, RunOptions
+from tfmw.launcher.options import FAREWELL_S, GRACE_S, AutoOnOff, LocalRun, RunOptions
 from tfmw.launcher.result import Result
 from tfmw.launcher.spawn import TASK_COMMAND
-from tfmw.runtime.progress import report_progress
-from tfmw.runtime.recorded_errors import record_error
 from tfmw.runtime.signals import Signals
-
-__all__ = [
-    "Failure",
-    "Result",
-    "RunOptions",
-    "compute_with_onednn",
-    "launch",
-    "launch_tasks",
-    "record_error",
-    "report_progress",
-    "return_values",
-    "run_here",
-]
 
 
 def launch_tasks(
@@ -156,12 +139,7 @@ def launch(
             that is defined in a notebook or a script, or a lambda.
         args: its arguments; they are pickled.
         workers: number of processes; each has joined the cluster when the function starts.
-        log_dir: the run's folder is created in it; by default in a temporary directory, which is
-            kept after a failure.
-        env: environment variables added for the workers.
-        stdout: the stream for their output; by default `sys.stdout`.
-        live: whether the chief's output is printed without labels, as in `launch_tasks`.
-        grace_s: seconds between SIGTERM and SIGKILL for workers that are ended.
+        log_dir, env, stdout, live, grace_s: as in `launch_tasks`.
         max_restarts: number of times that all workers are restarted after a failure; the function
             resumes from its own backup.
         isolate: whether the workers run in a private network: "auto", "on" or "off".

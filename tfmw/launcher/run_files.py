@@ -18,13 +18,13 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tfmw.cluster import Cluster
 from tfmw.errors import UsageError
-from tfmw.launcher.process import Task
+from tfmw.launcher.process import TaskFiles
 from tfmw.launcher.run_status import RunStatus
 
 RUNTIME_DIRECTORY = "TFMW_RUNTIME_DIR"
@@ -66,32 +66,24 @@ def directory(make: bool = False) -> Path:
     return path
 
 
-class Published:
-    """Lets other processes of this user read the state of a run, inside a `with`.
+@contextlib.contextmanager
+def published(status: RunStatus) -> Iterator[None]:
+    """Lets other processes of this user read the state of a run, inside a `with`."""
+    with contextlib.suppress(OSError, UsageError):  # it runs without `tfmw status` then
+        status.published_in = _new_folder(status.name)
+    try:
+        update(status)
+        yield
+    finally:
+        if status.published_in is not None:
+            shutil.rmtree(status.published_in, ignore_errors=True)
 
-    Args:
-        status: of the run.
-    """
 
-    def __init__(self, status: RunStatus) -> None:
-        self.status = status
-        self._folder: Path | None = None
-
-    def __enter__(self) -> Published:
-        with contextlib.suppress(OSError, UsageError):  # it runs without `tfmw status` then
-            self._folder = _new_folder(self.status.name)
-            self.update()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def update(self) -> None:
-        """Writes what has changed: another attempt, or a task that was started again."""
-        if self._folder is not None:
-            with contextlib.suppress(OSError):
-                _write(self._folder, self.status)
+def update(status: RunStatus) -> None:
+    """Writes what has changed: another attempt, or a task that was started again."""
+    if status.published_in is not None:
+        with contextlib.suppress(OSError):
+            _write(status.published_in, status)
 
 
 def keep_files(cluster: Cluster, command: Sequence[str]) -> dict[str, str]:
@@ -105,9 +97,8 @@ def keep_files(cluster: Cluster, command: Sequence[str]) -> dict[str, str]:
         OSError, UsageError: they cannot be made.
     """
     folder = _new_folder(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-    task = Task(cluster.task, cluster.index, folder, {})
-    task.make()
-    task.pid = os.getpid()
+    task = TaskFiles(cluster.task, cluster.index, folder, pid=os.getpid())
+    task.make().close()
     status = RunStatus(folder, command)
     status.watch([task], 0, cluster.as_tf_config().get("cluster"))
     _write(folder, status)

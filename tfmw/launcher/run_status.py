@@ -75,6 +75,7 @@ class RunStatus:
         self._tasks: Sequence[TaskFiles] = []
         self._cluster: Mapping[str, Sequence[str]] = {}
         self.since = time.time() if since is None else since
+        self.published_in: Path | None = None  # a folder that other processes read
         self._look_at = 0.0  # for a straggler
         self._slowest: str | None = None  # in the last look
         self._named: str | None = None  # the straggler that a line has named
@@ -219,21 +220,18 @@ class RunStatus:
     def _state(self, task: TaskFiles, found: Sequence[RecordedExchange]) -> dict[str, Any]:
         progress = task.progress()
         last = found[-1] if found else None
-        inside = last is not None and not last.done
+        inside = None if last is None or last.done else last
+        waits = inside is not None and inside.waiting_for != NOBODY
         return {
             "task": task.name,
             "pid": task.pid,
             "step": progress.step,
             "stage": _stage(task, progress.step, progress.blocked_in),
-            "exchange": str(last) if last is not None and inside else None,
-            "exchanges": last.number if last is not None else 0,
+            "exchange": str(inside) if inside else None,
+            "exchanges": last.number if last else 0,
             "bytes": sum(exchange.nbytes for exchange in found),
-            "seconds": time.monotonic() - last.begun if last is not None and inside else None,
-            "waiting_for": (
-                f"worker {last.waiting_for}"
-                if last is not None and inside and last.waiting_for != NOBODY
-                else None
-            ),
+            "seconds": time.monotonic() - inside.begun if inside else None,
+            "waiting_for": f"worker {inside.waiting_for}" if inside and waits else None,
             "own_s": own_seconds(found),
             "input_s": input_seconds(found),
             "waiting": waiting_share(found),
@@ -244,13 +242,13 @@ def _stage(task: TaskFiles, step: int, blocked_in: str) -> str:
     if not task.pid:
         return _STAGES[NOT_UP]
     if task.has_ended():
-        return "ended" if task.status is None else f"ended with status {task.status}"
+        return "ended"
     if task.stopped():
         return "stopped by a signal"
     return f"in {blocked_in}" if blocked_in else _STAGES.get(step, "training")
 
 
-def sentence(late: Missing, tasks: Sequence[TaskFiles], stacks_s: float = STACKS_S) -> str:
+def sentence(late: Missing, tasks: Sequence[TaskFiles], stacks_s: float) -> str:
     """One sentence: which task the others wait for, and where it is."""
     task = next(task for task in tasks if task.name == late.task)
     if task.has_ended():
@@ -261,26 +259,23 @@ def sentence(late: Missing, tasks: Sequence[TaskFiles], stacks_s: float = STACKS
     return f"{late}; its stack: {where}" if where else str(late)
 
 
-def innermost(stacks: str, frames: int = _SHOWN_FRAMES) -> str:
+def innermost(stacks: str) -> str:
     """The innermost frames of the user's code: "train.py:31 in slow_map < train.py:40 in main".
 
     Args:
         stacks: as faulthandler writes them: of each thread, the most recent call first.
-        frames: how many.
     """
-    threads = [_frames(thread) for thread in stacks.split("\n\n")]
+    threads = [
+        [match for line in thread.splitlines() if (match := _FRAME.match(line))]
+        for thread in stacks.split("\n\n")
+    ]
     # Most threads run TensorFlow or tfmw: the one that is nearest to the user's code tells most.
-    depths = [_depth(thread) for thread in threads]
-    nearest = threads[min(range(len(threads)), key=lambda i: depths[i])]
+    nearest = min(threads, key=_depth)
     own = [frame for frame in nearest if not is_installed(frame["file"])] or nearest
     return " < ".join(
         f"{os.path.basename(frame['file'])}:{frame['line']} in {frame['function']}"
-        for frame in own[:frames]
+        for frame in own[:_SHOWN_FRAMES]
     )
-
-
-def _frames(thread: str) -> list[re.Match[str]]:
-    return [match for line in thread.splitlines() if (match := _FRAME.match(line))]
 
 
 def _depth(thread: Sequence[re.Match[str]]) -> int:

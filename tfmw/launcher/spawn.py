@@ -15,12 +15,10 @@ standard library at the top.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import pty
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import termios
@@ -132,7 +130,14 @@ class Spawner:
         local, remote = _pseudo_terminal() if terminal else os.pipe()
         fds = [*fds, *self._namespaces]
         try:
-            pid, process = self._fork(command, stdin, remote, fds, env), None
+            pid: int | None = None
+            process: subprocess.Popen[bytes] | None = None
+            if self._fork_server is not None:
+                with open(os.devnull, "rb") as nothing:
+                    reads = nothing if isinstance(stdin, int) else stdin
+                    streams = {0: reads.fileno(), 1: remote, 2: remote}
+                    descriptors = {**streams, **{fd: fd for fd in fds}}
+                    pid = self._fork_server.fork(command, env, descriptors)
             if pid is None:
                 process = subprocess.Popen(
                     [*TASK_COMMAND, *command],
@@ -151,22 +156,6 @@ class Spawner:
             os.close(remote)
         self._send_reaper(f"+{pid}")
         return Child(pid, local, process)
-
-    def _fork(
-        self,
-        command: Sequence[str],
-        stdin: IO[bytes] | int,
-        output: int,
-        fds: Sequence[int],
-        env: Mapping[str, str],
-    ) -> int | None:
-        """Forks from the fork server; returns the process id, None without a fork server."""
-        if self._fork_server is None:
-            return None
-        with open(os.devnull, "rb") as nothing:
-            reads = nothing if isinstance(stdin, int) else stdin
-            streams = {0: reads.fileno(), 1: output, 2: output}
-            return self._fork_server.fork(command, env, {**streams, **{fd: fd for fd in fds}})
 
     def forget(self, pid: int) -> None:
         """Unregisters an ended process and its group, whose ids the system may reuse."""
@@ -190,7 +179,7 @@ def _pseudo_terminal() -> tuple[int, int]:
     attributes[1] &= ~termios.OPOST  # keeps "\n" unchanged
     termios.tcsetattr(remote, termios.TCSANOW, attributes)
     size = terminal_size()
-    fcntl.ioctl(remote, termios.TIOCSWINSZ, struct.pack("HHHH", size.lines, size.columns, 0, 0))
+    termios.tcsetwinsize(remote, (size.lines, size.columns))
     return local, remote
 
 

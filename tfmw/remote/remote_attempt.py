@@ -27,7 +27,6 @@ from typing import Any
 
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
-from tfmw.launcher.preemption import GRACE_S
 from tfmw.launcher.restart import AttemptOutcome
 from tfmw.remote.messages import EndReport
 from tfmw.runtime import goodput
@@ -76,7 +75,7 @@ class RemoteAttempt:
         self._name = name
         self._began = now
         self._settle_s = settle_s
-        self._grace_s = GRACE_S if options.preempt_grace_s is None else options.preempt_grace_s
+        self._grace_s = options.leave_s
 
     def reached(self, machine: int, step: int, division: tuple[float, ...]) -> None:
         """A machine's tasks have made a step."""

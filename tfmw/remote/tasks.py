@@ -77,7 +77,7 @@ class TasksOfOneMachine:
     def prepare(self, count: int) -> None:
         """Begins to get ready for tasks that need `count` ports."""
         self._wanted = count
-        timeout_s = self._context.options.start_timeout_s or float("inf")
+        timeout_s = self._context.run.options.start_timeout_s or float("inf")
         self._ready_by = time.monotonic() + timeout_s
 
     def do(self, message: Start | RestartReply | Leave | End) -> Ended | None:
@@ -95,9 +95,9 @@ class TasksOfOneMachine:
 
     def _start(self, start: Start) -> None:
         self._restarts = _Restarts()
+        context = self._context
         # The tracker's run goes on where another host has the chief.
-        run_id = self._context.env.get(RUN_ID) or start.run
-        context = dataclasses.replace(self._context, run_id=run_id)
+        run = {} if context.env.get(RUN_ID) or not start.run else {RUN_ID: start.run}
         if start.again:  # each start has a folder of its own
             folder = context.directory / f"again_{start.again}"
             context = dataclasses.replace(context, directory=folder)
@@ -108,7 +108,7 @@ class TasksOfOneMachine:
             self._restarts,
             cluster=start.cluster,
             settle_s=self._settle_s,
-            env=self._env,
+            env={**run, **(self._env or {})},
             before={"": Division.of(start.division)} if start.division else None,
         )
         self._preempts = False
@@ -135,7 +135,7 @@ class TasksOfOneMachine:
         if attempt is not None:
             if self._preempts and attempt.ask_to_leave():
                 self._preempts = False
-            if attempt.poll(wait_s) is not None:
+            if attempt.poll(wait_s):
                 return self.end()
             task = self._restarts.next_request()
             return None if task is None else RestartRequest(attempt.number, task)

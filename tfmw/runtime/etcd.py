@@ -94,7 +94,8 @@ class Client:
         found = self._call("kv/range", {"key": _packed(key)}).get("kvs")
         if not found:
             return None
-        return _unpacked(found[0]["value"]), int(found[0]["create_revision"])
+        value = base64.b64decode(found[0]["value"]).decode()
+        return value, int(found[0]["create_revision"])
 
     def grant(self, ttl_s: int) -> int:
         """A new lease that ends after `ttl_s` seconds unless it is kept alive."""
@@ -115,35 +116,24 @@ class Client:
         Returns:
             The revision of its creation; None where it existed.
         """
-        found = self._call(
-            "kv/txn",
-            {
-                "compare": [{"key": _packed(key), "target": "CREATE", "createRevision": "0"}],
-                "success": [
-                    {
-                        "requestPut": {
-                            "key": _packed(key),
-                            "value": _packed(value),
-                            "lease": str(lease),
-                        }
-                    }
-                ],
-            },
-        )
-        return int(found["header"]["revision"]) if found.get("succeeded") else None
+        return self._put_if(key, 0, key, value, lease)
 
     def put_if(self, key: str, value: str, lock: str, revision: int) -> bool:
         """Writes a key if another key is the one that `create` made; whether it was."""
-        found = self._call(
-            "kv/txn",
-            {
-                "compare": [
-                    {"key": _packed(lock), "target": "CREATE", "createRevision": str(revision)}
-                ],
-                "success": [{"requestPut": {"key": _packed(key), "value": _packed(value)}}],
-            },
-        )
-        return bool(found.get("succeeded"))
+        return self._put_if(lock, revision, key, value) is not None
+
+    def _put_if(
+        self, compared: str, created: int, key: str, value: str, lease: int = 0
+    ) -> int | None:
+        """Writes a key if one has this revision of its creation, 0 for none.
+
+        Returns:
+            The revision of the write; None if the compared key has another one.
+        """
+        condition = {"key": _packed(compared), "target": "CREATE", "createRevision": str(created)}
+        put = {"key": _packed(key), "value": _packed(value), "lease": str(lease)}
+        found = self._call("kv/txn", {"compare": [condition], "success": [{"requestPut": put}]})
+        return int(found["header"]["revision"]) if found.get("succeeded") else None
 
     def _call(self, method: str, request: Mapping[str, Any]) -> dict[str, Any]:
         problem: Exception | None = None
@@ -189,7 +179,3 @@ def _text(problem: Exception | None) -> str:
 
 def _packed(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
-
-
-def _unpacked(text: str) -> str:
-    return base64.b64decode(text).decode()

@@ -1,8 +1,9 @@
-"""Advisory locks on local files: one process uses a directory at a time.
+"""Local files: advisory locks, by which one process uses a directory at a time, and flushes.
 
     with file_lock("/backups/run7/LOCK"):            # BlockingIOError if another process holds it
         ...
     holder_of("/backups/run7/LOCK")                  # "process 7 on host-a"
+    flush("/backups/run7/record.json")               # its bytes are on the disk now
 
 The system releases a `flock` when the process ends for any reason. It works on one machine, and on
 network file systems that forward it to the server (NFS since Linux 2.6.12, unless mounted with

@@ -13,7 +13,6 @@ innermost phase of the thread that trains. Times are those of the day, which hos
 from __future__ import annotations
 
 import contextlib
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,8 +32,6 @@ PARTS = (
 STEPS, DATA, START, RESTARTS, OTHER = map(
     PARTS.index, ("steps", "data", "start", "restarts", "other")
 )
-
-_LAYOUT = struct.Struct(f"={len(PARTS)}ddddd")
 
 _SHOWN_S = 0.05  # a part that took less is not shown
 _WAITS_LONGER = 0.01  # of the run: by so much a worker must have waited longer to be named
@@ -70,15 +67,6 @@ class Division(NamedTuple):
         """The inverse of `values`."""
         return cls(tuple(values[: len(PARTS)]), *values[len(PARTS) :])
 
-    def packed(self) -> bytes:
-        """Bytes of a known size."""
-        return _LAYOUT.pack(*self.values())
-
-    @classmethod
-    def unpacked(cls, data: bytes) -> Division:
-        """The inverse of `packed`. Raises struct.error if there are too few bytes."""
-        return cls.of(_LAYOUT.unpack(data))
-
     def until(self, at: float, part: int | None = None) -> Division:
         """The division at a later moment: until then the part, by default the same, goes on."""
         part = int(self.part) if part is None else part
@@ -96,9 +84,6 @@ class Division(NamedTuple):
     def goodput(self) -> float:
         """The share of "steps"; 0.0 before any time has passed."""
         return self.seconds[STEPS] / (sum(self.seconds) or 1.0)
-
-
-SIZE = _LAYOUT.size
 
 
 def line(by_task: Mapping[str, Division]) -> str | None:

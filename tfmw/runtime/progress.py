@@ -32,7 +32,8 @@ NOT_UP, UP, JOINED = -3, -2, -1
 AT_THE_END = "the wait for other tasks"
 """The blocking call of a task that is done: other tasks may take as long as they like."""
 
-_LAYOUT = struct.Struct("=qq32sd")  # the fields of `Progress`, except for the last one
+# The fields of `Progress`; of the last one, its values.
+_LAYOUT = struct.Struct(f"=qq32sd{len(Division().values())}d")
 
 _PARTS = {"backup": "backups", "export": "export", "tracing": "compile"}  # of the run's time
 
@@ -58,18 +59,16 @@ class Progress(NamedTuple):
 
     def packed(self) -> bytes:
         """The content of the file."""
-        own = _LAYOUT.pack(self.step, self.reports, self.blocked_in.encode(), self.steps_per_s)
-        return own + self.division.packed()
+        name = self.blocked_in.encode()
+        values = self.division.values()
+        return _LAYOUT.pack(self.step, self.reports, name, self.steps_per_s, *values)
 
     @classmethod
     def unpacked(cls, data: bytes) -> Progress:
         """The inverse of `packed`. Raises struct.error if there are too few bytes."""
-        step, reports, blocked_in, rate = _LAYOUT.unpack_from(data)
+        step, reports, blocked_in, rate, *values = _LAYOUT.unpack(data)
         name = blocked_in.rstrip(b"\0").decode("utf-8", "replace")
-        return cls(step, reports, name, rate, Division.unpacked(data[_LAYOUT.size :]))
-
-
-_SIZE = len(Progress().packed())
+        return cls(step, reports, name, rate, Division.of(values))
 
 
 class _Reporter:
@@ -115,7 +114,9 @@ class _Reporter:
         if path:
             with contextlib.suppress(OSError, struct.error):
                 self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                goodput.account.resume(Progress.unpacked(os.pread(self._file, _SIZE, 0)).division)
+                goodput.account.resume(
+                    Progress.unpacked(os.pread(self._file, _LAYOUT.size, 0)).division
+                )
 
 
 _reporter = _Reporter()
@@ -181,7 +182,7 @@ class ProgressFile:
         """The last report; after `close`, the last one before it."""
         if self._file >= 0:
             with contextlib.suppress(OSError, struct.error):
-                self._last = Progress.unpacked(os.pread(self._file, _SIZE, 0))
+                self._last = Progress.unpacked(os.pread(self._file, _LAYOUT.size, 0))
         return self._last
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ same. Times are monotonic, and so comparable between the tasks of one machine.
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import struct
@@ -82,15 +83,10 @@ class Totals(NamedTuple):
     seconds: float = 0.0
 
 
-class _Kinds(dict[str, tuple[bytes, bool]]):
-    """Kind -> as it is written, and whether it is part of a step."""
-
-    def __missing__(self, what: str) -> tuple[bytes, bool]:
-        found = self[what] = what.encode()[:16], what not in _BETWEEN_STEPS
-        return found
-
-
-_kinds = _Kinds()
+@functools.cache
+def _kind(what: str) -> tuple[bytes, bool]:
+    """A kind as it is written, and whether it is part of a step."""
+    return what.encode()[:16], what not in _BETWEEN_STEPS
 
 
 class _Recorder:
@@ -126,7 +122,7 @@ class _Recorder:
             memory = None if self._is_open else self._open(os.environ.get(EXCHANGES_FILE))
             if memory is None:
                 return
-        kind, is_of_step = _kinds[what]
+        kind, is_of_step = _kind(what)
         step = self._steps + 1
         if is_of_step:
             since = self._since

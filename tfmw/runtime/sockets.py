@@ -70,12 +70,19 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
         yield ports
 
 
-def _candidate_ports() -> Iterator[int]:
+def ephemeral_ports(proc: Path = Path("/proc")) -> range:
+    """Ports that the system gives to programs which ask for any, and to outgoing connections."""
     try:
-        # ip(7): "32768 60999", the first and the last port for outgoing connections.
-        top = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        top = 32768
+        # ip(7): "32768\t60999", the first and the last.
+        text = (proc / "sys/net/ipv4/ip_local_port_range").read_text()
+        first, last = map(int, text.split())
+    except (OSError, ValueError):
+        return range(32768, 61000)  # Linux's default
+    return range(first, last + 1)
+
+
+def _candidate_ports() -> Iterator[int]:
+    top = ephemeral_ports().start
     chance = random.Random()  # not the user's seeded global generator
     if top > 11000:
         yield from chance.sample(range(10000, top), 1000)

@@ -110,12 +110,12 @@ class _Tracer:
             task = os.environ.get("TFMW_TASK", "worker 0")
         self._file = _path(directory, task) if directory else None
 
-    @property
-    def step(self) -> int:
+    def current_step(self) -> int:
+        """The number of steps that are done."""
         return self._step
 
-    @property
     def is_wanted(self) -> bool:
+        """Whether there is to be a trace: then each call of the driver runs one step."""
         return self._file is not None
 
     def add(self, row: str, name: str, begin: float, end: float, **details: Any) -> None:
@@ -148,16 +148,7 @@ def _clock() -> dict[str, Any]:
 
 tracer = _Tracer()
 start, stop, at_step, add = tracer.start, tracer.stop, tracer.at_step, tracer.add
-
-
-def is_wanted() -> bool:
-    """Whether there is to be a trace: then each call of the driver runs one step."""
-    return tracer.is_wanted
-
-
-def current_step() -> int:
-    """The number of steps that are done."""
-    return tracer.step
+is_wanted, current_step = tracer.is_wanted, tracer.current_step
 
 
 @contextlib.contextmanager

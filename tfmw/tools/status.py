@@ -17,15 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from tfmw.errors import UsageError
 from tfmw.launcher import run_files
 from tfmw.launcher.run_status import RunStatus
-from tfmw.tools.engine_options import add_settings, attached
-
-COMMANDS = ("status", "stacks")
+from tfmw.tools.jobs import add_settings, attached
 
 _SHOWN_HOSTS = 8
 _SLOW_S = 1.0  # an exchange that takes longer is worth a line
@@ -49,6 +47,7 @@ def add_parsers(commands: Any) -> None:
     )
     add_settings(status)
     status.add_argument("--json", action="store_true", help="everything, as JSON")
+    status.set_defaults(main=_status)
     stacks = commands.add_parser(
         "stacks",
         help="the Python stacks of each task of a run",
@@ -56,31 +55,39 @@ def add_parsers(commands: Any) -> None:
         allow_abbrev=False,
     )
     stacks.add_argument("run", nargs="?", metavar="RUN", help=f"{which}; default: the only one")
+    stacks.set_defaults(main=_stacks)
 
 
-def main(options: argparse.Namespace, out: Callable[[str], None] = print) -> int:
-    """Runs `tfmw status` or `tfmw stacks`; returns the exit status: 1 if there is no run."""
-    if options.command == "status" and ":" in (options.run or ""):
+def _status(options: argparse.Namespace) -> int:
+    if ":" in (options.run or ""):
         job = attached(options.run, options.settings)
-        found_out = {"job": job.id, "where": job.where, **job.details()}
-        out(json.dumps(found_out, indent=2) if options.json else "\n".join(job_lines(found_out)))
+        details = {"job": job.id, "where": job.where, **job.details()}
+        print(json.dumps(details, indent=2) if options.json else "\n".join(job_lines(details)))
         return 0
+    answers = [run.status() for run in _chosen(options.run)]
+    if options.json and answers:
+        print(json.dumps(answers, indent=2))
+    elif answers:
+        print("\n\n".join("\n".join(lines(answer)) for answer in answers))
+    return _found(answers)
+
+
+def _stacks(options: argparse.Namespace) -> int:
     found = _chosen(options.run)
-    if options.command == "stacks" and len(found) > 1:
+    if len(found) > 1:
         names = ", ".join(run.name for run in found)
         raise UsageError(f"several runs are alive: {names}; name one: tfmw stacks {found[0].name}")
-    answers = [getattr(run, options.command)() for run in found]
-    if not answers:
-        out("no run of this user is alive on this machine")
-        return 1
-    if options.command == "stacks":
-        for task, text in answers[0].items():
-            out(f"== {task}\n{text.rstrip()}\n")
-    elif options.json:
-        out(json.dumps(answers, indent=2))
-    else:
-        out("\n\n".join("\n".join(lines(answer)) for answer in answers))
-    return 0
+    for run in found:
+        for task, text in run.stacks().items():
+            print(f"== {task}\n{text.rstrip()}\n")
+    return _found(found)
+
+
+def _found(runs: Sequence[Any]) -> int:
+    """The exit status: 1, and a line, if there is no run."""
+    if not runs:
+        print("no run of this user is alive on this machine")
+    return 0 if runs else 1
 
 
 def _chosen(name: str | None) -> list[RunStatus]:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from tfmw.errors import UsageError
+from tfmw.launcher.metrics_server import METRICS_FILE, METRICS_PORT, listens_at
 from tfmw.runtime import goodput, recorder
-from tfmw.runtime.metrics_address import METRICS_FILE, METRICS_PORT, listens_at
 from tfmw.runtime.step_times import StepTimes
 
 _INTERVAL_S = 1.0
