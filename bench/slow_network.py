@@ -1,6 +1,7 @@
 """Synchronous training and `sync_every` on slow links: bytes, time of a step, time to a loss.
 
     sudo python -m bench.slow_network [--work mlp] [--workers 2] [--mbit 100] [--batch 4] [--loss]
+        [--only synchronous "sync_every=25, int8"]
 
 Each worker has a network namespace, whose link sends no faster than the rate (bench/machines.py).
 Bytes are those that a worker's device has sent. Efficiency is the time of a step without any
@@ -141,7 +142,7 @@ def _print_steps(options: argparse.Namespace) -> None:
     print("| way | ms per step | efficiency | MB sent per step | / synchronous |")
     print("| --- " * 5 + "|")
     alone, synchronous = 0.0, 0.0
-    for way in WAYS:
+    for way in options.only:
         found = measured("steps", way, options)
         alone = alone or found["seconds"]
         if way == "synchronous":
@@ -158,7 +159,7 @@ def _print_losses(options: argparse.Namespace) -> None:
     print("| way | last loss | s | s to the loss of synchronous training | sooner by |")
     print("| --- " * 5 + "|")
     goal, of_first = None, 0.0
-    for way in [way for way in WAYS if way != "no exchange"]:
+    for way in [way for way in options.only if way != "no exchange"]:
         curve = measured("losses", way, options)["curve"]
         seconds, last = curve[-1]
         if goal is None:
@@ -180,6 +181,7 @@ def main() -> None:
     flags.add_argument("--mbit", type=float, default=100)
     flags.add_argument("--batch", type=int, default=0, help="0: that of the work")
     flags.add_argument("--loss", action="store_true")
+    flags.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS))
     flags.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = flags.parse_args()
     work = WORKS[options.work]
