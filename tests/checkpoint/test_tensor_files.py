@@ -184,7 +184,7 @@ def test_tables_of_another_format_are_refused(run):
 def test_missing_slice_is_found(run):
     run.write()
     backup = run.newest()
-    backup._layout["table"] = [[0, 8]]
+    backup.layout["table"] = [[0, 8]]
     with pytest.raises(Damaged, match="are not all of its"):
         backup.tensors()
 
