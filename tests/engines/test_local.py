@@ -17,7 +17,9 @@ import tensorflow as tf
 
 import tfmw
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
-from tfmw.engines import pickling
+from tfmw.checkpoint import state
+from tfmw.checkpoint.store import BackupStore
+from tfmw.engines import local, pickling
 from tfmw.errors import UsageError
 from tfmw.keras_compat import models
 from tfmw.keras_compat.shuffles import ShuffleSeeds
@@ -108,7 +110,9 @@ def test_functional_subclass_unpacks_in_a_new_process(tmp_path):
     (tmp_path / "parcel").write_bytes(pickling.pack(model))
     code = """
 import sys, numpy, tfmw
-from tfmw.engines import pickling
+from tfmw.checkpoint import state
+from tfmw.checkpoint.store import BackupStore
+from tfmw.engines import local, pickling
 from tfmw.launcher import call
 from tests.engines import test_local
 model = pickling.settled(call.loads(open(sys.argv[1], "rb").read()))
@@ -272,3 +276,16 @@ def test_a_signal_ends_the_workers_and_keeps_their_weights(number, arguments, sa
     assert kept, output
     assert f"iterations {kept[1]} changed True" in output
     assert "no child left" in output
+
+
+def test_a_stopped_model_gets_the_backup_before_a_damaged_one(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    store = BackupStore(str(tmp_path))
+    for step in (1, 2):
+        values = {n: np.full(v.shape, step, np.float32) for n, v in state.named(model).items()}
+        path = store.write(step, values, {})
+    with open(os.path.join(path, "tensors.data-00000-of-00001"), "r+b") as file:
+        file.write(b"\xff")
+    local._restore_newest_backup(model, str(tmp_path))
+    for weight in model.get_weights():
+        np.testing.assert_array_equal(weight, 1)

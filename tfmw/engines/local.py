@@ -366,10 +366,12 @@ def _restore_newest_backup(model: Any, backup_dir: str) -> None:
     """Restores the newest backup of the stopped workers into the caller's model, if it has one."""
     if not isinstance(model, keras.Model):
         return
-    for backup in BackupStore(backup_dir).candidates():
+    store = BackupStore(backup_dir)
+    for backup in store.candidates():
         try:
             tensors = backup.tensors()
-        except Damaged:
+        except Damaged as e:
+            store.skip_damaged(backup.step, e)
             continue
         state.restore(model, {k: np.asarray(v) for k, v in tensors.items()})
         print(f"stopped; the model has the weights of step {backup.step}")

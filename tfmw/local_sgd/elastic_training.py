@@ -1,6 +1,6 @@
 """Training of one member of elastic rounds: one process, its share of each batch, and its record.
 
-    with membership_of(os.environ, context, arguments, Backups(...)) as (context, backups):
+    with entered(os.environ, context, arguments, Backups(...)) as (context, backups):
         ElasticTraining(context, arguments, backups)         # a driver for the training loop
 
 A member is lost and comes back without the others: the server of the rounds keeps its position in
