@@ -110,6 +110,7 @@ def tensorboard(folder):
         server.wait()
 
 
+@pytest.mark.thorough
 def test_the_real_tensorboard_shows_training_and_evaluation(run):
     """One curve of the chief's, and beside it the evaluator's, over steps of their own."""
     result, folder = run

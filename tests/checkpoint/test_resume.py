@@ -188,7 +188,7 @@ def steps_of(backups: Path) -> int:
     return newest.step
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_two_workers_are_preempted_and_another_number_resumes(
     folder, undisturbed, left_by_two, workers
 ):

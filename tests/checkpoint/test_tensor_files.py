@@ -189,7 +189,7 @@ def test_missing_slice_is_found(run):
         backup.tensors()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_kill_during_a_write_of_changed_rows_leaves_a_complete_backup(tmp_path):
     """With a real end of the process before each change of the disk."""
     done = subprocess.run(

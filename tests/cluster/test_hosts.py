@@ -65,6 +65,7 @@ def test_wrong_use(args: list[str], environ: dict[str, str], message: str) -> No
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_two_hosts_train_by_the_same_command(tmp_path: Path) -> None:
     """A recipe on two addresses: the same losses on both, one export."""
     first, second = free_ports(2)

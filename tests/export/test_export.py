@@ -247,7 +247,11 @@ def y_of(path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "left"),
-    [("before_the_manifest", 1.0), ("between_the_renames", None), ("after_them", 2.0)],
+    [
+        pytest.param("before_the_manifest", 1.0, marks=pytest.mark.thorough),
+        ("between_the_renames", None),
+        pytest.param("after_them", 2.0, marks=pytest.mark.thorough),
+    ],
 )
 def test_crash_leaves_the_old_export_the_new_one_or_none(tmp_path, when, left):
     path = tmp_path / "m"

@@ -91,7 +91,7 @@ def _more(row: Row) -> str:
 CORE_CELLS = _cells(CORE, lambda row: "" if row.fast else "thorough" if row.too else "slow")
 TWO_CELLS = _cells(CLUSTERS["two"][2], _two)
 THREE_CELLS = _cells(CORE, _more)
-TWO_BY_TWO_CELLS = _cells(CORE, _more)
+TWO_BY_TWO_CELLS = _cells(CORE, lambda row: _more(row) or "thorough")
 
 
 @pytest.fixture(scope="session")

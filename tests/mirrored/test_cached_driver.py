@@ -233,6 +233,7 @@ def test_a_step_by_hand_is_traced_as_often_as_by_keras():
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_strategies_of_a_process_train_one_model_after_the_other(run_cluster):
     (task,) = run_cluster("two_strategies.py", workers=1, env={"TFMW_NO_INIT": "1"})
     assert len(task["losses"]) == 4

@@ -63,6 +63,7 @@ def test_workers_end_with_bitwise_equal_weights_and_logs(two_workers):
     assert two_workers[0]["history"] == two_workers[1]["history"]
 
 
+@pytest.mark.thorough
 def test_every_example_once_per_epoch_in_an_unseeded_shuffle(two_workers, two_devices):
     for result in (*two_workers, *two_devices):
         assert result["not_once"] == [0.0, 0.0]

@@ -53,9 +53,8 @@ MODELS = ["constraint", "sparse", "compiled model", "16 bits", "between steps", 
 
 
 OFTEN = [
-    "SGD, Nesterov | off", "Adam | on", "AdamW | on", "average of weights | off",
-    "accumulated gradients | on", "loss scaling | on", "Lamb | off", "clipnorm | on",
-    "constraint", "sparse", "16 bits", "between steps",
+    "Adam | on", "average of weights | off", "accumulated gradients | on", "loss scaling | on",
+    "Lamb | off", "constraint", "sparse", "between steps",
 ]  # fmt: skip
 SHARED = [*BY_ELEMENT, *BY_VARIABLE, *MODELS]
 

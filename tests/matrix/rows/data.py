@@ -160,7 +160,7 @@ def from_generator() -> Case:
 WORDS = ["red", "green", "blue", "a longer name"]
 
 
-@row("strings through StringLookup, numbers through Normalization")
+@row("strings through StringLookup, numbers through Normalization", too=True)
 def strings() -> Case:
     x, y = numbers()
     lookup = layers.StringLookup(vocabulary=WORDS[:3], output_mode="one_hot")

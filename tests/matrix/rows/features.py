@@ -125,7 +125,7 @@ class Pairs(keras.Model):
         return {"mean": self.mean.result()}
 
 
-@row("unbuilt, call takes and returns lists, batches of three")
+@row("unbuilt, call takes and returns lists, batches of three", too=True)
 def lists_and_triples() -> Case:
     model = Pairs()
     model.compile(adam())

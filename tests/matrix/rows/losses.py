@@ -176,7 +176,7 @@ class PerExample(layers.Layer):
         return x
 
 
-@row("add_loss of a sum over examples")
+@row("add_loss of a sum over examples", too=True)
 def add_loss_sum() -> Case:
     model = keras.Sequential([keras.Input([5]), layers.Dense(3), PerExample()])
     return Case(compiled(model, adam()), classes(), predict=None)

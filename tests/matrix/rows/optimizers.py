@@ -97,7 +97,7 @@ def accumulation() -> Case:
 
 if hasattr(optimizers, "MultiOptimizer"):  # the oldest Keras has none
 
-    @row("MultiOptimizer")
+    @row("MultiOptimizer", too=True)
     def multi_optimizer() -> Case:
         by_path = optimizers.OptimizerMap(optimizers.SGD(0.05))
         by_path[".*bias"] = optimizers.Adam(0.01, epsilon=1e-3)
