@@ -169,7 +169,7 @@ def _records_of(node: Any) -> tuple[tf.Tensor, str, int, list[tf.data.Dataset]] 
             if not datasets.is_pure(node) or not all(hasattr(t, "numpy") for t in captured):
                 return None
             maps.append(node)
-        elif not isinstance(node, (*datasets.Prefetch, *datasets.OptionsNode)):
+        elif not isinstance(node, datasets.Same):
             return None
         node = datasets.dataset_input(node)
     if type(node) in _ONE:
