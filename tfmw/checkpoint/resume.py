@@ -32,7 +32,7 @@ from tfmw.callbacks import BackupAndRestore, boards
 from tfmw.checkpoint import state
 from tfmw.checkpoint.schedule import BackgroundWriter, Schedule
 from tfmw.checkpoint.sharded_backups import Piece, SharedWrite, SlotParts, is_shared
-from tfmw.checkpoint.store import BackupStore, Damaged
+from tfmw.checkpoint.store import Backup, BackupStore
 from tfmw.checkpoint.tensor_files import TableBackups
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
@@ -126,18 +126,17 @@ class Backups:
 
     def _open(self) -> dict[str, Any] | None:
         self._stack.enter_context(self._store.locked())
-        for backup in self._store.candidates():
-            if backup.record["done"] and backup.record["run"] == _run():
-                break  # of an earlier fit in this process, which has ended
-            try:
-                self.tensors = backup.tensors(servers=len(membership.current_cluster().ps))
-            except Damaged as e:
-                self._store.skip_damaged(backup.step, e)
-                continue
-            logger.warning("restored step %d from %s", backup.step, backup.path)
-            return backup.record
-        self._store.clear()
-        return None
+        record = self._store.newest_intact(self._read)
+        if record is None:
+            self._store.clear()
+        return record
+
+    def _read(self, backup: Backup) -> dict[str, Any] | None:
+        if backup.record["done"] and backup.record["run"] == _run():
+            return None  # of an earlier fit in this process, which has ended
+        self.tensors = backup.tensors(servers=len(membership.current_cluster().ps))
+        logger.warning("restored step %d from %s", backup.step, backup.path)
+        return backup.record
 
     def _install_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():

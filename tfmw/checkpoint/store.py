@@ -40,8 +40,8 @@ import math
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -55,6 +55,8 @@ from tfmw.errors import TfmwError, UsageError, first_line
 from tfmw.runtime import disk, fence, file_lock
 
 logger = logging.getLogger("tfmw")
+
+T = TypeVar("T")
 
 EVALUATOR_LOCK = "EVALUATOR"
 """File that an evaluator locks while it watches, and removes after the last backup."""
@@ -343,6 +345,22 @@ class BackupStore:
                 f"no backup in {self.path!r} is intact ({'; '.join(damaged)}): restore one from "
                 "elsewhere, or delete them to start anew."
             )
+
+    def newest_intact(self, read: Callable[[Backup], T]) -> T | None:
+        """What `read` returns of the newest backup that it can read; None without backups.
+
+        Args:
+            read: raises Damaged to get the next older backup.
+
+        Raises:
+            UsageError: as `candidates`.
+        """
+        for backup in self.candidates():
+            try:
+                return read(backup)
+            except Damaged as e:
+                self.skip_damaged(backup.step, e)
+        return None
 
     def skip_damaged(self, step: int, why: Damaged) -> None:
         """Logs that the backup of `step` is damaged, and skips it from now on."""

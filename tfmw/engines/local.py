@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from tfmw import data, trackers
 from tfmw.checkpoint import state
-from tfmw.checkpoint.store import BackupStore, Damaged
+from tfmw.checkpoint.store import BackupStore
 from tfmw.cluster import membership
 from tfmw.cluster.cluster import MEMBER
 from tfmw.data import reshuffles
@@ -366,17 +366,13 @@ def _restore_newest_backup(model: Any, backup_dir: str) -> None:
     """Restores the newest backup of the stopped workers into the caller's model, if it has one."""
     if not isinstance(model, keras.Model):
         return
-    store = BackupStore(backup_dir)
-    for backup in store.candidates():
-        try:
-            tensors = backup.tensors()
-        except Damaged as e:
-            store.skip_damaged(backup.step, e)
-            continue
-        state.restore(model, {k: np.asarray(v) for k, v in tensors.items()})
-        print(f"stopped; the model has the weights of step {backup.step}")
+    found = BackupStore(backup_dir).newest_intact(lambda backup: (backup.step, backup.tensors()))
+    if found is None:
+        print("stopped before the first backup; the model is unchanged")
         return
-    print("stopped before the first backup; the model is unchanged")
+    step, tensors = found
+    state.restore(model, {k: np.asarray(v) for k, v in tensors.items()})
+    print(f"stopped; the model has the weights of step {step}")
 
 
 def _first_line(error: BaseException) -> str:
