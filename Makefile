@@ -67,7 +67,8 @@ JOBS ?= 2
 
 PYTEST = $(BIN)/python -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
-test: lint type docs
+test: $(DEV)
+	@$(MAKE) --no-print-directory --jobs $(JOBS) lint type docs
 	@$(if $(SLURM),,echo "$(NO_SLURM)")
 	@$(if $(ETCD),,echo "$(NO_ETCD)")
 	@$(if $(JAVA),,echo "$(NO_JAVA)")

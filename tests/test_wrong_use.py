@@ -135,6 +135,7 @@ def test_importing_tfmw_imports_no_tensorflow() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_functions_keep_their_names_when_their_modules_are_imported() -> None:
     script = """
 import tfmw.fit, tfmw.export, tfmw.launcher.run

@@ -25,8 +25,9 @@ pytestmark = pytest.mark.multiprocess
 
 # Every kind of data, model state and callback: a run that was interrupted in the middle of an epoch
 # beside the same run undisturbed. On two processes those in which two differ from one.
-ALONE = ["mapped_at_random", "arrays_shuffled", "py_dataset"]
+ALONE = ["mapped_at_random", "py_dataset"]
 ALONE_TOO = [
+    "arrays_shuffled",
     "shuffled", "grain_by_state", "loss_scale", "steps_made_again", "no_backup_yet",
     "grain_by_index", "grain_loader", "hugging_face", "parquet",
     "py_dataset_of_threads", "python_generator", "tfrecords", "gradient_accumulation",
@@ -39,8 +40,8 @@ ALONE_LONG = [
     "several_optimizers", "callbacks", "schedule_that_goes_on_from_its_last_rate",
     "steps_made_again_in_arrays",
 ]  # fmt: skip
-TOGETHER = ["mapped_at_random", "arrays_shuffled", "py_dataset"]
-TOGETHER_TOO = ["of_input_context", "grain_by_state", "hugging_face"]
+TOGETHER = ["mapped_at_random", "py_dataset"]
+TOGETHER_TOO = ["arrays_shuffled", "of_input_context", "grain_by_state", "hugging_face"]
 TOGETHER_TOO += ["layers_with_state", "averages_of_replicas_between_steps", "callbacks"]
 TOGETHER_LONG = [
     "grain_by_index", "grain_loader", "parquet",
@@ -48,14 +49,11 @@ TOGETHER_LONG = [
 ]  # fmt: skip
 
 
-COUNTED = ["mapped_at_random", "arrays_shuffled", "py_dataset"]
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, request):
     """Two processes, each alone, have half of them: two cores are as busy as for two workers."""
     folder = str(tmp_path_factory.mktemp("alone"))
-    names = sorted({*COUNTED, *chosen(request, "test_one_process_resumes_bit_for_bit")})
+    names = sorted({*ALONE, *chosen(request, "test_one_process_resumes_bit_for_bit")})
 
     def half(names: list[str]) -> dict[str, Any]:
         return run_cluster("resume_scenarios.py", folder, *names, workers=1, timeout_s=280)[0]
@@ -69,7 +67,7 @@ def alone(tmp_path_factory, request):
 def together(tmp_path_factory, request):
     folder = str(tmp_path_factory.mktemp("together"))
     cases_of_two = chosen(request, "test_two_processes_resume_bit_for_bit")
-    names = sorted({*COUNTED, "of_input_context", *cases_of_two})
+    names = sorted({*TOGETHER, "of_input_context", *cases_of_two})
     return run_cluster("resume_scenarios.py", folder, *names, workers=2, timeout_s=280)
 
 
@@ -95,7 +93,7 @@ def test_two_processes_resume_bit_for_bit(together, name):
     assert first["history"] == second["history"]
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize("run", ["alone", "together"])
 def test_each_example_is_trained_on_once_in_each_epoch(run, name, request):
     result = request.getfixturevalue(run)[0][name]

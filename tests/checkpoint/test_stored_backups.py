@@ -49,6 +49,7 @@ def test_one_process_resumes(run_cluster, copied):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_parameter_servers_resume(run_cluster, copied):
     directories = [str(copied / name) for name in WITH_TABLES]
     run = run_cluster("stored_backup.py", "2", *directories, workers=1, ps=1)

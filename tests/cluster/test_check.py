@@ -212,6 +212,7 @@ def test_an_address_of_another_machine(checks, addresses):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_port_in_use(checks, addresses):
     """Both sides see it: the task itself, and who calls on it and gets another's answer."""
     port = int(addresses[1].partition(":")[2])
@@ -256,6 +257,7 @@ def test_descriptions_that_differ(checks, addresses):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_two_tasks_of_one_index(checks, addresses):
     for index in (0, 1, 1):
         checks.begin(index, addresses, "--timeout", "3")  # they wait for worker 2

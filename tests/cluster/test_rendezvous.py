@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.by_hand import free_addresses
+from tests.helpers.cases import cases
 from tests.helpers.cluster import PROGRAMS, ROOT
 
 FACTS = {"tensorflow": "2.21.0", "keras": "3.15.1"}
@@ -60,7 +61,7 @@ def test_tasks_that_agree_continue(addresses):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("odd", cases([0], [2]))
 def test_row_22_all_tasks_raise_if_they_disagree_about_the_cluster(addresses, odd):
     lists = [addresses, addresses, addresses]
     lists[odd] = [*addresses, "127.0.0.1:1"]
@@ -245,7 +246,7 @@ def test_another_server_at_the_chiefs_address_is_reported(addresses):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", cases([0], [1]))
 def test_waiting_task_logs_what_it_waits_for(addresses, index):
     with task(index, addresses[:2]) as waiting:
         assert waiting.stderr is not None

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.multiprocess
 
 # Some sources on 2 workers and then 3, and all of them by `make test-thorough`. `make test-long`
 # has the other numbers of workers.
-SOME = ["arrays", "py_dataset", "grain_iter_dataset", "tfrecords"]
+SOME = ["py_dataset", "tfrecords"]
 PAIRS = [(2, 3), (3, 1), (1, 2), (1, 3), (2, 1), (3, 2)]
 CASES = [
     pytest.param(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.helpers.cases import cases
+from tests.helpers.cases import cases, every
 from tfmw import data
 from tfmw.data.by_index import Indexed
 from tfmw.errors import UsageError
@@ -41,11 +41,12 @@ def _shards(
 
 
 @pytest.mark.parametrize(("workers", "local"), SHARDINGS)
-@pytest.mark.parametrize(("examples", "batch"), [(1, 4), (7, 4), (21, 8), (5, 1)])
+@pytest.mark.parametrize("sizes", every(2, [(7, 4), (1, 4), (21, 8), (5, 1)]), ids=str)
 @pytest.mark.parametrize("kind", ["mapped", "plain", "arrays", "filtered"])
 def test_shards_of_a_step_form_its_global_batch(
-    workers: int, local: int, examples: int, batch: int, kind: str
+    workers: int, local: int, sizes: tuple[int, int], kind: str
 ) -> None:
+    examples, batch = sizes
     dataset = tf.data.Dataset.range(examples)
     if kind == "arrays":
         dataset = tf.data.Dataset.from_tensor_slices(np.arange(examples))
@@ -75,7 +76,7 @@ MOVES = {
 
 
 @pytest.mark.parametrize("skip", cases([2], [0]))
-@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("drop", cases([False], [True]))
 @pytest.mark.parametrize("name", MOVES)
 def test_arrays_are_divided_by_indices_as_examples_are(name: str, drop: bool, skip: int) -> None:
     """A worker has the examples, in order, that it has where each of them is walked past."""

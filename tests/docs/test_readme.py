@@ -134,6 +134,7 @@ model = make_model()
 """
 
 
+@pytest.mark.thorough
 def test_loading_data(tmp_path):
     code = "\n".join(blocks("docs/howto/load-data.md"))
     assert code.count("tfmw.fit(") == 4

@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
+from tests.helpers.cases import every
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH
 from tfmw.checkpoint import state
 from tfmw.checkpoint.store import BackupStore
@@ -84,12 +85,15 @@ def functional():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: Network(4),
-        functional,
-        lambda: keras.Sequential([Scale(3), keras.layers.Dense(2)]),
-        lambda: keras.Sequential([keras.layers.Rescaling(0.5), keras.layers.Dense(2)]),
-    ],
+    every(
+        2,
+        [
+            functional,
+            lambda: Network(4),
+            lambda: keras.Sequential([Scale(3), keras.layers.Dense(2)]),
+            lambda: keras.Sequential([keras.layers.Rescaling(0.5), keras.layers.Dense(2)]),
+        ],
+    ),
 )
 def test_unpacked_model_equals_the_packed_one(make):
     model = compiled(make())
@@ -104,6 +108,7 @@ def test_unpacked_model_equals_the_packed_one(make):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_functional_subclass_unpacks_in_a_new_process(tmp_path):
     model = compiled(Classifier(2))
     model.fit(X, Y, verbose=0)  # builds the optimizer, as tfmw.fit does first
@@ -219,6 +224,7 @@ def narrow():
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 def test_workers_go_on_from_the_random_state_of_the_caller(monkeypatch):
     for name, value in ONE_THREAD.items():
         monkeypatch.setenv(name, value)

@@ -21,7 +21,6 @@ from tests.engines.contract import (
     TIMEOUT_S,
     Contract,
     FromAShell,
-    marked_copy,
     runs_forever,
     wait_for,
 )
@@ -86,17 +85,13 @@ def nothing_is_left() -> bool:
 class TestRay(FromAShell, Contract):
     setting = "address"
     host = "ray::_TaskActor"
+    pytestmark = pytest.mark.thorough  # `make test` has Slurm's
 
     @contextlib.contextmanager
     def tasks_that_find(self, engine: Engine, path: Path) -> Iterator[Engine]:
         assert isinstance(engine, Ray)
         variables = {"PYTHONPATH": f"{path}{os.pathsep}{PYTHONPATH}"}
         yield dataclasses.replace(engine, runtime_env={"env_vars": variables})
-
-    # `make test` has Slurm's.
-    test_fit_equals_that_of_two_workers = marked_copy(
-        Contract.test_fit_equals_that_of_two_workers, pytest.mark.thorough
-    )
 
     @pytest.fixture(autouse=True)
     def _leaves_nothing(self, engine: Ray) -> Iterator[None]:

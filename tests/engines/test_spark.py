@@ -62,15 +62,12 @@ def engine(context: Any) -> Spark:
 class TestSpark(Contract):
     attaches = False
     host = "CoarseGrainedExecutorBackend"
+    pytestmark = pytest.mark.thorough  # `make test` has Slurm's
 
     @pytest.fixture(autouse=True)
     def _has_both_executors(self, context: Any) -> None:
         wait_for(lambda: executors(context) == 2)
 
-    # `make test` has Slurm's.
-    test_fit_equals_that_of_two_workers = marked_copy(
-        Contract.test_fit_equals_that_of_two_workers, pytest.mark.thorough
-    )
     test_lost_host_of_a_task_costs_nothing = marked_copy(
         Contract.test_lost_host_of_a_task_costs_nothing, pytest.mark.long
     )

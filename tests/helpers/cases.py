@@ -9,7 +9,7 @@ def run(request): return run_cluster("program.py", *chosen(request, "test_it"))
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +22,12 @@ def cases(some: Sequence[Any], more: Sequence[Any] = (), most: Sequence[Any] = (
         *(pytest.param(each, marks=pytest.mark.thorough) for each in more),
         *(pytest.param(each, marks=pytest.mark.long) for each in most),
     ]
+
+
+def every(step: int, all_cases: Iterable[Any]) -> list[Any]:
+    """Parameters; each `step`-th is for `make test`, the others are for `make test-thorough`."""
+    listed = list(all_cases)
+    return cases(listed[::step], [each for i, each in enumerate(listed) if i % step])
 
 
 def chosen(request: pytest.FixtureRequest, test: str, parameter: str = "name") -> list[Any]:

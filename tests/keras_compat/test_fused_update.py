@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.helpers.cases import every
 from tfmw.errors import UsageError
 from tfmw.keras_compat import local_updates, optimizers
 from tfmw.keras_compat.local_updates import FUSED_UPDATE, MIN_BYTES, fuses
@@ -75,7 +76,7 @@ def updated(make: Callable[[], Any], monkeypatch: Any, choice: str) -> tuple[lis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", every(2, OPTIMIZERS))
 def test_fused_update_equals_keras(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, plain_graphs = updated(OPTIMIZERS[name], monkeypatch, "off")
     fused, fused_graphs = updated(OPTIMIZERS[name], monkeypatch, "on")

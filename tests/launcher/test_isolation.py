@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.cases import cases
 from tests.helpers.cluster import PROGRAMS, ROOT, ClusterRun, tfmw_command
 from tfmw.errors import UsageError
 from tfmw.launcher import isolation
@@ -163,7 +164,7 @@ def test_system_without_namespaces_is_detected(tmp_path):
 @pytest.mark.parametrize(
     ("elsewhere", "warned"), [("8.8.8.8:2222", True), ("192.168.7.7:2222", False)]
 )
-@pytest.mark.parametrize("task", ["worker", "chief"])
+@pytest.mark.parametrize("task", cases(["worker"], ["chief"]))
 def test_a_public_address_in_a_description_is_warned_about(task, elsewhere, warned):
     """The first task waits for the others and calls nobody, so nothing goes to that address."""
     with socket.create_server(("127.0.0.1", 0)) as held:

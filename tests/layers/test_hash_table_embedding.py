@@ -14,7 +14,7 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 import tfmw
-from tests.helpers.cases import cases
+from tests.helpers.cases import cases, every
 from tests.layers.reference import Reference, Table
 from tfmw.keras_compat import models, table_variables
 from tfmw.layers import HashTableEmbedding, hashing
@@ -87,7 +87,7 @@ def test_as_a_reference_in_plain_python(batches, capacity, min_count, max_age):
         assert layer.known_ids().tolist() == [i for i, row in zip(every, rows, strict=True) if row]
 
 
-@pytest.mark.parametrize("bounds", [[0, 1, 4], [0, 2, 3, 4]])
+@pytest.mark.parametrize("bounds", cases([[0, 2, 3, 4]], [[0, 1, 4]]))
 @pytest.mark.parametrize("options", cases([{}], [{"min_count": 2, "max_age": 4}]))
 def test_parts_do_together_what_one_does(bounds, options):
     """Each part has some of the buckets, in variables of its own."""
@@ -266,12 +266,15 @@ def test_ids_without_a_row_share_row_0_which_is_trained():
 
 @pytest.mark.parametrize(
     "optimizer",
-    [
-        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-        lambda: keras.optimizers.Adagrad(0.1),
-        lambda: keras.optimizers.RMSprop(0.1),
-        lambda: keras.optimizers.Ftrl(0.1),
-    ],
+    every(
+        4,
+        [
+            lambda: keras.optimizers.Ftrl(0.1),
+            lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+            lambda: keras.optimizers.Adagrad(0.1),
+            lambda: keras.optimizers.RMSprop(0.1),
+        ],
+    ),
 )
 def test_a_row_begins_anew_with_its_next_id(optimizer):
     def model() -> Any:

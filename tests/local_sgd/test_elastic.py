@@ -26,6 +26,7 @@ def calm() -> ClusterRun:
     return run_cluster("elastic.py", "sync", workers=3, timeout_s=200, options=["--elastic"])
 
 
+@pytest.mark.thorough
 def test_rounds_after_each_step_are_synchronous_steps(calm: ClusterRun) -> None:
     model = made(keras.optimizers.SGD(0.05))
     history = model.fit(
@@ -39,6 +40,7 @@ def test_rounds_after_each_step_are_synchronous_steps(calm: ClusterRun) -> None:
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["numpy", "dataset", "int8", "XLA, bf16", "by time"])
 def test_all_members_have_the_same_weights(calm: ClusterRun, name: str) -> None:
     first, *others = (weights(member[name]) for member in calm)

@@ -63,8 +63,7 @@ class Row:
             and everything else need only be finite and the same on every worker.
         equal: prefixes of result names that must be equal to one process.
         core: in the small set that runs on the oldest supported versions.
-        fast: of the core, in the smaller set that `make test-fast` runs, and `make test` on two
-            processes.
+        fast: of the core, in the smaller set that `make test` runs on two processes.
         too: `make test` leaves it to `make test-thorough`, as it has rows of the same kind.
         long: takes so long that only `make test-long` runs it.
         warns: part of a warning that tfmw must give on several replicas. Of a row without one, it

@@ -1,9 +1,9 @@
 """Every cell of the matrix: tfmw on several replicas against Keras in one process.
 
 A test is one cell. Of a column, those rows run whose cells were asked for (`-k AdamW`), all in one
-launch. `make test` runs most of the core of the rows on two virtual devices, and on two processes
-some others and those of the core that `make test-fast` runs. `make test-thorough` runs the latter
-on more processes, and most other rows on two; `make test-long` has the rest.
+launch. `make test` runs some of the core of the rows on two virtual devices, and others on two
+processes. `make test-thorough` runs the latter on more processes, and most other rows on two;
+`make test-long` has the rest.
 """
 
 from __future__ import annotations
@@ -83,15 +83,18 @@ def _two(row: Row) -> str:
 
 def _more(row: Row) -> str:
     """Of the columns of more replicas."""
-    if row.name in ("batches that replicas do not divide", "BatchNormalization, synchronized"):
-        return ""
     return "thorough" if row.fast else "long"
 
 
-CORE_CELLS = _cells(CORE, lambda row: "" if row.fast else "thorough" if row.too else "slow")
+def _core(row: Row) -> str:
+    if row.fast:  # most of them are for two processes
+        return "" if row.name in ("arrays", "batches that replicas do not divide") else "thorough"
+    return "thorough" if row.too else "slow"
+
+
+CORE_CELLS = _cells(CORE, _core)
 TWO_CELLS = _cells(CLUSTERS["two"][2], _two)
-THREE_CELLS = _cells(CORE, _more)
-TWO_BY_TWO_CELLS = _cells(CORE, lambda row: _more(row) or "thorough")
+MORE_CELLS = _cells(CORE, _more)
 
 
 @pytest.fixture(scope="session")
@@ -242,13 +245,13 @@ def test_two_processes_that_share_the_update(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", THREE_CELLS)
+@pytest.mark.parametrize("name", MORE_CELLS)
 def test_three_processes(name: str, folder: Path, three: list[dict[str, Any]]) -> None:
     _check(folder, "three", ROWS[name], three)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", TWO_BY_TWO_CELLS)
+@pytest.mark.parametrize("name", MORE_CELLS)
 def test_two_processes_of_two_devices(
     name: str, folder: Path, two_by_two: list[dict[str, Any]]
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
+from tests.helpers.cases import every
 from tfmw.keras_compat import objects
 from tfmw.mirrored import cached_driver
 
@@ -69,6 +70,7 @@ def test_traces_are_reused(call):
     assert traces(model, call) == 0
 
 
+@pytest.mark.thorough
 def test_traces_are_reused_after_other_calls():
     model = made()
     for call in (fit, evaluate, predict):
@@ -99,7 +101,7 @@ CHANGES: dict[str, Callable[[keras.Model], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", every(2, CHANGES))
 def test_changes_have_effect_when_they_have_in_keras(change):
     ours, keras_own = made(), made()
     for _ in range(2):
@@ -121,7 +123,7 @@ VARIABLES_CHANGE: dict[str, Callable[[keras.Model], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", VARIABLES_CHANGE)
+@pytest.mark.parametrize("change", every(2, VARIABLES_CHANGE))
 def test_changed_variables_are_retraced(change):
     kept, fresh = made(), made()
     fit(kept)
@@ -168,6 +170,7 @@ def test_error_discards_the_cached_driver():
     assert traces(model, evaluate) > 0
 
 
+@pytest.mark.thorough
 def test_nested_call_has_its_own_driver():
     model = made()
     within: list[dict[str, float]] = []
@@ -177,6 +180,7 @@ def test_nested_call_has_its_own_driver():
     assert traces(model, fit) == 0
 
 
+@pytest.mark.thorough
 def test_precisions_have_separate_traces():
     model = made()
     lower = functools.partial(fit, precision="mixed_bfloat16")

@@ -12,7 +12,8 @@ import pytest
 
 from tests.helpers.cluster import ONE_THREAD, PROGRAMS, PYTHONPATH, run_cluster
 
-pytestmark = pytest.mark.multiprocess
+# `make test` has the demo, the README and the matrix.
+pytestmark = [pytest.mark.multiprocess, pytest.mark.thorough]
 
 PROGRAM = PROGRAMS / "train_digits.py"
 
@@ -53,7 +54,6 @@ def test_two_workers_have_the_results_of_one_process(two_workers, reference):
     assert_equal_to_one_process(two_workers[0], reference)
 
 
-@pytest.mark.thorough
 def test_two_devices_have_the_results_of_one_process(two_devices, reference):
     assert_equal_to_one_process(two_devices[0], reference)
 
@@ -63,7 +63,6 @@ def test_workers_end_with_bitwise_equal_weights_and_logs(two_workers):
     assert two_workers[0]["history"] == two_workers[1]["history"]
 
 
-@pytest.mark.thorough
 def test_every_example_once_per_epoch_in_an_unseeded_shuffle(two_workers, two_devices):
     for result in (*two_workers, *two_devices):
         assert result["not_once"] == [0.0, 0.0]

@@ -53,8 +53,7 @@ MODELS = ["constraint", "sparse", "compiled model", "16 bits", "between steps", 
 
 
 OFTEN = [
-    "Adam | on", "average of weights | off", "accumulated gradients | on", "loss scaling | on",
-    "Lamb | off", "constraint", "sparse", "between steps",
+    "Adam | on", "average of weights | off", "loss scaling | on", "sparse", "between steps",
 ]  # fmt: skip
 SHARED = [*BY_ELEMENT, *BY_VARIABLE, *MODELS]
 

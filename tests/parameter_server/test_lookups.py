@@ -179,8 +179,8 @@ def travelled(run_cluster: Any) -> Any:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.thorough
 class TestRowsOnTheirWay:
-    @pytest.mark.thorough
     def test_rows_are_those_before_the_step(self, travelled: Any) -> None:
         assert travelled["plain"]["off_by"] < 1e-5
 

@@ -145,7 +145,9 @@ def seeded(seed: int) -> str:
 def everything() -> dict[str, Any]:
     """All that the tests ask about."""
     tf.random.set_seed(1000 + task)  # with equal ones, all tasks would shuffle alike anyway
-    result: dict[str, Any] = {name: train(build()) for name, build in DATASETS.items()}
+    result: dict[str, Any] = {
+        name: train(build()) for name, build in DATASETS.items() if name not in sys.argv
+    }
     mapped.clear()
     result["counted map"] = train(pairs().map(noted).shuffle(EXAMPLES).batch(10), epochs=1)
     result["map calls"] = list(mapped)

@@ -18,6 +18,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from tests.helpers.by_hand import free_addresses
+from tests.helpers.cases import cases
 from tests.helpers.cluster import ONE_THREAD, ROOT
 from tfmw import Cluster, UsageError
 from tfmw.export import verify
@@ -231,7 +232,7 @@ def test_wrong_flags_are_one_sentence(arguments, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("argument", ["--ps_hosts=h0:1", "stray"])
+@pytest.mark.parametrize("argument", cases(["stray"], ["--ps_hosts=h0:1"]))
 def test_a_wrong_command_line_ends_with_status_2_and_no_traceback(environ, argument):
     ((status, _, err),) = finish([start([DIGITS, argument], environ)])
     assert status == 2

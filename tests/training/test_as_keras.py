@@ -101,13 +101,13 @@ def test_a_pydataset_without_a_length_is_shuffled() -> None:
 # Those of the first on two workers; `make test-thorough` has the others on two workers, and one on
 # two devices, where `make test-long` has all.
 SCENARIOS = [
-    "orders_of_several_calls",
-    "order_resumed_within_an_epoch",
-    "replicas_without_an_example",
     "callbacks_see_an_ordinary_model",
 ]
 ON_DEVICES = ["replicas_keep_seeds_of_their_own"]
 SCENARIOS_TOO = [
+    "order_resumed_within_an_epoch",
+    "orders_of_several_calls",
+    "replicas_without_an_example",
     "ragged_inputs",
     "whole_batches",
     "predictions_without_one_shape",

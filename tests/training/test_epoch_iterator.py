@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
+from tests.helpers.cases import cases
 from tfmw import data
 from tfmw.cluster.group import Group
 from tfmw.keras_compat.shuffles import ShuffleSeeds
@@ -44,8 +45,8 @@ def read(epoch: EpochIterator, steps: int = 1000) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("later", [1, 2, 3])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("later", cases([1, 3], [2]))
+@pytest.mark.parametrize("steps", cases([2], [1]))
 def test_whole_batches_go_on_with_other_replicas(steps: int, later: int) -> None:
     """Eleven batches of two: two replicas begin the epoch, others end it."""
     seen: list[int] = []

@@ -102,7 +102,7 @@ def dict_of_arrays() -> Case:
     return Case(model, {"a": x}, y, {"shuffle": False})
 
 
-@row("arrays shuffled, validation_split")
+@row("arrays shuffled, validation_split", too=True)
 def arrays_shuffled() -> Case:
     # One global batch per epoch, so that any order gives the same step.
     x, y = numbers()

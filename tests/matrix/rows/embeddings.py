@@ -72,6 +72,6 @@ def adam_jit_compile() -> Case:
     return Case(compiled(model(), optimizers.Adam(0.01, epsilon=1e-3), jit_compile=True), text())
 
 
-@row("embeddings of constants, Adafactor")
+@row("embeddings of constants, Adafactor", too=True)
 def adafactor() -> Case:
     return Case(compiled(model(), optimizers.Adafactor(0.01)), text())

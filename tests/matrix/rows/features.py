@@ -23,7 +23,7 @@ class Noise(layers.Layer):
         return x + 0 * keras.random.normal(ops.shape(x))
 
 
-@row("draws without a seed", core=True)
+@row("draws without a seed", too=True, core=True)
 def unseeded() -> Case:
     model = keras.Sequential([keras.Input([5]), layers.Dense(4), Noise(), layers.Dense(3)])
     return Case(compiled(model, adam()), classes())

@@ -29,7 +29,7 @@ def _text(*middle: Any) -> keras.Model:
     )
 
 
-@row("embedding: sparse gradients", core=True)
+@row("embedding: sparse gradients", too=True, core=True)
 def embedding() -> Case:
     return Case(compiled(_text(layers.Flatten()), adam()), batches(*_sentences()), predict=None)
 
@@ -48,7 +48,7 @@ def _masked(*middle: Any) -> keras.Model:
     return keras.Model(words, layers.Dense(3)(x))
 
 
-@row("LSTM with masks")
+@row("LSTM with masks", too=True)
 def lstm() -> Case:
     return Case(compiled(_masked(layers.LSTM(4)), adam()), batches(*_sentences()), predict=None)
 

@@ -131,7 +131,7 @@ def maximum() -> Case:
     return Case(compiled(mlp(), adam(), metrics=[Largest(), "accuracy"]), classes(), predict=None)
 
 
-@row("loss with reduction sum", core=True)
+@row("loss with reduction sum", too=True, core=True)
 def reduction_sum() -> Case:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
     return Case(compiled(mlp(), adam(), loss=loss), classes(), predict=None)

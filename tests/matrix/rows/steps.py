@@ -183,7 +183,7 @@ def _custom_loop(size: Any) -> Case:
     return Case(model, classes(), predict=None)
 
 
-@row("train_step: tf.nn.compute_average_loss of a global batch size", core=True)
+@row("train_step: tf.nn.compute_average_loss of a global batch size", too=True, core=True)
 def custom_loop() -> Case:
     return _custom_loop(8)
 
