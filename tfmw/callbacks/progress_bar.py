@@ -87,8 +87,8 @@ class Throughput:
         return _Point(self.clock(), steps, self._examples())
 
 
-class Bar(keras.callbacks.ProgbarLogger):
-    """Keras's bar, with the examples per second after the time of a step.
+class _Progress(keras.callbacks.ProgbarLogger):
+    """Keras's logger, which says when to update its bar, with another `update`.
 
     Args:
         throughput: of the steps that it shows.
@@ -97,44 +97,42 @@ class Bar(keras.callbacks.ProgbarLogger):
     def __init__(self, throughput: Throughput):
         super().__init__()
         self._throughput = throughput
-        self._in_fit = False  # where validation shows no progress
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._in_fit = True
-        super().on_train_begin(logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._throughput.begin()
         super().on_epoch_begin(epoch, logs)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._update(batch + 1, logs)
-        super().on_train_batch_end(batch, logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._show(logs, final=True)
-        super().on_epoch_end(epoch, logs)
+        self._begin("train", epoch + 1)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        if not self._in_fit:
-            self._throughput.begin()
+        before = self.progbar
         super().on_test_begin(logs)
+        if self.progbar is not before:  # within fit, validation shows no progress
+            self._begin("test")
 
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        if not self._in_fit:
-            self._update(batch + 1, logs)
-        super().on_test_batch_end(batch, logs)
+    def on_predict_begin(self, logs: Any = None) -> None:
+        super().on_predict_begin(logs)
+        self._begin("predict")
 
-    def on_test_end(self, logs: Any = None) -> None:
-        if not self._in_fit:
-            self._show(logs, final=True)
-        super().on_test_end(logs)
+    def _begin(self, what: str, epoch: int = 0) -> None:
+        """Begins with the bar that Keras has just made."""
+        self._throughput.begin()
 
-    def _update(self, steps: int, logs: Mapping[str, Any] | None) -> None:
-        self._throughput.update(steps)
-        self._show(logs)
 
-    def _show(self, logs: Mapping[str, Any] | None, final: bool = False) -> None:
+class Bar(_Progress):
+    """Keras's bar, with the examples per second after the time of a step."""
+
+    def _begin(self, what: str, epoch: int = 0) -> None:
+        super()._begin(what)
+        draw = self.progbar.update
+
+        def update(steps: int, values: Any = None, finalize: bool = False) -> None:
+            if not finalize:
+                self._throughput.update(steps)
+            self._add_rate(dict(values or ()), finalize)
+            draw(steps, values, finalize)
+
+        self.progbar.update = update
+
+    def _add_rate(self, logs: Mapping[str, Any], final: bool) -> None:
         """Adds the rate to the bar's next state, and shortens the bar on a narrow terminal.
 
         A line that is longer than the terminal cannot be overwritten: each state of it would
@@ -143,7 +141,7 @@ class Bar(keras.callbacks.ProgbarLogger):
         rate = ""
         if self._throughput.examples:
             rate = f" - {self._throughput.examples:,.0f} examples/s"
-        bar = _BAR - max(len(rate) - self._free_columns(logs or {}), 0)
+        bar = _BAR - max(len(rate) - self._free_columns(logs), 0)
         if bar < _SHORTEST_BAR:
             rate, bar = rate if final else "", _BAR
         self.progbar.unit_name = f"step{rate}"  # Keras writes "12ms/" before it
@@ -164,7 +162,7 @@ class Bar(keras.callbacks.ProgbarLogger):
         return shutil.get_terminal_size().columns - 1 - len(line)
 
 
-class Lines(keras.callbacks.ProgbarLogger):
+class Lines(_Progress):
     """Prints lines in place of Keras's bar, for output to a file.
 
     Args:
@@ -179,59 +177,28 @@ class Lines(keras.callbacks.ProgbarLogger):
         interval_s: float = INTERVAL_S,
         out: TextIO | None = None,
     ):
-        super().__init__()
+        super().__init__(throughput)
         self._interval_s = interval_s
         self._out = out
-        self._clock = throughput.clock
-        self._throughput = throughput
-        self._epoch = 0
-        self._begin("train")
 
-    def set_params(self, params: dict[str, Any]) -> None:
-        self.epochs, self.target = params["epochs"], params["steps"]
+    def set_params(self, params: Any) -> None:
+        super().set_params(params)
+        self._epochs: int = params["epochs"]
+        self.epochs = 1  # Keras prints no "Epoch 1/12"
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._called_in_fit = True
+    def _begin(self, what: str, epoch: int = 0) -> None:
+        super()._begin(what)
+        self.progbar = self
+        self._what, self._epoch, self._steps = what, epoch, 0
+        self._began = self._shown = self._throughput.clock()
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch + 1
-        self._begin("train")
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._update(batch + 1, logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._finish(logs)
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        if not self._called_in_fit:  # within fit, validation shows no progress, as in Keras
-            self._begin("test")
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        if not self._called_in_fit:
-            self._update(batch + 1, logs)
-
-    def on_test_end(self, logs: Any = None) -> None:
-        if not self._called_in_fit:
-            self._finish(logs)
-
-    def on_predict_begin(self, logs: Any = None) -> None:
-        self._begin("predict")
-
-    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._update(batch + 1, None)
-
-    def on_predict_end(self, logs: Any = None) -> None:
-        self._finish(None)
-
-    def _begin(self, what: str) -> None:
-        self._what = what
-        self._steps = 0
-        self._began = self._shown = self._clock()
-        self._throughput.begin()
-
-    def _update(self, steps: int, logs: Mapping[str, Any] | None) -> None:
-        now, self._steps = self._clock(), steps
+    def update(self, steps: int, values: Any = None, finalize: bool = False) -> None:
+        """Prints a line if it is time; Keras's logger calls it, as its bar's."""
+        now = self._throughput.clock()
+        if finalize:
+            self._print(f"took {_clock_face(now - self._began)}", values)
+            return
+        self._steps = steps
         self._throughput.update(steps)
         if now - self._shown >= self._interval_s and steps != self.target:
             self._shown = now
@@ -239,24 +206,19 @@ class Lines(keras.callbacks.ProgbarLogger):
             left = ""
             if self.target:
                 left = f"{_clock_face((self.target - steps) / rate) if rate else '?'} left"
-            self._print(left, logs)
+            self._print(left, values)
 
-    def _finish(self, logs: Mapping[str, Any] | None) -> None:
-        now = self._clock()
-        self.target = self.target or self._steps  # the first epoch has counted them
-        self._print(f"took {_clock_face(now - self._began)}", logs)
-
-    def _print(self, clock: str, logs: Mapping[str, Any] | None) -> None:
+    def _print(self, clock: str, values: Any) -> None:
         fields = [self._what]
-        if self._what == "train" and self.epochs > 1:
-            fields.append(f"epoch {self._epoch:{len(str(self.epochs))}}/{self.epochs}")
+        if self._what == "train" and self._epochs > 1:
+            fields.append(f"epoch {self._epoch:{len(str(self._epochs))}}/{self._epochs}")
         of = f"/{self.target}" if self.target else ""
         fields.append(f"step {self._steps:{max(len(of) - 1, 1)}}{of}")
         fields.append(f"{self._throughput.steps:6.1f} steps/s")
         if self._throughput.examples:
             fields.append(f"{self._throughput.examples:7,.0f} examples/s")
         fields.append(clock)
-        fields += [f"{name}: {_number(value)}" for name, value in (logs or {}).items()]
+        fields += [f"{name}: {_number(value)}" for name, value in values]
         print(*filter(None, fields), sep=" | ", file=self._out or sys.stdout, flush=True)
 
 
