@@ -20,7 +20,7 @@ from wandb.integration.keras import WandbMetricsLogger, WandbModelCheckpoint
 import tfmw
 from tests.helpers.wandb_rows import wandb_rows
 from tests.programs import _result
-from tfmw.callbacks import boards
+from tfmw.callbacks.log import flush_events
 
 folder, by_keras = Path(sys.argv[1]), len(sys.argv) > 2
 EPOCHS, STEPS, KILLED_AT = 2, 6, 9
@@ -43,7 +43,7 @@ class Killed(keras.callbacks.Callback):
         self.steps += 1
         if self.steps == KILLED_AT and os.environ["TFMW_ATTEMPT"] == str(self.attempt):
             wait_for_rows()
-            boards.flush(self.others)
+            flush_events(self.others)
             os.kill(os.getpid(), signal.SIGKILL)
 
 

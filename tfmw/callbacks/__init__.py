@@ -1,8 +1,8 @@
 """Callbacks on many workers: which tasks run them, which write, and the progress display.
 
 Read `roles.py` first: it has the model that callbacks see, too. `progress_bar.py` has the progress
-bar, and lines for log files; `log.py` a user's own log and a trace of all workers, `boards.py`
-TensorBoard's files.
+bar, and lines for log files; `log.py` a user's own log, a trace of all workers, and TensorBoard's
+files.
 
 May import: `tfmw.keras_compat`, `tfmw.runtime`, `tfmw.errors`.
 """

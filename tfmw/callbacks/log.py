@@ -1,6 +1,7 @@
 """`tfmw.callbacks.Log`, a function that gets logs and the time of steps; `Trace`, a file with all.
 
-Both observe a training: `tfmw.fit` tells them about it.
+Both observe a training: `tfmw.fit` tells them about it. The files of `keras.callbacks.TensorBoard`
+are written before a backup, and cut after a restart.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfmw.errors import UsageError
+from tfmw.keras_compat import models
 from tfmw.runtime import goodput, tracing
 from tfmw.runtime.step_times import StepTimes
 
@@ -195,3 +198,44 @@ def begin_traces(callbacks: Iterable[Any], step: int) -> None:
     for callback in callbacks:
         if isinstance(callback, Trace):
             callback.begin(step)
+
+
+def flush_events(callbacks: Iterable[Any]) -> None:
+    """Writes what TensorFlow still buffers: up to two minutes of events."""
+    for callback in callbacks:
+        callback = getattr(callback, "callback", callback)
+        if isinstance(callback, keras.callbacks.TensorBoard):
+            for writer in models.event_writers(callback):
+                writer.flush()
+
+
+def forget_events(board: keras.callbacks.TensorBoard, epoch: int, step: int) -> None:
+    """Removes from event files what will be trained, and written, again.
+
+    Args:
+        board: the callback; it names its values by what counts their steps.
+        epoch: the first epoch that is trained again, from 0.
+        step: training steps that are not trained again.
+    """
+    if "://" in os.fspath(board.log_dir):
+        return
+    for path in Path(board.log_dir).glob("*/events.out.tfevents.*"):
+        records = [record.numpy() for record in tf.data.TFRecordDataset(str(path))]
+        kept = [record for record in records if not _is_repeated(record, epoch, step)]
+        if len(kept) < len(records):
+            temporary = f"{path}.tmp"
+            with tf.io.TFRecordWriter(temporary) as out:
+                for record in kept:
+                    out.write(record)
+            os.replace(temporary, path)
+
+
+def _is_repeated(record: bytes, epoch: int, step: int) -> bool:
+    """Whether an event holds a value of an epoch or a step that comes again."""
+    event = tf.compat.v1.Event.FromString(record)
+    for value in event.summary.value:
+        if value.tag.startswith("epoch_"):
+            return bool(event.step >= epoch)
+        if value.tag.startswith(("batch_", "evaluation_")):
+            return bool(event.step > step)
+    return False

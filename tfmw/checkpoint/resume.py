@@ -28,7 +28,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw import storage, tables
-from tfmw.callbacks import BackupAndRestore, boards
+from tfmw.callbacks import BackupAndRestore
+from tfmw.callbacks.log import flush_events
 from tfmw.checkpoint import state
 from tfmw.checkpoint.schedule import BackgroundWriter, Schedule
 from tfmw.checkpoint.sharded_backups import Piece, SharedWrite, SlotParts, is_shared
@@ -303,7 +304,7 @@ class Backups:
                 self._writer.submit(shared, pieces)
             return
         (states, arrays), random = python_state or self.python_state(callbacks)
-        boards.flush(callbacks)
+        flush_events(callbacks)
         taken = self._snapshots.take(model, strategy, busy, parts)
         tensors = state.with_replicas({**taken, **arrays}, *kept)
         spoiled = tensors.get(self._spoiled[0]) if self._spoiled is not None else None

@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
 from tfmw import tables
-from tfmw.callbacks import boards
+from tfmw.callbacks.log import forget_events
 from tfmw.checkpoint.sharded_backups import Piece, SlotParts
 from tfmw.data.random_state import random_state
 from tfmw.errors import UsageError
@@ -412,7 +412,7 @@ def prepare_for_resume(callbacks: Iterable[Any], epoch: int, step: int) -> None:
             callback.append = True
             _forget_rows(callback, epoch)
         if isinstance(callback, keras.callbacks.TensorBoard):
-            boards.forget_events(callback, epoch, step)
+            forget_events(callback, epoch, step)
 
 
 def _forget_rows(log: keras.callbacks.CSVLogger, epoch: int) -> None:
