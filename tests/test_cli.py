@@ -15,7 +15,7 @@ import tfmw as tfmw_package
 from tests.helpers.cluster import PROGRAMS, ROOT
 from tfmw import cli
 from tfmw.runtime import versions
-from tfmw.tools import env as _env
+from tfmw.tools import reports
 
 PROGRAM = str(PROGRAMS / "launch_tasks.py")
 TWO = {"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}}
@@ -197,14 +197,14 @@ def test_help_is_quick():
 
 class TestEnv:
     def test_facts(self, monkeypatch):
-        monkeypatch.setattr(_env, "ask_tensorflow", lambda: ("tensorflow", "none"))
+        monkeypatch.setattr(reports, "ask_tensorflow", lambda: ("tensorflow", "none"))
         environ = {
             "TF_CONFIG": json.dumps({**TWO, "task": {"type": "worker", "index": 0}}),
             "TFMW_API_TOKEN": "hush",
             "SLURM_JOB_ID": "7",
             "HOME": "/home/me",
         }
-        lines = _env.report(environ).splitlines()
+        lines = reports.environment(environ).splitlines()
         assert f"python: {sys.version.split()[0]} (CPython)" in lines
         assert "cluster: Cluster(worker 0 of 2 at 127.0.0.1:1, from TF_CONFIG)" in lines
         assert "gpus: none" in lines
@@ -215,8 +215,10 @@ class TestEnv:
         assert {"tfmw", "tensorflow", "keras", "tensorflow-datasets", "numpy", "cores"} <= named
 
     def test_a_wrong_description_is_reported(self, monkeypatch):
-        monkeypatch.setattr(_env, "ask_tensorflow", lambda: ("tensorflow", "none"))
-        assert "cluster: wrong: TF_CONFIG is not valid JSON" in _env.report({"TF_CONFIG": "{"})
+        monkeypatch.setattr(reports, "ask_tensorflow", lambda: ("tensorflow", "none"))
+        assert "cluster: wrong: TF_CONFIG is not valid JSON" in reports.environment(
+            {"TF_CONFIG": "{"}
+        )
 
     def test_a_tensorflow_that_cannot_be_imported_is_reported(self, tmp_path):
         python = tmp_path / "python"

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, NoReturn
 from tfmw import __version__
 from tfmw.cluster import Cluster
 from tfmw.errors import UsageError
-from tfmw.tools import jobs, status
+from tfmw.tools import jobs
 
 if TYPE_CHECKING:
     from tfmw.launcher.options import RunOptions
@@ -90,7 +90,6 @@ def _main(argv: list[str]) -> int:
     ).set_defaults(main=_token)
     _check_parser(commands)
     _bench_parser(commands)
-    status.add_parsers(commands)
     jobs.add_parsers(commands)
     program: list[str] = []
     if argv[:1] in (["run"], ["submit"]):
@@ -104,9 +103,9 @@ def _main(argv: list[str]) -> int:
 
 
 def _env(options: argparse.Namespace) -> int:
-    from tfmw.tools import env
+    from tfmw.tools import reports
 
-    print(env.report(os.environ))
+    print(reports.environment(os.environ))
     return 0
 
 
@@ -195,8 +194,8 @@ def _add_hosts(parser: argparse._ActionsContainer) -> None:
 def _check(options: argparse.Namespace) -> int:
     directories = {
         f"--{name}": value
-        for name, value in (("backup_dir", options.backup_dir), ("export_dir", options.export_dir))
-        if value is not None
+        for name in ("backup_dir", "export_dir")
+        if (value := getattr(options, name)) is not None
     }
     if options.paths:
         if directories or options.hosts:
@@ -204,14 +203,12 @@ def _check(options: argparse.Namespace) -> int:
                 "tfmw check takes either paths to verify, or a cluster and its directories; call "
                 "it twice."
             )
-        from tfmw.tools import verify
+        from tfmw.tools import reports
 
-        return verify.report(options.paths)
+        return reports.verify(options.paths)
     from tfmw.cluster import check as check_cluster
 
-    cluster = _cluster_of_hosts(options)
-    if cluster is None:
-        cluster = Cluster.resolve(os.environ)
+    cluster = _cluster_of_hosts(options) or Cluster.resolve(os.environ)
     return check_cluster.report(cluster, directories, timeout_s=options.timeout)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.cluster import ROOT
-from tfmw.tools import env
+from tfmw.tools import reports
 
 SECRETS = {
     "WANDB_API_KEY": "hush-1",
@@ -42,12 +42,12 @@ SECRETS = {
     ],
 )
 def test_secrets_are_hidden(name: str, value: str, shown: str) -> None:
-    assert env.shown(name, value) == shown
+    assert reports.shown(name, value) == shown
 
 
 def test_the_report_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "ask_tensorflow", lambda: ("tensorflow", "none"))
-    report = env.report({**SECRETS, "TFMW_PORT": "2222"})
+    monkeypatch.setattr(reports, "ask_tensorflow", lambda: ("tensorflow", "none"))
+    report = reports.environment({**SECRETS, "TFMW_PORT": "2222"})
     assert "hush" not in report
     assert "$TFMW_PORT: 2222" in report
     assert "-v" in report  # what is no secret stays

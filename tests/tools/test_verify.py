@@ -12,7 +12,7 @@ import pytest
 
 from tfmw.checkpoint.store import BackupStore
 from tfmw.export import export
-from tfmw.tools.verify import problems_of
+from tfmw.tools.reports import problems_of
 
 
 @pytest.fixture

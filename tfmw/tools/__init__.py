@@ -1,4 +1,4 @@
-"""Reports and benchmarks: `tfmw env`, `tfmw bench`, `tfmw check PATH`.
+"""Reports, jobs and benchmarks: `tfmw env`, `tfmw check PATH`, `tfmw status`, `tfmw bench`.
 
 Read `bench.py` first. May import: everything but `tfmw.cli`.
 """

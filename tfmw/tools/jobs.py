@@ -1,9 +1,21 @@
-"""`tfmw submit`, `tfmw jobs`, `tfmw logs`, `tfmw cancel`: jobs on an engine, from a shell.
+"""Jobs on an engine, and this user's runs, from another terminal.
 
 tfmw submit --on slurm --workers 8 --set partition=gpu train.py --epochs 5
 tfmw jobs --on slurm
 tfmw logs --follow slurm:4711
 tfmw cancel slurm:4711
+
+`tfmw status [RUN]` shows what runs do; `tfmw stacks [RUN]` the stacks of a run's tasks:
+
+run 20260131-120000-4242, attempt 0: train.py --epochs 3
+worker 0 | step   1,279 | training | 82.1 steps/s | own 9.1 ms/step | waits for worker 1 ...
+worker 1 | step   1,279 | training | own 31.0 ms/step
+worker 1 never entered exchange 5,121 (gradients of step 1,280), for 12 s
+goodput 81 % of 124.3 s: steps 100.7 s, data 3.1 s, compile 4.2 s, start 16.3 s
+
+job slurm:4711: running, attempt 1, 1 restart
+worker 0 on h1 | step   1,279
+worker 1 on h2 | step   1,279
 """
 
 from __future__ import annotations
@@ -11,21 +23,51 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfmw.errors import PREEMPTED, UsageError
+from tfmw.launcher import run_files
+from tfmw.launcher.run_status import RunStatus
 
 if TYPE_CHECKING:  # `tfmw run --help` must not wait for their import
     from tfmw.engines.engine import Engine
     from tfmw.engines.job import Job
 
 _STATUS = {"done": 0, "preempted": PREEMPTED}
+_SHOWN_HOSTS = 8
+_SLOW_S = 1.0  # an exchange that takes longer is worth a line
 
 
 def add_parsers(commands: Any) -> None:
-    """Adds the four commands to those of `tfmw`."""
+    """Adds the six commands to those of `tfmw`."""
+    which = "the run: its name, the end of its name, or the process id of its tfmw run"
+    status = commands.add_parser(
+        "status",
+        help="the steps, rates and waits of this user's runs",
+        description="Shows each task of the runs of this user on this machine: its step, its rate, "
+        "the exchange that it is in, and for whom it waits; and where the run's time went.",
+        allow_abbrev=False,
+    )
+    status.add_argument(
+        "run",
+        nargs="?",
+        metavar="RUN",
+        help=f"{which}; or a job on an engine, such as slurm:4711; default: all runs here",
+    )
+    _add_settings(status)
+    status.add_argument("--json", action="store_true", help="everything, as JSON")
+    status.set_defaults(main=_status)
+    stacks = commands.add_parser(
+        "stacks",
+        help="the Python stacks of each task of a run",
+        description="Shows the Python stacks of all threads of each task of a run that is alive.",
+        allow_abbrev=False,
+    )
+    stacks.add_argument("run", nargs="?", metavar="RUN", help=f"{which}; default: the only one")
+    stacks.set_defaults(main=_stacks)
     run = commands.add_parser(
         "submit",
         help="run a script on an engine: Slurm, Ray, Spark, or this machine",
@@ -52,11 +94,11 @@ def add_parsers(commands: Any) -> None:
     run.add_argument(
         "--follow", action="store_true", help="print the tasks' output until the job ends"
     )
-    add_settings(run)
+    _add_settings(run)
     run.set_defaults(main=_submit)
     listed = commands.add_parser("jobs", help="list the jobs of an engine", allow_abbrev=False)
     listed.add_argument("--on", required=True, metavar="ENGINE", help="slurm, ray or local")
-    add_settings(listed)
+    _add_settings(listed)
     listed.set_defaults(main=_jobs)
     logs = commands.add_parser("logs", help="print the output of a job", allow_abbrev=False)
     logs.set_defaults(main=_logs)
@@ -64,11 +106,11 @@ def add_parsers(commands: Any) -> None:
     cancel.set_defaults(main=_cancel)
     for command in (logs, cancel):
         command.add_argument("id", metavar="ID", help="such as slurm:4711")
-        add_settings(command)
+        _add_settings(command)
     logs.add_argument("--follow", action="store_true", help="until the job ends")
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
+def _add_settings(parser: argparse.ArgumentParser) -> None:
     """Adds `--set` to a command."""
     parser.add_argument(
         "--set",
@@ -80,7 +122,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def engine_with(name: str, settings: Sequence[str]) -> Engine:
+def _engine_with(name: str, settings: Sequence[str]) -> Engine:
     """The engine of a name, with settings as "partition=gpu".
 
     Raises:
@@ -105,7 +147,7 @@ def engine_with(name: str, settings: Sequence[str]) -> Engine:
     return dataclasses.replace(engine, **values)
 
 
-def attached(job_id: str, settings: Sequence[str]) -> Job:
+def _attached(job_id: str, settings: Sequence[str]) -> Job:
     """The job of an id, on an engine with settings.
 
     Raises:
@@ -114,13 +156,13 @@ def attached(job_id: str, settings: Sequence[str]) -> Job:
     from tfmw.engines import submit
 
     name = job_id.partition(":")[0]
-    return submit.attach(job_id, on=engine_with(name, settings) if settings else None)
+    return submit.attach(job_id, on=_engine_with(name, settings) if settings else None)
 
 
 def _submit(options: argparse.Namespace) -> int:
     from tfmw.engines import submit
 
-    engine = engine_with(options.on, options.settings)
+    engine = _engine_with(options.on, options.settings)
     if not options.program:
         raise UsageError("received no script to submit: add its path and its flags.")
     job = submit.submit(
@@ -138,7 +180,7 @@ def _submit(options: argparse.Namespace) -> int:
 def _jobs(options: argparse.Namespace) -> int:
     from tfmw.engines import submit
 
-    for job in submit.jobs(engine_with(options.on, options.settings)):
+    for job in submit.jobs(_engine_with(options.on, options.settings)):
         details = job.details()
         hosts = ",".join(dict.fromkeys(details.get("hosts", ())))
         step = details.get("step", -1)
@@ -148,7 +190,7 @@ def _jobs(options: argparse.Namespace) -> int:
 
 
 def _logs(options: argparse.Namespace) -> int:
-    job = attached(options.id, options.settings)
+    job = _attached(options.id, options.settings)
     if options.follow:
         return _followed(job)
     sys.stdout.write(job.logs())
@@ -156,7 +198,7 @@ def _logs(options: argparse.Namespace) -> int:
 
 
 def _cancel(options: argparse.Namespace) -> int:
-    job = attached(options.id, options.settings)
+    job = _attached(options.id, options.settings)
     job.cancel()
     print(f"{job.id} {job.status()}")
     return 0
@@ -173,3 +215,109 @@ def _workers(text: str) -> Any:
 def _followed(job: Job) -> int:
     job.logs(follow=True)
     return _STATUS.get(job.status(), 1)
+
+
+def _status(options: argparse.Namespace) -> int:
+    if ":" in (options.run or ""):
+        job = _attached(options.run, options.settings)
+        details = {"job": job.id, "where": job.where, **job.details()}
+        print(json.dumps(details, indent=2) if options.json else "\n".join(_job_lines(details)))
+        return 0
+    answers = [run.status() for run in _chosen(options.run)]
+    if options.json and answers:
+        print(json.dumps(answers, indent=2))
+    elif answers:
+        print("\n\n".join("\n".join(_run_lines(answer)) for answer in answers))
+    return _found(answers)
+
+
+def _stacks(options: argparse.Namespace) -> int:
+    found = _chosen(options.run)
+    if len(found) > 1:
+        names = ", ".join(run.name for run in found)
+        raise UsageError(f"several runs are alive: {names}; name one: tfmw stacks {found[0].name}")
+    for run in found:
+        for task, text in run.stacks().items():
+            print(f"== {task}\n{text.rstrip()}\n")
+    return _found(found)
+
+
+def _found(runs: Sequence[Any]) -> int:
+    """The exit status: 1, and a line, if there is no run."""
+    if not runs:
+        print("no run of this user is alive on this machine")
+    return 0 if runs else 1
+
+
+def _chosen(name: str | None) -> list[RunStatus]:
+    found = run_files.runs()
+    if name is None:
+        return found
+    chosen = [run for run in found if name == str(run.pid) or run.name.endswith(name)]
+    if not chosen:
+        alive = ", ".join(run.name for run in found) or "none"
+        raise UsageError(f"no run of this user is called {name!r}; alive on this machine: {alive}.")
+    return chosen
+
+
+def _job_lines(details: dict[str, Any]) -> list[str]:
+    """The lines of `tfmw status` on one job of an engine."""
+    about = [details["state"]]
+    if "attempt" in details:
+        about.append(f"attempt {details['attempt']}")
+    if restarts := details.get("restarts"):
+        about.append(f"{restarts} restart{'s' if restarts > 1 else ''}")
+    if details.get("backup"):
+        about.append(f"keeps {details['backup']}")
+    out = [f"job {details['job']}: {', '.join(about)}", details["where"]]
+    tasks = [f"worker {i} on {host}" for i, host in enumerate(details.get("hosts", ()))]
+    width = max(map(len, tasks), default=0)
+    for task, step in zip(tasks, details.get("steps", [-1] * len(tasks)), strict=True):
+        out.append(f"{task:{width}}" + (f" | step {step:7,}" if step >= 0 else ""))
+    out += [details[name] for name in ("problem", "goodput") if details.get(name)]
+    return out
+
+
+def _run_lines(answer: dict[str, Any]) -> list[str]:
+    """The lines of `tfmw status` on one run."""
+    out = [f"run {answer['run']}, attempt {answer['attempt']}: {' '.join(answer['command'])}"]
+    width = max((len(task["task"]) for task in answer["tasks"]), default=0)
+    for task in answer["tasks"]:
+        fields = [f"{task['task']:{width}}"]
+        if task["step"] >= 0:
+            fields.append(f"step {task['step']:7,}")
+        fields.append(task["stage"])
+        if answer["steps_per_s"] is not None and task["stage"] == "training":
+            fields.append(f"{answer['steps_per_s']:.1f} steps/s")
+        if task["own_s"] is not None:
+            fields.append(f"own {1000 * task['own_s']:.1f} ms/step")
+        if task["input_s"] is not None:
+            fields.append(f"input {1000 * task['input_s']:.1f}")
+        if task["waiting"] is not None:
+            fields.append(f"waits {100 * task['waiting']:.0f} %")
+        if task["exchange"] is not None and task["seconds"] > _SLOW_S:
+            waits = f", waits for {task['waiting_for']}" if task["waiting_for"] else ""
+            if task["waiting_for"] in answer["elsewhere"]:
+                waits += f" on {answer['elsewhere'][task['waiting_for']]}"
+            fields.append(f"in {task['exchange']} for {task['seconds']:.0f} s{waits}")
+        out.append(" | ".join(fields))
+    late = answer["missing"]
+    if late is not None and late["seconds"] > _SLOW_S:
+        out.append(f"{late['sentence']}, for {late['seconds']:.0f} s")
+    if answer["straggler"] is not None:
+        out.append(answer["straggler"])
+    if answer["goodput"]["line"] is not None:
+        out.append(answer["goodput"]["line"])
+    if answer["elsewhere"]:
+        out.append(_elsewhere(answer["elsewhere"]))
+    return out
+
+
+def _elsewhere(hosts: dict[str, str]) -> str:
+    """One line: which tasks run on which other hosts."""
+    tasks: dict[str, list[str]] = {}
+    for task, host in hosts.items():
+        tasks.setdefault(host, []).append(task)
+    shown = [f"{', '.join(names)} on {host}" for host, names in tasks.items()]
+    more = [f"and {len(shown) - _SHOWN_HOSTS} more"] if len(shown) > _SHOWN_HOSTS else []
+    return "on other hosts: " + "; ".join([*shown[:_SHOWN_HOSTS], *more])

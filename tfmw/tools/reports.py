@@ -1,6 +1,7 @@
-"""The report of `tfmw env`: versions, devices and environment, to paste in an issue.
+"""The reports of `tfmw env`, to paste in an issue, and of `tfmw check PATH`.
 
-Secrets are hidden: values of variables with telling names, and passwords inside values.
+The first has versions, devices and the environment. Secrets are hidden: values of variables with
+telling names, and passwords inside values.
 
     shown("WANDB_API_KEY", "1a2b")                     # "(hidden)"
     shown("TFMW_DATA", "s3://user:1a2b@host/data")     # "s3://(hidden)@host/data"
@@ -11,7 +12,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from tfmw.cluster import Cluster
 from tfmw.errors import ClusterError
@@ -34,8 +35,8 @@ _IN_TEXT = re.compile(
 )
 
 
-def report(environ: Mapping[str, str]) -> str:
-    """The report as lines of "name: value"."""
+def environment(environ: Mapping[str, str]) -> str:
+    """The report of `tfmw env` as lines of "name: value"."""
     return "\n".join(f"{name}: {value}" for name, value in facts(environ))
 
 
@@ -45,7 +46,7 @@ def facts(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for package in PACKAGES:
         yield package, version(package)
     yield "platform", platform.platform()
-    yield "cores", f"{_usable_cores()} usable of {os.cpu_count()}"
+    yield "cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"
     backend, gpus = ask_tensorflow()
     yield "keras backend", backend
     yield "gpus", gpus
@@ -58,12 +59,44 @@ def facts(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield f"${name}", shown(name, environ[name])
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def shown(name: str, value: str) -> str:
     """The value of an environment variable, without secrets."""
-    return (
-        HIDDEN if _NAME.search(name) else _IN_TEXT.sub(rf"\1{HIDDEN}", _IN_URL.sub(HIDDEN, value))
-    )
+    if _NAME.search(name):
+        return HIDDEN
+    return _IN_TEXT.sub(rf"\1{HIDDEN}", _IN_URL.sub(HIDDEN, value))
+
+
+def verify(paths: Sequence[str]) -> int:
+    """Prints the problems of each path, or that it has none. Returns the exit status, 0 or 1."""
+    status = 0
+    for path in paths:
+        problems = problems_of(path)
+        for problem in problems:
+            print(f"damaged: {problem}")
+        if problems:
+            status = 1
+        else:
+            print(f"intact: {path}")
+    return status
+
+
+def problems_of(path: str) -> list[str]:
+    """One sentence for each problem of a backup directory, one backup, or an export.
+
+    Args:
+        path: a value of `backup_dir=` or `export_dir=`; local, or a URL that `tf.io.gfile` opens.
+    """
+    import tensorflow as tf
+
+    from tfmw.checkpoint import store
+    from tfmw.export import MANIFEST
+    from tfmw.export import verify as verify_export
+
+    if not tf.io.gfile.isdir(path):
+        return [f"{path} is not a directory."]
+    names = [name.rstrip("/") for name in tf.io.gfile.listdir(path)]
+    if MANIFEST in names or "saved_model.pb" in names:
+        return verify_export(path)
+    if any(name.startswith("step_") for name in [*names, os.path.basename(path.rstrip("/"))]):
+        return store.verify(path)
+    return [f"{path} contains neither an export of tfmw nor a backup."]
