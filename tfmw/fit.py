@@ -34,8 +34,7 @@ from tfmw.local_sgd.sync_settings import SyncSettings, checked
 from tfmw.mirrored.cached_driver import cached_driver
 from tfmw.mirrored.sync_training import MirroredTraining, run_evaluation, run_prediction
 from tfmw.parameter_server.ps_training import ParameterServerTraining
-from tfmw.precision import trained_in
-from tfmw.training.arguments import FitArguments, autologged, limited_steps
+from tfmw.training.arguments import FitArguments, autologged, limited_steps, trained_in
 from tfmw.training.epoch_iterator import EpochIterator
 from tfmw.training.fit_context import FitContext, errors_reported
 from tfmw.training.loop import TrainingLoop, ValidationSignals

@@ -14,7 +14,7 @@ from tfmw.errors import UsageError
 from tfmw.keras_compat.memory import view_of
 from tfmw.mirrored.collectives import reduction
 from tfmw.mirrored.collectives.reduction import Reduction
-from tfmw.precision import COMPRESSIONS
+from tfmw.training.arguments import COMPRESSIONS
 
 MB = 1 << 20
 

@@ -10,21 +10,27 @@ The callbacks that they add run on the chief.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
-from tfmw import data, precision
+from tfmw import data
 from tfmw.data import record_index
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets, model_methods, models
 from tfmw.runtime import disk
+
+PRECISIONS = ("mixed_bfloat16", "mixed_float16")
+
+COMPRESSIONS = {"fp16": tf.float16, "bf16": tf.bfloat16}
+"""Types in which gradients are sent, by the choice of `fit(gradient_compression=...)`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +78,16 @@ class FitArguments:
     sync_elastic: bool
 
     def __post_init__(self) -> None:
-        precision.check(self.precision, self.gradient_compression)
+        if self.gradient_compression not in (None, *COMPRESSIONS):
+            raise UsageError(
+                f"unknown gradient_compression {self.gradient_compression!r}: expected None, "
+                f"{' or '.join(map(repr, COMPRESSIONS))}."
+            )
+        if self.precision not in (None, "float32", *PRECISIONS):
+            raise UsageError(
+                f"unknown precision {self.precision!r}: expected None, 'float32', "
+                f"{' or '.join(map(repr, PRECISIONS))}."
+            )
         if self.shard_optimizer not in (True, False, "auto"):
             raise UsageError(
                 f"received shard_optimizer={self.shard_optimizer!r}: expected True, False or "
@@ -161,6 +176,38 @@ class FitArguments:
         if directory is None or not disk.is_local(directory):
             return None
         return os.path.join(disk.absolute(directory), record_index.DIRECTORY)
+
+
+@contextlib.contextmanager
+def trained_in(model: keras.Model, precision: str | None) -> Iterator[None]:
+    """Sets layers of policy float32 to the policy `precision`, and back to float32 afterwards.
+
+    Layers of any other policy keep theirs.
+
+    Raises:
+        UsageError: "mixed_float16" with an optimizer that does not scale the loss: small gradients
+            would be rounded to zero.
+    """
+    if precision not in PRECISIONS:
+        yield
+        return
+    scaled = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    if precision == "mixed_float16" and not scaled:
+        raise UsageError(
+            'precision="mixed_float16" needs an optimizer that scales the loss, received '
+            f"{type(model.optimizer).__name__}: compile the model with "
+            "keras.optimizers.LossScaleOptimizer(optimizer), or use 'mixed_bfloat16'."
+        )
+    changed = [
+        layer for layer in [model, *models.layers_of(model)] if layer.dtype_policy.name == "float32"
+    ]
+    try:
+        for layer in changed:
+            layer.dtype_policy = precision
+        yield
+    finally:
+        for layer in changed:
+            layer.dtype_policy = "float32"
 
 
 def limited_steps(steps: int | None) -> int | None:

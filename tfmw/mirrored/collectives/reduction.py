@@ -32,8 +32,8 @@ from tfmw.keras_compat.row_origins import Origin, row_parts
 from tfmw.mirrored.collectives.all_reduce import Add, AllReduce, Cuts, add_arrays
 from tfmw.mirrored.collectives.connection import ring_of
 from tfmw.mirrored.collectives.hierarchy import HierarchicalRing
-from tfmw.precision import COMPRESSIONS
 from tfmw.runtime import recorder
+from tfmw.training.arguments import COMPRESSIONS
 
 SUM = tf.distribute.ReduceOp.SUM
 
