@@ -28,32 +28,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# name -> (module, attribute; None for the module itself)
-_NAMES: dict[str, tuple[str, str | None]] = {
-    "Cluster": ("tfmw.cluster", "Cluster"),
-    "ClusterError": ("tfmw.errors", "ClusterError"),
-    "TaskFailed": ("tfmw.errors", "TaskFailed"),
-    "TfmwError": ("tfmw.errors", "TfmwError"),
-    "UsageError": ("tfmw.errors", "UsageError"),
-    "attach": ("tfmw.engines.submit", "attach"),
-    "callbacks": ("tfmw.callbacks", None),
-    "data": ("tfmw.data", None),
-    "engines": ("tfmw.engines", None),
-    "evaluate": ("tfmw.fit", "evaluate"),
-    "export": ("tfmw.export", "export"),
-    "fit": ("tfmw.fit", "fit"),
-    "init": ("tfmw.strategies", "init"),
-    "jobs": ("tfmw.engines.submit", "jobs"),
-    "layers": ("tfmw.layers", None),
-    "launch": ("tfmw.engines.submit", "launch"),
-    "predict": ("tfmw.fit", "predict"),
-    "predict_on_batch": ("tfmw.on_batch", "predict_on_batch"),
-    "report_progress": ("tfmw.runtime.progress", "report_progress"),
-    "strategies": ("tfmw.strategies", None),
-    "submit": ("tfmw.engines.submit", "submit"),
-    "test_on_batch": ("tfmw.on_batch", "test_on_batch"),
-    "train_on_batch": ("tfmw.on_batch", "train_on_batch"),
+# Other names of `__all__` are modules.
+_SOURCES = {
+    "tfmw.cluster": ("Cluster",),
+    "tfmw.engines.submit": ("attach", "jobs", "launch", "submit"),
+    "tfmw.errors": ("ClusterError", "TaskFailed", "TfmwError", "UsageError"),
+    "tfmw.export": ("export",),
+    "tfmw.fit": ("evaluate", "fit", "predict"),
+    "tfmw.on_batch": ("predict_on_batch", "test_on_batch", "train_on_batch"),
+    "tfmw.runtime.progress": ("report_progress",),
+    "tfmw.strategies": ("init",),
 }
+_SOURCE_OF = {name: module for module, names in _SOURCES.items() for name in names}
 
 __all__ = [
     "Cluster",
@@ -83,12 +69,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
+    if name not in __all__:
         raise AttributeError(f"module 'tfmw' has no attribute {name!r}")
-    module, attribute = _NAMES[name]
-    value = importlib.import_module(module)
-    if attribute is not None:
-        value = getattr(value, attribute)
+    if name in _SOURCE_OF:
+        value = getattr(importlib.import_module(_SOURCE_OF[name]), name)
+    else:
+        value = importlib.import_module(f"tfmw.{name}")
     globals()[name] = value
     return value
 
@@ -102,7 +88,7 @@ class _Package(types.ModuleType):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, types.ModuleType) and _NAMES.get(name, ("", None))[1] == name:
+        if isinstance(value, types.ModuleType) and name in _SOURCE_OF:
             value = getattr(value, name)
         super().__setattr__(name, value)
 
@@ -115,4 +101,4 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_NAMES])
+    return sorted([*globals(), *__all__])

@@ -198,12 +198,13 @@ def _input_specs(model: keras.Model, input_signature: Any) -> Any:
             "Train it, or call it once on a batch."
         )
     if input_signature is None:
-        symbolic = _symbolic_inputs(model)
-        if symbolic is None:
+        inputs = getattr(model, "inputs", None)  # of a functional or Sequential model
+        if inputs is None:
             input_signature = _remembered_inputs(model)
         else:
             input_signature = tf.nest.map_structure(
-                lambda x: tf.TensorSpec(x.shape, x.dtype, x.name), symbolic
+                lambda x: tf.TensorSpec(x.shape, x.dtype, x.name),
+                inputs[0] if isinstance(model, keras.Sequential) else model.input,
             )
     only = len(tf.nest.flatten(input_signature)) == 1
     named = [
@@ -218,17 +219,6 @@ def _input_specs(model: keras.Model, input_signature: Any) -> Any:
         for index, (keys, spec) in enumerate(_leaves(input_signature))
     ]
     return tf.nest.pack_sequence_as(input_signature, named)
-
-
-def _symbolic_inputs(model: keras.Model) -> Any:
-    """The input tensors of a functional or Sequential model, or None."""
-    try:
-        flat = model.inputs
-    except AttributeError:  # subclassed
-        return None
-    if isinstance(model, keras.Sequential):
-        return flat[0]
-    return model.input
 
 
 def _remembered_inputs(model: keras.Model) -> Any:

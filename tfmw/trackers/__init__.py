@@ -103,12 +103,7 @@ def adopt(runs: Mapping[str, Any]) -> None:
 
 
 def _when_imported(name: str, act: _Act) -> None:
-    """Calls `act(module)` at the end of the module's import; at once if it is imported already.
-
-    Args:
-        name: of a top-level package.
-        act: called once.
-    """
+    """Calls `act(module)` once: at the end of a top-level package's import, or now."""
     module = sys.modules.get(name)
     if module is not None:
         act(module)
