@@ -8,7 +8,6 @@ export. The loop over epochs is in `training/loop.py`, steps are in `mirrored/` 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import os
@@ -147,7 +146,7 @@ def fit(
     """
     arguments = checked(FitArguments(**locals()).limited())
     if workers is not None:
-        return autologged(model, arguments, _fit_on_new_workers)
+        return autologged(model, arguments, functools.partial(local.fit_on_workers, fit))
     if on != "local":
         raise UsageError(
             f"received on={on!r} without a number of processes: add workers=, such as workers=2."
@@ -335,36 +334,6 @@ def _evaluate_beside(context: FitContext, arguments: FitArguments) -> keras.call
     validate = functools.partial(_validate_here, context.model, arguments)
     return evaluator.watch(
         context.model, validate, backup.backup_dir, remove=backup.delete_checkpoint
-    )
-
-
-def _fit_on_new_workers(arguments: FitArguments) -> keras.callbacks.History:
-    workers, strategy = arguments.workers, arguments.strategy
-    if not membership.current_cluster().is_single:
-        raise UsageError(
-            f"workers={workers} starts new processes, and this process is already part of "
-            f"{membership.current_cluster()!r}: leave workers= out."
-        )
-    if strategy not in ("auto", "multi_worker_mirrored"):
-        raise UsageError(
-            f"workers={workers} trains with multi-worker mirroring, received "
-            f"strategy={strategy!r}: leave one of the two out."
-        )
-    apart = ("model", "workers", "on", "x", "validation_data")  # sent separately, in another form
-    settings = {
-        field.name: getattr(arguments, field.name)
-        for field in dataclasses.fields(arguments)
-        if field.name not in apart
-    }
-    assert workers is not None
-    return local.fit_on_workers(
-        fit,
-        arguments.model,
-        workers,
-        arguments.x,
-        arguments.validation_data,
-        settings,
-        arguments.on,
     )
 
 

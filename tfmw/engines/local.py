@@ -19,7 +19,7 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,14 @@ from tfmw.data import reshuffles
 from tfmw.data.random_state import restore_random_state
 from tfmw.engines import agent, pickling, submit
 from tfmw.engines.engine import Engine
-from tfmw.errors import Preempted, UsageError
+from tfmw.errors import Preempted, UsageError, first_line
 from tfmw.keras_compat import datasets, models
 from tfmw.keras_compat.shuffles import ShuffleSeeds
 from tfmw.launcher import call
 from tfmw.launcher.output import is_watched
 from tfmw.launcher.run import launch
 from tfmw.runtime import disk
+from tfmw.training.arguments import FitArguments
 
 _ELASTIC_RESTARTS = 100
 _BACKUP_EVERY = "2 s"  # an interrupted cell loses at most 2 s of training
@@ -81,62 +82,51 @@ class _SentDataset:
         return datasets.dataset_from_graph(graph, self.spec)
 
 
-@dataclasses.dataclass(frozen=True)
-class _FitCall:
-    """The arguments with which each worker calls fit, and the settings of the caller's process."""
-
-    model: Any
-    x: Any
-    validation_data: Any
-    settings: Mapping[str, Any]
-    process: Mapping[str, Any]
-
-    def with_settings(self, **settings: Any) -> _FitCall:
-        """This call with other settings."""
-        return dataclasses.replace(self, settings={**self.settings, **settings})
-
-
-def fit_on_workers(
-    fit: Callable[..., Any],
-    model: Any,
-    workers: int | tuple[int, int],
-    x: Any,
-    validation_data: Any,
-    settings: dict[str, Any],
-    on: str | Engine = "local",
-) -> keras.callbacks.History:
+def fit_on_workers(fit: Callable[..., Any], arguments: FitArguments) -> keras.callbacks.History:
     """Trains on new processes and brings the result back.
 
     Args:
         fit: `tfmw.fit`, which each worker calls.
-        model: a compiled Keras model, or a callable that returns one.
-        workers: number of processes; on an engine also (least, most).
-        x: as in `tfmw.fit`.
-        validation_data: as in `tfmw.fit`.
-        settings: the other arguments of `tfmw.fit`.
-        on: where they run: "local", the name of an engine, or an engine.
+        arguments: of the call, with a number of workers.
 
     Returns:
-        The History of the run; where `model` is a model, it is trained in place.
+        The History of the run; where `arguments.model` is a model, it is trained in place.
 
     Raises:
-        UsageError: an argument cannot be sent to other processes.
+        UsageError: an argument cannot be sent to other processes; this process is part of a
+            cluster; or another strategy than multi-worker mirroring.
         KeyboardInterrupt, Preempted: the workers were stopped; the model has the weights of their
             last backup.
         SystemExit: they were stopped by SIGTERM and there is no `backup_dir`; the model has the
             weights of their last step.
     """
-    engine = submit.engine_of(on)
+    model, workers = arguments.model, arguments.workers
+    if not membership.current_cluster().is_single:
+        raise UsageError(
+            f"workers={workers} starts new processes, and this process is already part of "
+            f"{membership.current_cluster()!r}: leave workers= out."
+        )
+    if arguments.strategy not in ("auto", "multi_worker_mirrored"):
+        raise UsageError(
+            f"workers={workers} trains with multi-worker mirroring, received "
+            f"strategy={arguments.strategy!r}: leave one of the two out."
+        )
+    engine = submit.engine_of(arguments.on)
     here = engine.name == "local"
     whole = isinstance(workers, int) and not isinstance(workers, bool) and workers >= 1
     if here and not whole:
         raise UsageError(
             f"received workers={workers!r}: expected a number of processes, such as 2."
         )
-    sent_x, sent_validation = _sent(x, "x"), _sent(validation_data, "validation_data")
+    sent = dataclasses.replace(
+        arguments,
+        x=_sent(arguments.x, "x"),
+        validation_data=_sent(arguments.validation_data, "validation_data"),
+        workers=None,
+        on="local",
+    )
     if isinstance(model, keras.Model):
-        _build(model, x, settings)
-    sent = _FitCall(model, sent_x, sent_validation, settings, _process_settings())
+        _build(arguments)
     if here:
         chief = _train_here(fit, sent, workers)
     else:
@@ -144,8 +134,7 @@ def fit_on_workers(
     history = keras.callbacks.History()
     history.history, history.epoch = chief["history"], chief["epoch"]
     history.params = chief["params"]
-    for generators in (sent_x, sent_validation):
-        _follow_orders(generators, chief["orders"])
+    _follow_orders([sent.x, sent.validation_data], chief["orders"])
     if isinstance(model, keras.Model):
         state.restore(model, chief["tensors"])
         history.set_model(model)
@@ -153,21 +142,25 @@ def fit_on_workers(
     return history
 
 
-def _train_here(fit: Callable[..., Any], sent: _FitCall, workers: Any) -> dict[str, Any]:
+def _train_here(fit: Callable[..., Any], sent: FitArguments, workers: Any) -> dict[str, Any]:
     """Trains on processes of this machine; returns what the chief returned."""
-    resumes = sent.settings.get("backup_dir") is not None
-    with _with_backups(sent) as sent:
+    backup_dir, elastic = sent.backup_dir, bool(sent.sync_elastic)
+    resumes = backup_dir is not None
+    with contextlib.ExitStack() as stack:
+        if backup_dir is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tfmw-fit-"))
+            backup_dir = os.path.join(folder, "backups")
+            sent = dataclasses.replace(sent, backup_dir=backup_dir, backup_every=_BACKUP_EVERY)
         try:
-            elastic = bool(sent.settings.get("sync_elastic"))
             chief, *_ = launch(
                 _train,
                 _packed(fit, sent),
-                workers=workers,
+                workers,
                 elastic=elastic,
                 max_restarts=_ELASTIC_RESTARTS if elastic else 0,
             )
         except (KeyboardInterrupt, Preempted) as stopped:
-            _restore_newest_backup(sent.model, sent.settings["backup_dir"])
+            _restore_newest_backup(sent.model, backup_dir)
             if resumes or isinstance(stopped, KeyboardInterrupt):
                 raise
             print("without backup_dir= the same command starts anew", flush=True)
@@ -175,34 +168,21 @@ def _train_here(fit: Callable[..., Any], sent: _FitCall, workers: Any) -> dict[s
     return chief
 
 
-@contextlib.contextmanager
-def _with_backups(sent: _FitCall) -> Iterator[_FitCall]:
-    """The call, with a temporary `backup_dir` if it has none."""
-    if sent.settings.get("backup_dir") is not None:
-        yield sent
-        return
-    with tempfile.TemporaryDirectory(prefix="tfmw-fit-") as folder:
-        backup_dir = os.path.join(folder, "backups")
-        yield sent.with_settings(backup_dir=backup_dir, backup_every=_BACKUP_EVERY)
-
-
 def _train_on_engine(
-    fit: Callable[..., Any], sent: _FitCall, workers: Any, engine: Engine
+    fit: Callable[..., Any], sent: FitArguments, workers: Any, engine: Engine
 ) -> dict[str, Any]:
     """Trains where the engine places the tasks; returns what the chief returned."""
-    paths = {
-        name: disk.absolute(path)
+    paths: dict[str, Any] = {
+        name: disk.absolute(os.fspath(path))
         for name in ("backup_dir", "export_dir")
-        if sent.settings.get(name) is not None
-        for path in [os.fspath(sent.settings[name])]
+        if (path := getattr(sent, name)) is not None
     }
     directories = {"backup_dir": paths["backup_dir"]} if "backup_dir" in paths else {}
     if not directories:
         paths |= {"backup_dir": _KEPT_BY_JOB, "backup_every": _BACKUP_OF_JOB_EVERY}
-    sent = sent.with_settings(**paths)
     submitted = submit.start(
         engine,
-        call.pack(_train, _packed(fit, sent)),
+        call.pack(_train, _packed(fit, dataclasses.replace(sent, **paths))),
         workers,
         engine.max_restarts,
         live=is_watched(sys.stdout),
@@ -223,28 +203,28 @@ def _train_on_engine(
             raise
 
 
-def _packed(fit: Callable[..., Any], sent: _FitCall) -> tuple[Any, ...]:
+def _packed(fit: Callable[..., Any], sent: FitArguments) -> tuple[Any, ...]:
     """The arguments of `_train`."""
     large: list[pickle.PickleBuffer] = []
-    return fit, pickling.pack(sent, large), large
+    return fit, pickling.pack((sent, _process_settings()), large), large
 
 
 def _train(fit: Callable[..., Any], packed: bytes, large: Sequence[Any]) -> dict[str, Any]:
     """In a worker: trains. The chief returns the values for the caller's objects."""
-    sent: _FitCall = call.loads(packed, large)
-    _apply(sent.process)
-    settings = dict(sent.settings)
-    if settings["backup_dir"] == _KEPT_BY_JOB:
-        settings["backup_dir"] = os.environ[agent.BACKUPS]
+    sent, process = call.loads(packed, large)
+    _apply(process)
     model = sent.model
     model = pickling.settled(model) if isinstance(model, keras.Model) else model()
+    kept = sent.backup_dir == _KEPT_BY_JOB
     opened: dict[str, tf.data.Dataset] = {}
-    history = fit(
-        model,
-        _opened(sent.x, opened),
-        validation_data=_opened(sent.validation_data, opened),
-        **settings,
-    )
+    arguments = {
+        **vars(sent),
+        "model": model,
+        "x": _opened(sent.x, opened),
+        "validation_data": _opened(sent.validation_data, opened),
+        "backup_dir": os.environ[agent.BACKUPS] if kept else sent.backup_dir,
+    }
+    history = fit(**arguments)
     if not membership.current_cluster().is_chief or os.environ.get(MEMBER, "0") != "0":
         return {}
     return {
@@ -286,8 +266,9 @@ def _apply(settings: Mapping[str, Any]) -> None:
     trackers.adopt(settings["trackers"])
 
 
-def _build(model: keras.Model, x: Any, settings: Mapping[str, Any]) -> None:
+def _build(arguments: FitArguments) -> None:
     """Builds the caller's model, so that it has variables for the trained values."""
+    model = arguments.model
     if not model.compiled:
         raise UsageError(
             "the model is not compiled: call model.compile(optimizer=..., loss=...) before "
@@ -295,9 +276,7 @@ def _build(model: keras.Model, x: Any, settings: Mapping[str, Any]) -> None:
         )
     if not models.needs_build(model):
         return
-    source = data.Source(
-        x, settings.get("y"), settings.get("sample_weight"), settings.get("batch_size")
-    )
+    source = data.Source(arguments.x, arguments.y, arguments.sample_weight, arguments.batch_size)
     shard = source.shard(data.Sharding(), data.Order())
     models.build_all(model, shard.element_spec)
 
@@ -328,9 +307,10 @@ def _sent(x: Any, what: str) -> Any:
     try:
         graph = datasets.dataset_graph(x, for_other_process=True)
     except tf.errors.OpError as e:
+        why = re.sub(r"\{\{.*?\}\}\s*| \[Op:.*", "", first_line(e))[:200]
         raise UsageError(
             f"{what} is a dataset that uses state of this process, such as a variable or a table "
-            f"({_first_line(e)}): {alternative}"
+            f"({why}): {alternative}"
         ) from e
     orders = {}
     by_name = {node.name: node for node in graph.node}
@@ -362,7 +342,7 @@ def _follow_orders(sent: Any, orders: Mapping[str, int]) -> None:
                 ShuffleSeeds(reshuffles.shuffle_of(handle)).passes = passes
 
 
-def _restore_newest_backup(model: Any, backup_dir: str) -> None:
+def _restore_newest_backup(model: Any, backup_dir: str | os.PathLike[str]) -> None:
     """Restores the newest backup of the stopped workers into the caller's model, if it has one."""
     if not isinstance(model, keras.Model):
         return
@@ -373,8 +353,3 @@ def _restore_newest_backup(model: Any, backup_dir: str) -> None:
     step, tensors = found
     state.restore(model, {k: np.asarray(v) for k, v in tensors.items()})
     print(f"stopped; the model has the weights of step {step}")
-
-
-def _first_line(error: BaseException) -> str:
-    text = getattr(error, "message", None) or str(error) or type(error).__name__
-    return str(re.sub(r"\{\{.*?\}\}\s*| \[Op:.*", "", text.splitlines()[0]))[:200]
