@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import secrets
 import socket
@@ -67,6 +68,7 @@ def session_key(token: bytes, nonce: bytes, other_nonce: bytes) -> bytes:
     return hmac.digest(token, b"tfmw hosts 1 " + nonce + other_nonce, "sha256")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Frames:
     """The frames of one direction of a connection; its sender seals them, its receiver checks them.
 
@@ -75,10 +77,9 @@ class Frames:
         sender: "server" or "client".
     """
 
-    def __init__(self, key: bytes, sender: str) -> None:
-        self._key = key
-        self._sender = sender.encode()
-        self._next = 0
+    key: bytes
+    sender: str
+    _next: int = 0
 
     def seal(self, message: bytes) -> bytes:
         """The next frame."""
@@ -91,7 +92,8 @@ class Frames:
         return message
 
     def _mac(self, message: bytes) -> bytes:
-        mac = hmac.digest(self._key, b"%s %d " % (self._sender, self._next) + message, "sha256")
+        head = f"{self.sender} {self._next} ".encode()
+        mac = hmac.digest(self.key, head + message, "sha256")
         self._next += 1
         return mac
 
@@ -110,22 +112,19 @@ class Timing(NamedTuple):
     hello_s: float
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class _Link:
     """One authenticated connection, of either direction; used in the thread of its `Links`."""
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        key: bytes,
-        side: str,
-        timing: Timing,
-    ) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._sent = Frames(key, side)
-        self._received = Frames(key, "client" if side == "server" else "server")
-        self._timing = timing
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    key: bytes
+    side: str
+    timing: Timing
+
+    def __post_init__(self) -> None:
+        self._sent = Frames(self.key, self.side)
+        self._received = Frames(self.key, "client" if self.side == "server" else "server")
         self._unsent: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._writing: asyncio.Future[None] | None = None
         self.backlog = 0
@@ -147,12 +146,12 @@ class _Link:
         pieces: list[bytes] = []
         more = True
         while more:
-            async with asyncio.timeout(self._timing.silence_s):
-                header = await self._reader.readexactly(HEADER.size)
+            async with asyncio.timeout(self.timing.silence_s):
+                header = await self.reader.readexactly(HEADER.size)
                 length, mac = HEADER.unpack(header)
                 if length > LARGEST:
                     raise Forged(f"a frame of {length} bytes")
-                frame = self._received.unseal(await self._reader.readexactly(length), mac)
+                frame = self._received.unseal(await self.reader.readexactly(length), mac)
             if not frame:
                 return b""
             more = bool(frame[0])
@@ -166,8 +165,8 @@ class _Link:
                 if data := await self.receive():
                     received(messages.decode(data))
         except TimeoutError:
-            self._writer.transport.abort()
-            return f"no sign of life for {self._timing.silence_s:g} s"
+            self.writer.transport.abort()
+            return f"no sign of life for {self.timing.silence_s:g} s"
         except EOFError:
             return "the other side has closed the connection"
         except (Forged, messages.Malformed) as error:
@@ -176,7 +175,7 @@ class _Link:
             return error.strerror or str(error)
         finally:
             self.cancel()
-            self._writer.close()
+            self.writer.close()
 
     def cancel(self) -> None:
         """Sends nothing more."""
@@ -189,22 +188,23 @@ class _Link:
             while (data := await self._next()) is not None:
                 for at in range(0, max(len(data), 1), _PIECE):
                     mark = bytes([at + _PIECE < len(data)]) if data else b""
-                    self._writer.write(self._sent.seal(mark + data[at : at + _PIECE]))
-                    async with asyncio.timeout(self._timing.silence_s):
-                        await self._writer.drain()
+                    self.writer.write(self._sent.seal(mark + data[at : at + _PIECE]))
+                    async with asyncio.timeout(self.timing.silence_s):
+                        await self.writer.drain()
                 self.backlog -= len(data)
             # What the other side still sends is read: else it gets a reset, and loses this.
-            self._writer.write_eof()
+            self.writer.write_eof()
         except OSError:  # the other side reads nothing, or is gone: `serve` ends
-            self._writer.transport.abort()
+            self.writer.transport.abort()
 
     async def _next(self) -> bytes | None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._timing.beat_s):
+            async with asyncio.timeout(self.timing.beat_s):
                 return await self._unsent.get()
         return b""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Links:
     """All connections of one process.
 
@@ -217,19 +217,13 @@ class Links:
             ValueError. An earlier connection of that name is closed.
     """
 
-    def __init__(
-        self,
-        token: bytes,
-        post: Post,
-        timing: Timing,
-        listener: socket.socket | None = None,
-        welcome: Callable[[Message], Hashable] = hash,
-    ) -> None:
-        self._token = token
-        self._post = post
-        self._timing = timing
-        self._listener = listener
-        self._welcome = welcome
+    token: bytes
+    post: Post
+    timing: Timing
+    listener: socket.socket | None = None
+    welcome: Callable[[Message], Hashable] = hash
+
+    def __post_init__(self) -> None:
         self._members: dict[Hashable, _Link] = {}
         self._leader: _Link | None = None
         self._dialing: asyncio.Task[None] | None = None
@@ -247,8 +241,8 @@ class Links:
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        if self._listener is not None:
-            self._listener.close()
+        if self.listener is not None:
+            self.listener.close()
 
     # ---- for other threads -----------------------------------------------------------------------
 
@@ -298,9 +292,9 @@ class Links:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        if self._listener is not None:
-            self._listener.setblocking(False)
-            self._start(self._listen(self._listener))
+        if self.listener is not None:
+            self.listener.setblocking(False)
+            self._start(self._listen(self.listener))
         self._loop.run_forever()
         self._loop.close()
 
@@ -346,10 +340,10 @@ class Links:
     async def _accept(self, connection: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=connection, limit=LARGEST)
         try:
-            async with asyncio.timeout(self._timing.hello_s):
+            async with asyncio.timeout(self.timing.hello_s):
                 link = await self._authenticated(reader, writer, "server")
                 hello = messages.decode(await link.receive())
-                name = self._welcome(hello)
+                name = self.welcome(hello)
         except (OSError, EOFError, ValueError, Forged):
             writer.transport.abort()
             return
@@ -360,14 +354,14 @@ class Links:
         before = self._members.pop(name, None)
         if before is not None:
             before.close()
-            self._post(("member_lost", name, "it has connected again"))
+            self.post(("member_lost", name, "it has connected again"))
         self._members[name] = link
-        self._post(("member_connected", name))
-        self._post(("from_member", name, hello))
-        why = await link.serve(lambda message: self._post(("from_member", name, message)))
+        self.post(("member_connected", name))
+        self.post(("from_member", name, hello))
+        why = await link.serve(lambda message: self.post(("from_member", name, message)))
         if self._members.get(name) is link:
             del self._members[name]
-            self._post(("member_lost", name, why))
+            self.post(("member_lost", name, why))
 
     async def _authenticated(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, side: str
@@ -376,7 +370,7 @@ class Links:
         writer.write(nonce)
         other = await reader.readexactly(NONCE_BYTES)
         nonces = (nonce, other) if side == "server" else (other, nonce)
-        return _Link(reader, writer, session_key(self._token, *nonces), side, self._timing)
+        return _Link(reader, writer, session_key(self.token, *nonces), side, self.timing)
 
     def _dial(self, name: Hashable, *how: Any) -> None:
         if self._dialing is not None:
@@ -402,21 +396,21 @@ class Links:
                     problems[address] = self._why_not(error)
                     continue
                 failures, self._leader = 0, link
-                self._post(("leader_connected", name))
-                why = await link.serve(lambda message: self._post(("from_leader", message)))
+                self.post(("leader_connected", name))
+                why = await link.serve(lambda message: self.post(("from_leader", message)))
                 self._leader = None
-                self._post(("leader_lost", name, why))
+                self.post(("leader_lost", name, why))
                 break
             else:
                 failures += 1
-                self._post(("not_connected", name, failures, problems))
+                self.post(("not_connected", name, failures, problems))
             await asyncio.sleep(_RETRY_S)
 
     async def _connect(
         self, address: Address, hello: Callable[[str], Message], local: Address | None
     ) -> _Link:
         """A connection to a process that knows the token."""
-        async with asyncio.timeout(self._timing.hello_s):
+        async with asyncio.timeout(self.timing.hello_s):
             reader, writer = await asyncio.open_connection(
                 *address, local_addr=local, limit=LARGEST
             )
@@ -437,5 +431,5 @@ class Links:
         if isinstance(error, EOFError):
             return CLOSED
         if isinstance(error, TimeoutError):
-            return f"no response within {self._timing.hello_s:g} s"
+            return f"no response within {self.timing.hello_s:g} s"
         return str(error)
