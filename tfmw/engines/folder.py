@@ -97,15 +97,11 @@ def write_contact(folder: Path, contact: Contact) -> None:
     own_files.write(folder / CONTACT, json.dumps(dataclasses.asdict(contact)).encode())
 
 
+@dataclasses.dataclass
 class FolderTasks(Tasks):
-    """Tasks of a job with a folder; its newest backup outlives its controller.
+    """Tasks of a job with a folder; its newest backup outlives its controller."""
 
-    Args:
-        folder: of the job.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    folder: Path
 
     def keep(self, backup: bytes) -> None:
         own_files.write(self.folder / BACKUP, backup)
@@ -123,36 +119,28 @@ def control(folder: Path, make_tasks: Callable[[Path], Tasks]) -> str:
         return Controller(spec, make_tasks(folder), folder, stop).run()
 
 
+@dataclasses.dataclass
 class FolderHandle:
-    """The `JobHandle` of a job with a folder.
+    """The `JobHandle` of a job with a folder."""
 
-    Args:
-        folder: of the job.
-        state: returns what the engine knows of the controller, as in `JobHandle`.
-        kill: ends the job without its controller.
-    """
-
-    def __init__(self, folder: Path, state: Callable[[], str], kill: Callable[[], None]) -> None:
-        self._folder = folder
-        self.state = state
-        self.kill = kill
-        self.why = ""
-
-    def exists(self) -> bool:
-        """Whether the job's files are there."""
-        return self._folder.exists()
+    folder: Path
+    state: Callable[[], str]
+    kill: Callable[[], None]
+    why: str = ""
 
     def read(self, name: str, offset: int = 0) -> bytes:
         try:
-            return own_files.read(self._folder, name, offset)
+            return own_files.read(self.folder, name, offset)
         except FileNotFoundError:
             return b""
 
     def cancel(self) -> None:
-        (self._folder / CANCEL).touch()
+        (self.folder / CANCEL).touch()
+        if self.state() == "queued":  # there is no controller yet
+            self.kill()
 
     def forget(self) -> None:
-        target = self._folder.resolve()
-        if self._folder.is_symlink():
-            self._folder.unlink()
+        target = self.folder.resolve()
+        if self.folder.is_symlink():
+            self.folder.unlink()
         shutil.rmtree(target, ignore_errors=True)

@@ -71,16 +71,11 @@ class Local(FolderEngine):
         return FolderHandle(folder, state, kill)
 
 
+@dataclasses.dataclass
 class LocalTasks(FolderTasks):
-    """Children of the controller.
+    """Children of the controller."""
 
-    Args:
-        folder: of the job.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._agents: dict[int, subprocess.Popen[bytes]] = {}
+    _agents: dict[int, subprocess.Popen[bytes]] = dataclasses.field(default_factory=dict)
 
     def hosts(self) -> tuple[str, ...]:
         return ("127.0.0.1",)

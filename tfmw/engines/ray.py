@@ -147,29 +147,24 @@ class _Gone(Exception):
     """The job's controller is lost; `RayHandle.why` has the reason."""
 
 
+@dataclasses.dataclass
 class RayHandle:
     """A `JobHandle`: a job's controller actor, from any process of the cluster.
 
     A call that gets lost, as on a busy node, says nothing about the job: Ray then calls the actor
     unavailable, by a subclass of the error of a dead one. Without its head Ray replies nothing at
     all, and ends this process after a minute.
-
-    Args:
-        ray: the module.
-        actor: the controller's.
-        head: address of the head, "host:port".
     """
 
-    def __init__(self, ray: Any, actor: Any, head: str) -> None:
-        self._ray = ray
-        self._actor = actor
-        self._head = head
-        self._head_gone_since: float | None = None
-        self.why = ""
+    ray: Any  # the module
+    actor: Any  # of the controller
+    head: str  # "host:port"
+    why: str = ""
+    _head_gone_since: float | None = None
 
     def read(self, name: str, offset: int = 0) -> bytes:
         found = bytearray()
-        with contextlib.suppress(self._ray.exceptions.RayActorError, _Gone):
+        with contextlib.suppress(self.ray.exceptions.RayActorError, _Gone):
             while True:
                 piece = self._call("read", name, offset + len(found))
                 found += piece
@@ -186,25 +181,25 @@ class RayHandle:
             return "lost"
         except TfmwError:
             return ""
-        except self._ray.exceptions.RayActorError as error:
+        except self.ray.exceptions.RayActorError as error:
             self.why = f"its controller on the cluster was lost: {_reason(error)}"
             return "lost"
 
     def cancel(self) -> None:
-        with contextlib.suppress(self._ray.exceptions.RayActorError, _Gone):
+        with contextlib.suppress(self.ray.exceptions.RayActorError, _Gone):
             self._call("cancel")
 
     def kill(self) -> None:
         """Ends the job: its tasks and its placement group belong to the actor."""
-        self._ray.kill(self._actor)
+        self.ray.kill(self.actor)
 
     def forget(self) -> None:
-        with contextlib.suppress(self._ray.exceptions.RayActorError):
+        with contextlib.suppress(self.ray.exceptions.RayActorError):
             try:
                 self._call("remove")
             except _Gone:
                 return
-        self._ray.kill(self._actor)
+        self.ray.kill(self.actor)
 
     def _call(self, method: str, *args: Any, patience_s: float = _UNAVAILABLE_S) -> Any:
         """The result of a method of the actor, also if it has to be called again.
@@ -217,11 +212,11 @@ class RayHandle:
         if self.why:
             raise _Gone
         deadline = time.monotonic() + patience_s
-        errors = self._ray.exceptions
+        errors = self.ray.exceptions
         while True:
             try:
-                call = getattr(self._actor, method).remote(*args)
-                return self._ray.get(call, timeout=_REPLY_S)
+                call = getattr(self.actor, method).remote(*args)
+                return self.ray.get(call, timeout=_REPLY_S)
             except (errors.ActorUnavailableError, errors.GetTimeoutError):
                 self._look_at_head()
             if time.monotonic() > deadline:
@@ -232,7 +227,7 @@ class RayHandle:
             time.sleep(_RETRY_S)
 
     def _look_at_head(self) -> None:
-        host, _, port = self._head.rpartition(":")
+        host, _, port = self.head.rpartition(":")
         try:
             socket.create_connection((host, int(port)), timeout=_REPLY_S).close()
             self._head_gone_since = None
@@ -241,7 +236,7 @@ class RayHandle:
             self._head_gone_since = self._head_gone_since or now
             if now - self._head_gone_since > _HEAD_S:
                 self.why = (
-                    f"Ray's head at {self._head} has not been reachable for {_HEAD_S:g} s "
+                    f"Ray's head at {self.head} has not been reachable for {_HEAD_S:g} s "
                     f"({error.strerror or error}), and without it Ray ends all tasks, and soon "
                     "this process: start the cluster and the job again; a fit with a backup_dir "
                     "resumes"

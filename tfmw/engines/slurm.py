@@ -134,7 +134,20 @@ class Slurm(FolderEngine):
         return number, self.attach(number)
 
     def attach(self, number: str) -> JobHandle:
-        return _SlurmHandle(self.folder(number), number)
+        def state() -> str:
+            name = state_name(number)
+            if name is None:
+                return ""
+            if (found := _STATES.get(name, "lost")) == "lost":
+                handle.why = f"Slurm ended job {number}: {name}" if name else ""
+            return found
+
+        def kill() -> None:
+            with contextlib.suppress(UsageError):
+                _command("scancel", number)
+
+        handle = FolderHandle(self.folder(number), state, kill)
+        return handle
 
     def numbers(self) -> list[str]:
         return [n for n in super().numbers() if (self.root / n).is_symlink()]
@@ -161,38 +174,6 @@ class Slurm(FolderEngine):
             size.append(f"{gpus}={self.gpus_per_task}")
         named = {"partition": self.partition, "time": self.time, "account": self.account}
         return [*size, *(f"--{k}={v}" for k, v in named.items() if v), *self.options]
-
-
-class _SlurmHandle(FolderHandle):
-    """The handle of a job of Slurm.
-
-    Args:
-        folder: of the job.
-        number: of the job.
-    """
-
-    def __init__(self, folder: Path, number: str) -> None:
-        super().__init__(folder, self._state, self._end)
-        self._number = number
-
-    def cancel(self) -> None:
-        """Asks the controller to end the job; one that is still queued has no controller."""
-        super().cancel()
-        if self._state() == "queued":
-            self._end()
-
-    def _state(self) -> str:
-        name = state_name(self._number)
-        if name is None:
-            return ""
-        state = _STATES.get(name, "lost")
-        if state == "lost":
-            self.why = f"Slurm ended job {self._number}: {name}" if name else ""
-        return state
-
-    def _end(self) -> None:
-        with contextlib.suppress(UsageError):
-            _command("scancel", self._number)
 
 
 def state_name(number: str) -> str | None:
@@ -239,17 +220,13 @@ def _command(*command: str, env: Mapping[str, str] | None = None) -> str:
     return done.stdout.strip()
 
 
+@dataclasses.dataclass
 class SlurmTasks(FolderTasks):
-    """One `srun` for each attempt, within the job of the controller.
-
-    Args:
-        folder: of the job.
-    """
+    """One `srun` for each attempt, within the job of the controller."""
 
     requeues = True
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __post_init__(self) -> None:
         self._srun: subprocess.Popen[bytes] | None = None
         self._count = 0
         self._one_on_each_node = False

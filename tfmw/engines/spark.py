@@ -70,7 +70,7 @@ class Spark(Engine):
         return handle
 
     def numbers(self) -> list[str]:
-        return [number for number, handle in _handles.items() if handle.exists()]
+        return [number for number, handle in _handles.items() if handle.folder.exists()]
 
     def where(self, number: str) -> str:
         context = _context()
