@@ -11,6 +11,7 @@ from tfmw.engines.controller import Controller
 from tfmw.engines.engine import JobSpec
 from tfmw.engines.job import OUTPUT, STATUS
 from tfmw.launcher.options import RunOptions
+from tfmw.remote.messages import Setup
 
 
 def test_a_job_that_is_queued_again_has_the_restarts_that_it_had_left(tmp_path: Path) -> None:
@@ -18,7 +19,7 @@ def test_a_job_that_is_queued_again_has_the_restarts_that_it_had_left(tmp_path: 
     os.chmod(tmp_path, 0o700)
     tasks = FakeTasks()
     tasks.gone = {0: "SIGKILL"}
-    spec = JobSpec(("call",), (1, 1), RunOptions(max_restarts=1))
+    spec = JobSpec(Setup(("call",), RunOptions(max_restarts=1)), (1, 1))
     assert Controller(spec, tasks, tmp_path).run() == "failed"
     before = json.loads((tmp_path / STATUS).read_text())
     assert (before["attempt"], before["restarts"]) == (1, 1)

@@ -72,11 +72,12 @@ class FakeTasks(Tasks):
 class World:
     """Two tasks on two hosts, and the time."""
 
-    def __init__(self, **spec: Any) -> None:
+    def __init__(self, env: dict[str, str] | None = None, **spec: Any) -> None:
         self.now = 0.0
         self.tasks = FakeTasks()
         self.out = io.StringIO()
-        self.spec = JobSpec(("call",), (2, 2), RunOptions(), facts=FACTS, **spec)
+        setup = Setup(("call",), RunOptions(), env or {})
+        self.spec = JobSpec(setup, (2, 2), facts=FACTS, **spec)
         self.links = FakeLinks()
         links: Any = self.links
         self.attempt = JobAttempt(
@@ -118,7 +119,7 @@ class World:
 def test_all_get_the_cluster_and_their_place_on_their_host() -> None:
     world = World(env={"A": "b"})
     assert world.tasks.started is not None
-    assert world.tasks.started[1].addresses == [("h0", 4000)]
+    assert (world.tasks.started[1].hosts, world.tasks.started[1].port) == (("h0",), 4000)
     world.begun()
     (setup, start), (_, other) = (world.sent(rank)[-2:] for rank in (0, 1))
     assert isinstance(setup, Setup)

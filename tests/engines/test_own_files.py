@@ -19,6 +19,7 @@ from tfmw.engines.job import BACKUP, RESULT, STATUS, Job
 from tfmw.engines.local_jobs import LocalTasks
 from tfmw.errors import UsageError
 from tfmw.launcher.options import RunOptions
+from tfmw.remote.messages import Setup
 
 OTHER = 54321  # a user without an account
 
@@ -41,7 +42,7 @@ def trap(tmp_path: Path) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path, trap: Path) -> Path:
     """Of a job that has ended, in which every pickle is a trap."""
-    spec = JobSpec(("call",), (1, 1), RunOptions(), facts={})
+    spec = JobSpec(Setup(("call",), RunOptions()), (1, 1), facts={})
     folder = write_job(tmp_path / "local", spec, ())
     write_contact(folder, Contact(("127.0.0.1",), 1, "token", 0))
     for name in (SPEC, RESULT, PAYLOAD, BACKUP):
@@ -134,7 +135,7 @@ def test_what_a_job_writes_is_its_users_only(tmp_path: Path) -> None:
     """Whatever the umask is: many systems have 002, for groups of one user."""
     before = os.umask(0)
     try:
-        spec = JobSpec(("call",), (1, 1), RunOptions(), facts={})
+        spec = JobSpec(Setup(("call",), RunOptions()), (1, 1), facts={})
         folder = write_job(tmp_path / "local", spec, ())
         own_files.append(folder / "output.log").close()
     finally:

@@ -22,6 +22,7 @@ from tfmw.engines.job import STATUS
 from tfmw.engines.slurm import SlurmTasks
 from tfmw.errors import PREEMPTED, TaskFailed, UsageError
 from tfmw.launcher.options import RunOptions
+from tfmw.remote.messages import Setup
 from tfmw.runtime.signals import LEAVE
 
 pytestmark = [pytest.mark.slurm, pytest.mark.multiprocess]
@@ -141,7 +142,7 @@ def test_slurm_that_cannot_be_asked_has_not_lost_a_job(
         "slurm_load_jobs error: Socket timed out on send/recv operation": "running",
         "slurm_load_jobs error: Invalid job id specified": "lost",
     }
-    folder = write_job(engine.root, JobSpec(("call",), (1, 1), RunOptions()), ())
+    folder = write_job(engine.root, JobSpec(Setup(("call",), RunOptions()), (1, 1)), ())
     own_files.write(folder / STATUS, b'{"state": "running"}')
     for message, state in shown.items():
         scontrol.write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 1\n")

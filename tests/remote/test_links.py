@@ -194,7 +194,7 @@ def test_a_frame_is_only_good_once_in_its_place_and_direction():
 
 
 MESSAGES = [
-    Setup(("call",), {}, {"A": "b"}, RunOptions(preempt_grace_s=1), "/a", False, 80, b"\n\0"),
+    Setup(("call",), RunOptions(preempt_grace_s=1), {}, {"A": "b"}, "/a", False, 80, b"\n\0"),
     Join({"tfmw": "1"}, 3, -1),
     Start("run", 2, (0, 2), {"worker": ("h0:1", "h2:1")}, (("worker", 1),)),
     Ended(2, EndReport(done=True, step=3)),

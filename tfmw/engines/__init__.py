@@ -9,8 +9,8 @@ in it can be unpickled. What all of them share:
 `submit.py`, the entry points, and `job.py`, what they return; `controller.py`, which restarts, and
 `job_attempt.py`, one attempt; `agent.py`, the process of each task. `tfmw.remote` connects the two.
 
-May import: `tfmw.checkpoint`, `tfmw.data`, `tfmw.remote`, and what is below them. Only `local` and
-`pickling` import TensorFlow; no engine's library is imported before an engine is used.
+May import: `tfmw.training`, `tfmw.checkpoint`, `tfmw.remote`, and what is below them. Only `local`
+and `pickling` import TensorFlow; no engine's library is imported before an engine is used.
 """
 
 from __future__ import annotations

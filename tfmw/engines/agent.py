@@ -88,13 +88,7 @@ def run_task(
     Raises:
         TfmwError: the controller cannot be reached.
     """
-    inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-    host = host or socket.gethostname()
-    with (
-        tempfile.TemporaryDirectory(prefix="tfmw-task-", ignore_cleanup_errors=True) as folder,
-        Links(contact.token.encode(), inbox.put, TIMING) as links,
-    ):
-        _Agent(links, inbox, contact, rank, payload, host, Path(folder)).run()
+    _Agent(contact, rank, payload, host or socket.gethostname()).run()
 
 
 class _Forward(Display):
@@ -113,37 +107,28 @@ class _Forward(Display):
 
 @dataclasses.dataclass
 class _Agent:
-    """One task, and its connection; see `run_task`.
+    """One task, and its connection; see `run_task`."""
 
-    Args:
-        links: connects to the controller.
-        inbox: events of the connection.
-        folder: of this task, removed at its end.
-    """
-
-    links: Links
-    inbox: queue.SimpleQueue[tuple[Any, ...]]
     contact: Contact
     rank: int
     payload: Callable[[], call.Payload]
     host: str
-    folder: Path
-    sent_backup: str = ""
-    stack: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
-
-    @property
-    def backups(self) -> Path:
-        """The folder whose newest backup the job keeps."""
-        return self.folder / "backups"
 
     def run(self) -> None:
         """Serves the controller until the task has ended."""
-        with self.stack, contextlib.ExitStack() as ports:
+        with contextlib.ExitStack() as self.stack, contextlib.ExitStack() as ports:
+            folder = tempfile.TemporaryDirectory(prefix="tfmw-task-", ignore_cleanup_errors=True)
+            self.folder = Path(self.stack.enter_context(folder))
+            self.backups = self.folder / "backups"  # the job keeps the newest of them
+            self.sent_backup = ""
+            self.inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+            links = Links(self.contact.token.encode(), self.inbox.put, TIMING)
+            self.links = self.stack.enter_context(links)
             (port,) = ports.enter_context(reserved_ports(1))
             own = self.rank, self.contact.attempt, self.host
             self.links.dial(
                 "controller",
-                self.contact.addresses,
+                [(host, self.contact.port) for host in self.contact.hosts],
                 lambda address: AgentHello(*own, address, port, common_versions()),
             )
             wait_connected(self.inbox)

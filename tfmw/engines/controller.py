@@ -46,26 +46,19 @@ _GROW_EVERY_S = 10.0
 _ENDED = {0: "done", 1: "failed", 2: "failed", PREEMPTED: "preempted"}
 
 
+@dataclasses.dataclass
 class Controller:
-    """Runs one job.
+    """Runs one job."""
 
-    Args:
-        spec: what to run.
-        tasks: the engine's side.
-        folder: for the job's files.
-        stop: signals that this process has received.
-    """
+    spec: JobSpec
+    tasks: Tasks
+    folder: Path  # for the job's files
+    stop: Signals = dataclasses.field(default_factory=Signals)
 
-    def __init__(
-        self, spec: JobSpec, tasks: Tasks, folder: Path, stop: Signals | None = None
-    ) -> None:
-        self._spec = spec
-        self._tasks = tasks
-        self._folder = folder
-        self._stop = stop or Signals()
+    def __post_init__(self) -> None:
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._connections = itertools.count()
-        self._policy = RestartPolicy(spec.options, spec.workers[1])
+        self._policy = RestartPolicy(self.spec.setup.options, self.spec.workers[1])
         self._policy.division = Division(at=time.time()).values()
         self._written: dict[str, Any] = {}
         self._growing = False
@@ -73,10 +66,10 @@ class Controller:
     def run(self) -> str:
         """Runs the job; returns its last state, which `status.json` has then, or INTERRUPTED."""
         state, problem, backup = "failed", "", b""
-        with own_files.append(self._folder / jobs.OUTPUT) as output:
+        with own_files.append(self.folder / jobs.OUTPUT) as output:
             self._output = output
             try:
-                token, listener = self._spec.token.encode(), sockets.listen()
+                token, listener = self.spec.token.encode(), sockets.listen()
                 port = listener.getsockname()[1]
                 with Links(token, self._inbox.put, TIMING, listener, self._welcome) as links:
                     state, problem = self._run_attempts(links, port)
@@ -85,12 +78,12 @@ class Controller:
                 problem = f"its controller failed: {type(error).__name__}: {error}"
             finally:
                 try:
-                    backup = self._tasks.kept()
-                    self._tasks.close()
+                    backup = self.tasks.kept()
+                    self.tasks.close()
                 except Exception:
                     traceback.print_exc(file=output)
         if backup:
-            own_files.write(self._folder / jobs.BACKUP, backup)
+            own_files.write(self.folder / jobs.BACKUP, backup)
         if state != INTERRUPTED:
             self._say(state=state, problem=problem)
         return state
@@ -99,19 +92,18 @@ class Controller:
         failures: list[Any] = []
         for number in itertools.count(self._first_attempt()):
             count = self._placed()
-            if not count and self._stop.received and self._tasks.requeues:
+            if not count and self.stop.received and self.tasks.requeues:
                 return "queued", ""
             if not count:
                 return "cancelled", "it was cancelled before its tasks had a place"
             self._say(state="starting" if number == 0 else "restarting", attempt=number)
-            display = Display(self._output, LIVE if self._spec.live else None)
-            division = self._policy.division
+            display = Display(self._output, LIVE if self.spec.setup.live else None)
             attempt = JobAttempt(
-                self._spec, self._tasks, links, display, number, count, division=division
+                self.spec, self.tasks, links, display, number, count, self._policy.division
             )
             try:
                 attempt.start(port)
-                self._watch(attempt, display)
+                self._watch(attempt)
             finally:
                 attempt.end()
             if self._cancelled():
@@ -119,11 +111,11 @@ class Controller:
             self._policy.division = attempt.ending.division
             self._say(**{jobs.POLICY: self._policy.saved()})
             outcome = attempt.ending.outcome(time.monotonic())
-            found = dataclasses.replace(outcome, signals=tuple(self._stop.received))
-            if self._growing and found.preempted and self._tasks.requeues:
+            found = dataclasses.replace(outcome, signals=tuple(self.stop.received))
+            if self._growing and found.preempted and self.tasks.requeues:
                 return "queued", ""  # the engine starts the job again with more tasks
             self._growing = False
-            if self._stop.received and found.failures and self._tasks.requeues:
+            if self.stop.received and found.failures and self.tasks.requeues:
                 return INTERRUPTED, ""
             failures += found.failures if not failures else found.failures[:1]
             decision = self._policy.decide(found)
@@ -146,7 +138,7 @@ class Controller:
         """0, or the next one of a job that was queued again, with the restarts that it has left."""
         before: dict[str, Any] = {}
         with contextlib.suppress(FileNotFoundError):
-            before = json.loads(own_files.read(self._folder, jobs.STATUS))
+            before = json.loads(own_files.read(self.folder, jobs.STATUS))
         kept = ("attempt", "restarts", "backup", jobs.POLICY)
         self._written = {name: before[name] for name in kept if name in before}
         if jobs.POLICY in before:
@@ -157,15 +149,15 @@ class Controller:
     def _placed(self) -> int:
         """Waits until the engine has room for the tasks: how many; 0 if cancelled."""
         while not self._is_to_end():
-            if count := self._tasks.available(*self._spec.workers):
+            if count := self.tasks.available(*self.spec.workers):
                 return count
             time.sleep(_POLL_S)
         return 0
 
     def _is_to_end(self) -> bool:
-        return self._cancelled() or bool(self._stop.received)
+        return self._cancelled() or bool(self.stop.received)
 
-    def _watch(self, attempt: JobAttempt, display: Display) -> None:
+    def _watch(self, attempt: JobAttempt) -> None:
         """Returns when the attempt is over, or the job is to end."""
         grow_at = time.monotonic() + _GROW_EVERY_S
         asked = False
@@ -180,31 +172,32 @@ class Controller:
                 self._say(state="running", **attempt.details())
             if self._cancelled():
                 return
-            if self._stop.received and not asked:
+            if self.stop.received and not asked:
                 asked = True
                 attempt.ask_to_leave()
             if not asked and time.monotonic() > grow_at:
                 grow_at = time.monotonic() + _GROW_EVERY_S
                 if self._can_grow(attempt):
                     asked = self._growing = True
-                    display.line("tfmw: there is a place for more tasks: all save their state")
+                    line = "there is a place for more tasks: all save their state"
+                    attempt.display.line(f"tfmw: {line}")
                     attempt.ask_to_leave()
 
     def _can_grow(self, attempt: JobAttempt) -> bool:
-        least, most = self._spec.workers
+        least, most = self.spec.workers
         return (
             least < most
-            and self._spec.options.max_restarts > 0
+            and self.spec.setup.options.max_restarts > 0
             and attempt.count < most
             and attempt.ending.step > 0
-            and self._tasks.room(most) > attempt.count
+            and self.tasks.room(most) > attempt.count
         )
 
     def _finish(
         self, attempt: JobAttempt, found: AttemptOutcome, failures: list[Any]
     ) -> tuple[str, str]:
         """Writes the result; returns the job's last state, and its problem."""
-        log = self._folder / jobs.OUTPUT
+        log = self.folder / jobs.OUTPUT
         failed = tuple(dataclasses.replace(f, log=log) for f in failures) if found.failures else ()
         status = exit_status(failed, preempted=found.preempted)
         result = Result(
@@ -212,7 +205,7 @@ class Controller:
             tasks={},
             failures=failed,
             directory=None,
-            attempts=attempt.ending.number + 1,
+            attempts=attempt.number + 1,
             restarts=self._policy.restarts,
             goodput=attempt.ending.goodput(),
         )
@@ -221,17 +214,17 @@ class Controller:
         for line in lines:
             self._output.write(f"{line}\n")
         self._output.flush()
-        own_files.write(self._folder / jobs.RESULT, pickle.dumps((result, attempt.results())))
-        if status == PREEMPTED and self._tasks.requeues:
+        own_files.write(self.folder / jobs.RESULT, pickle.dumps((result, attempt.results())))
+        if status == PREEMPTED and self.tasks.requeues:
             return "queued", ""
         return _ENDED[status], lines[-1] if status else ""
 
     def _cancelled(self) -> bool:
-        return (self._folder / CANCEL).exists()
+        return (self.folder / CANCEL).exists()
 
     def _say(self, **known: Any) -> None:
         """Writes the job's status, where it has changed."""
         status = {**self._written, **known}
         if status != self._written:
             self._written = status
-            own_files.write(self._folder / jobs.STATUS, json.dumps(status).encode())
+            own_files.write(self.folder / jobs.STATUS, json.dumps(status).encode())

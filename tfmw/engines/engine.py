@@ -9,9 +9,7 @@
         def lost(self): ...
         def end(self): ...
 
-Everything else is shared: the controller (`controller.py`) collects the tasks, compares versions,
-restarts from the newest backup and labels their output; `agent.py` is what an engine starts, one
-for each task; `job.py` is what the user holds. `local_jobs.py` is the shortest engine.
+Everything else is shared. `local_jobs.py` is the shortest engine.
 """
 
 from __future__ import annotations
@@ -20,13 +18,13 @@ import abc
 import dataclasses
 import importlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from tfmw.errors import UsageError
 from tfmw.launcher.call import Payload
-from tfmw.launcher.options import RunOptions
 from tfmw.remote.links import Timing
+from tfmw.remote.messages import Setup
 from tfmw.runtime.versions import common_versions
 
 TIMING = Timing(beat_s=2.0, silence_s=20.0, hello_s=10.0)
@@ -38,29 +36,17 @@ class JobSpec:
     """A job, for the controller; the call itself travels as the payload.
 
     Args:
-        command: the arguments of `tfmw.launcher.task`: "call", or "script", its path and its flags.
+        setup: of each task.
         workers: the least and the largest number of tasks.
-        options: restarts and time limits.
-        env: environment variables added for the tasks.
         facts: versions that must be the same in every task, by name.
         directories: that every task must see, by the name of the argument.
-        script: the content of the script, for machines that do not have it.
-        folder: the caller's working directory; tasks start in it where it exists.
-        live: whether the first task's output is for a terminal or a notebook.
-        columns: width of it.
         token: proves to the controller that a task belongs to the job.
     """
 
-    command: Sequence[str]
+    setup: Setup
     workers: tuple[int, int]
-    options: RunOptions
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     facts: Mapping[str, str] = dataclasses.field(default_factory=common_versions)
     directories: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    script: bytes = b""
-    folder: str = ""
-    live: bool = False
-    columns: int = 120
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(32))
 
 
@@ -79,11 +65,6 @@ class Contact:
     port: int
     token: str
     attempt: int
-
-    @property
-    def addresses(self) -> list[tuple[str, int]]:
-        """(host, port) pairs to try."""
-        return [(host, self.port) for host in self.hosts]
 
 
 class Tasks(abc.ABC):

@@ -34,7 +34,6 @@ from tfmw.remote.messages import (
     Message,
     Output,
     Refused,
-    Setup,
     Start,
     StepReached,
 )
@@ -60,56 +59,38 @@ class TaskState:
     result: bytes = b""
 
 
+@dataclasses.dataclass
 class JobAttempt:
-    """All tasks of one attempt.
+    """All tasks of one attempt; `ending` is how they end."""
 
-    Args:
-        spec: of the job.
-        tasks: the engine's side.
-        links: to the tasks.
-        display: prints the tasks' output.
-        number: of the attempt.
-        count: of the tasks.
-        clock: monotonic seconds.
-        division: of the run's time until now; (): nothing is known.
-    """
+    spec: JobSpec
+    tasks: Tasks
+    links: Links
+    display: Display  # of the tasks' output
+    number: int
+    count: int  # of the tasks
+    division: tuple[float, ...] = ()  # of the run's time until now; (): nothing is known
+    clock: Callable[[], float] = time.monotonic
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        tasks: Tasks,
-        links: Links,
-        display: Display,
-        number: int,
-        count: int,
-        clock: Callable[[], float] = time.monotonic,
-        division: tuple[float, ...] = (),
-    ) -> None:
-        self.count = count
+    def __post_init__(self) -> None:
         self.phase = "gathering"
         self.members: dict[int, TaskState] = {}
-        self._spec = spec
-        self._tasks = tasks
-        self._links = links
-        self._display = display
-        self._clock = clock
         self._ranks: dict[Hashable, int] = {}
         self._lost_at: dict[int, float] = {}
-        self._unseen = set(range(count))  # whose directories have not been looked at
+        self._unseen = set(range(self.count))  # whose directories have not been looked at
         self._backup = ""  # the newest that the job keeps
-        self._start_by = clock() + (spec.options.start_timeout_s or math.inf)
+        now, options = self.clock(), self.spec.setup.options
+        self._start_by = now + (options.start_timeout_s or math.inf)
         self.ending = RemoteAttempt(
-            number, range(count), spec.options, self.label, clock(), SETTLE_S, division
+            self.number, range(self.count), options, self.label, now, SETTLE_S, self.division
         )
-        """How its tasks end."""
 
     # ---- start -----------------------------------------------------------------------------------
 
     def start(self, port: int) -> None:
         """Has the engine start the tasks; they connect to the port."""
-        self._tasks.start(
-            self.count, Contact(self._tasks.hosts(), port, self._spec.token, self.ending.number)
-        )
+        contact = Contact(self.tasks.hosts(), port, self.spec.token, self.number)
+        self.tasks.start(self.count, contact)
 
     def handle(self, event: str, name: Hashable, *what: Any) -> None:
         """Takes an event of a connection."""
@@ -119,12 +100,12 @@ class JobAttempt:
         elif event == "from_member" and rank is not None:
             self._receive(rank, self.members[rank], *what)
         elif event == "member_lost" and rank in self.ending.running:
-            self.ending.lost(rank, "its connection was lost", self._clock())
+            self.ending.lost(rank, "its connection was lost", self.clock())
 
     def _welcome(self, name: Hashable, hello: Message) -> None:
         if (
             isinstance(hello, AgentHello)
-            and hello.attempt == self.ending.number
+            and hello.attempt == self.number
             and self.phase == "gathering"
             and hello.rank not in self.members
         ):
@@ -133,40 +114,40 @@ class JobAttempt:
             if len(self.members) == self.count:
                 self._check()
         else:
-            self._links.to_member(name, Refused("this attempt has its tasks"))
+            self.links.to_member(name, Refused("this attempt has its tasks"))
 
     def _receive(self, rank: int, member: TaskState, message: Message) -> None:
         match message:
             case Looked() if self.phase == "checking":
                 self._looked(rank, message)
             case Output(final=final, body=body):
-                live = self._spec.live and rank == 0
-                self._display.feed(LIVE if live else self.label(rank), body, final)
+                live = self.spec.setup.live and rank == 0
+                self.display.feed(LIVE if live else self.label(rank), body, final)
             case Line(text=text):
-                self._display.line(text)
+                self.display.line(text)
             case StepReached(step=step, division=division):
                 member.step = step
                 self.ending.reached(rank, step, division)
             case BackupFiles(name=name, body=body):
-                self._tasks.keep(body)
+                self.tasks.keep(body)
                 self._backup = name
             case Ended(report=report, body=body):
                 member.result = body
-                self.ending.ended(rank, report, self._clock(), task=self.label(rank))
+                self.ending.ended(rank, report, self.clock(), task=self.label(rank))
                 self._send(rank, End(message.attempt))
 
     def _in_order(self) -> list[TaskState]:
         return [self.members[rank] for rank in sorted(self.members)]
 
     def _send(self, rank: int, message: Message) -> None:
-        self._links.to_member(self.members[rank].name, message)
+        self.links.to_member(self.members[rank].name, message)
 
     def _check(self) -> None:
         """Compares versions, and has the tasks look at the directories that they share."""
         self.phase = "checking"
         for rank in range(self.count):
             hello = self.members[rank].hello
-            for name, expected in self._spec.facts.items():
+            for name, expected in self.spec.facts.items():
                 found = hello.facts.get(name, "none")
                 if found != expected:
                     self._fail(
@@ -181,7 +162,7 @@ class JobAttempt:
             self._run()
 
     def _shared(self) -> dict[str, str]:
-        return {k: v for k, v in self._spec.directories.items() if "://" not in v}
+        return {k: v for k, v in self.spec.directories.items() if "://" not in v}
 
     def _looked(self, rank: int, looked: Looked) -> None:
         if looked.problems:
@@ -197,30 +178,22 @@ class JobAttempt:
     def _run(self) -> None:
         """Sends the cluster to all tasks; they start."""
         self.phase = "running"
-        spec, hellos = self._spec, [member.hello for member in self._in_order()]
+        spec, hellos = self.spec, [member.hello for member in self._in_order()]
         cluster = {"worker": tuple(addresses.joined(h.address, h.port) for h in hellos)}
-        backup = self._tasks.kept()
+        backup = self.tasks.kept()
         if backup:
             self._send(0, BackupFiles("", backup))
         for rank, hello in enumerate(hellos):
             here = [r for r, other in enumerate(hellos) if other.address == hello.address]
-            setup = Setup(
-                command=tuple(spec.command),
-                env=dict(spec.env),
-                own_env={
-                    "TFMW_LOCAL_TASKS": str(len(here)),
-                    "TFMW_LOCAL_RANK": str(here.index(rank)),
-                },
-                options=spec.options,
-                folder=spec.folder,
-                live=spec.live and rank == 0,
-                columns=spec.columns,
-                body=spec.script,
-            )
-            self._send(rank, setup)
+            own_env = {
+                "TFMW_LOCAL_TASKS": str(len(here)),
+                "TFMW_LOCAL_RANK": str(here.index(rank)),
+            }
+            live = spec.setup.live and rank == 0
+            self._send(rank, dataclasses.replace(spec.setup, own_env=own_env, live=live))
             start = Start(
                 run="",
-                attempt=self.ending.number,
+                attempt=self.number,
                 hosts=tuple(range(self.count)),
                 cluster=cluster,
                 tasks=(("worker", rank),),
@@ -237,21 +210,21 @@ class JobAttempt:
 
     def look(self) -> bool:
         """Looks at what the engine has lost, and at the time; whether the attempt is over."""
-        now, attempt = self._clock(), self.ending
-        for rank, why in self._tasks.lost().items():
+        now, attempt = self.clock(), self.ending
+        for rank, why in self.tasks.lost().items():
             # One that has connected may still report why it ended.
             patience = LOST_S if rank in self.members else -1.0
             if rank in attempt.running and now - self._lost_at.setdefault(rank, now) > patience:
                 attempt.lost(rank, why, now)
         if self.phase == "gathering" and now > self._start_by:
             rank = next(r for r in itertools.count() if r not in self.members)
-            limit = self._spec.options.start_timeout_s
+            limit = self.spec.setup.options.start_timeout_s
             attempt.lost(rank, f"has not connected within {limit:g} s of its start", now)
         return attempt.must_end(now) or not attempt.running
 
     def _fail(self, rank: int, problem: str) -> None:
         """Ends the attempt, and the run, for something that no restart mends."""
-        now = self._clock()
+        now = self.clock()
         found = self.ending.failure(rank, now, error=problem, usage=True, external=False)
         self.ending.fail(found, now)
 
@@ -260,16 +233,16 @@ class JobAttempt:
     def ask_to_leave(self) -> None:
         """Has the tasks save their state and leave."""
         if self.members:
-            self._send(min(self.members), Leave(self.ending.number))
+            self._send(min(self.members), Leave(self.number))
 
     def end(self) -> None:
         """Ends all tasks; what they still send is not waited for."""
         self.phase = "ended"
         for rank in self.members:
-            self._send(rank, End(self.ending.number))
-        self._tasks.end()
+            self._send(rank, End(self.number))
+        self.tasks.end()
         for member in self.members.values():
-            self._links.drop(member.name)
+            self.links.drop(member.name)
 
     def results(self) -> dict[str, bytes]:
         """The pickled result of each task's function, by the task's name."""
@@ -279,7 +252,7 @@ class JobAttempt:
         """For the job's status."""
         members = self._in_order()
         return {
-            "attempt": self.ending.number,
+            "attempt": self.number,
             "workers": self.count,
             "hosts": [member.hello.host for member in members],
             "step": self.ending.step,

@@ -24,10 +24,10 @@ from tfmw.launcher import run as local_launcher
 from tfmw.launcher.options import GRACE_S, AutoOnOff, RunOptions
 from tfmw.launcher.output import is_watched
 from tfmw.launcher.spawn import terminal_size
+from tfmw.remote.messages import Setup
 from tfmw.trackers import RUN_ID
 
-_ENGINES = {"local": "Local", "ray": "Ray", "slurm": "Slurm", "spark": "Spark"}
-"""Names of engines -> names of their classes in `tfmw.engines`."""
+_ENGINES = ("local", "ray", "slurm", "spark")  # their classes: `tfmw.engines.Local`, ...
 
 # Settings of TensorFlow and of what it computes with, which tasks on other machines need too.
 _TRAVEL = ("TF_", "KERAS_", "OMP_", "XLA_", "NCCL_", "TFDS_")
@@ -46,7 +46,7 @@ def engine_of(on: str | Engine) -> Engine:
             f"received on={on!r}: expected {', '.join(map(repr, _ENGINES))}, or an engine with "
             "its settings, such as tfmw.engines.Slurm(partition='gpu')."
         )
-    engine: Engine = getattr(engines, _ENGINES[on])()
+    engine: Engine = getattr(engines, on.capitalize())()
     return engine
 
 
@@ -98,6 +98,7 @@ def launch(
         KeyboardInterrupt: the job was cancelled, and nothing of it is left.
     """
     engine = engine_of(on)
+    out = sys.stdout if stdout is None else stdout
     if engine.name == "local":
         if isinstance(workers, tuple):
             raise UsageError(
@@ -109,14 +110,13 @@ def launch(
             args,
             workers,
             log_dir=log_dir,
-            env=env,
-            stdout=stdout,
+            env=env or {},
+            stdout=out,
             live=live,
             grace_s=grace_s,
             max_restarts=max_restarts,
             isolate=isolate,
         )
-    out = sys.stdout if stdout is None else stdout
     live = is_watched(out) if live is None else live
     payload = call.pack(fn, args)
     with held(start(engine, payload, workers, max_restarts, env, live=live)) as job:
@@ -207,9 +207,10 @@ def start(
     max_restarts: int,
     env: Mapping[str, str] | None = None,
     *,
-    command: Sequence[str] = ("call",),
+    command: tuple[str, ...] = ("call",),
     live: bool = False,
-    **fields: Any,
+    script: bytes = b"",
+    directories: Mapping[str, str] | None = None,
 ) -> Job:
     """Submits a job, with the settings of this process.
 
@@ -217,7 +218,7 @@ def start(
         engine: where it runs.
         payload: the packed call; empty for a script.
         workers, max_restarts, env: as in `submit`.
-        command, live, fields: of `JobSpec`.
+        command, live, script, directories: of `Setup` and `JobSpec`.
     """
     options = RunOptions(max_restarts=max_restarts)
     least, most = task_range(workers)
@@ -231,9 +232,8 @@ def start(
         for name, value in os.environ.items()
         if name.startswith(_TRAVEL) and name != "TF_CONFIG"
     }
-    spec = JobSpec(
+    setup = Setup(
         command=command,
-        workers=(least, most),
         options=options,
         env={
             RUN_ID: os.environ.get(RUN_ID) or secrets.token_hex(8),
@@ -244,8 +244,9 @@ def start(
         folder=os.getcwd(),
         live=live,
         columns=terminal_size().columns,
-        **fields,
+        body=script,
     )
+    spec = JobSpec(setup, (least, most), directories=directories or {})
     number, handle = engine.submit(spec, payload)
     return Job(engine.name, number, handle, engine.where(number))
 

@@ -217,20 +217,26 @@ class Looked:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The job of an agent's task; see `tfmw.engines.engine.JobSpec`.
+    """The setup of a job's task.
 
     Attributes:
-        own_env: variables of this task only.
+        command: the arguments of `tfmw.launcher.task`: "call", or "script", its path and its flags.
+        options: restarts and time limits.
+        env: environment variables added for the tasks.
+        own_env: the same, of this task only.
+        folder: the caller's working directory; tasks start in it where it exists.
+        live: whether the first task's output is for a terminal or a notebook.
+        columns: width of it.
         body: the script, for machines that do not have it.
     """
 
     command: tuple[str, ...]
-    env: dict[str, str]
-    own_env: dict[str, str]
     options: RunOptions
-    folder: str
-    live: bool
-    columns: int
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
+    own_env: dict[str, str] = dataclasses.field(default_factory=dict)
+    folder: str = ""
+    live: bool = False
+    columns: int = 120
     body: bytes = b""
 
 
