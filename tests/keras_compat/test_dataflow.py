@@ -232,6 +232,7 @@ NONLINEAR: list[Any] = [
     lambda x: ops.sum(x) / ops.sum(ops.abs(x)),
     lambda x: ops.mean(ops.square(x - ops.mean(x, axis=0))),
     lambda x: ops.sum(x) + ops.mean(x),
+    lambda x: tf.where(WEIGHTS[0] > 0, ops.sum(x), ops.mean(x)),
     lambda x: 1 - ops.sum(x),
     lambda x: ops.std(x),
     lambda x: ops.mean(tf.boolean_mask(x, x[:, 0] > 0)),

@@ -99,6 +99,8 @@ def _select(op: Any, inputs: list[Flow]) -> Flow:
     if inputs[0].kind in ("fixed", "size"):
         chosen = aligned_flows(op, inputs)
         union = joined_flow(op, chosen[1:])
+        if union.kind in BAD:
+            return union
         return product_flow(op, [union, chosen[0]._replace(kind="fixed", degree=0)])
     return _elementwise(op, inputs)
 
@@ -109,21 +111,14 @@ def _reduction(op: Any, inputs: list[Flow]) -> Flow:
     if flow.kind == "fixed":
         return FIXED
     if flow.elements is not None and op.type == "Prod":
-        degrees = [each.degree for each in flow.elements]
-        kinds = highest_kind(list(flow.elements)) if flow.elements else "fixed"
-        known = [d for d in degrees if d is not None]
-        return Flow(kinds, degree=sum(known) if len(known) == len(degrees) else None)
-    if rank is None:
+        known = [each.degree for each in flow.elements if each.degree is not None]
+        degree = sum(known) if len(known) == len(flow.elements) else None
+        return Flow(highest_kind(flow.elements), degree=degree)
+    axes = None if rank is None else _axes_of(op, inputs[1], rank)
+    if axes is None:
         if op.outputs[0].shape.rank != 0:
             return bad_flow("unknown", op)
-        axes = {axis for axis, _ in flow.axes}
-    else:
-        found = _axes_of(op, inputs[1], rank)
-        if found is None:
-            if op.outputs[0].shape.rank != 0:
-                return bad_flow("unknown", op)
-            found = set(range(rank))
-        axes = found
+        axes = {axis for axis, _ in flow.axes} if rank is None else set(range(rank))
     keep = op.type not in ("ArgMax", "ArgMin") and bool(op.get_attr("keep_dims"))
     return total_flow(op, flow, axes, op.type, keep)
 

@@ -63,7 +63,6 @@ SIZE = Flow("size", degree=1)
 
 BAD = ("compared", "nonlinear", "unknown")
 
-
 SMALL = 16  # values
 
 
@@ -75,8 +74,21 @@ def constant_input(op: Any, inputs: list[Flow], i: int) -> Any:
 
 def bad_flow(kind: str, op: Any, flows: Sequence[Flow] = ()) -> Flow:
     """Of a value that does not combine over replicas; an operation before it may be the origin."""
-    origin = next((flow.origin for flow in flows if flow.origin is not None), op)
-    return Flow(kind, origin=origin)
+    return Flow(kind, origin=_origin_of(flows) or op)
+
+
+def _origin_of(flows: Iterable[Flow]) -> Any:
+    return next((flow.origin for flow in flows if flow.origin is not None), None)
+
+
+def worst_flow(flows: Sequence[Flow]) -> Flow | None:
+    """The first flow of the first kind in `BAD` that any has; None if all combine."""
+    return next((flow for kind in BAD for flow in flows if flow.kind == kind), None)
+
+
+def without_axes(op: Any, flow: Flow) -> Flow:
+    """Of an operation that is not understood: as its input, if examples differ along no axis."""
+    return bad_flow("unknown", op) if flow.axes else flow
 
 
 def aligned_flows(op: Any, flows: list[Flow]) -> list[Flow]:
@@ -102,25 +114,28 @@ def _together(op: Any, flows: list[Flow]) -> Flow:
         for axis, label in flow.axes:
             if axes.setdefault(axis, label) != label:
                 return bad_flow("compared", op, flows)
-    origin = next((flow.origin for flow in flows if flow.origin is not None), None)
-    labels = list(axes.values())
-    if len(set(labels)) < len(labels):
-        origin = origin or op
+    pairs = len(set(axes.values())) < len(axes)
+    origin = _origin_of(flows) or (op if pairs else None)
     return Flow(highest_kind(flows), origin=origin).along(axes.items())
 
 
-def highest_kind(flows: list[Flow]) -> str:
+def highest_kind(flows: Iterable[Flow]) -> str:
     """The kind of several values together, none of which is in `BAD`."""
     order = ("fixed", "size", "reduced", "rows")
-    return max((flow.kind for flow in flows), key=order.index)
+    return max((flow.kind for flow in flows), key=order.index, default="fixed")
+
+
+def vector_flow(elements: Iterable[Flow]) -> Flow:
+    """Of a vector of numbers of these flows."""
+    elements = tuple(elements)
+    return Flow(highest_kind(elements), degree=None, elements=elements)
 
 
 def joined_flow(op: Any, flows: list[Flow]) -> Flow:
     """Of a sum, and of whatever is one of several values."""
-    for kind in BAD:
-        bad = next((flow for flow in flows if flow.kind == kind), None)
-        if bad is not None:
-            return bad
+    bad = worst_flow(flows)
+    if bad is not None:
+        return bad
     out = _together(op, flows)
     if out.kind == "fixed":
         return FIXED
@@ -184,8 +199,7 @@ def total_flow(op: Any, flow: Flow, axes: set[int], how: str, keep: bool = False
         return Flow("size", tuple(left), degree)
     if flow.has_pairs or left or not linear:
         return bad_flow("compared", op, [flow])
-    labels = list(over.values())
-    if how == "Mean" and any(is_uneven(label) for label in labels):
+    if how == "Mean" and any(map(is_uneven, over.values())):
         return bad_flow("nonlinear", op)
     degree = flow.degree
     if how == "Sum":
@@ -195,7 +209,22 @@ def total_flow(op: Any, flow: Flow, axes: set[int], how: str, keep: bool = False
 
 def is_uneven(label: Any) -> bool:
     """Whether the number of values along an axis is no multiple of that of examples."""
-    return isinstance(label, tuple) and label[0] in ("selected", "mixed")
+    return tag_of(label) in ("selected", "mixed")
+
+
+def tag_of(label: Any) -> Any:
+    """The first part of a label that is a tuple, such as "joined"; None of any other."""
+    return label[0] if isinstance(label, tuple) else None
+
+
+def joined_parts(label: Any) -> tuple[Any, ...]:
+    """The labels of what follows each other along an axis: one, unless it is a `joined_label`."""
+    return label[1] if tag_of(label) == "joined" else (label,)
+
+
+def joined_label(parts: Sequence[Any]) -> Any:
+    """The label of an axis along which the values of several axes follow each other."""
+    return parts[0] if len(parts) == 1 else ("joined", tuple(parts))
 
 
 def joined_apart(op: Any, inputs: list[Flow]) -> Flow:
@@ -224,7 +253,6 @@ def by_rows(op: Any, inputs: list[Flow]) -> Any:
     labels = {label for flow in inputs for axis, label in flow.axes if axis == 0}
     if len(labels) > 1:
         return bad_flow("unknown", op, inputs)
-    origin = next((flow.origin for flow in inputs if flow.origin is not None), None)
     out = []
     for tensor in op.outputs:
         axes = list(dict.fromkeys(iterations))
@@ -233,7 +261,7 @@ def by_rows(op: Any, inputs: list[Flow]) -> Any:
         elif labels:
             out.append(bad_flow("unknown", op))
             continue
-        out.append(Flow(kind, tuple(axes), origin=origin))
+        out.append(Flow(kind, tuple(axes), origin=_origin_of(inputs)))
     return out
 
 

@@ -17,8 +17,11 @@ from tfmw.keras_compat.dataflow.flow import (
     highest_kind,
     joined_apart,
     joined_flow,
+    joined_label,
+    joined_parts,
     nonlinear_flow,
     rules,
+    vector_flow,
 )
 from tfmw.keras_compat.dataflow.shapes import size_of
 from tfmw.keras_compat.graph import static_value
@@ -34,30 +37,19 @@ def _concat(op: Any, inputs: list[Flow]) -> Flow:
     axis = int(np.squeeze(axis_of)) % rank
     labels = [flow.label(axis) for flow in inputs]
     if all(label is None for label in labels):
-        elements = None
-        if rank == 1 and all(
-            flow.elements or t.shape == (1,) or flow.kind == "fixed"
-            for flow, t in zip(inputs, parts, strict=True)
-        ):
-            lists = [_elements(flow, t) for flow, t in zip(inputs, parts, strict=True)]
-            if None not in lists:
-                elements = tuple(itertools.chain.from_iterable(lists))  # type: ignore[arg-type]
-        if elements is not None and highest_kind(inputs) in ("fixed", "size"):
-            return Flow(highest_kind(inputs), degree=None, elements=elements)
+        known = [_elements(flow, tensor) for flow, tensor in zip(inputs, parts, strict=True)]
+        elements = [each for each in known if each is not None]
+        if rank == 1 and len(elements) == len(parts) and highest_kind(inputs) in ("fixed", "size"):
+            return vector_flow(itertools.chain.from_iterable(elements))
         return joined_apart(op, inputs)
     rest = [flow.along(a for a in flow.axes if a[0] != axis) for flow in inputs]
     out = joined_apart(op, rest)
     if out.kind in BAD:
         return out
     if None in labels:
-        known = [label for label in labels if label is not None]
-        label: Any = ("mixed", op.name, known[0])
+        label: Any = ("mixed", op.name, next(each for each in labels if each is not None))
     else:
-        flat: list[Any] = []
-        for each in labels:
-            joined = isinstance(each, tuple) and each[0] == "joined"
-            flat += each[1] if joined else [each]
-        label = ("joined", tuple(flat)) if len(flat) > 1 else flat[0]
+        label = joined_label([part for each in labels for part in joined_parts(each)])
     return out.along([*out.axes, (axis, label)])
 
 
@@ -76,8 +68,7 @@ def _elements(flow: Flow, tensor: Any) -> list[Flow] | None:
 def _pack(op: Any, inputs: list[Flow]) -> Flow:
     rank = op.outputs[0].shape.rank
     if rank == 1 and highest_kind(inputs) in ("fixed", "size") and not any(f.axes for f in inputs):
-        elements = tuple(flow._replace(elements=None) for flow in inputs)
-        return Flow(highest_kind(inputs), degree=None, elements=elements)
+        return vector_flow(flow._replace(elements=None) for flow in inputs)
     if rank is None:
         return (
             joined_apart(op, inputs) if not any(f.axes for f in inputs) else bad_flow("unknown", op)
@@ -119,11 +110,12 @@ def _split(op: Any, inputs: list[Flow]) -> Any:
     count = len(op.outputs)
     if count == 1:
         return flow
-    if isinstance(label, tuple) and label[0] == "joined" and len(label[1]) % count == 0:
-        each = len(label[1]) // count
-        groups = [label[1][i * each : (i + 1) * each] for i in range(count)]
+    labels = joined_parts(label)
+    each, left = divmod(len(labels), count)
+    if not left:
+        groups = [joined_label(labels[i * each : (i + 1) * each]) for i in range(count)]
         rest = [a for a in flow.axes if a[0] != axis]
-        return [flow.along([*rest, (axis, g[0] if len(g) == 1 else ("joined", g))]) for g in groups]
+        return [flow.along([*rest, (axis, group)]) for group in groups]
     return selected_rows(op, flow)
 
 
@@ -192,9 +184,7 @@ def _slice_of_elements(op: Any, inputs: list[Flow]) -> Flow:
         return flow.elements[begin]
     first = None if op.get_attr("begin_mask") else begin
     last = None if op.get_attr("end_mask") else end
-    elements = flow.elements[slice(first, last, stride)]
-    kind = highest_kind(list(elements)) if elements else "fixed"
-    return Flow(kind, degree=None, elements=elements)
+    return vector_flow(flow.elements[slice(first, last, stride)])
 
 
 def _slice_label(op: Any, inputs: list[Flow], entry: tuple[Any, ...], label: Any) -> Any:
@@ -207,16 +197,10 @@ def _slice_label(op: Any, inputs: list[Flow], entry: tuple[Any, ...], label: Any
     from_begin = from_begin or begin == 0
     if from_begin and to_end:
         return label
-    if isinstance(label, tuple) and label[0] == "joined":
-        parts = label[1]
-        first = 0 if from_begin else begin if begin == "size" else None
-        if from_begin and end == "size":
-            return parts[0]
-        if first == "size" and to_end:
-            rest = parts[1:]
-            return rest[0] if len(rest) == 1 else ("joined", rest)
-        return None
-    return label if from_begin and end == "size" else None
+    parts = joined_parts(label)
+    if from_begin and end == "size":
+        return parts[0]
+    return joined_label(parts[1:]) if len(parts) > 1 and begin == "size" and to_end else None
 
 
 def _bound(tensor: Any, flow: Flow, i: int) -> Any:
@@ -254,9 +238,8 @@ def _along_axis(op: Any, inputs: list[Flow]) -> Flow:
     """Cumulated sums, reversed or rolled axes: whatever mixes the elements of some axes."""
     flow, rank = inputs[0], op.inputs[0].shape.rank
     if not flow.axes or flow.kind != "rows":
-        return (
-            flow if flow.kind != "reduced" or op.type != "Cumprod" else nonlinear_flow(op, [flow])
-        )
+        nonlinear = flow.kind == "reduced" and op.type == "Cumprod"
+        return nonlinear_flow(op, [flow]) if nonlinear else flow
     at = 2 if op.type == "Roll" else 1
     axes = constant_input(op, inputs, at)
     if axes is None or rank is None:

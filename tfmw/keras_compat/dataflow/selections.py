@@ -21,6 +21,8 @@ from tfmw.keras_compat.dataflow.flow import (
     joined_apart,
     nonlinear_flow,
     rules,
+    vector_flow,
+    without_axes,
 )
 from tfmw.keras_compat.dataflow.parts import selected_rows
 from tfmw.keras_compat.dataflow.shapes import with_sizes
@@ -59,18 +61,12 @@ def _gather(op: Any, inputs: list[Flow]) -> Flow:
     width = of_indices - batch_dims
     moved = [(a if a < axis else a + width - 1, lab) for a, lab in params.axes]
     mine = [(a if a < batch_dims else a + axis - batch_dims, lab) for a, lab in indices.axes]
-    linear = Flow(params.kind if params.kind == "reduced" else "fixed", degree=params.degree)
     if params.kind == "reduced":
-        return (
-            with_sizes(op, linear, mine)
-            if indices.kind == "size"
-            else linear.along(mine)._replace(kind="rows", affine=True)
-        )
-    return _nonlinear_rows(op, [params.along(moved), indices.along(mine)], params)
-
-
-def _nonlinear_rows(op: Any, flows: list[Flow], params: Flow) -> Flow:
-    out = nonlinear_flow(op, [flow._replace(affine=False) for flow in flows])
+        linear = Flow("reduced", degree=params.degree)
+        if indices.kind == "size":
+            return with_sizes(op, linear, mine)
+        return linear.along(mine)._replace(kind="rows", affine=True)
+    out = nonlinear_flow(op, [params.along(moved)._replace(affine=False), indices.along(mine)])
     if out.kind in BAD:
         return out
     return out._replace(affine=params.affine, degree=params.degree)
@@ -81,10 +77,7 @@ def _gather_elements(op: Any, inputs: list[Flow]) -> Flow:
     if places is None or params.elements is None:
         return Flow(params.kind, degree=None)
     chosen = [params.elements[int(i)] for i in np.ravel(places)]
-    if not np.ndim(places):
-        return chosen[0]
-    kind = highest_kind(chosen) if chosen else "fixed"
-    return Flow(kind, degree=None, elements=tuple(chosen))
+    return vector_flow(chosen) if np.ndim(places) else chosen[0]
 
 
 def _is_place(indices: Any) -> bool:
@@ -122,9 +115,9 @@ def _first_index(indices: Any) -> Any:
 def _where(op: Any, inputs: list[Flow]) -> Flow:
     if not inputs[0].axes:
         return bad_flow("nonlinear", op, inputs) if inputs[0].kind == "reduced" else inputs[0]
-    if inputs[0].kind == "size" or inputs[0].has_pairs:
-        return Flow("rows", ((0, ("selected", op.name)),), origin=inputs[0].origin)
-    return Flow("rows", ((0, ("selected", op.name)),))
+    pairs = inputs[0].kind == "size" or inputs[0].has_pairs
+    origin = inputs[0].origin if pairs else None
+    return Flow("rows", ((0, ("selected", op.name)),), origin=origin)
 
 
 def _dynamic_partition(op: Any, inputs: list[Flow]) -> Any:
@@ -140,7 +133,7 @@ def _one_hot(op: Any, inputs: list[Flow]) -> Flow:
     if flow.kind == "reduced":
         return bad_flow("nonlinear", op, inputs)
     if rank is None:
-        return bad_flow("unknown", op) if flow.axes else flow
+        return without_axes(op, flow)
     axis = op.get_attr("axis") % rank
     out = flow.along((a + (a >= axis), label) for a, label in flow.axes)
     if inputs[1].kind == "size":
@@ -152,7 +145,7 @@ def _one_hot(op: Any, inputs: list[Flow]) -> Flow:
 def _diag(op: Any, inputs: list[Flow]) -> Flow:
     flow, rank = inputs[0], op.inputs[0].shape.rank
     if rank is None:
-        return flow if not flow.axes else bad_flow("unknown", op)
+        return without_axes(op, flow)
     if op.type in ("Diag", "MatrixDiag", "MatrixDiagV2", "MatrixDiagV3"):
         label = flow.label(rank - 1)
         if label is None:

@@ -16,10 +16,15 @@ from tfmw.keras_compat.dataflow.flow import (
     bad_flow,
     by_rows,
     constant_input,
+    highest_kind,
     is_uneven,
     joined_apart,
     joined_flow,
+    joined_label,
+    joined_parts,
     rules,
+    tag_of,
+    without_axes,
 )
 
 _RANDOM = (
@@ -35,7 +40,7 @@ _RANDOM = (
 def _transpose(op: Any, inputs: list[Flow]) -> Flow:
     order = constant_input(op, inputs, 1)
     if order is None:
-        return inputs[0] if not inputs[0].axes else bad_flow("unknown", op)
+        return without_axes(op, inputs[0])
     places = {int(a): i for i, a in enumerate(order)}
     return inputs[0].along((places.get(a, a), label) for a, label in inputs[0].axes)
 
@@ -44,7 +49,7 @@ def _expand(op: Any, inputs: list[Flow]) -> Flow:
     axis = constant_input(op, inputs, 1)
     rank = op.inputs[0].shape.rank
     if axis is None or rank is None:
-        return inputs[0] if not inputs[0].axes else bad_flow("unknown", op)
+        return without_axes(op, inputs[0])
     at = int(np.squeeze(axis)) % (rank + 1)
     return inputs[0].along((a + (a >= at), label) for a, label in inputs[0].axes)
 
@@ -52,7 +57,7 @@ def _expand(op: Any, inputs: list[Flow]) -> Flow:
 def _squeeze(op: Any, inputs: list[Flow]) -> Flow:
     shape = op.inputs[0].shape
     if shape.rank is None:
-        return inputs[0] if not inputs[0].axes else bad_flow("unknown", op)
+        return without_axes(op, inputs[0])
     gone = {a % shape.rank for a in op.get_attr("squeeze_dims")}
     gone = gone or {i for i, d in enumerate(shape) if d == 1}
     return inputs[0].along(
@@ -116,11 +121,11 @@ def _leading_axis(
 ) -> list[tuple[int, Any]]:
     """The axes of examples after a reshape, if examples stand along the first one."""
     first = target[0]
-    number = after[first]
-    if isinstance(label, tuple) and len(target) > 1 and number is not None:
-        if label[0] == "joined" and number == len(label[1]) and len(set(label[1])) == 1:
-            return [(target[1], label[1][0])]  # [2 * examples, n] -> [2, examples, n]
-        if label[0] == "behind" and number == label[1]:
+    number, parts = after[first], joined_parts(label)
+    if len(target) > 1 and number is not None:
+        if number == len(parts) and len(set(parts)) == 1:
+            return [(target[1], parts[0])]  # [2 * examples, n] -> [2, examples, n]
+        if tag_of(label) == "behind" and number == label[1]:
             return [(target[1], label[2])]
     if number is None or size == number or (size and number % size == 0):
         return [(first, label)]
@@ -135,16 +140,12 @@ def _merged_parts(
     """Groups of examples that become a batch again."""
     places = sorted(axes)
     labels = [axes[a] for a in places]
-    whole = [isinstance(label, tuple) and label[0] in ("group", "in group") for label in labels]
-    if len(labels) != 2 or not all(whole) or labels[0][1:] != labels[1][1:]:
+    whole = all(tag_of(label) in ("group", "in group") for label in labels)
+    if len(labels) != 2 or not whole or labels[0][1:] != labels[1][1:]:
         return None
-    if (
-        labels[0][0] == "group"
-        and places[1] == places[0] + 1
-        and not any(i < places[0] for i in others)
-    ):
-        return [(target[0], labels[0][2])]
-    return None
+    if tag_of(labels[0]) != "group" or places[1] != places[0] + 1:
+        return None
+    return None if any(i < places[0] for i in others) else [(target[0], labels[0][2])]
 
 
 def _shape(op: Any, inputs: list[Flow]) -> Any:
@@ -171,8 +172,7 @@ def _shape_of(flow: Flow, tensor: Any) -> Flow:
             elements.append(Flow("size", degree=None))
         else:
             elements.append(FIXED)
-    kinds = [each.kind for each in elements]
-    kind = "reduced" if "reduced" in kinds else "size" if "size" in kinds else "fixed"
+    kind = highest_kind(elements)
     return Flow(kind, degree=None if kind != "reduced" else 1, elements=tuple(elements))
 
 
@@ -274,9 +274,7 @@ def _tile(op: Any, inputs: list[Flow]) -> Flow:
         elif number == 1:
             axes.append((axis, label))
         elif number is not None:
-            joined = isinstance(label, tuple) and label[0] == "joined"
-            parts = label[1] if joined else (label,)
-            axes.append((axis, ("joined", parts * number)))
+            axes.append((axis, joined_label(joined_parts(label) * number)))
         else:
             axes.append((axis, ("repeated", label)))
     return with_sizes(op, flow.along(axes), added)

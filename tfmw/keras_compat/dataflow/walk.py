@@ -20,6 +20,7 @@ from tfmw.keras_compat.dataflow.flow import (
     by_rows,
     joined_flow,
     nonlinear_flow,
+    worst_flow,
 )
 from tfmw.keras_compat.graph import ancestors, is_symbolic, static_value
 
@@ -97,10 +98,9 @@ class Dataflow:
         if (limit := _only_value(op)) is not None:
             return [Flow(constant=limit)]
         if op.type not in ("Shape", "ShapeN", "Size", "Rank"):
-            for kind in BAD:
-                bad = next((flow for flow in inputs if flow.kind == kind), None)
-                if bad is not None:
-                    return [Flow(kind, origin=bad.origin)] * len(op.outputs)
+            bad = worst_flow(inputs)
+            if bad is not None:
+                return [bad] * len(op.outputs)
         if all(flow.kind == "fixed" for flow in inputs):
             if op.outputs[0].shape.rank in (0, 1, 2) and inputs:
                 if all(flow.constant is not None for flow in inputs):
