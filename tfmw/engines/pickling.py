@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from tfmw.errors import UsageError, first_line
-from tfmw.keras_compat import models, objects, optimizers
+from tfmw.keras_compat import objects, optimizers
 from tfmw.launcher import call
 
 # Errors of objects that cannot be pickled; OpError: a layer's lookup table, say.
@@ -74,59 +74,11 @@ def settled(model: keras.Model) -> keras.Model:
 
 def _reduced(part: Any) -> Any:
     """How to rebuild an object that pickle does not support; None for other objects."""
-    if isinstance(part, keras.Variable):
-        return _variable, (type(part), *objects.variable_state(part))
-    if objects.is_saveable(part):
-        make = _blank_functional if objects.is_functional(part) else _blank
-        return make, (type(part),), objects.saveable_state(part), None, None, _fill
-    if objects.is_tracked_collection(part):
-        base = next(b for b in (list, dict, set) if isinstance(part, b))
-        return _blank, (type(part),), (vars(part), base(part)), None, None, _fill_collection
-    if (backend := objects.backend_switch(part)) is not None:
-        return type(part), (backend,)
     if isinstance(part, weakref.ReferenceType):
         return weakref.ref, (part(),)
     if isinstance(part, _LOCKS):
         return threading.RLock, ()
-    return None
+    return objects.reduced(part)
 
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
-
-
-def _blank(cls: type) -> Any:
-    base = next((b for b in (list, dict, set) if issubclass(cls, b)), object)
-    return base.__new__(cls)
-
-
-def _blank_functional(cls: type) -> Any:
-    """A blank model of a class that calls `super().__init__(inputs, outputs)`.
-
-    Keras changes the bases of such a class when its first model is created. In a process that has
-    only imported the class, that has not happened.
-    """
-    objects.make_functional(cls)
-    return _blank(cls)
-
-
-def _fill(part: Any, state: dict[str, Any]) -> None:
-    # Not by __setattr__, which would track objects twice.
-    vars(part).update(state)
-
-
-def _fill_collection(part: Any, state: tuple[dict[str, Any], Any]) -> None:
-    attributes, members = state
-    vars(part).update(attributes)
-    if isinstance(part, list):
-        list.extend(part, members)
-    elif isinstance(part, dict):
-        dict.update(part, members)
-    else:
-        set.update(part, members)
-
-
-def _variable(cls: type, state: dict[str, Any], value: Any) -> Any:
-    variable: Any = object.__new__(cls)
-    vars(variable).update(state)
-    models.set_native(variable, objects.new_native(state, value))
-    return variable

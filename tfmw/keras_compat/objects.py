@@ -53,9 +53,15 @@ def overridden(overrides: list[tuple[Any, str, Any]]) -> Iterator[None]:
                 vars(obj)[name] = value
 
 
-def unique(objects: Iterable[Any]) -> list[Any]:
-    """Each object once, in order. Variables cannot be compared by `==`."""
-    return list({id(each): each for each in objects}.values())
+def contains(each: Any, objects: Iterable[Any]) -> bool:
+    """Whether an object itself is among others: `==` compares the values of variables."""
+    return any(each is other for other in objects)
+
+
+def unique(objects: Iterable[Any], without: Iterable[Any] = ()) -> list[Any]:
+    """The objects, each once and in their order, but those `without`."""
+    skip = {id(each) for each in without}
+    return list({id(each): each for each in objects if id(each) not in skip}.values())
 
 
 def held_by(owner: Any) -> Iterator[tuple[str, Any]]:
@@ -83,9 +89,13 @@ def held_by(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(owner: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """(name, value), the last first; without TensorFlow's own attributes."""
-    own = reversed(vars(owner).items())
-    return [(prefix + name, value) for name, value in own if not name.startswith("_self_")]
+    """(name, value), the last first."""
+    return [(prefix + name, value) for name, value in reversed(_own_state(owner).items())]
+
+
+def _own_state(owner: Any) -> dict[str, Any]:
+    """Attributes, without those of TensorFlow."""
+    return {k: v for k, v in vars(owner).items() if not k.startswith("_self_")}
 
 
 def _is_plain(value: Any) -> bool:
@@ -96,58 +106,69 @@ def _is_plain(value: Any) -> bool:
     return package not in _LIBRARIES and hasattr(value, "__dict__") and not callable(value)
 
 
-# ---------------------------------------------------------------- state for another process
+# ---------------------------------------------------------------- in another process
 
 
-def is_saveable(part: Any) -> bool:
-    """Whether `part` is a layer, model, loss, metric, optimizer, seed generator or similar."""
-    return isinstance(part, keras_saveable.KerasSaveable)
+def reduced(part: Any) -> tuple[Any, ...] | None:
+    """How pickle rebuilds one of Keras's objects that it does not support; None for other objects.
 
-
-def is_functional(part: Any) -> bool:
-    """Whether `part` is a functional model, or of a class that derives from one."""
-    return isinstance(part, functional.Functional)
-
-
-def make_functional(cls: type) -> None:
-    """Makes a model class functional, as Keras does at the first `super().__init__(in, out)`."""
-    if not issubclass(cls, functional.Functional):
-        model.inject_functional_model_class(cls)
-
-
-def backend_switch(part: Any) -> str | None:
-    """The backend of a preprocessing layer's backend wrapper; None for other objects.
-
-    On a blank wrapper `__getattr__` would recurse endlessly.
+    A value of `object.__reduce_ex__`.
     """
-    return vars(part)["_backend"] if isinstance(part, backend_utils.DynamicBackend) else None
+    if isinstance(part, keras.Variable):  # its tf.Variable cannot be pickled
+        dropped = ("_value", "_initializer")
+        state = {k: v for k, v in _own_state(part).items() if k not in dropped}
+        return _variable, (type(part), {**state, "_initializer": None}, part.numpy())
+    if isinstance(part, keras_saveable.KerasSaveable):  # layers, losses, metrics, optimizers
+        blank = type(part), isinstance(part, functional.Functional)
+        return _blank, blank, saveable_state(part), None, None, _fill
+    if isinstance(part, (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet)):
+        base = next(b for b in (list, dict, set) if isinstance(part, b))
+        return _blank, (type(part),), (vars(part), base(part)), None, None, _fill_collection
+    if isinstance(part, backend_utils.DynamicBackend):
+        # Of a preprocessing layer. On a blank one `__getattr__` would recurse endlessly.
+        return type(part), (vars(part)["_backend"],)
+    return None
 
 
 def saveable_state(part: Any) -> dict[str, Any]:
-    """Attributes of a saveable, without compiled functions and TensorFlow's own (`_self_`)."""
-    state = {k: v for k, v in vars(part).items() if not k.startswith("_self_")}
+    """Attributes of a layer, model or the like, without compiled functions."""
+    state = _own_state(part)
     for name in ("train_function", "test_function", "predict_function", "history"):
         if name in state:
             state[name] = None
     return state
 
 
-def variable_state(variable: Any) -> tuple[dict[str, Any], Any]:
-    """(attributes, value) of a Keras variable, whose tf.Variable cannot be pickled."""
-    dropped = ("_value", "_initializer")
-    state = {
-        k: v for k, v in vars(variable).items() if k not in dropped and not k.startswith("_self_")
-    }
-    return {**state, "_initializer": None}, variable.numpy()
-
-
-def new_native(state: dict[str, Any], value: Any) -> tf.Variable:
-    """A tf.Variable for a Keras variable with these attributes."""
-    return tf.Variable(
-        value, dtype=state["_dtype"], trainable=state.get("_trainable", True), name=state["_name"]
+def _variable(cls: type, state: dict[str, Any], value: Any) -> Any:
+    variable: Any = object.__new__(cls)
+    vars(variable).update(state)
+    trainable = state.get("_trainable", True)
+    variable._value = tf.Variable(
+        value, dtype=state["_dtype"], trainable=trainable, name=state["_name"]
     )
+    return variable
 
 
-def is_tracked_collection(part: Any) -> bool:
-    """Whether `part` is a list, dict or set that Keras tracks."""
-    return isinstance(part, (tracking.TrackedList, tracking.TrackedDict, tracking.TrackedSet))
+def _blank(cls: type, is_functional: bool = False) -> Any:
+    if is_functional and not issubclass(cls, functional.Functional):
+        # Keras changes the bases of a class that calls `super().__init__(inputs, outputs)` when its
+        # first model is created. In a process that has only imported the class, there was none.
+        model.inject_functional_model_class(cls)
+    base = next((b for b in (list, dict, set) if issubclass(cls, b)), object)
+    return base.__new__(cls)
+
+
+def _fill(part: Any, state: dict[str, Any]) -> None:
+    # Not by __setattr__, which would track objects twice.
+    vars(part).update(state)
+
+
+def _fill_collection(part: Any, state: tuple[dict[str, Any], Any]) -> None:
+    attributes, members = state
+    vars(part).update(attributes)
+    if isinstance(part, list):
+        list.extend(part, members)
+    elif isinstance(part, dict):
+        dict.update(part, members)
+    else:
+        set.update(part, members)
