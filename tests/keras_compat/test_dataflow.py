@@ -12,8 +12,8 @@ from keras import ops
 
 from tfmw.keras_compat.dataflow.flow import Flow
 from tfmw.keras_compat.dataflow.walk import Dataflow
-from tfmw.keras_compat.increments import increment_kind
 from tfmw.keras_compat.losses import ReplicaWeight
+from tfmw.keras_compat.metric_variables import increment_kind
 
 FEATURES = 5
 WEIGHTS = tf.Variable(tf.ones([FEATURES]))

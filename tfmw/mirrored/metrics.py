@@ -16,8 +16,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw.errors import UsageError
-from tfmw.keras_compat import increments, losses, models, objects, placement
-from tfmw.keras_compat.metric_variables import combination, leaf_metrics, metric_variables
+from tfmw.keras_compat import losses, models, objects, placement
+from tfmw.keras_compat.metric_variables import (
+    assigned_in_layer,
+    combination,
+    leaf_metrics,
+    metric_variables,
+    note_metric_update,
+)
 from tfmw.mirrored.replicas import Replicas, Traces
 
 
@@ -56,7 +62,7 @@ class ReplicaMetrics:
             return value
         if all(variable is not v for v in metric_variables(self._model)):
             if any(variable is v for v in models.state_variables_of(self._model)):
-                return increments.assigned_in_layer(variable, value)
+                return assigned_in_layer(variable, value)
             return value  # of an optimizer
         how = combination(variable, value)
         if how is None:
@@ -67,7 +73,7 @@ class ReplicaMetrics:
             )
         if how != "unchanged":
             self._combined[id(variable)] = how
-        increments.note_metric_update(variable, value)
+        note_metric_update(variable, value)
         return value
 
     def reset(self) -> None:

@@ -39,7 +39,6 @@ from tfmw.data.whole_batches import WHOLE_BATCHES
 from tfmw.errors import UsageError
 from tfmw.keras_compat import (
     datasets,
-    increments,
     local_updates,
     losses,
     models,
@@ -47,7 +46,11 @@ from tfmw.keras_compat import (
     optimizers,
     placement,
 )
-from tfmw.keras_compat.metric_variables import metric_variables, recorded_assignments
+from tfmw.keras_compat.metric_variables import (
+    counting_batches_once,
+    metric_variables,
+    recorded_assignments,
+)
 from tfmw.mirrored import prediction
 from tfmw.mirrored.agreement import agree, checksum
 from tfmw.mirrored.collectives.reduction import Reduction
@@ -197,7 +200,7 @@ class SyncDriver:
             for update in self.updates:
                 reduced = functools.partial(self._reduced, update)
                 enter(local_updates.replica_local_updates(update.optimizer, reduced))
-            enter(objects.overridden(increments.counting_batches_once(self.model)))
+            enter(objects.overridden(counting_batches_once(self.model)))
         else:
             # A strategy of one device refuses to update variables from outside of its scope.
             for optimizer in optimizers.optimizers_of(self.model):
