@@ -29,7 +29,7 @@ from tfmw.data.record_files import Records
 from tfmw.data.values import INFINITE, Order
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets, rebuilding
-from tfmw.keras_compat.file_datasets import FileReader, file_reader
+from tfmw.keras_compat.rebuilding import FileReader, file_reader
 from tfmw.keras_compat.shuffles import ShuffleOrder
 
 logger = logging.getLogger("tfmw")

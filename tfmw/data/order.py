@@ -27,7 +27,7 @@ from tfmw.data.reshuffles import (
 from tfmw.data.values import Order
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets, rebuilding
-from tfmw.keras_compat.file_datasets import file_reader
+from tfmw.keras_compat.rebuilding import file_reader
 from tfmw.keras_compat.shuffles import ShuffleSeeds
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfmw.cluster.group import Group
 from tfmw.data.reshuffles import Reshuffles
-from tfmw.keras_compat import file_datasets
+from tfmw.keras_compat import rebuilding
 
 INFINITE = -1
 """`Shard.steps` of an infinite dataset."""
@@ -85,7 +85,7 @@ class Order:
         Args:
             calls: its number of parallel calls.
         """
-        return self.cycle_length_of(str(calls), lambda: file_datasets.default_cycle_length(calls))
+        return self.cycle_length_of(str(calls), lambda: rebuilding.default_cycle_length(calls))
 
     def cycle_length_of(self, name: str, own: Callable[[], int]) -> int:
         """The chief's cycle length of the transformation with this name; `own` is this worker's."""

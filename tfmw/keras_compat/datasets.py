@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -207,11 +207,6 @@ def mapped(node: tf.data.Dataset, element: Any) -> Any:
     """The result of a map node for an element of dense tensors, within another function."""
     results = node._map_func.function(*tf.nest.flatten(element))
     return tf.nest.pack_sequence_as(node.element_spec, tf.nest.flatten(results))
-
-
-def map_function(node: tf.data.Dataset) -> Callable[..., Any]:
-    """The Python function of a map node."""
-    return node._map_func._func
 
 
 def map_graph_nodes(node: tf.data.Dataset) -> list[Any]:

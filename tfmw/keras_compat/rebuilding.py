@@ -1,23 +1,30 @@
 """Pipelines built again over another source, and what must be known of them before.
 
-dataset = rebuilt(batch_node, rebuilt(shuffle_node, source, seeds=[7, 1]))
+    dataset = rebuilt(batch_node, rebuilt(shuffle_node, source, seeds=[7, 1]))
+    reader = file_reader(files.interleave(tf.data.TFRecordDataset, cycle_length=4))
+
+A `FileReader` has the files of a pipeline that reads records, in the order in which tf.data joins
+them. `TFRecordDataset` and `TextLineDataset` of several files are such pipelines too: tf.data
+builds them as a `flat_map` or an `interleave` over the names of the files.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.data.ops import dataset_ops
+from tensorflow.python.data.ops import (
+    dataset_ops,
+    flat_map_op,
+    from_tensor_slices_op,
+    interleave_op,
+    readers,
+)
 
 from tfmw.keras_compat import datasets
-from tfmw.keras_compat.file_datasets import file_reader
-
-
-def is_unordered(node: tf.data.Dataset) -> bool:
-    """Whether a parallel map or batch may change the order."""
-    return getattr(node, "_deterministic", None) == "false"
 
 
 def rebuilt(
@@ -35,7 +42,7 @@ def rebuilt(
         calls = int(tf.get_static_value(calls))
         parallel = {"num_parallel_calls": calls, "deterministic": True}
     if isinstance(node, datasets.Map):
-        return source.map(datasets.map_function(node), **parallel)
+        return source.map(node._map_func._func, **parallel)
     if isinstance(node, datasets.Batch):
         return source.batch(node._batch_size, node._drop_remainder, **parallel)
     if isinstance(node, datasets.PaddedBatch):
@@ -110,7 +117,8 @@ def is_tunable(dataset: tf.data.Dataset) -> bool:
 def may_shuffle_inside(dataset: tf.data.Dataset) -> bool:
     """Whether a part of a pipeline might shuffle or reorder, so that its graph must be read."""
     for node in datasets.every_node(dataset):
-        if isinstance(node, datasets.Shuffle) or is_unordered(node) or not is_plain(node):
+        unordered = getattr(node, "_deterministic", None) == "false"  # a parallel map or batch
+        if isinstance(node, datasets.Shuffle) or unordered or not is_plain(node):
             return True
         reader = file_reader(node)
         if reader is not None and not reader.has_one_order:
@@ -162,3 +170,168 @@ def may_be_read_twice(dataset: tf.data.Dataset) -> bool:
     changing = ("PyFunc", "Shuffle", "Random", "Assign", "Generator", "Cache", "Multinomial")
     bodies = (body for bodies, _ in datasets.dataset_functions(dataset) for body in bodies)
     return not any(part in op.op for body in bodies for op in body for part in changing)
+
+
+# ---------------------------------------------------------------- files of records
+
+# Of several files, and of one file within them.
+_SEVERAL = {readers.TFRecordDatasetV2: "tfrecord", readers.TextLineDatasetV2: "text"}
+_ONE = {readers._TFRecordDataset: "tfrecord", readers._TextLineDataset: "text"}
+_OPS = {"TFRecordDataset", "TFRecordDatasetV2", "TextLineDataset"}
+
+_FLAT_MAP = (flat_map_op._FlatMapDataset,)
+
+_INTERLEAVES = (
+    interleave_op._InterleaveDataset,
+    interleave_op._ParallelInterleaveDataset,
+    readers.ParallelInterleaveDataset,
+)
+
+
+_as_it_is = tf.autograph.experimental.do_not_convert
+
+
+@dataclasses.dataclass(frozen=True)
+class FileReader:
+    """A pipeline that joins the records of files.
+
+    Attributes:
+        node: the `flat_map` or `interleave`.
+        names: the function of a map over `input`: string [k], the files of an element.
+        kind: "tfrecord" or "text".
+        skip: the number of records that are left out at the beginning of each element's.
+        maps: map nodes for single records, the first one first.
+        cycle_length: number of elements that are read in turns; None for tf.data's default, which
+            is another one on other numbers of cores; see `default_cycle_length`.
+        block_length: number of records of a turn.
+    """
+
+    node: tf.data.Dataset
+    names: Callable[..., tf.Tensor]
+    kind: str
+    skip: int
+    maps: list[tf.data.Dataset]
+    cycle_length: int | None
+    block_length: int
+
+    @property
+    def input(self) -> tf.data.Dataset:
+        """The pipeline of elements with the names of files."""
+        return self.node._input_dataset
+
+    @property
+    def calls(self) -> int | None:
+        """The number of parallel calls; None for a sequential `interleave`."""
+        calls = getattr(self.node, "_num_parallel_calls", None)
+        return None if calls is None else int(tf.get_static_value(calls))
+
+    @property
+    def has_one_order(self) -> bool:
+        """Whether the order of the records is that of the files on any machine."""
+        is_sequential = isinstance(self.node, (*_FLAT_MAP, interleave_op._InterleaveDataset))
+        return is_sequential and self.cycle_length is not None
+
+    def rebuilt(self, source: tf.data.Dataset, cycle_length: int) -> tf.data.Dataset:
+        """The same pipeline over another source of its elements, in a deterministic order."""
+        function = self.node._map_func._func
+        if isinstance(self.node, _FLAT_MAP):
+            return source.flat_map(function)
+        calls = self.calls
+        if isinstance(self.node, readers.ParallelInterleaveDataset):
+            calls = cycle_length  # of TensorFlow 1: it reads that many files at a time
+        return source.interleave(
+            function,
+            cycle_length,
+            self.block_length,
+            calls,
+            None if calls is None else True,
+        )
+
+
+def file_reader(node: tf.data.Dataset) -> FileReader | None:
+    """The files of a `flat_map`, `interleave`, `TFRecordDataset` or `TextLineDataset`.
+
+    None for other nodes, for compressed files, and for functions that do more than read records
+    and map them one by one.
+    """
+    if not hasattr(node, "_tfmw_file_reader"):
+        node._tfmw_file_reader = _file_reader(node)
+    reader: FileReader | None = node._tfmw_file_reader
+    return reader
+
+
+def default_cycle_length(calls: int | None) -> int:
+    """The cycle length that tf.data chooses on this machine, where `interleave` has none."""
+    twice = tf.data.Dataset.range(1 << 14).interleave(
+        _as_it_is(lambda i: tf.data.Dataset.from_tensors(i).repeat(2)),
+        num_parallel_calls=calls,
+        deterministic=None if calls is None else True,
+    )
+    again = twice.enumerate().skip(1).filter(_as_it_is(lambda _, i: i == 0))
+    (position, _) = next(iter(again))
+    return int(position)
+
+
+def _file_reader(node: tf.data.Dataset) -> FileReader | None:
+    if type(node) in _SEVERAL:
+        node = node._impl
+    if not isinstance(node, (*_FLAT_MAP, *_INTERLEAVES)):
+        return None
+    if not any(operation.op in _OPS for operation in datasets.map_graph_nodes(node)):
+        return None
+    cycle_length, block_length = _turns(node)
+    if isinstance(node, readers.ParallelInterleaveDataset) and block_length > 1:
+        return None  # in an order of its own
+    function, found = node._map_func._func, []
+
+    def names_of(*element: Any) -> tf.Tensor:
+        found.append(_records_of(function(*element)))
+        return tf.constant([""]) if found[-1] is None else found[-1][0]
+
+    node._input_dataset.map(names_of)
+    if found[-1] is None:
+        return None
+    _, kind, skip, maps = found[-1]
+    return FileReader(node, names_of, kind, skip, maps, cycle_length, block_length)
+
+
+def _turns(node: tf.data.Dataset) -> tuple[int | None, int]:
+    """(cycle length, block length)."""
+    if isinstance(node, _FLAT_MAP):
+        return 1, 1
+    cycle_length = int(tf.get_static_value(node._cycle_length))
+    return None if cycle_length < 0 else cycle_length, int(tf.get_static_value(node._block_length))
+
+
+def _records_of(node: Any) -> tuple[tf.Tensor, str, int, list[tf.data.Dataset]] | None:
+    """(names, kind, skip, maps) of the dataset of one element, within the function of a node.
+
+    None for datasets that do more than read records and map them.
+    """
+    skip, maps = 0, []
+    while type(node) not in (*_SEVERAL, *_ONE):
+        if isinstance(node, datasets.Skip):
+            count = tf.get_static_value(node._count)
+            if count is None or count < 0:
+                return None
+            skip += int(count)
+        elif isinstance(node, datasets.Map):
+            captured = node._map_func.function.captured_inputs
+            # What depends on the element is not known for a record alone.
+            if not datasets.is_pure(node) or not all(hasattr(t, "numpy") for t in captured):
+                return None
+            maps.append(node)
+        elif not isinstance(node, datasets.Same):
+            return None
+        node = datasets.dataset_input(node)
+    if type(node) in _ONE:
+        names = tf.reshape(node._filenames, [-1])
+        plain = tf.get_static_value(node._compression_type) == b""
+        return (names, _ONE[type(node)], skip, maps[::-1]) if plain else None
+    joined, kind = node._impl, _SEVERAL[type(node)]
+    if node._compression_type or not isinstance(joined, _FLAT_MAP):
+        return None
+    source = joined._input_dataset
+    if type(source) is not from_tensor_slices_op._TensorSliceDataset:
+        return None
+    return source._tensors[0], kind, skip, maps[::-1]
