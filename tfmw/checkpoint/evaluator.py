@@ -32,7 +32,6 @@ from tfmw.checkpoint import state
 from tfmw.checkpoint.store import EVALUATOR_LOCK, Backup, BackupStore, Damaged
 from tfmw.errors import UsageError
 from tfmw.export import export
-from tfmw.keras_compat import parameter_servers
 from tfmw.runtime import disk, file_lock
 
 logger = logging.getLogger("tfmw")
@@ -178,7 +177,9 @@ class _Evaluation:
                 f"the evaluator monitors {self._monitor!r}, which the model does not log: expected "
                 f"one of {', '.join(n.removeprefix('val_') for n in logs)}."
             )
-        highest = parameter_servers.more_is_better(self._monitor)
+        of_log = self._monitor.removeprefix("val_").lower()
+        # As the mode "auto" of keras.callbacks.ModelCheckpoint.
+        highest = "acc" in of_log or "auc" in of_log or of_log.startswith("fmeasure")
         value, others = logs[name], [old[name] for old in self.logs.values() if name in old]
         if value != value:  # NaN
             return False

@@ -241,22 +241,17 @@ def fuses(optimizer: Any, variables: list[Any]) -> bool:
     choice = os.environ.get(FUSED_UPDATE, "auto")
     if choice not in ("auto", "on", "off"):
         raise UsageError(f"{FUSED_UPDATE} is {choice!r}: expected auto, on or off.")
+    every = with_inner_optimizers(optimizer)
+    is_of_keras = all(type(each).__module__.startswith("keras.") for each in every)
     values = [native(v) for v in variables]
-    if choice == "off" or not values or not _is_of_keras(optimizer):
+    if choice == "off" or not values or not is_of_keras:
         return False
-    if any(isinstance(v, tf.distribute.DistributedValues) or not _on_cpu(v) for v in values):
+    if any(isinstance(v, tf.distribute.DistributedValues) for v in values):
+        return False
+    if not all("CPU" in (v.device or "CPU").upper() for v in values):
         return False
     size = sum(v.shape.num_elements() * v.dtype.size for v in values)
     return choice == "on" or size >= MIN_BYTES
-
-
-def _is_of_keras(optimizer: Any) -> bool:
-    every = with_inner_optimizers(optimizer)
-    return all(type(each).__module__.startswith("keras.") for each in every)
-
-
-def _on_cpu(variable: Any) -> bool:
-    return "CPU" in (variable.device or "CPU").upper()
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [

@@ -13,16 +13,11 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
-from keras.src.trainers.data_adapters import (
-    data_adapter_utils,
-)
+from keras.src.trainers.data_adapters import data_adapter_utils
 from tensorflow.python.ops import resource_variable_ops
 
 from tfmw.keras_compat.objects import Trainer, overridden, unique
-from tfmw.keras_compat.optimizers import (
-    optimizers_of,
-    with_inner_optimizers,
-)
+from tfmw.keras_compat.optimizers import optimizers_of, with_inner_optimizers
 
 
 def is_model(candidate: Any) -> bool:
@@ -144,15 +139,6 @@ def keep_message(error: Exception) -> None:
     error._keras_call_info_injected = True  # type: ignore[attr-defined]
 
 
-def symbolic_build(model: keras.Model, batch: Any) -> None:
-    """Builds model, losses, metrics and optimizer from the shapes of one batch.
-
-    Args:
-        batch: nested structure of objects with `.shape` and `.dtype`.
-    """
-    model._symbolic_build(data_batch=batch)
-
-
 def scope_of(model: keras.Model) -> Any:
     """The strategy in whose scope the model was created, or None."""
     strategy = getattr(model, "_distribute_strategy", None)
@@ -176,11 +162,12 @@ def build_all(model: keras.Model, spec: Any) -> None:
             optimizer.build(model.trainable_variables)
         else:
             _trace_step(model, spec)
-    if not own_step or not all(part.built for part in _compiled_parts(model)):
+    compiled = (model._compile_loss, model._compile_metrics)
+    if not own_step or not all(part is None or part.built for part in compiled):
         hidden = [(model, "optimizer", None)] if own_step else []
         try:
             with overridden(hidden):
-                symbolic_build(model, spec)
+                model._symbolic_build(data_batch=spec)
         except (RuntimeError, TypeError, AttributeError, NotImplementedError, ValueError) as error:
             if not own_step:
                 if isinstance(error, ValueError):
@@ -230,21 +217,17 @@ def _trace_step(model: keras.Model, spec: Any) -> None:
             traced = True
             model.train_step(batch)
 
-    each = [inner for outer in optimizers_of(model) for inner in with_inner_optimizers(outer)]
-    overrides = [(inner, "_backend_apply_gradients", lambda *arguments: None) for inner in each]
+    every = with_inner_optimizers(*optimizers_of(model))
+    overrides = [(each, "_backend_apply_gradients", lambda *arguments: None) for each in every]
     with overridden([*overrides, *([] if optimizer is None else [(optimizer, "build", build)])]):
         tf.function(step, autograph=False).get_concrete_function(spec)
 
 
-def _compiled_parts(model: keras.Model) -> list[Any]:
-    parts = (model._compile_loss, model._compile_metrics)
-    return [part for part in parts if part is not None]
-
-
 def _unbuilt(model: keras.Model) -> list[Any]:
     """Layers, losses, metrics and optimizers of a model that have no variables yet."""
-    parts = [*layers_of(model), *_compiled_parts(model), *optimizers_of(model)]
-    return [part for part in parts if not part.built]
+    compiled = (model._compile_loss, model._compile_metrics)
+    parts = [*layers_of(model), *compiled, *optimizers_of(model)]
+    return [part for part in parts if part is not None and not part.built]
 
 
 def build_for_inputs(model: keras.Model, spec: Any) -> None:
@@ -310,9 +293,10 @@ def requested_initial_epoch(model: keras.Model) -> int | None:
     return model._initial_epoch
 
 
-def is_synchronized_batch_norm(layer: Any) -> bool:
-    """Whether a layer is a BatchNormalization over all replicas."""
-    return isinstance(layer, keras.layers.BatchNormalization) and bool(layer.synchronized)
+def has_synchronized_batch_norm(model: keras.Model) -> bool:
+    """Whether a layer of the model is a BatchNormalization over all replicas."""
+    norms = (x for x in layers_of(model) if isinstance(x, keras.layers.BatchNormalization))
+    return any(layer.synchronized for layer in norms)
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [

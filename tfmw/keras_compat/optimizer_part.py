@@ -71,6 +71,9 @@ class OptimizerPart:
         sharded: indices of the variables that some worker updates. Each worker updates the others.
         replica: of this process's, which of them has the part.
 
+    Attributes:
+        slots: (name, Keras variables in the order of the optimizer's variables; None for none).
+
     It begins with what `take` takes.
     """
 
@@ -82,7 +85,7 @@ class OptimizerPart:
         self._sharded = sharded
         self._replica = replica
         self._variables = variables_of(optimizer)
-        self._slots = _state_of(optimizer)
+        self.slots = _state_of(optimizer)
         self._slot_parts: dict[tuple[str, int], tf.Variable] = {}
         with tf.init_scope():
             self.take()
@@ -114,7 +117,7 @@ class OptimizerPart:
         # One name after the other: all slots twice would be the most memory of a run. The parts of
         # one wait outside of TensorFlow's memory until all its slots are freed. Then they lie side
         # by side, and what is free beside them is large enough for gradients.
-        for name, slots in self._slots:
+        for name, slots in self.slots:
             parts: dict[int, np.ndarray] = {}
             for i in self._sharded:
                 if slots[i] is None:
@@ -150,11 +153,6 @@ class OptimizerPart:
         """[m], the part of a variable."""
         return tf.reshape(self._weight_parts[index].read_value(), [-1])
 
-    @property
-    def slots(self) -> list[tuple[str, list[Any]]]:
-        """(name, Keras variables in the order of the optimizer's variables; None for none)."""
-        return self._slots
-
     def slot(self, name: str, index: int) -> np.ndarray:
         """uint8 [n], the bytes of a slot's part; none where there is no such slot."""
         part = self._slot_parts.get((name, index))
@@ -164,7 +162,7 @@ class OptimizerPart:
 
     def slot_values(self) -> Iterator[tuple[Any, slice, tf.Tensor]]:
         """Yields (slot, slice of its flattened values, those values)."""
-        slots = dict(self._slots)
+        slots = dict(self.slots)
         for (name, index), part in self._slot_parts.items():
             slot = slots[name][index]
             elements = self._own[index] or slice(0, slot._value.shape.num_elements())
@@ -186,12 +184,12 @@ class OptimizerPart:
                     (each, name, [slots[i] for i in kept] if name == _AVERAGES else here)
                 )
         stand_ins = [(self._variables[i], part) for i, part in self._weight_parts.items()]
-        stand_ins += [(dict(self._slots)[name][i], p) for (name, i), p in self._slot_parts.items()]
+        stand_ins += [(dict(self.slots)[name][i], p) for (name, i), p in self._slot_parts.items()]
         for variable, part in stand_ins:
             shape = tuple(part.shape)
             overrides += [(variable, "_value", part), (variable, "_shape", shape)]
             overrides.append((variable, "_ndim", len(shape)))
-        with stable_variable_keys(self._optimizer, self._variables), overridden(overrides):
+        with stable_variable_keys([self._optimizer], self._variables), overridden(overrides):
             yield
 
 
@@ -245,9 +243,6 @@ def _state_of(optimizer: Any) -> list[tuple[str, list[Any]]]:
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (_resource_variables, "ResourceVariable"),
-    (keras.optimizers.Optimizer, "_var_key"),
     (keras.optimizers.Optimizer, "_clip_gradients"),
     (keras.optimizers.Optimizer, "_get_variable_index"),
-    (keras.optimizers.LossScaleOptimizer, "check_finite"),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -23,13 +23,13 @@ def optimizers_of(model: keras.Model) -> list[Any]:
     return unique(each for each in held if isinstance(each, keras.optimizers.Optimizer))
 
 
-def with_inner_optimizers(optimizer: Any) -> Iterator[Any]:
-    """The optimizer and those inside it: of a LossScaleOptimizer or a MultiOptimizer."""
-    yield optimizer
-    wrapped = getattr(optimizer, "inner_optimizer", None)
-    for each in [wrapped, *getattr(optimizer, "_inner_optimizers", [])]:
-        if each is not None:
-            yield from with_inner_optimizers(each)
+def with_inner_optimizers(*outer: Any) -> Iterator[Any]:
+    """Optimizers, each before those inside it: of a LossScaleOptimizer or a MultiOptimizer."""
+    for optimizer in outer:
+        yield optimizer
+        wrapped = getattr(optimizer, "inner_optimizer", None)
+        inner = [wrapped, *getattr(optimizer, "_inner_optimizers", [])]
+        yield from with_inner_optimizers(*(each for each in inner if each is not None))
 
 
 def variables_of(optimizer: Any) -> list[Any]:
@@ -64,10 +64,10 @@ def optimizer_slots(optimizer: Any) -> list[list[Any]]:
 
 
 @contextlib.contextmanager
-def stable_variable_keys(optimizer: Any, variables: list[Any]) -> Iterator[None]:
-    """Keeps the optimizer's variable-to-slot map valid while other tf.Variables are substituted."""
+def stable_variable_keys(outer: Iterable[Any], variables: list[Any]) -> Iterator[None]:
+    """Keeps optimizers' variable-to-slot maps valid while other tf.Variables are substituted."""
     overrides: list[tuple[Any, str, Any]] = []
-    for each in with_inner_optimizers(optimizer):
+    for each in with_inner_optimizers(*outer):
         keys = {id(v): each._var_key(v) for v in variables}
         keras_key = each._var_key
 
@@ -208,7 +208,6 @@ def updates_rows_alone(optimizer: Any) -> bool:
 
 
 PRIVATE_NAMES: list[tuple[Any, str]] = [
-    (keras.Model, "_flatten_layers"),
     (keras.optimizers.Optimizer, "_var_key"),
     (keras.optimizers.Optimizer, "_get_current_learning_rate"),
     (keras.optimizers.Optimizer, "_use_weight_decay"),

@@ -40,12 +40,6 @@ def moving_averages(model: keras.Model) -> list[Any]:
     return found
 
 
-def more_is_better(name: str) -> bool:
-    """Whether ModelCheckpoint's mode "auto" would maximize the log of this name."""
-    name = name.removeprefix("val_").lower()
-    return "acc" in name or "auc" in name or name.startswith("fmeasure")
-
-
 def one_op(function: Callable[..., Any], waits: bool = True) -> Callable[..., Any]:
     """`function` as one op of the graph that calls it; the whole op runs on one device.
 
@@ -144,18 +138,13 @@ def cancelable(function: Any, *arguments: Any) -> tuple[Callable[[], Any], Calla
 def local_variable(name: str, shape: Any, dtype: tf.DType, trainable: bool) -> Any:
     """A variable of the process that runs the traced function.
 
-    That process finds it by its name. It has no value until one is assigned, and it exists until
-    `forget_local_variable`. A `tf.Variable` created in a traced function would belong to the
+    That process finds it by its name. It has no value until one is assigned, and keeps it until the
+    resource is destroyed. A `tf.Variable` created in a traced function would belong to the
     coordinator.
     """
     return _resource_variables.BaseResourceVariable(
         trainable=trainable, **_named_resource(name, shape, dtype)
     )
-
-
-def forget_local_variable(variable: Any) -> None:
-    """Frees the value of a `local_variable`."""
-    tf.raw_ops.DestroyResourceOp(resource=variable.handle, ignore_lookup_error=True)
 
 
 def _named_resource(name: str, shape: Any, dtype: tf.DType) -> dict[str, Any]:

@@ -53,10 +53,10 @@ def all_variables(model: keras.Model) -> list[Any]:
 def shared_variables(model: keras.Model) -> list[Any]:
     """Variables that are equal on replicas at the start: in a nested call, all but the seeds."""
     variables = all_variables(model)
-    if not is_placed(model):
-        return variables + _unplaced_state()
-    seeds = {id(seed) for seed in seeds_of(model)}
-    return [variable for variable in variables if id(variable) not in seeds]
+    if is_placed(model):
+        return unique(variables, without=seeds_of(model))
+    unseeded = unseeded_state()  # unless an outer call has placed it with its model
+    return variables if unseeded is None or _PLACED in vars(unseeded) else [*variables, unseeded]
 
 
 def updated_variables(model: keras.Model) -> list[Any]:
@@ -73,12 +73,6 @@ def seeds_of(model: keras.Model) -> list[Any]:
     states = [generator.state for generator in seed_generators_of(model)]
     unseeded = unseeded_state()
     return states if unseeded is None else [*states, unseeded]
-
-
-def _unplaced_state() -> list[Any]:
-    """The state of draws without a seed, unless an outer call has placed it with its model."""
-    state = unseeded_state()
-    return [] if state is None or _PLACED in vars(state) else [state]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +198,7 @@ def placed(
         return
     placement = Placement(model, strategy, variables, originals)
     copies = {} if copies is None else copies
-    with _stable_keys(model):
+    with stable_variable_keys(optimizers_of(model), model.trainable_variables):
         with strategy.scope():
             for variable, original in zip(variables, originals, strict=True):
                 copy = copies.get(id(variable))
@@ -229,15 +223,8 @@ def placed(
 def _single_copies(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Makes the model use the only copy of each variable that was created in the scope."""
     copies = [(v, local_copies(strategy, v)[0]) for v in all_variables(model)]
-    with _stable_keys(model), substituted(copies):
-        yield
-
-
-@contextlib.contextmanager
-def _stable_keys(model: keras.Model) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for optimizer in optimizers_of(model):
-            stack.enter_context(stable_variable_keys(optimizer, list(model.trainable_variables)))
+    stable = stable_variable_keys(optimizers_of(model), model.trainable_variables)
+    with stable, substituted(copies):
         yield
 
 

@@ -114,7 +114,7 @@ class Rounds:
                 'received sync_between="machines": expected two machines or more, with two workers '
                 "or more on each, as many on all, without GPUs."
             )
-        if any(models.is_synchronized_batch_norm(x) for x in models.layers_of(self._model)):
+        if models.has_synchronized_batch_norm(self._model):
             raise UsageError(
                 "a BatchNormalization has synchronized=True, which exchanges moments in each step: "
                 "with sync_every, replicas use their own. Leave one of them out."

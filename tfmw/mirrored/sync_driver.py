@@ -145,9 +145,7 @@ class SyncDriver:
         self.results = ReplicaMetrics(model, self._replicas, self._traces)
         self.state = ReplicaState(model, self._replicas, self._traces)
         self._gathers = False  # sparse gradients, as of embeddings, or ids, by TensorFlow
-        self._has_synchronized_norm = any(
-            models.is_synchronized_batch_norm(layer) for layer in models.layers_of(model)
-        )
+        self._has_synchronized_norm = models.has_synchronized_batch_norm(model)
         # XLA compiles for one device, and lookups run on servers.
         self._has_tables = any(map(tables.is_table, model.variables))
         self._stack = contextlib.ExitStack()

@@ -41,18 +41,13 @@ from tfmw import data
 from tfmw.errors import UsageError
 from tfmw.keras_compat import models, objects, optimizers, parameter_servers
 from tfmw.keras_compat.metric_variables import metric_variables, recorded_assignments
+from tfmw.keras_compat.objects import contains, unique
 from tfmw.parameter_server.exchange import Exchange, LookupReply, StepUpdates
 from tfmw.parameter_server.hash_tables import HashTables
 from tfmw.parameter_server.lookups import Fetched, LookupRequest, Plan, RowTransfer, plan_lookups
 from tfmw.parameter_server.step_op import StepOp
 from tfmw.parameter_server.updates import Grads, ReadOnlyScalar, Updates, taking_gradients
-from tfmw.parameter_server.variables import (
-    PACK_BYTES,
-    ServerPack,
-    ServerVariables,
-    contains,
-    unique,
-)
+from tfmw.parameter_server.variables import PACK_BYTES, ServerPack, ServerVariables
 from tfmw.tables import table_of
 from tfmw.tables.shards import look_up, read_whole
 
@@ -211,7 +206,7 @@ class WorkerSteps:
         # The next function assigns all of them; after the last one no worker keeps a model.
         with tf.control_dependencies(tf.nest.flatten(results)):
             for variable in locals_.values():
-                parameter_servers.forget_local_variable(variable)
+                tf.raw_ops.DestroyResourceOp(resource=variable.handle, ignore_lookup_error=True)
         return results
 
     def _locals(self) -> dict[int, Any]:
@@ -309,11 +304,11 @@ class WorkerSteps:
         pairs = [(v, locals_[id(v)]) for v in self._own]
         pairs += zip([v for v, _ in server_variables.scalars], scalars, strict=True)
         remote = [(v, locals_[id(v)]) for v in self._remote]
+        held = server_variables.optimizers
         with contextlib.ExitStack() as stack:
-            for optimizer in server_variables.optimizers:
-                enter = stack.enter_context
-                enter(optimizers.stable_variable_keys(optimizer, server_variables.trainable))
-                enter(taking_gradients(optimizer, update))
+            stack.enter_context(optimizers.stable_variable_keys(held, server_variables.trainable))
+            for optimizer in held:
+                stack.enter_context(taking_gradients(optimizer, update))
             stack.enter_context(recorded_assignments(self._assigned))
             # `tf.gather` on these looks up rows, where Keras would read all of them first.
             lookups = [(v, "sparse_read", rows.sparse_read) for v, rows in remote]

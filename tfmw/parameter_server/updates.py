@@ -23,8 +23,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfmw.keras_compat import models, objects, optimizers, parameter_servers
+from tfmw.keras_compat.objects import contains
 from tfmw.parameter_server.lookups import Fetched, RowTransfer
-from tfmw.parameter_server.variables import ServerPack, ServerVariables, contains
+from tfmw.parameter_server.variables import ServerPack, ServerVariables
 from tfmw.tables.shards import MultiTableLookup, Route, VariableShard
 
 Grads = list[tuple[Any, Any]]
@@ -164,7 +165,7 @@ class Updates:
         scalars = [
             (v, ReadOnlyScalar(copies[where])) for v, copies in self.server_variables.scalars
         ]
-        stable = optimizers.stable_variable_keys(optimizer, self.server_variables.trainable)
+        stable = optimizers.stable_variable_keys([optimizer], self.server_variables.trainable)
         with stable, models.substituted(scalars):
             for tensors, update in updates:
                 update(*tensors)

@@ -34,6 +34,7 @@ import tensorflow as tf
 
 from tfmw.errors import UsageError
 from tfmw.keras_compat import models, placement, table_variables
+from tfmw.keras_compat.objects import contains, unique
 from tfmw.keras_compat.optimizers import (
     optimizer_slots,
     optimizers_of,
@@ -413,14 +414,3 @@ def _fetch(server_variable: tf.Variable, variable: Any, shard: VariableShard) ->
 def _bytes(variable: Any) -> int:
     own = models.native(variable)
     return int(np.prod(own.shape.as_list())) * max(1, own.dtype.size)
-
-
-def contains(variable: Any, variables: Iterable[Any]) -> bool:
-    """Whether `variable` itself is one of `variables`; == compares values."""
-    return any(variable is other for other in variables)
-
-
-def unique(variables: Iterable[Any], without: Iterable[Any] = ()) -> list[Any]:
-    """The variables, each once and in their order, but those `without`."""
-    skip = {id(v) for v in without}
-    return list({id(v): v for v in variables if id(v) not in skip}.values())
