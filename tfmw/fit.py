@@ -26,8 +26,7 @@ from tfmw.engines import local
 from tfmw.errors import UsageError
 from tfmw.export import check_path, export
 from tfmw.keras_compat.metric_variables import flatten_metrics
-from tfmw.local_sgd import elastic_training
-from tfmw.local_sgd.local_training import LocalTraining
+from tfmw.local_sgd import local_training
 from tfmw.local_sgd.round_client import RoundClient
 from tfmw.local_sgd.sync_settings import SyncSettings, checked
 from tfmw.mirrored.cached_driver import cached_driver
@@ -174,7 +173,7 @@ def _entered(context: FitContext, arguments: FitArguments) -> Iterator[tuple[Fit
     """The context of this task, and its backups."""
     client = RoundClient.of_environment(os.environ)
     if client is not None:
-        with elastic_training.entered(client, context, arguments) as member:
+        with local_training.entered(client, context, arguments) as member:
             yield member
         return
     if arguments.sync_elastic:
@@ -212,10 +211,10 @@ def _sharded(context: FitContext, arguments: FitArguments, backups: Backups) -> 
     _refuse_other_driver(record, servers is not None, alone)
     if servers is not None:
         return ParameterServerTraining(context, arguments, servers, record)
-    if isinstance(backups, elastic_training.Records):
-        return elastic_training.ElasticTraining(context, arguments, backups)
+    if isinstance(backups, local_training.Records):
+        return local_training.ElasticTraining(context, arguments, backups)
     if alone:
-        return LocalTraining(context, arguments, backups)
+        return local_training.LocalTraining(context, arguments, backups)
     return MirroredTraining(context, arguments, record)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -304,3 +306,32 @@ def test_no_thread_is_left() -> None:
     for thread in set(threading.enumerate()) - before:
         thread.join(5)
     assert set(threading.enumerate()) <= before
+
+
+class _WithoutDescriptors:
+    """A listener whose process has no descriptor left, as strangers hold them."""
+
+    def __init__(self, listener: socket.socket):
+        self._listener = listener
+        self.asked = 0
+        self.left = False
+
+    def accept(self) -> Any:
+        self.asked += 1
+        if not self.left:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+
+def test_the_server_waits_for_descriptors() -> None:
+    listener: Any = _WithoutDescriptors(sockets.listen("127.0.0.1"))
+    with RoundServer(1, KEY, listener):
+        time.sleep(0.35)
+        assert 1 <= listener.asked <= 5
+        listener.left = True
+        client = RoundClient(f"127.0.0.1:{listener.getsockname()[1]}", 0, 1, KEY)
+        client.enter()
+        client.leave()

@@ -1,22 +1,44 @@
-"""The training loop's driver for local SGD: the mirrored one, whose replicas train on their own."""
+"""The training loop's drivers for local SGD: the mirrored one, whose replicas train on their own.
+
+    LocalTraining(context, arguments, backups)
+    with entered(client, context, arguments) as (context, backups):     # of elastic rounds
+        ElasticTraining(context, arguments, backups)
+
+A member of elastic rounds is one process, with its share of each batch. It is lost and comes back
+without the others: the server of the rounds keeps its position in the data, as of its last round,
+and another member sends it the weights. So a record is a backup without tensors, which the training
+loop saves after each round.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tfmw.checkpoint.resume import Backups
+from tfmw import data
+from tfmw.checkpoint import state
+from tfmw.checkpoint.resume import Backups, PythonState
+from tfmw.cluster.group import Group
+from tfmw.data.random_state import random_state, restore_random_state
 from tfmw.errors import UsageError
+from tfmw.keras_compat import placement
+from tfmw.local_sgd.elastic_rounds import ElasticRounds
+from tfmw.local_sgd.round_client import RoundClient
 from tfmw.local_sgd.rounds import Rounds
 from tfmw.local_sgd.sync_settings import SyncSettings
 from tfmw.mirrored.sync_driver import SyncDriver
 from tfmw.mirrored.sync_training import MirroredTraining
 from tfmw.training.arguments import FitArguments
 from tfmw.training.fit_context import FitContext
+
+_ROUND = "round"  # in records and backups: the number of the last round that they contain
 
 
 class LocalTraining(MirroredTraining):
@@ -36,21 +58,17 @@ class LocalTraining(MirroredTraining):
         assert settings is not None
         self._settings = settings
         self._backups = backups
-        self._refuse_other_settings()
-        super().__init__(context, arguments, backups.record)
-
-    def _refuse_other_settings(self) -> None:
-        record = self._backups.record
-        saved = None if record is None else record["feed"].get("rounds")
-        if saved is not None and SyncSettings(**saved) != self._settings:
+        saved = None if backups.record is None else backups.record["feed"].get("rounds")
+        if saved is not None and SyncSettings(**saved) != settings:
             raise UsageError(
                 f"the backup was written with {saved}, this call has "
-                f"{dataclasses.asdict(self._settings)}: resume with the same sync_ arguments and "
-                "outer optimizer, or use another backup_dir."
+                f"{dataclasses.asdict(settings)}: resume with the same sync_ arguments and outer "
+                "optimizer, or use another backup_dir."
             )
+        super().__init__(context, arguments, backups.record)
 
     def _count(self, local: int, examples: tf.Tensor) -> None:
-        self._rounds.count(local, examples)
+        self._rounds.count(local, examples)  # which are made in the driver's context
 
     @contextlib.contextmanager
     def _new_driver(self) -> Iterator[SyncDriver]:
@@ -93,3 +111,241 @@ class LocalTraining(MirroredTraining):
     def _after_steps(self) -> None:
         with self.driver.lost_peer_named():
             self._rounds.after_step(self.steps_done)
+
+
+class Member(Group):
+    """The group of a member: alone in each call. Its rank decides what it writes and reads.
+
+    Args:
+        client: has entered.
+    """
+
+    def __init__(self, client: RoundClient):
+        super().__init__(client.member, 1)
+        self._client = client
+
+    def settled(self, name: str, decide: Callable[[], Any]) -> Any:
+        return self._client.fact(name, decide())
+
+
+@contextlib.contextmanager
+def entered(
+    client: RoundClient, context: FitContext, arguments: FitArguments
+) -> Iterator[tuple[FitContext, Backups]]:
+    """The context and the backups of a member, which has connected to the server of the rounds."""
+    _refuse(context, arguments)
+    record, arrays, steps = client.enter()
+    try:
+        member = Member(client)
+        sharding = data.Sharding(client.members, client.member)
+        context = dataclasses.replace(context, group=member, sharding=sharding)
+        # Data that Python code orders: the same on all members, from the first one's state.
+        restore_random_state(member.settled("random state", random_state))
+        with Backups(Group(0, 1), _of_member(arguments.backup, client)) as inner:
+            yield context, Records(inner, client, record, arrays, steps)
+    finally:
+        client.leave()
+
+
+def _refuse(context: FitContext, arguments: FitArguments) -> None:
+    if arguments.sync_every is None:
+        raise UsageError(
+            "this process trains in elastic rounds (tfmw run --elastic), and fit was called "
+            "without sync_every=: add sync_every=50."
+        )
+    if placement.local_replicas(context.strategy) != 1 or context.group.size != 1:
+        raise UsageError(
+            "a member of elastic rounds has one device: start as many members as there are devices."
+        )
+
+
+def _of_member(backup: Any, client: RoundClient) -> Any:
+    """The backup callback, with a directory of this member's own."""
+    own = copy.copy(backup)
+    if own is not None:
+        own.backup_dir = os.path.join(own.backup_dir, f"member_{client.member}")
+    return own
+
+
+_INNER = ("restore", "signals", "limit", "python_state", "wait", "leave", "refuse_nan", "finished")
+"""Methods of `Records` that are those of the backups on disk."""
+
+
+class Records(Backups):
+    """Backups on disk, and a record on the server after each round.
+
+    Args:
+        inner: the backups on disk, if there are any.
+        client: has entered.
+        record, arrays: of the server.
+        steps: in rounds that have ended since the record.
+    """
+
+    def __init__(
+        self,
+        inner: Backups,
+        client: RoundClient,
+        record: dict[str, Any] | None,
+        arrays: list[np.ndarray],
+        steps: int,
+    ):
+        super().__init__(Group(0, 1))
+        self.on = True
+        self.client = client
+        self.rounds: Callable[[], int] = lambda: 0
+        self._inner = inner
+        for name in _INNER:
+            setattr(self, name, getattr(inner, name))
+        self._recorded = 0
+        self._inner_due = False
+        self.record = inner.record
+        self.tensors = inner.tensors
+        newer = inner.record is None or record is None or record["step"] >= inner.record["step"]
+        self.from_server = record is not None and newer
+        self.unrecorded = steps if self.from_server or self.record is None else 0
+        if record is not None and newer:
+            self.record = {**record, "step": record["step"] + steps}
+            self.tensors = dict(zip(record["arrays"], arrays, strict=True))
+
+    @property
+    def known_round(self) -> int:
+        """The number of the last round that the restored weights contain."""
+        return 0 if self._inner.record is None else self._inner.record.get(_ROUND, 0)
+
+    def restore_callbacks(self, callbacks: list[Any], finished: bool = False) -> None:
+        super().restore_callbacks(callbacks, finished and not self.from_server)
+
+    # ------------------------------------------------------------ when
+
+    def due_after_step(self, step: int, signals: list[float]) -> bool:
+        self._inner_due = self._inner.due_after_step(step, signals)
+        return self._inner_due or self.rounds() != self._recorded
+
+    def due_after_epoch(self, epoch: int, step: int, last: bool) -> tuple[bool, bool]:
+        self._inner_due, leave = self._inner.due_after_epoch(epoch, step, last)
+        return not last, leave
+
+    # ------------------------------------------------------------ save
+
+    @property
+    def saves_tensors(self) -> bool:
+        """Whether the next `save` writes to the disk."""
+        return self._inner.on and self._inner_due
+
+    def save(
+        self,
+        step: int,
+        model: Any,
+        strategy: Any,
+        kept: tuple[Any, ...],
+        callbacks: list[Any],
+        record: dict[str, Any],
+        busy: bool = True,
+        python_state: PythonState | None = None,
+        parts: Any = None,
+    ) -> None:
+        python_state = python_state or self.python_state(callbacks)
+        if self._inner.on and (self._inner_due or record["done"]):
+            record = {**record, _ROUND: self.client.number}
+            self._inner.save(
+                step, model, strategy, kept, callbacks, record, busy, python_state, parts
+            )
+            self.saved_at = self._inner.saved_at
+        self._inner_due = False
+        (states, arrays), random = python_state
+        tensors = state.with_replicas(dict(arrays), *kept[:2])
+        full = {**record, "callbacks": states, "random": random, "arrays": list(tensors)}
+        self.client.keep(full, [np.asarray(tensors[name]) for name in tensors])
+        self._recorded = self.rounds()
+
+
+class ElasticTraining(LocalTraining):
+    """Training steps of one member, which exchanges its weights through the server of the rounds.
+
+    Args:
+        context, arguments: of the call; see `entered`.
+        backups: of the member.
+    """
+
+    _backups: Records
+    _rounds: ElasticRounds
+
+    @contextlib.contextmanager
+    def _new_driver(self) -> Iterator[SyncDriver]:
+        member = self._backups.client.member
+        driver = SyncDriver(
+            self.model, self.strategy, on_own_step=self._count, parts=self._context.sharding
+        )
+        with driver:
+            rounds = ElasticRounds(
+                self.model,
+                self.strategy,
+                self._settings,
+                self._backups.client,
+                driver.state.all_variables,
+            )
+            self._backups.rounds = lambda: rounds.ended
+            self._rounds = rounds
+            placement.vary_seeds(self.model, member)  # each member draws its own
+            try:
+                yield driver
+            finally:
+                placement.vary_seeds(self.model, member)
+
+    def _validation_sharding(self) -> data.Sharding:
+        return data.Sharding()  # each member evaluates the common weights by itself
+
+    # ------------------------------------------------------------ what the loop asks
+
+    def restore_position(self) -> None:
+        if self._backups.from_server:
+            super(LocalTraining, self).restore_position()  # weights come from another member
+        else:
+            super().restore_position()
+
+    def begin_epoch(self) -> None:
+        super().begin_epoch()
+        for _ in range(self._backups.unrecorded):
+            call = self._data.next_call(1)
+            if call is not None:
+                next(call.iterator)
+                self._data.advance(1, 1)
+        self._backups.unrecorded = 0
+        self._rounds.begin_at(self.steps_done)
+        if not self._rounds.joined:
+            self._trace()  # others wait for the steps of those that take part
+        self._join()
+
+    def _join(self) -> None:
+        if not self._rounds.joined:
+            self._rounds.join(self._backups.known_round)
+
+    def skip_run(self) -> None:
+        super().skip_run()
+        self._join()
+
+    def _trace(self) -> None:
+        call = self._data.next_call(1)
+        if call is not None:
+            none = dataclasses.replace(call, max_steps=0)
+            self.driver.run_steps("train", none, self._data.shard.size_known)
+
+    def train(
+        self, max_steps: int, on_begin: Callable[[int], None], on_end: Callable[[], bool]
+    ) -> None:
+        before = self._rounds.ended
+
+        def until_round() -> bool:  # the loop then saves a record
+            return on_end() and self._rounds.ended == before
+
+        super().train(max_steps, on_begin, until_round)
+
+    def replica_state(self, slots: bool) -> tuple[Any, ...]:
+        if self._backups.saves_tensors:
+            return super().replica_state(slots)
+        return self.driver.replica_state()
+
+    def finish(self) -> None:
+        self._join()
+        self._rounds.finish()
+        super().finish()

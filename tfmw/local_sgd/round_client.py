@@ -10,9 +10,10 @@ client.keep(record, arrays)                            # what `enter` returns af
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -176,31 +177,29 @@ class RoundClient:
 
     def send_state(self, arrays: Sequence[np.ndarray]) -> None:
         """Sends this member's state, for those that join."""
-        self._send({"do": "state"}, arrays)
+        with self._server() as server:
+            server.send({"do": "state"}, arrays)
 
     def keep(self, record: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
         """Replaces this member's record."""
-        self._send({"do": "record", "record": record}, arrays)
+        with self._server() as server:
+            server.send({"do": "record", "record": record}, arrays)
 
     def _asked(
         self, message: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()
     ) -> tuple[Message, list[np.ndarray]]:
-        self._send(message, arrays)
-        try:
-            answer, received = self._connection.receive()
-        except OSError as e:
-            raise self._lost(e) from e
+        with self._server() as server:
+            server.send(message, arrays)
+            answer, received = server.receive()
         if "lost" in answer:
             raise TfmwError(f"{answer['lost']}; start it again.")
         if "error" in answer:
             raise UsageError(f"members of the rounds differ: {answer['error']}.")
         return answer, received
 
-    def _send(self, message: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
+    @contextlib.contextmanager
+    def _server(self) -> Iterator[wire.Connection]:
         try:
-            self._connection.send(message, arrays)
+            yield self._connection
         except OSError as e:
-            raise self._lost(e) from e
-
-    def _lost(self, error: OSError) -> TfmwError:
-        return TfmwError(f"the server of rounds at {self._address} was lost: {error}")
+            raise TfmwError(f"the server of rounds at {self._address} was lost: {e}") from e

@@ -24,10 +24,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,12 +44,14 @@ PATIENCE_S = 60.0
 """Seconds in which all members come, where nobody is present."""
 
 _MOST_STRANGERS = 64  # connections at a time that have proven nothing yet
+_RETRY_S = 0.1
 
 _ALL_LOST = {"lost": "all members that took part were lost: this one begins with its backup"}
 
 Arrays = list[np.ndarray]
 
 
+@dataclasses.dataclass(eq=False)
 class _Seat:
     """A connected member.
 
@@ -59,13 +63,12 @@ class _Seat:
         resumes: whether it was given a record.
     """
 
-    def __init__(self, connection: Connection):
-        self.connection = connection
-        self.asks: Message = {}
-        self.arrays: Arrays = []
-        self.takes_part = False
-        self.done = False
-        self.resumes = False
+    connection: Connection
+    asks: Message = dataclasses.field(default_factory=dict)
+    arrays: Arrays = dataclasses.field(default_factory=list)
+    takes_part: bool = False
+    done: bool = False
+    resumes: bool = False
 
     def answer(self, message: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
         """Answers it, without waiting for a slow link.
@@ -74,9 +77,10 @@ class _Seat:
         the answer, so two answers cannot overtake each other.
         """
         self.asks, self.arrays = {}, []
-        threading.Thread(target=self._send, args=(message, arrays), daemon=True).start()
+        threading.Thread(target=self.send, args=(message, arrays), daemon=True).start()
 
-    def _send(self, message: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
+    def send(self, message: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
+        """The same, with waiting."""
         with contextlib.suppress(OSError):
             self.connection.send(message, arrays)
 
@@ -120,7 +124,8 @@ class RoundServer:
         while not self._closed:
             try:
                 peer, _ = self._listener.accept()
-            except OSError:
+            except OSError:  # such as EMFILE: strangers hold descriptors, at most HELLO_S long
+                time.sleep(_RETRY_S)
                 continue
             if not self._strangers.acquire(blocking=False):
                 peer.close()
@@ -139,17 +144,15 @@ class RoundServer:
             return
         finally:
             self._strangers.release()
+        seat = _Seat(connection)
         if problem is not None:
-            with contextlib.suppress(OSError):
-                connection.send({"error": problem})
+            seat.send({"error": problem})
             connection.close()
             return
-        seat = _Seat(connection)
         with self._lock:
-            training = self._trainings.get(call)
-            if training is None:
-                training = _Training(self._members, self._patience_s, self._lock)
-                self._trainings[call] = training
+            if call not in self._trainings:
+                self._trainings[call] = _Training(self._members, self._patience_s, self._lock)
+            training = self._trainings[call]
             training.enter(member, seat)
         try:
             while True:
@@ -197,7 +200,7 @@ class _Training:
         self._done: set[int] = set()
         self._finished = False
         self._last_state: Arrays | None = None
-        self._mean = _Mean()
+        self._quantized: QuantizedSum | None = None  # keeps what is rounded away of a mean
 
     def close(self) -> None:
         """Closes all connections."""
@@ -237,7 +240,7 @@ class _Training:
         if self._finished:
             return
         self._records, self._unrecorded, self._done = {}, {}, set()
-        self._mean = _Mean()
+        self._quantized = None
         for seat in self._seats.values():
             if seat.resumes and seat.asks:
                 seat.answer(_ALL_LOST)
@@ -350,7 +353,7 @@ class _Training:
 
     def _end_round(self, present: dict[int, _Seat]) -> None:
         messages = [seat.asks for seat in present.values()]
-        mean = self._mean.of(messages, [seat.arrays for seat in present.values()])
+        mean = self._mean(messages, [seat.arrays for seat in present.values()])
         joining = self._wanting_to_join()
         self._finished = all(seat.done for seat in present.values()) and not joining
         self._round += 1
@@ -368,18 +371,8 @@ class _Training:
             }
             seat.answer(answer, mean)
 
-
-class _Mean:
-    """The mean over members, weighted by their examples.
-
-    What is rounded away of a mean is added to the next one.
-    """
-
-    def __init__(self) -> None:
-        self._quantized: QuantizedSum | None = None
-
-    def of(self, messages: Sequence[Message], arrays: Sequence[Arrays]) -> Arrays:
-        """The mean of each array.
+    def _mean(self, messages: Sequence[Message], arrays: Sequence[Arrays]) -> Arrays:
+        """The mean of each array, weighted by examples; none without examples.
 
         Args:
             messages: "examples", and "packed": the format of the first array, or None; its
@@ -387,30 +380,26 @@ class _Mean:
             arrays: of each member; the same number of them.
         """
         total = sum(message["examples"] for message in messages)
-        if not total:
-            return []
+        packed, elements = messages[0]["packed"], messages[0]["elements"]
+        if packed is not None and self._quantized is None:
+            self._quantized = QuantizedSum(elements, packed)
+        quantized = self._quantized
         sums: Arrays = []
         for message, own in zip(messages, arrays, strict=True):
+            if not message["examples"]:
+                continue
             share = message["examples"] / total
-            if not share:
-                continue
-            first = self._unpacked(message, own[0])
-            own = [first, *own[1:]]
+            if quantized is not None:
+                own = [quantized.values(own[0], elements), *own[1:]]
+            scaled = [np.multiply(array, share, dtype=array.dtype) for array in own]
             if not sums:
-                sums = [np.multiply(a, share, dtype=a.dtype) for a in own]
+                sums = scaled
                 continue
-            for array, add in zip(sums, own, strict=True):
-                array += np.multiply(add, share, dtype=add.dtype)
-        if self._quantized is not None and messages[0]["packed"]:
-            sums[0] = self._quantized.rounded(sums[0])
+            for array, add in zip(sums, scaled, strict=True):
+                array += add
+        if sums and quantized is not None:
+            sums[0] = quantized.rounded(sums[0])
         return sums
-
-    def _unpacked(self, message: Message, array: np.ndarray) -> np.ndarray:
-        if message["packed"] is None:
-            return array
-        if self._quantized is None:
-            self._quantized = QuantizedSum(message["elements"], message["packed"])
-        return self._quantized.values(array, message["elements"])
 
 
 def main(argv: Sequence[str] | None = None, out: Callable[[str], Any] = print) -> int:
