@@ -26,7 +26,7 @@ import dataclasses
 import hmac
 import os
 import secrets
-import selectors
+import select
 import socket
 import time
 from typing import Any, TypedDict
@@ -94,10 +94,6 @@ class _Hello:
         self.files += files
         return bool(part)
 
-    @property
-    def is_whole(self) -> bool:
-        return len(self.received) == _PROOF_BYTES
-
     def close(self) -> None:
         self.peer.close()
         self.close_files()
@@ -145,6 +141,8 @@ class Listener:
     def accept(self, before: Address, key: bytes) -> Receiver:
         """The first connection within CONNECT_S that proves to know the key.
 
+        Connections are read concurrently, so that a slow or silent one does not delay another.
+
         Args:
             before: the address of the previous worker, which determines the kind of connection.
             key: the key of this training.
@@ -153,77 +151,43 @@ class Listener:
             OSError: there is no such connection.
         """
         shared = _same_machine(before, self.address)
+        server = self._unix if shared else self._tcp
+        server.setblocking(False)
         expected = _proof(key, self.address)
         deadline = time.monotonic() + CONNECT_S
         refused = 0
-        with _Hellos(self._unix if shared else self._tcp) as hellos:
-            while (left := deadline - time.monotonic()) > 0:
-                for hello in hellos.whole(left):
-                    proven = hmac.compare_digest(hello.received, expected)
-                    if proven and bool(hello.files) == shared:
-                        return _receiver(hellos.take(hello), shared)
-                    refused += 1
-                    hellos.drop(hello)
+        hellos: list[_Hello] = []  # the oldest first
+        try:
+            while (now := time.monotonic()) < deadline:
+                poll = select.poll()
+                for connection in (server, *(hello.peer for hello in hellos)):
+                    poll.register(connection, select.POLLIN)
+                until = min([deadline, *(hello.deadline for hello in hellos)])
+                ready = {file for file, _events in poll.poll(1000 * max(0.0, until - now))}
+                for hello in list(hellos):
+                    is_open = hello.peer.fileno() not in ready or hello.read()
+                    if is_open and len(hello.received) == _PROOF_BYTES:
+                        hellos.remove(hello)
+                        proven = hmac.compare_digest(hello.received, expected)
+                        if proven and bool(hello.files) == shared:
+                            return _receiver(hello, shared)
+                        refused += 1
+                        hello.close()
+                    elif not is_open or hello.deadline <= time.monotonic():
+                        hellos.remove(hello)
+                        hello.close()
+                if server.fileno() in ready:
+                    with contextlib.suppress(BlockingIOError, ConnectionError):
+                        peer, _address = server.accept()
+                        peer.setblocking(False)
+                        hellos.append(_Hello(peer, time.monotonic() + HELLO_S))
+                if len(hellos) > _MAX_HELLOS:
+                    hellos.pop(0).close()
+        finally:
+            for hello in hellos:
+                hello.close()
         why = f"; {refused} connection(s) without this training's TFMW_TOKEN" if refused else ""
         raise TimeoutError(f"timed out{why}")
-
-
-class _Hellos:
-    """Connections that have not been authenticated yet.
-
-    They are read concurrently, so that a slow or silent connection does not delay another.
-
-    Args:
-        server: a listening socket.
-    """
-
-    def __init__(self, server: socket.socket):
-        server.setblocking(False)
-        self._server = server
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(server, selectors.EVENT_READ)
-        self._open: list[_Hello] = []  # the oldest first
-
-    def __enter__(self) -> _Hellos:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hello in list(self._open):
-            self.drop(hello)
-        self._selector.close()
-
-    def whole(self, timeout_s: float) -> list[_Hello]:
-        """Waits for bytes; returns the connections whose hello is complete."""
-        ends = [time.monotonic() + timeout_s, *(hello.deadline for hello in self._open)]
-        ready = self._selector.select(max(0.0, min(ends) - time.monotonic()))
-        for key, _events in ready:
-            if key.data is None:
-                self._accept()
-            elif key.data in self._open and not key.data.read():
-                self.drop(key.data)
-        for late in [h for h in self._open if h.deadline <= time.monotonic()]:
-            self.drop(late)
-        return [hello for hello in self._open if hello.is_whole]
-
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            peer, _address = self._server.accept()
-            peer.setblocking(False)
-            if len(self._open) == _MAX_HELLOS:
-                self.drop(self._open[0])
-            hello = _Hello(peer, time.monotonic() + HELLO_S)
-            self._open.append(hello)
-            self._selector.register(peer, selectors.EVENT_READ, hello)
-
-    def take(self, hello: _Hello) -> _Hello:
-        """Passes a connection to the caller."""
-        self._selector.unregister(hello.peer)
-        self._open.remove(hello)
-        return hello
-
-    def drop(self, hello: _Hello) -> None:
-        """Closes a connection."""
-        self.take(hello).close()
 
 
 def _receiver(hello: _Hello, shared: bool) -> Receiver:
