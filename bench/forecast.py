@@ -33,6 +33,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self
+from unittest import mock
 
 from tfmw.launcher.run import launch
 from tfmw.tools import bench
@@ -161,11 +162,17 @@ def exchanges_of(ring: Any) -> Iterator[list[Span]]:
     if ring is None:
         yield spans
         return
-    ring.on_exchange = lambda *span: spans.append(Span(*span))
-    try:
+    exchange = ring._exchange
+
+    @contextlib.contextmanager
+    def timed(what: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        with exchange(what):
+            yield
+        spans.append(Span(what, begin, time.perf_counter()))
+
+    with mock.patch.object(ring, "_exchange", timed):
         yield spans
-    finally:
-        ring.on_exchange = None
 
 
 def overlap(spans: Sequence[Span], steps: int, exposed: float) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import multiprocessing
 import os
 import statistics
@@ -25,6 +26,7 @@ import numpy as np
 
 from tfmw.mirrored.collectives import hierarchy
 from tfmw.mirrored.collectives.all_reduce import AllReduce
+from tfmw.mirrored.collectives.ring import connect
 
 ROUNDS, SECONDS = 7, 0.5
 NAME, NETWORK = "tfmwmachine", "10.88.9"
@@ -93,9 +95,10 @@ def worker(
     known = [n // per_machine for n in range(len(hosts))]
 
     def connected(places: list[Any]) -> AllReduce:
-        return hierarchy.connect(
-            rank, hosts, places, b"bench", lambda value: meeting.from_all(rank, value)
+        join = functools.partial(
+            connect, rank, hosts, b"bench", lambda value: meeting.from_all(rank, value)
         )
+        return hierarchy.connect(rank, places, join)
 
     rings = dict(zip(WAYS, (connected(known), connected([None] * len(hosts))), strict=True))
     for size in mb:
@@ -103,13 +106,13 @@ def worker(
         times: dict[str, list[float]] = {way: [] for way in rings}
         for way, ring in [*rings.items()] * (ROUNDS + 1):
             begin = time.perf_counter()
-            once = ring.sum(array)
+            once = ring.sum(array.copy())
             # The first worker decides how many fit.
             fit = np.array([SECONDS / max(1e-6, time.perf_counter() - begin)])
             many = max(1, min(200, int(ring.broadcast(fit)[0])))
             begin = time.perf_counter()
             for _ in range(many):
-                once = ring.sum(array)
+                once = ring.sum(array.copy())
             times[way].append((time.perf_counter() - begin) / many)
             assert once[0] == len(hosts)
         if rank == 0:

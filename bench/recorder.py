@@ -69,13 +69,15 @@ def main() -> None:
     meeting = Exchange(2)
     rings = in_threads(
         2,
-        lambda rank: ring.connect(rank, ["127.0.0.1"] * 2, b"k" * 32, meeting.of(rank)),
+        lambda rank: ring.connect(rank, ["127.0.0.1"] * 2, b"k" * 32, meeting.of(rank), range(2)),
     )
     for elements, rounds in ROUNDS.items():
         local: np.ndarray = np.ones(elements, np.float32)
 
         def exchange(local: np.ndarray = local, rounds: int = rounds) -> None:
-            in_threads(2, lambda rank: [rings[rank].sum(local) for _ in range(rounds)] and None)
+            in_threads(
+                2, lambda rank: [rings[rank].sum(local.copy()) for _ in range(rounds)] and None
+            )
 
         waits = waits_in(exchange)
         own_part = functools.partial(record, 2 * rounds, waits)

@@ -3,7 +3,7 @@
     tfmw run --workers 2 bench/ring.py [--mb 11 64] [--pieces 512 1024 2048 4096 8192 0]
 
 Wall time and processor time of the chief, in ms: medians of five rounds of five all-reduces. This
-is where `RING_BYTES_PER_PACK` and the sizes in tfmw/reduction.py come from. A worker has one core.
+is where the sizes in tfmw/mirrored/collectives/transports.py come from. A worker has one core.
 """
 
 from __future__ import annotations

@@ -142,7 +142,9 @@ def test_fragments_in_turns_follow_the_paper(overlap, mixed, first, second):
 def quantized_sums(size: int, elements: int, kind: str) -> Iterator[Callable[..., list[Any]]]:
     exchange = Exchange(size)
     hosts = ["127.0.0.1"] * size
-    rings = in_threads(size, lambda r: ring.connect(r, hosts, b"k" * 32, exchange.of(r)))
+    rings = in_threads(
+        size, lambda r: ring.connect(r, hosts, b"k" * 32, exchange.of(r), range(size))
+    )
     sums = [QuantizedSum(elements, kind) for _ in range(size)]
 
     def run(arrays: list[Any]) -> list[Any]:

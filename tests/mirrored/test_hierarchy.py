@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from tests.helpers.threads import Exchange, in_threads
 from tfmw.local_sgd.quantized_sum import QuantizedSum
-from tfmw.mirrored.collectives import hierarchy
+from tfmw.mirrored.collectives import hierarchy, ring
 from tfmw.mirrored.collectives.all_reduce import RingBroken, even_cuts
 from tfmw.mirrored.collectives.hierarchy import HierarchicalRing
 from tfmw.mirrored.collectives.ring import Ring
@@ -33,17 +34,17 @@ def joined() -> Iterator[Callable[[str], list[Any]]]:
     def join(machines: str) -> list[Any]:
         exchange = Exchange(len(machines))
         hosts = ["127.0.0.1"] * len(machines)
-        rings.extend(
-            in_threads(
-                len(machines),
-                lambda rank: hierarchy.connect(rank, hosts, machines, KEY, exchange.of(rank)),
-            )
-        )
+
+        def connected(rank: int) -> Any:
+            join = functools.partial(ring.connect, rank, hosts, KEY, exchange.of(rank))
+            return hierarchy.connect(rank, machines, join)
+
+        rings.extend(in_threads(len(machines), connected))
         return rings
 
     yield join
-    for ring in rings:
-        ring.close()
+    for one in rings:
+        one.close()
 
 
 @pytest.fixture(params=list(MACHINES.values()), ids=list(MACHINES))
@@ -57,33 +58,31 @@ def test_every_exchange_is_as_over_one_ring(levels: list[HierarchicalRing]) -> N
     size = len(levels)
     for length in (0, 1, size - 1, 10_007, 700_001):
         arrays = [np.random.default_rng(r).normal(size=length).astype("f") for r in range(size)]
-        kept = [array.copy() for array in arrays]
         cuts = even_cuts(length, size)
 
         def exchanged(rank: int, arrays: Any = arrays, cuts: Any = cuts) -> Any:
             ring, rows = levels[rank], arrays[rank][: 3 * rank].reshape(-1, 1)
-            own = ring.reduce_scatter(arrays[rank], cuts).copy()
+            own = ring.reduce_scatter(arrays[rank].copy(), cuts).copy()
             return {
-                "sum": ring.sum(arrays[rank], what="gradients").copy(),
+                "sum": ring.sum(arrays[rank].copy(), what="gradients"),
                 "own": own,
-                "total": ring.all_gather(own, cuts).copy(),
+                "total": ring.all_gather(own, cuts, np.empty_like(arrays[rank])),
                 "rows": ring.gather([rows, rows[:, 0]]),
-                "first": ring.broadcast(arrays[rank]),
+                "first": ring.broadcast(arrays[rank].copy()),
             }
 
         found = in_threads(size, exchanged)
         for rank, results in enumerate(found):
-            np.testing.assert_allclose(results["sum"], np.sum(kept, axis=0), rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(results["sum"], np.sum(arrays, axis=0), rtol=1e-5, atol=1e-5)
             np.testing.assert_array_equal(results["sum"], found[0]["sum"])
             np.testing.assert_array_equal(results["total"], found[0]["sum"])
             np.testing.assert_array_equal(
-                results["own"], found[0]["sum"][levels[0].part_of(cuts, rank)]
+                results["own"], found[0]["sum"][levels[rank].own_part(cuts)]
             )
-            np.testing.assert_array_equal(results["first"], kept[0])
-            expected = np.concatenate([array[: 3 * r] for r, array in enumerate(kept)])
+            np.testing.assert_array_equal(results["first"], arrays[0])
+            expected = np.concatenate([array[: 3 * r] for r, array in enumerate(arrays)])
             np.testing.assert_array_equal(results["rows"][0], expected[:, None])
             np.testing.assert_array_equal(results["rows"][1], expected)
-            np.testing.assert_array_equal(arrays[rank], kept[rank])
     assert levels[0].exchanges == 25
     assert levels[0].counts["gradients"] == 5
 
@@ -95,7 +94,8 @@ def test_parts_of_workers_are_the_whole(levels: list[HierarchicalRing]) -> None:
     arrays = [np.full(cuts[-1], rank + 1.0) for rank in range(len(levels))]
 
     def both(rank: int) -> Any:
-        return levels[rank].all_gather(levels[rank].reduce_scatter(arrays[rank], cuts), cuts)
+        own = levels[rank].reduce_scatter(arrays[rank].copy(), cuts)
+        return levels[rank].all_gather(own, cuts, np.empty(cuts[-1]))
 
     for total in in_threads(len(levels), both):
         np.testing.assert_array_equal(total, np.sum(arrays, axis=0))
@@ -109,7 +109,7 @@ def test_a_way_of_its_own_between_machines(levels: list[HierarchicalRing]) -> No
         ways = [QuantizedSum(ring.longest_part(length), "int8") for ring in levels]
 
         def summed(rank: int, arrays: Any = arrays, ways: Any = ways) -> Any:
-            return levels[rank].sum_with(ways[rank], arrays[rank])
+            return levels[rank].sum_with(ways[rank], arrays[rank].copy())
 
         found = in_threads(size, summed)
         exact = np.sum(arrays, axis=0)

@@ -231,8 +231,7 @@ def test_an_unknown_choice_is_refused() -> None:
         tfmw.fit(model, np.zeros([4, 2]), np.zeros([4]), shard_optimizer="yes")
 
 
-_RING = types.SimpleNamespace(ring=types.SimpleNamespace(size=2, rank=0), pack_bytes=1 << 20)
-OVER_RING: Any = types.SimpleNamespace(over_ring=_RING)
+OVER_RING: Any = types.SimpleNamespace(transport=types.SimpleNamespace(size=2, whole_sums=False))
 
 
 @pytest.mark.parametrize(

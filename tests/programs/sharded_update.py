@@ -25,8 +25,8 @@ from tests.programs._result import write
 from tests.programs.several_devices import several_devices
 from tfmw.keras_compat import local_updates, losses, models
 from tfmw.keras_compat.local_updates import FUSED_UPDATE
-from tfmw.mirrored import reduce_scatter, sharded_update
-from tfmw.mirrored.collectives import connection, listener, reduction
+from tfmw.mirrored import sharded_update
+from tfmw.mirrored.collectives import connection, listener, reduction, transports
 from tfmw.mirrored.sharded_update import ShardedUpdate
 
 o = keras.optimizers
@@ -295,7 +295,7 @@ def trained(name: str, shard: bool) -> dict[str, Any]:
 if os.environ.get("MACHINES"):  # of two workers each: links between them are TCP
     machine = int(os.environ["TFMW_TASK"].split()[1]) // 2
     mock.patch.object(listener, "machine", return_value=[f"machine {machine}"]).start()
-reduce_scatter.PACK = 400  # several packs
+transports.GATHERED_PACK = 400  # several packs
 devices = int(os.environ.get("DEVICES", 1))
 if devices > 1:
     several_devices(devices)

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfmw.keras_compat import models, placement
 from tfmw.local_sgd.quantized_sum import QuantizedSum
 from tfmw.local_sgd.round_client import RoundClient
-from tfmw.local_sgd.rounds import Exchange, Rounds
+from tfmw.local_sgd.rounds import Rounds
 from tfmw.local_sgd.sync_settings import SyncSettings
 
 
@@ -150,7 +150,7 @@ class ElasticRounds(Rounds):
             first = mean.arrays[0]
             if self._packs is not None:
                 first = self._packs.values(first, elements)
-            self._exchange = Exchange(0, lambda: tf.constant(first))
+            self._exchange = 0, lambda: tf.constant(first)
             self._apply(0.0)
             for variable, value in zip(averages, mean.arrays[1:], strict=True):
                 variable.assign(tf.cast(value, variable.dtype))

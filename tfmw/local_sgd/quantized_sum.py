@@ -61,7 +61,7 @@ class QuantizedSum:
             blocks = slice(first, first + len(here))
             self._round(own[blocks], out, self.left[blocks], coming)
 
-        total = ring.sum(packed, add=add, what="rounds", in_place=True)
+        total = ring.sum(packed, add=add, what="rounds")
         for piece in _pieces(len(own)):
             own[piece] = self.unpacked(total[piece])
         return own.reshape(-1)[: len(local)]

@@ -14,7 +14,6 @@ exchanges is a synchronous step.
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,17 +42,8 @@ _OUTER, _REPLICAS, _BEGUN, _SUMMED = (
 )  # names in backups
 
 
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """An exchange that has begun.
-
-    Attributes:
-        fragment: of which weights.
-        result: waits for it; returns the mean of the gradients, flat.
-    """
-
-    fragment: int
-    result: Callable[[], tf.Tensor]
+Exchange = tuple[int, Callable[[], tf.Tensor]]
+"""(fragment of the weights, a function that waits for the mean of the gradients, flat)."""
 
 
 class Rounds:
@@ -74,12 +64,12 @@ class Rounds:
         self._model = model
         self._strategy = strategy
         self._settings = settings
-        self._replicas = Replicas(strategy, Reduction(strategy).sum)
+        self._replicas = Replicas(strategy, Reduction(strategy).transport.summed)
         self._traces = Traces()
         self._weights = list(model.trainable_variables)
+        self._ring = ring_of(strategy)
         self._refuse()
         self._outer = OuterStep(self._own_weights(), settings.outer, settings.fragments)
-        self._ring = ring_of(strategy)
         self._quantized: list[QuantizedSum] = []
         if settings.compression is not None and self._ring is not None:
             sizes = [self._outer.elements(f) for f in range(settings.fragments)]
@@ -107,8 +97,7 @@ class Rounds:
                 "the optimizer has use_ema=True, and with sync_every each replica would average "
                 "its own weights: train without one of them."
             )
-        ring = ring_of(self._strategy)
-        levels = isinstance(ring, HierarchicalRing)
+        levels = isinstance(self._ring, HierarchicalRing)
         if settings.between == "machines" and self._replicas.count > 1 and not levels:
             raise UsageError(
                 'received sync_between="machines": expected two machines or more, with two workers '
@@ -119,7 +108,7 @@ class Rounds:
                 "a BatchNormalization has synchronized=True, which exchanges moments in each step: "
                 "with sync_every, replicas use their own. Leave one of them out."
             )
-        if settings.compression and self._replicas.count > 1 and ring is None:
+        if settings.compression and self._replicas.count > 1 and self._ring is None:
             raise UsageError(
                 f"received sync_compression={settings.compression!r}: values are rounded on tfmw's "
                 "own ring, which connects workers without GPUs. Leave sync_compression out here."
@@ -156,8 +145,7 @@ class Rounds:
         begun = self._settings.begun_after(step)
         if begun is not None and self._exchange is None:
             self._begin(begun)
-        exchange = self._exchange
-        if exchange is not None and self._settings.applied_after(step) == exchange.fragment:
+        if self._exchange is not None and self._settings.applied_after(step) == self._exchange[0]:
             self._apply(MIXED if self._settings.overlap else 0.0)
 
     def meet(self) -> None:
@@ -178,7 +166,7 @@ class Rounds:
         gradients, examples = self._traced(self._gradient, fragment)()
         if not float(self._replicas.first_result(examples)):
             return False
-        self._exchange = Exchange(fragment, self._summed(fragment, gradients))
+        self._exchange = fragment, self._summed(fragment, gradients)
         return True
 
     def _gradient(self, fragment: int) -> tuple[tf.Tensor, tf.Tensor]:
@@ -204,7 +192,7 @@ class Rounds:
 
         def exchange() -> np.ndarray:
             if not self._quantized:
-                return ring.sum(local, what="rounds", in_place=True)
+                return ring.sum(local, what="rounds")
             if isinstance(ring, HierarchicalRing):  # rounded values travel between machines only
                 return ring.sum_with(self._quantized[fragment], local, what="rounds")
             return self._quantized[fragment](ring, local)
@@ -224,16 +212,15 @@ class Rounds:
         Args:
             mixed: the share of its own weights that each replica keeps.
         """
-        exchange = self._exchange
-        assert exchange is not None
-        self._exchange = None
-        self._outer.apply(exchange.fragment, self._result(exchange))
-        self._traced(self._take, exchange.fragment, mixed)()
+        assert self._exchange is not None
+        (fragment, result), self._exchange = self._exchange, None
+        self._outer.apply(fragment, self._waited_for(result))
+        self._traced(self._take, fragment, mixed)()
 
-    def _result(self, exchange: Exchange) -> tf.Tensor:
+    def _waited_for(self, result: Callable[[], tf.Tensor]) -> tf.Tensor:
         try:
             with blocking_call("exchange of weights"):
-                return exchange.result()
+                return result()
         except RingBroken as e:
             raise self._replicas.group.root_cause(e) from None
 
@@ -276,14 +263,13 @@ class Rounds:
         outer = self._outer.state
         for name, variable in zip(_numbered(_OUTER, len(outer)), outer, strict=True):
             found[name] = tf.identity(variable.value)
-        rows = self._traced(self._rows)(self._left())
+        rows = self._traced(self._rows)([tf.constant(q.left) for q in self._quantized])
         for name, row in zip(_numbered(_REPLICAS, len(rows)), rows, strict=True):
             found[name] = self._replicas.first_result(row)
-        exchange = self._exchange
-        summed = tf.zeros([0], self._outer.dtype) if exchange is None else self._result(exchange)
-        found[_BEGUN] = tf.constant(-1 if exchange is None else exchange.fragment, tf.int64)
-        found[_SUMMED] = summed
-        return found
+        begun, summed = -1, tf.zeros([0], self._outer.dtype)
+        if self._exchange is not None:
+            begun, summed = self._exchange[0], self._waited_for(self._exchange[1])
+        return {**found, _BEGUN: tf.constant(begun, tf.int64), _SUMMED: summed}
 
     def restore(self, tensors: Mapping[str, Any]) -> None:
         """Restores a result of `state`, of any number of replicas. All tasks must call it.
@@ -311,16 +297,13 @@ class Rounds:
                 quantized.left = left
         if int(begun) >= 0:
             mean = tf.constant(summed)
-            self._exchange = Exchange(int(begun), lambda: mean)
+            self._exchange = int(begun), lambda: mean
 
     def _of_replica(self, rows: np.ndarray, replica: int) -> np.ndarray:
         """A replica's value; the mean of all where another number of replicas goes on."""
         if len(rows) == self._replicas.count:
             return np.array(rows[replica])
         return np.asarray(rows.mean(axis=0, dtype=np.float64))
-
-    def _left(self) -> list[tf.Tensor]:
-        return [tf.constant(quantized.left) for quantized in self._quantized]
 
     def _rows(self, left: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """[replicas, ...] of each of a replica's own variables. In a replica context."""

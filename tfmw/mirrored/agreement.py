@@ -82,7 +82,7 @@ def broadcast(strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]
             ring.broadcast(_bytes(variable.read_value()))
             continue
         array, tensor = new_tensor(variable.shape, variable.dtype)
-        ring.broadcast(array.reshape(-1).view(np.uint8), in_place=True)
+        ring.broadcast(array.reshape(-1).view(np.uint8))
         variable.assign(tensor)
 
 

@@ -28,9 +28,9 @@ from tfmw.data.batches import rows_from, rows_of
 from tfmw.errors import UsageError
 from tfmw.keras_compat import placement
 from tfmw.keras_compat.memory import view_of
-from tfmw.mirrored.replicas import new_function
+from tfmw.mirrored.replicas import Traces, new_function
 from tfmw.mirrored.sync_driver import StepKind, SyncDriver
-from tfmw.runtime.progress import blocking_call, report_alive, report_progress
+from tfmw.runtime.progress import report_alive, report_progress
 
 _training_steps = itertools.count(1)  # of all models of a loop
 
@@ -50,11 +50,11 @@ class BatchDriver:
         self._model = model
         self._strategy = strategy
         self._driver = SyncDriver(model, strategy)
-        self._sharding = self._driver.sharding
+        self._sharding = self._driver.replicas.sharding
         self._driver.copies = {}
         self._sums = new_function(self._driver.sum_over_tasks)
-        self._functions: dict[Any, Any] = {}
-        self._traced: set[Any] = set()
+        self._traces = Traces()
+        self._functions: dict[tuple[StepKind, str], Any] = {}  # traced for these batches
         self._steps = 0
         self._variables = placement.all_variables(model)
 
@@ -104,25 +104,26 @@ class BatchDriver:
             with self._driver as driver:
                 yield driver.batch_step(kind)
             return
-        if key not in self._traced:
-            with self._driver as driver, blocking_call("tracing"):
-                if kind not in self._functions:
-                    step = driver.batch_step(kind)
-                    self._functions[kind] = new_function(step, reduce_retracing=True)
-                self._functions[kind].get_concrete_function(*arguments)
-            self._traced.add(key)
+        if key not in self._functions:
+            with self._driver as driver:
+                function: Any = self._traces.get(
+                    kind,
+                    lambda: self._traces.function(driver.batch_step(kind), reduce_retracing=True),
+                )
+                function.get_concrete_function(*arguments)
+            self._functions[key] = function
         # Variables of one replica stay where they are; copies of several get the values of now.
         copies = self._driver.copies
         placed = placement.placed(self._model, self._strategy, copies, seeds_vary=False)
         with placed if copies else contextlib.nullcontext(), self._driver.lost_peer_named():
-            yield self._functions[kind]
+            yield self._functions[key]
 
     def _refuse_differences(self, key: tuple[Any, ...], batch: Any) -> None:
         """Raises UsageError on all tasks if a batch, or a variable, is not the same on all."""
         variable = self._variables[self._steps % len(self._variables)]
         count = self._sharding.workers
         # Before a trace variables may differ: it sets them to the chief's values.
-        traced = key in self._traced
+        traced = key in self._functions
         local = placement.local_copies(self._strategy, variable)[0].read_value() if traced else 0.0
         # 24 bits: sums of their squares are exact in float64.
         call = zlib.crc32(repr((*key, traced)).encode()) >> 8

@@ -125,19 +125,16 @@ class Predictions:
         """
         self._before_call = len(self._rows), len(self._outputs)
         if self._loop is not None:
-            return self._several_steps(max_steps)
+            limit = tf.constant(max_steps, tf.int64)
+            done, self._structure, rows = self._loop(self._iterator, limit)
+            self._outputs.append(tf.nest.flatten(self._structure, expand_composites=False))
+            self._rows += [[of_step] for of_step in rows.numpy().tolist()]
+            report_alive()
+            return int(done)
         for steps_done in range(max_steps):
             if not self._one_step():
                 return steps_done
         return max_steps
-
-    def _several_steps(self, max_steps: int) -> int:
-        assert self._loop is not None
-        done, self._structure, rows = self._loop(self._iterator, tf.constant(max_steps, tf.int64))
-        self._outputs.append(tf.nest.flatten(self._structure, expand_composites=False))
-        self._rows += [[of_step] for of_step in rows.numpy().tolist()]
-        report_alive()
-        return int(done)
 
     def _one_step(self) -> bool:
         """Predicts a global batch; returns whether there was one."""

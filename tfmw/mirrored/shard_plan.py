@@ -1,6 +1,6 @@
 """The division of an optimizer's update among replicas, and its slots put together again.
 
-packs, elements = divided(optimizer, transport, grads, variables)
+packs = divided(optimizer, transport, grads, variables)
 plan = ShardPlan(optimizer, transport, packs)       # takes this process's parts of the slots
 plan.gather_slots(keep=True)                        # all of them, in the optimizer
 """
@@ -20,26 +20,23 @@ from tfmw.keras_compat.local_updates import fuses
 from tfmw.keras_compat.memory import new_tensor
 from tfmw.keras_compat.optimizer_part import OptimizerPart
 from tfmw.mirrored.collectives.all_reduce import even_cuts
-from tfmw.mirrored.collectives.reduction import packs_of
-from tfmw.mirrored.reduce_scatter import Pack, ReduceScatter
+from tfmw.mirrored.collectives.reduction import Pack
+from tfmw.mirrored.collectives.transports import Transport, packs_of
 
 # What TensorFlow's collectives gather. Variables of other types are updated on every replica.
 _GATHERED = (tf.float16, tf.float32, tf.float64)
 
 
 def divided(
-    optimizer: Any, transport: ReduceScatter, grads: list[Any], variables: list[Any]
-) -> tuple[list[Pack], list[int]]:
-    """Divides the variables among replicas: the same on all of them.
+    optimizer: Any, transport: Transport, grads: list[Any], variables: list[Any]
+) -> list[Pack]:
+    """Packs of the variables whose update can be sharded: the same on all replicas.
 
     Args:
         optimizer: built.
         transport: of the gradients.
         grads: of one step.
         variables: Keras variables, of each gradient.
-
-    Returns:
-        (packs of the variables whose update can be sharded, elements that each replica updates).
     """
     known = optimizers.variables_of(optimizer)
     index = {id(v): i for i, v in enumerate(known)}
@@ -66,15 +63,27 @@ def divided(
             cuts = even_cuts(sum(sizes.values()), transport.size)
         else:
             sizes, cuts = _whole_variables(sizes, loads, transport)
-        packs.append(Pack(sizes, cuts, grads[positions[0]].dtype))
-        for rank in range(transport.size):
-            part = transport.part_of(cuts, rank)
-            loads[rank] += part.stop - part.start
-    return packs, loads
+        numbers = map(transport.part_number, range(transport.size))
+        parts = [_elements_in(sizes, cuts[n], cuts[n + 1]) for n in numbers]
+        packs.append(Pack(sizes, cuts, parts, grads[positions[0]].dtype))
+        for rank, part in enumerate(parts):
+            loads[rank] += sum(elements.stop - elements.start for _, elements in part)
+    return packs
+
+
+def _elements_in(sizes: dict[int, int], begin: int, end: int) -> list[tuple[int, slice]]:
+    """(index, elements) of the flattened variables that have some between these places."""
+    found, start = [], 0
+    for index, size in sizes.items():
+        first, last = max(begin - start, 0), min(end - start, size)
+        if first < last:
+            found.append((index, slice(first, last)))
+        start += size
+    return found
 
 
 def _whole_variables(
-    sizes: dict[int, int], loads: list[int], transport: ReduceScatter
+    sizes: dict[int, int], loads: list[int], transport: Transport
 ) -> tuple[dict[int, int], list[int]]:
     """(sizes in the order of a pack, its cuts), which are between variables.
 
@@ -109,7 +118,7 @@ class ShardPlan:
         parts: of the optimizer, of this process's replicas.
     """
 
-    def __init__(self, optimizer: Any, transport: ReduceScatter, packs: Sequence[Pack]):
+    def __init__(self, optimizer: Any, transport: Transport, packs: Sequence[Pack]):
         self.packs = packs
         self.indices = {index for pack in packs for index in pack.sizes}
         self._transport = transport
@@ -123,12 +132,8 @@ class ShardPlan:
         return {
             index: None if part.stop - part.start == pack.sizes[index] else part
             for pack in self.packs
-            for index, part in self.elements_of(pack, rank)
+            for index, part in pack.parts[rank]
         }
-
-    def elements_of(self, pack: Pack, rank: int) -> list[tuple[int, slice]]:
-        """(index, elements) of the variables of a pack that have some in a replica's part."""
-        return pack.elements_in(self._transport.part_of(pack.cuts, rank))
 
     # Pack by pack, and each in the memory in which it came: that takes least of it.
 
@@ -143,11 +148,11 @@ class ShardPlan:
             for pack in self.packs:
                 cuts = self._cuts_in_bytes(slots, pack)
                 own = [
-                    _joined(part, name, self.elements_of(pack, rank))
+                    _joined(part, name, pack.parts[rank])
                     for part, rank in zip(self.parts, self._transport.ranks, strict=True)
                 ]
                 array, tensor = new_tensor([cuts[-1]], tf.uint8)
-                self._transport.all_gather(own, cuts, array)
+                self._transport.gather_between_steps(own, cuts, array)
                 del own
                 begin = 0
                 for index in pack.sizes:
@@ -163,8 +168,8 @@ class ShardPlan:
     def _cuts_in_bytes(self, slots: list[Any], pack: Pack) -> list[int]:
         """The bytes of a pack's slots, one after the other, cut into a part for each replica."""
         sizes = [0] * self._transport.size
-        for rank in range(self._transport.size):
-            for index, elements in self.elements_of(pack, rank):
+        for rank, part in enumerate(pack.parts):
+            for index, elements in part:
                 if slots[index] is not None:
                     # Where a variable is cut, its slots are of its shape.
                     whole = optimizer_part.bytes_of(slots[index])

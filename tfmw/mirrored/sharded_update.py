@@ -10,10 +10,8 @@ of the weights travel on as the second half of the sum would have. Each has 1/N 
 work and of the optimizer's slots (Xu et al., Automatic Cross-Replica Sharding of Weight Update in
 Data-Parallel Training, 2020; ZeRO stage 1).
 
-`reduce_scatter.py` has the two transports: tfmw's ring, if a worker is a replica, and
-tf.distribute's collectives. A pack of gradients is cut into parts as the ring cuts it anyway, so
-the sums are the same to the last bit. If an optimizer looks at whole variables, packs are cut
-between variables.
+A pack of gradients is cut into parts as the ring cuts it anyway, so the sums are the same to the
+last bit. If an optimizer looks at whole variables, packs are cut between variables.
 """
 
 from __future__ import annotations
@@ -23,7 +21,8 @@ import enum
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Container, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -31,12 +30,11 @@ import tensorflow as tf
 from tfmw.checkpoint.sharded_backups import SlotParts
 from tfmw.errors import UsageError
 from tfmw.keras_compat import optimizer_part, optimizers
+from tfmw.keras_compat.graph import inputs_first
 from tfmw.keras_compat.memory import copies_of
 from tfmw.keras_compat.models import native
-from tfmw.mirrored.assignments import assignments
 from tfmw.mirrored.collectives import reduction as reduction_lib
-from tfmw.mirrored.collectives.reduction import Reduction
-from tfmw.mirrored.reduce_scatter import ReduceScatter, reduce_scatter_of, split
+from tfmw.mirrored.collectives.reduction import Reduction, split
 from tfmw.mirrored.replicas import local_index
 from tfmw.mirrored.shard_plan import ShardPlan, divided
 
@@ -46,6 +44,16 @@ _UPDATES = "_self_tfmw_updates"  # so called, it does not count as the model's o
 _SHARDED = "sharded over"
 _LAST = "_self_tfmw_last_updates"
 
+_WRITES = (
+    "AssignVariableOp",
+    "AssignAddVariableOp",
+    "AssignSubVariableOp",
+    "ResourceApply",
+    "ResourceScatter",
+    "ResourceSparseApply",
+    "ResourceStridedSliceAssign",
+)
+"""Prefixes of the names of TensorFlow's operations that change a variable."""
 
 SHARD_OPTIMIZER = "TFMW_SHARD_OPTIMIZER"
 """Environment variable: what "auto" is. "on" is True, "off" is False, "auto" the default."""
@@ -94,7 +102,7 @@ class ShardedUpdate:
     ):
         self.optimizer = optimizer
         self._reduction = reduction
-        self._transport = reduce_scatter_of(reduction)
+        self._transport = reduction.transport
         self._choice = _environments_choice() if choice == "auto" else choice
         self._variables = optimizers.variables_of(optimizer)
         self._index = {id(v): i for i, v in enumerate(self._variables)}
@@ -125,7 +133,7 @@ class ShardedUpdate:
     def _why_not(self, eager: bool, compressed: bool) -> str | None:
         if self._choice is False:
             return "shard_optimizer=False"
-        if self._transport is None:
+        if self._transport.size == 1:
             return "there is one replica"
         if eager:
             return "run_eagerly"
@@ -148,12 +156,7 @@ class ShardedUpdate:
         """One line for people."""
         if self.reason is not None:
             return f"on every worker ({self.reason})"
-        return f"{_SHARDED} {self._reduce_scatter.size} {self._reduce_scatter.of}"
-
-    @property
-    def _reduce_scatter(self) -> ReduceScatter:
-        assert self._transport is not None  # else there is a reason
-        return self._transport
+        return f"{_SHARDED} {self._transport.size} {self._transport.of}"
 
     # ------------------------------------------------------------ within a step
 
@@ -186,7 +189,7 @@ class ShardedUpdate:
             self._index[id(v)]: g for g, v in zip(grads, variables, strict=True) if g is not None
         }
         self._refuse_idle(plan, given)
-        own, rest = self._reduce_scatter.sums(given, plan.packs, self._reduce_scatter.ranks[local])
+        own, rest = self._reduction.own_sums(given, plan.packs, self._transport.ranks[local])
         own = {index: self._in_shape(index, total) for index, total in own.items()}
         totals, updated = [], []
         for variable, grad in zip(variables, grads, strict=True):
@@ -207,8 +210,8 @@ class ShardedUpdate:
 
     def _refuse_idle(self, plan: ShardPlan, given: dict[int, Any]) -> None:
         """Raises UsageError on all workers where a replica would have nothing to update."""
-        for rank in range(self._reduce_scatter.size):
-            own = {index for pack in plan.packs for index, _ in plan.elements_of(pack, rank)}
+        for rank in range(self._transport.size):
+            own = {index for pack in plan.packs for index, _ in pack.parts[rank]}
             if not any(i in own or i not in plan.indices for i in given):
                 raise UsageError(
                     f"{self.optimizer.name!r} updates {len(given)} of {len(self._variables)} "
@@ -226,7 +229,7 @@ class ShardedUpdate:
             return
         scale = optimizers.loss_scale(self.optimizer)
         local = _facts(list(own.values()), scale)
-        facts = self._reduction.sum(local) + _facts(list(rest.values()), scale)
+        facts = self._transport.summed(local) + _facts(list(rest.values()), scale)
         finite = tf.equal(facts[0], 0) if asks_finite else None
         norm = tf.sqrt(facts[1]) if asks_norm else None
         with optimizer_part.all_gradients_known(self.optimizer, finite, norm):
@@ -236,14 +239,14 @@ class ShardedUpdate:
         """Gives a replica of this process the updated weights of all."""
         if reduction_lib.nothing() is not None:
             return
-        part, rank = plan.parts[local], self._reduce_scatter.ranks[local]
+        part, rank = plan.parts[local], self._transport.ranks[local]
         assigned: list[Any] = []
         for pack in plan.packs:
-            own = [part.weight(i) for i, _ in plan.elements_of(pack, rank)]
+            own = [part.weight(i) for i, _ in pack.parts[rank]]
             flat = tf.concat(own, axis=0) if own else tf.zeros([0], pack.dtype)
             # The memory of the weights before is for the next pack: it must be free by then.
             with tf.control_dependencies(assigned):
-                total = self._reduce_scatter.gathered(own[0] if len(own) == 1 else flat, pack.cuts)
+                total = self._transport.gathered(own[0] if len(own) == 1 else flat, pack.cuts)
             assigned = []
             for index, value in zip(
                 pack.sizes, split(total, list(pack.sizes.values())), strict=True
@@ -268,34 +271,31 @@ class ShardedUpdate:
         if plan is None or self._assigned_in_steps:
             return True
         counts = assignments(step)
-        handles = (handle for index in plan.indices for handle in self._handles(index))
-        self._assigned_in_steps = any(counts[id(handle)] > 1 for handle in handles)
+        copies = (copies_of(native(self._variables[index])) for index in plan.indices)
+        self._assigned_in_steps = any(counts[id(v.handle)] > 1 for of_one in copies for v in of_one)
         return not self._assigned_in_steps
-
-    def _handles(self, index: int) -> list[Any]:
-        return [copy.handle for copy in copies_of(native(self._variables[index]))]
 
     # ------------------------------------------------------------ who updates what
 
     def _make_plan(self, grads: list[Any], variables: list[Any]) -> None:
         """Divides the variables, while the first step is traced: the same on all workers."""
-        packs, elements = divided(self.optimizer, self._reduce_scatter, grads, variables)
+        packs = divided(self.optimizer, self._transport, grads, variables)
+        has_part = [any(parts) for parts in zip(*(pack.parts for pack in packs), strict=True)]
         clips = optimizers.global_clipnorm(self.optimizer) is not None
         if {id(v) for v in variables} != self._index.keys():
             # A replica that updates none of them would not count the update.
             self._refused = "the step updates some of the variables at a time"
         elif clips and any(isinstance(g, tf.IndexedSlices) for g in grads):
             self._refused = "global_clipnorm looks at sparse gradients"
-        elif not all(elements):
-            self._refused = f"there are fewer variables than {self._reduce_scatter.of}"
+        elif not has_part or not all(has_part):
+            self._refused = f"there are fewer variables than {self._transport.of}"
         if self.reason is None:
-            self._plan = ShardPlan(self.optimizer, self._reduce_scatter, packs)
+            self._plan = ShardPlan(self.optimizer, self._transport, packs)
             self._slots = Slots.TAKEN
 
     def _log(self) -> None:
         """Tells people how the weights are updated, where they chose or might wonder."""
-        first = self._transport is not None and self._transport.ranks[0] == 0
-        if first and self._choice is not False:
+        if self._transport.ranks[0] == 0 and self._choice is not False:
             level = logging.WARNING if self.reason and self._choice is True else logging.INFO
             logger.log(level, "%s updates the weights %s", self.optimizer.name, self.description)
 
@@ -320,12 +320,6 @@ class ShardedUpdate:
         self._slots, self.weights_stale = Slots.PARTS, False
         return emptied
 
-    def after_steps(self) -> None:
-        """Lets callbacks between steps see the whole state. All workers call it."""
-        if self.read_between_steps:
-            self.restore_whole()
-            self.weights_stale = True
-
     def restore_whole(self) -> None:
         """Gives the optimizer the whole state, on all workers. All workers call it."""
         if self._plan is None or self._slots is Slots.WHOLE:
@@ -338,14 +332,14 @@ class ShardedUpdate:
 
     def restore_alone(self) -> None:
         """The same after an error, where this process has all parts."""
-        if self._plan is not None and self._reduce_scatter.in_one_process:
+        if len(self._transport.ranks) == self._transport.size:
             with contextlib.suppress(Exception):
                 self.restore_whole()
 
     def copy_to_chief(self) -> None:
         """Gives the chief's optimizer the whole state, until the next step. All workers call it."""
         if self._plan is not None and self._slots in (Slots.TAKEN, Slots.PARTS):
-            self._plan.gather_slots(keep=self._reduce_scatter.ranks[0] == 0)
+            self._plan.gather_slots(keep=self._transport.ranks[0] == 0)
             self._slots = Slots.COPIED
 
     def slot_parts(self) -> SlotParts | None:
@@ -430,3 +424,47 @@ def _facts(grads: list[Any], scale: Any) -> tf.Tensor:
         tf.cast(tf.reduce_sum(tf.square(v / tf.cast(scale, v.dtype))), tf.float64) for v in values
     ]
     return tf.stack([tf.add_n(wrong), tf.add_n(squares)])
+
+
+def assignments(function: Any) -> Counter[int]:
+    """Operations that change each variable, in the function and in those that it calls.
+
+    A loop's body counts once, and all branches of a condition count.
+
+    Args:
+        function: a `tf.types.experimental.ConcreteFunction`.
+
+    Returns:
+        The id of a captured handle -> number of operations.
+    """
+    definition = function.graph.as_graph_def()
+    bodies = {body.signature.name: body for body in definition.library.function}
+    counts: dict[str, list[int]] = {}  # of the arguments of a function
+    for name in inputs_first(
+        _called(definition.node, bodies), lambda name: _called(bodies[name].node_def, bodies)
+    ):
+        inside = _changed(bodies[name].node_def, counts)
+        counts[name] = [inside[arg.name] for arg in bodies[name].signature.input_arg]
+    found = _changed(definition.node, counts)
+    handles = function.captured_inputs
+    names = [tensor.op.name for tensor in function.inputs[len(function.inputs) - len(handles) :]]
+    return Counter({id(h): found[name] for h, name in zip(handles, names, strict=True)})
+
+
+def _changed(nodes: Any, counts: dict[str, list[int]]) -> Counter[str]:
+    """Name of a node, or of a function's argument -> number of operations that change it."""
+    found: Counter[str] = Counter()
+    for node in nodes:
+        inputs = [name.partition(":")[0] for name in node.input if not name.startswith("^")]
+        if node.op.startswith(_WRITES):
+            found.update(inputs)
+        for called in _called([node], counts):
+            # A condition has its index before the arguments.
+            found.update(dict(zip(reversed(inputs), reversed(counts[called]), strict=False)))
+    return found
+
+
+def _called(nodes: Any, known: Container[str]) -> list[str]:
+    """Names of the known functions that nodes call."""
+    attributes = [a for node in nodes for a in node.attr.values()]
+    return [f.name for a in attributes for f in [a.func, *a.list.func] if f.name in known]

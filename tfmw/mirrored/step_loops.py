@@ -43,23 +43,22 @@ def traced_loop(
     one_step: Callable[..., Any],
     iterator: Any,
     max_steps: tf.Tensor,
-    kept: Sequence[tuple[tf.DType, list[int | None]]] | None = None,
+    kinds: Sequence[tuple[tf.DType, list[int | None]]] = (),
 ) -> Any:
     """As `eager_loop`, traced into one function.
 
     Args:
-        kept: dtypes and shapes of tensors that `one_step` returns beside the number of examples,
+        kinds: dtypes and shapes of tensors that `one_step` returns beside the number of examples,
             as a list.
 
     Returns:
-        As `eager_loop`; with `kept`, a `tf.TensorArray` of each of these tensors as well, whose
-        first elements are those of the steps done.
+        As `eager_loop`, and a `tf.TensorArray` of each of these tensors, whose first elements are
+        those of the steps done.
     """
-    kinds = list(kept or ())
 
     def step(element: tf.experimental.Optional) -> Any:
         found = one_step(*element.get_value())
-        return (found, []) if kept is None else found
+        return found if kinds else (found, [])
 
     def end() -> Any:
         shapes = [[0 if n is None else n for n in shape] for _, shape in kinds]
@@ -85,14 +84,13 @@ def traced_loop(
     nothing = tf.constant(0, tf.int64)
     growing: dict[str, Any] = {"size": 0, "dynamic_size": True, "infer_shape": False}
     arrays = [tf.TensorArray(dtype, element_shape=shape, **growing) for dtype, shape in kinds]
-    steps_done, seen, _, waited, arrays = tf.while_loop(
+    steps_done, examples, _, waited, arrays = tf.while_loop(
         lambda steps_done, seen, going, *rest: tf.logical_and(going, steps_done < max_steps),
         body,
         (nothing, nothing, tf.constant(True), tf.constant(0.0, tf.float64), arrays),
         parallel_iterations=1,
     )
-    result = steps_done, seen, waited
-    return result if kept is None else (*result, arrays)
+    return steps_done, examples, waited, arrays
 
 
 def _seconds() -> tf.Tensor:

@@ -54,8 +54,7 @@ from tfmw.keras_compat.metric_variables import (
 from tfmw.mirrored import prediction
 from tfmw.mirrored.agreement import agree, checksum
 from tfmw.mirrored.collectives.reduction import Reduction
-from tfmw.mirrored.metrics import ReplicaMetrics, noted_results, noting_results
-from tfmw.mirrored.replica_state import ReplicaState
+from tfmw.mirrored.metrics import ReplicaMetrics, ReplicaState, noted_results, noting_results
 from tfmw.mirrored.replicas import Replicas, Traces
 from tfmw.mirrored.sharded_update import ShardedUpdate, sharded_updates
 from tfmw.mirrored.step_loops import eager_loop, traced_loop
@@ -104,6 +103,7 @@ class SyncDriver:
         examples: of the steps so far, over all replicas.
         times: where the time of this worker's training steps went.
         splits: whether replicas have parts of batches, and not whole ones.
+        replicas: of the strategy.
         updates: how each of the model's optimizers updates the weights.
         results: logs of steps, over all replicas.
         state: local to each replica, such as moving averages.
@@ -140,10 +140,10 @@ class SyncDriver:
             )
             for optimizer in optimizers.optimizers_of(model)
         ]
-        self._replicas = Replicas(strategy, self._reduction.sum)
+        self.replicas = Replicas(strategy, self._reduction.transport.summed)
         self._traces = Traces()
-        self.results = ReplicaMetrics(model, self._replicas, self._traces)
-        self.state = ReplicaState(model, self._replicas, self._traces)
+        self.results = ReplicaMetrics(model, self.replicas, self._traces)
+        self.state = ReplicaState(model, self.replicas, self._traces)
         self._gathers = False  # sparse gradients, as of embeddings, or ids, by TensorFlow
         self._has_synchronized_norm = models.has_synchronized_batch_norm(model)
         # XLA compiles for one device, and lookups run on servers.
@@ -152,19 +152,9 @@ class SyncDriver:
         self._warned: set[str] = set()
 
     @property
-    def replicas(self) -> int:
-        """Number of replicas, over all processes."""
-        return self._replicas.count
-
-    @property
-    def sharding(self) -> Sharding:
-        """How a global batch is divided between the replicas."""
-        return self._replicas.sharding
-
-    @property
     def outlives_placement(self) -> bool:
         """Whether traces are valid in the next call: copies of variables change between calls."""
-        return self._replicas.local == 1 and not any(
+        return self.replicas.local == 1 and not any(
             isinstance(models.native(v), tf.distribute.DistributedValues)
             for v in placement.all_variables(self.model)
         )
@@ -176,46 +166,37 @@ class SyncDriver:
         self.results.signals = []
 
     def __enter__(self) -> SyncDriver:
+        model, group = self.model, self.replicas.group
         with contextlib.ExitStack() as stack:  # an error leaves nothing entered
-            self._enter_into(stack.enter_context)
+            enter = stack.enter_context
+            enter(models.unseeded_generator())
+            if self.replicas.count > 1:
+                raw = placement.raw_variables(model)
+                if raw and group.size > 1:  # `agree` sets Keras's variables only
+                    name = "the checksum of tf.Variable"
+                    group.require_same({f"{name} {w}": checksum(v.read_value()) for w, v in raw})
+                enter(placement.raw_variables_constant(model, group.size))
+            placement.refuse_other_scope(model, self.strategy)
+            enter(sharded_updates(model, self.updates))
+            with self.lost_peer_named():
+                agree(group, self.strategy, placement.shared_variables(model))
+            self._placement = enter(placement.placed(model, self.strategy, self.copies))
+            variables = model.trainable_variables
+            for update in self.updates:
+                enter(local_updates.fused_update(update.optimizer, variables))
+            for update in self.updates:
+                if self.replicas.count > 1:
+                    reduced = functools.partial(self._reduced, update)
+                    enter(local_updates.replica_local_updates(update.optimizer, reduced))
+                else:
+                    # A strategy of one device refuses to update variables outside of its scope.
+                    enter(local_updates.local_updates(update.optimizer))
+            if self.replicas.count > 1:
+                enter(objects.overridden(counting_batches_once(model)))
+            if any(models.overrides_step(model, f"{k}_step") for k in ("train", "test")):
+                enter(noting_results(model))
             self._stack = stack.pop_all()
         return self
-
-    def _enter_into(self, enter: Callable[[Any], Any]) -> None:
-        enter(models.unseeded_generator())
-        if self.replicas > 1:
-            self._refuse_raw_variables_that_differ()
-            enter(placement.raw_variables_constant(self.model, self._replicas.group.size))
-        placement.refuse_other_scope(self.model, self.strategy)
-        enter(sharded_updates(self.model, self.updates))
-        with self.lost_peer_named():
-            agree(self._replicas.group, self.strategy, placement.shared_variables(self.model))
-        self._placement = enter(placement.placed(self.model, self.strategy, self.copies))
-        variables = self.model.trainable_variables
-        for optimizer in optimizers.optimizers_of(self.model):
-            enter(local_updates.fused_update(optimizer, variables))
-        if self.replicas > 1:
-            for update in self.updates:
-                reduced = functools.partial(self._reduced, update)
-                enter(local_updates.replica_local_updates(update.optimizer, reduced))
-            enter(objects.overridden(counting_batches_once(self.model)))
-        else:
-            # A strategy of one device refuses to update variables from outside of its scope.
-            for optimizer in optimizers.optimizers_of(self.model):
-                enter(local_updates.local_updates(optimizer))
-        if any(models.overrides_step(self.model, f"{k}_step") for k in ("train", "test")):
-            enter(noting_results(self.model))
-
-    def _refuse_raw_variables_that_differ(self) -> None:
-        """Raises UsageError on every task; `agree` sets Keras's variables only."""
-        raw = placement.raw_variables(self.model)
-        if raw and self._replicas.group.size > 1:
-            self._replicas.group.require_same(
-                {
-                    f"the checksum of tf.Variable {where}": checksum(v.read_value())
-                    for where, v in raw
-                }
-            )
 
     def __exit__(self, *error: Any) -> None:
         with self.lost_peer_named():
@@ -237,7 +218,7 @@ class SyncDriver:
         trains = name == "train"
         iterator, max_steps, sizes = call.iterator, call.max_steps, call.shard_sizes
         uneven = self._parts is not None and trains and sizes.empty
-        uneven |= self.replicas > 1 and (
+        uneven |= self.replicas.count > 1 and (
             sizes.empty or (sizes.uneven and trains and bool(self.state.variables()))
         )
         kind = StepKind(name, uneven, size_known)
@@ -277,7 +258,7 @@ class SyncDriver:
         if self.model.run_eagerly:
             return functools.partial(eager_loop, one_step)
         loop = self._traces.function(
-            lambda iterator, max_steps: traced_loop(one_step, iterator, max_steps),
+            lambda iterator, max_steps: traced_loop(one_step, iterator, max_steps)[:3],
             reduce_retracing=True,
         )
         # Traced now: the trace shows whether sparse gradients are gathered, and weights assigned.
@@ -294,7 +275,7 @@ class SyncDriver:
         Its result is int64 [], over all replicas; 0 at the end of the data.
         """
         averages = self.state.variables() if kind.uneven and kind.trains else []
-        sharding = self._replicas.sharding
+        sharding = self.replicas.sharding
         if kind.trains and self._parts is not None:
             sharding = self._parts
 
@@ -304,13 +285,13 @@ class SyncDriver:
             if kind.trains:
                 assigned = self.state.assigned = self.state.assigned or []
             with recorded_assignments(assigned, self.results.note_update):
-                totals = self._replicas.run(
+                totals = self.replicas.run(
                     lambda p, c, t: self._replica_step(kind, p, c, t, averages),
                     (parts, counts, total),
                 )
             if kind.size_known:
                 return tf.maximum(total, 1)  # a batch without examples is not the end
-            return tf.cast(self._replicas.first_result(totals), tf.int64)
+            return tf.cast(self.replicas.first_result(totals), tf.int64)
 
         return one_step
 
@@ -318,11 +299,11 @@ class SyncDriver:
         self, kind: StepKind, parts: tuple[Any, ...], counts: Any, total: Any, averages: list[Any]
     ) -> Any:
         """One step on one replica. Returns int32 [], 0 once no replica has any examples."""
-        local = self._replicas.local_index()
+        local = self.replicas.local_index()
         batch = parts[local]
         own_step = self._on_own_step if kind.trains else None
         counts_differ = kind.uneven or not kind.size_known
-        if self.replicas == 1:
+        if self.replicas.count == 1:
 
             def step(rows: Any) -> tf.Tensor:
                 if own_step is not None:
@@ -338,12 +319,12 @@ class SyncDriver:
         if kind.size_known:
             total = tf.cast(tf.identity(total), tf.int32)
         else:
-            (total,) = self._replicas.sum([tf.identity(rows)])
+            (total,) = self.replicas.sum([tf.identity(rows)])
         updated_by = total
         if own_step is not None:
             updated_by = rows
             if self._within_machine is not None:
-                updated_by = self._within_machine.sum(rows[None])[0]
+                updated_by = self._within_machine.transport.summed(rows[None])[0]
         weight = losses.ReplicaWeight(
             rows,
             total,
@@ -351,7 +332,7 @@ class SyncDriver:
             size_known=kind.size_known,
             in_loss=own_step is None and not models.overrides_step(self.model, "train_step"),
             coupled=self._has_synchronized_norm,
-            sums=self._replicas.sum,
+            sums=self.replicas.sum,
             gather=self._gathered,
             alone=own_step is not None,
             updated_by=updated_by,
@@ -395,7 +376,7 @@ class SyncDriver:
         for variable, before, changes in kept:
             variable.assign(tf.where(changes, variable.value, before))
         for variable, before in before_step:
-            factor = tf.cast(weight.fraction * float(self.replicas), before.dtype)
+            factor = tf.cast(weight.fraction * float(self.replicas.count), before.dtype)
             after = before + factor * (variable.read_value() - before)
             variable.assign(tf.where(present, after, before))
 
@@ -438,7 +419,7 @@ class SyncDriver:
         another compiled function applies them.
         """
         # XLA treats all virtual devices of a process as one, and rejects variables of the others.
-        if self._replicas.local == 1 and not is_own and not self._has_synchronized_norm:
+        if self.replicas.local == 1 and not is_own and not self._has_synchronized_norm:
             with contextlib.suppress(losses.CannotCompile):
                 with weight.deferring_gradients() as deferred:
 
@@ -499,24 +480,28 @@ class SyncDriver:
                 "a part: train without sync_every."
             )
         self._note_gather()
-        return self._reduction.gather(slices)
+        (gathered,) = self._reduction.transport([slices])
+        return gathered
 
     def _note_gather(self) -> None:
-        self._gathers |= self._reduction.over_ring is None  # see `Reduction.gather`
+        # TensorFlow's collectives need slices of one shape in all steps of a call, else they raise
+        # "Shape mismatch in the collective instance"; the ring does not.
+        self._gathers |= self._reduction.transport.ring is None
 
     @contextlib.contextmanager
     def lost_peer_named(self) -> Iterator[None]:
         """Replaces the error of a step by one that names the lost task and the reason."""
         try:
-            with self._replicas.group.shared_call():
+            with self.replicas.group.shared_call():
                 yield
         except Exception as e:
-            broken = self._reduction.broken
+            ring = self._reduction.transport.ring
+            broken = None if ring is None else ring.broken
             # TensorFlow wraps the exception of an op, except in eager execution.
             if broken is None or not (e is broken or isinstance(e, tf.errors.OpError)):
                 raise
             lost = isinstance(broken, OSError | tf.errors.OpError)
-            raise (self._replicas.group.root_cause(broken) if lost else broken) from None
+            raise (self.replicas.group.root_cause(broken) if lost else broken) from None
 
     def batch_step(self, kind: StepKind) -> Callable[..., Any]:
         """A function for one batch, after which the state of all replicas is equal.
@@ -530,16 +515,16 @@ class SyncDriver:
         """
         self.results.reset()
         step = self.global_step(kind)
-        sharding = self._replicas.sharding
-        run, first = self._replicas.run, sharding.local.start
+        sharding = self.replicas.sharding
+        run, first = self.replicas.run, sharding.local.start
 
         def begin() -> None:
             self.model.reset_metrics()
-            placement.vary_seeds(self.model, first + self._replicas.local_index())
+            placement.vary_seeds(self.model, first + self.replicas.local_index())
 
         def end() -> None:
-            placement.vary_seeds(self.model, first + self._replicas.local_index())
-            if kind.trains and self.replicas > 1:
+            placement.vary_seeds(self.model, first + self.replicas.local_index())
+            if kind.trains and self.replicas.count > 1:
                 self.state.average_on_replica(self.state.variables())
 
         def whole_step(parts: Any, total: tf.Tensor) -> Any:
@@ -555,10 +540,10 @@ class SyncDriver:
 
         def summed() -> tf.Tensor:
             # The values of a task count once, with any number of replicas.
-            mine = values if self._replicas.local_index() == 0 else tf.zeros_like(values)
-            return self._replicas.sum([mine])[0]
+            mine = values if self.replicas.local_index() == 0 else tf.zeros_like(values)
+            return self.replicas.sum([mine])[0]
 
-        return self._replicas.first_result(self._replicas.strategy.run(summed))
+        return self.replicas.first_result(self.replicas.strategy.run(summed))
 
     @contextlib.contextmanager
     def _errors_named(self) -> Iterator[None]:
@@ -567,7 +552,7 @@ class SyncDriver:
             with self.lost_peer_named():
                 yield
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as e:
-            if self.replicas == 1 or not self.splits:
+            if self.replicas.count == 1 or not self.splits:
                 raise
             refusal = _REFUSAL.search(str(e))
             if refusal is not None:
@@ -579,22 +564,16 @@ class SyncDriver:
                 )
             if _OF_SHAPES.search(str(e)):
                 e.add_note(
-                    f"tfmw: each of {self.replicas} replicas had a part of the batch. If the model "
-                    "needs whole batches, pass split_batch=False: each replica then takes one."
+                    f"tfmw: each of {self.replicas.count} replicas had a part of the batch. If the "
+                    "model needs whole batches, pass split_batch=False: each replica then takes "
+                    "one."
                 )
             raise
 
     # ------------------------------------------------------------ metrics, state, predictions
 
     def metrics(self, kind: str, signals: tuple[float, ...] = ()) -> dict[str, Any]:
-        """Logs since the last reset, over all replicas; see `ReplicaMetrics.result`.
-
-        A collective: all workers must call it.
-
-        Args:
-            kind: "train" or "test".
-            signals: of this task, summed over all tasks in `results.signals` afterwards.
-        """
+        """Logs since the last reset, over all replicas; see `ReplicaMetrics.result`."""
         with self.lost_peer_named():
             return self.results.result(kind, signals)
 
@@ -603,11 +582,10 @@ class SyncDriver:
 
         Over the ring it takes a tenth of the time of `Group.from_chief`.
         """
-        over_ring = self._reduction.over_ring
-        if over_ring is None:
-            return [float(n) for n in self._replicas.group.from_chief(lambda: list(numbers))]
+        ring = self._reduction.transport.ring
+        if ring is None:
+            return [float(n) for n in self.replicas.group.from_chief(lambda: list(numbers))]
         with self.lost_peer_named():
-            ring = over_ring.ring
             limit_s, ring.timeout_s = ring.timeout_s, None  # the chief may be in a callback
             try:
                 values = ring.broadcast(np.array(numbers, np.float64), what="decisions")
@@ -641,18 +619,11 @@ class SyncDriver:
             [part for parts in found for part in parts.own],
         )
 
-    def restore_optimizer(self, between_steps: bool = False) -> None:
-        """Gives the optimizer its whole state on all workers until the next step; a collective.
-
-        Args:
-            between_steps: only where the optimizer is looked at there.
-        """
+    def restore_optimizer(self) -> None:
+        """Gives the optimizer its whole state on all workers until the next step; a collective."""
         with self.lost_peer_named():
             for update in self.updates:
-                if between_steps:
-                    update.after_steps()
-                else:
-                    update.restore_whole()
+                update.restore_whole()
 
     def agree_on_weights(self, inside_epoch: bool = False) -> None:
         """Sets weights to the chief's on every task, if a callback changed them on one task only.
@@ -662,7 +633,7 @@ class SyncDriver:
         Args:
             inside_epoch: whether moving averages differ between replicas, as between steps.
         """
-        group = self._replicas.group
+        group = self.replicas.group
         if group.size == 1:
             return
         for update in self.updates:
@@ -698,24 +669,24 @@ class SyncDriver:
 
     def predictions(self, iterator: Any) -> prediction.Predictions:
         """The collector of the predictions of a pass over the dataset of a `data.Shard`."""
-        step, loop = prediction.prediction_step(self.model, self._replicas, self.splits), None
+        step, loop = prediction.prediction_step(self.model, self.replicas, self.splits), None
         if not self.model.run_eagerly:
             key = ("predict", self.splits, repr(iterator.element_spec))
             traced: Any = self._traces.get(key, lambda: self._traced_prediction(step, iterator))
             step, loop = traced
         return prediction.Predictions(
-            step, loop, self._replicas, iterator, self._errors_named, self.splits
+            step, loop, self.replicas, iterator, self._errors_named, self.splits
         )
 
     def _traced_prediction(self, step: Callable[..., Any], iterator: Any) -> Any:
         traced = self._traces.function(step, reduce_retracing=True)
-        loop = prediction.prediction_loop(traced, self._replicas, iterator)
+        loop = prediction.prediction_loop(traced, self.replicas, iterator)
         return traced, loop and self._traces.function(loop, reduce_retracing=True)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            if self._replicas.group.is_chief:
+            if self.replicas.group.is_chief:
                 warnings.warn(f"tfmw: {message}", stacklevel=2)
 
 

@@ -41,6 +41,7 @@ class MirroredTraining:
     """
 
     trains_in_place = True
+    _pace: CallPace  # from `start` on
 
     def __init__(self, context: FitContext, arguments: FitArguments, record: dict[str, Any] | None):
         self.model = context.model
@@ -66,8 +67,7 @@ class MirroredTraining:
         tables.refuse_tables(self.model.variables)
         self._validation: EpochIterator | None = None
         self._every_batch = False
-        self._optimizer_is_read = True
-        self._pace: CallPace | None = None
+        self._optimizer_read = "epochs"
         self._input_bound = InputBound()
         self._driver: SyncDriver | None = None
         self._stack = contextlib.ExitStack()
@@ -159,7 +159,7 @@ class MirroredTraining:
     def start(self, every_batch: bool, model_is_read: bool, optimizer_read: str) -> None:
         del model_is_read  # placed variables are those of the model
         self._every_batch = every_batch
-        self._optimizer_is_read = optimizer_read != "never"
+        self._optimizer_read = optimizer_read
         for update in self.driver.updates:
             update.read_between_steps = optimizer_read == "steps"
         self._data.reset()
@@ -194,7 +194,6 @@ class MirroredTraining:
     def train(
         self, max_steps: int, on_begin: Callable[[int], None], on_end: Callable[[], bool]
     ) -> None:
-        assert self._pace is not None
         limit = self.steps_done + max_steps
         while self.steps_done < limit:
             pace = min(self._pace.next_steps(), self._most_steps())
@@ -209,7 +208,8 @@ class MirroredTraining:
                 continue
             self._after_steps()
             self._input_bound.check(self.driver.times, call.iterator)
-            self.driver.restore_optimizer(between_steps=True)
+            if self._optimizer_read == "steps":
+                self.driver.restore_optimizer()
             if self._every_batch:
                 self.driver.average_state()
             if not on_end():
@@ -226,7 +226,7 @@ class MirroredTraining:
 
     def update_model(self) -> None:
         self.driver.average_state()
-        if self._optimizer_is_read:
+        if self._optimizer_read != "never":
             self.driver.restore_optimizer()
 
     def slot_parts(self) -> SlotParts | None:

@@ -1,10 +1,10 @@
 """The exchanges of workers over rings, and the cuts of an array into a part for each worker.
 
-    total = ring.sum(local)         # float32 [n]: the sum over workers, bit for bit the same on all
-    own = ring.reduce_scatter(local, cuts)  # this worker's part of it, and then
-    total = ring.all_gather(own, cuts)      # all parts, on all
+    ring.sum(values)                # float32 [n]: the sum over workers, bit for bit the same on all
+    own = ring.reduce_scatter(values, cuts)     # this worker's part of it, and then
+    ring.all_gather(own, cuts, out=values)      # all parts, on all
     rows, = ring.gather([local])    # float32 [sum of n]: all workers' arrays, one after the other
-    first = ring.broadcast(local)   # float32 [n]: the first worker's array
+    ring.broadcast(values)          # float32 [n]: the first worker's array
 
 `ring.py` is one ring, `hierarchy.py` is rings in two levels.
 """
@@ -15,7 +15,6 @@ import abc
 import collections
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,20 +44,7 @@ def even_cuts(elements: int, workers: int) -> list[int]:
     return [*cuts, elements]
 
 
-class Parts(abc.ABC):
-    """The part of a sum that each worker, or replica, has first; see `AllReduce.reduce_scatter`."""
-
-    @abc.abstractmethod
-    def part_number(self, rank: int) -> int:
-        """The number of the part of a sum that a worker has first."""
-
-    def part_of(self, cuts: Cuts, rank: int) -> slice:
-        """The elements of a sum that a worker has first."""
-        number = self.part_number(rank)
-        return slice(cuts[number], cuts[number + 1])
-
-
-class AllReduce(Parts):
+class AllReduce(abc.ABC):
     """Exchanges between workers, as one of them. All workers make all calls, in the same order.
 
     After an error no further exchange is possible. Each of them raises:
@@ -73,8 +59,6 @@ class AllReduce(Parts):
             neighbours respond.
         exchanges: number of exchanges so far.
         counts: number of exchanges by kind: "gradients", "metrics", "gather", ...
-        on_exchange: called after each with its kind, and its begin and end by
-            `time.perf_counter`; None for nothing.
     """
 
     timeout_s: float | None
@@ -83,7 +67,6 @@ class AllReduce(Parts):
         self.rank, self.size = rank, size
         self.exchanges = 0
         self.counts: collections.Counter[str] = collections.Counter()
-        self.on_exchange: Callable[[str, float, float], object] | None = None
         self._what = ""  # kind of the current exchange
         self._broken: Exception | None = None
         self._one_at_a_time = threading.Lock()
@@ -93,73 +76,55 @@ class AllReduce(Parts):
         """The error after which no exchange is possible; None before it."""
         return self._broken
 
+    @abc.abstractmethod
+    def part_number(self, rank: int) -> int:
+        """The number of the part of a sum that a worker has first; see `reduce_scatter`."""
+
     def own_part(self, cuts: Cuts) -> slice:
         """The elements of a sum that this worker has first."""
-        return self.part_of(cuts, self.rank)
+        number = self.part_number(self.rank)
+        return slice(cuts[number], cuts[number + 1])
 
-    def sum(
-        self,
-        local: np.ndarray,
-        add: Add = add_arrays,
-        what: str = "sum",
-        in_place: bool = False,
-    ) -> np.ndarray:
-        """The sum of all workers' arrays.
+    def sum(self, values: np.ndarray, add: Add = add_arrays, what: str = "sum") -> np.ndarray:
+        """Replaces an array by the sum of all workers' arrays; returns it.
 
         Args:
-            local: [n], of the same n and dtype on all workers.
+            values: [n], of the same n and dtype on all workers.
             add: (a, b, out): writes the sum of two arrays to a third, or to b.
             what: kind of the exchange, at most 16 bytes; must be the same on all workers.
-            in_place: whether the result is put into `local`; otherwise `local` is not changed.
         """
         with self._exchange(what):
-            return self._sum(local if in_place else local.copy(), add)
+            return self._sum(values, add)
 
     def reduce_scatter(
-        self,
-        local: np.ndarray,
-        cuts: Cuts,
-        add: Add = add_arrays,
-        what: str = "reduce_scatter",
-        in_place: bool = False,
+        self, values: np.ndarray, cuts: Cuts, add: Add = add_arrays, what: str = "reduce_scatter"
     ) -> np.ndarray:
         """This worker's part of the sum of all workers' arrays: the first half of `sum`.
 
         With `even_cuts` it is bit for bit the same part of what `sum` returns.
 
         Args:
-            local, add, what: as in `sum`.
+            values, add, what: as in `sum`; the other parts are overwritten by other values.
             cuts: where the array is cut into a part for each worker; the same on all.
-            in_place: whether `local` is overwritten: its own part by the result, and the others by
-                other values. Otherwise it is not changed.
 
         Returns:
-            [m], of the elements `own_part(cuts)`.
+            [m], the elements `own_part(cuts)` of `values`.
         """
         with self._exchange(what):
-            return self._reduce_scatter(local if in_place else local.copy(), cuts, add)
+            return self._reduce_scatter(values, cuts, add)
 
     def all_gather(
-        self,
-        own: np.ndarray,
-        cuts: Cuts,
-        what: str = "all_gather",
-        out: np.ndarray | None = None,
+        self, own: np.ndarray, cuts: Cuts, out: np.ndarray, what: str = "all_gather"
     ) -> np.ndarray:
         """The parts of all workers, in order: the second half of `sum`.
 
         Args:
             own: [m], of the elements `own_part(cuts)`.
             cuts, what: as in `reduce_scatter`.
-            out: [n], where the result is put; by default a new array.
-
-        Returns:
-            [n], the same on all workers.
+            out: [n], where the result is put, the same on all workers; it is returned.
         """
         with self._exchange(what):
-            return self._all_gather(
-                own, cuts, np.empty(cuts[-1], own.dtype) if out is None else out
-            )
+            return self._all_gather(own, cuts, out)
 
     def gather(self, local: Sequence[np.ndarray]) -> list[np.ndarray]:
         """All workers' arrays, joined along the first axis by rank.
@@ -171,18 +136,15 @@ class AllReduce(Parts):
         with self._exchange("gather"):
             return self._gather([np.ascontiguousarray(array) for array in local])
 
-    def broadcast(
-        self, local: np.ndarray, in_place: bool = False, what: str = "broadcast"
-    ) -> np.ndarray:
-        """The first worker's array.
+    def broadcast(self, values: np.ndarray, what: str = "broadcast") -> np.ndarray:
+        """Replaces an array by the first worker's; returns it.
 
         Args:
-            local: [n], of the same n and dtype on all workers.
-            in_place: whether the result is put into `local`; otherwise `local` is not changed.
+            values: [n], of the same n and dtype on all workers; on the first it is only read.
             what: as in `sum`.
         """
         with self._exchange(what):
-            return self._broadcast(np.ascontiguousarray(local), in_place)
+            return self._broadcast(values)
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -195,7 +157,6 @@ class AllReduce(Parts):
             self._what = what
             if self.broken is not None:
                 raise self.broken
-            begin = time.perf_counter()
             try:
                 yield
             except Exception as e:
@@ -203,8 +164,6 @@ class AllReduce(Parts):
                 self._shut()
                 raise
             self.exchanges += 1
-            if self.on_exchange is not None:
-                self.on_exchange(what, begin, time.perf_counter())
 
     @abc.abstractmethod
     def _shut(self) -> None:
@@ -223,4 +182,4 @@ class AllReduce(Parts):
     def _gather(self, local: list[np.ndarray]) -> list[np.ndarray]: ...
 
     @abc.abstractmethod
-    def _broadcast(self, local: np.ndarray, in_place: bool) -> np.ndarray: ...
+    def _broadcast(self, values: np.ndarray) -> np.ndarray: ...

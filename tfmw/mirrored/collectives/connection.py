@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 
@@ -11,9 +12,9 @@ from tfmw.cluster import membership
 from tfmw.cluster.group import Group
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.errors import UsageError
-from tfmw.mirrored.collectives import listener
+from tfmw.mirrored.collectives import hierarchy, listener, ring
 from tfmw.mirrored.collectives.all_reduce import AllReduce, RingBroken
-from tfmw.mirrored.collectives.hierarchy import HIERARCHY, connect
+from tfmw.mirrored.collectives.hierarchy import HIERARCHY
 
 logger = logging.getLogger("tfmw")
 
@@ -69,16 +70,18 @@ def _connect(joined: JoinedCluster) -> AllReduce | None:
         return None
     machine = None if os.environ.get(HIERARCHY) == "0" else listener.machine()
     key = membership.training_key(group.from_chief)
+    join = functools.partial(
+        ring.connect,
+        group.rank,
+        joined.hosts,
+        key,
+        group.from_all,
+        probe_peer=group.require_peer,
+        timeout_s=joined.options.timeout_seconds,
+    )
+    machines = [None if m is None else tuple(m) for m in group.from_all(machine)]
     try:
-        ring = connect(
-            group.rank,
-            joined.hosts,
-            [None if m is None else tuple(m) for m in group.from_all(machine)],
-            key,
-            group.from_all,
-            group.require_peer,
-            joined.options.timeout_seconds,
-        )
+        connected = hierarchy.connect(group.rank, machines, join)
     except RingBroken as e:
         if required:
             raise UsageError(
@@ -92,5 +95,5 @@ def _connect(joined: JoinedCluster) -> AllReduce | None:
                 e,
             )
         return None
-    joined.at_failure.append(ring.close)
-    return ring
+    joined.at_failure.append(connected.close)
+    return connected

@@ -1,7 +1,7 @@
 """The all-reduce of workers on several machines: within each machine first, then between them.
 
-    ring = connect(rank, addresses, machines, key, from_all=group.from_all)
-    total = ring.sum(local)         # and so on, as in all_reduce.py
+    ring = connect(rank, machines, join)
+    ring.sum(values)                # and so on, as in all_reduce.py
 
 One ring of all workers sends 2 (N - 1) / N times the bytes of an array over the network of each
 machine, in 2 (N - 1) messages, one after the other. Here the K workers of a machine sum first,
@@ -19,11 +19,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import numpy as np
 
-from tfmw.mirrored.collectives import ring
 from tfmw.mirrored.collectives.all_reduce import Add, AllReduce, Cuts, even_cuts
 from tfmw.mirrored.collectives.ring import Ring
 
@@ -72,22 +70,20 @@ class HierarchicalRing(AllReduce):
     def sum_with(
         self,
         between: Callable[[Ring, np.ndarray], np.ndarray],
-        local: np.ndarray,
+        values: np.ndarray,
         what: str = "sum",
     ) -> np.ndarray:
-        """The sum of all workers' arrays, with a way of its own between machines.
+        """As `sum`, with a way of its own between machines.
 
         Args:
             between: (the ring of one worker of each machine, its part of the machine's sum) -> the
                 sum of these parts over machines, the same on all.
-            local, what: as in `sum`.
         """
         with self._exchange(what):
-            total = local.copy()
-            cuts = even_cuts(len(total), self.within.size)
-            own = self.within.reduce_scatter(total, cuts, what=what, in_place=True)
+            cuts = even_cuts(len(values), self.within.size)
+            own = self.within.reduce_scatter(values, cuts, what=what)
             own[...] = between(self._between, own)
-            return self.within.all_gather(own, cuts, what, total)
+            return self.within.all_gather(own, cuts, values, what)
 
     def part_number(self, rank: int) -> int:
         """The part of a sum that a worker has first. Its machine's sum gives it M in a row."""
@@ -115,14 +111,14 @@ class HierarchicalRing(AllReduce):
 
     def _reduce_scatter(self, total: np.ndarray, cuts: Cuts, add: Add) -> np.ndarray:
         within, between = self._levels(cuts)
-        of_machine = self.within.reduce_scatter(total, within, add, self._what, in_place=True)
-        return self._between.reduce_scatter(of_machine, between, add, self._what, in_place=True)
+        of_machine = self.within.reduce_scatter(total, within, add, self._what)
+        return self._between.reduce_scatter(of_machine, between, add, self._what)
 
     def _all_gather(self, own: np.ndarray, cuts: Cuts, total: np.ndarray) -> np.ndarray:
         within, between = self._levels(cuts)
         of_machine = total[self.within.own_part(within)]
-        self._between.all_gather(own, between, self._what, of_machine)
-        return self.within.all_gather(of_machine, within, self._what, total)
+        self._between.all_gather(own, between, of_machine, self._what)
+        return self.within.all_gather(of_machine, within, total, self._what)
 
     def _gather(self, local: list[np.ndarray]) -> list[np.ndarray]:
         (rows,) = self._by_place([np.array([len(local[0])])])
@@ -135,10 +131,10 @@ class HierarchicalRing(AllReduce):
     def _by_place(self, local: list[np.ndarray]) -> list[np.ndarray]:
         return self.within.gather(self._between.gather(local))
 
-    def _broadcast(self, local: np.ndarray, in_place: bool) -> np.ndarray:
+    def _broadcast(self, values: np.ndarray) -> np.ndarray:
         if self.within.rank == 0:
-            local = self._between.broadcast(local, in_place, self._what)
-        return self.within.broadcast(local, in_place, self._what)
+            self._between.broadcast(values, self._what)
+        return self.within.broadcast(values, self._what)
 
 
 def by_machine(machines: Sequence[Hashable]) -> list[list[int]] | None:
@@ -155,35 +151,23 @@ def by_machine(machines: Sequence[Hashable]) -> list[list[int]] | None:
 
 
 def connect(
-    rank: int,
-    hosts: Sequence[str],
-    machines: Sequence[Hashable],
-    key: bytes,
-    from_all: Callable[[Any], list[Any]],
-    probe_peer: Callable[[int], object] = lambda rank: None,
-    timeout_s: float | None = None,
+    rank: int, machines: Sequence[Hashable], join: Callable[[Sequence[int]], Ring]
 ) -> AllReduce:
     """Joins one ring of all workers, or the two levels. All workers must call it.
 
     Args:
+        rank: of this worker.
         machines: as in `by_machine`.
-        rank, hosts, key, from_all, probe_peer, timeout_s: as in `ring.connect`.
-
-    Raises:
-        RingBroken: as in `ring.connect`.
+        join: joins the ring of these ranks, as `ring.connect` does.
     """
-
-    def joined(workers: Sequence[int] | None) -> Ring:
-        return ring.connect(rank, hosts, key, from_all, probe_peer, timeout_s, workers)
-
     groups = by_machine(machines)
     if groups is None:
-        return joined(None)
+        return join(range(len(machines)))
     own = next(group for group in groups if rank in group)
     place = own.index(rank)
     with contextlib.ExitStack() as undo:
-        within = joined(own)
+        within = join(own)
         undo.callback(within.close)
-        between = joined([group[place] for group in groups])
+        between = join([group[place] for group in groups])
         undo.pop_all()
     return HierarchicalRing(groups, rank, within, between)

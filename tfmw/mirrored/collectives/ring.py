@@ -1,7 +1,7 @@
 """The ring all-reduce, for gradients of workers without GPUs. Standard library and NumPy.
 
     ring = connect(rank, addresses, key, from_all=group.from_all)
-    total = ring.sum(local)         # and so on, as in all_reduce.py
+    ring.sum(values)                # and so on, as in all_reduce.py
 
 Each worker sends to the next one and receives from the one before it: 2 (N - 1) messages of a
 1/N-th of the array each (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters
@@ -42,38 +42,35 @@ from tfmw.runtime import recorder
 QUIET_S = 5.0  # seconds without a byte after which neighbours are probed
 _MISSES = 2  # probes in a row without a response: a busy worker may miss one
 
-_HEADER = struct.Struct(
-    "!QQ16s"
-)  # number of the exchange, number of bytes that follow, kind of exchange
+# Number of the exchange, number of bytes that follow, kind of exchange.
+_HEADER = struct.Struct("!QQ16s")
 
 
 class Ring(AllReduce):
     """The ring all-reduce, as one of its workers.
 
     Args:
-        rank: of this worker.
-        size: number of workers.
+        rank: of this worker, in the ring.
+        workers: the rank of each in the training, by its rank in the ring.
         to_next, from_previous: the links to both neighbours.
         probe_peer: called with the rank of each neighbour after QUIET_S seconds without a byte;
             raises if that worker does not respond. After two failures in a row it is lost.
         timeout_s: see `AllReduce`.
-        workers: rank of each in the training, where the ring connects some of its workers.
     """
 
     def __init__(
         self,
         rank: int,
-        size: int,
+        workers: Sequence[int],
         to_next: Sender,
         from_previous: Receiver,
-        probe_peer: Callable[[int], object] = lambda rank: None,
-        timeout_s: float | None = None,
-        workers: Sequence[int] | None = None,
+        probe_peer: Callable[[int], object],
+        timeout_s: float | None,
     ):
-        super().__init__(rank, size)
+        super().__init__(rank, len(workers))
         self.timeout_s = timeout_s
-        self._workers = range(size) if workers is None else workers
-        self._before, self._after = self._workers[rank - 1], self._workers[(rank + 1) % size]
+        self._workers = workers
+        self._before, self._after = workers[rank - 1], workers[(rank + 1) % self.size]
         self._next, self._previous = to_next, from_previous
         self._probe_peer = probe_peer
 
@@ -180,24 +177,23 @@ class Ring(AllReduce):
         self._finish()
         return [np.concatenate(arrays) for arrays in zip(*everyone, strict=True)]
 
-    def _broadcast(self, local: np.ndarray, in_place: bool) -> np.ndarray:
+    def _broadcast(self, values: np.ndarray) -> np.ndarray:
+        header = self._header(values.nbytes)
         if self.rank == 0:
-            self._next.add(self._header(local.nbytes), local, may_go=True)
-            self._finish()
-            return local
-        self._require_incoming(local.nbytes)
-        first = local if in_place else np.empty_like(local)
-        passes_on = self.rank < self.size - 1
-        if passes_on:
-            self._next.add(self._header(local.nbytes), may_go=True)
-            self._next.add(first)
-        for piece in _pieces(first):
-            here = first[piece]
-            self._receive(here)
+            self._next.add(header, values, may_go=True)
+        else:
+            self._require_incoming(values.nbytes)
+            passes_on = self.rank < self.size - 1
             if passes_on:
-                self._next.release(here.nbytes)
+                self._next.add(header, may_go=True)
+                self._next.add(values)
+            for piece in _pieces(values):
+                here = values[piece]
+                self._receive(here)
+                if passes_on:
+                    self._next.release(here.nbytes)
         self._finish()
-        return first
+        return values
 
     def _header(self, nbytes: int) -> np.ndarray:
         header = _HEADER.pack(self.exchanges, nbytes, self._what.encode())
@@ -269,8 +265,8 @@ class Ring(AllReduce):
         recorder.waits_for(self._before if reading else self._after)
         while not poll.poll(1000 * min(QUIET_S, self.timeout_s or QUIET_S)):
             try:
-                for rank in {(self.rank + 1) % self.size, (self.rank - 1) % self.size}:
-                    self._probe_peer(self._workers[rank])
+                for worker in {self._after, self._before}:
+                    self._probe_peer(worker)
                 misses = 0
             except Exception:
                 misses += 1
@@ -309,9 +305,9 @@ def connect(
     hosts: Sequence[str],
     key: bytes,
     from_all: Callable[[Any], list[Any]],
+    workers: Sequence[int],
     probe_peer: Callable[[int], object] = lambda rank: None,
     timeout_s: float | None = None,
-    workers: Sequence[int] | None = None,
 ) -> Ring:
     """Joins the ring, or one of several rings. All workers must call it.
 
@@ -320,13 +316,12 @@ def connect(
         hosts: names or IP addresses of all workers, by rank.
         key: the key of this training; see listener.py.
         from_all: an all-gather: returns every worker's value, by rank.
+        workers: ranks of this worker's ring.
         probe_peer, timeout_s: as in `Ring`.
-        workers: ranks of this worker's ring; None for one ring of all workers.
 
     Raises:
         RingBroken: on all workers, if two neighbours could not connect; it names them.
     """
-    workers = range(len(hosts)) if workers is None else workers
     place, size = workers.index(rank), len(workers)
     after, before = workers[(place + 1) % size], workers[place - 1]
     with contextlib.ExitStack() as undo:
@@ -349,4 +344,4 @@ def connect(
             raise RingBroken("; ".join(problems))
         undo.pop_all()
         own.close()
-    return Ring(place, size, to_next, from_previous, probe_peer, timeout_s, workers)
+    return Ring(place, workers, to_next, from_previous, probe_peer, timeout_s)

@@ -201,9 +201,8 @@ class SharedReceiver(Receiver):
     def done(self) -> None:
         self._full -= 1
         self._slot = (self._slot + 1) % _SLOTS
-        with contextlib.suppress(
-            OSError
-        ):  # the peer is lost; values that it has sent are still valid
+        # If the peer is lost, values that it has sent are still valid.
+        with contextlib.suppress(OSError):
             self.peer.send(_DONE)
 
 
