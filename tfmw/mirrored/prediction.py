@@ -294,14 +294,9 @@ def _all_sparse(replicas: Replicas, pieces: list[tf.SparseTensor]) -> tf.SparseT
 
 def _all_rows(replicas: Replicas, local: np.ndarray) -> np.ndarray:
     """The rows of all workers' arrays, one worker's after the other's."""
-    return np.concatenate(_gathered(replicas, local))
-
-
-def _gathered(replicas: Replicas, local: np.ndarray) -> list[np.ndarray]:
-    """Every worker's array, on every worker."""
     group = replicas.group
     if group.size == 1:
-        return [local]
+        return local
     # A worker without examples takes shape and dtype from another worker.
     described = group.from_all([len(local), list(local.shape[1:]), local.dtype.name])
     sizes = [size for size, _, _ in described]
@@ -316,15 +311,14 @@ def _gathered(replicas: Replicas, local: np.ndarray) -> list[np.ndarray]:
         local = np.zeros([0, *shape], dtype.as_numpy_dtype)
     ring = ring_of(replicas.strategy)
     if ring is not None:
-        (flat,) = ring.gather([local])
-        return np.split(flat, np.cumsum(sizes)[:-1])
+        (rows,) = ring.gather([local])
+        return rows
     padded = np.zeros([max(sizes), *shape], carrier_of(dtype).as_numpy_dtype)
     padded[: len(local)] = local
     blocks = np.split(_gathered_by_tensorflow(replicas, padded), group.size * replicas.local)
-    return [
-        block[:size].astype(dtype.as_numpy_dtype)
-        for block, size in zip(blocks[:: replicas.local], sizes, strict=True)
-    ]
+    of_workers = zip(blocks[:: replicas.local], sizes, strict=True)
+    joined: np.ndarray = np.concatenate([block[:size] for block, size in of_workers])
+    return joined.astype(dtype.as_numpy_dtype)
 
 
 def _gathered_by_tensorflow(replicas: Replicas, array: np.ndarray) -> np.ndarray:
