@@ -6,7 +6,7 @@ Read `cluster.py` first: the value `Cluster`.
 * `joining`: `tfmw.init`; `membership`: the cluster that this process has joined, and leaving it.
 * `rendezvous`: workers meet and compare before TensorFlow starts; `handshake`: the protocol.
 * `servers`: the same for parameter servers and their coordinator.
-* `group`: small values between workers during training.
+* `group`: small values between workers during training; `wire`: arrays, over connections.
 * `check`: `tfmw check`.
 
 May import: `tfmw.keras_compat`, `tfmw.runtime`, `tfmw.errors`. Importing this package loads no

@@ -11,41 +11,27 @@ This is for datasets whose batches Keras's threads compute at the same time, in 
 cannot have a batch from its owner computes it: the owner is lost, or has gone on to another epoch,
 or the batch holds more than arrays. Where the first batches draw random numbers from Python's or
 NumPy's generators, every worker computes all batches, and draws as one process does.
-
-The connections are authenticated by `multiprocessing.connection`, in both directions. Only arrays
-are sent, by NumPy's format without pickles.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
-import os
 import queue
-import socket
-import struct
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from multiprocessing import ProcessError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 import keras
 import numpy as np
 
-from tfmw.cluster import membership
+from tfmw.cluster import membership, wire
 from tfmw.cluster.group import Group
 from tfmw.data.random_state import random_state
 from tfmw.runtime import sockets
-from tfmw.runtime.connections import keep_alive
 
 Key = tuple[int, int]  # (number of the epoch, index of the batch)
-
-_REQUEST = struct.Struct("!QQQ")  # numbers of the dataset, of the epoch, of the batch
-_HELLO_S = 2  # within which a connection proves the key
-_MAX_STRANGERS = 64  # connections without a proof at a time
 
 
 class BatchExchange:
@@ -65,14 +51,13 @@ class BatchExchange:
         self._listener = sockets.listen(host)
         self.port: int = self._listener.getsockname()[1]
         self.peers: list[tuple[str, int]] = []
-        self._idle: dict[int, queue.SimpleQueue[Connection]] = {}
+        self._idle: dict[int, queue.SimpleQueue[wire.Connection]] = {}
         self._datasets: weakref.WeakValueDictionary[int, DividedBatches] = (
             weakref.WeakValueDictionary()
         )
         self._newest = 0
         self._changed = threading.Condition()
-        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
-        threading.Thread(target=self._accept, name="tfmw-batches", daemon=True).start()
+        wire.serve(self._listener, key, self._serve, "tfmw-batches")
 
     def add(self, dataset: DividedBatches) -> None:
         """Serves the batches of a dataset, as long as it exists."""
@@ -87,68 +72,35 @@ class BatchExchange:
         try:
             connection = idle.get_nowait()
         except queue.Empty:
+            host, port = self.peers[owner]
             try:
-                connection = self._connect(*self.peers[owner])
-            except (OSError, EOFError, ValueError, AssertionError, ProcessError):
+                connection = wire.connect(f"{host}:{port}", self._key)
+            except OSError:
                 return None
         try:
-            connection.send_bytes(_REQUEST.pack(number, *key))
-            arrays = _arrays(connection.recv_bytes())
-        except (OSError, EOFError, ValueError):
+            connection.send({"dataset": number, "batch": key})
+            message, arrays = connection.receive()
+        except (OSError, ValueError):
             connection.close()
             return None
         idle.put(connection)
-        return arrays
+        return arrays if message["found"] else None
 
     def close(self) -> None:
         """Ends all connections."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._listener.close()
+        wire.stop(self._listener)
         for idle in self._idle.values():
             while not idle.empty():
                 idle.get().close()
 
-    def _connect(self, host: str, port: int) -> Connection:
-        with contextlib.ExitStack() as undo:
-            peer = socket.create_connection((host, port), _HELLO_S)
-            connection = undo.enter_context(_opened(peer))
-            answer_challenge(connection, self._key)
-            deliver_challenge(connection, self._key)
-            _limit_silence(connection, 0)
-            undo.pop_all()
-            return connection
-
-    # ---- in threads -------------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:
-                if self._listener.fileno() < 0:
-                    return
-                self._strangers.acquire(timeout=0.1)  # such as EMFILE: some of them end
-                self._strangers.release()
-                continue
-            if self._strangers.acquire(blocking=False):
-                threading.Thread(target=self._serve, args=[peer], daemon=True).start()
-            else:
-                peer.close()
-
-    def _serve(self, peer: socket.socket) -> None:
+    def _serve(self, connection: wire.Connection) -> None:
         # Any error ends the connection: the other worker computes the batch, and meets it, too.
-        with contextlib.suppress(Exception), contextlib.ExitStack() as opened:
-            try:
-                connection = opened.enter_context(_opened(peer))
-                deliver_challenge(connection, self._key)
-                answer_challenge(connection, self._key)
-                _limit_silence(connection, 0)
-            finally:
-                self._strangers.release()
+        with contextlib.suppress(Exception):
             while True:
-                number, epoch, index = _REQUEST.unpack(connection.recv_bytes(_REQUEST.size))
-                connection.send_bytes(_message(self._batch(number, (epoch, index))))
+                asked, _ = connection.receive()
+                epoch, index = asked["batch"]
+                arrays = self._batch(asked["dataset"], (epoch, index))
+                connection.send({"found": arrays is not None}, arrays or ())
 
     def _batch(self, number: int, key: Key) -> list[np.ndarray] | None:
         with self._changed:
@@ -239,47 +191,11 @@ class DividedBatches:
         return future.result()
 
 
-def _opened(peer: socket.socket) -> Connection:
-    """A connection whose reads fail after `_HELLO_S`, until it is authenticated."""
-    peer.setblocking(True)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    keep_alive(peer)
-    connection = Connection(peer.detach())
-    _limit_silence(connection, _HELLO_S)
-    return connection
-
-
-def _limit_silence(connection: Connection, seconds: int) -> None:
-    """Sets after how many seconds a read fails; 0: it waits."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as peer:
-        limit = struct.pack("@ll", seconds, 0)  # struct timeval, see socket(7)
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-
-
 def _array(leaf: Any) -> np.ndarray | None:
     """A leaf as an array; None if that could change it."""
     array = leaf.numpy() if hasattr(leaf, "numpy") else leaf
     plain = isinstance(array, np.ndarray | np.generic) and array.dtype.kind in "biufc"
     return np.asarray(array) if plain and array.dtype.isbuiltin == 1 else None
-
-
-def _message(arrays: list[np.ndarray] | None) -> bytes:
-    """b"" for no arrays."""
-    if arrays is None:
-        return b""
-    file = io.BytesIO()
-    file.write(struct.pack("!Q", len(arrays)))
-    for array in arrays:
-        np.save(file, array, allow_pickle=False)
-    return file.getvalue()
-
-
-def _arrays(message: bytes) -> list[np.ndarray] | None:
-    if not message:
-        return None
-    file = io.BytesIO(message)
-    (number,) = struct.unpack("!Q", file.read(8))
-    return [np.load(file, allow_pickle=False) for _ in range(number)]
 
 
 # ---------------------------------------------------------------- of this process

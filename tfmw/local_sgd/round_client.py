@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from tfmw.cluster import wire
 from tfmw.cluster.cluster import MEMBER, MEMBERS, ROUNDS
+from tfmw.cluster.wire import Message
 from tfmw.errors import TfmwError, UsageError
-from tfmw.local_sgd import wire
-from tfmw.local_sgd.wire import Message
 from tfmw.runtime.progress import blocking_call
 
 _calls = itertools.count()  # of fit, in this process; the same in a restarted one

@@ -29,22 +29,19 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from tfmw.cluster import wire
+from tfmw.cluster.wire import Connection, Message
 from tfmw.errors import UsageError
 from tfmw.local_sgd.quantized_sum import QuantizedSum
-from tfmw.local_sgd.wire import Connection, Message, accepted
 from tfmw.runtime import sockets
 
 PATIENCE_S = 60.0
 """Seconds in which all members come, where nobody is present."""
-
-_MOST_STRANGERS = 64  # connections at a time that have proven nothing yet
-_RETRY_S = 0.1
 
 _ALL_LOST = {"lost": "all members that took part were lost: this one begins with its backup"}
 
@@ -104,51 +101,28 @@ class RoundServer:
         self._patience_s = patience_s
         self._lock = threading.RLock()
         self._trainings: dict[int, _Training] = {}  # by the number of the call of fit
-        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
-        self._closed = False
 
     def __enter__(self) -> RoundServer:
-        threading.Thread(target=self._accept, name="rounds", daemon=True).start()
+        wire.serve(self._listener, self._key, self._serve, "rounds")
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._closed = True
             for training in self._trainings.values():
                 training.close()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        wire.stop(self._listener)
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:  # such as EMFILE: strangers hold descriptors, at most HELLO_S long
-                time.sleep(_RETRY_S)
-                continue
-            if not self._strangers.acquire(blocking=False):
-                peer.close()
-                continue
-            threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
-
-    def _serve(self, peer: socket.socket) -> None:
-        """One connection, from its first byte to its last."""
+    def _serve(self, connection: Connection) -> None:
         try:
-            connection = accepted(peer, self._key)
             hello, _ = connection.receive()
             member, call = int(hello["member"]), int(hello["call"])
             problem = self._problem(hello)
-        except (OSError, ValueError, KeyError):
-            peer.close()
+        except (ValueError, KeyError):
             return
-        finally:
-            self._strangers.release()
-        seat = _Seat(connection)
         if problem is not None:
-            seat.send({"error": problem})
-            connection.close()
+            connection.send({"error": problem})
             return
+        seat = _Seat(connection)
         with self._lock:
             if call not in self._trainings:
                 self._trainings[call] = _Training(self._members, self._patience_s, self._lock)

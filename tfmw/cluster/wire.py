@@ -1,10 +1,10 @@
-"""Messages between a member of the rounds and their server: a JSON object, and arrays.
+"""Messages between processes of a training that know its key: a JSON object, and arrays.
 
-    connection = connect("h0:2300", key)       # of a member; proves the key, and has it proven
+    serve(listener, key, handle, "name")        # handle(connection), once it has proven the key
+
+    connection = connect("h0:2300", key)        # proves the key, and has it proven
     connection.send({"do": "round", "examples": 64.0}, [gradient])
     message, arrays = connection.receive()
-
-    connection = accepted(peer, key)           # the same, on the server
 
 A message is the length of its header (4 bytes), the header as JSON, and the arrays' bytes. The
 header lists their dtypes and shapes. Nothing is encrypted or signed, as on the ring: keep the
@@ -20,7 +20,8 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ SILENCE_S = 15.0  # after which the kernel ends a connection; both sides read wi
 _NONCE_BYTES = 32
 _LENGTH = struct.Struct("!I")
 _LARGEST_HEADER = 1 << 26
+_MOST_STRANGERS = 64  # connections at a time that have proven nothing yet
 
 Message = dict[str, Any]
 
@@ -105,26 +107,64 @@ class Connection:
 
 
 def connect(address: str, key: bytes) -> Connection:
-    """Connects to the server of the rounds.
+    """Connects to a process that serves.
 
     Raises:
         OSError: nobody listens there.
-        NotAMember: the server does not know the key.
+        NotAMember: the other side does not know the key.
     """
     host, _, port = address.rpartition(":")
     peer = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
     return _proven(peer, key, b"member", b"server")
 
 
-def accepted(peer: socket.socket, key: bytes) -> Connection:
-    """The connection of a member, on the server.
+def serve(
+    listener: socket.socket, key: bytes, handle: Callable[[Connection], None], name: str
+) -> None:
+    """Calls `handle` with each connection that proves the key, in a thread of its own.
 
-    Raises:
-        OSError: it proves nothing in time.
-        NotAMember: it does not know the key.
+    Returns at once. A connection is closed after its call.
+
+    Args:
+        listener: a listening socket; `stop` ends the serving.
+        key: of the training.
+        handle: raises OSError if the other side is lost.
+        name: of the thread that accepts.
     """
-    peer.settimeout(HELLO_S)
-    return _proven(peer, key, b"server", b"member")
+    strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
+
+    def serve_one(peer: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            try:
+                peer.settimeout(HELLO_S)
+                connection = _proven(peer, key, b"server", b"member")
+            finally:
+                strangers.release()
+            with contextlib.closing(connection):
+                handle(connection)
+
+    def accept() -> None:
+        while True:
+            try:
+                peer, _ = listener.accept()
+            except OSError:
+                if listener.fileno() < 0:
+                    return
+                time.sleep(0.1)  # such as EMFILE
+                continue
+            if strangers.acquire(blocking=False):
+                threading.Thread(target=serve_one, args=[peer], daemon=True).start()
+            else:
+                peer.close()
+
+    threading.Thread(target=accept, name=name, daemon=True).start()
+
+
+def stop(listener: socket.socket) -> None:
+    """Accepts no further connection; those that are open stay."""
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+    listener.close()
 
 
 def _proven(peer: socket.socket, key: bytes, own: bytes, other: bytes) -> Connection:
