@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfmw
-from tests.checkpoint.test_sharded_backups import SLOT, Two, pieces
+from tests.checkpoint.test_sharded_backups import SLOT, Two
 from tests.checkpoint.test_tensor_files import Run
 from tests.helpers.cluster import tfmw_command
 from tests.tables.test_row_files import looked_up, one_process, table_of  # noqa: F401
@@ -59,7 +59,7 @@ def test_what_is_written_is_read(tmp_path, name, model):
 
     parts = Two(folder / "parts")
     chief, worker = parts.begin()
-    worker.write_part(pieces(4, 11))
+    worker.write_part()
     parts.write(chief)
     found = parts.store.newest()
     assert found is not None

@@ -263,12 +263,11 @@ def _loop(
 ) -> TrainingLoop:
     callback_list = context.callback_list(
         arguments.user_callbacks,
-        verbose=arguments.verbose,
+        verbose=0 if backups.is_done(arguments.epochs) else arguments.verbose,
         steps=training.steps_per_epoch,
         epochs=arguments.epochs,
         examples=lambda: training.examples,
         overlapping=isinstance(training, ParameterServerTraining),
-        silent=backups.is_done(arguments.epochs),
         history=True,
         ordinary_model=(
             training.ordinary_model if isinstance(training, MirroredTraining) else None
@@ -281,15 +280,7 @@ def _loop(
             validate = training.validate
         else:
             validate = functools.partial(_validate_here, context.model, arguments)
-    return TrainingLoop(
-        training,
-        backups,
-        callback_list,
-        epochs=arguments.epochs,
-        initial_epoch=arguments.initial_epoch,
-        validate=validate,
-        validation_freq=arguments.validation_freq,
-    )
+    return TrainingLoop(training, backups, callback_list, arguments, validate)
 
 
 def _validate_here(

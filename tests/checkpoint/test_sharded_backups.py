@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 from tfmw import storage
-from tfmw.checkpoint.sharded_backups import Piece, SharedWrite
 from tfmw.checkpoint.store import BackupStore, verify
+from tfmw.checkpoint.tensor_files import Piece, SharedWrite
 
 SLOT: np.ndarray = np.arange(11, dtype="f")
 WEIGHTS: np.ndarray = np.arange(6, dtype="f").reshape(2, 3)
@@ -65,10 +65,11 @@ class Two:
         directory = storage.name_beside(self.store.path_of(2))
         Path(directory).mkdir()
         chief, worker = (SharedWrite(Task(rank, self.posts), directory) for rank in (0, 1))  # type: ignore[arg-type]
+        chief.pieces, worker.pieces = pieces(0, 4), pieces(4, 11)
         return chief, worker
 
     def write(self, chief: SharedWrite) -> None:
-        self.store.write(2, {"w": WEIGHTS}, {"n": 2}, chief, pieces(0, 4))
+        self.store.write(2, {"w": WEIGHTS}, {"n": 2}, chief)
 
     def left(self) -> list[str]:
         return sorted(p.name for p in Path(self.store.path).iterdir() if p.name != "LOCK")
@@ -88,7 +89,7 @@ def test_parts_become_one_backup(two: Two, chief_first: bool) -> None:
     writing = threading.Thread(target=lambda: two.write(chief))
     if chief_first:
         writing.start()
-    worker.write_part(pieces(4, 11))
+    worker.write_part()
     if not chief_first:
         writing.start()
     writing.join()
@@ -109,8 +110,9 @@ def test_parts_become_one_backup(two: Two, chief_first: bool) -> None:
 
 def test_a_worker_without_a_part_writes_no_file(two: Two) -> None:
     chief, worker = two.begin()
-    worker.write_part([])
-    two.store.write(2, {"w": WEIGHTS}, {}, chief, pieces(0, 11))
+    chief.pieces, worker.pieces = pieces(0, 11), []
+    worker.write_part()
+    two.store.write(2, {"w": WEIGHTS}, {}, chief)
     found = two.store.newest()
     assert found is not None
     np.testing.assert_array_equal(found.tensors()["slot"], SLOT)
@@ -118,7 +120,7 @@ def test_a_worker_without_a_part_writes_no_file(two: Two) -> None:
 
 def test_a_damaged_part_is_detected(two: Two) -> None:
     chief, worker = two.begin()
-    worker.write_part(pieces(4, 11))
+    worker.write_part()
     two.write(chief)
     file = Path(two.store.path_of(2), "tensors.data-00001-of-00002")
     content = bytearray(file.read_bytes())
@@ -133,7 +135,7 @@ def full(two: Two, worker: SharedWrite) -> None:
     directory, aside = Path(worker.directory), Path(worker.directory + "-aside")
     directory.rename(aside)
     directory.touch()
-    worker.write_part(pieces(4, 11))
+    worker.write_part()
     directory.unlink()
     aside.rename(directory)
 
@@ -169,6 +171,6 @@ def test_a_chief_that_ends_waits_for_nobody(two: Two) -> None:
 
 def test_an_abandoned_backup_leaves_nothing(two: Two) -> None:
     chief, worker = two.begin()
-    worker.write_part(pieces(4, 11))
+    worker.write_part()
     chief.abandon()
     assert two.left() == ONE

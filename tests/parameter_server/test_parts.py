@@ -329,15 +329,8 @@ def test_arrays_are_shuffled_differently_on_each_worker():
 # ---- which backup the evaluator exports ---------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("monitor", "scores"),
-    [
-        ("loss", [0.5, 0.3, 0.4]),
-        ("accuracy", [0.5, 0.9, 0.7]),
-        ("loss", [float("nan"), 0.3, float("nan")]),
-    ],
-)
-def test_evaluator_exports_the_best_backup_not_the_last(tmp_path, monitor, scores):
+@pytest.mark.parametrize("scores", [[0.5, 0.3, 0.4], [float("nan"), 0.3, float("nan")]])
+def test_evaluator_exports_the_best_backup_not_the_last(tmp_path, scores):
     model = small_model()
     store = BackupStore(tmp_path)
     to_come = list(enumerate(scores))
@@ -352,9 +345,7 @@ def test_evaluator_exports_the_best_backup_not_the_last(tmp_path, monitor, score
         store.write(number, tensors, record)
 
     evaluated = iter(scores)
-    history = evaluator.watch(
-        model, lambda: {monitor: next(evaluated)}, tmp_path, monitor=monitor, sleep=next_backup
-    )
+    history = evaluator.watch(model, lambda: {"loss": next(evaluated)}, tmp_path, sleep=next_backup)
     assert history.epoch == [0, 1, 2]
     best = tf.saved_model.load(str(tmp_path / "best"))
     assert best.serve(tf.zeros([1, 2])).numpy() == [[1.0]]

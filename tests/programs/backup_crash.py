@@ -19,6 +19,7 @@ import numpy as np
 from tests.helpers.backup_points import dying, watched
 from tests.helpers.local_tables import LocalTables
 from tfmw.checkpoint.store import BackupStore
+from tfmw.checkpoint.tensor_files import TableRows
 
 directory, step = Path(sys.argv[1]), {"same": 1}.get(sys.argv[2], 2)
 with_table = sys.argv[2] == "changed"
@@ -26,16 +27,16 @@ with_table = sys.argv[2] == "changed"
 
 def write_and_die(number: int) -> None:
     store = BackupStore(directory / str(number))
-    files: Any = LocalTables() if with_table else None
+    files: Any = LocalTables()
     with store.locked():
-        base = store.write(1, {"w": np.full(1000, 1.0)}, {"value": 1}, table_files=files)
-        options: dict[str, Any] = {}
+        rows = TableRows(files) if with_table else None
+        base = store.write(1, {"w": np.full(1000, 1.0)}, {"value": 1}, rows=rows)
         if with_table:
             files.clear_marks()
             files.set([1, 5], 2.0)
-            options = {"table_files": files, "base": base}
+            rows = TableRows(files, base=base)
         with watched(dying(number)):
-            store.write(step, {"w": np.full(1000, 2.0)}, {"value": 2}, **options)
+            store.write(step, {"w": np.full(1000, 2.0)}, {"value": 2}, rows=rows)
 
 
 for number in itertools.count():

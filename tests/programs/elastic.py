@@ -68,7 +68,7 @@ class Noting(keras.Model):
 
     def die(self, where: str, by: int = signal.SIGKILL) -> None:
         if any(self.steps >= step and where == w for step, w in self.lost_at) and self.all_present:
-            while self.backups and not any(BackupStore(self.backups).candidates()):
+            while self.backups and BackupStore(self.backups).newest() is None:
                 time.sleep(0.05)  # it is still being written
             os.kill(os.getpid(), by)
 

@@ -23,7 +23,7 @@ import tensorflow as tf
 import tfmw
 from tests.programs import _result
 from tests.programs.counting import Counts
-from tfmw.checkpoint import resume, sharded_backups
+from tfmw.checkpoint import resume, tensor_files
 from tfmw.mirrored import sharded_update
 
 N, BATCH, EPOCHS = 48, 12, 3  # 4 steps in an epoch; 12 can be sharded over 1, 2 and 3 workers
@@ -50,14 +50,14 @@ class Die(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class DiesInPart(sharded_backups.SharedWrite):
+class DiesInPart(tensor_files.SharedWrite):
     """Of the task that dies there, and not of the chief."""
 
     count = 0
 
-    def write_part(self, pieces):
+    def write_part(self):
         with mock.patch.object(self._group, "post", self._die_or(self._group.post)):
-            super().write_part(pieces)
+            super().write_part()
 
     def _die_or(self, post):
         def posted(key, value):
@@ -69,7 +69,7 @@ class DiesInPart(sharded_backups.SharedWrite):
         return posted
 
 
-mock.patch.object(sharded_backups, "SharedWrite", DiesInPart).start()
+mock.patch.object(tensor_files, "SharedWrite", DiesInPart).start()
 mock.patch.object(resume, "SharedWrite", DiesInPart).start()  # whose method is called
 directory = sys.argv[1] + (".of-this-host" if "apart" in places else "")
 if "restore" in places:

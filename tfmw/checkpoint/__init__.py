@@ -2,8 +2,8 @@
 
 Read `resume.py` first: what the training loop asks, when a run is backed up and how it resumes.
 `schedule.py` has the frequency and the thread that writes, `state.py` collects the state,
-`store.py` writes and verifies it (`tensor_files.py` the tensors, and which rows of tables;
-`sharded_backups.py` those of several tasks), `evaluator.py` evaluates backups beside the training.
+`store.py` writes and verifies it (`tensor_files.py` the tensors), `evaluator.py` evaluates backups
+beside the training.
 
 May import: `tfmw.export`, `tfmw.callbacks`, `tfmw.cluster`, `tfmw.tables`, `tfmw.storage`,
 `tfmw.keras_compat`, `tfmw.runtime`, `tfmw.errors`.

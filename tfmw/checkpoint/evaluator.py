@@ -8,7 +8,7 @@ On a task of type `evaluator` the call of `fit` does not train. It waits for bac
 * restores it into the model and evaluates `validation_data`;
 * writes the logs as TensorBoard scalars, `evaluation_<name>_vs_iterations`, to
   `<backup_dir>/evaluation`;
-* exports the model to `<backup_dir>/best` where the monitored log is the best so far.
+* exports the model to `<backup_dir>/best` where the loss is the lowest so far.
 
 It ends after the backup that records the end of training. A restarted evaluator skips the backups
 that `<backup_dir>/evaluation/done.json` lists as evaluated. With an evaluator, the training does
@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -49,7 +50,6 @@ def watch(
     evaluate: Callable[[], dict[str, float]],
     backup_dir: str | os.PathLike[str],
     *,
-    monitor: str = "loss",
     remove: bool = True,
     sleep: Callable[[float], None] = time.sleep,
 ) -> keras.callbacks.History:
@@ -59,8 +59,6 @@ def watch(
         model: compiled and built, as for the training.
         evaluate: evaluates the model with its current weights; returns logs by name.
         backup_dir: the backup directory of the training.
-        monitor: the log by which the best backup is chosen; its name decides whether more is
-            better, as in `keras.callbacks.ModelCheckpoint`.
         remove: whether to remove the backups in the end, as a training would.
         sleep: waits for a number of seconds.
 
@@ -68,10 +66,10 @@ def watch(
         A History whose epochs are the steps of the backups, with logs `val_<name>`.
 
     Raises:
-        UsageError: the backups are of another model, or the model does not log `monitor`.
+        UsageError: the backups are of another model, or the model does not log a loss.
     """
     path = os.fspath(backup_dir)
-    evaluation = _Evaluation(model, evaluate, path, monitor)
+    evaluation = _Evaluation(model, evaluate, path)
     store = BackupStore(path)
     polls = 0  # that have found no backup
     with _watching(path), contextlib.closing(evaluation.writer):
@@ -96,7 +94,8 @@ def watch(
                 continue
             if backup.record["done"]:
                 break
-        store.dismiss_evaluator()
+        with contextlib.suppress(tf.errors.NotFoundError):  # all backups are evaluated
+            tf.io.gfile.remove(os.path.join(path, EVALUATOR_LOCK))
     if remove:
         _remove(store, sleep)
     return evaluation.history
@@ -111,17 +110,10 @@ class _Evaluation:
         writer: of TensorBoard's file.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        evaluate: Callable[[], dict[str, float]],
-        path: str,
-        monitor: str,
-    ):
+    def __init__(self, model: keras.Model, evaluate: Callable[[], dict[str, float]], path: str):
         self._path = path
         self._model = model
         self._evaluate = evaluate
-        self._monitor = monitor
         folder = os.path.join(path, _FOLDER)
         tf.io.gfile.makedirs(folder)
         self._done = os.path.join(folder, _DONE)
@@ -171,19 +163,14 @@ class _Evaluation:
         state.refuse_other(saved, current, self._path)
 
     def _is_best(self, logs: dict[str, float]) -> bool:
-        name = f"val_{self._monitor.removeprefix('val_')}"
-        if name not in logs:
+        if "val_loss" not in logs:
             raise UsageError(
-                f"the evaluator monitors {self._monitor!r}, which the model does not log: expected "
-                f"one of {', '.join(n.removeprefix('val_') for n in logs)}."
+                "the evaluator monitors 'loss', which the model does not log: expected one of "
+                f"{', '.join(n.removeprefix('val_') for n in logs)}."
             )
-        of_log = self._monitor.removeprefix("val_").lower()
-        # As the mode "auto" of keras.callbacks.ModelCheckpoint.
-        highest = "acc" in of_log or "auc" in of_log or of_log.startswith("fmeasure")
-        value, others = logs[name], [old[name] for old in self.logs.values() if name in old]
-        if value != value:  # NaN
-            return False
-        return all(value > o if highest else value < o for o in others if o == o)
+        loss = logs["val_loss"]
+        others = (old.get("val_loss", math.nan) for old in self.logs.values())
+        return not math.isnan(loss) and not any(other <= loss for other in others)
 
 
 def _remove(store: BackupStore, sleep: Callable[[float], None]) -> None:

@@ -6,7 +6,7 @@
 
 The chief reads, and broadcasts the state to the other tasks. The chief writes, too; where workers
 have parts of the optimizer's slots and all can write to the directory, each writes its own
-(`sharded_backups.py`). So only tasks that may become the chief need access to it. SIGTERM or
+(`tensor_files.py`). So only tasks that may become the chief need access to it. SIGTERM or
 SIGUSR1 to any one task ends all of them after the same step, with a backup, and with the exit
 status that requests another run.
 """
@@ -32,9 +32,8 @@ from tfmw.callbacks import BackupAndRestore
 from tfmw.callbacks.log import flush_events
 from tfmw.checkpoint import state
 from tfmw.checkpoint.schedule import BackgroundWriter, Schedule
-from tfmw.checkpoint.sharded_backups import Piece, SharedWrite, SlotParts, is_shared
 from tfmw.checkpoint.store import Backup, BackupStore
-from tfmw.checkpoint.tensor_files import TableBackups
+from tfmw.checkpoint.tensor_files import SharedWrite, SlotParts, TableBackups, is_shared
 from tfmw.cluster import membership
 from tfmw.cluster.group import Group
 from tfmw.data.random_state import restore_random_state
@@ -46,7 +45,6 @@ from tfmw.runtime.signals import LEAVE
 logger = logging.getLogger("tfmw")
 
 _RETRY_S = 10.0  # least seconds to the next backup by time after one that could not be written
-
 
 PythonState = tuple[tuple[list[dict[str, Any]], dict[str, Any]], dict[str, Any]]
 """(states of callbacks, their arrays by name, states of random generators)."""
@@ -69,9 +67,11 @@ class Backups:
         clock: monotonic seconds.
 
     Attributes:
+        has_directory: whether backups are written.
         on: whether anything is saved.
         record: the JSON of the newest complete backup, on all tasks; None if there is none.
         tensors: its tensors; on the chief only.
+        on_disk: both, of the directory.
         saved_at: seconds since the epoch of the last backup of this call; None before the first.
     """
 
@@ -81,9 +81,10 @@ class Backups:
         asked: BackupAndRestore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.on = asked is not None
+        self.on = self.has_directory = asked is not None
         self.record: dict[str, Any] | None = None
         self.tensors: Mapping[str, Any] = {}
+        self.on_disk: tuple[dict[str, Any] | None, Mapping[str, Any]] = None, {}
         self.saved_at: float | None = None
         self.schedule = Schedule("epoch" if asked is None else asked.save_freq)
         self.path = "" if asked is None else asked.backup_dir
@@ -92,7 +93,6 @@ class Backups:
         self._save_nan = asked is None or asked.save_nan
         self._clock = clock
         self._store = BackupStore(self.path)
-        self._is_shared: bool | None = None  # whether all tasks can write to the directory
         self._shared: SharedWrite | None = None  # the last one
         self._snapshots = state.Snapshots()
         self._tables: TableBackups | None = None
@@ -110,8 +110,9 @@ class Backups:
     # ------------------------------------------------------------ begin and end
 
     def __enter__(self) -> Backups:
-        if self.on:
+        if self.has_directory:
             self.record = self._group.from_chief(self._open)
+            self.on_disk = self.record, self.tensors
             self._install_signals()
             self._last = self._clock()
         return self
@@ -166,9 +167,9 @@ class Backups:
         Raises:
             UsageError: the backup is of another model, optimizer or batch size.
         """
-        if not self.on:
+        if not self.has_directory:
             return
-        found = self.record
+        found, tensors = self.on_disk
 
         def check() -> None:
             if storage.is_pattern(self.path) and any(
@@ -186,7 +187,7 @@ class Backups:
         if found is None:
             return
         if self._group.is_chief:
-            state.restore(model, self.tensors)
+            state.restore(model, tensors)
             models.set_unseeded_state(found["random"].get("keras"))
 
     def restore_callbacks(self, callbacks: list[Any], finished: bool = False) -> None:
@@ -234,17 +235,18 @@ class Backups:
 
     def due_after_step(self, step: int, signals: list[float]) -> bool:
         """Whether to save now, inside an epoch; the same on every task."""
-        if signals[0] or signals[1]:
-            return True
+        return any(signals) or self._is_due(step)
+
+    def _is_due(self, step: int) -> bool:
         return self.schedule.steps is not None and step % self.schedule.steps == 0
 
     def due_after_epoch(self, epoch: int, step: int, last: bool) -> tuple[bool, bool]:
         """(whether to save at the end of `epoch`, whether to exit). All tasks must call it."""
-        if not self.on:
+        if not self.has_directory:
             return False, False
         signals = self._group.from_all(self.signals())
         leave, due = (any(of_kind) for of_kind in zip(*signals, strict=True))
-        due = self.due_after_step(step, [leave, due])
+        due = leave or due or self._is_due(step)
         if self.schedule.epochs is not None:
             due = due or (epoch + 1) % self.schedule.epochs == 0
         return due and not last, leave and not last
@@ -255,32 +257,27 @@ class Backups:
         """State outside of variables: of callbacks and random generators."""
         return state.callback_states(callbacks), state.all_random_state()
 
+    @functools.cached_property
     def takes_parts(self) -> bool:
-        """Whether each task can write its part of the state. All tasks must call it."""
-        if self._is_shared is None:
-            self._is_shared = disk.is_local(self.path) and is_shared(self._group, self.path)
-        return self._is_shared
+        """Whether each task can write its part of the state. All tasks must ask."""
+        return disk.is_local(self.path) and is_shared(self._group, self.path)
 
     def save(
         self,
-        step: int,
-        model: Any,
-        strategy: tf.distribute.Strategy,
+        driver: Any,
         kept: tuple[Any, ...],
         callbacks: list[Any],
         record: dict[str, Any],
-        busy: bool = True,
         python_state: PythonState | None = None,
         parts: SlotParts | None = None,
     ) -> None:
         """Copies the state out; the chief writes it in the background. All tasks must call it.
 
         Args:
-            step: training steps since the run began.
-            kept: the replica-local state (`SyncDriver.replica_state`).
+            driver: of the training loop, whose model is placed on its strategy.
+            kept: the driver's `replica_state`.
             callbacks: of this task.
-            record: JSON values: the position in the data.
-            busy: whether every step assigns to the model's variables.
+            record: JSON values: the step since the run began, and the position in the data.
             python_state: an earlier result of `python_state`; by default the current state.
             parts: of slots that no task has whole; each task writes its own.
 
@@ -289,7 +286,8 @@ class Backups:
         """
         self._last = self._clock()
         self._writer.wait()  # the writer still uses the last snapshot
-        shared, pieces = None, []
+        step, model = record["step"], driver.model
+        shared = None
         if parts is not None:
             try:
                 shared = self._shared = SharedWrite.begin(
@@ -298,14 +296,14 @@ class Backups:
             except OSError as e:
                 self._not_written(e)
                 return
-            pieces = self._snapshots.take_parts(model, parts)
+            shared.pieces = self._snapshots.take_parts(model, parts)
         if not self._group.is_chief:
             if shared is not None:
-                self._writer.submit(shared, pieces)
+                self._writer.submit(shared)
             return
         (states, arrays), random = python_state or self.python_state(callbacks)
         flush_events(callbacks)
-        taken = self._snapshots.take(model, strategy, busy, parts)
+        taken = self._snapshots.take(model, driver.strategy, driver.trains_in_place, parts)
         tensors = state.with_replicas({**taken, **arrays}, *kept)
         spoiled = tensors.get(self._spoiled[0]) if self._spoiled is not None else None
         if spoiled is not None and not _is_finite(spoiled):
@@ -322,32 +320,30 @@ class Backups:
         }
         if self._tables is None and (files := state.table_files(model)) is not None:
             self._tables = TableBackups(files)
-        self._writer.submit(step, tensors, full, must_be_finite, shared, pieces)
+        self._writer.submit(tensors, full, must_be_finite, shared)
         if self._tables is not None:
             self._writer.wait()  # the next step would change the rows that servers write
 
     def _write(
         self,
-        step: int,
         tensors: dict[str, Any],
         record: dict[str, Any],
         finite: list[str],
         shared: SharedWrite | None,
-        pieces: list[Piece],
     ) -> None:
-        finite = [] if self._save_nan else finite
+        step, finite = record["step"], [] if self._save_nan else finite
         for name in finite:
             if name in tensors and not _is_finite(tensors[name]):
                 self._note_spoiled(name, step)
                 if shared is not None:
                     shared.abandon()
                 return
-        write = functools.partial(self._store.write, step, tensors, record, shared, pieces)
+        write = functools.partial(self._store.write, step, tensors, record, shared)
         try:
             if self._tables is None:
                 write()
             else:
-                self._tables.write(functools.partial(write, self._tables.files, finite))
+                self._tables.write(write, finite)
         except tables.NotFinite as e:
             if self._spoiled is not None and self._spoiled[0] == e.name:
                 self._refuse_spoiled()
@@ -373,12 +369,7 @@ class Backups:
 
     def wait(self) -> None:
         """Waits, on every task, until the chief's backup is on disk."""
-
-        def written() -> bool:
-            self._writer.wait()
-            return True
-
-        self._group.from_chief(written)
+        self._group.from_chief(self._writer.wait)
 
     def leave(self, step: int) -> NoReturn:
         """Ends the process with the status that requests another run. Raises Preempted."""
@@ -419,7 +410,7 @@ class Backups:
         Raises:
             TfmwError: a weight is not finite at the end.
         """
-        if not self.on:
+        if not self.has_directory:
             return
         self.wait()
         self._spoiled = self._group.from_chief(lambda: self._spoiled)
@@ -436,7 +427,8 @@ class Backups:
         with contextlib.suppress(TfmwError), self._store.locked():
             newest = self._store.newest()
             # A complete run that is started again writes nothing: the restored backup is its own.
-            restored = self.record["run"] if self.record is not None else _run()
+            record, _ = self.on_disk
+            restored = record["run"] if record is not None else _run()
             if newest is not None and newest.record["run"] in (_run(), restored):
                 self._store.clear()
 

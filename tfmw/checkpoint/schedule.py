@@ -16,11 +16,10 @@ from tfmw.errors import UsageError
 from tfmw.runtime import tracing
 from tfmw.runtime.progress import blocking_call
 
-_MINUTE, _HOUR = 60.0, 3600.0
 _UNITS = {
     **dict.fromkeys(("s", "sec", "second"), 1.0),
-    **dict.fromkeys(("min", "minute"), _MINUTE),
-    **dict.fromkeys(("h", "hour"), _HOUR),
+    **dict.fromkeys(("min", "minute"), 60.0),
+    **dict.fromkeys(("h", "hour"), 3600.0),
 }
 
 

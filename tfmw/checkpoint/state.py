@@ -28,7 +28,7 @@ import tensorflow as tf
 from tfmw import callbacks as callbacks_lib
 from tfmw import tables
 from tfmw.callbacks.log import forget_events
-from tfmw.checkpoint.sharded_backups import Piece, SlotParts
+from tfmw.checkpoint.tensor_files import Piece, SlotParts
 from tfmw.data.random_state import random_state
 from tfmw.errors import UsageError
 from tfmw.keras_compat import models, optimizer_part, optimizers, placement
@@ -293,18 +293,13 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], dic
     for number, callback in enumerate(callbacks):
         if isinstance(callback, keras.callbacks.ProgbarLogger):
             continue
-        state: dict[str, Any] = {
-            "class": type(callback).__name__,
-            "number": number,
-            "chief_only": callbacks_lib.writes(callback),
-        }
         at_first = vars(callback).get(_AT_FIRST, [])
         values: dict[str, Any] = {}
-        kept: dict[str, int | None] = {}
+        lengths: dict[str, int | None] = {}  # of lists of arrays; None of an array
         for name, value in _attributes(callback).items():
-            if _is_arrays(value):
-                members = value if isinstance(value, list) else [value]
-                kept[name] = len(members) if isinstance(value, list) else None
+            members = value if isinstance(value, list) else [value]
+            if members and all(isinstance(m, np.ndarray) and m.dtype != object for m in members):
+                lengths[name] = len(members) if isinstance(value, list) else None
                 for i, member in enumerate(members):
                     # A copy: the callback may change it during the write.
                     arrays[f"{_CALLBACK}{number}/{name}/{i}"] = np.array(member)
@@ -315,9 +310,15 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], dic
             )
             if simple is not _NOT_JSON and not is_setting:
                 values[name] = simple
-        state["values"] = values
-        state["arrays"] = kept
-        states.append(state)
+        states.append(
+            {
+                "class": type(callback).__name__,
+                "number": number,
+                "chief_only": callbacks_lib.writes(callback),
+                "values": values,
+                "arrays": lengths,
+            }
+        )
     return states, arrays
 
 
@@ -443,16 +444,6 @@ def _attributes(callback: Any) -> dict[str, Any]:
     if isinstance(inner, keras.callbacks.Callback):
         found.update({k: v for k, v in vars(inner).items() if k not in skipped})
     return found
-
-
-def _is_arrays(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.dtype != object
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(v, np.ndarray) and v.dtype != object for v in value)
-    )
 
 
 _NOT_JSON = object()

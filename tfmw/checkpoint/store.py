@@ -40,16 +40,21 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from tfmw import storage, tables
-from tfmw.checkpoint import tensor_files
-from tfmw.checkpoint.sharded_backups import Piece, SharedWrite
-from tfmw.checkpoint.tensor_files import PREFIX, TABLES, SavedTensors
+from tfmw.checkpoint.tensor_files import (
+    PREFIX,
+    TABLES,
+    SavedTensors,
+    SharedWrite,
+    TableRows,
+    save,
+)
 from tfmw.data import record_index
 from tfmw.errors import TfmwError, UsageError, first_line
 from tfmw.runtime import disk, fence, file_lock
@@ -66,6 +71,8 @@ _PATIENCE_S = 15.0  # for the lock of an earlier attempt, on another host
 _RECORD = "record.json"
 _NAME = re.compile(r"step_(\d{12})")
 _FILES = re.compile(rf"({PREFIX}|{TABLES})\.(index|data-\d{{5}}-of-\d{{5}})")
+# Of Python, for content that `BackupStore` never writes; a deep record is a RecursionError.
+_MALFORMED = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 _LARGEST_RECORD = 256 << 20  # bytes; enough for the histories of a million epochs
 
 
@@ -120,15 +127,7 @@ class Backup:
             if self.changed:
                 tables.verify_changed(prefix, self.layout, types, servers)
             return SavedTensors(whole, arrays, self.layout, prefix if self.changed else None)
-        except (
-            tf.errors.OpError,
-            ValueError,
-            RuntimeError,
-            MemoryError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ) as e:
+        except (*_MALFORMED, MemoryError, tf.errors.OpError) as e:
             raise Damaged(f"backup {self.path} is damaged: {first_line(e)}") from e
 
     def _listed(self, reader: Any, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -210,11 +209,6 @@ class BackupStore:
         """Whether an evaluator watches this directory and has not evaluated all backups."""
         return bool(tf.io.gfile.exists(os.path.join(self.path, EVALUATOR_LOCK)))
 
-    def dismiss_evaluator(self) -> None:
-        """Records that the evaluator has evaluated the last backup."""
-        with contextlib.suppress(tf.errors.NotFoundError):
-            tf.io.gfile.remove(os.path.join(self.path, EVALUATOR_LOCK))
-
     def path_of(self, step: int) -> str:
         """The directory of the backup of one step."""
         return os.path.join(self.path, f"step_{step:012d}")
@@ -227,10 +221,7 @@ class BackupStore:
         tensors: Mapping[str, np.ndarray],
         record: Mapping[str, Any],
         shared: SharedWrite | None = None,
-        pieces: Sequence[Piece] = (),
-        table_files: tables.TableFiles | None = None,
-        must_be_finite: Collection[str] = (),
-        base: str | None = None,
+        rows: TableRows | None = None,
     ) -> str:
         """Writes one backup and removes all but the newest ones.
 
@@ -239,11 +230,7 @@ class BackupStore:
             tensors: name -> array, of any dtype of TensorFlow.
             record: JSON values.
             shared: the writing by several tasks, of a local directory.
-            pieces: this task's.
-            table_files: tables, which their servers write.
-            must_be_finite: names of tables whose rows are checked.
-            base: the directory of a backup, since which few rows of tables have changed: its files
-                of tables are linked, and the changed rows are written. None to write all rows.
+            rows: of tables, which their servers write.
 
         Returns:
             The backup's directory.
@@ -253,14 +240,19 @@ class BackupStore:
             tables.NotFinite: of a table; older backups are untouched.
         """
         final = self.path_of(step)
-        layout = {} if table_files is None else table_files.layout
+        layout = {} if rows is None else rows.files.layout
+        changed = rows is not None and rows.base is not None
 
         def write(directory: str) -> None:
             tf.io.gfile.makedirs(directory)
-            tensor_files.write(
-                directory, tensors, shared, pieces, table_files, must_be_finite, base
-            )
-            _write_record(directory, step, layout, base is not None, record)
+            prefix = os.path.join(directory, PREFIX)
+            if shared is not None:
+                shared.write(prefix, tensors)
+            elif rows is not None:
+                rows.write(directory, tensors)
+            else:
+                save(prefix, tensors)
+            _write_record(directory, step, layout, changed, record)
 
         if self._local:
             named = None if shared is None else shared.directory
@@ -313,59 +305,39 @@ class BackupStore:
         return sorted(int(m.group(1)) for m in found if m)
 
     def newest(self) -> Backup | None:
-        """The newest backup with valid record and sizes; damaged backups are logged and skipped.
+        """The newest backup with valid record and sizes; see `newest_intact`."""
+        return self.newest_intact(lambda backup: backup)
 
-        Raises:
-            UsageError: there are backups, all damaged, or one of another version of this format.
-        """
-        return next(self.candidates(), None)
+    def newest_intact(self, read: Callable[[Backup], T]) -> T | None:
+        """The result of `read` for the newest backup that it can read; None without backups.
 
-    def candidates(self) -> Iterator[Backup]:
-        """Backups that pass the cheap checks, newest first.
+        Damaged backups are logged and skipped.
 
-        Call `skip_damaged` to continue with the next older one after finding damage.
+        Args:
+            read: raises Damaged to get the next older backup.
 
         Raises:
             UsageError: there are backups, all damaged, or one of another version of this format.
         """
         damaged = []
         for step in reversed(self.steps()):
+            backup = None
             try:
-                yield self.read(step)
-                if step not in self._damaged:
-                    return
-                damaged.append(f"step {step} is damaged")
-            except Incomplete as e:
-                self.skip_damaged(step, e)
+                backup = self.read(step)
+                return read(backup)
             except Damaged as e:
-                self.skip_damaged(step, e)
-                damaged.append(str(e))
+                self._damaged.add(step)
+                logger.warning("%s; the previous backup is used", e)
+                if backup is not None:
+                    damaged.append(f"step {step} is damaged")
+                elif not isinstance(e, Incomplete):
+                    damaged.append(str(e))
         if damaged:
             raise UsageError(
                 f"no backup in {self.path!r} is intact ({'; '.join(damaged)}): restore one from "
                 "elsewhere, or delete them to start anew."
             )
-
-    def newest_intact(self, read: Callable[[Backup], T]) -> T | None:
-        """What `read` returns of the newest backup that it can read; None without backups.
-
-        Args:
-            read: raises Damaged to get the next older backup.
-
-        Raises:
-            UsageError: as `candidates`.
-        """
-        for backup in self.candidates():
-            try:
-                return read(backup)
-            except Damaged as e:
-                self.skip_damaged(backup.step, e)
         return None
-
-    def skip_damaged(self, step: int, why: Damaged) -> None:
-        """Logs that the backup of `step` is damaged, and skips it from now on."""
-        self._damaged.add(step)
-        logger.warning("%s; the previous backup is used", why)
 
     def read(self, step: int) -> Backup:
         """The backup of one step.
@@ -412,15 +384,7 @@ class BackupStore:
                 raise Damaged(f"backup {path} is damaged: its record is of step {body['step']!r}")
         except UsageError:
             raise
-        except (
-            AttributeError,
-            KeyError,
-            TypeError,
-            ValueError,
-            RecursionError,
-            OSError,
-            tf.errors.OpError,
-        ) as e:
+        except (*_MALFORMED, OSError, tf.errors.OpError) as e:
             raise Damaged(f"backup {path} is damaged: {first_line(e)}") from e
         changed, holder = bool(body.get("changed")), PREFIX if in_tensors else TABLES
         return Backup(path, step, body["record"], layout, changed, holder)

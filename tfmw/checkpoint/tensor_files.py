@@ -1,21 +1,38 @@
-"""The tensors of one backup on disk: TensorFlow checkpoints, of which servers write the tables.
+"""The tensors of one backup on disk: TensorFlow checkpoints, which several processes may write.
 
-The checkpoint `TABLES` has the rows of tables, all of them. Of the next few backups it is the same
-one, by hard links, and their checkpoint `PREFIX` has the rows that have changed since.
-`TableBackups` decides which of both a backup writes.
+    shared = SharedWrite.begin(group, target)       # all tasks; the chief creates the directory
+    shared.pieces = [...]                           # of this task
+    shared.write_part()                             # each of the others
+    shared.write(prefix, tensors)                   # the chief, which waits for the others
+
+Workers with parts of the optimizer's slots save a checkpoint of slices each, under a name of its
+own, and report to the chief. The chief joins them: the data files are renamed, and one index lists
+the slices of all. Whoever reads the backup finds whole tensors, in a checkpoint like any other.
+
+Parameter servers write the rows of tables. The checkpoint `TABLES` has all of them. Of the next few
+backups it is the same one, by hard links, and their checkpoint `PREFIX` has the rows that have
+changed since. `TableBackups` decides which of both a backup writes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tfmw import storage, tables
-from tfmw.checkpoint.sharded_backups import Piece, SharedWrite, save
+from tfmw.cluster import shared_directories
+from tfmw.cluster.group import Group
+from tfmw.errors import first_line
+from tfmw.runtime.disk import flush
 
 logger = logging.getLogger("tfmw")
 
@@ -23,6 +40,182 @@ PREFIX = "tensors"
 TABLES = "tables"
 FULL_EVERY = 10  # backups; those in between have of tables only the rows that have changed
 _FEW = 0.5  # of all tables' bytes, from which on a backup of the changed ones would save nothing
+_LOOK_S = 1.0  # how often the chief looks whether a task that it waits for is there
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotParts:
+    """The slots that no task has whole.
+
+    Attributes:
+        variables: all of them, of Keras.
+        own: the parts that this task has: (variable, slice of its flattened value, that [m]).
+    """
+
+    variables: list[Any]
+    own: list[tuple[Any, slice, tf.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Some elements of a tensor of a backup.
+
+    Attributes:
+        name: of the tensor, which is saved flat.
+        elements: which of its elements.
+        size: number of elements of the whole tensor.
+        value: [m], of them.
+    """
+
+    name: str
+    elements: slice
+    size: int
+    value: tf.Tensor
+
+
+def save(prefix: str, tensors: Mapping[str, Any], pieces: Sequence[Piece] = ()) -> None:
+    """Saves tensors, and pieces of other ones, in a TensorFlow checkpoint."""
+    names = sorted(tensors)
+    with tf.device("/CPU:0"):
+        tf.raw_ops.SaveV2(
+            prefix=prefix,
+            tensor_names=[*names, *(piece.name for piece in pieces)],
+            # As tf.raw_ops.SaveV2: the shape, and begin,length of each dimension.
+            shape_and_slices=[
+                *[""] * len(names),
+                *(
+                    f"{p.size} {p.elements.start},{p.elements.stop - p.elements.start}"
+                    for p in pieces
+                ),
+            ],
+            tensors=[
+                *(tf.convert_to_tensor(tensors[name]) for name in names),
+                *(piece.value for piece in pieces),
+            ],
+        )
+
+
+class SharedWrite:
+    """The writing of one backup by all tasks, into a directory that all of them have.
+
+    Args:
+        group: the tasks.
+        directory: where to write; the chief has created it.
+
+    Attributes:
+        pieces: this task's.
+    """
+
+    def __init__(self, group: Group, directory: str):
+        self.directory = directory
+        self.pieces: Sequence[Piece] = ()
+        self._group = group
+        self._key = f"tfmw-backup/{os.path.basename(directory)}"
+        self._given_up = threading.Event()
+
+    @classmethod
+    def begin(cls, group: Group, target: Callable[[], str]) -> SharedWrite:
+        """Creates the directory of a backup under a temporary name. All tasks must call it.
+
+        Args:
+            group: the tasks.
+            target: the name that it will have; called on the chief.
+
+        Raises:
+            OSError: on all tasks, where the chief cannot create it.
+        """
+
+        def create() -> dict[str, str]:
+            temporary = storage.name_beside(target())
+            try:
+                os.makedirs(temporary)
+            except OSError as e:
+                return {"error": str(e)}
+            return {"directory": temporary}
+
+        created = group.from_chief(create)
+        if "error" in created:
+            raise OSError(created["error"])
+        return cls(group, created["directory"])
+
+    def _prefix_of(self, rank: int) -> str:
+        return os.path.join(self.directory, f"part-{rank:05d}")
+
+    def write_part(self) -> None:
+        """Writes this task's pieces and reports to the chief; an error of the disk, too."""
+        error = None
+        prefix = self._prefix_of(self._group.rank)
+        try:
+            if self.pieces:
+                save(prefix, {}, self.pieces)
+                for path in storage.files_of(prefix):
+                    flush(path)
+        except (OSError, tf.errors.OpError) as e:
+            error = first_line(e)
+        report = {"error": error, "wrote": bool(self.pieces)}
+        self._group.post(f"{self._key}/{self._group.rank}", report)
+
+    def write(self, prefix: str, tensors: Mapping[str, Any]) -> None:
+        """On the chief: writes its tensors and pieces, and makes one checkpoint of all parts.
+
+        Raises:
+            OSError or tf.errors.OpError: a part could not be written, or its task was lost.
+        """
+        try:
+            save(self._prefix_of(0), tensors, self.pieces)
+        finally:
+            ranks = [0, *self._wait_for_others()]
+        with tf.device("/CPU:0"):
+            tf.raw_ops.MergeV2Checkpoints(
+                checkpoint_prefixes=[self._prefix_of(rank) for rank in ranks],
+                destination_prefix=prefix,
+                delete_old_dirs=False,
+            )
+
+    def give_up(self) -> None:
+        """After an error of this task, which ends: it waits for no other. From any thread."""
+        self._given_up.set()
+
+    def abandon(self) -> None:
+        """On the chief: removes what all have written, for no backup."""
+        with contextlib.suppress(OSError):
+            self._wait_for_others()
+        with contextlib.suppress(OSError):
+            storage.remove(self.directory)
+
+    def _wait_for_others(self) -> list[int]:
+        """Waits until all others have written; the ranks of those that had something to write."""
+        reports = {rank: self._report_of(rank) for rank in range(1, self._group.size)}
+        if reports:
+            self._group.forget(self._key)
+        for rank, report in reports.items():
+            if report["error"] is not None:
+                raise OSError(f"worker {rank} could not write its part: {report['error']}")
+        return [rank for rank, report in reports.items() if report["wrote"]]
+
+    def _report_of(self, rank: int) -> dict[str, Any]:
+        while (report := self._group.posted(f"{self._key}/{rank}", rank, _LOOK_S)) is None:
+            if self._given_up.is_set():
+                raise OSError(f"worker {rank} has not written its part")
+        return dict(report)
+
+
+def is_shared(group: Group, path: str) -> bool:
+    """Whether all tasks can write to a local directory, and see what others write.
+
+    All tasks must call it: each looks for the chief's file there, and the chief for those of all.
+    """
+    with shared_directories.markers({"": path}) as (names, _):
+        written = group.from_all(names[""])
+        looked_for = written if group.is_chief else written[:1]
+        seen = all(
+            name is not None and shared_directories.find_marker("", path, name, "", 0.0) is None
+            for name in looked_for
+        )
+        return all(group.from_all(seen))
+
+
+# ---------------------------------------------------------------- tables
 
 
 class SavedTensors(Mapping[str, np.ndarray]):
@@ -73,38 +266,37 @@ class SavedTensors(Mapping[str, np.ndarray]):
             table_files.read_changed(self._changed, self.layout)
 
 
-def write(
-    directory: str,
-    tensors: Mapping[str, np.ndarray],
-    shared: SharedWrite | None,
-    pieces: Sequence[Piece],
-    table_files: tables.TableFiles | None,
-    must_be_finite: Collection[str],
-    base: str | None,
-) -> None:
-    """Writes tensors, parts of slots or tables as checkpoints in a directory that exists.
+@dataclasses.dataclass(frozen=True)
+class TableRows:
+    """The rows of tables in one backup, which the servers of the tables write.
 
-    The other arguments and the errors are those of `BackupStore.write`.
+    Attributes:
+        files: the tables.
+        must_be_finite: names of tables whose rows are checked.
+        base: the directory of a backup, since which few rows have changed: its files of tables are
+            linked, and the changed rows are written. None to write all rows.
     """
-    prefix = os.path.join(directory, PREFIX)
-    if shared is not None:
-        shared.write(prefix, tensors, pieces)
-        return
-    if table_files is None:
-        save(prefix, tensors)
-        return
-    parts = os.path.join(directory, "parts")
 
-    if base is None:
-        write_tables = functools.partial(table_files.write, must_be_finite=must_be_finite)
-        tables.write_checkpoint(os.path.join(directory, TABLES), parts, write_tables)
-        save(prefix, tensors)
-        return
-    for name in os.listdir(base):
-        if name.startswith(f"{TABLES}."):
-            os.link(os.path.join(base, name), os.path.join(directory, name))
-    write_tables = functools.partial(table_files.write_changed, must_be_finite=must_be_finite)
-    tables.write_checkpoint(prefix, parts, write_tables, lambda own: save(own, tensors))
+    files: tables.TableFiles
+    must_be_finite: Collection[str] = ()
+    base: str | None = None
+
+    def write(self, directory: str, tensors: Mapping[str, np.ndarray]) -> None:
+        """Writes them, and other tensors, as checkpoints in a directory that exists.
+
+        Raises: as `BackupStore.write`.
+        """
+        prefix, parts = os.path.join(directory, PREFIX), os.path.join(directory, "parts")
+        write = self.files.write if self.base is None else self.files.write_changed
+        write_rows = functools.partial(write, must_be_finite=self.must_be_finite)
+        if self.base is None:
+            tables.write_checkpoint(os.path.join(directory, TABLES), parts, write_rows)
+            save(prefix, tensors)
+            return
+        for name in os.listdir(self.base):
+            if name.startswith(f"{TABLES}."):
+                os.link(os.path.join(self.base, name), os.path.join(directory, name))
+        tables.write_checkpoint(prefix, parts, write_rows, lambda own: save(own, tensors))
 
 
 class TableBackups:
@@ -122,26 +314,28 @@ class TableBackups:
         self._full = 0  # backups with all rows so far
         self._since_full = 0  # backups of changed rows only
 
-    def write(self, write: Callable[[str | None], str]) -> None:
+    def write(
+        self, write: Callable[[TableRows], str], must_be_finite: Collection[str] = ()
+    ) -> None:
         """Writes one backup, with all rows or with those that have changed.
 
         Args:
-            write: (directory of a backup whose files of tables to link, or None for all rows) ->
-                the directory of the new backup.
+            write: returns the directory of the new backup.
+            must_be_finite: names of tables whose rows are checked.
 
         Raises:
             OSError or tf.errors.OpError, tables.NotFinite: of `write`; the next backup has these
                 changes, too.
         """
-        base = self._base()
-        if base is not None:
+        rows = TableRows(self.files, must_be_finite, self._base())
+        if rows.base is not None:
             try:
-                self._last = write(base)
+                self._last = write(rows)
                 self._since_full += 1
                 return
             except OSError as e:  # a file system without hard links, for example
                 logger.info("no backup of changed rows (%s): all rows are written", e)
-        self._last = write(None)
+        self._last = write(dataclasses.replace(rows, base=None))
         self._full, self._since_full = self._full + 1, 0
         self.files.clear_marks()
 

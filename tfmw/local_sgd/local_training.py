@@ -23,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw import data
+from tfmw.callbacks import BackupAndRestore
 from tfmw.checkpoint import state
 from tfmw.checkpoint.resume import Backups, PythonState
 from tfmw.cluster.group import Group
@@ -141,8 +142,9 @@ def entered(
         context = dataclasses.replace(context, group=member, sharding=sharding)
         # Data that Python code orders: the same on all members, from the first one's state.
         restore_random_state(member.settled("random state", random_state))
-        with Backups(Group(0, 1), _of_member(arguments.backup, client)) as inner:
-            yield context, Records(inner, client, record, arrays, steps)
+        asked = _of_member(arguments.backup, client)
+        with Records(client, asked, record, arrays, steps) as backups:
+            yield context, backups
     finally:
         client.leave()
 
@@ -167,50 +169,48 @@ def _of_member(backup: Any, client: RoundClient) -> Any:
     return own
 
 
-_INNER = ("restore", "signals", "limit", "python_state", "wait", "leave", "refuse_nan", "finished")
-"""Methods of `Records` that are those of the backups on disk."""
-
-
 class Records(Backups):
     """Backups on disk, and a record on the server after each round.
 
     Args:
-        inner: the backups on disk, if there are any.
         client: has entered.
+        asked: the directory of this member; None saves nothing on disk.
         record, arrays: of the server.
         steps: in rounds that have ended since the record.
     """
 
     def __init__(
         self,
-        inner: Backups,
         client: RoundClient,
+        asked: BackupAndRestore | None,
         record: dict[str, Any] | None,
         arrays: list[np.ndarray],
         steps: int,
     ):
-        super().__init__(Group(0, 1))
+        super().__init__(Group(0, 1), asked)
         self.on = True
         self.client = client
         self.rounds: Callable[[], int] = lambda: 0
-        self._inner = inner
-        for name in _INNER:
-            setattr(self, name, getattr(inner, name))
+        self._of_server = record, arrays, steps
         self._recorded = 0
-        self._inner_due = False
-        self.record = inner.record
-        self.tensors = inner.tensors
-        newer = inner.record is None or record is None or record["step"] >= inner.record["step"]
+        self._disk_is_due = False
+
+    def __enter__(self) -> Records:
+        super().__enter__()
+        record, arrays, steps = self._of_server
+        newer = self.record is None or record is None or record["step"] >= self.record["step"]
         self.from_server = record is not None and newer
         self.unrecorded = steps if self.from_server or self.record is None else 0
         if record is not None and newer:
             self.record = {**record, "step": record["step"] + steps}
             self.tensors = dict(zip(record["arrays"], arrays, strict=True))
+        return self
 
     @property
     def known_round(self) -> int:
         """The number of the last round that the restored weights contain."""
-        return 0 if self._inner.record is None else self._inner.record.get(_ROUND, 0)
+        record, _ = self.on_disk
+        return 0 if record is None else record.get(_ROUND, 0)
 
     def restore_callbacks(self, callbacks: list[Any], finished: bool = False) -> None:
         super().restore_callbacks(callbacks, finished and not self.from_server)
@@ -218,11 +218,11 @@ class Records(Backups):
     # ------------------------------------------------------------ when
 
     def due_after_step(self, step: int, signals: list[float]) -> bool:
-        self._inner_due = self._inner.due_after_step(step, signals)
-        return self._inner_due or self.rounds() != self._recorded
+        self._disk_is_due = super().due_after_step(step, signals)
+        return self._disk_is_due or self.rounds() != self._recorded
 
     def due_after_epoch(self, epoch: int, step: int, last: bool) -> tuple[bool, bool]:
-        self._inner_due, leave = self._inner.due_after_epoch(epoch, step, last)
+        self._disk_is_due, leave = super().due_after_epoch(epoch, step, last)
         return not last, leave
 
     # ------------------------------------------------------------ save
@@ -230,28 +230,22 @@ class Records(Backups):
     @property
     def saves_tensors(self) -> bool:
         """Whether the next `save` writes to the disk."""
-        return self._inner.on and self._inner_due
+        return self.has_directory and self._disk_is_due
 
     def save(
         self,
-        step: int,
-        model: Any,
-        strategy: Any,
+        driver: Any,
         kept: tuple[Any, ...],
         callbacks: list[Any],
         record: dict[str, Any],
-        busy: bool = True,
         python_state: PythonState | None = None,
         parts: Any = None,
     ) -> None:
         python_state = python_state or self.python_state(callbacks)
-        if self._inner.on and (self._inner_due or record["done"]):
+        if self.has_directory and (self._disk_is_due or record["done"]):
             record = {**record, _ROUND: self.client.number}
-            self._inner.save(
-                step, model, strategy, kept, callbacks, record, busy, python_state, parts
-            )
-            self.saved_at = self._inner.saved_at
-        self._inner_due = False
+            super().save(driver, kept, callbacks, record, python_state, parts)
+        self._disk_is_due = False
         (states, arrays), random = python_state
         tensors = state.with_replicas(dict(arrays), *kept[:2])
         full = {**record, "callbacks": states, "random": random, "arrays": list(tensors)}

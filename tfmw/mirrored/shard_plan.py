@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw.checkpoint.sharded_backups import SlotParts
+from tfmw.checkpoint.tensor_files import SlotParts
 from tfmw.keras_compat import optimizer_part, optimizers
 from tfmw.keras_compat.local_updates import fuses
 from tfmw.keras_compat.memory import new_tensor

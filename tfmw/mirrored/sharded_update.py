@@ -27,7 +27,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.checkpoint.sharded_backups import SlotParts
+from tfmw.checkpoint.tensor_files import SlotParts
 from tfmw.errors import UsageError
 from tfmw.keras_compat import optimizer_part, optimizers
 from tfmw.keras_compat.graph import inputs_first

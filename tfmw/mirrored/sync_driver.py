@@ -33,7 +33,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw import tables
-from tfmw.checkpoint.sharded_backups import SlotParts
+from tfmw.checkpoint.tensor_files import SlotParts
 from tfmw.data import Sharding, examples_of, first_rows, map_tensors, step_of
 from tfmw.data.whole_batches import WHOLE_BATCHES
 from tfmw.errors import UsageError

@@ -10,7 +10,7 @@ from typing import Any
 
 from tfmw import callbacks as callbacks_lib
 from tfmw import tables
-from tfmw.checkpoint.sharded_backups import SlotParts
+from tfmw.checkpoint.tensor_files import SlotParts
 from tfmw.cluster.group import Group
 from tfmw.data import Sharding
 from tfmw.keras_compat import optimizers

@@ -81,7 +81,6 @@ class FitContext:
         epochs: int = 1,
         examples: Callable[[], int] | None = None,
         overlapping: bool = False,
-        silent: bool = False,
         history: bool = False,
         ordinary_model: Callable[[bool], contextlib.AbstractContextManager[None]] | None = None,
         times: Callable[[], StepTimes | None] = lambda: None,
@@ -94,12 +93,11 @@ class FitContext:
             steps: of one epoch; None if unknown.
             examples: returns the number of examples so far, over all replicas.
             overlapping: whether calls of the driver overlap; see `Throughput`.
-            silent: whether to show no progress, for any `verbose`.
             history: whether to add a `History`.
             ordinary_model: see `OnOrdinaryModel`; None where the model is one all the time.
             times: returns where the time of this worker's steps went.
         """
-        shows = self.group.is_chief and verbose != 0 and not silent
+        shows = self.group.is_chief and verbose != 0
         local = callbacks_lib.for_task(callbacks, self.group.is_chief, self.group.size)
         group = self.group
         training = callbacks_lib.Training(

@@ -29,13 +29,14 @@ import tensorflow as tf
 from tfmw import callbacks as callbacks_lib
 from tfmw.checkpoint import state
 from tfmw.checkpoint.resume import Backups, PythonState
-from tfmw.checkpoint.sharded_backups import SlotParts
+from tfmw.checkpoint.tensor_files import SlotParts
 from tfmw.cluster.group import Group
 from tfmw.keras_compat import models
 from tfmw.keras_compat.model_methods import saves_by_callbacks
 from tfmw.runtime import fence, goodput
 from tfmw.runtime.progress import blocking_call, report_progress
 from tfmw.runtime.step_times import StepTimes
+from tfmw.training.arguments import FitArguments
 from tfmw.training.pace import last_batch_number
 from tfmw.training.reporter import Reporter
 
@@ -176,7 +177,7 @@ class TrainingLoop:
         driver: runs the steps; its variables are placed before `run`.
         backups: of this run; may contain the one from which it resumes.
         callback_list: of this task.
-        epochs, initial_epoch, validation_freq: as in `tfmw.fit`.
+        arguments: of the call.
         validate: evaluates the model: (callbacks, signals) -> logs.
     """
 
@@ -185,20 +186,17 @@ class TrainingLoop:
         driver: Driver,
         backups: Backups,
         callback_list: Any,
-        *,
-        epochs: int,
-        initial_epoch: int,
+        arguments: FitArguments,
         validate: Callable[[Any, ValidationSignals | None], Logs] | None,
-        validation_freq: Any,
     ):
         self._driver = driver
         self._model = driver.model
         self._backups = backups
         self._callbacks = callback_list
-        self._epochs = epochs
-        self._initial_epoch = initial_epoch
+        self._epochs = arguments.epochs
+        self._initial_epoch = arguments.initial_epoch
+        self._validation_freq = arguments.validation_freq
         self._validate = validate
-        self._validation_freq = validation_freq
         self._every_batch = False
         self._step = 0  # since the start of the run, over all epochs and resumes
         self._reporter = Reporter(driver.group.is_chief, driver.group.size)
@@ -310,8 +308,7 @@ class TrainingLoop:
             self._step = begun_at + driver.steps_done
             logs = driver.metrics(backups.signals())
             report_progress(self._step)
-            saved_at = backups.saved_at
-            self._reporter.steps(self._step, epoch, logs, driver.times, saved_at)
+            self._reporter.steps(self._step, epoch, logs, driver.times, backups.saved_at)
             backups.refuse_nan(logs, epoch, driver.steps_done)
             number = last_batch_number(
                 driver.steps_done, self._model.steps_per_execution, driver.at_epoch_end
@@ -411,12 +408,10 @@ class TrainingLoop:
     ) -> None:
         driver = self._driver
         parts = driver.slot_parts()
-        if parts is not None and not self._backups.takes_parts():
+        if parts is not None and not self._backups.takes_parts:
             parts = None
         self._backups.save(
-            self._step,
-            self._model,
-            driver.strategy,
+            driver,
             driver.replica_state(slots=parts is None),
             self._callbacks.callbacks,
             {
@@ -428,9 +423,8 @@ class TrainingLoop:
                 "batch_size": driver.batch_size,
                 "logs": None if logs is None else {n: _as_json(v) for n, v in logs.items()},
             },
-            busy=driver.trains_in_place,
-            python_state=python_state,
-            parts=parts,
+            python_state,
+            parts,
         )
 
 
