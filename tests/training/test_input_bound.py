@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tfmw.keras_compat import datasets
 from tfmw.runtime.step_times import StepTimes
-from tfmw.training import input_bound
-from tfmw.training.input_bound import InputBound
+from tfmw.training import reporter
+from tfmw.training.reporter import InputBound
 
 
 def read(dataset: tf.data.Dataset, elements: int = 10) -> Any:
@@ -80,7 +80,7 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_stage_that_does_not_explain_the_wait_is_not_named() -> None:
-    line = input_bound.described(BOUND, ("ParallelMap", 0.0005))  # of 15 ms
+    line = reporter.described(BOUND, ("ParallelMap", 0.0005))  # of 15 ms
     assert line.startswith("training waits for its input 75 % of the time; to read ahead: ")
 
 
@@ -88,7 +88,7 @@ def test_a_stage_that_does_not_explain_the_wait_is_not_named() -> None:
     "times",
     [
         StepTimes(steps=100, seconds=20.0, input_s=5.0),
-        StepTimes(steps=100, seconds=input_bound.ENOUGH_S / 2, input_s=4.9),
+        StepTimes(steps=100, seconds=reporter.ENOUGH_S / 2, input_s=4.9),
         StepTimes(steps=3, seconds=20.0, input_s=15.0),
     ],
 )

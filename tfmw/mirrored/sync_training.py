@@ -21,9 +21,9 @@ from tfmw.runtime.step_times import StepTimes
 from tfmw.training.arguments import FitArguments
 from tfmw.training.epoch_iterator import EpochIterator
 from tfmw.training.fit_context import FitContext
-from tfmw.training.input_bound import InputBound
 from tfmw.training.loop import ValidationSignals
 from tfmw.training.pace import CallPace, last_batch_number
+from tfmw.training.reporter import InputBound
 
 
 class MirroredTraining:

@@ -113,14 +113,13 @@ class EpochIterator:
         self._group = group
         self._sharding = sharding
         self._requested_steps = steps
-        self._restored = None if position is None else Position(**position)
-        was = self._restored
+        was = self._restored = None if position is None else Position(**position)
         seed = group.settled(f"seed, {argument}", _draw_seed) if was is None else was.seed
         # Of the chief's machine: a resumed run has the order of the first one.
         cycle_lengths = (was.cycle_lengths if was is not None else None) or {}
         self._order = data.Order(seed, group, index_dir, cycle_lengths)
         self._indexing: list[Any] | None = None  # processes
-        self.resumes_inside_epoch = self._restored is not None and self._restored.begun
+        self.resumes_inside_epoch = was is not None and was.begun
         self._passes = 0
         self.iterator: Any = None
         self._steps_in_pass = 0
@@ -148,8 +147,12 @@ class EpochIterator:
     @property
     def at_epoch_end(self) -> bool:
         """Whether the epoch is known to have no further step."""
-        total = self._steps_of_resumed or self.steps_per_epoch
-        return self._ended or (total is not None and self.steps_done >= total)
+        return self._ended or (self._total is not None and self.steps_done >= self._total)
+
+    @property
+    def _total(self) -> int | None:
+        """The number of steps of this epoch, if known."""
+        return self._steps_of_resumed or self.steps_per_epoch
 
     def reset(self) -> None:
         """Begins a call of `fit` or an evaluation."""
@@ -170,10 +173,8 @@ class EpochIterator:
         """The next steps, at most `max_steps`; None at the end of the epoch."""
         if self._ended:
             return None
-        total = self._pass_steps if self.steps_per_epoch is None else self.steps_per_epoch
-        total = self._steps_of_resumed or total
-        if total is not None:
-            max_steps = min(max_steps, total - self.steps_done)
+        if self._total is not None:
+            max_steps = min(max_steps, self._total - self.steps_done)
         sizes = self.shard.full
         if max_steps > 0 and self.shard.steps not in (None, data.INFINITE):
             left = self._pass_end - self._steps_in_pass
@@ -245,20 +246,19 @@ class EpochIterator:
     def _begin_pass(self, skip: int = 0, batches: int = 0) -> None:
         """Begins a pass after `skip` steps, of so many batches."""
         shard = self.shard
-        read_once = skip and self._source.is_read_once and batches % self._batches_per_step == 0
-        if self._source.reshuffled_by_keras:
-            order = dataclasses.replace(self._order, seed=self._order.seed + self._passes)
-            if skip:
-                shard = self._source.shard(self._sharding, order, batches)
-            elif self._passes:
-                shard = self.shard = self._source.shard(self._sharding, order)
-        elif read_once:
+        source, order = self._source, self._order
+        read_once = skip and source.is_read_once and batches % self._batches_per_step == 0
+        if source.reshuffled_by_keras:
+            order = dataclasses.replace(order, seed=order.seed + self._passes)
+        if read_once:
             steps = batches // self._batches_per_step
             rest = shard.rest(batches) if shard.rest else shard.dataset.skip(steps)
             shard = dataclasses.replace(shard, dataset=rest)
-        elif skip:
+        elif skip or (self._passes and order is not self._order):
             # Skipped below the maps, so that skipped elements are not decoded.
-            shard = self._source.shard(self._sharding, self._order, batches)
+            shard = source.shard(self._sharding, order, batches)
+            if not skip:
+                self.shard = shard
         self._pass_end = self.shard.steps
         if batches != skip * self._batches_per_step and self._pass_steps is not None:
             # Other replicas began this pass.

@@ -1,4 +1,4 @@
-"""Numbers of a training for monitoring by Prometheus.
+"""Numbers of a training for Prometheus, and a log line if it waits for its input.
 
     TFMW_METRICS_FILE=/shared/run7.prom  # Prometheus's text, for the node exporter
     TFMW_METRICS_PORT=9400               # or served by the chief
@@ -9,6 +9,7 @@ Only the chief reports, at most once a second; a report that fails ends nothing.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -17,9 +18,12 @@ from typing import Any
 import numpy as np
 
 from tfmw.errors import UsageError
+from tfmw.keras_compat import datasets
 from tfmw.launcher.metrics_server import METRICS_FILE, METRICS_PORT, listens_at
 from tfmw.runtime import goodput, recorder
 from tfmw.runtime.step_times import StepTimes
+
+logger = logging.getLogger("tfmw")
 
 _INTERVAL_S = 1.0
 
@@ -142,3 +146,60 @@ class Reporter:
 
     def _age(self) -> float:
         return float("nan") if self._saved_at is None else time.time() - self._saved_at
+
+
+# ---------------------------------------------------------------- waiting for the input
+
+ENOUGH_S, ENOUGH_STEPS, SHARE = 10.0, 20, 0.5
+"""It is said after this time and this many steps, if more than this share is waiting."""
+
+_EXPLAINS = 0.3  # of the wait for a batch: a stage that takes less is not the cause
+
+_MENDS = {
+    "Map": "dataset.map(fn, num_parallel_calls=tf.data.AUTOTUNE)",
+    "MapAndBatch": "dataset.map(fn, num_parallel_calls=tf.data.AUTOTUNE) before batch, and a "
+    "function of TensorFlow's ops in place of tf.py_function",
+    "ParallelMap": "dataset.cache() after the map, if the data fits into memory",
+    "Generator": "a tf.data pipeline in place of the generator, which runs in Python",
+    "Interleave": "dataset.interleave(fn, num_parallel_calls=tf.data.AUTOTUNE)",
+    "TFRecord": "dataset.interleave over several files, with num_parallel_calls=tf.data.AUTOTUNE",
+    "Shuffle": "a smaller shuffle buffer",
+    "Batch": "dataset.batch(n, num_parallel_calls=tf.data.AUTOTUNE)",
+}
+_OTHER = "dataset.cache(), if the data fits into memory, or dataset.prefetch(tf.data.AUTOTUNE)"
+
+
+class InputBound:
+    """Logs once if training is bound by its input."""
+
+    def __init__(self) -> None:
+        self._checked = False
+
+    def check(self, times: StepTimes, iterator: Any) -> None:
+        """Call it after calls of the driver.
+
+        Args:
+            times: of the training so far.
+            iterator: over the pipeline of this worker.
+        """
+        if self._checked or times.seconds < ENOUGH_S or times.steps < ENOUGH_STEPS:
+            return
+        self._checked = True
+        if times.input_s > SHARE * times.seconds:
+            logger.warning("%s", described(times, datasets.slowest_stage(iterator)))
+
+
+def described(times: StepTimes, slowest: tuple[str, float] | None) -> str:
+    """The log line.
+
+    Args:
+        times: of the training so far.
+        slowest: (stage of the pipeline, its seconds per batch); None if unknown.
+    """
+    share = f"training waits for its input {100 * times.input_s / times.seconds:.0f} % of the time"
+    # tf.data forgets a stage that is made anew, as one behind a repeat() is in each epoch.
+    if slowest is None or slowest[1] < _EXPLAINS * times.input_s / times.steps:
+        return f"{share}; to read ahead: {_OTHER}"
+    stage, seconds = slowest
+    mend = _MENDS.get(stage, _OTHER)
+    return f"{share}; its slowest stage is {stage}, {1000 * seconds:.1f} ms per batch: use {mend}"
