@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tfmw import data
 from tfmw.cluster.group import Group
-from tfmw.data.file_records import InterleaveOrder
+from tfmw.data.record_files import InterleaveOrder
 
 
 @given(

@@ -18,6 +18,7 @@ sources it is a zip of the sources, below all maps.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -208,17 +209,13 @@ class Indexed:
         node, passed = peeled(
             dataset, lambda n: isinstance(n, rebuilding.MOVES) or datasets.is_memory_cache(n)
         )
-        chain = []
-        is_cached = False
-        for each in passed:
-            if datasets.is_memory_cache(each):
-                is_cached = True  # of arrays, which are in memory: it changes nothing
-            elif is_cached and isinstance(each, datasets.Shuffle):
-                return None  # every pass has the order of the first one
-            else:
-                chain.append(each)
+        # A cache of arrays, which are in memory, changes nothing.
+        chain = [each for each in passed if not datasets.is_memory_cache(each)]
+        cached = itertools.dropwhile(lambda n: not datasets.is_memory_cache(n), passed)
+        if any(isinstance(each, datasets.Shuffle) for each in cached):
+            return None  # every pass has the order of the first one
         if rows_under(node) is not None:
-            if is_cached:
+            if len(chain) < len(passed):
                 return None  # reading again is what the cache saves
         elif datasets.sliced_tensors(node) is None:
             return None

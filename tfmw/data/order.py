@@ -111,33 +111,33 @@ def _ordered_by_graph(
     """`ordered` for pipelines that shuffle inside of functions: interleaved, zipped, sampled."""
     graph = datasets.dataset_graph(dataset)
     changed = False
-    seeds: list[list[int]] = []
-    shuffles = []  # (nodes of the graph or function, suffix of a constant's name, node)
+    # (seeds, nodes of the graph or function, suffix of a constant's name, node)
+    shuffles: list[tuple[list[int], Any, str, Any]] = []
     own = {node.name: (handle, again) for node, handle, again in generators_in(graph.node)}
     bodies = [(graph.node, "")] + [(f.node_def, ":output:0") for f in graph.library.function]
     for nodes, suffix in bodies:
         by_name = {node.name: node for node in nodes}
         for node in list(nodes):
-            changed |= _make_deterministic(node)
+            if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
+                node.attr["deterministic"].s = b"true"
+                changed = True
             changed |= _agree_on_turns(nodes, by_name, suffix, node, order)
             known = seeds_of(node, by_name)
             if known is not None:
                 handle, again = own.get(node.name, (None, True)) if not suffix else (None, True)
                 if not any(known) and not again:
                     known = ShuffleSeeds(shuffle_of(handle)).pair
-                seeds.append(known)
-                shuffles.append((nodes, suffix, node))
-    agreed = _agreed(list(seeds), order)
+                shuffles.append((known, nodes, suffix, node))
+    agreed = _agreed([known for known, *_ in shuffles], order)
     chosen_of: dict[str, list[int]] = {}
-    for number, (chosen, local) in enumerate(zip(agreed, seeds, strict=True)):
-        nodes, suffix, node = shuffles[number]
+    for chosen, (local, nodes, suffix, node) in zip(agreed, shuffles, strict=True):
         if chosen is not None and not suffix:
             chosen_of[node.name] = chosen
         if chosen is not None and chosen != local:
             for slot, value in zip(SEED_INPUTS[node.op], chosen, strict=True):
                 _set_constant(nodes, suffix, node, slot, value)
     pairs = _own_generators(own, chosen_of)
-    if not changed and not seeds and not own:
+    if not changed and not shuffles and not own:
         return dataset, []
     out = datasets.dataset_from_graph(graph, dataset.element_spec)
     return out.with_options(dataset.options()), pairs
@@ -164,14 +164,6 @@ def _own_generators(
             pairs[generator] = shuffle_of(handle), datasets.small_shuffle(seeds[name])
         share(handle, pairs[generator][1])
     return list(pairs.values())
-
-
-def _make_deterministic(node: Any) -> bool:
-    """Makes a parallel transformation keep its order; returns whether the node has changed."""
-    if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
-        node.attr["deterministic"].s = b"true"
-        return True
-    return False
 
 
 # Positions of the cycle length and of the number of parallel calls in the inputs of an op, from

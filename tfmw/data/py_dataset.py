@@ -114,13 +114,7 @@ class OrderedPyDataset(keras.utils.PyDataset):
 
 
 class PyDatasetHooks(EpochHooks):
-    """See `EpochHooks`.
-
-    Args:
-        dataset: in the order of a pass.
-        adapter: Keras's, of `dataset`.
-        group: the tasks that read it.
-    """
+    """The calls of a `PyDataset`, through its adapter, which is Keras's."""
 
     def __init__(self, dataset: OrderedPyDataset, adapter: Any, group: Group):
         self._dataset, self._adapter, self._group = dataset, adapter, group

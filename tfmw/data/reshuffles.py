@@ -8,6 +8,7 @@ user's dataset is set to the place at which Keras would have left it.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,31 @@ from tfmw.keras_compat.shuffles import ShuffleSeeds
 
 if TYPE_CHECKING:
     from tfmw.data.seek import PassStart
+
+
+class _Pair:
+    """A shuffle of the user's dataset, and the shard's in its place.
+
+    Attributes:
+        user, shard: their seeds; the same if the shard reads the user's dataset itself.
+        seen: passes over the shard's that the user's dataset has, too.
+        in_pass: how many of them this pass has begun.
+        unread: (before the first element, after the last) of this pass.
+    """
+
+    def __init__(self, user: tf.data.Dataset, shard: tf.data.Dataset):
+        self.dataset = shard
+        self.user = ShuffleSeeds(small_of(user))
+        self.shard = self.user if user is shard else ShuffleSeeds(small_of(shard))
+        self.seen = self.shard.passes
+        self.in_pass = 0
+        self.unread = (0, 0)
+
+    def count(self, begun: int) -> None:
+        """Gives the user's dataset passes that the shard has begun."""
+        self.in_pass += begun
+        if begun and self.user is not self.shard:
+            self.user.begin(begun)
 
 
 class Reshuffles:
@@ -37,44 +63,30 @@ class Reshuffles:
     """
 
     def __init__(self, pairs: Iterable[tuple[tf.data.Dataset, tf.data.Dataset]] = ()):
-        self._pairs = list(pairs)
+        self._datasets = list(pairs)
         self.ahead = False
         self.begun_after: Callable[[int], int] | None = None
         self.starts: list[PassStart] = []
-        self._users: list[ShuffleSeeds] = []
-        self._shards: list[ShuffleSeeds] = []
-        self._seen: list[int] = []  # passes over the shard's that the user's dataset has, too
         self._by_iterator: list[int] | None = None  # passes that a new iterator begins
-        self._in_pass: list[int] = []  # how many of them this pass has begun
-        self._unread: list[tuple[int, int]] = []  # before its first element, and after its last
 
     def __len__(self) -> int:
-        return len(self._pairs)
+        return len(self._datasets)
 
-    def _open(self) -> None:
+    @functools.cached_property
+    def _pairs(self) -> list[_Pair]:
         """Opened when they are needed first: it takes some milliseconds."""
-        if not self._users:
-            for user, shard in self._pairs:
-                self._users.append(ShuffleSeeds(small_of(user)))
-                self._shards.append(
-                    self._users[-1] if user is shard else ShuffleSeeds(small_of(shard))
-                )
-            self._seen = [shard.passes for shard in self._shards]
-            self._in_pass = [0] * len(self._pairs)
-            self._unread = [(0, 0)] * len(self._pairs)
+        return [_Pair(user, shard) for user, shard in self._datasets]
 
     @property
     def passes(self) -> list[int]:
         """How many passes over each shuffle of the user's dataset have begun."""
-        self._open()
-        return [user.passes for user in self._users]
+        return [pair.user.passes for pair in self._pairs]
 
     @passes.setter
     def passes(self, passes: Sequence[int]) -> None:
-        self._open()
         # Functions of the user's may return other pipelines on other workers.
-        for user, number in zip(self._users, passes, strict=False):
-            user.passes = number
+        for pair, number in zip(self._pairs, passes, strict=False):
+            pair.user.passes = number
 
     def begin(self, passes: Sequence[int], now: Sequence[int] | None = None) -> None:
         """Sets all shuffles to the place from which the next pass goes on.
@@ -82,24 +94,23 @@ class Reshuffles:
         Args:
             now: the result of `passes`, if it is known.
         """
-        self._open()
         if now != passes:
             self.passes = passes
-        for i, number in enumerate(passes[: len(self._shards)]):
-            seen, unread = self._seen[i], any(self._unread[i])
-            if seen != number or unread:
-                own = self._shards[i] is not self._users[i]
+        for pair, number in zip(self._pairs, passes, strict=False):
+            unread = any(pair.unread)
+            if pair.seen != number or unread:
+                own = pair.shard is not pair.user
                 known = own and self._begun_at_once and not unread
-                self._shards[i].set(number, seen if known else None)
-                self._seen[i] = number
-        self._unread = [(0, 0)] * len(self._shards)
+                pair.shard.set(number, pair.seen if known else None)
+                pair.seen = number
+        for pair in self._pairs:
+            pair.unread, pair.in_pass = (0, 0), 0
         for start in self.starts:
             start.begin()
-            for i, (_, shard) in enumerate(self._pairs):
-                if shard is start.shuffle:
-                    before, after = self._unread[i]
-                    self._unread[i] = before + start.before, after + start.after
-        self._in_pass = [0] * len(self._shards)
+            for pair in self._pairs:
+                if pair.dataset is start.shuffle:
+                    before, after = pair.unread
+                    pair.unread = before + start.before, after + start.after
 
     def note_iterator(self) -> None:
         """Gives the user's dataset the passes that a new iterator over the shard has begun."""
@@ -107,11 +118,11 @@ class Reshuffles:
             self.note()
         elif self._by_iterator is None:
             self.note()
-            self._by_iterator = list(self._in_pass)
+            self._by_iterator = [pair.in_pass for pair in self._pairs]
         else:
-            for i, begun in enumerate(self._by_iterator):
-                self._seen[i] += begun
-                self._count(i, begun)
+            for pair, begun in zip(self._pairs, self._by_iterator, strict=True):
+                pair.seen += begun
+                pair.count(begun)
 
     @property
     def _begun_at_once(self) -> bool:
@@ -119,17 +130,12 @@ class Reshuffles:
         known = self._by_iterator is not None and all(self._by_iterator)
         return known and not self.ahead and not self.starts
 
-    def _count(self, i: int, begun: int) -> None:
-        self._in_pass[i] += begun
-        if begun and self._users[i] is not self._shards[i]:
-            self._users[i].begin(begun)
-
     def pass_over(self) -> bool:
         """What an iterator that reads nothing does to the user's dataset; False if unknown yet."""
         if self._by_iterator is None:
             return False
-        for user, begun in zip(self._users, self._by_iterator, strict=True):
-            user.begin(begun)
+        for pair, begun in zip(self._pairs, self._by_iterator, strict=True):
+            pair.user.begin(begun)
         return True
 
     def note(self, ended: bool = False) -> None:
@@ -139,34 +145,30 @@ class Reshuffles:
             ended: whether the pass has; those before its first element count then, as if they had
                 been read.
         """
-        self._open()
         if self._begun_at_once:
             return
-        for i, shard in enumerate(self._shards):
-            before, after = self._unread[i]
-            now = shard.passes - (0 if ended else before)
-            begun = now - self._seen[i] + (after if ended else 0)
-            self._seen[i] = now
-            self._count(i, begun)
+        for pair in self._pairs:
+            before, after = pair.unread
+            now = pair.shard.passes - (0 if ended else before)
+            begun = now - pair.seen + (after if ended else 0)
+            pair.seen = now
+            pair.count(begun)
 
     def left_after(self, steps: int) -> list[int]:
         """The user's `passes` if this pass is left after some steps.
 
         It is the same in each run: how far a pipeline has read ahead does not matter.
         """
-        self._open()
         found = []
-        for user, shard, seen, in_pass in zip(
-            self._users, self._shards, self._seen, self._in_pass, strict=True
-        ):
-            begun = in_pass
+        for pair in self._pairs:
+            begun = pair.in_pass
             if not self.ahead:
-                begun += shard.passes - seen
+                begun += pair.shard.passes - pair.seen
             elif self.begun_after is not None:
                 begun = self.begun_after(steps)
             else:
                 begun = steps + 1  # no order comes twice
-            found.append(user.passes + begun - in_pass)
+            found.append(pair.user.passes + begun - pair.in_pass)
         return found
 
 

@@ -4,7 +4,7 @@
 
 A position in a pipeline is turned into positions in its sources: `batch` multiplies it, `map` and
 `prefetch` keep it, `repeat` divides it by the length of its input. Sources with an index begin
-there; files of records get one, see `file_records`. The order of a shuffle over such a source is
+there; files of records get one, see `record_files`. The order of a shuffle over such a source is
 computed, see `keras_compat.shuffles`. What has no index skips, as far down in the pipeline as
 possible.
 """
@@ -23,8 +23,8 @@ import tensorflow as tf
 
 from tfmw.data.batches import beneath, deterministic, input_of, steps_in, without_autograph
 from tfmw.data.by_index import element_at, has_index, peeled
-from tfmw.data.file_records import FileRecords, Sources
 from tfmw.data.order import ordered
+from tfmw.data.record_files import FileRecords, Sources
 from tfmw.data.reshuffles import Reshuffles, small_of
 from tfmw.data.values import INFINITE, Order
 from tfmw.keras_compat import datasets, rebuilding, shuffles
@@ -110,12 +110,7 @@ class PassStart:
 
 
 class _Plan:
-    """The replacement of a node.
-
-    Args:
-        node: of a pipeline.
-        position: number of its elements to leave out.
-        sources: of the pipeline.
+    """The replacement of a node, without its first `position` elements.
 
     Attributes:
         inputs: plans of what the result reads.

@@ -183,9 +183,8 @@ def _rows_checked(batch: Any, total: tf.Tensor, zipped: int | None) -> list[Any]
     named = [(_name(path), t) for path, t in keras.tree.flatten_with_path(batch) if t is not None]
     for name, tensor in named[1:]:
         rows = rows_of(tensor)
-        if tf.get_static_value(rows) is not None and tf.get_static_value(
-            rows
-        ) == tf.get_static_value(total):
+        known = tf.get_static_value(rows)
+        if known is not None and known == tf.get_static_value(total):
             continue
         right = rows == total
         if zipped:
@@ -348,10 +347,8 @@ def by_batches(dataset: tf.data.Dataset, sharding: Sharding, size: int | None) -
     if count is None:
         return shard
     full = ShardSizes(uneven=True, empty=False)
-    if count == INFINITE:
-        return dataclasses.replace(shard, steps=INFINITE, full=full, last=full)
     last = ShardSizes(uneven=True, empty=remainder > 0)
-    steps_of_pass = -(-count // sharding.replicas)
+    steps_of_pass = INFINITE if count == INFINITE else -(-count // sharding.replicas)
     return dataclasses.replace(shard, steps=steps_of_pass, full=full, last=last)
 
 
