@@ -179,9 +179,11 @@ def test_a_taken_port_is_named() -> None:
 
 
 def test_other_machines_read_where_an_address_is_given() -> None:
-    port = metrics_server.serve("0.0.0.0:0", from_file=True, environ={"TFMW_METRICS_FILE": "none"})
+    environ = {"TFMW_METRICS_FILE": "none"}
+    port = metrics_server.serve("0.0.0.0:0", from_file=True, environ=environ)
     socket.create_connection(("127.0.0.2", port)).close()
-    assert metrics_server._server("::1").address_family == socket.AF_INET6
+    port = metrics_server.serve("[::1]:0", from_file=True, environ=environ)
+    socket.create_connection(("::1", port)).close()
 
 
 def test_the_dashboard_shows_what_is_reported(tmp_path: Path) -> None:

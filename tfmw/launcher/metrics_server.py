@@ -12,23 +12,19 @@ private network, so the launcher does it. A task without a launcher serves its o
 from __future__ import annotations
 
 import atexit
-import http.server
 import importlib.util
 import os
 import shutil
-import socket
 import tempfile
-import threading
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from pathlib import Path
+from typing import Any
 
 from tfmw.errors import UsageError
 
 METRICS_FILE, METRICS_PORT = "TFMW_METRICS_FILE", "TFMW_METRICS_PORT"
 
 LOOPBACK = "127.0.0.1"
-
-_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus's text format
 
 
 def listens_at(text: str) -> tuple[str, int]:
@@ -76,31 +72,25 @@ def serve(
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         file = os.path.join(folder, "metrics.prom")
         environ[METRICS_FILE] = file
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    registry.register(_Written(Path(file)))
     try:
-        server = _server(address)((address, port), _handler(Path(file)))
+        server, _ = start_http_server(port, address, registry)
     except OSError as error:
         raise UsageError(f"--metrics-port {at}: {error}; give another port.") from None
-    threading.Thread(target=server.serve_forever, name="tfmw-metrics", daemon=True).start()
-    return int(server.server_address[1])
+    return int(server.server_port)
 
 
-def _server(address: str) -> type[http.server.ThreadingHTTPServer]:
-    """A server for IPv4 or IPv6, whichever the address is of. Raises OSError."""
-    family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
-    return type("Server", (http.server.ThreadingHTTPServer,), {"address_family": family})
+class _Written:
+    """A source of metrics for a registry: a file in Prometheus's text format, once there is one."""
 
+    def __init__(self, file: Path) -> None:
+        self._file = file
 
-def _handler(file: Path) -> type[http.server.BaseHTTPRequestHandler]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            text = file.read_bytes() if file.exists() else b""
-            self.send_response(200)
-            self.send_header("Content-Type", _TYPE)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+    def collect(self) -> Iterable[Any]:
+        from prometheus_client.parser import text_string_to_metric_families
 
-        def log_message(self, *_: object) -> None:
-            """Requests are no news of the run."""
-
-    return Handler
+        text = self._file.read_text(encoding="utf-8") if self._file.exists() else ""
+        return text_string_to_metric_families(text)
