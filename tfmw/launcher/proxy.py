@@ -17,7 +17,7 @@ import ipaddress
 import socket
 import threading
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 CONNECT_TIMEOUT_S = 60.0
@@ -31,7 +31,7 @@ def serve_port(client: socket.socket, port: int) -> None:
     """Connects the client to a server of this machine, until both ends are closed."""
     with socket.create_connection(("localhost", port), CONNECT_TIMEOUT_S) as server:
         server.settimeout(None)
-        _relay(client, client.recv, server, server.recv)
+        _relay(client, _blocks(client.recv), server, _blocks(server.recv))
 
 
 def serve_proxy(client: socket.socket, environ: Mapping[str, str]) -> None:
@@ -61,7 +61,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
             else:  # its response is the client's
                 fields = [f"Host: {self.path}", *_authorization(proxy)]
                 server.sendall(_head(f"CONNECT {self.path} HTTP/1.1", fields))
-            _relay(self.connection, self.rfile.read1, server, server.recv)
+            _relay(self.connection, _blocks(self.rfile.read1), server, _blocks(server.recv))
 
     def _forward(self) -> None:
         """Sends a plain request on; one request per connection, so any body may follow."""
@@ -79,10 +79,10 @@ class _Request(http.server.BaseHTTPRequestHandler):
         with server:
             server.sendall(_head(f"{self.command} {target} HTTP/1.1", fields))
             if "Transfer-Encoding" in self.headers:
-                _relay(self.connection, self.rfile.read1, server, _Closing(server).read)
+                _relay(self.connection, _blocks(self.rfile.read1), server, _closing(server))
             else:
-                body = _Body(self.rfile, int(self.headers.get("Content-Length", 0)))
-                _relay(self.connection, body.read, server, _Closing(server).read, False)
+                body = _body(self.rfile, int(self.headers.get("Content-Length", 0)))
+                _relay(self.connection, body, server, _closing(server), half_close=False)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _forward
 
@@ -115,51 +115,41 @@ class _Request(http.server.BaseHTTPRequestHandler):
         pass
 
 
-class _Body:
-    """The next `length` bytes of a reader."""
-
-    def __init__(self, reader: Any, length: int) -> None:
-        self._reader = reader
-        self._left = length
-
-    def read(self, size: int) -> bytes:
-        data: bytes = self._reader.read1(min(size, self._left)) if self._left else b""
-        self._left -= len(data)
-        return data
+def _blocks(read: Callable[[int], bytes]) -> Iterator[bytes]:
+    """Yields all that a function reads, until the end."""
+    return iter(lambda: read(_BLOCK), b"")
 
 
-class _Closing:
-    """A server's response, with a field that tells the client that the connection ends with it.
+def _body(reader: Any, length: int) -> Iterator[bytes]:
+    """Yields the next `length` bytes of a reader."""
+    while length and (data := reader.read1(min(_BLOCK, length))):
+        length -= len(data)
+        yield data
+
+
+def _closing(server: socket.socket) -> Iterator[bytes]:
+    """Yields a server's response, with a field that says that the connection ends with it.
 
     Many servers do not send it, though they were asked to close: the client would send its next
     request while the connection is being closed.
     """
-
-    def __init__(self, server: socket.socket) -> None:
-        self._server = server
-        self._head: bytes | None = b""  # None: it was passed on
-
-    def read(self, size: int) -> bytes:
-        while self._head is not None:
-            head, end, rest = self._head.partition(b"\r\n\r\n")
-            if end and head[9:10] == b"1":  # 100 Continue: the response follows
-                self._head = rest
-                return head + end
-            if end:
-                self._head = None
-                first, *fields = head.split(b"\r\n")
-                kept = [
-                    f
-                    for f in fields
-                    if f.split(b":")[0].decode("latin-1").lower() not in _HOP_BY_HOP
-                ]
-                return b"\r\n".join([first, *kept, b"Connection: close"]) + end + rest
-            data = self._server.recv(size)
-            if not data or len(self._head) > _BLOCK:
-                head, self._head = self._head, None
-                return head + data
-            self._head += data
-        return self._server.recv(size)
+    received = b""
+    while (data := server.recv(_BLOCK)) and len(received) <= _BLOCK:
+        received += data
+        head, end, rest = received.partition(b"\r\n\r\n")
+        while end and head[9:10] == b"1":  # 100 Continue: the response follows
+            yield head + end
+            received = rest
+            head, end, rest = received.partition(b"\r\n\r\n")
+        if end:
+            first, *fields = head.split(b"\r\n")
+            names = [field.split(b":")[0].decode("latin-1").lower() for field in fields]
+            kept = [f for f, name in zip(fields, names, strict=True) if name not in _HOP_BY_HOP]
+            yield b"\r\n".join([first, *kept, b"Connection: close"]) + end + rest
+            break
+    else:
+        yield received + data
+    yield from _blocks(server.recv)
 
 
 def upstream(scheme: str, host: str, environ: Mapping[str, str]) -> urllib.parse.SplitResult | None:
@@ -210,33 +200,29 @@ def _head(first: str, fields: list[str]) -> bytes:
 
 def _relay(
     client: socket.socket,
-    read_client: Callable[[int], bytes],
+    from_client: Iterable[bytes],
     server: socket.socket,
-    read_server: Callable[[int], bytes],
+    from_server: Iterable[bytes],
     half_close: bool = True,
 ) -> None:
     """Copies in both directions until the server has closed its end, or a connection is lost.
 
-    Args:
-        client: the connection from the private network.
-        read_client: returns at most so many bytes from the client; none at the end.
-        server: the connection outside.
-        read_server: the same from the server.
-        half_close: whether the client's end is passed on to the server.
+    The client's end is passed on to the server only if `half_close`.
     """
-    up = threading.Thread(target=_copy, args=(read_client, client, server, half_close), daemon=True)
+    arguments = from_client, client, server, half_close
+    up = threading.Thread(target=_copy, args=arguments, daemon=True)
     up.start()
-    _copy(read_server, server, client, True)
+    _copy(from_server, server, client, True)
     with contextlib.suppress(OSError):
         client.shutdown(socket.SHUT_RD)  # a server that has closed reads nothing more
     up.join()
 
 
 def _copy(
-    read: Callable[[int], bytes], source: socket.socket, target: socket.socket, half_close: bool
+    blocks: Iterable[bytes], source: socket.socket, target: socket.socket, half_close: bool
 ) -> None:
     try:
-        while data := read(_BLOCK):
+        for data in blocks:
             target.sendall(data)
     except OSError:
         for lost in (source, target):
