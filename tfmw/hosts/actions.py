@@ -93,8 +93,12 @@ class Record:
     lines: tuple[str, ...] = ()
 
 
+class Action:
+    """A request of a supervisor to the process around it."""
+
+
 @dataclasses.dataclass(frozen=True)
-class ToMember:
+class ToMember(Action):
     """Send a message to a host that is connected to this one, which leads."""
 
     host: int
@@ -102,82 +106,67 @@ class ToMember:
 
 
 @dataclasses.dataclass(frozen=True)
-class ToLeader:
+class ToLeader(Action):
     """Send a message to the host that leads."""
 
     message: Message
 
 
 @dataclasses.dataclass(frozen=True)
-class Drop:
+class Drop(Action):
     """Close the connection of one member, or of all."""
 
     host: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Dial:
+class Dial(Action):
     """Be connected to this host, which leads; None: to none."""
 
     host: int | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Campaign:
+class Campaign(Action):
     """Whether to try to get the lock."""
 
     on: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class Resign:
+class Resign(Action):
     """Give the lock back."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Publish:
+class Publish(Action):
     """Write the record durably, as the holder of the lock. What follows depends on it."""
 
     record: Record
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepare:
+class Prepare(Action):
     """Get this host ready for the next attempt; `from_tasks` reports its ports."""
 
 
 @dataclasses.dataclass(frozen=True)
-class ToTasks:
+class ToTasks(Action):
     """Start or end this host's tasks, restart one, or have them leave; `from_tasks` reports."""
 
     message: Start | RestartReply | Leave | End
 
 
 @dataclasses.dataclass(frozen=True)
-class Notify:
+class Notify(Action):
     """Print a line for the user."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Exit:
+class Exit(Action):
     """End this supervisor, after what was sent has gone out."""
 
     status: int
     lines: tuple[str, ...] = ()
-
-
-Action = (
-    ToMember
-    | ToLeader
-    | Drop
-    | Dial
-    | Campaign
-    | Resign
-    | Publish
-    | Prepare
-    | ToTasks
-    | Notify
-    | Exit
-)

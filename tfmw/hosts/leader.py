@@ -5,18 +5,9 @@
     leader.tick(now)                    # every host is ready: out has Publish and ToMember(Start)
 
 It gathers hosts, runs an attempt on them, collects how it ended on each, and asks
-`tfmw.launcher.restart` what follows. Before an attempt starts, its number is in the record.
-
-============================  ====================================================================
-a task fails, or a host or    the tasks of all hosts end at once, and the hosts gather again
-its connection is lost
-with parameter servers, a     its workers start again once it is back; see `placed`
-host with workers only is
-lost
-a host joins                  the tasks save their state and exit; the next attempt has all hosts
-a host is preempted           the same, and the next attempt is without it
-fewer than `min_hosts`        give up the lock, as another host may see more
-============================  ====================================================================
+`tfmw.launcher.restart` what follows. Before an attempt starts, its number is in the record. With
+fewer than `min_hosts` it gives up the lock, as another host may see more. The responses to other
+events are in docs/howto/elastic-hosts.md.
 """
 
 from __future__ import annotations
@@ -96,20 +87,12 @@ def placed(
 ) -> TaskPlacement:
     """Places the tasks of an attempt.
 
-    ========================  ==================================================================
-    task                      host
-    ========================  ==================================================================
-    worker                    every host, `workers_per_host` of them
-    chief (with servers),     the one that leads: an attempt ends with its connection anyway
-    evaluator
-    parameter server i        the i-th host, counted from the one that leads, and around again
-    ========================  ==================================================================
-
+    The chief of parameter servers and the evaluator are on the host that leads: an attempt ends
+    with its connection anyway. Server i is on the i-th host, counted from there, and around again.
     With fewer servers than hosts, the last hosts have workers only. Losing one of those costs its
     workers only: they start again, at their old addresses, when the host is back.
 
     Args:
-        settings: of the run.
         leader: index of the host that leads; it takes part.
         ports: of each host that takes part, `settings.ports_per_host` of them.
     """
@@ -136,7 +119,6 @@ class HostState:
     """A host that has joined.
 
     Attributes:
-        joined: its message.
         ports: for its tasks, once it is ready.
     """
 
@@ -148,8 +130,6 @@ class Leader:
     """Leads from the moment that its host has the lock.
 
     Args:
-        settings: of the run.
-        host: index of this host.
         record: of the leader before; None: nobody has led here.
         now: monotonic seconds.
         out: where actions go.
@@ -321,8 +301,6 @@ class Leader:
         """Whether another attempt follows one that runs nowhere; else the run ends.
 
         Args:
-            attempt: the one that has ended.
-            now: monotonic seconds.
             about: lines for the user at the end of the run, before those about failures.
         """
         outcome = attempt.outcome(now)
@@ -418,12 +396,9 @@ class Leader:
     def _judge_inherited(self, now: float) -> bool:
         """Counts the attempt in which the leader before was lost; whether there is another one."""
         self._inherited = False
-        attempt = self.record.attempt
-        judged = RemoteAttempt(
-            attempt, (), self._settings.options, self._host, now, division=self._policy.division
-        )
+        judged = self._new_attempt(now)
         for host, member in self._members.items():
-            if member.joined.attempt == attempt:
+            if member.joined.attempt == judged.number:
                 judged.reached(host, member.joined.step, member.joined.division)
         judged.lost(self._former, "it led, and its supervisor or connection was lost", now)
         return self._judge(judged, now)
@@ -440,15 +415,17 @@ class Leader:
         self._has_led = True
         ports = {host: self._members[host].ports or () for host in hosts}
         self._plan = placed(self._settings, self._own, ports)
-        number, options = self.record.attempt, self._settings.options
-        division = self._policy.division
-        attempt = RemoteAttempt(number, (), options, self._host, now, division=division)
-        self._attempt = attempt
+        self._attempt = self._new_attempt(now)
         for host in hosts:
-            self._send_start(host, attempt)
+            self._send_start(host, self._attempt)
         missing = set(range(len(self._settings.hosts))) - set(hosts)
         without = f", without {self._settings.names(missing)}" if missing else ""
         self._notify(f"attempt {self.record.attempt} on {self._settings.names(hosts)}{without}")
+
+    def _new_attempt(self, now: float) -> RemoteAttempt:
+        """The attempt with the number in the record; it runs nowhere yet."""
+        options, division = self._settings.options, self._policy.division
+        return RemoteAttempt(self.record.attempt, (), options, self._host, now, division=division)
 
     def _send_start(self, host: int, attempt: RemoteAttempt) -> None:
         attempt.running.add(host)

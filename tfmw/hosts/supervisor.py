@@ -65,7 +65,6 @@ class Supervisor:
     """One host.
 
     Args:
-        settings: of the run.
         host: index of this host.
         now: monotonic seconds.
     """

@@ -5,28 +5,7 @@
     if decision.restart: ...      # after decision.delay_s, with decision.workers workers
 
 The policy starts no process and reads no clock: it maps an attempt's outcome to a decision.
-
-========================  =========================  ===========================================
-cluster                   who died                   who restarts
-========================  =========================  ===========================================
-workers only              worker                     all: collectives can't be rebuilt
-with parameter servers    worker                     that worker, at its old address; meanwhile
-                                                     the chief assigns its work to other workers
-elastic rounds            worker                     that worker; the others go on without it
-with parameter servers    ps or chief                all: variables are lost, or their names
-any                       evaluator                  the evaluator, alone
-========================  =========================  ===========================================
-
-=======================================================  ======================================
-what ended the attempt                                   what it counts against
-=======================================================  ======================================
-from outside: SIGKILL or another signal that another     one of `--max-restarts`, nothing else
-process sends, a lost peer or host, SIGSTOP
-preemption: the tasks saved their state and exited       nothing
-an error of the program, a crash in native code, a hang  one of `--max-restarts`; a crash loop ends
-                                                         the run
-wrong usage or a wrong cluster description               ends the run
-=======================================================  ======================================
+docs/howto/restarts.md has the tables: which tasks restart, and the cost of each kind of end.
 
 A crash loop is the same error at the same step twice, or three attempts in a row that end without
 progress because of errors of the program. Progress is a larger step than in any attempt before.
@@ -93,7 +72,10 @@ class Decision:
 
 
 def restarts_alone(kind: str, has_ps: bool, elastic: bool = False) -> bool:
-    """Whether a task that died is restarted alone; see the table above."""
+    """Whether a task that died is restarted alone: the others can continue without it.
+
+    All restart if collectives cannot be rebuilt, or variables or their names are lost.
+    """
     return kind == "evaluator" or (kind == "worker" and (has_ps or elastic))
 
 
@@ -106,7 +88,6 @@ class RestartPolicy:
     """Counts restarts, and decides after each attempt.
 
     Args:
-        options: what the user allows.
         workers: number of workers of the first attempt.
     """
 
