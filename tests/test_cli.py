@@ -42,16 +42,18 @@ def test_version():
 
 def test_report_progress_in_a_custom_loop(tmp_path):
     """Without TensorFlow."""
-    from tfmw.runtime.progress import PROGRESS_FILE, ProgressFile
+    from tfmw.launcher.process import TaskFiles
+    from tfmw.runtime.progress import PROGRESS_FILE
 
-    file = ProgressFile(tmp_path / "progress")
+    task = TaskFiles("worker", 0, tmp_path)
+    task.make()
     code = "import sys, tfmw; tfmw.report_progress(7); print('tensorflow' in sys.modules)"
-    environ = {**os.environ, PROGRESS_FILE: str(tmp_path / "progress"), "PYTHONPATH": str(ROOT)}
+    own = {PROGRESS_FILE: str(task.files[PROGRESS_FILE]), "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, **own}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60)
     assert done.stdout == "False\n", done.stderr
-    assert file.read().step == 7
-    file.close()
+    assert task.progress().step == 7
 
 
 @pytest.mark.parametrize(

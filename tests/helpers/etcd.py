@@ -50,7 +50,7 @@ def etcd(
         deadline = time.monotonic() + 30
         while True:
             try:
-                Client([f"{host}:{client}"], tls=bool(tls), environ=environ).get("up")
+                Client(f"{scheme.replace('http', 'etcd')}://{host}:{client}", environ).get("up")
                 break
             except OSError:
                 assert time.monotonic() < deadline, (folder / "etcd.log").read_text()

@@ -191,9 +191,7 @@ class MadeTask:
 
 
 def watched(*tasks: Any) -> RunStatus:
-    board = RunStatus(Path("run7"), ["script"])
-    board.watch([*tasks], 0)
-    return board
+    return RunStatus(Path("run7"), ["script"], tasks=[*tasks])
 
 
 def test_a_task_that_has_not_started(tmp_path: Path) -> None:
@@ -271,7 +269,7 @@ def test_the_files_of_a_run_are_the_owners_alone(runtime: Path, tmp_path: Path) 
         (path,) = runtime.iterdir()
         assert stat.S_IMODE(runtime.stat().st_mode) == stat.S_IMODE(path.stat().st_mode) == 0o700
         task = TaskFiles("worker", 1, tmp_path / "attempt_3", pid=os.getpid())
-        board.watch([task], 3, {"worker": ["h0:1", "h1:1"]})
+        board.tasks, board.attempt, board.cluster = [task], 3, {"worker": ["h0:1", "h1:1"]}
         run_files.update(board)
         (run,) = run_files.runs()
         assert (run.pid, run.name) == (os.getpid(), "run7")

@@ -26,7 +26,7 @@ def test_tls_and_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("ETCDCTL_CACERT", str(cert))
     with etcd(tmp_path, certificate=cert) as (endpoint, _):
         url = f"etcds://{endpoint}/run7"
-        root = Client.of(url)
+        root = Client(url)
         for method, request in [
             ("auth/user/add", {"name": "root", "password": "a:b"}),
             ("auth/role/add", {"name": "root"}),
@@ -35,9 +35,9 @@ def test_tls_and_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ]:
             root._call(method, request)
         with pytest.raises(OSError, match="user name is empty"):
-            Client.of(url).get("key")
+            Client(url).get("key")
         monkeypatch.setenv("ETCDCTL_USER", "root:a:b")
-        client = Client.of(url)
+        client = Client(url)
         assert client.create("key", "value")
         client._token = "one that has expired"
         assert client.get("key") == "value"
@@ -50,12 +50,12 @@ def test_tls_and_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         lease.release()
         monkeypatch.setenv("ETCDCTL_USER", "root:wrong")
         with pytest.raises(OSError, match="authentication failed"):
-            Client.of(url).get("key")
+            Client(url).get("key")
         monkeypatch.delenv("ETCDCTL_CACERT")
         with pytest.raises(OSError, match="certificate verify failed"):
-            Client.of(url).get("key")
+            Client(url).get("key")
         with pytest.raises(OSError, match="etcd at"):
-            Client.of(url.replace("etcds", "etcd")).get("key")
+            Client(url.replace("etcds", "etcd")).get("key")
 
 
 def test_certificates_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from tfmw.runtime.file_lock import file_lock, holder_of
+from tfmw.runtime.disk import file_lock, holder_of
 
 
 def test_another_process_is_refused_while_the_lock_is_held(tmp_path):
     path = str(tmp_path / "LOCK")
     program = """import sys
-from tfmw.runtime.file_lock import file_lock
+from tfmw.runtime.disk import file_lock
 with file_lock(sys.argv[1]):
     pass
 """

@@ -33,7 +33,7 @@ from tfmw.checkpoint import state
 from tfmw.checkpoint.store import EVALUATOR_LOCK, Backup, BackupStore, Damaged
 from tfmw.errors import UsageError
 from tfmw.export import export
-from tfmw.runtime import disk, file_lock
+from tfmw.runtime import disk
 
 logger = logging.getLogger("tfmw")
 
@@ -195,7 +195,7 @@ def _watching(path: str) -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(file_lock.file_lock(os.path.join(path, EVALUATOR_LOCK)))
+            stack.enter_context(disk.file_lock(os.path.join(path, EVALUATOR_LOCK)))
         except BlockingIOError:
             raise UsageError(
                 f"another evaluator already watches {path!r}: run one evaluator for a backup_dir."

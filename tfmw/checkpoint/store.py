@@ -57,7 +57,7 @@ from tfmw.checkpoint.tensor_files import (
 )
 from tfmw.data import record_index
 from tfmw.errors import TfmwError, UsageError, first_line
-from tfmw.runtime import disk, fence, file_lock
+from tfmw.runtime import disk, fence
 
 logger = logging.getLogger("tfmw")
 
@@ -165,7 +165,7 @@ class BackupStore:
     def locked(self) -> Iterator[None]:
         """Locks the directory for this run, and removes incomplete writes of killed runs.
 
-        The lock is on the file `LOCK`, see `file_lock`; object stores have none.
+        The lock is on the file `LOCK`, see `disk.file_lock`; object stores have none.
 
         Raises:
             UsageError: another process holds the lock, or it cannot be taken.
@@ -182,20 +182,20 @@ class BackupStore:
         # A host that was cut off ends its tasks by itself, a few seconds after the others notice.
         patience_s = _PATIENCE_S if fence.is_fenced() else 0.0
         try:
-            stack.enter_context(file_lock.file_lock(path, patience_s, fence.owner()))
+            stack.enter_context(disk.file_lock(path, patience_s, fence.owner()))
         except BlockingIOError:
-            if fence.precedes(file_lock.holder_of(path)):
+            if fence.precedes(disk.holder_of(path)):
                 # A task whose supervisor hangs, or a machine that a file server still waits for.
                 logger.warning(
                     "%s is locked by an earlier attempt of this run (%s), which may write nothing "
                     "any more; continuing without the lock",
                     path,
-                    file_lock.holder_of(path),
+                    disk.holder_of(path),
                 )
                 return
             raise UsageError(
                 f"backup directory {self.path!r} is in use by another run "
-                f"({file_lock.holder_of(path)}): wait for it, or give this run a directory of its "
+                f"({disk.holder_of(path)}): wait for it, or give this run a directory of its "
                 "own."
             ) from None
         except OSError as e:

@@ -31,7 +31,7 @@ from typing import Any
 
 from tfmw.cluster import addresses
 from tfmw.errors import ClusterError, TfmwError
-from tfmw.runtime.connections import keep_alive
+from tfmw.runtime.sockets import keep_alive
 
 logger = logging.getLogger("tfmw")
 

@@ -18,8 +18,7 @@ from tfmw.cluster import membership, rendezvous
 from tfmw.cluster.cluster import Cluster
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.errors import UsageError
-from tfmw.runtime.imports import quick_imports
-from tfmw.runtime.versions import common_versions
+from tfmw.runtime.versions import common_versions, quick_imports
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -40,8 +40,8 @@ from tfmw.cluster.handshake import (
 )
 from tfmw.errors import ClusterError, TaskFailed, TfmwError, UsageError
 from tfmw.runtime import sockets
-from tfmw.runtime.connections import addresses_of, end_connections, limit_silence
 from tfmw.runtime.recorded_errors import ECHO
+from tfmw.runtime.sockets import addresses_of, end_connections, limit_silence
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from tfmw.runtime.connections import DETECTED_IN_11_S, keep_alive
+from tfmw.runtime.sockets import DETECTED_IN_11_S, keep_alive
 
 CONNECT_S = 5.0
 HELLO_S = 2.0  # in which a new connection must have proven the key

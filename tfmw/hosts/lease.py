@@ -10,15 +10,8 @@
     lease.secret()                   # of all hosts that reach the lock; the first call draws it
     lease.fence                      # how tasks find the record; see `tfmw.runtime.fence`
 
-Each call may wait for a network, and raises OSError where its answer cannot be known now. There are
-two kinds, which differ in what happens to a leader that is cut off.
-
-- `DirectoryLease`: `flock` on a file of a directory that all hosts share. The lock ends with its
-  holder's process. A holder that is cut off from the other hosts, and not from the directory, keeps
-  it; it gives it up by itself where it has too few hosts (`leader.RESIGN_S`). Where the holder's
-  machine has died, a network file system frees the lock after its own lease (NFS 4: 90 s usually).
-- `EtcdLease`: a key with a lease of TTL_S seconds. A holder that cannot reach etcd loses it, and
-  stops before that: `held_until` is earlier than the end of the lease.
+Each call may wait for a network, and raises OSError if its answer cannot be known now. What happens
+to a leader that is cut off differs between the two kinds: see docs/explain/leader-election.md.
 """
 
 from __future__ import annotations
@@ -36,8 +29,7 @@ from tfmw.errors import TfmwError, UsageError
 from tfmw.hosts.actions import Record
 from tfmw.remote.messages import built
 from tfmw.runtime import etcd
-from tfmw.runtime.disk import flush
-from tfmw.runtime.file_lock import file_lock
+from tfmw.runtime.disk import file_lock, flush
 
 TTL_S = 10
 """Seconds without a renewal after which a holder has lost the lock."""
@@ -58,7 +50,6 @@ def lease_of(rendezvous: str, host: int) -> Lease:
 
     Args:
         rendezvous: as the user wrote it.
-        host: index of this host.
 
     Raises:
         UsageError: neither of them, a directory that cannot be written to, or certificates that
@@ -93,7 +84,7 @@ def _record_of(text: str) -> Record:
 
 
 class DirectoryLease:
-    """A lock in a directory that all hosts share.
+    """A lock in a directory that all hosts share: `flock` on a file.
 
     Args:
         directory: made where it does not exist.
@@ -161,10 +152,8 @@ class DirectoryLease:
     def publish(self, record: Record) -> None:
         self.renew()
         temporary = self._record.with_name(f".record.{os.getpid()}")
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(_text_of(record))
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_text(_text_of(record), encoding="utf-8")
+        flush(temporary)
         self._check_time()
         os.replace(temporary, self._record)
         flush(self._record.parent)
@@ -188,16 +177,15 @@ class DirectoryLease:
 
 
 class EtcdLease:
-    """A lock in etcd.
+    """A lock in etcd: a key with a lease of TTL_S seconds. Its holder stops some time before.
 
     Args:
         url: "etcd://host:2379,host:2379/key".
-        host: index of this host.
         clock: monotonic seconds.
     """
 
     def __init__(self, url: str, host: int, clock: Clock = time.monotonic) -> None:
-        self._client = etcd.Client.of(url)
+        self._client = etcd.Client(url)
         self._url = url.removesuffix("/")
         self._prefix = etcd.key_of(url)
         self._name = f"host {host} {secrets.token_hex(8)}"

@@ -37,6 +37,7 @@ from tfmw.hosts.actions import (
     Notify,
     Prepare,
     Publish,
+    Record,
     Resign,
     ToLeader,
     ToMember,
@@ -73,11 +74,8 @@ def run_on_hosts(
 
     Args:
         job: what to run; its tasks are those of one host.
-        settings: of the run.
         host: index of this host.
-        lease: decides who leads.
         token: the secret of all supervisors.
-        stop: the signals that this process got.
 
     Returns:
         The exit status.
@@ -91,7 +89,7 @@ def run_on_hosts(
     with contextlib.ExitStack() as stack:
         links = stack.enter_context(HostLinks(settings.hosts, host, token, events.put))
         # The supervisor gets the signals, not the attempt.
-        context, _ = make_context(job, {**os.environ, **job.env}, Signals(), stack)
+        context = make_context(job, {**os.environ, **job.env}, Signals(), stack)
         keeper = stack.enter_context(LeaseKeeper(lease, events))
         tasks = stack.enter_context(contextlib.closing(TasksOfOneMachine(context)))
         loop = _Loop(settings, host, links, keeper, tasks, context.display)
@@ -107,7 +105,6 @@ class HostLinks(Links):
     Args:
         hosts: addresses of all supervisors.
         host: index of this one.
-        token: the secret of all of them.
         post: see `tfmw.remote.links.Links`; hosts have their indexes for names.
 
     Raises:
@@ -162,12 +159,7 @@ def _listening(address: str) -> socket.socket:
 
 
 class LeaseKeeper:
-    """Gets and renews the lock, in a thread.
-
-    Args:
-        lease: the lock.
-        events: get what happens.
-    """
+    """Gets and renews the lock, in a thread; `events` get what happens."""
 
     def __init__(self, lease: Lease, events: queue.SimpleQueue[tuple[Any, ...]]) -> None:
         self.lease = lease
@@ -225,10 +217,10 @@ class LeaseKeeper:
             self._leads = False
             self.lease.release()
 
-    def publish(self, action: Publish) -> None:
+    def publish(self, record: Record) -> None:
         """Writes the record. Raises Lost or OSError."""
         with self._mutex:
-            self.lease.publish(action.record)
+            self.lease.publish(record)
 
     def is_expired(self) -> bool:
         """Whether the lock was held and could not be renewed in time."""
@@ -238,25 +230,20 @@ class LeaseKeeper:
         return False
 
 
+@dataclasses.dataclass
 class _Loop:
     """The main thread's loop."""
 
-    def __init__(
-        self,
-        settings: HostSettings,
-        host: int,
-        links: HostLinks,
-        keeper: LeaseKeeper,
-        tasks: TasksOfOneMachine,
-        display: Display,
-    ) -> None:
-        self._settings = settings
-        self._links = links
-        self._keeper = keeper
-        self._tasks = tasks
-        self._display = display
-        self._supervisor = Supervisor(settings, host, time.monotonic())
-        self._signals = 0  # received, and handed over
+    settings: HostSettings
+    host: int
+    links: HostLinks
+    keeper: LeaseKeeper
+    tasks: TasksOfOneMachine
+    display: Display
+    signals: int = 0  # received, and handed over
+
+    def __post_init__(self) -> None:
+        self.supervisor = Supervisor(self.settings, self.host, time.monotonic())
 
     def run(self, events: queue.SimpleQueue[tuple[Any, ...]], stop: Signals) -> Exit:
         """Returns how this supervisor ends."""
@@ -270,9 +257,9 @@ class _Loop:
         self, events: queue.SimpleQueue[tuple[Any, ...]], stop: Signals
     ) -> Iterator[tuple[Any, ...]]:
         """Yields what has happened. Waits for its tasks, or for other hosts where none runs."""
-        wait_s = min(self._settings.options.monitor_interval_s, IDLE_S)
-        is_idle = self._tasks.idle
-        if (message := self._tasks.look(wait_s)) is not None:
+        wait_s = min(self.settings.options.monitor_interval_s, IDLE_S)
+        is_idle = self.tasks.idle
+        if (message := self.tasks.look(wait_s)) is not None:
             yield "from_tasks", message
         wait_s = wait_s if is_idle else 0.0
         with contextlib.suppress(queue.Empty):
@@ -280,12 +267,12 @@ class _Loop:
                 event = events.get(timeout=wait_s)
                 wait_s = 0.0
                 yield event
-        if self._keeper.is_expired():
+        if self.keeper.is_expired():
             yield "lease_lost", "the lock could not be renewed in time"
-        for number in stop.received[self._signals :]:
-            self._signals += 1
+        for number in stop.received[self.signals :]:
+            self.signals += 1
             yield "signalled", number
-        if self._display.broken:
+        if self.display.broken:
             yield "signalled", signal.SIGPIPE
         yield ("tick",)
 
@@ -297,13 +284,13 @@ class _Loop:
             host, failures, problems = arguments
             if failures % NOTICE_EVERY == 0:
                 why = why_not_connected(list(problems.values()))
-                self._notify(f"{self._settings.name(host)} cannot be reached: {why}")
+                self._notify(f"{self.settings.name(host)} cannot be reached: {why}")
         else:
-            getattr(self._supervisor, name)(*arguments, time.monotonic())
+            getattr(self.supervisor, name)(*arguments, time.monotonic())
 
     def _act(self) -> Exit | None:
         """Does what the supervisor asks for; returns how it ends, if it does."""
-        while actions := self._supervisor.take(time.monotonic()):
+        while actions := self.supervisor.take(time.monotonic()):
             for action in actions:
                 if isinstance(action, Exit):
                     return action
@@ -312,34 +299,34 @@ class _Loop:
                 except (Lost, OSError) as error:
                     if not isinstance(action, Publish):
                         raise
-                    self._keeper.resign()
+                    self.keeper.resign()
                     self._hand_over(("lease_lost", str(error)))
         return None
 
     def _do(self, action: Action) -> None:
         match action:
             case ToMember(host, message):
-                self._links.to_member(host, message)
+                self.links.to_member(host, message)
             case ToLeader(message):
-                self._links.to_leader(message)
+                self.links.to_leader(message)
             case Drop(host):
-                self._links.drop(host)
+                self.links.drop(host)
             case Dial(host):
-                self._links.dial_host(host)
+                self.links.dial_host(host)
             case Campaign(on):
-                self._keeper.campaigning = on
+                self.keeper.campaigning = on
             case Resign():
-                self._keeper.resign()
-            case Publish():
-                self._keeper.publish(action)
+                self.keeper.resign()
+            case Publish(record):
+                self.keeper.publish(record)
             case Prepare():
-                self._tasks.prepare(self._settings.ports_per_host)
+                self.tasks.prepare(self.settings.ports_per_host)
             case ToTasks(message):
-                ended = self._tasks.do(message)
+                ended = self.tasks.do(message)
                 if ended is not None:
                     self._hand_over(("from_tasks", ended))
             case Notify(text):
                 self._notify(text)
 
     def _notify(self, text: str) -> None:
-        self._display.line(f"tfmw: {text}")
+        self.display.line(f"tfmw: {text}")

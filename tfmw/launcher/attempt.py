@@ -2,7 +2,7 @@
 
     attempt = Attempt(context, tasks, number=0, policy=policy)
     attempt.start()      # processes, each in a session of its own
-    attempt.watch()      # until all are done, one has failed or hangs, or a signal arrived
+    attempt.poll(0.05)   # whether all are done, one has failed or hangs, or a signal arrived
     attempt.end()        # SIGTERM, grace period, SIGKILL; no process remains
     attempt.failures()   # the root cause first
 
@@ -15,36 +15,27 @@ after which all of them save their state and exit with status 75.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import signal
-import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 from tfmw.cluster.cluster import MEMBER
 from tfmw.errors import PREEMPTED, UsageError
-from tfmw.launcher import call, run_files
+from tfmw.launcher import run_files
 from tfmw.launcher.environment import shortage, visible_devices
 from tfmw.launcher.exchanges import missing
 from tfmw.launcher.failure import Diagnosis, Failure, is_secondary
 from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display, OutputPump
-from tfmw.launcher.process import Task, divisions
+from tfmw.launcher.process import Task
 from tfmw.launcher.restart import backoff_s, restarts_alone, when
 from tfmw.launcher.run_status import RunStatus, sentence
 from tfmw.launcher.spawn import Spawner
-from tfmw.launcher.watchdog import (
-    LAG_S,
-    STOPPED_TIMEOUT_S,
-    HungTask,
-    TaskStatus,
-    Watchdog,
-)
+from tfmw.launcher.watchdog import LAG_S, STOPPED_TIMEOUT_S, HungTask, TaskStatus, Watchdog
 from tfmw.runtime.goodput import Division
 from tfmw.runtime.progress import AT_THE_END
 from tfmw.runtime.signals import Signals
@@ -83,12 +74,9 @@ class AttemptContext:
     """The resources that all attempts of a run share.
 
     Args:
-        run: the command and its options.
         directory: of the run; each attempt creates its folder in it.
         status: what `tfmw status` shows of the run.
         env: environment variables that all tasks share; a fork server is kept for the same ones.
-        spawner: starts the processes.
-        display: prints the tasks' output.
         live: name of the task whose output is a terminal.
         stop: the signals that the launcher has received.
     """
@@ -103,11 +91,11 @@ class AttemptContext:
     stop: Signals
 
 
+@dataclasses.dataclass(eq=False)
 class Attempt:
     """One start of all tasks: watched until the outcome is known, then ended.
 
     Args:
-        context: of the run.
         layout: (kind, index) of each task.
         number: which attempt of the run, from 0.
         policy: decides whether single tasks restart.
@@ -118,53 +106,44 @@ class Attempt:
         before: how tasks have divided the run's time until now, the chief first.
     """
 
-    def __init__(
-        self,
-        context: AttemptContext,
-        layout: Sequence[tuple[str, int]],
-        number: int,
-        policy: Restarts,
-        *,
-        cluster: Mapping[str, Sequence[str]] | None = None,
-        settle_s: float = SETTLE_S,
-        env: Mapping[str, str] | None = None,
-        before: Mapping[str, Division] | None = None,
-    ) -> None:
-        self.number = number
-        self._env_of_all = env or {}
-        self._cluster = cluster
-        self._settle_s = settle_s
-        self._context = context
-        self._options = context.run.options
-        self._status = context.status
-        self._stop = context.stop
-        self._policy = policy
-        self._directory = context.directory / f"attempt_{number}"
+    context: AttemptContext
+    layout: Sequence[tuple[str, int]]
+    number: int
+    policy: Restarts
+    _: dataclasses.KW_ONLY
+    cluster: Mapping[str, Sequence[str]] | None = None
+    settle_s: float = SETTLE_S
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    before: Mapping[str, Division] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._options = self.context.run.options
+        self._status = self.context.status
+        self._stop = self.context.stop
+        self._directory = self.context.directory / f"attempt_{self.number}"
         self._env = {
-            **context.env,
-            "TFMW_ATTEMPT": str(number),
+            **self.context.env,
+            "TFMW_ATTEMPT": str(self.number),
             "TFMW_MAX_RESTARTS": str(self._options.max_restarts),
         }
-        self.tasks = [Task(kind, index, self._directory, self._env) for kind, index in layout]
-        known = before or {}
-        first = next(iter(known.values()), Division(at=self._status.since))
+        self.tasks = [Task(kind, index, self._directory, self._env) for kind, index in self.layout]
+        first = next(iter(self.before.values()), Division(at=self._status.since))
         for task in self.tasks:
-            task.division = known.get(task.name, first)
-        kinds = {kind for kind, _ in layout} if cluster is None else set(cluster)
+            task.division = self.before.get(task.name, first)
+        kinds = {kind for kind, _ in self.layout} if self.cluster is None else set(self.cluster)
         self._has_ps = "ps" in kinds
         self._replaced: list[Task] = []  # ended tasks that were restarted alone
         # Task -> when to restart it alone; infinity: that is not decided yet.
         self._due: dict[str, float] = {}
-        self._results: dict[str, IO[bytes]] = {}
-        self._output = OutputPump(context.display)
+        self._output = OutputPump(self.context.display)
         self._leave_by = _NEVER  # when tasks that were asked to leave must have done so
-        self._diagnosis = Diagnosis(number)
+        self._diagnosis = Diagnosis(self.number)
         self._began_at = time.monotonic()
         self._watchdog = Watchdog(
             self._options.hang_timeout_s,
             self._options.start_timeout_s,
             STOPPED_TIMEOUT_S if self._options.max_restarts else 0.0,
-            lag_s=LAG_S,
+            LAG_S,
         )
         self._next_check = 0.0
         self._hung: HungTask | None = None
@@ -178,48 +157,33 @@ class Attempt:
             UsageError: their files cannot be written.
         """
         self._began_at = time.monotonic()
-        self._status.watch(self.tasks, self.number, self._cluster)
+        status = self._status
+        status.tasks, status.attempt, status.cluster = self.tasks, self.number, self.cluster or {}
         try:
-            with contextlib.ExitStack() as inputs:
-                prepared = [self._prepare(task, inputs) for task in self.tasks]
-                if self._cluster is None:
-                    members = [task for task in self.tasks if task.kind != "evaluator"]
-                    cluster: dict[str, list[str]] = {}
-                    with reserved_ports(len(members)) as ports:
-                        for task, port in zip(members, ports, strict=True):
-                            cluster.setdefault(task.kind, []).append(f"127.0.0.1:{port}")
-                        self._describe(cluster)
-                else:
-                    self._describe(self._cluster)
-                for task, (stdin, fds) in zip(self.tasks, prepared, strict=True):
-                    self._start(task, stdin, fds)
+            for task in self.tasks:
+                task.prepare(self.context.run.payload)
+            if self.cluster is None:
+                members = [task for task in self.tasks if task.kind != "evaluator"]
+                cluster: dict[str, list[str]] = {}
+                with reserved_ports(len(members)) as ports:
+                    for task, port in zip(members, ports, strict=True):
+                        cluster.setdefault(task.kind, []).append(f"127.0.0.1:{port}")
+                    self._describe(cluster)
+            else:
+                self._describe(self.cluster)
+            for task in self.tasks:
+                self._start(task)
         except OSError as error:
             raise UsageError(
                 f"the tasks' files in {self._directory} cannot be written ({error.strerror}): make "
                 "room there, or name another place with --log-dir (by default $TMPDIR)."
             ) from error
 
-    def _start(self, task: Task, stdin: IO[bytes] | int, fds: Sequence[int]) -> None:
-        context = self._context
-        live = task.name == context.live
-        task.start(context.spawner, context.run.command, stdin, live, fds)
+    def _start(self, task: Task) -> None:
+        context = self.context
+        task.start(context.spawner, context.run.command, task.name == context.live)
         self._output.add(task)
         run_files.update(self._status)
-
-    def _prepare(
-        self, task: Task, inputs: contextlib.ExitStack
-    ) -> tuple[IO[bytes] | int, list[int]]:
-        """Standard input and inherited descriptors of a task."""
-        payload = self._context.run.payload
-        if payload is None:
-            return subprocess.DEVNULL, []
-        stdin = inputs.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        call.write(payload, stdin)
-        stdin.seek(0)
-        result = tempfile.TemporaryFile()  # noqa: SIM115  (closed in outcomes)
-        self._results[task.name] = result
-        task.env[call.RESULT_FD] = str(result.fileno())
-        return stdin, [result.fileno()]
 
     def _describe(self, cluster: Mapping[str, Sequence[str]]) -> None:
         """Gives each task its TF_CONFIG, its rank on this machine, and its share of the GPUs."""
@@ -236,17 +200,12 @@ class Attempt:
                 "TFMW_LOCAL_TASKS": str(len(self.tasks)),
                 "TFMW_LOCAL_RANK": str(rank),
                 **visible_devices(training, len(workers), self._env),
-                **self._env_of_all,
+                **self.env,
             }
         if self.number == 0 and (note := shortage(len(workers), self._env)):
-            self._context.display.line(f"tfmw: {note}")
+            self.context.display.line(f"tfmw: {note}")
 
     # ---- watch ---------------------------------------------------------------------------------
-
-    def watch(self) -> None:
-        """Returns once the attempt is over."""
-        while not self.poll(self._options.monitor_interval_s):
-            pass
 
     def poll(self, wait_s: float) -> bool:
         """Looks at the tasks once, and starts those that restart alone.
@@ -259,13 +218,13 @@ class Attempt:
             hangs; a signal arrived; tasks have not saved their state in time; or nobody reads the
             output.
         """
-        if self._context.display.broken:
+        if self.context.display.broken:
             return True
         if self._stop.received and not self._waits_for_state():
             return True
         self._output.pump(wait_s)
         ended = {task for task in self.tasks if task.has_ended()}
-        if any(self._failed(task) for task in self.tasks):
+        if self._failed():
             self._settle()
             if not self._restart_alone() and not self._only_lost_preempted_peers():
                 return True
@@ -279,7 +238,7 @@ class Attempt:
         hung = self._find_hung()
         if hung is not None and self._options.elastic:
             # It alone: the others wait for it in their round.
-            self._context.display.line(f"tfmw: {hung.task} is killed: {hung.reason}")
+            self.context.display.line(f"tfmw: {hung.task} is killed: {hung.reason}")
             next(task for task in self.tasks if task.name == hung.task).signal(signal.SIGKILL)
             return False
         self._hung = hung
@@ -323,19 +282,18 @@ class Attempt:
         if not all(task.has_ended() and task.name not in self._due for task in not_serving):
             return False
         done_at = max(task.ended for task in not_serving)
-        return time.monotonic() >= done_at + self._context.run.farewell_s
+        return time.monotonic() >= done_at + self.context.run.farewell_s
 
     def _not_serving(self) -> list[Task]:
         serving = ("ps", "worker") if self._has_ps else ()
         return [task for task in self.tasks if task.kind not in serving]
 
-    def _failed(self, task: Task) -> bool:
-        return self._diagnosis.failed(task)
+    def _failed(self) -> list[Task]:
+        return [task for task in self.tasks if self._diagnosis.failed(task)]
 
     def _only_lost_preempted_peers(self) -> bool:
         """Whether the failed tasks have only lost a peer that saved its state and exited."""
-        failed = [task for task in self.tasks if self._failed(task)]
-        return self.preempted() and all(is_secondary(task.error()) for task in failed)
+        return self.preempted() and all(is_secondary(task.error()) for task in self._failed())
 
     def _settle(self) -> None:
         """Waits a moment for failed tasks to exit, and for the root cause to appear.
@@ -343,9 +301,9 @@ class Attempt:
         The first task to die may have failed only because it lost the task that is the cause. Wrong
         usage fails all tasks alike.
         """
-        deadline = time.monotonic() + self._settle_s
+        deadline = time.monotonic() + self.settle_s
         while time.monotonic() < deadline and not self._stop.received and not self._all_ended():
-            failed = [task for task in self.tasks if self._failed(task)]
+            failed = self._failed()
             errors = [task.error() for task in failed]
             known = not all(error and (error["secondary"] or error["usage"]) for error in errors)
             if known and all(task.has_ended() for task in failed):
@@ -374,11 +332,11 @@ class Attempt:
         hung = self._watchdog.check(statuses)
         if hung is None:
             for line in [*self._watchdog.stragglers(statuses), *self._status.new_straggler()]:
-                self._context.display.line(f"tfmw: {line}")
+                self.context.display.line(f"tfmw: {line}")
             return None
         late = missing(self._status.exchanges())
         if late is not None:
-            self._context.display.line(f"tfmw: {sentence(late, self.tasks, DUMP_S)}")
+            self.context.display.line(f"tfmw: {sentence(late, self.tasks, DUMP_S)}")
             hung = dataclasses.replace(
                 hung, task=late.task, reason=f"{hung.reason}; it {late.what}"
             )
@@ -399,7 +357,7 @@ class Attempt:
 
     def _restart_alone(self) -> bool:
         """Replaces the tasks that failed; whether the attempt continues."""
-        failed = [task for task in self.tasks if self._failed(task)]
+        failed = self._failed()
         if self._stop.received or self._leave_by < _NEVER:
             return False
         elastic = self._options.elastic
@@ -409,7 +367,7 @@ class Attempt:
             if self._is_exiting(task):
                 continue
             failure = self._diagnosis.failure(task, task.error())
-            allowed = self._policy.allows_restart_alone(failure)
+            allowed = self.policy.allows_restart_alone(failure)
             if allowed is None:
                 self._due[task.name] = _NEVER
                 continue
@@ -419,8 +377,8 @@ class Attempt:
             trained = elastic and failure.external and failure.step >= 0
             delay_s = 0.0 if trained else backoff_s(task.restart)
             self._due[task.name] = time.monotonic() + delay_s
-            self._context.display.line(
-                f"tfmw: restart {self._policy.restarts} of {self._options.max_restarts} "
+            self.context.display.line(
+                f"tfmw: restart {self.policy.restarts} of {self._options.max_restarts} "
                 f"{when(delay_s)}, of {task.name} alone: it failed in attempt {self.number} after "
                 f"{failure.seconds:.1f} s: {failure.description}"
             )
@@ -440,6 +398,7 @@ class Attempt:
         task.signal(signal.SIGKILL)  # processes that it has started
         self._output.finish(task)
         task.close()
+        task.result()  # the call has none
         new = Task(task.kind, task.index, self._directory, task.env, task.restart + 1)
         self.tasks[self.tasks.index(task)] = new
         self._replaced.append(task)
@@ -449,8 +408,8 @@ class Attempt:
         for task in self.tasks:
             if self._due.get(task.name, _NEVER) <= time.monotonic():
                 del self._due[task.name]
-                with contextlib.ExitStack() as inputs:
-                    self._start(task, *self._prepare(task, inputs))
+                task.prepare(self.context.run.payload)
+                self._start(task)
 
     # ---- end -----------------------------------------------------------------------------------
 
@@ -462,13 +421,12 @@ class Attempt:
         """
         if self._output.closed:
             return
-        grace_s = self._context.run.grace_s if grace_s is None else grace_s
+        grace_s = self.context.run.grace_s if grace_s is None else grace_s
         self._diagnosis.ended_at = min(self._diagnosis.ended_at, time.monotonic())
         self._due.clear()
         if not self._stop.received:
-            failed = [task for task in self.tasks if self._failed(task)]
-            for line in self._status.killed(failed):
-                self._context.display.line(f"tfmw: {line}")
+            for line in self._status.killed(self._failed()):
+                self.context.display.line(f"tfmw: {line}")
         if grace_s > 0:
             for task in [task for task in self.tasks if not task.has_ended()]:
                 task.signal(signal.SIGTERM)
@@ -489,9 +447,7 @@ class Attempt:
         self._output.close()
 
     def _all_ended(self) -> bool:
-        ended = [
-            task.has_ended() for task in self.tasks
-        ]  # each is polled, which records when it ended
+        ended = [task.has_ended() for task in self.tasks]  # polls each, which records the time
         return all(ended)
 
     # ---- outcome -------------------------------------------------------------------------------
@@ -518,22 +474,13 @@ class Attempt:
         """The largest training step that a task has reported; negative if none has."""
         return max((task.progress().step for task in self.tasks), default=-1)
 
-    def divisions(self) -> dict[str, Division]:
-        """How the tasks that train have divided the run's time."""
-        return divisions(self.tasks)
-
     def seconds(self) -> float:
         """Duration of the attempt."""
         return min(self._diagnosis.ended_at, time.monotonic()) - self._began_at
 
     def results(self) -> dict[str, bytes]:
         """The pickled outcome of the payload's function in each task. Call once, after `end`."""
-        found = {}
-        for name, file in self._results.items():
-            with file:
-                file.seek(0)
-                found[name] = file.read()
-        return found
+        return {task.name: task.result() for task in self.tasks}
 
 
 def _saves_state(task: Task) -> bool:

@@ -27,7 +27,7 @@ from tfmw.launcher.failure import Failure
 from tfmw.launcher.network import Gateway, choose_network, network_hint
 from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display, is_watched
-from tfmw.launcher.process import task_name
+from tfmw.launcher.process import divisions, task_name
 from tfmw.launcher.restart import AttemptOutcome, RestartPolicy
 from tfmw.launcher.result import Result, exit_status
 from tfmw.launcher.run_files import published
@@ -37,8 +37,6 @@ from tfmw.runtime import goodput
 from tfmw.runtime.goodput import Division
 from tfmw.runtime.signals import Signals
 from tfmw.trackers import RUN_ID
-
-_ORDER = ("chief", "worker", "ps", "evaluator")
 
 _END_S = 5.0  # in which the server of elastic rounds ends
 _LOOK_S = 0.05  # between two looks for a signal
@@ -66,7 +64,7 @@ def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Ou
         own = {RUN_ID: environ.get(RUN_ID) or secrets.token_hex(8)}
         if job.options.elastic:
             own |= stack.enter_context(_served_rounds(job.workers, environ))
-        context, isolated = make_context(job, {**environ, **own}, stop, stack)
+        context = make_context(job, {**environ, **own}, stop, stack)
         policy = RestartPolicy(job.options, job.workers)
         attempt, failures = _run_attempts(context, policy)
     status = exit_status(
@@ -85,9 +83,9 @@ def run_locally(job: LocalRun, stop: Signals) -> tuple[Result, dict[str, call.Ou
         directory=context.directory if context.directory.exists() else None,
         attempts=attempt.number + 1,
         restarts=policy.restarts,
-        hint=network_hint(failures) if isolated else "",
+        hint=network_hint(failures) if context.spawner.namespaces else "",
         goodput=goodput.line(
-            {t: d.until(time.time(), goodput.OTHER) for t, d in attempt.divisions().items()}
+            {t: d.until(time.time(), goodput.OTHER) for t, d in divisions(attempt.tasks).items()}
         ),
     )
     outcomes = {task: call.loaded(data) for task, data in attempt.results().items()}
@@ -135,8 +133,8 @@ def _served_rounds(workers: int, environ: Mapping[str, str]) -> Iterator[dict[st
 
 def make_context(
     job: LocalRun, environ: Mapping[str, str], stop: Signals, stack: contextlib.ExitStack
-) -> tuple[AttemptContext, bool]:
-    """The context of all attempts, and whether the tasks have a private network."""
+) -> AttemptContext:
+    """The context of all attempts: their folder, network, environment and fork server."""
     terminal = is_watched(job.stdout)
     live = task_name(*job.tasks[0]) if (terminal if job.live is None else job.live) else None
     display = Display(job.stdout, live)
@@ -162,7 +160,7 @@ def make_context(
         print(f"tfmw: {note}", file=sys.stderr, flush=True)
     status = RunStatus(directory, job.command)
     stack.enter_context(published(status))
-    context = AttemptContext(
+    return AttemptContext(
         run=job,
         directory=directory,
         status=status,
@@ -172,7 +170,6 @@ def make_context(
         live=live,
         stop=stop,
     )
-    return context, network is not None
 
 
 def _uses_standby(job: LocalRun, env: Mapping[str, str]) -> bool:
@@ -180,11 +177,10 @@ def _uses_standby(job: LocalRun, env: Mapping[str, str]) -> bool:
 
     A script that tfmw does not initialize may set variables that TensorFlow reads at its import.
     """
-    options = job.options
-    if options.standby == "auto":
-        several = len(job.tasks) > 1 or options.max_restarts > 0
+    if job.options.standby == "auto":
+        several = len(job.tasks) > 1 or job.options.max_restarts > 0
         return several and env.get("TFMW_NO_INIT") != "1"
-    return options.standby == "on"
+    return job.options.standby == "on"
 
 
 def _run_attempts(
@@ -204,14 +200,15 @@ def _run_attempts(
         attempt = Attempt(context, tasks, number, policy, before=before)
         try:
             attempt.start()
-            attempt.watch()
+            while not attempt.poll(options.monitor_interval_s):
+                pass
             restarting = not stop.received and policy.restarts < options.max_restarts
             # No grace period: tasks that have lost a peer cannot shut down in order, and files on
             # disk are complete at any moment.
             attempt.end(0.0 if restarting and attempt.failures() else None)
         finally:
             attempt.end()
-        before = {task: d.before_a_restart() for task, d in attempt.divisions().items()}
+        before = {task: d.before_a_restart() for task, d in divisions(attempt.tasks).items()}
         failed = attempt.failures()
         failures += (*attempt.restarted_failures(), *(failed if not failures else failed[:1]))
         decision = policy.decide(
@@ -230,9 +227,7 @@ def _run_attempts(
         wait(decision.delay_s, lambda: bool(stop.received))
         if stop.received:
             return attempt, ()
-        others = [task for task in tasks if task[0] != "worker"]
-        workers = [("worker", index) for index in range(decision.workers)]
-        tasks = sorted([*others, *workers], key=lambda task: _ORDER.index(task[0]))
+        tasks = [task for task in tasks if task[0] != "worker" or task[1] < decision.workers]
     raise AssertionError("unreachable")
 
 

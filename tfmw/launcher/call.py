@@ -9,7 +9,6 @@ maps into its memory.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import mmap
 import os
@@ -90,32 +89,13 @@ def write(payload: Payload, file: IO[bytes]) -> None:
         file.write(bytes(-file.tell() % _ALIGNED))
 
 
-@dataclasses.dataclass(frozen=True)
-class ReceivedCall:
-    """A received call, still pickled: its modules may need tfmw.init before their import."""
+def receive() -> Callable[[], None]:
+    """In the child: reads the call from standard input.
 
-    blob: bytes
-    result: IO[bytes]
-    arrays: Sequence[memoryview] = ()
-
-    def run(self) -> None:
-        """Calls the function and sends the result; sends and raises an exception."""
-        try:
-            fn, args = loads(self.blob, self.arrays)
-            value = fn(*args)
-            data = _pickler().dumps((value, None, ""))
-        except BaseException as error:
-            self.result.write(_dump_error(error))
-            self.result.close()  # the launcher may end this process at any moment from now on
-            raise
-        finally:
-            sys.stdout.flush()
-        self.result.write(data)
-        self.result.close()
-
-
-def receive() -> ReceivedCall:
-    """In the child: reads the call from standard input."""
+    Returns:
+        Calls the function and sends its result; sends and raises an exception. Until then the call
+        stays pickled: its modules may need tfmw.init before their import.
+    """
     path, blob, sizes = pickle.load(sys.stdin.buffer)
     arrays = []
     if sizes:
@@ -130,7 +110,20 @@ def receive() -> ReceivedCall:
         path = [*sys.path, *(p for p in path if p not in sys.path and os.path.isdir(p))]
     sys.path[:] = path
     result = open(int(os.environ.pop(RESULT_FD)), "wb")  # noqa: SIM115  (the call closes it)
-    return ReceivedCall(blob, result, arrays)
+
+    def run() -> None:
+        with result:  # once it is closed, the launcher may end this process at any moment
+            try:
+                fn, args = loads(blob, arrays)
+                data = _pickler().dumps((fn(*args), None, ""))
+            except BaseException as error:
+                result.write(_dump_error(error))
+                raise
+            finally:
+                sys.stdout.flush()
+            result.write(data)
+
+    return run
 
 
 def loads(data: bytes, arrays: Sequence[Any] = ()) -> Any:

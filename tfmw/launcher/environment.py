@@ -62,9 +62,7 @@ def make_run_directory(log_dir: str | os.PathLike[str] | None) -> Path:
 def task_environment(environ: Mapping[str, str], terminal: bool) -> dict[str, str]:
     """Variables that all tasks share; `Attempt` adds those that differ."""
     env = dict(environ)
-    env.setdefault(
-        "TF_CPP_MIN_LOG_LEVEL", "2"
-    )  # hides the notices that TensorFlow prints in each task
+    env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides TensorFlow's notices in each task
     compute_with_onednn(env)
     env.setdefault("TFMW_TOKEN", _token())
     env["PYTHONUNBUFFERED"] = "1"

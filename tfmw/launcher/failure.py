@@ -102,9 +102,6 @@ class Failure:
 class Diagnosis:
     """Determines how the tasks of one attempt ended.
 
-    Args:
-        attempt: its number, from 0.
-
     Attributes:
         ended_at: monotonic seconds when the launcher began to end the tasks; later failures are
             a consequence of that.
@@ -124,12 +121,7 @@ class Diagnosis:
         return record is not None and record["fatal"] and record["monotonic"] <= self.ended_at
 
     def failures(self, tasks: Sequence[Task], hung: HungTask | None) -> tuple[Failure, ...]:
-        """The failures of the tasks, the root cause first.
-
-        Args:
-            tasks: of the attempt.
-            hung: the task for which the watchdog ended the attempt.
-        """
+        """The failures of the tasks, the root cause first; `hung`: the watchdog's cause."""
         failed = [(task, task.error()) for task in tasks if self.failed(task)]
         if failed and all(is_secondary(record) for _, record in failed):
             # The cause may be a task that recorded its error and hung instead of exiting.
@@ -189,13 +181,7 @@ def _failed_at(task: Task, record: Mapping[str, Any] | None) -> float:
 def _described(
     record: Mapping[str, Any] | None, how: str, log: Path
 ) -> tuple[str, str, tuple[str, ...]]:
-    """(error, how, detail) of a Failure.
-
-    Args:
-        record: of `record_error`; None if the task recorded no error.
-        how: its exit status as text.
-        log: path of its output, whose end is shown if it recorded no traceback.
-    """
+    """(error, how, detail) of a Failure; the end of the log if the task recorded no traceback."""
     if record is None:
         return "", how, tail(log)
     message = record["message"].strip() or "(no message)"

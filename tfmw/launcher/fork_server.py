@@ -4,10 +4,9 @@
     server.wait(stop, timeout_s=120)                            # until it has imported
     pid = server.fork(["script", "train.py"], env, {0: stdin, 1: stdout, 2: stdout})
 
-Importing TensorFlow and Keras takes seconds of processor time and 200 MB. A task must join its
-cluster before the first TensorFlow operation. So one process imports both, runs no operation, and
-is forked whenever a task starts: at first, and again after a failure. At a fork it has only its
-main thread (NumPy's OpenBLAS ends its threads before a fork), and it has used no GPU.
+A task must join its cluster before the first TensorFlow operation, so the fork server runs none. At
+a fork it has only its main thread (NumPy's OpenBLAS ends its threads before a fork), and it has
+used no GPU. The gain is in docs/explain/benchmarks.md.
 
 A forked task is a child of the launcher: the fork server forks twice and the intermediate process
 exits. Linux makes the orphan a child of the nearest ancestor that is a subreaper (prctl(2),
@@ -141,9 +140,8 @@ class ForkServer:
                     socket.send_fds(self._control, [b"f"], sent)
                     self._control.settimeout(FORK_TIMEOUT_S)
                     pid = int(self._control.recv(32))
-                    os.waitid(
-                        os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
-                    )  # is it a child of this process?
+                    # Raises unless it is a child of this process.
+                    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except (OSError, ValueError):
                 file.truncate(0)  # a late fork finds no request, and exits
                 self._lost = True
@@ -321,7 +319,7 @@ def _import_everything() -> None:
     """Imports all public modules of tfmw, and with them TensorFlow and Keras."""
     with contextlib.suppress(Exception):  # a task meets and reports the same error
         import tfmw
-        from tfmw.runtime.imports import quick_imports
+        from tfmw.runtime.versions import quick_imports
 
         with quick_imports():
             for name in tfmw.__all__:

@@ -174,11 +174,7 @@ class Display:
 
 
 class OutputPump:
-    """Copies the output of several tasks to a display, and to their logs.
-
-    Args:
-        display: prints the output.
-    """
+    """Copies the output of several tasks to a display, and to their logs."""
 
     def __init__(self, display: Display) -> None:
         self._display = display

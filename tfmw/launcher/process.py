@@ -6,14 +6,16 @@ import contextlib
 import json
 import os
 import struct
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from tfmw.launcher.spawn import Child, Spawner
+from tfmw.launcher import call
+from tfmw.launcher.spawn import Spawner
 from tfmw.runtime.goodput import Division
-from tfmw.runtime.progress import PROGRESS_FILE, Progress, ProgressFile
+from tfmw.runtime.progress import PROGRESS_FILE, Progress
 from tfmw.runtime.recorded_errors import ERROR_FILE
 from tfmw.runtime.recorder import EXCHANGES_FILE, RecordedExchange, make_file, read_exchanges
 from tfmw.runtime.signals import STACKS, STACKS_FILE
@@ -56,18 +58,22 @@ class TaskFiles:
         self.division = Division(at=time.time())  # of the run's time before this task
         self.pid = pid
         self.status: int | None = None  # as in subprocess: -9 is SIGKILL
+        self._progress = Progress()
 
-    def make(self) -> ProgressFile:
-        """Creates the files that the task writes at every step, at their full size."""
+    def make(self) -> None:
+        """Creates the files that the task writes at every step, at their full size.
+
+        So a report never needs disk space.
+        """
         self.directory.mkdir(parents=True)
         make_file(self.files[EXCHANGES_FILE])
-        return ProgressFile(self.files[PROGRESS_FILE], self.division)
+        self.files[PROGRESS_FILE].write_bytes(Progress(division=self.division).packed())
 
     def progress(self) -> Progress:
-        """Its last report of progress."""
+        """Its last report of progress, also once the files have been removed."""
         with contextlib.suppress(OSError, struct.error):
-            return Progress.unpacked(self.files[PROGRESS_FILE].read_bytes())
-        return Progress()
+            self._progress = Progress.unpacked(self.files[PROGRESS_FILE].read_bytes())
+        return self._progress
 
     def exchanges(self) -> list[RecordedExchange]:
         """Its last exchanges with other workers, in order."""
@@ -157,37 +163,41 @@ class Task(TaskFiles):
         self.started = 0.0
         self.ended = 0.0  # monotonic seconds, as seen by the launcher
         self.stream: int | None = None  # the launcher's end of its standard output and error
-        self._progress: ProgressFile | None = None
-        self._process: Child | None = None
         self._log: IO[bytes] | None = None
+        self._call: IO[bytes] | None = None  # its standard input
+        self._result: IO[bytes] | None = None
 
-    def start(
-        self,
-        spawner: Spawner,
-        command: Sequence[str],
-        stdin: IO[bytes] | int,
-        terminal: bool,
-        fds: Sequence[int],
-    ) -> None:
-        """Starts the process; it dies with the calling thread (see `task`).
+    def prepare(self, payload: call.Payload | None) -> None:
+        """Makes its files; those of the call that it receives, if any, and of its result too."""
+        self.make()
+        if payload is not None:
+            self._call = tempfile.TemporaryFile()  # noqa: SIM115  (closed in start)
+            call.write(payload, self._call)
+            self._call.seek(0)
+            self._result = tempfile.TemporaryFile()  # noqa: SIM115  (closed in result)
+            self.env[call.RESULT_FD] = str(self._result.fileno())
+
+    def start(self, spawner: Spawner, command: Sequence[str], terminal: bool) -> None:
+        """Starts the process, once it is prepared; it dies with the calling thread (see `task`).
 
         Args:
-            spawner: starts it.
             command: the arguments of `task.py`.
-            stdin: its standard input.
             terminal: whether it writes to a terminal rather than a pipe.
-            fds: descriptors that it inherits.
         """
-        self._progress = self.make()
         self._log = open(self.log, "wb", buffering=0)  # noqa: SIM115  (closed in close)
         self.started = time.monotonic()
         self._spawner = spawner
-        self._process = spawner.spawn(command, stdin, terminal, fds, self.env)
-        self.pid, self.stream = self._process.pid, self._process.stream
+        fds = [] if self._result is None else [self._result.fileno()]
+        with self._call or open(os.devnull, "rb") as stdin:
+            self.pid, self.stream = spawner.spawn(command, stdin, terminal, fds, self.env)
 
-    def progress(self) -> Progress:
-        """Its last report of progress."""
-        return self._progress.read() if self._progress is not None else Progress()
+    def result(self) -> bytes:
+        """The pickled outcome of the call; b"" without one. Call it once, after the end."""
+        if self._result is None:
+            return b""
+        with self._result as file:
+            file.seek(0)
+            return file.read()
 
     def read(self) -> bytes:
         """The next bytes that the task wrote; b"" at the end."""
@@ -203,9 +213,9 @@ class Task(TaskFiles):
 
     def has_ended(self) -> bool:
         """Whether the task has ended. It is a zombie until `close`, so its group keeps its id."""
-        if self._process is None or self.status is not None:
+        if not self.pid or self.status is not None:
             return True
-        found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is not None:
             exited = found.si_code == os.CLD_EXITED
             self.status = found.si_status if exited else -found.si_status
@@ -214,15 +224,15 @@ class Task(TaskFiles):
 
     def signal(self, number: int) -> None:
         """Sends a signal to the task and to all processes of its session's first group."""
-        if self._process is not None:
+        if self.pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
+                os.killpg(self.pid, number)
 
     def close(self) -> None:
         """Frees the resources of the ended process."""
-        if self._process is not None:
-            self._process.wait()
-            self._spawner.forget(self._process.pid)
+        if self.pid:
+            os.waitpid(self.pid, 0)
+            self._spawner.forget(self.pid)
         if self.stream is not None:
             os.close(self.stream)
             self.stream = None
@@ -232,5 +242,3 @@ class Task(TaskFiles):
                 with contextlib.suppress(OSError):
                     self._log.write(f"tfmw: {error['message']}\n".encode())
             self._log.close()
-        if self._progress is not None:
-            self._progress.close()

@@ -27,14 +27,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from tfmw.cluster import Cluster
 from tfmw.errors import PREEMPTED, Preempted, TaskFailed, UsageError
 from tfmw.launcher import call, run_files
 from tfmw.launcher.attempts import run_locally
 from tfmw.launcher.environment import compute_with_onednn, require_working_directory
-from tfmw.launcher.options import FAREWELL_S, GRACE_S, AutoOnOff, LocalRun, RunOptions
+from tfmw.launcher.options import AutoOnOff, LocalRun, RunOptions
 from tfmw.launcher.result import Result
 from tfmw.launcher.spawn import TASK_COMMAND
 from tfmw.runtime.signals import Signals
@@ -47,13 +47,8 @@ def launch_tasks(
     workers: int = 2,
     ps: int = 0,
     evaluator: bool = False,
-    log_dir: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
-    stdout: TextIO | None = None,
-    live: bool | None = None,
-    grace_s: float = GRACE_S,
-    farewell_s: float = FAREWELL_S,
-    options: RunOptions | None = None,
+    **of_run: Any,
 ) -> Result:
     """Runs a script in each task of a fresh local cluster, and waits for its end.
 
@@ -63,15 +58,8 @@ def launch_tasks(
         workers: number of tasks that train; worker 0 is the chief.
         ps: number of parameter servers. With any, one more task, the chief, coordinates.
         evaluator: whether to start an evaluator beside them.
-        log_dir: the run's folder is created in it; by default in a temporary directory, which is
-            kept after a failure.
         env: environment variables added for the tasks.
-        stdout: the stream for their output; by default `sys.stdout`.
-        live: whether the chief's output is printed without labels, for its progress bar; by
-            default if `stdout` is a terminal or a notebook.
-        grace_s: seconds between SIGTERM and SIGKILL for tasks that are ended.
-        farewell_s: seconds in which ps, and workers beside them, exit once the chief is done.
-        options: restarts, time limits, standby, the private network.
+        of_run: other fields of `LocalRun`.
 
     Returns:
         How it ended. The caller prints `Result.summary`.
@@ -84,13 +72,8 @@ def launch_tasks(
     job = LocalRun(
         command=["module" if module else "script", *argv],
         tasks=task_layout(workers, ps, evaluator),
-        options=options or RunOptions(),
-        log_dir=log_dir,
         env={**(env or {}), **({"TFMW_EVALUATOR": "1"} if evaluator else {})},
-        stdout=sys.stdout if stdout is None else stdout,
-        live=live,
-        grace_s=grace_s,
-        farewell_s=farewell_s,
+        **of_run,
     )
     with Signals() as stop:
         result, _ = run_locally(job, stop)
@@ -123,48 +106,31 @@ def launch(
     args: Sequence[Any] = (),
     workers: int = 2,
     *,
-    log_dir: str | os.PathLike[str] | None = None,
-    env: Mapping[str, str] | None = None,
-    stdout: TextIO | None = None,
-    live: bool | None = None,
-    grace_s: float = GRACE_S,
     max_restarts: int = 0,
     isolate: AutoOnOff = "auto",
     elastic: bool = False,
+    **of_run: Any,
 ) -> list[Any]:
     """Runs `fn(*args)` in each worker of a fresh local cluster.
 
     Args:
-        fn: a function that the workers can import. With cloudpickle installed, any function: one
-            that is defined in a notebook or a script, or a lambda.
-        args: its arguments; they are pickled.
-        workers: number of processes; each has joined the cluster when the function starts.
-        log_dir, env, stdout, live, grace_s: as in `launch_tasks`.
-        max_restarts: number of times that all workers are restarted after a failure; the function
-            resumes from its own backup.
-        isolate: whether the workers run in a private network: "auto", "on" or "off".
+        fn, args, workers, max_restarts, isolate: as in `tfmw.launch`.
         elastic: whether workers train apart and meet in rounds; see `RunOptions`.
+        of_run: other fields of `LocalRun`.
 
     Returns:
         The result of the function in each worker, in order.
 
     Raises:
-        UsageError: a wrong number of workers, TF_CONFIG is set, or the function cannot be pickled.
+        UsageError, TaskFailed, Exception: as in `tfmw.launch`.
         Preempted: this process received SIGTERM or SIGUSR1, and the function has saved its state.
-        TaskFailed: a worker died without an exception.
-        Exception: the exception of the function in the first worker that failed. Its cause is a
-            `TaskFailed` with the worker's traceback.
     """
     job = LocalRun(
         command=["call"],
         tasks=task_layout(workers, 0, False),
         options=RunOptions(max_restarts=max_restarts, isolate=isolate, elastic=elastic),
-        log_dir=log_dir,
-        env=env or {},
-        stdout=sys.stdout if stdout is None else stdout,
-        live=live,
-        grace_s=grace_s,
         payload=call.pack(fn, args),
+        **of_run,
     )
     with Signals() as stop:
         result, outcomes = run_locally(job, stop)

@@ -98,10 +98,9 @@ def keep_files(cluster: Cluster, command: Sequence[str]) -> dict[str, str]:
     """
     folder = _new_folder(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     task = TaskFiles(cluster.task, cluster.index, folder, pid=os.getpid())
-    task.make().close()
-    status = RunStatus(folder, command)
-    status.watch([task], 0, cluster.as_tf_config().get("cluster"))
-    _write(folder, status)
+    task.make()
+    addresses = cluster.as_tf_config().get("cluster") or {}
+    _write(folder, RunStatus(folder, command, cluster=addresses, tasks=[task]))
     return {**{name: str(path) for name, path in task.files.items()}, OWN_FILES: str(folder)}
 
 

@@ -1,7 +1,6 @@
 """The state of a run that is alive, as JSON: what `tfmw status` shows.
 
-    status = RunStatus(directory, command)
-    status.watch(attempt.tasks, 0)     # at the start of each attempt
+    status = RunStatus(directory, command, tasks=attempt.tasks)
     status.status()                    # {"run": ..., "tasks": [{"task": "worker 0", ...}, ...]}
     status.stacks()                    # {"worker 0": "Thread 0x... (most recent call first): ..."}
 
@@ -12,6 +11,7 @@ lets other processes of this user read the same.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -37,7 +37,7 @@ from tfmw.runtime import goodput
 from tfmw.runtime.goodput import Division
 from tfmw.runtime.progress import JOINED, NOT_UP, UP
 from tfmw.runtime.recorder import NOBODY, RecordedExchange
-from tfmw.runtime.stacks import is_installed
+from tfmw.runtime.signals import is_installed
 
 STACKS_S = 2.0
 """Seconds in which a task writes its stacks."""
@@ -50,6 +50,7 @@ _SHOWN_FRAMES = 3
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
+@dataclasses.dataclass
 class RunStatus:
     """The state of a run, between its attempts too.
 
@@ -58,87 +59,52 @@ class RunStatus:
         command: the arguments of its tasks.
         pid: of its launcher.
         since: when it began, in seconds of time.time().
+        attempt: the number of the last attempt.
+        cluster: addresses of its tasks by kind, if some are on other hosts.
+        tasks: of that attempt, on this host; those that replace them appear in the same list.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        command: Sequence[str],
-        pid: int | None = None,
-        since: float | None = None,
-    ) -> None:
-        self.directory = directory
-        self.name = directory.name
-        self.pid = os.getpid() if pid is None else pid
-        self._command = list(command)
-        self._attempt = 0
-        self._tasks: Sequence[TaskFiles] = []
-        self._cluster: Mapping[str, Sequence[str]] = {}
-        self.since = time.time() if since is None else since
+    directory: Path
+    command: Sequence[str]
+    pid: int = dataclasses.field(default_factory=os.getpid)
+    since: float = dataclasses.field(default_factory=time.time)
+    attempt: int = 0
+    cluster: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    tasks: Sequence[TaskFiles] = ()
+
+    def __post_init__(self) -> None:
+        self.name = self.directory.name
         self.published_in: Path | None = None  # a folder that other processes read
         self._look_at = 0.0  # for a straggler
         self._slowest: str | None = None  # in the last look
         self._named: str | None = None  # the straggler that a line has named
 
-    def watch(
-        self,
-        tasks: Sequence[TaskFiles],
-        attempt: int,
-        cluster: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
-        """Begins with the tasks of an attempt.
-
-        Args:
-            tasks: on this host; those that replace them appear in the same list.
-            attempt: its number.
-            cluster: addresses of all tasks by kind, if some are on other hosts.
-        """
-        self._tasks, self._attempt, self._cluster = tasks, attempt, cluster or {}
-
     def described(self) -> dict[str, Any]:
-        """All that another process needs, beside the tasks' files; see `of`."""
-        return {
-            "directory": str(self.directory),
-            "pid": self.pid,
-            "command": self._command,
-            "since": self.since,
-            "attempt": self._attempt,
-            "cluster": self._cluster,
-            "tasks": [
-                (task.kind, task.index, str(task.directory.parent), task.restart, task.pid)
-                for task in list(self._tasks)
-            ],
-        }
+        """All that another process needs, as JSON, beside the tasks' files; see `of`."""
+        tasks = [(t.kind, t.index, str(t.directory.parent), t.restart, t.pid) for t in self.tasks]
+        known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**known, "directory": str(self.directory), "tasks": tasks}
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> RunStatus:
         """The run that another process has described."""
-        found = cls(
-            Path(described["directory"]),
-            described["command"],
-            described["pid"],
-            described["since"],
-        )
-        tasks = [
-            TaskFiles(kind, index, Path(folder), restart, pid)
-            for kind, index, folder, restart, pid in described["tasks"]
-        ]
-        found.watch(tasks, described["attempt"], described["cluster"])
-        return found
+        known = {field.name: described[field.name] for field in dataclasses.fields(cls)}
+        tasks = [TaskFiles(kind, i, Path(at), *rest) for kind, i, at, *rest in known["tasks"]]
+        return cls(**{**known, "directory": Path(known["directory"]), "tasks": tasks})
 
     def _elsewhere(self) -> dict[str, str]:
         """Task -> its host, of those on other hosts."""
-        own = {task.name for task in self._tasks}
+        own = {task.name for task in self.tasks}
         return {
             name: split(address)[0]
-            for kind, addresses in self._cluster.items()
+            for kind, addresses in self.cluster.items()
             for index, address in enumerate(addresses)
             if (name := task_name(kind, index)) not in own
         }
 
     def exchanges(self) -> dict[str, list[RecordedExchange]]:
         """The last exchanges of each task that makes some."""
-        workers = [task for task in list(self._tasks) if task.kind in ("chief", "worker")]
+        workers = [task for task in self.tasks if task.kind in ("chief", "worker")]
         found = {task.name: task.exchanges() for task in workers}
         return found if any(found.values()) else {}
 
@@ -186,27 +152,27 @@ class RunStatus:
             "run": self.name,
             "directory": str(self.directory),
             "pid": self.pid,
-            "command": self._command[1:],
+            "command": self.command[1:],
             "since": self.since,
-            "attempt": self._attempt,
-            "steps_per_s": max((t.progress().steps_per_s for t in self._tasks), default=0) or None,
+            "attempt": self.attempt,
+            "steps_per_s": max((t.progress().steps_per_s for t in self.tasks), default=0) or None,
             "missing": None if late is None else {"sentence": str(late), "seconds": late.seconds},
             "straggler": straggler(by_task),
             "elsewhere": self._elsewhere(),
             "goodput": self._goodput(),
-            "tasks": [self._state(task, by_task.get(task.name, [])) for task in list(self._tasks)],
+            "tasks": [self._state(task, by_task.get(task.name, [])) for task in self.tasks],
         }
 
     def _goodput(self) -> dict[str, Any]:
         """The run's time so far, in seconds of its parts, and a line about it."""
-        known = {task: d.until(time.time()) for task, d in divisions(self._tasks).items()}
+        known = {task: d.until(time.time()) for task, d in divisions(self.tasks).items()}
         first = next(iter(known.values()), Division())
         return {"seconds": first.by_part(), "share": first.goodput(), "line": goodput.line(known)}
 
     def stacks(self) -> dict[str, str]:
         """The stacks of each task's threads; of one that cannot write them, why."""
         found = {}
-        for task in list(self._tasks):
+        for task in self.tasks:
             if not task.pid:
                 found[task.name] = "it has not started yet"
             elif task.has_ended():

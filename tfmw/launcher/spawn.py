@@ -1,7 +1,7 @@
 """Starts the processes of a run, and ensures that none outlives the launcher.
 
     with Spawner(namespaces) as spawner:
-        child = spawner.spawn(["script", "train.py"], subprocess.DEVNULL, False, [], env)
+        pid, stream = spawner.spawn(["script", "train.py"], stdin, False, [], env)
 
 Linux kills a task when the launcher dies (see `task`), but not the processes that the task has
 started. For these there is the reaper, a separate process, which reads a pipe from the launcher. If
@@ -36,27 +36,6 @@ NAMESPACES = "TFMW_NAMESPACES"
 """Variable with the descriptors of the namespaces that a task enters: "5,6"."""
 
 
-class Child:
-    """A process that a spawner has started.
-
-    Attributes:
-        pid: its process id, and that of its session and its first group.
-        stream: the launcher's end of its standard output and error.
-    """
-
-    def __init__(self, pid: int, stream: int, process: subprocess.Popen[bytes] | None) -> None:
-        self.pid = pid
-        self.stream = stream
-        self._process = process
-
-    def wait(self) -> None:
-        """Waits until it has ended; the system may then reuse its process id."""
-        if self._process is not None:
-            self._process.wait()
-        else:
-            os.waitpid(self.pid, 0)
-
-
 class Spawner:
     """Starts the processes of a run.
 
@@ -65,7 +44,7 @@ class Spawner:
     """
 
     def __init__(self, namespaces: Sequence[int] = ()) -> None:
-        self._namespaces = list(namespaces)
+        self.namespaces = list(namespaces)
         self._fork_server: ForkServer | None = None
         self._keeps_fork_server = False
         self._reaper = subprocess.Popen(
@@ -118,26 +97,26 @@ class Spawner:
     def spawn(
         self,
         command: Sequence[str],
-        stdin: IO[bytes] | int,
+        stdin: IO[bytes],
         terminal: bool,
         fds: Sequence[int],
         env: Mapping[str, str],
-    ) -> Child:
-        """Starts a process in a new session."""
+    ) -> tuple[int, int]:
+        """Starts a process in a new session, whose id is its own. The caller waits for its end.
+
+        Returns:
+            Its process id, and this end of its standard output and error.
+        """
         env = {**env, "TFMW_LAUNCHER_PID": str(os.getpid())}
-        if self._namespaces:
-            env[NAMESPACES] = ",".join(map(str, self._namespaces))
+        if self.namespaces:
+            env[NAMESPACES] = ",".join(map(str, self.namespaces))
         local, remote = _pseudo_terminal() if terminal else os.pipe()
-        fds = [*fds, *self._namespaces]
+        fds = [*fds, *self.namespaces]
         try:
             pid: int | None = None
-            process: subprocess.Popen[bytes] | None = None
             if self._fork_server is not None:
-                with open(os.devnull, "rb") as nothing:
-                    reads = nothing if isinstance(stdin, int) else stdin
-                    streams = {0: reads.fileno(), 1: remote, 2: remote}
-                    descriptors = {**streams, **{fd: fd for fd in fds}}
-                    pid = self._fork_server.fork(command, env, descriptors)
+                streams = {0: stdin.fileno(), 1: remote, 2: remote}
+                pid = self._fork_server.fork(command, env, streams | {fd: fd for fd in fds})
             if pid is None:
                 process = subprocess.Popen(
                     [*TASK_COMMAND, *command],
@@ -148,6 +127,7 @@ class Spawner:
                     start_new_session=True,
                     pass_fds=fds,
                 )
+                process.returncode = 0  # the caller waits for its end
                 pid = process.pid
         except BaseException:
             os.close(local)
@@ -155,7 +135,7 @@ class Spawner:
         finally:
             os.close(remote)
         self._send_reaper(f"+{pid}")
-        return Child(pid, local, process)
+        return pid, local
 
     def forget(self, pid: int) -> None:
         """Unregisters an ended process and its group, whose ids the system may reuse."""

@@ -54,20 +54,17 @@ def _find_tfmw() -> None:
         sys.path.append(parent)
 
 
-def _run_script(path: str, args: list[str]) -> None:
+def _run(mode: str, program: str, args: list[str]) -> None:
+    """Runs a script or a module, as Python does."""
     import runpy
 
-    sys.argv = [path, *args]
-    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
-    runpy.run_path(path, run_name="__main__")
-
-
-def _run_module(name: str, args: list[str]) -> None:
-    import runpy
-
-    sys.argv = [name, *args]
-    sys.path.insert(0, os.getcwd())
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    sys.argv = [program, *args]
+    if mode == "module":
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(program)))
+        runpy.run_path(program, run_name="__main__")
 
 
 def _write_stacks_on_request() -> None:
@@ -98,28 +95,12 @@ def _end_without_launcher() -> None:
     remove_files(os.environ)
 
 
-def _call() -> None:
-    from tfmw.launcher.call import receive
-    from tfmw.runtime import progress
-
-    call = receive()
-    _init()
-    progress.report_progress(progress.JOINED)
-    call.run()
-
-
-def _init() -> None:
-    if os.environ.get("TFMW_NO_INIT") != "1":
-        import tfmw
-
-        tfmw.init()
-
-
 def main(argv: list[str]) -> int:
     """Runs one task; returns its exit status. Errors are recorded for the launcher."""
     import faulthandler
 
     from tfmw.errors import PREEMPTED, UsageError
+    from tfmw.launcher.call import receive
     from tfmw.runtime import progress
     from tfmw.runtime.recorded_errors import ERROR_FILE, record_error
 
@@ -130,13 +111,13 @@ def main(argv: list[str]) -> int:
     progress.report_progress(progress.UP)
     mode, *rest = argv
     try:
-        if mode == "call":
-            _call()
-        else:
-            _init()
-            progress.report_progress(progress.JOINED)
-            run = _run_module if mode == "module" else _run_script
-            run(rest[0], rest[1:])
+        run = receive() if mode == "call" else lambda: _run(mode, rest[0], rest[1:])
+        if os.environ.get("TFMW_NO_INIT") != "1":
+            import tfmw
+
+            tfmw.init()
+        progress.report_progress(progress.JOINED)
+        run()
     except SystemExit as leaving:
         if leaving.code not in (None, 0, PREEMPTED):
             record_error(leaving, fatal=True)

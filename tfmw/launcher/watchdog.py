@@ -60,6 +60,7 @@ class HungTask:
     external: bool = False
 
 
+@dataclasses.dataclass
 class Watchdog:
     """Checks all tasks of one attempt, from its start.
 
@@ -71,21 +72,14 @@ class Watchdog:
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        hang_timeout_s: float,
-        start_timeout_s: float,
-        stopped_timeout_s: float = 0.0,
-        *,
-        lag_s: float = LAG_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._hang_s = hang_timeout_s
-        self._start_s = start_timeout_s
-        self._stopped_s = stopped_timeout_s
-        self._lag_s = lag_s
-        self._clock = clock
-        self._began_at = clock()
+    hang_timeout_s: float
+    start_timeout_s: float
+    stopped_timeout_s: float = 0.0
+    lag_s: float = LAG_S
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._began_at = self.clock()
         self._last: dict[str, tuple[int, float]] = {}  # task -> (reports, when the last came)
         self._excused_until = 0.0  # until then a task was in a blocking call
         self._stopped_since: dict[str, float] = {}
@@ -93,7 +87,7 @@ class Watchdog:
 
     def check(self, statuses: Sequence[TaskStatus]) -> HungTask | None:
         """The task that hangs, or None."""
-        now = self._clock()
+        now = self.clock()
         for status in statuses:
             if self._last.get(status.task, (-1, 0.0))[0] != status.reports:
                 self._last[status.task] = status.reports, now
@@ -113,14 +107,14 @@ class Watchdog:
                 self._stopped_since.pop(status.task, None)
                 continue
             since = self._stopped_since.setdefault(status.task, now)
-            if self._stopped_s and now - since >= self._stopped_s:
+            if self.stopped_timeout_s and now - since >= self.stopped_timeout_s:
                 return HungTask(
                     status.task, f"stopped by a signal for {now - since:.0f} s", external=True
                 )
         return None
 
     def _late(self, statuses: Sequence[TaskStatus], now: float) -> HungTask | None:
-        if not self._start_s or now - self._began_at < self._start_s:
+        if not self.start_timeout_s or now - self._began_at < self.start_timeout_s:
             return None
         missing = [s for s in statuses if s.step < (JOINED if s.must_join else UP)]
         if not missing:
@@ -128,21 +122,23 @@ class Watchdog:
         # Started tasks may only be waiting for the one that has not started.
         last = min(missing, key=lambda s: (s.step, self._last[s.task][1]))
         what = "did not start" if last.step == NOT_UP else "did not join the cluster"
-        return HungTask(last.task, f"{what} within {self._start_s:g} s")
+        return HungTask(last.task, f"{what} within {self.start_timeout_s:g} s")
 
     def _silent(self, statuses: Sequence[TaskStatus], now: float) -> HungTask | None:
-        if not self._hang_s:
+        if not self.hang_timeout_s:
             return None
         training = [s for s in statuses if s.step >= 0]
         silence = {s.task: now - self._last[s.task][1] for s in training}
         blocked = [s for s in training if s.blocked_in]
-        overdue = [s for s in blocked if silence[s.task] >= BLOCKING_FACTOR * self._hang_s]
+        overdue = [s for s in blocked if silence[s.task] >= BLOCKING_FACTOR * self.hang_timeout_s]
         if blocked and not overdue:
             # Other tasks may wait for it: their silence counts from its end.
             self._excused_until = now
             return None
         silent = overdue or [
-            s for s in training if min(silence[s.task], now - self._excused_until) >= self._hang_s
+            s
+            for s in training
+            if min(silence[s.task], now - self._excused_until) >= self.hang_timeout_s
         ]
         if not silent:
             return None
@@ -166,7 +162,7 @@ class Watchdog:
         lines = []
         for status in training:
             lag = newest - self._last[status.task][1]
-            if lag < self._lag_s:
+            if lag < self.lag_s:
                 self._reported_lag.pop(status.task, None)
             elif lag >= 2 * self._reported_lag.get(status.task, 0.0):
                 self._reported_lag[status.task] = lag

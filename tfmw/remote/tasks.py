@@ -19,6 +19,7 @@ from collections.abc import Mapping
 
 from tfmw.launcher.attempt import Attempt, AttemptContext
 from tfmw.launcher.failure import Failure
+from tfmw.launcher.process import divisions
 from tfmw.remote.messages import (
     End,
     Ended,
@@ -109,7 +110,7 @@ class TasksOfOneMachine:
             cluster=start.cluster,
             settle_s=self._settle_s,
             env={**run, **(self._env or {})},
-            before={"": Division.of(start.division)} if start.division else None,
+            before={"": Division.of(start.division)} if start.division else {},
         )
         self._preempts = False
         self._ports.close()  # they were held until now
@@ -207,7 +208,7 @@ def report_of(attempt: Attempt) -> EndReport:
 
 def _division(attempt: Attempt) -> tuple[float, ...]:
     """How the first task that trains divides the run's time; () if none does here."""
-    first = next(iter(attempt.divisions().values()), None)
+    first = next(iter(divisions(attempt.tasks).values()), None)
     if first is None:
         return ()
     return (first.until(time.time(), OTHER) if attempt.done() else first).values()

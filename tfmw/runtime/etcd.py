@@ -1,6 +1,6 @@
 """A client of etcd's JSON gateway: keys, leases and the transactions that a lock needs.
 
-    client = Client.of("etcd://h0:2379,h1:2379/tfmw/run7")
+    client = Client("etcd://h0:2379,h1:2379/tfmw/run7")
     lease = client.grant(ttl_s=10)
     client.create("tfmw/run7/lock", "h0", lease)      # the key's revision; None: it exists
     client.put_if("tfmw/run7/record", "...", "tfmw/run7/lock", revision)
@@ -21,12 +21,12 @@ import os
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 SCHEMES = ("etcd://", "etcds://")
-DEFAULT_PREFIX = "tfmw"
 
+_TIMEOUT_S = 2.0  # for one request to one member
 _UNAUTHORIZED = 401  # an expired token, too
 
 
@@ -37,7 +37,7 @@ def hosts_of(url: str) -> str:
 
 def key_of(url: str) -> str:
     """The part after the hosts in "etcd://host:2379/key"."""
-    return url.partition("://")[2].partition("/")[2].strip("/") or DEFAULT_PREFIX
+    return url.partition("://")[2].partition("/")[2].strip("/") or "tfmw"
 
 
 def with_key(url: str, key: str) -> str:
@@ -49,40 +49,25 @@ class Client:
     """Talks to the first of several members that responds.
 
     Args:
-        endpoints: "host:port" of each.
-        timeout_s: seconds for one request to one of them.
-        tls: whether they speak TLS.
+        url: "etcd://host:2379,host:2379/key"; with "etcds://", they speak TLS.
         environ: has etcdctl's variables.
 
     Raises:
         OSError: a file of certificates cannot be read.
     """
 
-    def __init__(
-        self,
-        endpoints: Sequence[str],
-        timeout_s: float = 2.0,
-        *,
-        tls: bool = False,
-        environ: Mapping[str, str] = os.environ,
-    ) -> None:
-        self._endpoints = list(endpoints)
-        self._timeout_s = timeout_s
-        self._scheme = "https" if tls else "http"
+    def __init__(self, url: str, environ: Mapping[str, str] = os.environ) -> None:
+        self._endpoints = hosts_of(url).split(",")
+        self._scheme = "https" if url.startswith("etcds") else "http"
         self._user, _, self._password = environ.get("ETCDCTL_USER", "").partition(":")
         self._token = ""
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
-        if tls:
+        if self._scheme == "https":
             context = ssl.create_default_context(cafile=environ.get("ETCDCTL_CACERT"))
             if own := environ.get("ETCDCTL_CERT"):
                 context.load_cert_chain(own, environ.get("ETCDCTL_KEY"))
             handlers.append(urllib.request.HTTPSHandler(context=context))
         self._opener = urllib.request.build_opener(*handlers)
-
-    @classmethod
-    def of(cls, url: str) -> Client:
-        """The client of "etcd://host:2379,host:2379/key"; of "etcds://", over TLS."""
-        return cls(hosts_of(url).split(","), tls=url.startswith("etcds"))
 
     def get(self, key: str) -> str | None:
         """A key's value; None where there is no such key."""
@@ -116,21 +101,15 @@ class Client:
         Returns:
             The revision of its creation; None where it existed.
         """
-        return self._put_if(key, 0, key, value, lease)
+        return self.put_if(key, value, key, 0, lease)
 
-    def put_if(self, key: str, value: str, lock: str, revision: int) -> bool:
-        """Writes a key if another key is the one that `create` made; whether it was."""
-        return self._put_if(lock, revision, key, value) is not None
-
-    def _put_if(
-        self, compared: str, created: int, key: str, value: str, lease: int = 0
-    ) -> int | None:
-        """Writes a key if one has this revision of its creation, 0 for none.
+    def put_if(self, key: str, value: str, lock: str, revision: int, lease: int = 0) -> int | None:
+        """Writes a key if the creation of `lock` has this revision, 0 for no such key.
 
         Returns:
-            The revision of the write; None if the compared key has another one.
+            The revision of the write; None if the lock has another one.
         """
-        condition = {"key": _packed(compared), "target": "CREATE", "createRevision": str(created)}
+        condition = {"key": _packed(lock), "target": "CREATE", "createRevision": str(revision)}
         put = {"key": _packed(key), "value": _packed(value), "lease": str(lease)}
         found = self._call("kv/txn", {"compare": [condition], "success": [{"requestPut": put}]})
         return int(found["header"]["revision"]) if found.get("succeeded") else None
@@ -165,7 +144,7 @@ class Client:
             headers["Authorization"] = self._token
         url, data = f"{self._scheme}://{endpoint}/v3/{method}", json.dumps(request).encode()
         body = urllib.request.Request(url, data, headers)
-        with self._opener.open(body, timeout=self._timeout_s) as response:
+        with self._opener.open(body, timeout=_TIMEOUT_S) as response:
             found: dict[str, Any] = json.loads(response.readline(1 << 20))
             return found
 

@@ -90,7 +90,7 @@ def recorded(place: str) -> int:
 
 def _record(place: str) -> dict[str, Any]:
     if place.startswith(etcd.SCHEMES):
-        text = etcd.Client.of(place).get(etcd.key_of(place)) or ""
+        text = etcd.Client(place).get(etcd.key_of(place)) or ""
     else:
         text = Path(place).read_text(encoding="utf-8")
     try:

@@ -111,11 +111,7 @@ def line(by_task: Mapping[str, Division]) -> str | None:
 
 
 class Account:
-    """The division of this process, as it goes on.
-
-    Args:
-        clock: seconds of time.time().
-    """
+    """The division of this process, as it goes on; `clock` is that of time.time()."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

@@ -17,7 +17,6 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from tfmw.runtime import goodput, recorder, tracing
@@ -41,7 +40,7 @@ _RATE_S = 15.0  # the rate is that of this many seconds to twice as many
 
 
 class Progress(NamedTuple):
-    """The last report of a task.
+    """The last report of a task, the content of its file.
 
     Args:
         step: training steps done; negative values: the stages of its start.
@@ -58,7 +57,7 @@ class Progress(NamedTuple):
     division: Division = Division()
 
     def packed(self) -> bytes:
-        """The content of the file."""
+        """Its bytes in the file."""
         name = self.blocked_in.encode()
         values = self.division.values()
         return _LAYOUT.pack(self.step, self.reports, name, self.steps_per_s, *values)
@@ -163,31 +162,3 @@ def blocking_call(name: str) -> Iterator[None]:
         finally:
             _reporter.blocking_calls.remove(name)
             _reporter.report()
-
-
-class ProgressFile:
-    """The launcher's side of one task's file.
-
-    Args:
-        path: created here at its full size, so that a report never needs disk space.
-        division: of the run's time so far.
-    """
-
-    def __init__(self, path: Path, division: Division | None = None) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        self._last = Progress(division=division or Division(at=time.time()))
-        os.pwrite(self._file, self._last.packed(), 0)
-
-    def read(self) -> Progress:
-        """The last report; after `close`, the last one before it."""
-        if self._file >= 0:
-            with contextlib.suppress(OSError, struct.error):
-                self._last = Progress.unpacked(os.pread(self._file, _LAYOUT.size, 0))
-        return self._last
-
-    def close(self) -> None:
-        """Reads once more, and closes the file."""
-        self.read()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1

@@ -40,7 +40,6 @@ def record_error(error: BaseException, *, fatal: bool = False) -> None:
     its first time, and so does an error raised from it.
 
     Args:
-        error: the exception.
         fatal: whether the task ends with it.
     """
     path = os.environ.get(ERROR_FILE)

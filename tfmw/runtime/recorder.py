@@ -70,13 +70,7 @@ class RecordedExchange(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """All exchanges of this process.
-
-    Args:
-        exchanges: their number.
-        nbytes: of this worker's values.
-        seconds: from begin to end.
-    """
+    """All exchanges of this process: their number, this worker's bytes, seconds in them."""
 
     exchanges: int = 0
     nbytes: int = 0

@@ -56,10 +56,10 @@ class _Tracer:
     """The events of this process."""
 
     def __init__(self) -> None:
+        # (directory, the first step and the one after the last, "worker 1")
         self._chosen: tuple[str, tuple[int, int], str] | None = None  # by `start`
-        self._file: Path | None = None
-        self._source: tuple[Any, ...] | None = None  # of the file and the window
-        self._window = (0, sys.maxsize)
+        self._target: tuple[str, tuple[int, int], str] | None = None
+        self._file: Path | None = None  # of the target
         self._step = 0
         self.thread = 0  # the one that trains
         self.on = False  # whether events are kept
@@ -69,7 +69,6 @@ class _Tracer:
         """Traces from now on, whatever the environment says.
 
         Args:
-            directory: where the events go.
             steps: the first one and the one after the last.
             task: "worker 1".
             step: how many steps are done.
@@ -83,32 +82,18 @@ class _Tracer:
 
     def stop(self) -> None:
         """Writes the events since `start`, and ends it."""
-        self._write()
         self._chosen = None
         self.at_step(self._step)
 
     def at_step(self, step: int) -> None:
         """Sets how many steps are done, and writes the events so far."""
-        source = self._chosen or (os.environ.get(TRACE), os.environ.get(TRACE_STEPS))
-        if source != self._source:
-            self._write()
-            self._choose(source)
+        self.write()
+        target = self._chosen or _target_of_environment()
+        if target != self._target:
+            self._target = target
+            self._file = None if target is None else _path(target[0], target[2])
         self._step, self.thread = max(step, 0), threading.get_ident()
-        begin, end = self._window
-        self.on = self._file is not None and begin <= self._step < end
-        self._write()
-
-    def _choose(self, source: tuple[Any, ...]) -> None:
-        if self._source is None:
-            atexit.register(self._write)
-        self._source = source
-        if self._chosen is not None:
-            directory, self._window, task = self._chosen
-        else:
-            directory, steps = source
-            self._window = window(steps or "0:")
-            task = os.environ.get("TFMW_TASK", "worker 0")
-        self._file = _path(directory, task) if directory else None
+        self.on = target is not None and target[1][0] <= self._step < target[1][1]
 
     def current_step(self) -> int:
         """The number of steps that are done."""
@@ -124,7 +109,8 @@ class _Tracer:
             times = {"begin": begin, "end": end}
             self._events.append({"row": row, "name": name, **times, "details": details})
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Writes the events so far."""
         if self._file is None or not self._events:
             return
         events, self._events = self._events, []  # another thread may add some
@@ -133,6 +119,13 @@ class _Tracer:
             lines: list[dict[str, Any]] = [] if self._file.exists() else [_clock()]
             with open(self._file, "a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in [*lines, *events])
+
+
+def _target_of_environment() -> tuple[str, tuple[int, int], str] | None:
+    directory, steps = os.environ.get(TRACE), os.environ.get(TRACE_STEPS)
+    if not directory:
+        return None
+    return directory, window(steps or "0:"), os.environ.get("TFMW_TASK", "worker 0")
 
 
 def _path(directory: str, task: str) -> Path:
@@ -147,6 +140,7 @@ def _clock() -> dict[str, Any]:
 
 
 tracer = _Tracer()
+atexit.register(tracer.write)
 start, stop, at_step, add = tracer.start, tracer.stop, tracer.at_step, tracer.add
 is_wanted, current_step = tracer.is_wanted, tracer.current_step
 

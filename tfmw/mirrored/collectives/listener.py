@@ -40,7 +40,7 @@ from tfmw.mirrored.collectives.ring_links import (
     mapped,
 )
 from tfmw.runtime import sockets
-from tfmw.runtime.connections import keep_alive
+from tfmw.runtime.sockets import keep_alive
 
 CONNECT_S = 5.0
 HELLO_S = 2.0  # until a connection must have sent its proof; a worker sends it at once
