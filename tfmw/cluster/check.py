@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from tfmw.cluster import addresses, shared_directories
@@ -142,10 +142,13 @@ def _check_cluster(
             f"{address!r}, the address of this task ({cluster.task_name}), is not an "
             "address of this machine: correct the task's index or its address"
         )
-    any_port = sockets.listen()
-    with _Peers(cluster, findings.failed) as peers, any_port:
-        if peers.listens:
+    peers = _Peers(cluster, findings.failed)
+    with contextlib.ExitStack() as stack, sockets.listen() as any_port:
+        try:
+            stack.enter_context(HelloServer(address, _PROTOCOL, peers.greet))
             findings.ok(f"port {addresses.split(address)[1]} of this task is free")
+        except ClusterError as error:
+            findings.failed(str(error).rstrip("."))
         local = own_hello(any_port.getsockname()[1])
         peers.open(local)
         deadline = time.monotonic() + timeout_s
@@ -208,7 +211,7 @@ def _compare(local: TaskDescription, peers: _Peers, findings: Findings, patience
                 "the same (CUDA_VISIBLE_DEVICES): synchronous workers train as fast as the "
                 "slowest, and with NCCL only if all have GPUs"
             )
-        ahead = peers.clocks_ahead[name]
+        ahead = remote.details["ahead"]
         if abs(ahead) > _CLOCKS_APART_S:
             findings.failed(
                 f"the clock of {name} is {ahead:.0f} s from {local.task}'s: set both by NTP, or "
@@ -255,50 +258,31 @@ def _connect_next_in_ring(
 
 
 class _Peers:
-    """Listens on this task's port, and connects to the other tasks, in both directions.
+    """The other tasks, of which each connects to this one, and this one to each.
 
     Args:
         cluster: this process is one of its tasks.
         failed: called with each problem, one clause.
 
     Attributes:
-        hellos: task -> its hello.
-        clocks_ahead: task -> seconds by which its clock is ahead of this one's.
-        listens: whether this task's port was free.
+        hellos: task -> its hello, with "ahead" in its details: seconds by which its clock is.
     """
 
     def __init__(self, cluster: Cluster, failed: Callable[[str], None]):
         self.hellos: dict[str, TaskDescription] = {}
-        self.clocks_ahead: dict[str, float] = {}
         self._id = secrets.token_hex(8)
         self._task = cluster.task_name
         self._tasks = cluster.tasks()
-        self._hello: TaskDescription | None = None
-        self._ready = threading.Event()
+        self._hello: Future[TaskDescription] = Future()
         self._changed = threading.Condition()
         self._ids: dict[str, str] = {self._task: self._id}
         self._left: set[str] = set()
         self._duplicates: set[str] = set()
         self._failed = failed
-        self._stack = contextlib.ExitStack()
-        try:
-            address = self._tasks[self._task]
-            self._stack.enter_context(HelloServer(address, _PROTOCOL, self._greet))
-            self.listens = True
-        except ClusterError as error:
-            failed(str(error).rstrip("."))
-            self.listens = False
-
-    def __enter__(self) -> _Peers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def open(self, hello: TaskDescription) -> None:
         """Responds to other tasks from now on, including those that have already connected."""
-        self._hello = hello
-        self._ready.set()
+        self._hello.set_result(hello)
 
     def connect_all(self, others: Mapping[str, str], deadline: float) -> dict[str, str | None]:
         """Connects to tasks until the deadline.
@@ -333,9 +317,9 @@ class _Peers:
             )
 
     def _own_hello(self, leaving: bool = False) -> TaskDescription:
-        assert self._hello is not None
+        hello = self._hello.result()  # known once this task is open
         details = {"id": self._id, "clock": time.time(), "leaving": leaving}
-        return dataclasses.replace(self._hello, details={**self._hello.details, **details})
+        return dataclasses.replace(hello, details={**hello.details, **details})
 
     def _connect(self, name: str, deadline: float, *, leaving: bool = False) -> str | None:
         """Exchanges hellos with a task once; returns the problem, or None."""
@@ -354,10 +338,9 @@ class _Peers:
             return error.strerror or str(error)
         return None if remote.task == name else f"{remote.task} responds there"
 
-    def _greet(self, remote: TaskDescription, channel: Channel) -> None:
+    def greet(self, remote: TaskDescription, channel: Channel) -> None:
         with channel, contextlib.suppress(OSError):
             self._record(remote)
-            self._ready.wait()
             channel.send(self._own_hello().message())
             channel.wait_closed(_CONNECT_S)  # the other side closes first: this port is left free
 
@@ -374,8 +357,8 @@ class _Peers:
                 self._duplicates.add(name)
                 self._failed(f"two processes are {name}: give each task its own index")
             if name != self._task:
-                self.hellos.setdefault(name, remote)
-                self.clocks_ahead.setdefault(name, clock - time.time())
+                details = {**remote.details, "ahead": clock - time.time()}
+                self.hellos.setdefault(name, dataclasses.replace(remote, details=details))
             if leaving:
                 self._left.add(name)
             self._changed.notify_all()

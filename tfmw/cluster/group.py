@@ -206,24 +206,20 @@ class Group:
         """
         if self.size == 1:
             return arrays
-        names = self.from_chief(lambda: sorted(arrays))
-        return {name: self._array_from_chief(arrays.get(name)) for name in names}
+        names = sorted(arrays) if self.is_chief else []
+        own = {name: tf.io.serialize_tensor(arrays[name]).numpy() for name in names}
 
-    def _array_from_chief(self, array: np.ndarray | None) -> np.ndarray:
-        """The chief's array on every task, sent in pieces; others' is not used."""
-        sent = b"" if array is None else np.ascontiguousarray(array).tobytes()
+        def piece(name: str, begin: int) -> str:
+            return base64.b64encode(own[name][begin : begin + _PIECE]).decode()
 
-        def describe() -> tuple[str, list[int], int]:
-            assert array is not None
-            return array.dtype.name, list(array.shape), max(1, -(-len(sent) // _PIECE))
-
-        def piece(number: int) -> str:
-            return base64.b64encode(sent[number * _PIECE : (number + 1) * _PIECE]).decode()
-
-        dtype, shape, count = self.from_chief(describe)
-        pieces = (self.from_chief(functools.partial(piece, i)) for i in range(count))
-        data = b"".join(map(base64.b64decode, pieces))
-        return np.frombuffer(data, dtype=tf.as_dtype(dtype).as_numpy_dtype).reshape(shape)
+        found = {}
+        described = self.from_chief(lambda: {n: (arrays[n].dtype.name, len(own[n])) for n in own})
+        for name, (dtype, size) in described.items():
+            begins = range(0, size, _PIECE)
+            pieces = [self.from_chief(functools.partial(piece, name, begin)) for begin in begins]
+            data = b"".join(map(base64.b64decode, pieces))
+            found[name] = tf.io.parse_tensor(data, tf.as_dtype(dtype)).numpy()
+        return found
 
     def require_same(self, facts: dict[str, Any]) -> None:
         """Raises UsageError on every task if tasks differ in one of `facts`.

@@ -135,7 +135,7 @@ def _join_multi_worker(
     timeout_s: float | None,
     start_timeout_s: float,
 ) -> None:
-    _require_not_started("tfmw.init()")
+    _require_not_started()
     facts = {**common_versions(), "collectives": collectives}
     rendezvous.meet(cluster, facts, timeout_s=start_timeout_s)
     with quick_imports():
@@ -186,7 +186,7 @@ def _join_parameter_servers(
             f"parameter-server training needs at least one ps, received {cluster!r}: add the "
             'servers to "cluster" ("ps", and a "chief" that coordinates), or train synchronously.'
         )
-    _require_not_started("tfmw.init()")
+    _require_not_started()
     facts = common_versions()
     from tfmw.cluster import servers as server_tasks
 
@@ -295,14 +295,15 @@ def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         )
 
 
-def _require_not_started(what: str) -> None:
+def _require_not_started() -> None:
     if "tensorflow" not in sys.modules:
         return
     from tfmw.keras_compat import runtime
 
     if runtime.runtime_started():
         raise UsageError(
-            f"{what} came after TensorFlow had run its first op, and a running TensorFlow cannot "
-            "join a cluster: call it first in the script, before any tensor, dataset or model is "
-            "made (`tfmw run` does this for you; in a notebook, use tfmw.fit(..., workers=2))."
+            "tfmw.init() came after TensorFlow had run its first op, and a running TensorFlow "
+            "cannot join a cluster: call it first in the script, before any tensor, dataset or "
+            "model is made (`tfmw run` does this for you; in a notebook, use "
+            "tfmw.fit(..., workers=2))."
         )

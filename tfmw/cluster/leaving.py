@@ -108,22 +108,19 @@ class Departure:
             tf.errors.OpError: a task was lost, or has failed.
         """
         with blocking_call(AT_THE_END):
-            self._wait()
-
-    def _wait(self) -> None:
-        entry = json.dumps({"rank": self._rank, "completed": _calls.completed})
-        for place in itertools.count():
-            with contextlib.suppress(tf.errors.AlreadyExistsError):
-                runtime.coordination_set(f"{_ENDED}/{place}", entry)
-                break
-        if self._rank == 0:
-            missing = set(range(1, len(self._tasks)))
-            for place in range(len(self._tasks)):
-                missing.discard(self._get(f"{_ENDED}/{place}", missing)["rank"])
-            runtime.coordination_set(_ALL_ENDED, json.dumps(None))
-        else:
-            self._get(_ALL_ENDED, {0})
-        runtime.coordination_barrier("tfmw/leave", _BARRIER_S)
+            entry = json.dumps({"rank": self._rank, "completed": _calls.completed})
+            for place in itertools.count():
+                with contextlib.suppress(tf.errors.AlreadyExistsError):
+                    runtime.coordination_set(f"{_ENDED}/{place}", entry)
+                    break
+            if self._rank == 0:
+                missing = set(range(1, len(self._tasks)))
+                for place in range(len(self._tasks)):
+                    missing.discard(self._get(f"{_ENDED}/{place}", missing)["rank"])
+                runtime.coordination_set(_ALL_ENDED, json.dumps(None))
+            else:
+                self._get(_ALL_ENDED, {0})
+            runtime.coordination_barrier("tfmw/leave", _BARRIER_S)
 
     def _get(self, key: str, awaited: set[int]) -> Any:
         """Waits for a key without limit, as long as the tasks that have to set it are there."""

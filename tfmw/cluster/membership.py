@@ -141,8 +141,7 @@ def mark_failed() -> None:
 def on_success(callback: Callable[[], None]) -> None:
     """Calls `callback` when this process ends without an error, and no other task fails."""
     if not _at_success and _joined is None:
-        watch_errors()
-        atexit.register(_succeed)
+        _leave_by(_succeed)
     _at_success.append(callback)
 
 
@@ -152,27 +151,32 @@ def _succeed() -> None:
             callback()
 
 
-def watch_errors() -> None:
-    """Reports an unhandled error to all tasks at once, so that all of them show the cause."""
+def _leave_by(leave: Callable[[], None]) -> None:
+    """Calls `leave` at exit, unless this process has failed.
+
+    An unhandled error is reported to all tasks at once, so that all of them show the cause.
+    """
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
         report_failure(error)
         show(kind, error, traceback)
 
+    def leave_unless_failed() -> None:
+        if not _failed:
+            leave()
+
     sys.excepthook = hook
+    atexit.register(leave_unless_failed)
 
 
 def end_together(cluster: Cluster) -> None:
     """At exit, waits for the other tasks: TensorFlow treats a peer's exit as a failure."""
     from tfmw.cluster.leaving import Departure
 
-    watch_errors()
     departure = Departure(cluster, report_failure)
 
     def leave() -> None:
-        if _failed:
-            return
         import tensorflow as tf
 
         try:
@@ -182,7 +186,7 @@ def end_together(cluster: Cluster) -> None:
             return
         _succeed()
 
-    atexit.register(leave)
+    _leave_by(leave)
 
 
 def report_failure(error: BaseException) -> None:
@@ -230,11 +234,9 @@ def is_secondary(error: BaseException) -> bool:
 
 def leave_servers_at_exit(control: ControlServer) -> None:
     """On a coordinator: ends the servers when this process ends without an error."""
-    watch_errors()
 
     def leave() -> None:
-        if not _failed:
-            _succeed()
-            control.finish()
+        _succeed()
+        control.finish()
 
-    atexit.register(leave)
+    _leave_by(leave)

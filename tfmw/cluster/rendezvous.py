@@ -51,10 +51,22 @@ def meet(cluster: Cluster, facts: Mapping[str, str], *, timeout_s: float = 120.0
     hello = TaskDescription(_PROTOCOL, cluster.task_name, cluster.tasks("chief", "worker"), facts)
     if cluster.rank == 0:
         _Meeting(hello, timeout_s).hold()
-    else:
-        assert cluster.address is not None
-        addresses.check_port_free(cluster.address)
-        _ask_chief(hello, timeout_s)
+        return
+    assert cluster.address is not None
+    addresses.check_port_free(cluster.address)
+    chief = next(iter(hello.tasks.values()))
+
+    def describe(problem: str) -> str:
+        return f"{hello.task} waits for the chief at {chief}: {problem}"
+
+    try:
+        accepted_by_chief(hello, timeout_s, describe).close()
+    except TimeoutError as problem:
+        raise TfmwError(
+            f"{hello.task} could not reach the chief at {chief} within {timeout_s:g} s "
+            f"({problem}): is that task started, is its address right, and is its port open to "
+            "this machine?"
+        ) from None
 
 
 @dataclasses.dataclass
@@ -136,20 +148,3 @@ class _Meeting:
     def _missing(self) -> dict[str, str]:
         names = self._expected - self._names()
         return {name: a for name, a in self._hello.tasks.items() if name in names}
-
-
-def _ask_chief(hello: TaskDescription, timeout_s: float) -> None:
-    """On tasks other than the chief: sends the hello, and waits for the chief's response."""
-    chief = next(iter(hello.tasks.values()))
-
-    def describe(problem: str) -> str:
-        return f"{hello.task} waits for the chief at {chief}: {problem}"
-
-    try:
-        accepted_by_chief(hello, timeout_s, describe).close()
-    except TimeoutError as problem:
-        raise TfmwError(
-            f"{hello.task} could not reach the chief at {chief} within {timeout_s:g} s "
-            f"({problem}): is that task started, is its address right, and is its port open to "
-            "this machine?"
-        ) from None

@@ -373,46 +373,34 @@ def wait_for_end(
         TfmwError: no coordinator responded in time.
     """
     hello, was_there = _hello(cluster, facts), False
+    name, address = hello.task, hello.tasks["chief"]
+    waiting = f"{name} waits for the coordinator at {address}"
+    if serve_again:
+        patience_s = float("inf")
     while True:
-        message = _last_message(hello, float("inf") if serve_again else patience_s, was_there)
+        try:
+            channel = accepted_by_chief(hello, patience_s, lambda _: waiting, _RESPONSE_S)
+        except TimeoutError as problem:
+            how = "lost" if was_there else "could not reach"
+            raise TfmwError(
+                f"{name} {how} the coordinator at {address} and waited {patience_s:g} s for it "
+                f"({problem}): start the chief (again), or check its address."
+            ) from None
         was_there = True
-        if serve_again or message is None:
+        with channel:
+            channel.keep_alive()
+            try:
+                message = channel.receive(None)
+            except OSError:
+                logger.warning("lost the coordinator at %s; waiting for its restart", address)
+                continue
+            if message.get("done"):
+                # TensorFlow frees resources on the servers while the coordinator's process ends.
+                channel.wait_closed(_GOODBYE_S)
+        if serve_again:
             continue
         if message.get("done"):
             return
         if "failed" in message:
             # In TensorFlow's form, by which a launcher recognises a secondary error.
             raise TaskFailed(f"{ECHO}chief/task:0: {message['failed']}")
-
-
-def _last_message(
-    hello: TaskDescription, patience_s: float, was_there: bool
-) -> dict[str, Any] | None:
-    """The coordinator's last message; None if it ended without one.
-
-    Args:
-        hello: of this server.
-        patience_s: seconds to wait for the coordinator.
-        was_there: whether this server had a coordinator before.
-    """
-    name, address = hello.task, hello.tasks["chief"]
-    waiting = f"{name} waits for the coordinator at {address}"
-    try:
-        channel = accepted_by_chief(hello, patience_s, lambda _: waiting, _RESPONSE_S)
-    except TimeoutError as problem:
-        raise TfmwError(
-            f"{name} {'lost' if was_there else 'could not reach'} the coordinator at {address} and "
-            f"waited {patience_s:g} s for it ({problem}): start the chief (again), or check its "
-            "address."
-        ) from None
-    with channel:
-        channel.keep_alive()
-        try:
-            message = channel.receive(None)
-        except OSError:
-            logger.warning("lost the coordinator at %s; waiting for its restart", address)
-            return None
-        if message.get("done"):
-            # TensorFlow frees resources on the servers while the coordinator's process ends.
-            channel.wait_closed(_GOODBYE_S)
-        return message
