@@ -296,7 +296,7 @@ class TableRows:
         for name in os.listdir(self.base):
             if name.startswith(f"{TABLES}."):
                 os.link(os.path.join(self.base, name), os.path.join(directory, name))
-        tables.write_checkpoint(prefix, parts, write_rows, lambda own: save(own, tensors))
+        tables.write_checkpoint(prefix, parts, write_rows, tensors)
 
 
 class TableBackups:

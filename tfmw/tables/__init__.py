@@ -7,14 +7,13 @@
 Read `table.py` first: the handle that the Keras variable holds, and its shards. `shards.py` looks
 up rows of shards, from any process, and those of several tables at once. `creation.py` decides
 which variables become tables, and fills them on their servers, small ones in one variable
-(`joined.py`). `files.py` has tables in checkpoints, `exporting.py` in SavedModels, whose rows
-`row_files.py` may look up in files.
+(`joined.py`). `files.py` has tables in checkpoints, those of SavedModels too; `row_files.py` has
+the files in which a SavedModel may look rows up instead.
 
 May import: `tfmw.keras_compat`, `tfmw.storage`, `tfmw.errors`.
 """
 
 from tfmw.tables.creation import create_on_servers
-from tfmw.tables.exporting import tables_in_files, whole_tables
 from tfmw.tables.files import (
     Layout,
     NotFinite,
@@ -24,8 +23,10 @@ from tfmw.tables.files import (
     is_changed_rows,
     verify,
     verify_changed,
+    whole_tables,
     write_checkpoint,
 )
+from tfmw.tables.row_files import tables_in_files
 from tfmw.tables.table import Table, is_table, refuse_tables, table_of, tables_among
 
 __all__ = [

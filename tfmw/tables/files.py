@@ -7,6 +7,10 @@
     files.read("/shared/tables", layout)              # with any number of servers
     files.read_changed("/shared/tensors", layout)
 
+    with whole_tables(model.variables) as written:     # in the checkpoint of a SavedModel
+        ...                                            # write the SavedModel to `path`
+        written.write_into(path)
+
 A checkpoint may have a tensor in slices. Each server writes slices of at most `SLICE_BYTES`, a few
 of them in a file, so a server needs memory for one file beside its rows. All servers write and read
 at the same time, and no row goes through the coordinator. `MergeV2Checkpoints` joins the parts.
@@ -14,22 +18,26 @@ at the same time, and no row goes through the coordinator. `MergeV2Checkpoints` 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import posixpath
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from tfmw import storage
 from tfmw.errors import TfmwError
+from tfmw.keras_compat import models, table_variables
 from tfmw.runtime import disk
 from tfmw.tables.shards import on_each, require_written, server
-from tfmw.tables.table import Slice, Table, slices, store_rows
+from tfmw.tables.table import Slice, Table, slices, store_rows, tables_among
 
 SLICE_BYTES = 32 << 20
 FILE_BYTES = 128 << 20
 _CHANGED = ".tfmw_changed"
+_MARK = "tfmw: the rows of table"
 
 Layout = dict[str, list[list[int]]]
 """By name of a table, the [start, stop) of its rows in each slice of a checkpoint."""
@@ -108,18 +116,14 @@ class TableFiles:
 
     def share_changed(self) -> float:
         """The share of all tables' bytes that `write_changed` would write."""
-        sizes = dict.fromkeys((id(changed) for changed, _ in self._marks()), 0)
-        for table in self.tables.values():
-            for shard in table.shards:
-                if shard.changed is not None:
-                    sizes[id(shard.changed)] += table.row_bytes
-        all_bytes = written = 0
+        counts = {}
         for changed, where in self._marks():
             with tf.device(server(where)):
-                count = tf.math.count_nonzero(changed.read_value())
-            all_bytes += int(changed.shape[0]) * sizes[id(changed)]
-            written += int(count) * sizes[id(changed)]
-        return written / max(1, all_bytes)
+                counts[id(changed)] = int(tf.math.count_nonzero(changed.read_value()))
+        shards = [(table, shard) for table in self.tables.values() for shard in table.shards]
+        marked = [(table.row_bytes, s.changed) for table, s in shards if s.changed is not None]
+        all_bytes = sum(size * int(changed.shape[0]) for size, changed in marked)
+        return sum(size * counts[id(changed)] for size, changed in marked) / max(1, all_bytes)
 
     def _marks(self) -> list[tuple[tf.Variable, int]]:
         shards = [shard for table in self.tables.values() for shard in table.shards]
@@ -219,29 +223,89 @@ def write_checkpoint(
     prefix: str,
     parts: str,
     write: Callable[[str], list[str]],
-    save: Callable[[str], None] | None = None,
+    tensors: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes one checkpoint: what servers write of tables, and what `save` writes here.
+    """Writes one checkpoint: what servers write of tables, and other tensors.
 
     Args:
         prefix: of the checkpoint; its directory exists, and is the same on all servers.
         parts: a directory for the parts, until they are one.
         write: `TableFiles.write` or `write_changed`.
-        save: writes a checkpoint, of other tensors, to the prefix that it is called with.
+        tensors: the others, by name, which this process writes.
 
     Raises:
         NotFinite, tf.errors.OpError, OSError: as `write`.
     """
     tf.io.gfile.makedirs(parts)
     prefixes = write(parts)
-    if save is not None:
-        prefixes.insert(0, posixpath.join(parts, "coordinator"))
-        save(prefixes[0])
     with tf.device("/CPU:0"):
+        if tensors is not None:
+            prefixes.insert(0, posixpath.join(parts, "coordinator"))
+            names = sorted(tensors)
+            tf.raw_ops.SaveV2(
+                prefix=prefixes[0],
+                tensor_names=names,
+                shape_and_slices=[""] * len(names),
+                tensors=[tf.convert_to_tensor(tensors[name]) for name in names],
+            )
         tf.raw_ops.MergeV2Checkpoints(
             checkpoint_prefixes=prefixes, destination_prefix=prefix, delete_old_dirs=False
         )
     storage.remove(parts)
+
+
+@dataclasses.dataclass
+class WholeTables:
+    """The stand-ins of tables in a SavedModel.
+
+    While the SavedModel is made a table has no value, and in the checkpoint of its variables there
+    is a mark in its place.
+
+    Args:
+        tables: by the marks in the checkpoint.
+    """
+
+    tables: dict[str, Table]
+
+    def track(self, archive: Any) -> None:
+        """Makes an archive ready to be written: it has all that it needs."""
+
+    def write_into(self, directory: str) -> None:
+        """Replaces the marks in a SavedModel by the tables' rows, which their servers write.
+
+        Raises:
+            OSError or tf.errors.OpError: a file could not be written.
+        """
+        if not self.tables:
+            return
+        prefix = posixpath.join(directory, "variables", "variables")
+        tables, tensors = {}, {}
+        with storage.checkpoint_reader(prefix) as reader:
+            for name in sorted(reader.get_variable_to_shape_map()):
+                tensor = reader.get_tensor(name)
+                if isinstance(tensor, bytes) and tensor.decode(errors="replace") in self.tables:
+                    tables[name] = self.tables[tensor.decode()]
+                else:
+                    tensors[name] = tensor
+        for file in storage.files_of(f"{prefix}."):
+            tf.io.gfile.remove(file)
+        write_checkpoint(prefix, f"{prefix}.parts", TableFiles(tables).write, tensors)
+
+
+@contextlib.contextmanager
+def whole_tables(variables: Iterable[object]) -> Iterator[WholeTables]:
+    """Within this context Keras variables that are tables hold variables without values."""
+    found: dict[str, Table] = {}
+    pairs = []
+    for number, variable in enumerate(tables_among(variables)):
+        table: Table = models.native(variable)
+        mark = f"{_MARK} {number}"
+        found[mark] = table
+        name = f"tfmw_exported_{number}"
+        stand_in = table_variables.StandIn(name, table.shape, table.dtype, table.trainable, mark)
+        pairs.append((variable, stand_in))
+    with models.substituted(pairs):
+        yield WholeTables(found)
 
 
 def verify(

@@ -4,6 +4,12 @@
     files.write("/exports/model/assets")                   # each server its own rows
     rows = files.look_up("embedding/embeddings", directory, ids)
 
+    with tables_in_files(model.variables, model.weights) as written:
+        ...                                                # make the archive of a SavedModel
+        written.track(archive)
+        ...                                                # write the SavedModel to `path`
+        written.write_into(path)                           # no row goes through this process
+
 A file is a TFRecord file. Each record has some successive rows, about 4 KB, as a serialized tensor.
 All records of a table have the same length. So a lookup knows the file and the offset of the record
 that has a row, reads this record and checks its checksum; nothing else is read. The graph of a
@@ -17,17 +23,24 @@ record. `ImmutableConst` maps a file into memory, which TensorFlow copies, as a 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import itertools
+import json
 import math
 import posixpath
-from collections.abc import Callable, Mapping
-from typing import Any
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
+from tfmw.errors import TfmwError
+from tfmw.keras_compat import models, table_variables
+from tfmw.runtime import disk
 from tfmw.tables.shards import VariableShard, on_each, require_written, server
-from tfmw.tables.table import Slice, Table, slices
+from tfmw.tables.table import NeedsAllRows, Slice, Table, slices, tables_among
 
 FILE_BYTES = 128 << 20  # what a server needs beside its rows to write them
 _RECORD_BYTES = 4096
@@ -199,3 +212,98 @@ def _writer(shard: VariableShard, records: _Records) -> Callable[[Any, Any, Any]
     signature = [tf.TensorSpec([], tf.string), number, number]
     traced = tf.function(write, autograph=False, input_signature=signature)
     return traced.get_concrete_function()  # a call of `traced` is warned of, with many shards
+
+
+# ---------------------------------------------------------------- in SavedModels
+
+
+@dataclasses.dataclass
+class TablesInFiles:
+    """Tables of a SavedModel whose rows are looked up in files.
+
+    The SavedModel has an asset, `assets/tables.json`, which names the files of rows, and beside it
+    these files, which the servers write.
+
+    Args:
+        files: of the tables, by their names in the asset.
+        asset: `assets/tables.json`.
+    """
+
+    files: RowFiles
+    asset: Any
+
+    def track(self, archive: Any) -> None:
+        """Adds the asset to an archive, if there are tables."""
+        if self.files.tables:
+            table_variables.track_asset(archive, self.asset)
+
+    def write_into(self, directory: str) -> None:
+        """Adds the files to a SavedModel; servers write their rows.
+
+        Raises:
+            OSError or tf.errors.OpError: a file could not be written.
+            TfmwError: rows are not where a lookup reads them.
+        """
+        if not self.files.tables:
+            return
+        folder = disk.absolute(posixpath.join(directory, "assets"))
+        self.files.write(folder)
+        for name, table in self.files.tables.items():
+            ids = self.files.first_and_last(name)
+            with tf.device("CPU:0"):
+                written = self.files.look_up(name, tf.constant(folder), ids)
+            if written.numpy().tobytes() != table.sparse_read(ids).numpy().tobytes():
+                raise TfmwError(
+                    f"the rows of {name} in {folder!r} are not those of the parameter servers: "
+                    "this TensorFlow writes records in another way than those that tfmw knows; "
+                    'export with tables="whole".'
+                )
+
+
+@contextlib.contextmanager
+def tables_in_files(
+    variables: Iterable[object], weights: Iterable[object]
+) -> Iterator[TablesInFiles]:
+    """Within this context Keras variables that are tables look up rows in files, in graphs.
+
+    Args:
+        variables: of the model, its optimizer and its metrics.
+        weights: those of the model. Of the others, such as slots, nothing is written.
+    """
+    of_model = {id(variable) for variable in weights}
+    named: dict[str, Any] = {}
+    for variable in tables_among(variables):
+        name = variable.path
+        named[name if name not in named else f"{name} ({len(named)})"] = variable
+    files = RowFiles({name: models.native(v) for name, v in named.items() if id(v) in of_model})
+    with tempfile.TemporaryDirectory() as folder:
+        path = posixpath.join(folder, "tables.json")
+        with open(path, "w") as file:
+            json.dump(files.as_json(), file)
+        asset = tf.saved_model.Asset(path)
+
+        def look_up(name: str, ids: tf.Tensor) -> tf.Tensor:
+            path: tf.Tensor = asset.asset_path  # where the SavedModel is loaded from
+            return files.look_up(name, tf.strings.regex_replace(path, "/[^/]*$", ""), ids)
+
+        pairs = []
+        for number, (name, variable) in enumerate(named.items()):
+            table: Table = models.native(variable)
+            rows = table_variables.RowsElsewhere(
+                f"tfmw_exported_{number}",
+                table.shape.as_list(),
+                table.dtype,
+                functools.partial(look_up, name),
+                functools.partial(_refuse_whole, table.path),
+                table.trainable,
+            )
+            pairs.append((variable, rows))
+        with models.substituted(pairs):
+            yield TablesInFiles(files, asset)
+
+
+def _refuse_whole(path: str) -> NoReturn:
+    raise NeedsAllRows(
+        f'{path} cannot be exported with tables="sharded": a layer reads all rows of it, '
+        'and a sharded table serves the rows of some ids only; export with tables="whole".'
+    )

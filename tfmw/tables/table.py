@@ -45,12 +45,9 @@ class Table(parameter_servers.RemoteRows):
     Args:
         path: of the Keras variable.
         shape: of the whole.
-        shards: in the order of the rows.
+        shards: in the order of the rows; also an attribute.
         trainable: whether gradients are recorded.
         max_whole_bytes: larger tables are never read or assigned as a whole.
-
-    Attributes:
-        shards: as above.
     """
 
     def __init__(
