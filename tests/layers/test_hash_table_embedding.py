@@ -18,7 +18,7 @@ from tests.helpers.cases import cases, every
 from tests.layers.reference import Reference, Table
 from tfmw.keras_compat import models, table_variables
 from tfmw.layers import HashTableEmbedding, hashing
-from tfmw.layers.part import Part, bucket_of, counted
+from tfmw.layers.hash_table import Part, bucket_of, counted
 
 SEED = 5
 

@@ -24,8 +24,7 @@ import tensorflow as tf
 from tfmw.errors import UsageError
 from tfmw.keras_compat import row_updates, table_variables
 from tfmw.layers import hashing
-from tfmw.layers.hash_table import places_within, ways_of
-from tfmw.layers.part import Part, counted
+from tfmw.layers.hash_table import Part, counted, places_within, ways_of
 
 _ID_BYTES = 16  # of a row: its id, and the step of its last use
 _CANDIDATE_BYTES = 24  # of an id that waits for a row: the same, and a count

@@ -1,6 +1,6 @@
 """Synchronous updates on parameter servers, with spare workers.
 
-    steps = SynchronousSteps(model, server_variables, name, workers=3, aggregate=2)
+    steps = SynchronousSteps(server_variables, workers=3, aggregate=2)
     coordinator.schedule(steps.function, args=(iterator, worker, limit, seeds))   # one per worker
     steps.advance(10)                          # on the coordinator: applies 10 steps
 
@@ -21,16 +21,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfmw.errors import UsageError
 from tfmw.keras_compat import parameter_servers
 from tfmw.keras_compat.optimizers import variables_of
-from tfmw.parameter_server.exchange import Exchange, StepUpdates
-from tfmw.parameter_server.lookups import Fetched, Plan
+from tfmw.parameter_server.exchange import Exchange
+from tfmw.parameter_server.lookups import Plan
 from tfmw.parameter_server.steps import WorkerSteps
-from tfmw.parameter_server.updates import Grads, ReadOnlyScalar, Update
+from tfmw.parameter_server.updates import Grads, ReadOnlyScalar, StepUpdates, Update
 from tfmw.parameter_server.variables import ServerPack, ServerVariables
 from tfmw.tables.shards import server
 
@@ -39,8 +38,7 @@ class SynchronousSteps(WorkerSteps):
     """Steps to which several workers contribute.
 
     Args:
-        model, server_variables, name: as in `WorkerSteps`.
-        workers: number of workers.
+        server_variables, workers: as in `WorkerSteps`.
         aggregate: number of gradients in a step.
 
     Attributes:
@@ -49,14 +47,9 @@ class SynchronousSteps(WorkerSteps):
         spare_workers: number of workers that a step does not wait for.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        server_variables: ServerVariables,
-        name: str,
-        workers: int,
-        aggregate: int,
-    ):
+    _counts_steps = False  # the coordinator does
+
+    def __init__(self, server_variables: ServerVariables, workers: int, aggregate: int):
         for layer in server_variables.hash_tables:  # which need an order of steps
             raise UsageError(
                 f"layer {layer.name!r} is a HashTableEmbedding, which gives rows to ids in the "
@@ -73,12 +66,12 @@ class SynchronousSteps(WorkerSteps):
                 "sync_replicas=True needs one optimizer, the model has "
                 f"{len(server_variables.optimizers)}."
             )
-        super().__init__(model, server_variables, name, remote_lookups=False)
+        super().__init__(server_variables, workers)
         self.spare_workers = workers - aggregate
         self._aggregate = aggregate
         self._now: Any = None
         (optimizer,) = server_variables.optimizers
-        packs = server_variables.all_packs(variables_of(optimizer))
+        packs = server_variables.packs(variables_of(optimizer))
         self._gradients = packs
         self._accumulators = []
         for number, pack in enumerate(packs):
@@ -127,18 +120,18 @@ class SynchronousSteps(WorkerSteps):
         server_variables = self.server_variables
         first = tf.identity(server_variables.applied.read_value())
         # Workers contribute to the same steps, but need different seeds.
-        locals_, begun = self._initial_locals(seeds, first * len(self._over) + worker)
+        begun = self._initial_locals(seeds, first * len(self._over) + worker)
         plan = Plan()
-        exchange = Exchange(self._updates, self._pulled, plan, self._one_op)
+        exchange = Exchange(server_variables, self._pulled, plan, self._one_op)
 
         def step(now: tf.Tensor, done: tf.Tensor, seen: tf.Tensor) -> Any:
             self._now = now
             self._sent_ops: list[tf.Tensor] = []
             batch = next(iterator)
             asked = plan.asked(batch)
-            opened = exchange.opened(exchange(None, asked), asked)
+            opened = exchange.opened([exchange({}, asked)], asked)
             scalars = [ReadOnlyScalar(copy) for copy in self._scalars]
-            examples, work = self._step(batch, *opened, scalars, locals_)
+            examples, work = self._step(batch, *opened, scalars)
             exchange(work, None, pull=False)
             with tf.control_dependencies(self._sent_ops), tf.device(server(server_variables.home)):
                 over = self._one_op("wait", self._wait, waits=True)(worker, now)
@@ -150,7 +143,7 @@ class SynchronousSteps(WorkerSteps):
             [first, tf.constant(0, tf.int64), tf.constant(0, tf.int64)],
             parallel_iterations=1,
         )
-        return self._results(done, seen, locals_, begun)
+        return self._results(done, seen, begun)
 
     def _wait(self, worker: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
         """Waits until step `now` has ended; returns the number of the next step.
@@ -171,9 +164,9 @@ class SynchronousSteps(WorkerSteps):
         )
         return over
 
-    def _update(self, optimizer: Any, grads: Grads, fetched: Fetched, work: StepUpdates) -> None:
+    def _update(self, optimizer: Any, grads: Grads, work: StepUpdates) -> None:
         """Sends this worker's gradients to the accumulators, marked with their step."""
-        del optimizer, fetched, work  # the coordinator has them updated
+        del optimizer, work  # the coordinator has them updated
         by_variable = {id(v): g for g, v in grads}
         missing = [v.path for p in self._gradients for v in p.variables if id(v) not in by_variable]
         if missing:
@@ -225,6 +218,7 @@ class SynchronousSteps(WorkerSteps):
         """Waits for enough gradients on one server, and updates its variables with their mean."""
         (optimizer,) = self.server_variables.optimizers
         updates: list[Update] = []
+        sent = []
         used = tf.constant(0, tf.int64)
         for number, pack in enumerate(self._gradients):
             if pack.server != where:
@@ -242,7 +236,8 @@ class SynchronousSteps(WorkerSteps):
                     self._updates.update_whole(optimizer, shard, variable, parts[id(variable)])
 
             updates.append(([total], update))
-        self._updates.run(where, optimizer, updates)
+            sent.append(total)
+        self._updates.run(where, optimizer, updates, *sent)
         return used
 
     def _end_step(self, used: tf.Tensor) -> tf.Tensor:

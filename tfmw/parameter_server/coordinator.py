@@ -20,7 +20,6 @@ import contextlib
 import functools
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -52,8 +51,6 @@ class PsDriver:
 
     Args:
         model: compiled and built, with its optimizer built.
-        servers: the cluster.
-        source: the data of the workers.
 
     Attributes:
         applied: number of updates since this driver began.
@@ -61,27 +58,19 @@ class PsDriver:
     """
 
     def __init__(self, model: keras.Model, servers: JoinedCluster, source: data.Source):
-        self.model = model
         self.applied = 0
         self.examples = 0
-        self._servers = servers
         self._coordinator = servers.coordinator
         self._workers = len(servers.cluster.workers)
-        self.server_variables = ServerVariables(
-            model, len(servers.cluster.ps), servers.settings.partition
-        )
-        name, settings = f"tfmw/{uuid.uuid4().hex}", servers.settings
+        settings = servers.settings
+        self.server_variables = ServerVariables(model, len(servers.cluster.ps), settings.partition)
         self._steps: WorkerSteps
         if settings.sync_replicas:
             aggregate = settings.replicas_to_aggregate or self._workers
-            self._steps = SynchronousSteps(
-                model, self.server_variables, name, self._workers, aggregate
-            )
+            self._steps = SynchronousSteps(self.server_variables, self._workers, aggregate)
         else:
             travel = RowTransfer(settings.prefetch_rows, settings.row_compression)
-            self._steps = WorkerSteps(
-                model, self.server_variables, name, travel, workers=self._workers
-            )
+            self._steps = WorkerSteps(self.server_variables, self._workers, travel)
         makers, spec = worker_data.for_workers(source, self._workers)
         self._iterator = parameter_servers.worker_iterators(self._coordinator, makers, spec)
         self._pace = FunctionPace(model.steps_per_execution, UNROLLED)
@@ -175,9 +164,19 @@ class PsDriver:
             cancel: cancels that call.
             late: number of workers that need not return.
         """
+        applied, calls = self.applied, [*advancing, *self._late]
+        pending = set(calls)
         try:
-            calls = [*advancing, *self._late]
-            self._report_until_done(calls, advancing, late)
+            with blocking_call(_WAITING):
+                while pending and not any(map(_failed, calls)):
+                    enough = len(pending) <= late and pending.isdisjoint(advancing)
+                    patience_s = _PATIENCE_S if enough else _REPORT_S
+                    done, pending = futures.wait(pending, patience_s, futures.FIRST_COMPLETED)
+                    if enough and not done:
+                        break
+                    with contextlib.suppress(tf.errors.OpError):  # a worker's own error comes first
+                        if applied != (applied := int(self.server_variables.applied.numpy())):
+                            report_alive()
             if any(map(_failed, calls)):
                 # Other workers wait for that worker's gradient. `join` cancels their functions and
                 # waits for their end, but does not cancel a function that is about to begin.
@@ -195,26 +194,6 @@ class PsDriver:
             self._is_failed = True
             cancel()  # has no effect on a lost server: its thread is abandoned
             raise
-
-    def _report_until_done(
-        self, calls: list[futures.Future[Any]], needed: list[futures.Future[Any]], late: int
-    ) -> None:
-        """Waits until a call fails, or all are done but `late` that are not `needed`.
-
-        Reports progress meanwhile.
-        """
-        applied, pending = self.applied, set(calls)
-        with blocking_call(_WAITING):
-            while pending and not any(map(_failed, calls)):
-                enough = len(pending) <= late and pending.isdisjoint(needed)
-                done, pending = futures.wait(
-                    pending, _PATIENCE_S if enough else _REPORT_S, futures.FIRST_COMPLETED
-                )
-                if enough and not done:
-                    return
-                with contextlib.suppress(tf.errors.OpError):  # a worker's own error comes first
-                    if applied != (applied := int(self.server_variables.applied.numpy())):
-                        report_alive()
 
     @property
     def dropped(self) -> int | None:

@@ -1,13 +1,12 @@
 """`HashTableEmbedding` on parameter servers: each server has some of the layer's buckets.
 
-    hash_tables = HashTables(server_variables, one_op, travel, workers=2)
-    with hash_tables.on_servers():                    # while a worker's step is traced
-        model.train_step(batch)
+    table = ServedHashTable(layer, server_variables, one_op, travel, workers=2)
+    rows = table.look_up(ids, is_step=True)           # in place of the layer's own, in a step
 
 Where a layer looks up rows in a step, the worker sends each of the layer's servers one message: the
 distinct ids of the batch that belong to its buckets, and how often each occurs. The server runs
-`tfmw.layers.part` on its buckets, so ids get rows there, and answers with the row of each id, and
-its values. Gradients go the way of those of all rows, see `updates`.
+a `Part` of `tfmw.layers.hash_table` on its buckets, so ids get rows there, and answers with the row
+of each id, and its values. Gradients go the way of those of all rows, see `updates`.
 
 Every worker's batch is a step of its own, one after the other on each server, and all servers count
 it, whichever ids it has: with one worker that is what one process does. A worker computes while
@@ -18,17 +17,16 @@ comes; that id's row then gets it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tfmw.keras_compat import models, objects, parameter_servers, table_variables
+from tfmw.keras_compat import models, parameter_servers, table_variables
 from tfmw.layers import HashTableEmbedding
-from tfmw.layers.part import Part, bucket_of, counted
+from tfmw.layers.hash_table import Part, bucket_of, counted
 from tfmw.parameter_server.exchange import pack, unpack
 from tfmw.parameter_server.lookups import RowTransfer
 from tfmw.parameter_server.variables import ServerVariables
@@ -42,62 +40,48 @@ _SENT = [
 """The message to a server: its ids of a batch, their counts, and whether the batch has any ids."""
 
 
-class HashTables:
-    """The hash tables of a model, in the steps of a worker.
+class ServedHashTable:
+    """A hash table of a model, in the steps of a worker.
 
     Args:
-        server_variables: of the model.
         one_op: (key, function, whether it waits) -> the function as one op, the same in each step.
-        travel: how rows travel.
         workers: number of workers, each of which may be in a step.
     """
 
     def __init__(
         self,
+        layer: HashTableEmbedding,
         server_variables: ServerVariables,
         one_op: Callable[..., Callable[..., Any]],
         travel: RowTransfer,
         workers: int,
     ):
-        self._layers = server_variables.hash_tables
+        self.layer = layer
         self._one_op = one_op
         self._travel = travel
-        self._parts = {
-            id(layer): [
-                _ServerPart(layer, server_variables, number, kept_steps=workers - 1)
-                for number in range(len(server_variables.shards(layer.embeddings)))
-            ]
-            for layer in self._layers
-        }
-
-    @contextlib.contextmanager
-    def on_servers(self) -> Iterator[None]:
-        """Within this context the layers look up rows on the servers; for tracing a step."""
-        overrides: list[tuple[Any, str, Any]] = [
-            (layer, "look_up", functools.partial(self._look_up, layer)) for layer in self._layers
+        self._parts = [
+            _ServerPart(layer, server_variables, number, kept_steps=workers - 1)
+            for number in range(len(server_variables.shards(layer.embeddings)))
         ]
-        with objects.overridden(overrides):
-            yield
 
-    def _look_up(self, layer: HashTableEmbedding, ids: tf.Tensor, is_step: bool) -> tf.Tensor:
-        """As `HashTableEmbedding.look_up`."""
-        rows: parameter_servers.RemoteRows = models.native(layer.embeddings)
-        found: tf.Tensor = rows.rows_found(functools.partial(self._found, layer, ids, is_step))
+    def look_up(self, ids: tf.Tensor, is_step: bool) -> tf.Tensor:
+        """As `HashTableEmbedding.look_up`, on the servers; for tracing a step."""
+        rows: parameter_servers.RemoteRows = models.native(self.layer.embeddings)
+        found: tf.Tensor = rows.rows_found(functools.partial(self._found, ids, is_step))
         return found
 
-    def _found(
-        self, layer: HashTableEmbedding, ids: tf.Tensor, is_step: bool
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+    def _found(self, ids: tf.Tensor, is_step: bool) -> tuple[tf.Tensor, tf.Tensor]:
         """(values [n, output_dim], rows int64 [n]) of ids int64 [n], from the servers."""
-        parts, key = self._parts[id(layer)], ("hash table", id(layer))
-        divide = self._one_op((*key, "divide"), functools.partial(_divided, layer, parts))
-        sent, places, positions = divide(ids)
-        width = layer.output_dim
-        own_type = models.native(layer.embeddings).dtype
+        key = "hash table", id(self.layer)
+        sent, places, positions = self._one_op((*key, "divide"), self._divided)(ids)
+        own_type = models.native(self.layer.embeddings).dtype
         travels_as = self._travel.sent_as(own_type)
-        specs = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, width], travels_as)]
+        specs = [
+            tf.TensorSpec([None], tf.int64),
+            tf.TensorSpec([None, self.layer.output_dim], travels_as),
+        ]
         answers = []
-        for part, message in zip(parts, sent, strict=True):
+        for part, message in zip(self._parts, sent, strict=True):
             step = functools.partial(part.answer, is_step, travels_as)
             with tf.device(server(part.server)):
                 answer = self._one_op((*key, part.number, is_step), step, waits=True)(message)
@@ -105,21 +89,40 @@ class HashTables:
         rows, values = self._one_op((*key, "joined"), _joined)(answers, places, positions)
         return tf.cast(values, own_type), rows
 
+    def _divided(self, ids: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor]:
+        """On a worker: the ids of a batch, divided among the parts.
+
+        Returns:
+            (the message to each part; where its ids are among the distinct ids, int32 [n]; where
+            each id is among them, int32).
+        """
+        distinct, counts = counted(ids, tf.ones_like(ids))
+        positions = tf.searchsorted(distinct, ids)
+        starts = tf.constant([part.first_bucket for part in self._parts[1:]], tf.int64)
+        owners = tf.searchsorted(starts, bucket_of(self.layer, distinct), side="right")
+        number = len(self._parts)
+        own = tf.dynamic_partition(distinct, owners, number)
+        own_counts = tf.dynamic_partition(counts, owners, number)
+        places = tf.dynamic_partition(tf.range(tf.size(distinct)), owners, number)
+        has_ids = tf.cast(tf.size(ids) > 0, tf.int64)
+        sent = [pack([*of, has_ids]) for of in zip(own, own_counts, strict=True)]
+        return sent, places, positions
+
+
+def _joined(
+    answers: list[list[tf.Tensor]], places: list[tf.Tensor], positions: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """On a worker: (rows int64 [n], values [n, output_dim]) from the answers of all parts."""
+    (first_rows, first_values), *others = answers
+    rows = tf.concat([first_rows[1:], *(own for own, _ in others)], axis=0)
+    values = tf.concat([first_values[1:], *(own for _, own in others)], axis=0)
+    of_id = tf.gather(tf.math.invert_permutation(tf.concat(places, axis=0)), positions)
+    rows, values = tf.gather(rows, of_id), tf.gather(values, of_id)
+    return rows, tf.where(tf.equal(rows, 0)[:, None], first_values[:1], values)
+
 
 class _ServerPart:
-    """The buckets of a layer that are in one shard.
-
-    Args:
-        layer: whose they are.
-        server_variables: of its model.
-        number: of the shard.
-        kept_steps: as of `Part`.
-
-    Attributes:
-        number: as above.
-        server: that has them.
-        first_bucket: the first of them.
-    """
+    """The buckets of a layer that are in shard `number` of its rows, from `first_bucket` on."""
 
     def __init__(
         self,
@@ -191,37 +194,3 @@ class _Marking:
     def scatter_update(self, rows: tf.IndexedSlices) -> None:
         with tf.control_dependencies(self._shard.mark_changed(rows.indices)):
             self._shard.variable.scatter_update(rows)
-
-
-def _divided(
-    layer: HashTableEmbedding, parts: list[_ServerPart], ids: tf.Tensor
-) -> tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor]:
-    """On a worker: the ids of a batch, divided among the parts.
-
-    Returns:
-        (the message to each part; where its ids are among the distinct ids, int32 [n]; where each
-        id is among them, int32).
-    """
-    distinct, counts = counted(ids, tf.ones_like(ids))
-    positions = tf.searchsorted(distinct, ids)
-    starts = tf.constant([part.first_bucket for part in parts[1:]], tf.int64)
-    owners = tf.searchsorted(starts, bucket_of(layer, distinct), side="right")
-    number = len(parts)
-    own = tf.dynamic_partition(distinct, owners, number)
-    own_counts = tf.dynamic_partition(counts, owners, number)
-    places = tf.dynamic_partition(tf.range(tf.size(distinct)), owners, number)
-    has_ids = tf.cast(tf.size(ids) > 0, tf.int64)
-    sent = [pack([*of, has_ids]) for of in zip(own, own_counts, strict=True)]
-    return sent, places, positions
-
-
-def _joined(
-    answers: list[list[tf.Tensor]], places: list[tf.Tensor], positions: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """On a worker: (rows int64 [n], values [n, output_dim]) from the answers of all parts."""
-    (first_rows, first_values), *others = answers
-    rows = tf.concat([first_rows[1:], *(own for own, _ in others)], axis=0)
-    values = tf.concat([first_values[1:], *(own for _, own in others)], axis=0)
-    of_id = tf.gather(tf.math.invert_permutation(tf.concat(places, axis=0)), positions)
-    rows, values = tf.gather(rows, of_id), tf.gather(values, of_id)
-    return rows, tf.where(tf.equal(rows, 0)[:, None], first_values[:1], values)

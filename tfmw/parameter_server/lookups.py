@@ -64,11 +64,8 @@ class LookupRequest(NamedTuple):
 class Fetched:
     """Rows that were fetched before the step that looks them up.
 
-    Args:
-        batch: the tensors of the step's batch.
-
     Attributes:
-        batch: as above.
+        batch: the tensors of the step's batch.
         found: (rows, ids) by id of the Keras variable and the ops between the batch and the ids.
         groups: (Keras variables, ids of each, their tables, the way of these ids) of those that
             were fetched together.
@@ -122,7 +119,6 @@ def plan_lookups(
         trace: calls the step with a batch, and with where its lookups go.
         batch_spec: structure of tf.TensorSpec, of a batch.
         shards_of: the shards of a variable that is looked up.
-        travel: how rows travel.
     """
     recorded = _Recorded([])
 
@@ -149,7 +145,6 @@ class Plan:
     Args:
         batch: the tensors of the batch, in the graph that was traced.
         groups: lookups whose rows have one shape and type, and their tables.
-        travel: how rows travel.
     """
 
     def __init__(

@@ -28,9 +28,7 @@ class ParameterServerTraining:
     needed: after an epoch, for a backup, at the end.
 
     Args:
-        context: of the call, on the coordinator.
         arguments: of the call; `steps_per_epoch` counts updates, over all workers.
-        servers: the cluster.
         record: of the backup from which the run resumes, or None.
 
     Raises:

@@ -15,6 +15,7 @@ hold the server's variables and slots (`models.substituted`), or some of their r
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,10 @@ Grads = list[tuple[Any, Any]]
 """(gradient, Keras variable), as an optimizer is given them."""
 
 Update = tuple[list[tf.Tensor], Callable[..., None]]
-"""(tensors that a worker sent, what updates a server's variables with them)."""
+"""(tensors that a worker sends, what changes a server's variables with them)."""
+
+StepUpdates = dict[int, list[Update]]
+"""The changes of one step by server, in this order."""
 
 
 @contextlib.contextmanager
@@ -60,41 +64,46 @@ def taking_gradients(optimizer: Any, take: Callable[[Any, Grads], None]) -> Iter
         yield
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Updates:
     """Updates of the variables of one model.
 
     Args:
-        server_variables: the model's variables on the servers.
         remote: the Keras variables whose rows stay on their servers.
-        travel: how rows travel.
     """
 
-    def __init__(self, server_variables: ServerVariables, remote: list[Any], travel: RowTransfer):
-        self.server_variables = server_variables
-        self._remote = remote
-        self._travel = travel
+    server_variables: ServerVariables
+    remote: list[Any]
+    travel: RowTransfer
 
     # ------------------------------------------------------------ on a worker
 
-    def of_gradients(
-        self, optimizer: Any, grads: Grads, fetched: Fetched
-    ) -> dict[int, list[Update]]:
-        """By server, the updates that follow from the gradients of a worker's step.
+    def of_gradients(self, optimizer: Any, grads: Grads, fetched: Fetched) -> dict[int, Update]:
+        """By server, the update that follows from the gradients of a worker's step.
+
+        All servers count the step, and none before there are gradients: each is sent a tensor.
 
         Args:
-            optimizer: of these variables.
             fetched: the rows that the step has looked up.
         """
-        todo: dict[int, list[Update]] = {n: [] for n in range(self.server_variables.servers)}
+        todo: StepUpdates = {where: [] for where in range(self.server_variables.servers)}
         dense, rows = self._dense(optimizer, grads), self._rows(optimizer, grads, fetched)
         for where, update in itertools.chain(dense, rows):
             todo[where].append(update)
-        return todo
+        found: dict[int, Update] = {}
+        for where, updates in todo.items():
+            sent = [tensor for tensors, _ in updates for tensor in tensors]
+            if not sent:
+                gradient = grads[0][0]
+                is_sparse = isinstance(gradient, tf.IndexedSlices)
+                sent = [tf.cast(tf.size(gradient.values if is_sparse else gradient), tf.int64)]
+            found[where] = sent, functools.partial(self.run, where, optimizer, updates)
+        return found
 
     def _dense(self, optimizer: Any, grads: Grads) -> Iterator[tuple[int, Update]]:
         """(server, update) of variables that are whole on one server."""
         by_variable = {id(v): g for g, v in grads}
-        here = [v for _, v in grads if not contains(v, self._remote)]
+        here = [v for _, v in grads if not contains(v, self.remote)]
 
         def update_pack(pack: ServerPack, flat: tf.Tensor) -> None:
             parts = pack.unpack(flat).values()
@@ -102,7 +111,7 @@ class Updates:
                 shard = self.server_variables.shard(variable)
                 self.update_whole(optimizer, shard, variable, grad)
 
-        for pack in self.server_variables.all_packs(here):
+        for pack in self.server_variables.packs(here):
             flat = pack.pack(by_variable[id(v)] for v in pack.variables)
             yield pack.server, ([flat], functools.partial(update_pack, pack))
 
@@ -111,14 +120,16 @@ class Updates:
         shards_of = self.server_variables.shards
         together: dict[Any, Grads] = {}
         for grad, variable in grads:
-            if not contains(variable, self._remote):
+            if not contains(variable, self.remote):
                 continue
             if not isinstance(grad, tf.IndexedSlices):
                 for shard in shards_of(variable):
                     part = grad[shard.start : shard.stop] if shard.stop else grad
                     update = functools.partial(self.update_whole, optimizer, shard, variable)
                     yield shard.server, ([part], update)
-            elif self.by_rows_alone(optimizer, variable):
+            elif contains(variable, self.server_variables.divided) or (
+                optimizers.updates_rows_alone(optimizer)
+            ):
                 decays = optimizers.uses_weight_decay(optimizer, variable)
                 kind = grad.dtype, tuple(variable.shape[1:]), decays
                 together.setdefault(kind, []).append((grad, variable))
@@ -134,7 +145,7 @@ class Updates:
             for where, (sizes, ids) in route.asked.items():
                 shards = [(members[number][1], shard) for number, shard in group.shards[where]]
                 of_rows = functools.partial(self.update_rows, optimizer, shards)
-                sent = tf.cast(rows[where], self._travel.sent_as(rows[where].dtype))
+                sent = tf.cast(rows[where], self.travel.sent_as(rows[where].dtype))
                 yield where, ([sizes, ids, sent], of_rows)
 
     def _route(self, grads: Grads, fetched: Fetched) -> tuple[Grads, MultiTableLookup, Route]:
@@ -156,19 +167,23 @@ class Updates:
 
     # ------------------------------------------------------------ on a server
 
-    def run(self, where: int, optimizer: Any, updates: list[Update]) -> None:
-        """Makes the updates of one step on server `where`, and counts the step there.
+    def run(self, where: int, optimizer: Any, updates: list[Update], *sent: tf.Tensor) -> None:
+        """Makes an optimizer's updates of one step on server `where`, and counts the step there.
 
         Each server has its own copies of the optimizer's scalars: the step number and the learning
         rate.
+
+        Args:
+            sent: the tensors of these updates, as they have arrived.
         """
         scalars = [
             (v, ReadOnlyScalar(copies[where])) for v, copies in self.server_variables.scalars
         ]
         stable = optimizers.stable_variable_keys([optimizer], self.server_variables.trainable)
+        arrived = iter(sent)
         with stable, models.substituted(scalars):
             for tensors, update in updates:
-                update(*tensors)
+                update(*itertools.islice(arrived, len(tensors)))
         for variable, copies in self.server_variables.scalars:
             if variable is optimizer.iterations:
                 copies[where].assign_add(1)
@@ -193,7 +208,6 @@ class Updates:
         """Updates some rows of shards, these only, whatever the optimizer.
 
         Args:
-            optimizer: the optimizer of the variables.
             shards: (Keras variable, shard that has its rows on this server), of one shape and type
                 of a row; see `MultiTableLookup`.
             sizes: int64 [shards], how many rows of each.
@@ -230,11 +244,6 @@ class Updates:
         shape = shard.variable.shape.as_list()
         dense = tf.math.unsorted_segment_sum(rows, ids, shape[0])
         self.update_whole(optimizer, shard, variable, tf.ensure_shape(dense, shape))
-
-    def by_rows_alone(self, optimizer: Any, variable: Any) -> bool:
-        """Whether an update of a variable changes no rows but those with a gradient."""
-        is_divided = contains(variable, self.server_variables.divided)
-        return is_divided or optimizers.updates_rows_alone(optimizer)
 
 
 def _apply(optimizer: Any, variable: Any, grad: Any, pairs: list[tuple[Any, Any]]) -> None:
@@ -290,29 +299,24 @@ class ServerRows:
     def assign(self, value: tf.Tensor) -> None:
         """Replaces the rows."""
         self._rows = tf.identity(value)
-        for variable, rows in self._of_each(value):
-            variable.scatter_update(rows)
+        self._scatter("scatter_update", value)
 
     def assign_add(self, value: tf.Tensor) -> None:
         """Adds to the rows."""
         self._rows = self._rows + value
-        for variable, rows in self._of_each(value):
-            variable.scatter_add(rows)
+        self._scatter("scatter_add", value)
 
     def assign_sub(self, value: tf.Tensor) -> None:
         """Subtracts from the rows."""
         self._rows = self._rows - value
-        for variable, rows in self._of_each(value):
-            variable.scatter_sub(rows)
+        self._scatter("scatter_sub", value)
 
-    def _of_each(self, value: tf.Tensor) -> list[tuple[tf.Variable, tf.IndexedSlices]]:
-        if len(self._ids) == 1:
-            return [(self._variables[0], tf.IndexedSlices(value, self._ids[0]))]
-        parts = tf.split(value, self._sizes, num=len(self._ids))
-        return [
-            (variable, tf.IndexedSlices(part, own))
-            for variable, part, own in zip(self._variables, parts, self._ids, strict=True)
-        ]
+    def _scatter(self, method: str, value: tf.Tensor) -> None:
+        """Calls a method of each variable with its rows of `value`."""
+        each = self._ids
+        parts = tf.split(value, self._sizes, num=len(each)) if len(each) > 1 else [value]
+        for variable, part, own in zip(self._variables, parts, each, strict=True):
+            getattr(variable, method)(tf.IndexedSlices(part, own))
 
 
 class ReadOnlyScalar:

@@ -56,11 +56,12 @@ PACK_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class ServerPack:
-    """Variables of one server and dtype that are sent in one tensor."""
+    """Variables of one server and dtype that are sent in one tensor; `is_alone`: a large one."""
 
     server: int
     dtype: tf.DType
     variables: tuple[Any, ...]
+    is_alone: bool
 
     @property
     def sizes(self) -> list[int]:
@@ -170,13 +171,8 @@ class ServerVariables:
                 self._shard(variable, shard.server, *_rows_beside(variable, leader, shard))
                 for shard in self.shards(leader)
             ]
-        if count <= 1:
-            where = int(np.argmin(self._load))
-            return [self._shard(variable, where, 0, 0)]
-        return [
-            self._shard(variable, int(np.argmin(self._load)), start, stop)
-            for start, stop in _partitioning(variable).ranges(count)
-        ]
+        ranges = _partitioning(variable).ranges(count) if count > 1 else [(0, 0)]
+        return [self._shard(variable, int(np.argmin(self._load)), *rows) for rows in ranges]
 
     def _shard(self, variable: Any, where: int, start: int, stop: int) -> VariableShard:
         rows = (start, stop) if stop else None
@@ -236,28 +232,18 @@ class ServerVariables:
         (shard,) = self._shards[id(variable)]
         return shard
 
-    def packs(self, variables: Iterable[Any]) -> tuple[list[ServerPack], list[Any]]:
-        """(packs of the small variables, large variables); none of them may be divided."""
-        groups: dict[tuple[int, str], list[Any]] = {}
-        alone = []
+    def packs(self, variables: Iterable[Any]) -> list[ServerPack]:
+        """The packs of undivided variables; a large one is alone in its pack."""
+        groups: dict[tuple[int, str, int | None], list[Any]] = {}
         for variable in variables:
             dtype = models.native(variable).dtype
-            if _bytes(variable) > PACK_BYTES or dtype in (tf.string, tf.bool):
-                alone.append(variable)
-            else:
-                where = self.shard(variable).server
-                groups.setdefault((where, dtype.name), []).append(variable)
-        packs = [
-            ServerPack(where, tf.as_dtype(name), tuple(members))
-            for (where, name), members in groups.items()
+            is_alone = _bytes(variable) > PACK_BYTES or dtype in (tf.string, tf.bool)
+            kind = self.shard(variable).server, dtype.name, id(variable) if is_alone else None
+            groups.setdefault(kind, []).append(variable)
+        return [
+            ServerPack(where, tf.as_dtype(name), tuple(members), alone is not None)
+            for (where, name, alone), members in groups.items()
         ]
-        return packs, alone
-
-    def all_packs(self, variables: Iterable[Any]) -> list[ServerPack]:
-        """As `packs`, with each large variable in a pack of its own."""
-        packs, alone = self.packs(variables)
-        single = [ServerPack(self.shard(v).server, models.native(v).dtype, (v,)) for v in alone]
-        return [*packs, *single]
 
     # ------------------------------------------------------------ the coordinator's copies
 
@@ -360,9 +346,7 @@ def refuse_unsupported(optimizers: list[Any], divided: list[Any]) -> None:
                 f"{name} has use_ema=True, which parameter servers cannot keep without losing "
                 "updates: average the weights in a callback at the end of each epoch."
             )
-        if not divided:
-            continue
-        if type(optimizer) not in _BY_ROW:
+        if divided and type(optimizer) not in _BY_ROW:
             names = [kind.__name__ for kind in _BY_ROW]
             raise UsageError(
                 f"{name} cannot update variables that are divided over servers row by row: "
