@@ -41,11 +41,7 @@ _CLOCKS_APART_S = 60.0  # more than a clock without NTP loses in a month
 
 @dataclasses.dataclass
 class Findings:
-    """The printed lines, one for each finding, and the number of failures.
-
-    Args:
-        show: prints a line.
-    """
+    """The printed lines, one for each finding, and the number of failures."""
 
     show: Callable[[str], None]
     failures: int = 0
@@ -133,7 +129,6 @@ def _check_cluster(
     findings: Findings,
     timeout_s: float,
 ) -> None:
-    """The check of a cluster of several tasks."""
     others = cluster.tasks()
     address = others.pop(cluster.task_name)
     resolved = _check_names(others, findings)
