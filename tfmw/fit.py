@@ -211,7 +211,7 @@ def _sharded(context: FitContext, arguments: FitArguments, backups: Backups) -> 
     _refuse_other_driver(record, servers is not None, alone)
     if servers is not None:
         return ParameterServerTraining(context, arguments, servers, record)
-    if isinstance(backups, local_training.Records):
+    if isinstance(backups, local_training.MemberBackups):
         return local_training.ElasticTraining(context, arguments, backups)
     if alone:
         return local_training.LocalTraining(context, arguments, backups)

@@ -19,9 +19,8 @@ from tfmw import data, strategies
 from tfmw.cluster.cluster import ROUNDS
 from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets, models
-from tfmw.keras_compat.metric_variables import flatten_metrics
+from tfmw.keras_compat.metric_variables import flatten_metrics, python_logs
 from tfmw.mirrored.batch_driver import BatchDriver
-from tfmw.mirrored.metrics import python_logs
 from tfmw.mirrored.sharded_update import is_driven
 from tfmw.training.fit_context import FitContext, errors_reported
 

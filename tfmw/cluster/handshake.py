@@ -180,9 +180,17 @@ def accepted_by_chief(
         while True:
             left_s = max(_RETRY_S, deadline - time.monotonic())
             try:
-                return _accepted(
-                    hello, chief, min(left_s, _CONNECT_S), response_s or left_s + _LATE_S
-                )
+                with contextlib.ExitStack() as undo:
+                    channel = undo.enter_context(Channel.connect(chief, min(left_s, _CONNECT_S)))
+                    channel.send(hello.message())
+                    response = channel.receive(response_s or left_s + _LATE_S)
+                    if "problem" not in response:
+                        raise NotATask
+                    if response["problem"]:
+                        kind = TfmwError if response.get("kind") == "TfmwError" else ClusterError
+                        raise kind(response["problem"])
+                    undo.pop_all()
+                    return channel
             except OSError as error:
                 # Or the chief closed without a response: another task is missing, or it is the
                 # chief of an earlier attempt.
@@ -190,23 +198,6 @@ def accepted_by_chief(
             if time.monotonic() >= deadline:
                 raise TimeoutError(problem)
             time.sleep(_RETRY_S)
-
-
-def _accepted(hello: TaskDescription, chief: str, connect_s: float, response_s: float) -> Channel:
-    """One attempt of `accepted_by_chief`."""
-    channel = Channel.connect(chief, connect_s)
-    try:
-        channel.send(hello.message())
-        response = channel.receive(response_s)
-        if "problem" not in response:
-            raise NotATask
-        if response["problem"]:
-            kind = TfmwError if response.get("kind") == "TfmwError" else ClusterError
-            raise kind(response["problem"])
-    except BaseException:
-        channel.close()
-        raise
-    return channel
 
 
 class Channel:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfmw.errors import UsageError
@@ -239,3 +240,15 @@ PRIVATE_NAMES: list[tuple[Any, str]] = [
     (Trainer, "_flatten_metrics_in_order"),
     (keras.Variable, "_direct_assign"),
 ]
+
+
+def python_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Logs in Keras's form: flat, with Python floats for scalars."""
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        if isinstance(value, dict):
+            flat.update(python_logs(value))
+            continue
+        array = np.asarray(value)
+        flat[name] = float(array) if array.ndim == 0 else array
+    return flat

@@ -143,7 +143,7 @@ def entered(
         # Data that Python code orders: the same on all members, from the first one's state.
         restore_random_state(member.settled("random state", random_state))
         asked = _of_member(arguments.backup, client)
-        with Records(client, asked, record, arrays, steps) as backups:
+        with MemberBackups(client, asked, record, arrays, steps) as backups:
             yield context, backups
     finally:
         client.leave()
@@ -169,7 +169,7 @@ def _of_member(backup: Any, client: RoundClient) -> Any:
     return own
 
 
-class Records(Backups):
+class MemberBackups(Backups):
     """Backups on disk, and a record on the server after each round.
 
     Args:
@@ -195,7 +195,7 @@ class Records(Backups):
         self._recorded = 0
         self._disk_is_due = False
 
-    def __enter__(self) -> Records:
+    def __enter__(self) -> MemberBackups:
         super().__enter__()
         record, arrays, steps = self._of_server
         newer = self.record is None or record is None or record["step"] >= self.record["step"]
@@ -261,7 +261,7 @@ class ElasticTraining(LocalTraining):
         backups: of the member.
     """
 
-    _backups: Records
+    _backups: MemberBackups
     _rounds: ElasticRounds
 
     @contextlib.contextmanager

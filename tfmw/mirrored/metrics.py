@@ -24,6 +24,7 @@ from tfmw.keras_compat.metric_variables import (
     leaf_metrics,
     metric_variables,
     note_metric_update,
+    python_logs,
 )
 from tfmw.mirrored.replicas import Replicas, Traces
 
@@ -373,15 +374,3 @@ def noting_results(model: keras.Model) -> Iterator[None]:
     metrics = leaf_metrics(model)
     with objects.overridden([(m, "result", noted(m)) for m in metrics]):
         yield
-
-
-def python_logs(logs: dict[str, Any]) -> dict[str, Any]:
-    """Logs in Keras's form: flat, with Python floats for scalars."""
-    flat: dict[str, Any] = {}
-    for name, value in logs.items():
-        if isinstance(value, dict):
-            flat.update(python_logs(value))
-            continue
-        array = np.asarray(value)
-        flat[name] = float(array) if array.ndim == 0 else array
-    return flat

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.errors import UsageError
 from tfmw.keras_compat import models, placement
-from tfmw.keras_compat.metric_variables import metric_variables
+from tfmw.keras_compat.metric_variables import metric_variables, python_logs
 from tfmw.parameter_server import worker_data
 from tfmw.parameter_server.coordinator import PsDriver
 from tfmw.runtime.step_times import StepTimes
@@ -159,7 +159,7 @@ class ParameterServerTraining:
 
     def metrics(self, signals: tuple[float, ...] = ()) -> dict[str, Any]:
         self.signals = list(signals)
-        logs = {name: _python(v) for name, v in self.model.get_metrics_result().items()}
+        logs = python_logs(self.model.get_metrics_result())
         if self.driver.dropped is not None:
             logs["dropped_gradients"] = float(self.driver.dropped - self._dropped_before)
         return logs
@@ -193,8 +193,3 @@ class ParameterServerTraining:
         if not self._finished:
             self.driver.server_variables.fetch(weights=not self._is_current, slots=slots)
         self._is_current = True
-
-
-def _python(value: Any) -> Any:
-    array = np.asarray(value)
-    return float(array) if array.ndim == 0 else array

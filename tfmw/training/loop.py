@@ -32,6 +32,7 @@ from tfmw.checkpoint.resume import Backups, PythonState
 from tfmw.checkpoint.tensor_files import SlotParts
 from tfmw.cluster.group import Group
 from tfmw.keras_compat import models
+from tfmw.keras_compat.metric_variables import python_logs
 from tfmw.keras_compat.model_methods import saves_by_callbacks
 from tfmw.runtime import fence, goodput
 from tfmw.runtime.progress import blocking_call, report_progress
@@ -385,7 +386,7 @@ class TrainingLoop:
         found = self._backups.record
         assert found is not None
         self._model.stop_training = found["stopped"]
-        return {name: _from_json(*pair) for name, pair in found["logs"].items()}
+        return python_logs({name: np.array(v, dtype) for name, (dtype, v) in found["logs"].items()})
 
     def _follow_chief(self) -> None:
         """Adopts the chief's decisions: whether to stop, and the learning rate."""
@@ -432,9 +433,3 @@ def _as_json(value: Any) -> tuple[str, Any]:
     """(dtype, value) of a log: a scalar or an array."""
     array = np.asarray(value)
     return array.dtype.name, array.tolist()
-
-
-def _from_json(dtype: str, value: Any) -> Any:
-    """The inverse of `_as_json`."""
-    array = np.array(value, dtype)
-    return float(array) if array.ndim == 0 else array
