@@ -75,24 +75,12 @@ class Piece:
 
 def save(prefix: str, tensors: Mapping[str, Any], pieces: Sequence[Piece] = ()) -> None:
     """Saves tensors, and pieces of other ones, in a TensorFlow checkpoint."""
-    names = sorted(tensors)
+    slices = [
+        (p.name, f"{p.size} {p.elements.start},{p.elements.stop - p.elements.start}", p.value)
+        for p in pieces
+    ]
     with tf.device("/CPU:0"):
-        tf.raw_ops.SaveV2(
-            prefix=prefix,
-            tensor_names=[*names, *(piece.name for piece in pieces)],
-            # As tf.raw_ops.SaveV2: the shape, and begin,length of each dimension.
-            shape_and_slices=[
-                *[""] * len(names),
-                *(
-                    f"{p.size} {p.elements.start},{p.elements.stop - p.elements.start}"
-                    for p in pieces
-                ),
-            ],
-            tensors=[
-                *(tf.convert_to_tensor(tensors[name]) for name in names),
-                *(piece.value for piece in pieces),
-            ],
-        )
+        tables.save_tensors(prefix, tensors, slices)
 
 
 class SharedWrite:

@@ -18,7 +18,8 @@ from tfmw.cluster import membership, rendezvous
 from tfmw.cluster.cluster import Cluster
 from tfmw.cluster.membership import JoinedCluster
 from tfmw.errors import UsageError
-from tfmw.runtime.versions import common_versions, quick_imports
+from tfmw.runtime.imports import quick_imports
+from tfmw.runtime.versions import common_versions
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -37,7 +37,7 @@ from tfmw.runtime import goodput
 from tfmw.runtime.goodput import Division
 from tfmw.runtime.progress import JOINED, NOT_UP, UP
 from tfmw.runtime.recorder import NOBODY, RecordedExchange
-from tfmw.runtime.signals import is_installed
+from tfmw.runtime.stacks import is_installed
 
 STACKS_S = 2.0
 """Seconds in which a task writes its stacks."""

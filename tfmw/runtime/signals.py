@@ -1,12 +1,9 @@
-"""Signals to the launcher, handled between two polls of its tasks; stacks of tasks."""
+"""Signals to the launcher: recorded when they arrive, handled between two polls of the tasks."""
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import threading
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,9 +15,6 @@ STACKS = signal.SIGRTMIN + 5
 
 STACKS_FILE = "TFMW_STACKS_FILE"
 """Variable with the path of that file: <attempt>/<task>/stacks."""
-
-_TFMW = str(Path(__file__).resolve().parents[1]) + os.sep
-_LIBRARY = re.compile(r"/lib/python\d")
 
 
 class Signals:
@@ -57,27 +51,3 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
-
-
-def is_installed(file: str) -> bool:
-    """Whether a file is of Python, of an installed package or of tfmw."""
-    return (
-        file.startswith(("<", _TFMW))
-        or "site-packages" in file
-        or _LIBRARY.search(file) is not None
-    )
-
-
-def users_call(frame: FrameType | None) -> str:
-    """The call that the user's program is in: "evaluate at train.py:31"; "" if none is.
-
-    Args:
-        frame: the innermost one of a thread.
-    """
-    name = ""
-    while frame is not None:
-        code = frame.f_code
-        if not is_installed(code.co_filename):
-            return f"{name} at {code.co_filename}:{frame.f_lineno}" if name else ""
-        name, frame = code.co_name, frame.f_back
-    return ""

@@ -1,16 +1,12 @@
-"""Installed packages: versions that all tasks must share, devices of TensorFlow, quick imports."""
+"""Installed packages, those that must be the same on all tasks, and devices of TensorFlow."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import importlib.metadata
 import json
 import subprocess
 import sys
-import typing
-from collections.abc import Iterator
 
 _TIMEOUT_S = 120
 
@@ -61,26 +57,3 @@ def version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-@contextlib.contextmanager
-def quick_imports() -> Iterator[None]:
-    """Imports modules without garbage collection, and compiles equal annotations once."""
-    collects, names = gc.isenabled(), vars(typing)
-    before = names.get("compile")
-    gc.disable()  # modules' objects are permanent
-    # `typing` compiles the texts of annotations: TensorFlow has 18,000, of a few texts.
-    names["compile"] = functools.lru_cache(None)(compile)
-    try:
-        yield
-    finally:
-        if before is None:
-            del names["compile"]
-        else:
-            names["compile"] = before
-        if collects:
-            if not gc.get_freeze_count():
-                # All objects are old now. Else the next collection goes through them.
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()

@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import posixpath
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -203,11 +203,8 @@ class TableFiles:
                     finite += [_are_finite(of[-1][2]) for of in found]
                     every = [one for of in found for one in of]
                     written = [
-                        tf.raw_ops.SaveV2(
-                            prefix=tf.strings.join([directory, "/", _part_name(where, number)]),
-                            tensor_names=[name for name, _, _ in every],
-                            shape_and_slices=[spec for _, spec, _ in every],
-                            tensors=[values for _, _, values in every],
+                        save_tensors(
+                            tf.strings.join([directory, "/", _part_name(where, number)]), {}, every
                         )
                     ]
                 with tf.control_dependencies(written):
@@ -217,6 +214,32 @@ class TableFiles:
         traced = tf.function(write, autograph=False, input_signature=[tf.TensorSpec([], tf.string)])
         # TensorFlow would warn of calls of `traced`: each server has a function of this name.
         return lambda directory: traced.get_concrete_function()(tf.constant(directory))
+
+
+def save_tensors(
+    prefix: str | tf.Tensor,
+    tensors: Mapping[str, Any],
+    slices: Sequence[tuple[str, str, tf.Tensor]] = (),
+) -> Any:
+    """Saves tensors, and slices of other ones, in a TensorFlow checkpoint.
+
+    Args:
+        prefix: of the checkpoint.
+        tensors: by name.
+        slices: (name of the tensor; its shape with begin,length of each dimension, as
+            `tf.raw_ops.SaveV2` takes them; the values there).
+
+    Returns:
+        The operation, in a graph.
+    """
+    whole = [(name, "", tf.convert_to_tensor(tensors[name])) for name in sorted(tensors)]
+    every = [*whole, *slices]
+    return tf.raw_ops.SaveV2(
+        prefix=prefix,
+        tensor_names=[name for name, _, _ in every],
+        shape_and_slices=[spec for _, spec, _ in every],
+        tensors=[values for _, _, values in every],
+    )
 
 
 def write_checkpoint(
@@ -241,13 +264,7 @@ def write_checkpoint(
     with tf.device("/CPU:0"):
         if tensors is not None:
             prefixes.insert(0, posixpath.join(parts, "coordinator"))
-            names = sorted(tensors)
-            tf.raw_ops.SaveV2(
-                prefix=prefixes[0],
-                tensor_names=names,
-                shape_and_slices=[""] * len(names),
-                tensors=[tf.convert_to_tensor(tensors[name]) for name in names],
-            )
+            save_tensors(prefixes[0], tensors)
         tf.raw_ops.MergeV2Checkpoints(
             checkpoint_prefixes=prefixes, destination_prefix=prefix, delete_old_dirs=False
         )
