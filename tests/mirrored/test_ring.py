@@ -17,6 +17,7 @@ import pytest
 from tests.helpers.by_hand import ByHand
 from tests.helpers.cluster import run_cluster
 from tests.helpers.threads import Exchange, in_threads
+from tfmw.cluster import wire
 from tfmw.mirrored.collectives import listener, ring, ring_links
 from tfmw.mirrored.collectives.all_reduce import RingBroken, even_cuts
 from tfmw.mirrored.collectives.ring import Ring
@@ -376,7 +377,7 @@ def test_connections_without_the_key_are_rejected(joined, over):
         def change(value: Any) -> list[Any]:
             if isinstance(value, dict):  # the address
                 stranger = to(value, over)
-                stranger.sendall(b"x" * len(KEY))
+                stranger.sendall(b"x" * 64)  # a nonce and a proof
                 strangers.append(stranger)
             return from_all(value)
 
@@ -386,14 +387,30 @@ def test_connections_without_the_key_are_rejected(joined, over):
     sums = in_threads(2, lambda rank: rings[rank].sum(np.full(5, rank + 1, "f")))
     np.testing.assert_array_equal(sums, np.full([2, 5], 3))
     for stranger in strangers:
-        assert stranger.recv(1) == b""
+        assert_closed(stranger)
         stranger.close()
+
+
+def received(peer: socket.socket, size: int) -> bytes:
+    """The next `size` bytes."""
+    data = b""
+    while len(data) < size:
+        data += peer.recv(size - len(data))
+    return data
+
+
+def assert_closed(stranger: socket.socket) -> None:
+    """The other side closes a connection after its nonce and its proof."""
+    stranger.settimeout(20)
+    with contextlib.suppress(ConnectionResetError):
+        while stranger.recv(100):
+            pass
 
 
 @pytest.fixture
 def opened(over: str) -> Iterator[listener.Listener]:
     """A worker that waits for the one before."""
-    with listener.Listener("127.0.0.1") as opened:
+    with listener.Listener("127.0.0.1", KEY) as opened:
         yield opened
 
 
@@ -404,7 +421,7 @@ def test_silent_connections_do_not_add_up_their_timeouts(opened, over, monkeypat
             stack.enter_context(to(opened.address, over))
         begin = time.monotonic()
         with pytest.raises(TimeoutError):
-            opened.accept(opened.address, KEY)
+            opened.accept(opened.address)
         assert time.monotonic() - begin < 5
 
 
@@ -429,7 +446,7 @@ def test_slow_connections_do_not_delay_workers(opened, over):
                 lambda rank: (
                     listener.connect("127.0.0.1", opened.address, opened.address, KEY)
                     if rank
-                    else opened.accept(opened.address, KEY)
+                    else opened.accept(opened.address)
                 ),
             )
             assert time.monotonic() - begin < listener.CONNECT_S
@@ -444,15 +461,14 @@ def test_slow_connections_do_not_delay_workers(opened, over):
 
 def test_incomplete_hello_is_closed_after_the_timeout(opened, over, monkeypatch):
     monkeypatch.setattr(listener, "CONNECT_S", 30.0)
-    monkeypatch.setattr(listener, "HELLO_S", 0.1)
+    monkeypatch.setattr(wire, "HELLO_S", 0.1)
 
     def work(rank: int) -> Any:
         if rank == 0:
-            return opened.accept(opened.address, KEY)
+            return opened.accept(opened.address)
         with to(opened.address, over) as stranger:
             stranger.send(b"x")
-            stranger.settimeout(20)
-            assert stranger.recv(1) == b""  # closed, and only then the worker comes
+            assert_closed(stranger)  # and only then the worker comes
         return listener.connect("127.0.0.1", opened.address, opened.address, KEY)
 
     links_made = in_threads(2, work)
@@ -461,20 +477,39 @@ def test_incomplete_hello_is_closed_after_the_timeout(opened, over, monkeypatch)
         link.peer.close()
 
 
-def test_key_is_never_sent_and_a_proof_is_for_one_listener(monkeypatch):
+def test_key_is_never_sent_and_a_proof_is_for_one_connection(monkeypatch):
     monkeypatch.setenv(listener.SHARED_MEMORY, "0")
     monkeypatch.setattr(listener, "CONNECT_S", 0.5)
-    with listener.Listener("127.0.0.1") as one, listener.Listener("127.0.0.1") as other:
-        link = listener.connect("127.0.0.1", one.address, other.address, KEY)
-        peer, _address = one._tcp.accept()
-        with peer, link.peer:
-            proof = peer.recv(1000)
-            assert len(proof) == 32
-            assert KEY not in proof
-        with to(other.address, "TCP") as stranger:
-            stranger.sendall(proof)
+    with (
+        listener.Listener("127.0.0.1", KEY) as real,
+        socket.create_server(("127.0.0.1", 0)) as false,
+    ):
+
+        def listen(rank: int) -> Any:
+            if rank == 0:
+                address: Any = {**real.address, "port": false.getsockname()[1]}
+                return listener.connect("127.0.0.1", address, real.address, KEY)
+            peer, _address = false.accept()
+            with peer:
+                peer.sendall(b"n" * 32)
+                return received(peer, 64)
+
+        error, sent = in_threads(2, listen)
+        assert isinstance(error, OSError)
+        assert KEY not in sent
+        with to(real.address, "TCP") as stranger:
+            stranger.sendall(sent)
             with pytest.raises(TimeoutError, match=r"1 connection\(s\) without .* TFMW_TOKEN"):
-                other.accept(one.address, KEY)
+                real.accept(real.address)
+
+
+def test_a_server_without_the_key_gets_no_values(monkeypatch):
+    monkeypatch.setenv(listener.SHARED_MEMORY, "0")
+    with (
+        listener.Listener("127.0.0.1", b"another key") as other,
+        pytest.raises(wire.NotAMember, match="does not know this training's TFMW_TOKEN"),
+    ):
+        listener.connect("127.0.0.1", other.address, other.address, KEY)
 
 
 def test_workers_of_one_machine_share_memory_and_others_use_tcp(joined, over):
@@ -615,7 +650,7 @@ class TestTraining:
 
     def test_worker_without_the_token_is_rejected(self, tasks):
         assert [task["another token"]["exchanges"] for task in tasks] == [0, 0]
-        assert "without this training's TFMW_TOKEN" in tasks[0]["warned of the token"][0]
+        assert "does not know this training's TFMW_TOKEN" in tasks[0]["warned of the token"][0]
         for task in tasks:
             assert task["another token"]["weights"] == task["over"]["weights"]
 

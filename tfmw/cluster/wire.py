@@ -1,6 +1,7 @@
 """Messages between processes of a training that know its key: a JSON object, and arrays.
 
-    serve(listener, key, handle, "name")        # handle(connection), once it has proven the key
+    server = Server(listener, key, handle, "name")      # handle(peer), once it has proven the key
+    connection = Connection(peer)
 
     connection = connect("h0:2300", key)        # proves the key, and has it proven
     connection.send({"do": "round", "examples": 64.0}, [gradient])
@@ -13,6 +14,7 @@ network of a training private. NumPy only.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hmac
 import json
@@ -53,6 +55,9 @@ class Connection:
     def __init__(self, peer: socket.socket):
         self._peer = peer
         self._sending = threading.Lock()
+        peer.settimeout(None)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(peer, DETECTED_IN_11_S | {"TCP_USER_TIMEOUT": round(SILENCE_S * 1000)})
 
     def send(self, message: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
         """Sends a message. From any thread.
@@ -75,15 +80,15 @@ class Connection:
         Raises:
             OSError: the other side is lost.
         """
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        (length,) = _LENGTH.unpack(_read(self._peer, _LENGTH.size))
         if length > _LARGEST_HEADER:
             raise ConnectionError(f"a header of {length} bytes")
-        message: Message = json.loads(self._read(length))
+        message: Message = json.loads(_read(self._peer, length))
         arrays = []
         for dtype, shape in message.pop("arrays"):
             array: np.ndarray = np.empty(shape, dtype)
             if array.size:
-                self._fill(array.reshape(-1).view(np.uint8).data)
+                _fill(self._peer, array.reshape(-1).view(np.uint8).data)
             arrays.append(array)
         return message, arrays
 
@@ -92,18 +97,6 @@ class Connection:
         with contextlib.suppress(OSError):
             self._peer.shutdown(socket.SHUT_RDWR)
         self._peer.close()
-
-    def _read(self, size: int) -> bytes:
-        data = bytearray(size)
-        self._fill(memoryview(data))
-        return bytes(data)
-
-    def _fill(self, view: memoryview) -> None:
-        while view:
-            count = self._peer.recv_into(view)
-            if not count:
-                raise ConnectionError("it closed the connection")
-            view = view[count:]
 
 
 def connect(address: str, key: bytes) -> Connection:
@@ -115,78 +108,105 @@ def connect(address: str, key: bytes) -> Connection:
     """
     host, _, port = address.rpartition(":")
     peer = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
-    return _proven(peer, key, b"member", b"server")
+    prove(peer, key)
+    return Connection(peer)
 
 
-def serve(
-    listener: socket.socket, key: bytes, handle: Callable[[Connection], None], name: str
-) -> None:
+class Server:
     """Calls `handle` with each connection that proves the key, in a thread of its own.
 
-    Returns at once. A connection is closed after its call.
-
     Args:
-        listener: a listening socket; `stop` ends the serving.
+        listener: a listening socket, of any family.
         key: of the training.
-        handle: raises OSError if the other side is lost.
+        handle: closes the socket; raises OSError if the other side is lost.
         name: of the thread that accepts.
+
+    Attributes:
+        refused: number of connections that did not know the key.
     """
-    strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
 
-    def serve_one(peer: socket.socket) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: bytes,
+        handle: Callable[[socket.socket], None],
+        name: str,
+    ):
+        self.refused = 0
+        self._listener, self._key, self._handle = listener, key, handle
+        self._strangers: collections.deque[socket.socket] = collections.deque()  # the oldest first
+        threading.Thread(target=self._accept, name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """Accepts no further connection; those that are open stay."""
         with contextlib.suppress(OSError):
-            try:
-                peer.settimeout(HELLO_S)
-                connection = _proven(peer, key, b"server", b"member")
-            finally:
-                strangers.release()
-            with contextlib.closing(connection):
-                handle(connection)
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._listener.close()
 
-    def accept() -> None:
+    def _accept(self) -> None:
         while True:
             try:
-                peer, _ = listener.accept()
+                peer, _ = self._listener.accept()
             except OSError:
-                if listener.fileno() < 0:
+                if self._listener.fileno() < 0:
                     return
                 time.sleep(0.1)  # such as EMFILE
                 continue
-            if strangers.acquire(blocking=False):
-                threading.Thread(target=serve_one, args=[peer], daemon=True).start()
-            else:
-                peer.close()
+            self._strangers.append(peer)
+            if len(self._strangers) > _MOST_STRANGERS:
+                with contextlib.suppress(OSError, IndexError):  # its thread ends by that
+                    self._strangers.popleft().shutdown(socket.SHUT_RDWR)
+            threading.Thread(target=self._serve, args=[peer], daemon=True).start()
 
-    threading.Thread(target=accept, name=name, daemon=True).start()
+    def _serve(self, peer: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            try:
+                peer.settimeout(HELLO_S)
+                prove(peer, self._key, b"server", b"member")
+            except NotAMember:
+                self.refused += 1
+                raise
+            finally:
+                with contextlib.suppress(ValueError):
+                    self._strangers.remove(peer)
+            self._handle(peer)
 
 
-def stop(listener: socket.socket) -> None:
-    """Accepts no further connection; those that are open stay."""
-    with contextlib.suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-    listener.close()
+def prove(
+    peer: socket.socket, key: bytes, own: bytes = b"member", other: bytes = b"server"
+) -> None:
+    """Each side sends a nonce, and proves that it knows the key by its HMAC of both nonces.
 
-
-def _proven(peer: socket.socket, key: bytes, own: bytes, other: bytes) -> Connection:
-    """Each side sends a nonce, and proves that it knows the key by its HMAC of both nonces."""
+    Raises:
+        OSError: the other side is lost; the socket is closed.
+        NotAMember: it does not know the key.
+    """
     try:
-        connection = Connection(peer)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         peer.sendall(nonce)
-        theirs = connection._read(_NONCE_BYTES)
-        nonces = b"".join(sorted((nonce, theirs)))
+        nonces = b"".join(sorted((nonce, _read(peer, _NONCE_BYTES))))
         peer.sendall(_proof(key, own, nonces))
         expected = _proof(key, other, nonces)
-        if not hmac.compare_digest(connection._read(len(expected)), expected):
+        if not hmac.compare_digest(_read(peer, len(expected)), expected):
             raise NotAMember("the other side does not know this training's TFMW_TOKEN")
-        peer.settimeout(None)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(peer, DETECTED_IN_11_S | {"TCP_USER_TIMEOUT": round(SILENCE_S * 1000)})
     except BaseException:
         peer.close()
         raise
-    return connection
 
 
 def _proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(key, b"tfmw rounds " + side + b" " + nonces, "sha256")
+    return hmac.digest(key, b"tfmw " + side + b" " + nonces, "sha256")
+
+
+def _read(peer: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    _fill(peer, memoryview(data))
+    return bytes(data)
+
+
+def _fill(peer: socket.socket, view: memoryview) -> None:
+    while view:
+        count = peer.recv_into(view)
+        if not count:
+            raise ConnectionError("it closed the connection")
+        view = view[count:]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import socket
 import threading
 import weakref
 from collections.abc import Callable
@@ -48,8 +49,8 @@ class BatchExchange:
 
     def __init__(self, host: str, key: bytes):
         self._key = key
-        self._listener = sockets.listen(host)
-        self.port: int = self._listener.getsockname()[1]
+        listener = sockets.listen(host)
+        self.port: int = listener.getsockname()[1]
         self.peers: list[tuple[str, int]] = []
         self._idle: dict[int, queue.SimpleQueue[wire.Connection]] = {}
         self._datasets: weakref.WeakValueDictionary[int, DividedBatches] = (
@@ -57,7 +58,7 @@ class BatchExchange:
         )
         self._newest = 0
         self._changed = threading.Condition()
-        wire.serve(self._listener, key, self._serve, "tfmw-batches")
+        self._server = wire.Server(listener, key, self._serve, "tfmw-batches")
 
     def add(self, dataset: DividedBatches) -> None:
         """Serves the batches of a dataset, as long as it exists."""
@@ -88,14 +89,17 @@ class BatchExchange:
 
     def close(self) -> None:
         """Ends all connections."""
-        wire.stop(self._listener)
+        self._server.close()
         for idle in self._idle.values():
             while not idle.empty():
                 idle.get().close()
 
-    def _serve(self, connection: wire.Connection) -> None:
+    def _serve(self, peer: socket.socket) -> None:
         # Any error ends the connection: the other worker computes the batch, and meets it, too.
-        with contextlib.suppress(Exception):
+        with (
+            contextlib.suppress(Exception),
+            contextlib.closing(wire.Connection(peer)) as connection,
+        ):
             while True:
                 asked, _ = connection.receive()
                 epoch, index = asked["batch"]

@@ -96,32 +96,34 @@ class RoundServer:
         self, members: int, key: bytes, listener: socket.socket, patience_s: float = PATIENCE_S
     ):
         self._members = members
-        self._key = key
-        self._listener = listener
         self._patience_s = patience_s
         self._lock = threading.RLock()
         self._trainings: dict[int, _Training] = {}  # by the number of the call of fit
+        self._server = wire.Server(listener, key, self._serve, "rounds")
 
     def __enter__(self) -> RoundServer:
-        wire.serve(self._listener, self._key, self._serve, "rounds")
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             for training in self._trainings.values():
                 training.close()
-        wire.stop(self._listener)
+        self._server.close()
 
-    def _serve(self, connection: Connection) -> None:
-        try:
+    def _serve(self, peer: socket.socket) -> None:
+        with (
+            contextlib.closing(Connection(peer)) as connection,
+            contextlib.suppress(ValueError, KeyError),
+        ):
             hello, _ = connection.receive()
             member, call = int(hello["member"]), int(hello["call"])
-            problem = self._problem(hello)
-        except (ValueError, KeyError):
-            return
-        if problem is not None:
-            connection.send({"error": problem})
-            return
+            if problem := self._problem(hello):
+                connection.send({"error": problem})
+            else:
+                self._follow(connection, member, call)
+
+    def _follow(self, connection: Connection, member: int, call: int) -> None:
+        """Handles the messages of a member until it is lost."""
         seat = _Seat(connection)
         with self._lock:
             if call not in self._trainings:
@@ -133,8 +135,6 @@ class RoundServer:
                 message, arrays = connection.receive()
                 with self._lock:
                     training.handle(member, seat, message, arrays)
-        except (OSError, ValueError, KeyError):
-            pass
         finally:
             with self._lock:
                 training.leave(member, seat)

@@ -325,7 +325,7 @@ def connect(
     place, size = workers.index(rank), len(workers)
     after, before = workers[(place + 1) % size], workers[place - 1]
     with contextlib.ExitStack() as undo:
-        own = undo.enter_context(listener.Listener(hosts[rank]))
+        own = undo.enter_context(listener.Listener(hosts[rank], key))
         addresses: list[listener.Address] = from_all(own.address)
         problem = None
         try:
@@ -335,7 +335,7 @@ def connect(
             there = f"worker {after} at {hosts[after]}:{addresses[after]['port']}"
             problem = f"worker {rank} could not connect to {there} ({e})"
         try:
-            from_previous = own.accept(addresses[before], key)
+            from_previous = own.accept(addresses[before])
             undo.callback(from_previous.peer.close)
         except OSError as e:
             problem = problem or f"worker {before} did not connect to worker {rank} ({e})"
