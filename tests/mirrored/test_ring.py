@@ -410,7 +410,7 @@ def assert_closed(stranger: socket.socket) -> None:
 @pytest.fixture
 def opened(over: str) -> Iterator[listener.Listener]:
     """A worker that waits for the one before."""
-    with listener.Listener("127.0.0.1", KEY) as opened:
+    with contextlib.closing(listener.Listener("127.0.0.1", KEY)) as opened:
         yield opened
 
 
@@ -481,7 +481,7 @@ def test_key_is_never_sent_and_a_proof_is_for_one_connection(monkeypatch):
     monkeypatch.setenv(listener.SHARED_MEMORY, "0")
     monkeypatch.setattr(listener, "CONNECT_S", 0.5)
     with (
-        listener.Listener("127.0.0.1", KEY) as real,
+        contextlib.closing(listener.Listener("127.0.0.1", KEY)) as real,
         socket.create_server(("127.0.0.1", 0)) as false,
     ):
 
@@ -506,7 +506,7 @@ def test_key_is_never_sent_and_a_proof_is_for_one_connection(monkeypatch):
 def test_a_server_without_the_key_gets_no_values(monkeypatch):
     monkeypatch.setenv(listener.SHARED_MEMORY, "0")
     with (
-        listener.Listener("127.0.0.1", b"another key") as other,
+        contextlib.closing(listener.Listener("127.0.0.1", b"another key")) as other,
         pytest.raises(wire.NotAMember, match="does not know this training's TFMW_TOKEN"),
     ):
         listener.connect("127.0.0.1", other.address, other.address, KEY)

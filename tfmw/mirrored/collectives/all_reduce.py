@@ -52,21 +52,16 @@ class AllReduce(abc.ABC):
     - RingBroken: a worker is lost.
     - RuntimeError: workers are in different exchanges.
 
-    Attributes:
-        rank: of this worker.
-        size: number of workers.
-        timeout_s: seconds without a byte after which an exchange fails; None waits as long as the
-            neighbours respond.
-        exchanges: number of exchanges so far.
-        counts: number of exchanges by kind: "gradients", "metrics", "gather", ...
+    `timeout_s`: seconds without a byte after which an exchange fails; None waits as long as the
+    neighbours respond.
     """
 
     timeout_s: float | None
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
-        self.exchanges = 0
-        self.counts: collections.Counter[str] = collections.Counter()
+        self.exchanges = 0  # number of them so far
+        self.counts: collections.Counter[str] = collections.Counter()  # the same, by kind
         self._what = ""  # kind of the current exchange
         self._broken: Exception | None = None
         self._one_at_a_time = threading.Lock()

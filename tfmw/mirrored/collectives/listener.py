@@ -1,6 +1,6 @@
 """Connects and authenticates two neighbours of a ring.
 
-    with Listener(host, key) as listener:                        # each worker opens one
+    with closing(Listener(host, key)) as listener:               # each worker opens one
         addresses = from_all(listener.address)                   # and publishes its address
         to_next = connect(host_of_next, addresses[next], listener.address, key)
         from_previous = listener.accept(addresses[previous])
@@ -45,17 +45,12 @@ SHARED_MEMORY = "TFMW_SHARED_MEMORY"
 
 
 class Address(TypedDict):
-    """The address of a worker, for workers of its machine and of other machines.
+    """The address of a worker, for workers of its machine and of other machines."""
 
-    Attributes:
-        port: for TCP.
-        machine: equal for workers that can connect to each other's `name`; None if not supported.
-        name: of a Unix socket.
-    """
-
-    port: int
+    port: int  # for TCP
+    # Equal for workers that can connect to each other's `name`; None if not supported.
     machine: list[Any] | None
-    name: str
+    name: str  # of a Unix socket
 
 
 class Listener:
@@ -80,12 +75,6 @@ class Listener:
             self._servers.append(wire.Server(unix, key, self._shares, "tfmw-ring-memory"))
         port: int = tcp.getsockname()[1]
         self.address: Address = {"port": port, "machine": own_machine, "name": name}
-
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stops listening."""

@@ -325,7 +325,7 @@ def connect(
     place, size = workers.index(rank), len(workers)
     after, before = workers[(place + 1) % size], workers[place - 1]
     with contextlib.ExitStack() as undo:
-        own = undo.enter_context(listener.Listener(hosts[rank], key))
+        own = undo.enter_context(contextlib.closing(listener.Listener(hosts[rank], key)))
         addresses: list[listener.Address] = from_all(own.address)
         problem = None
         try:
