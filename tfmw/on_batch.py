@@ -9,7 +9,6 @@ takes its part of it. Between two calls the model is an ordinary Keras model, eq
 
 from __future__ import annotations
 
-import operator
 import os
 from typing import Any
 
@@ -21,6 +20,7 @@ from tfmw.errors import UsageError
 from tfmw.keras_compat import datasets, models
 from tfmw.keras_compat.metric_variables import flatten_metrics, python_logs
 from tfmw.mirrored.batch_driver import BatchDriver
+from tfmw.mirrored.cached_driver import same_objects
 from tfmw.mirrored.sharded_update import is_driven
 from tfmw.training.fit_context import FitContext, errors_reported
 
@@ -129,10 +129,8 @@ def _driver_of(model: Any, kind: str, batch: Any, strategy: Any) -> BatchDriver:
             "call it between two calls of them."
         )
     kept: tuple[BatchDriver, list[Any]] | None = vars(model).get(_KEPT)
-    if kept is not None:
-        known, parts = kept[1], _parts(model, strategy)
-        if len(parts) == len(known) and all(map(operator.is_, parts, known)):
-            return kept[0]
+    if kept is not None and same_objects(kept[1], _parts(model, strategy)):
+        return kept[0]
     chosen = strategies.choose(strategy)
     if strategies.servers_of(chosen) is not None:
         raise UsageError(

@@ -25,12 +25,12 @@ def driver() -> SyncDriver:
 
 def test_another_number_of_replicas_gets_the_mean_of_averages_and_the_sum_of_metrics(driver):
     norm = driver.model.layers[0]
-    metrics, averages = (np.asarray(rows) for rows in driver.replica_state())
+    metrics, averages = (np.asarray(rows) for rows in driver.state.rows())
     assert len(averages) == len(metrics) == 1
     factors = np.array([[1.0], [2.0], [6.0]])  # of three replicas
     with driver:
         driver.state.restore(factors * metrics, factors * averages)
-        restored = [np.asarray(rows) for rows in driver.replica_state()]
+        restored = [np.asarray(rows) for rows in driver.state.rows()]
     np.testing.assert_allclose(restored[0], 9 * metrics, rtol=1e-6)
     np.testing.assert_allclose(restored[1], 3 * averages, rtol=1e-6)
     mean = np.concatenate([norm.moving_mean, norm.moving_variance])
@@ -39,9 +39,9 @@ def test_another_number_of_replicas_gets_the_mean_of_averages_and_the_sum_of_met
 
 
 def test_same_number_of_replicas_restores_each_replica(driver):
-    metrics, averages = (np.asarray(rows) for rows in driver.replica_state())
+    metrics, averages = (np.asarray(rows) for rows in driver.state.rows())
     with driver:
         driver.state.restore(2 * metrics, 3 * averages)
-        restored = [np.asarray(rows) for rows in driver.replica_state()]
+        restored = [np.asarray(rows) for rows in driver.state.rows()]
     np.testing.assert_allclose(restored[0], 2 * metrics, rtol=1e-6)
     np.testing.assert_allclose(restored[1], 3 * averages, rtol=1e-6)

@@ -83,7 +83,7 @@ class LocalTraining(MirroredTraining):
 
     def restore_position(self) -> None:
         super().restore_position()
-        with self.driver.lost_peer_named():
+        with self.driver.replicas.lost_peer_named():
             self._rounds.restore(self._backups.tensors)
 
     def begin_epoch(self) -> None:
@@ -92,13 +92,13 @@ class LocalTraining(MirroredTraining):
             self._rounds.begin()
 
     def update_model(self) -> None:
-        with self.driver.lost_peer_named():
+        with self.driver.replicas.lost_peer_named():
             self._rounds.meet()
         super().update_model()
 
     def replica_state(self, slots: bool) -> tuple[Any, ...]:
         kept = super().replica_state(slots)
-        with self.driver.lost_peer_named():
+        with self.driver.replicas.lost_peer_named():
             return *kept, self._rounds.state()
 
     def position(self, in_epoch: bool) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class LocalTraining(MirroredTraining):
         return self._settings.steps_to_next(self.steps_done)
 
     def _after_steps(self) -> None:
-        with self.driver.lost_peer_named():
+        with self.driver.replicas.lost_peer_named():
             self._rounds.after_step(self.steps_done)
 
 
@@ -337,7 +337,7 @@ class ElasticTraining(LocalTraining):
     def replica_state(self, slots: bool) -> tuple[Any, ...]:
         if self._backups.saves_tensors:
             return super().replica_state(slots)
-        return self.driver.replica_state()
+        return self.driver.state.rows()
 
     def finish(self) -> None:
         self._join()

@@ -64,7 +64,7 @@ class Rounds:
         self._model = model
         self._strategy = strategy
         self._settings = settings
-        self._replicas = Replicas(strategy, Reduction(strategy).transport.summed)
+        self._replicas = Replicas(strategy, Reduction(strategy).transport)
         self._traces = Traces()
         self._weights = list(model.trainable_variables)
         self._ring = ring_of(strategy)

@@ -28,7 +28,7 @@ from tfmw.data.batches import rows_from, rows_of
 from tfmw.errors import UsageError
 from tfmw.keras_compat import placement
 from tfmw.keras_compat.memory import view_of
-from tfmw.mirrored.replicas import Traces, new_function
+from tfmw.mirrored.replicas import new_function
 from tfmw.mirrored.sync_driver import StepKind, SyncDriver
 from tfmw.runtime.progress import report_alive, report_progress
 
@@ -52,8 +52,7 @@ class BatchDriver:
         self._driver = SyncDriver(model, strategy)
         self._sharding = self._driver.replicas.sharding
         self._driver.copies = {}
-        self._sums = new_function(self._driver.sum_over_tasks)
-        self._traces = Traces()
+        self._sums = new_function(self._sum_over_tasks)
         self._functions: dict[tuple[StepKind, str], Any] = {}  # traced for these batches
         self._steps = 0
         self._variables = placement.all_variables(model)
@@ -66,9 +65,6 @@ class BatchDriver:
         Args:
             kind: "train" or "test".
             batch: (x, y, sample weights), structures of arrays [examples, ...].
-
-        Raises:
-            UsageError: tensors of different lengths, or tasks that differ.
         """
         total = _examples(batch)
         sharding = self._sharding
@@ -106,17 +102,28 @@ class BatchDriver:
             return
         if key not in self._functions:
             with self._driver as driver:
-                function: Any = self._traces.get(
-                    kind,
-                    lambda: self._traces.function(driver.batch_step(kind), reduce_retracing=True),
+                function: Any = driver.traces.get(
+                    ("batch", kind),
+                    lambda: driver.traces.function(driver.batch_step(kind), reduce_retracing=True),
                 )
                 function.get_concrete_function(*arguments)
             self._functions[key] = function
         # Variables of one replica stay where they are; copies of several get the values of now.
         copies = self._driver.copies
         placed = placement.placed(self._model, self._strategy, copies, seeds_vary=False)
-        with placed if copies else contextlib.nullcontext(), self._driver.lost_peer_named():
+        lost_peer_named = self._driver.replicas.lost_peer_named()
+        with placed if copies else contextlib.nullcontext(), lost_peer_named:
             yield self._functions[key]
+
+    def _sum_over_tasks(self, values: tf.Tensor) -> tf.Tensor:
+        replicas = self._driver.replicas
+
+        def summed() -> tf.Tensor:
+            # The values of a task count once, with any number of replicas.
+            mine = values if replicas.local_index() == 0 else tf.zeros_like(values)
+            return replicas.sum([mine])[0]
+
+        return replicas.first_result(replicas.strategy.run(summed))
 
     def _refuse_differences(self, key: tuple[Any, ...], batch: Any) -> None:
         """Raises UsageError on all tasks if a batch, or a variable, is not the same on all."""
@@ -128,7 +135,7 @@ class BatchDriver:
         # 24 bits: sums of their squares are exact in float64.
         call = zlib.crc32(repr((*key, traced)).encode()) >> 8
         values = [float(call), *_sampled(batch, self._steps), *_sampled(local, self._steps)]
-        with self._driver.lost_peer_named():
+        with self._driver.replicas.lost_peer_named():
             sums = self._sums(tf.constant([values, [v * v for v in values]], tf.float64))
         total, squares = np.asarray(sums)
         variance = count * squares - total * total

@@ -33,21 +33,16 @@ _MOST_KEPT = 2  # one for training and one for evaluation, if precision or compr
 
 
 class _CachedDriver(NamedTuple):
-    """A driver, and the objects and settings that its traces depend on.
+    """A driver, and the objects and settings that its traces depend on."""
 
-    Attributes:
-        parts: objects that must be the same; with others the driver is never valid again.
-            References keep ids unique.
-        settings: of the model and of the call, compared by value.
-    """
-
-    parts: list[Any]
-    settings: list[Any]
+    parts: list[Any]  # must be the same objects; with others the driver is never valid again
+    settings: list[Any]  # of the model and of the call, compared by value
     shard_optimizer: Any
     driver: SyncDriver
 
 
-def _same_objects(some: list[Any], others: list[Any]) -> bool:
+def same_objects(some: list[Any], others: list[Any]) -> bool:
+    """Whether the lists contain the same objects; kept lists keep their ids unique."""
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
@@ -84,7 +79,7 @@ def cached_driver(
         *(variable.trainable for variable in variables),
     ]
     # An invalid driver is freed before the call needs memory.
-    others = [k for k in vars(model).pop(_KEPT, []) if _same_objects(k.parts, parts)]
+    others = [k for k in vars(model).pop(_KEPT, []) if same_objects(k.parts, parts)]
     number = next(
         (
             i
@@ -107,6 +102,9 @@ def cached_driver(
             yield driver
     finally:
         vars(model).pop(_KEPT, None)  # of nested calls
-    if driver.outlives_placement:
+    # Others have copies of variables, which change between calls.
+    natives = map(models.native, placement.all_variables(model))
+    distributed = any(isinstance(v, tf.distribute.DistributedValues) for v in natives)
+    if driver.replicas.local == 1 and not distributed:
         kept_drivers = [_CachedDriver(parts, settings, shard_optimizer, driver), *others]
         vars(model)[_KEPT] = kept_drivers[:_MOST_KEPT]

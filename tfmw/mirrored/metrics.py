@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,18 +28,16 @@ from tfmw.keras_compat.metric_variables import (
 from tfmw.mirrored.replicas import Replicas, Traces
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class ReplicaMetrics:
-    """The logs of a model's steps, over all replicas.
+    """The logs of a model's steps, over all replicas."""
 
-    Attributes:
-        signals: the sums over tasks of the signals in the last `result`.
-    """
+    _model: keras.Model
+    _replicas: Replicas
+    _traces: Traces
 
-    def __init__(self, model: keras.Model, replicas: Replicas, traces: Traces):
-        self.signals: list[float] = []
-        self._model = model
-        self._replicas = replicas
-        self._traces = traces
+    def __post_init__(self) -> None:
+        self.signals: list[float] = []  # sums over tasks of those in the last `result`
         self._logs: dict[str, StepLogs] = {}
         # id of a metric's variable -> how values of replicas are combined
         self._combined: dict[int, str] = {}
@@ -53,11 +50,7 @@ class ReplicaMetrics:
     def note_update(self, variable: Any, value: Any) -> Any:
         """Records how replicas' values of a metric's variable are combined, from its update.
 
-        Returns:
-            What the replica assigns: `value`, or its estimate for a variable of a layer.
-
-        Raises:
-            UsageError: the update is neither a sum over examples nor a maximum or minimum.
+        Returns what the replica assigns: `value`, or its estimate for a variable of a layer.
         """
         if self._replicas.count == 1:
             return value
@@ -111,7 +104,8 @@ class ReplicaMetrics:
         run = self._traces.get(
             ("metrics", kind), lambda: compute if eager else self._traces.function(compute)
         )
-        values, sums = run(tf.constant([*signals, 0.0], tf.float32))
+        with self._replicas.lost_peer_named():
+            values, sums = run(tf.constant([*signals, 0.0], tf.float32))
         self.signals = [float(s) for s in sums.numpy()[: len(signals)]]
         return python_logs(values)
 
@@ -177,18 +171,14 @@ class ReplicaMetrics:
         return out
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class ReplicaState:
-    """The float variables that layers update in a step, separately on each replica (batch norm).
+    """The float variables that layers update in a step, separately on each replica (batch norm)."""
 
-    Attributes:
-        assigned: the variables that training steps assign; None until a step has been traced.
-    """
-
-    def __init__(self, model: keras.Model, replicas: Replicas, traces: Traces):
-        self.assigned: list[Any] | None = None
-        self._model = model
-        self._replicas = replicas
-        self._traces = traces
+    _model: keras.Model
+    _replicas: Replicas
+    _traces: Traces
+    assigned: list[Any] | None = None  # by training steps; None until one has been traced
 
     def all_variables(self) -> list[Any]:
         """The variables that a step may update."""
@@ -212,12 +202,14 @@ class ReplicaState:
         if self._replicas.count == 1 or not self.variables():
             return
         run = self._replicas.strategy.run
-        self._traces.get(
+        average = self._traces.get(
             "average",
             lambda: self._traces.function(
                 lambda: run(lambda: self.average_on_replica(self.variables()))
             ),
-        )()
+        )
+        with self._replicas.lost_peer_named():
+            average()
 
     def average_on_replica(self, variables: list[Any]) -> None:
         """Sets variables to their mean over replicas. In a replica context."""
@@ -246,7 +238,9 @@ class ReplicaState:
         def on_all() -> list[tf.Tensor]:
             return [self._replicas.first_result(t) for t in self._replicas.strategy.run(on_replica)]
 
-        metrics, averages = self._traces.get("rows", lambda: self._traces.function(on_all))()
+        rows = self._traces.get("rows", lambda: self._traces.function(on_all))
+        with self._replicas.lost_peer_named():
+            metrics, averages = rows()
         return metrics, averages
 
     def restore(self, metrics: np.ndarray, averages: np.ndarray) -> None:
@@ -275,17 +269,15 @@ class ReplicaState:
                     start += size
 
 
+Noted = list[tuple[Any, Any]]  # (result of a metric, the metric) of all local replicas in a step
+
+
 @dataclasses.dataclass
 class StepLogs:
-    """The logs that a step returns.
-
-    Attributes:
-        names: of all logs, in the step's order.
-        metrics: name -> the metric whose result the log is.
-        raw: name -> the last value on each local replica, of a log that is not a metric's result.
-    """
+    """The logs that a step returns: all names in its order, and metrics or values by name."""
 
     names: list[str] = dataclasses.field(default_factory=list)
+    # The metric whose result the log is; or the last value on each local replica of another log.
     metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
     raw: dict[str, list[tf.Variable]] = dataclasses.field(default_factory=dict)
 
@@ -341,36 +333,20 @@ class StepLogs:
         return results
 
 
-_noting = threading.local()
-Noted = list[tuple[Any, Any]]  # (result, metric) while a step is traced
-
-
 @contextlib.contextmanager
-def noted_results() -> Iterator[Noted]:
-    """Records results of metrics of this thread, within `noting_results`."""
-    _noting.now = []
-    try:
-        yield _noting.now
-    finally:
-        _noting.now = None
-
-
-@contextlib.contextmanager
-def noting_results(model: keras.Model) -> Iterator[None]:
+def noted_results(model: keras.Model) -> Iterator[Noted]:
     """Records the metric of each result tensor, to find the metrics of a custom step's logs."""
+    found: Noted = []
 
-    def noted(metric: Any) -> Callable[[], Any]:
+    def noting(metric: Any) -> Callable[[], Any]:
         result = metric.result
 
-        def wrapper() -> Any:
+        def noted() -> Any:
             value = result()
-            now = getattr(_noting, "now", None)
-            if now is not None:
-                now.append((value, metric))
+            found.append((value, metric))
             return value
 
-        return wrapper
+        return noted
 
-    metrics = leaf_metrics(model)
-    with objects.overridden([(m, "result", noted(m)) for m in metrics]):
-        yield
+    with objects.overridden([(m, "result", noting(m)) for m in leaf_metrics(model)]):
+        yield found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +13,9 @@ import tensorflow as tf
 from tfmw.data import first_rows, gather_rows, map_tensors, step_of
 from tfmw.data.batches import rows_of
 from tfmw.errors import UsageError
-from tfmw.mirrored.collectives.connection import ring_of
-from tfmw.mirrored.replicas import Replicas, carrier_of, new_function
-from tfmw.mirrored.step_loops import traced_loop
+from tfmw.mirrored.replicas import Replicas
+from tfmw.mirrored.step_loops import step_loop
+from tfmw.mirrored.sync_driver import SyncDriver
 from tfmw.runtime.progress import report_alive
 
 Rows = list[list[Any]]  # examples of each step and local replica
@@ -71,7 +71,7 @@ def prediction_loop(
         return found, [replicas.first_result(t) for t in flat]
 
     def loop(iterator: Any, max_steps: tf.Tensor) -> Any:
-        steps_done, _, _, arrays = traced_loop(one_step, iterator, max_steps, kinds)
+        steps_done, _, _, arrays = step_loop(one_step, iterator, max_steps, kinds)
         outputs = tf.nest.pack_sequence_as(structure, [a.concat() for a in arrays[:-1]])
         return steps_done, outputs, arrays[-1].stack()[:steps_done]
 
@@ -88,71 +88,60 @@ def _is_joined(output: Any) -> bool:
 
 
 class Predictions:
-    """The predictions of a pass, collected call by call.
+    """The predictions of a pass over the dataset of a `data.Shard`, collected call by call.
 
     Args:
-        step: a `prediction_step`, traced or not.
-        loop: a traced `prediction_loop`, if there is one.
-        iterator: over the dataset of a `data.Shard`.
-        lost_peer_named: a context in which errors name a lost task.
-        split: whether replicas have parts of batches; if not, they have whole ones in turn.
+        driver: in whose context the model is placed.
+        iterator: over that dataset.
     """
 
-    def __init__(
-        self,
-        step: Any,
-        loop: Callable[..., Any] | None,
-        replicas: Replicas,
-        iterator: Any,
-        lost_peer_named: Callable[[], contextlib.AbstractContextManager[None]],
-        split: bool = True,
-    ):
-        self._step = step
-        self._loop = loop
-        self._lost_peer_named = lost_peer_named
-        self._replicas = replicas
+    def __init__(self, driver: SyncDriver, iterator: Any):
+        self._driver = driver
+        self._replicas = driver.replicas
         self._iterator = iterator
-        self._split = split
-        self._outputs: list[list[Any]] = []  # per step or call, and local replica: flat outputs
-        self._rows: Rows = []
+        # Of each call: rows, and flat outputs of each local replica in each step or of all steps.
+        self._calls: list[tuple[Rows, list[list[Any]]]] = []
         self._structure: Any = None
-        self._before_call = 0, 0  # lengths of rows and outputs
+        steps: Any = prediction_step(driver.model, driver.replicas, driver.splits), None
+        if not driver.model.run_eagerly:
+            key = ("predict", driver.splits, repr(iterator.element_spec))
+            steps = driver.traces.get(key, lambda: self._traced(steps[0]))
+        self._step, self._loop = steps
+
+    def _traced(self, step: Callable[..., Any]) -> Any:
+        """(The traced step; the traced loop of several steps, if there is one)."""
+        traced = self._driver.traces.function(step, reduce_retracing=True)
+        loop = prediction_loop(traced, self._replicas, self._iterator)
+        return traced, loop and self._driver.traces.function(loop, reduce_retracing=True)
 
     def extend(self, max_steps: int) -> int:
         """Predicts up to `max_steps` global batches; returns how many there were.
 
         No collective: workers with parts of other lengths call it more often than others.
         """
-        self._before_call = len(self._rows), len(self._outputs)
+        rows: Rows = []
+        outputs: list[list[Any]] = []
+        self._calls.append((rows, outputs))
         if self._loop is not None:
             limit = tf.constant(max_steps, tf.int64)
-            done, self._structure, rows = self._loop(self._iterator, limit)
-            self._outputs.append(tf.nest.flatten(self._structure, expand_composites=False))
-            self._rows += [[of_step] for of_step in rows.numpy().tolist()]
+            done, self._structure, counts = self._loop(self._iterator, limit)
+            outputs.append(tf.nest.flatten(self._structure, expand_composites=False))
+            rows += [[of_step] for of_step in counts.numpy().tolist()]
             report_alive()
             return int(done)
-        for steps_done in range(max_steps):
-            if not self._one_step():
-                return steps_done
-        return max_steps
-
-    def _one_step(self) -> bool:
-        """Predicts a global batch; returns whether there was one."""
-        replicas = self._replicas
-        element = next(self._iterator, None)
-        if element is None:
-            return False
-        if len(element) == 3 and int(element[2]) < 0 and not any(element[1].numpy()):
-            return False
-        self._structure, counts = self._step(*element)
-        flat = [
-            replicas.local_results(t)
-            for t in tf.nest.flatten(self._structure, expand_composites=False)
-        ]
-        self._outputs += [[leaf[local] for leaf in flat] for local in range(replicas.local)]
-        self._rows.append([n.numpy().tolist() for n in replicas.local_results(counts)])
-        report_alive()
-        return True
+        local_results = self._replicas.local_results
+        for _ in range(max_steps):
+            element = next(self._iterator, None)
+            if element is None:
+                break
+            if len(element) == 3 and int(element[2]) < 0 and not any(element[1].numpy()):
+                break
+            self._structure, counts = self._step(*element)
+            leaves = tf.nest.flatten(self._structure, expand_composites=False)
+            outputs += map(list, zip(*map(local_results, leaves), strict=True))
+            rows.append([n.numpy().tolist() for n in local_results(counts)])
+            report_alive()
+        return len(rows)
 
     def assembled(self, of_last_call: bool = False) -> Any:
         """Predictions of all replicas in the dataset's order, in the structure of the outputs.
@@ -163,17 +152,17 @@ class Predictions:
             of_last_call: only those of the last `extend`.
         """
         group, replicas = self._replicas.group, self._replicas
-        rows_begin, outputs_begin = self._before_call if of_last_call else (0, 0)
-        all_rows = group.from_all(self._rows[rows_begin:])
+        calls = self._calls[-1:] if of_last_call else self._calls
+        all_rows = group.from_all([of_step for rows, _ in calls for of_step in rows])
         if not any(all_rows):
             raise UsageError("the dataset is empty: expected at least one batch to predict.")
-        outputs = self._outputs[outputs_begin:]
-        with self._lost_peer_named():
+        outputs = [part for _, parts in calls for part in parts]
+        with self._driver.errors_named():
             leaves = [
                 _in_order(
                     replicas,
                     [part[leaf] for part in outputs],
-                    _order(all_rows, replicas.local, None if self._split else leaf),
+                    _order(all_rows, replicas.local, None if self._driver.splits else leaf),
                 )
                 for leaf in range(max(group.from_all(len(outputs[0]) if outputs else 0)))
             ]
@@ -307,27 +296,17 @@ def _all_rows(replicas: Replicas, local: np.ndarray) -> np.ndarray:
             "predictions are strings, which cannot be sent between workers: predict their "
             "indices and look them up afterwards."
         )
-    if not len(local):
-        local = np.zeros([0, *shape], dtype.as_numpy_dtype)
-    ring = ring_of(replicas.strategy)
-    if ring is not None:
-        (rows,) = ring.gather([local])
-        return rows
-    padded = np.zeros([max(sizes), *shape], carrier_of(dtype).as_numpy_dtype)
-    padded[: len(local)] = local
-    blocks = np.split(_gathered_by_tensorflow(replicas, padded), group.size * replicas.local)
-    of_workers = zip(blocks[:: replicas.local], sizes, strict=True)
-    joined: np.ndarray = np.concatenate([block[:size] for block, size in of_workers])
-    return joined.astype(dtype.as_numpy_dtype)
-
-
-def _gathered_by_tensorflow(replicas: Replicas, array: np.ndarray) -> np.ndarray:
-    """The arrays of all replicas, of one shape, joined along the first axis."""
-
-    def gather(value: tf.Tensor) -> tf.Tensor:
-        return replicas.strategy.gather(
-            replicas.strategy.run(lambda v: tf.identity(v), args=(value,)), axis=0
-        )
-
-    joined: np.ndarray = new_function(gather)(tf.constant(array)).numpy()
-    return joined
+    numpy_dtype, transport = dtype.as_numpy_dtype, replicas.transport
+    # In bytes; a worker's are the part of its first replica.
+    lengths = [0] * replicas.count
+    numbers = [transport.part_number(rank) for rank in range(0, replicas.count, replicas.local)]
+    for number, size in zip(numbers, sizes, strict=True):
+        lengths[number] = size * math.prod(shape) * dtype.size
+    cuts = np.cumsum([0, *lengths]).tolist()
+    nothing: np.ndarray = np.zeros([0], np.uint8)
+    own = np.ascontiguousarray(local).reshape(-1).view(np.uint8) if len(local) else nothing
+    gathered: np.ndarray = np.empty([cuts[-1]], np.uint8)
+    if len(gathered):
+        transport.gather_between_steps([own] + [nothing] * (replicas.local - 1), cuts, gathered)
+    in_order: np.ndarray = np.concatenate([gathered[cuts[n] : cuts[n + 1]] for n in numbers])
+    return in_order.view(numpy_dtype).reshape([sum(sizes), *shape])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfmw.cluster.group import Group
@@ -13,25 +15,22 @@ from tfmw.data import Sharding
 from tfmw.keras_compat import models, placement
 from tfmw.runtime.progress import blocking_call
 
+if TYPE_CHECKING:
+    from tfmw.mirrored.collectives.transports import Transport
+
 
 class Replicas:
     """All replicas of a synchronous strategy, and the local ones of this process.
 
-    Attributes:
-        strategy: mirrored, multi-worker mirrored, or TensorFlow's default.
-        group: the processes that train together.
-        sharding: how global batches are divided between the replicas.
-
     Args:
-        all_reduce: the sum over all replicas of a flat tensor, in a replica context.
+        strategy: mirrored, multi-worker mirrored, or TensorFlow's default.
+        transport: between its replicas.
     """
 
-    def __init__(
-        self, strategy: tf.distribute.Strategy, all_reduce: Callable[[tf.Tensor], tf.Tensor]
-    ):
-        self._all_reduce = all_reduce
+    def __init__(self, strategy: tf.distribute.Strategy, transport: Transport):
+        self.transport = transport
         self.strategy = strategy
-        self.group = Group.of(strategy)
+        self.group = Group.of(strategy)  # the processes that train together
         self.sharding = Sharding(
             self.group.size, self.group.rank, placement.local_replicas(strategy)
         )
@@ -56,7 +55,38 @@ class Replicas:
 
     def sum(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums over all replicas, one reduction per carrier dtype. In a replica context."""
-        return in_packs(values, self._all_reduce)
+        return in_packs(values, self.transport.summed)
+
+    @contextlib.contextmanager
+    def lost_peer_named(self) -> Iterator[None]:
+        """Replaces the error of an exchange by one that names the lost task and the reason."""
+        try:
+            with self.group.shared_call():
+                yield
+        except Exception as e:
+            ring = self.transport.ring
+            broken = None if ring is None else ring.broken
+            # TensorFlow wraps the exception of an op, except in eager execution.
+            if broken is None or not (e is broken or isinstance(e, tf.errors.OpError)):
+                raise
+            lost = isinstance(broken, OSError | tf.errors.OpError)
+            raise (self.group.root_cause(broken) if lost else broken) from None
+
+    def from_chief(self, numbers: Sequence[float]) -> list[float]:
+        """The chief's numbers, on every task. A collective, with as many numbers on each.
+
+        Over the ring it takes a tenth of the time of `Group.from_chief`.
+        """
+        ring = self.transport.ring
+        if ring is None:
+            return [float(n) for n in self.group.from_chief(lambda: list(numbers))]
+        with self.lost_peer_named():
+            limit_s, ring.timeout_s = ring.timeout_s, None  # the chief may be in a callback
+            try:
+                values = ring.broadcast(np.array(numbers, np.float64), what="decisions")
+                return [float(value) for value in values]
+            finally:
+                ring.timeout_s = limit_s
 
     def own_row(self, value: tf.Tensor) -> tf.Tensor:
         """[replicas, ...]: the value in the row of this replica, and zeros in the others.
@@ -115,13 +145,37 @@ def in_packs(
     for i, value in enumerate(values):
         by_carrier.setdefault(carrier_of(value.dtype), []).append(i)
     for carrier, positions in sorted(by_carrier.items(), key=lambda item: item[0].name):
-        flat = tf.concat([tf.reshape(tf.cast(values[i], carrier), [-1]) for i in positions], axis=0)
-        sizes = [tf.size(values[i]) for i in positions]
-        parts = tf.split(exchange(flat), sizes, num=len(positions))
-        for i, part in zip(positions, parts, strict=True):
-            out[i] = tf.cast(tf.reshape(part, tf.shape(values[i])), values[i].dtype)
-            out[i].set_shape(values[i].shape)
+        own = [tf.cast(values[i], carrier) for i in positions]
+        for i, part in zip(positions, split_as(exchange(flattened(own)), own), strict=True):
+            out[i] = tf.cast(part, values[i].dtype)
     return out
+
+
+def flattened(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """[n], the elements of all values, without a copy for one alone."""
+    row = tf.constant([-1])  # one for all: every op takes time to trace and to compile
+    flat = [value if value.shape.rank == 1 else tf.reshape(value, row) for value in values]
+    return flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
+
+
+def split(flat: tf.Tensor, sizes: Sequence[Any]) -> list[tf.Tensor]:
+    """[n] -> one [size] for each of `sizes`, without a copy for one alone."""
+    if len(sizes) < 2:
+        return [flat][: len(sizes)]
+    parts: list[tf.Tensor] = tf.split(flat, sizes, num=len(sizes))
+    return parts
+
+
+def split_as(flat: tf.Tensor, values: Sequence[Any]) -> list[tf.Tensor]:
+    """The elements of `flattened` in the shapes of `values`, which are tensors or variables."""
+    parts = split(flat, [value.shape.num_elements() or tf.size(value) for value in values])
+    for i, value in enumerate(values):
+        shape = value.shape
+        if not shape.is_fully_defined():
+            parts[i] = tf.ensure_shape(tf.reshape(parts[i], tf.shape(value)), shape)
+        elif shape.rank != 1:
+            parts[i] = tf.reshape(parts[i], shape)
+    return parts
 
 
 class Traces:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw.checkpoint.tensor_files import SlotParts
 from tfmw.keras_compat import optimizer_part, optimizers
 from tfmw.keras_compat.local_updates import fuses
 from tfmw.keras_compat.memory import new_tensor
@@ -30,13 +29,9 @@ _GATHERED = (tf.float16, tf.float32, tf.float64)
 def divided(
     optimizer: Any, transport: Transport, grads: list[Any], variables: list[Any]
 ) -> list[Pack]:
-    """Packs of the variables whose update can be sharded: the same on all replicas.
+    """Packs of the variables whose update can be sharded, by the gradients of one step.
 
-    Args:
-        optimizer: built.
-        transport: of the gradients.
-        grads: of one step.
-        variables: Keras variables, of each gradient.
+    They are the same on all replicas.
     """
     known = optimizers.variables_of(optimizer)
     index = {id(v): i for i, v in enumerate(known)}
@@ -87,11 +82,7 @@ def _whole_variables(
 ) -> tuple[dict[int, int], list[int]]:
     """(sizes in the order of a pack, its cuts), which are between variables.
 
-    Each variable, large ones first, goes to the worker with least so far.
-
-    Args:
-        sizes: index of a variable -> its elements.
-        loads: elements of each worker so far.
+    Each variable, large ones first, goes to the worker with least elements so far: `loads`.
     """
     loads = list(loads)
     parts: list[list[int]] = [[] for _ in loads]
@@ -111,18 +102,13 @@ class ShardPlan:
         optimizer: built.
         transport: of the gradients.
         packs: variables whose gradients travel together, cut into parts.
-
-    Attributes:
-        packs: as above.
-        indices: of the sharded variables.
-        parts: of the optimizer, of this process's replicas.
     """
 
     def __init__(self, optimizer: Any, transport: Transport, packs: Sequence[Pack]):
         self.packs = packs
-        self.indices = {index for pack in packs for index in pack.sizes}
+        self.indices = {index for pack in packs for index in pack.sizes}  # of sharded variables
         self._transport = transport
-        self.parts = [
+        self.parts = [  # of this process's replicas
             OptimizerPart(optimizer, self._own(rank), self.indices, replica)
             for replica, rank in enumerate(transport.ranks)
         ]
@@ -178,7 +164,7 @@ class ShardPlan:
         cuts: list[int] = np.cumsum([0, *sizes]).tolist()
         return cuts
 
-    def _whole_slots(self) -> list[Any]:
+    def whole_slots(self) -> list[Any]:
         """The optimizer's own variables of the slots."""
         return [
             slots[index]
@@ -188,14 +174,9 @@ class ShardPlan:
             if slots[index] is not None
         ]
 
-    def slot_parts(self) -> SlotParts:
-        """The parts of this process's replicas, for a backup to which all workers write theirs."""
-        own = [values for part in self.parts for values in part.slot_values()]
-        return SlotParts(self._whole_slots(), own)
-
     def forget_slots(self) -> None:
         """Frees what `gather_slots` has put into the optimizer."""
-        for slot in self._whole_slots():
+        for slot in self.whole_slots():
             optimizer_part.empty(slot)
 
 

@@ -27,15 +27,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmw.checkpoint.tensor_files import SlotParts
 from tfmw.errors import UsageError
 from tfmw.keras_compat import optimizer_part, optimizers
 from tfmw.keras_compat.graph import inputs_first
 from tfmw.keras_compat.memory import copies_of
 from tfmw.keras_compat.models import native
 from tfmw.mirrored.collectives import reduction as reduction_lib
-from tfmw.mirrored.collectives.reduction import Reduction, split
-from tfmw.mirrored.replicas import local_index
+from tfmw.mirrored.collectives.reduction import Reduction
+from tfmw.mirrored.replicas import flattened, local_index, split_as
 from tfmw.mirrored.shard_plan import ShardPlan, divided
 
 logger = logging.getLogger("tfmw")
@@ -65,14 +64,10 @@ MIN_BYTES = 8 << 20
 class Slots(enum.Enum):
     """The place of an optimizer's slots."""
 
-    WHOLE = enum.auto()
-    """In the optimizer's own variables."""
-    TAKEN = enum.auto()
-    """In parts, since a step was traced: the optimizer's variables are empty."""
-    PARTS = enum.auto()
-    """In parts, as in the call before."""
-    COPIED = enum.auto()
-    """In parts, and a copy of all of them in the chief's optimizer until the next step."""
+    WHOLE = enum.auto()  # in the optimizer's own variables
+    TAKEN = enum.auto()  # in parts, since a step was traced: the optimizer's variables are empty
+    PARTS = enum.auto()  # in parts, as in the call before
+    COPIED = enum.auto()  # in parts, and all in the chief's optimizer until the next step
 
 
 class ShardedUpdate:
@@ -84,11 +79,6 @@ class ShardedUpdate:
         choice: True, False or "auto": where it pays.
         eager: whether steps run op by op.
         compressed: whether gradients are sent in 16 bits.
-
-    Attributes:
-        made: whether any update has been traced.
-        read_between_steps: whether callbacks of this call may look at the optimizer there.
-        weights_stale: whether others than the steps may have assigned to the weights.
     """
 
     def __init__(
@@ -108,10 +98,10 @@ class ShardedUpdate:
         self._index = {id(v): i for i, v in enumerate(self._variables)}
         self._plan: ShardPlan | None = None
         self._slots = Slots.WHOLE
-        self.weights_stale = False
-        self.made = False
+        self.weights_stale = False  # whether others than the steps may have assigned to them
+        self.made = False  # whether any update has been traced
         self._assigned_in_steps = False
-        self.read_between_steps = False
+        self.read_between_steps = False  # whether callbacks of this call may look at the optimizer
         self._refused = self._why_not(eager, compressed)
 
     @property
@@ -166,19 +156,14 @@ class ShardedUpdate:
     ) -> Iterator[tuple[list[Any], list[Any]]]:
         """Sums gradients; within the context the optimizer makes its part of the update.
 
-        All replicas enter it. In a replica context.
-
-        Args:
-            grads: of this replica, as in `Reduction`.
-            variables: Keras variables, of each gradient.
-
-        Returns:
-            The gradients to apply, and the variables to apply them to.
+        All replicas enter it, with their gradients as in `Reduction` and the Keras variable of
+        each. In a replica context. Yields the gradients and variables to apply.
         """
         if self.reason is None and self._plan is None:
             self._make_plan(grads, variables)
-        if not self.made:
-            self._log()
+        if not self.made and self._transport.ranks[0] == 0 and self._choice is not False:
+            level = logging.WARNING if self.reason and self._choice is True else logging.INFO
+            logger.log(level, "%s updates the weights %s", self.optimizer.name, self.description)
         self.made = True
         plan = self._plan_of_call
         if plan is None:
@@ -190,7 +175,10 @@ class ShardedUpdate:
         }
         self._refuse_idle(plan, given)
         own, rest = self._reduction.own_sums(given, plan.packs, self._transport.ranks[local])
-        own = {index: self._in_shape(index, total) for index, total in own.items()}
+        for index, total in own.items():
+            shape = self._variables[index].shape
+            if total.shape.num_elements() == math.prod(shape):  # all of them, in a flat form
+                own[index] = tf.reshape(total, shape)
         totals, updated = [], []
         for variable, grad in zip(variables, grads, strict=True):
             index = self._index[id(variable)]
@@ -202,11 +190,6 @@ class ShardedUpdate:
         with self._known_of_all(own, rest), plan.parts[local].in_place():
             yield totals, updated
         self._gather_weights(plan, local)
-
-    def _in_shape(self, index: int, own: tf.Tensor) -> tf.Tensor:
-        """Elements of a variable in its shape, where they are all of them."""
-        shape = self._variables[index].shape
-        return tf.reshape(own, shape) if own.shape.num_elements() == math.prod(shape) else own
 
     def _refuse_idle(self, plan: ShardPlan, given: dict[int, Any]) -> None:
         """Raises UsageError on all workers where a replica would have nothing to update."""
@@ -242,30 +225,22 @@ class ShardedUpdate:
         part, rank = plan.parts[local], self._transport.ranks[local]
         assigned: list[Any] = []
         for pack in plan.packs:
-            own = [part.weight(i) for i, _ in pack.parts[rank]]
-            flat = tf.concat(own, axis=0) if own else tf.zeros([0], pack.dtype)
+            own = [part.weight(i) for i, _ in pack.parts[rank]] or [tf.zeros([0], pack.dtype)]
+            flat = flattened(own)
             # The memory of the weights before is for the next pack: it must be free by then.
             with tf.control_dependencies(assigned):
-                total = self._transport.gathered(own[0] if len(own) == 1 else flat, pack.cuts)
-            assigned = []
-            for index, value in zip(
-                pack.sizes, split(total, list(pack.sizes.values())), strict=True
-            ):
-                variable = self._variables[index]
-                update = variable.value.assign(tf.reshape(value, variable.shape))
-                assigned.append(update.op if update is not None else tf.no_op())
+                total = self._transport.gathered(flat, pack.cuts)
+            variables = [self._variables[index].value for index in pack.sizes]
+            values = zip(variables, split_as(total, variables), strict=True)
+            updates = [variable.assign(value) for variable, value in values]
+            assigned = [tf.no_op() if update is None else update.op for update in updates]
 
     def follows(self, step: Any) -> bool:
         """Whether a step that was traced follows all that it assigns to weights.
 
         A layer may assign to its own weights (keras.layers.SpectralNormalization does), or a user's
-        train_step. This worker's part is a copy, and from now on each update copies it anew.
-
-        Args:
-            step: the traced function.
-
-        Returns:
-            Whether it did so, or needn't; else it must be traced again.
+        train_step. This worker's part is a copy, and from now on each update copies it anew. If
+        the result is False, the step must be traced again.
         """
         plan = self._plan_of_call
         if plan is None or self._assigned_in_steps:
@@ -293,19 +268,12 @@ class ShardedUpdate:
             self._plan = ShardPlan(self.optimizer, self._transport, packs)
             self._slots = Slots.TAKEN
 
-    def _log(self) -> None:
-        """Tells people how the weights are updated, where they chose or might wonder."""
-        if self._transport.ranks[0] == 0 and self._choice is not False:
-            level = logging.WARNING if self.reason and self._choice is True else logging.INFO
-            logger.log(level, "%s updates the weights %s", self.optimizer.name, self.description)
-
     # ------------------------------------------------------------ between steps
 
     def before_steps(self) -> bool:
         """Takes this process's parts of the state, where the optimizer has all of it.
 
-        Returns:
-            Whether the optimizer's own slots are empty since the last call.
+        Returns whether the optimizer's own slots are empty since the last call.
         """
         plan = self._plan_of_call
         if plan is None:
@@ -322,12 +290,13 @@ class ShardedUpdate:
 
     def restore_whole(self) -> None:
         """Gives the optimizer the whole state, on all workers. All workers call it."""
-        if self._plan is None or self._slots is Slots.WHOLE:
+        plan = self.parted
+        if plan is None:
             return
         self.forget_copy()
-        for part in self._plan.parts:
+        for part in plan.parts:
             part.free_weights()
-        self._plan.gather_slots(keep=True, free=True)
+        plan.gather_slots(keep=True, free=True)
         self._slots, self.weights_stale = Slots.WHOLE, True
 
     def restore_alone(self) -> None:
@@ -342,11 +311,10 @@ class ShardedUpdate:
             self._plan.gather_slots(keep=self._transport.ranks[0] == 0)
             self._slots = Slots.COPIED
 
-    def slot_parts(self) -> SlotParts | None:
-        """This process's parts of the slots; None where the optimizer has all of them."""
-        if self._plan is None or self._slots is Slots.WHOLE:
-            return None
-        return self._plan.slot_parts()
+    @property
+    def parted(self) -> ShardPlan | None:
+        """The plan by which the slots are in parts; None where the optimizer has all of them."""
+        return None if self._slots is Slots.WHOLE else self._plan
 
     def forget_copy(self) -> None:
         """Frees the copy that `copy_to_chief` made."""
@@ -402,11 +370,7 @@ def description(model: Any) -> str:
 
 
 def _environments_choice() -> Any:
-    """True, False or "auto".
-
-    Raises:
-        UsageError: the environment has another value.
-    """
+    """True, False or "auto"; raises UsageError for another value."""
     value = os.environ.get(SHARD_OPTIMIZER, "auto")
     choices = {"auto": "auto", "on": True, "off": False}
     if value not in choices:
@@ -429,13 +393,8 @@ def _facts(grads: list[Any], scale: Any) -> tf.Tensor:
 def assignments(function: Any) -> Counter[int]:
     """Operations that change each variable, in the function and in those that it calls.
 
-    A loop's body counts once, and all branches of a condition count.
-
-    Args:
-        function: a `tf.types.experimental.ConcreteFunction`.
-
-    Returns:
-        The id of a captured handle -> number of operations.
+    A loop's body counts once, and all branches of a condition count. The function is a
+    `tf.types.experimental.ConcreteFunction`; returns the id of a captured handle -> their number.
     """
     definition = function.graph.as_graph_def()
     bodies = {body.signature.name: body for body in definition.library.function}

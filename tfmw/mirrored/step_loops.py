@@ -1,4 +1,4 @@
-"""The loop over the steps of one Python call: eager, or in one traced function."""
+"""The loop over the steps of one Python call, in one traced function or eager."""
 
 from __future__ import annotations
 
@@ -11,49 +11,24 @@ import tensorflow as tf
 from tfmw.keras_compat import datasets
 
 
-def eager_loop(
-    one_step: Callable[..., Any], iterator: Any, max_steps: tf.Tensor
-) -> tuple[int, int, float]:
+def step_loop(
+    one_step: Callable[..., Any],
+    iterator: Any,
+    max_steps: tf.Tensor,
+    kinds: Sequence[tuple[tf.DType, list[int | None]]] = (),
+) -> Any:
     """Runs up to `max_steps` steps; ends with the data, or at a step without examples.
 
     Args:
         one_step: (element of the iterator) -> number of examples over all replicas, int64 [].
         iterator: over the dataset of a `data.Shard`.
         max_steps: int64 [].
-
-    Returns:
-        (number of steps, number of examples of them, seconds of waiting for the data).
-    """
-    seen, waited = 0, 0.0
-    for steps_done in range(int(max_steps)):
-        begin = time.perf_counter()
-        try:
-            element = next(iterator)
-        except StopIteration:
-            return steps_done, seen, waited
-        waited += time.perf_counter() - begin
-        examples = int(one_step(*element))
-        if not examples:
-            return steps_done, seen, waited
-        seen += examples
-    return int(max_steps), seen, waited
-
-
-def traced_loop(
-    one_step: Callable[..., Any],
-    iterator: Any,
-    max_steps: tf.Tensor,
-    kinds: Sequence[tuple[tf.DType, list[int | None]]] = (),
-) -> Any:
-    """As `eager_loop`, traced into one function.
-
-    Args:
         kinds: dtypes and shapes of tensors that `one_step` returns beside the number of examples,
             as a list.
 
     Returns:
-        As `eager_loop`, and a `tf.TensorArray` of each of these tensors, whose first elements are
-        those of the steps done.
+        (number of steps, number of examples of them, seconds of waiting for the data, and a
+        `tf.TensorArray` of each of the other tensors, whose first elements are those of the steps).
     """
 
     def step(element: tf.experimental.Optional) -> Any:
@@ -94,5 +69,7 @@ def traced_loop(
 
 
 def _seconds() -> tf.Tensor:
-    """The time; 0 where operations must be deterministic, as TensorFlow then has no clock."""
+    """The time; 0 if traced operations must be deterministic, as TensorFlow then has no clock."""
+    if tf.executing_eagerly():
+        return tf.constant(time.perf_counter(), tf.float64)
     return tf.constant(0.0, tf.float64) if datasets.is_deterministic() else tf.timestamp()

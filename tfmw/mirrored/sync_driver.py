@@ -25,15 +25,13 @@ import contextlib
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfmw import tables
-from tfmw.checkpoint.tensor_files import SlotParts
 from tfmw.data import Sharding, examples_of, first_rows, map_tensors, step_of
 from tfmw.data.whole_batches import WHOLE_BATCHES
 from tfmw.errors import UsageError
@@ -51,13 +49,12 @@ from tfmw.keras_compat.metric_variables import (
     metric_variables,
     recorded_assignments,
 )
-from tfmw.mirrored import prediction
 from tfmw.mirrored.agreement import agree, checksum
 from tfmw.mirrored.collectives.reduction import Reduction
-from tfmw.mirrored.metrics import ReplicaMetrics, ReplicaState, noted_results, noting_results
+from tfmw.mirrored.metrics import Noted, ReplicaMetrics, ReplicaState, noted_results
 from tfmw.mirrored.replicas import Replicas, Traces
 from tfmw.mirrored.sharded_update import ShardedUpdate, sharded_updates
-from tfmw.mirrored.step_loops import eager_loop, traced_loop
+from tfmw.mirrored.step_loops import step_loop
 from tfmw.runtime.progress import report_alive
 from tfmw.runtime.step_times import StepTimes
 from tfmw.training.epoch_iterator import Call
@@ -67,17 +64,11 @@ _OF_SHAPES = re.compile(r"shape|dimension|incompatible|broadcast|Reshape|size", 
 
 
 class StepKind(NamedTuple):
-    """A kind of step, of which a driver has one trace for each structure of its batches.
+    """A kind of step, of which a driver has one trace for each structure of its batches."""
 
-    Attributes:
-        name: "train" or "test".
-        uneven: whether shards differ in size.
-        size_known: whether the dataset contains the size of each global batch.
-    """
-
-    name: str
-    uneven: bool
-    size_known: bool = True
+    name: str  # "train" or "test"
+    uneven: bool  # whether shards differ in size
+    size_known: bool = True  # whether the dataset contains the size of each global batch
 
     @property
     def trains(self) -> bool:
@@ -98,16 +89,6 @@ class SyncDriver:
         together: whether the replicas of a machine reduce their gradients, beside `on_own_step`.
         parts: how training batches are divided, if processes that are no replicas of `strategy`
             take part: each of one replica. Beside `on_own_step`.
-
-    Attributes:
-        examples: of the steps so far, over all replicas.
-        times: where the time of this worker's training steps went.
-        splits: whether replicas have parts of batches, and not whole ones.
-        replicas: of the strategy.
-        updates: how each of the model's optimizers updates the weights.
-        results: logs of steps, over all replicas.
-        state: local to each replica, such as moving averages.
-        copies: see `placement.placed`.
     """
 
     def __init__(
@@ -122,10 +103,10 @@ class SyncDriver:
     ):
         self.model = model
         self.strategy = strategy
-        self.examples = 0
-        self.times = StepTimes()
-        self.copies: dict[int, tf.Variable] | None = None
-        self.splits = True
+        self.examples = 0  # of the steps so far, over all replicas
+        self.times = StepTimes()  # of this worker's training steps
+        self.copies: dict[int, tf.Variable] | None = None  # see `placement.placed`
+        self.splits = True  # whether replicas have parts of batches, and not whole ones
         self._on_own_step = on_own_step
         self._parts = parts
         self._reduction = Reduction(strategy, compression)
@@ -140,24 +121,17 @@ class SyncDriver:
             )
             for optimizer in optimizers.optimizers_of(model)
         ]
-        self.replicas = Replicas(strategy, self._reduction.transport.summed)
-        self._traces = Traces()
-        self.results = ReplicaMetrics(model, self.replicas, self._traces)
-        self.state = ReplicaState(model, self.replicas, self._traces)
+        self.replicas = Replicas(strategy, self._reduction.transport)
+        self.traces = Traces()
+        self.results = ReplicaMetrics(model, self.replicas, self.traces)
+        self.state = ReplicaState(model, self.replicas, self.traces)
         self._gathers = False  # sparse gradients, as of embeddings, or ids, by TensorFlow
         self._has_synchronized_norm = models.has_synchronized_batch_norm(model)
         # XLA compiles for one device, and lookups run on servers.
         self._has_tables = any(map(tables.is_table, model.variables))
         self._stack = contextlib.ExitStack()
+        self._noted: Noted = []  # in the step that is traced
         self._warned: set[str] = set()
-
-    @property
-    def outlives_placement(self) -> bool:
-        """Whether traces are valid in the next call: copies of variables change between calls."""
-        return self.replicas.local == 1 and not any(
-            isinstance(models.native(v), tf.distribute.DistributedValues)
-            for v in placement.all_variables(self.model)
-        )
 
     def reset(self) -> None:
         """Resets the counts of earlier calls; keeps their traces."""
@@ -178,7 +152,7 @@ class SyncDriver:
                 enter(placement.raw_variables_constant(model, group.size))
             placement.refuse_other_scope(model, self.strategy)
             enter(sharded_updates(model, self.updates))
-            with self.lost_peer_named():
+            with self.replicas.lost_peer_named():
                 agree(group, self.strategy, placement.shared_variables(model))
             self._placement = enter(placement.placed(model, self.strategy, self.copies))
             variables = model.trainable_variables
@@ -193,13 +167,11 @@ class SyncDriver:
                     enter(local_updates.local_updates(update.optimizer))
             if self.replicas.count > 1:
                 enter(objects.overridden(counting_batches_once(model)))
-            if any(models.overrides_step(model, f"{k}_step") for k in ("train", "test")):
-                enter(noting_results(model))
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        with self.lost_peer_named():
+        with self.replicas.lost_peer_named():
             self._stack.__exit__(*error)
 
     # ------------------------------------------------------------ steps
@@ -223,16 +195,14 @@ class SyncDriver:
         )
         kind = StepKind(name, uneven, size_known)
         shares_now = [update.of_call is None for update in self.updates]
-        with self._errors_named():
-            loop = self._traces.get(
+        with self.errors_named():
+            loop = self.traces.get(
                 (kind, repr(iterator.element_spec), *shares_now),
                 lambda: self._step_loop(kind, iterator),
             )
-        if trains:
-            taken = [update.before_steps() for update in self.updates]
+            taken = [update.before_steps() for update in self.updates] if trains else []
             if any(taken):
                 self._placement.free_originals()
-        with self._errors_named():
             if not self._gathers:
                 return self._run(loop, iterator, max_steps, trains)
             # A batch of another shape, such as the last one, needs its own call.
@@ -255,12 +225,13 @@ class SyncDriver:
     def _step_loop(self, kind: StepKind, iterator: Any) -> Callable[..., Any]:
         """A function (iterator, max_steps) -> (steps done, examples of them, input's seconds)."""
         one_step = self.global_step(kind)
+
+        def steps(iterator: Any, max_steps: tf.Tensor) -> Any:
+            return step_loop(one_step, iterator, max_steps)[:3]
+
         if self.model.run_eagerly:
-            return functools.partial(eager_loop, one_step)
-        loop = self._traces.function(
-            lambda iterator, max_steps: traced_loop(one_step, iterator, max_steps)[:3],
-            reduce_retracing=True,
-        )
+            return steps
+        loop = self.traces.function(steps, reduce_retracing=True)
         # Traced now: the trace shows whether sparse gradients are gathered, and weights assigned.
         traced = loop.get_concrete_function(iterator, tf.constant(1, tf.int64))
         if kind.trains:
@@ -284,7 +255,8 @@ class SyncDriver:
             assigned: list[Any] = []
             if kind.trains:
                 assigned = self.state.assigned = self.state.assigned or []
-            with recorded_assignments(assigned, self.results.note_update):
+            recorded = recorded_assignments(assigned, self.results.note_update)
+            with recorded, noted_results(self.model) as self._noted:
                 totals = self.replicas.run(
                     lambda p, c, t: self._replica_step(kind, p, c, t, averages),
                     (parts, counts, total),
@@ -302,20 +274,19 @@ class SyncDriver:
         local = self.replicas.local_index()
         batch = parts[local]
         own_step = self._on_own_step if kind.trains else None
-        counts_differ = kind.uneven or not kind.size_known
+        # The number of examples of a batch is that of its first tensor.
+        divided = self.replicas.count > 1 or self._parts is not None
+        counts_differ = divided and (kind.uneven or not kind.size_known)
+        rows = tf.cast(counts[local] if counts_differ else examples_of(batch), tf.int32)
         if self.replicas.count == 1:
 
-            def step(rows: Any) -> tf.Tensor:
+            def step() -> tf.Tensor:
                 if own_step is not None:
                     own_step(local, rows)
                 self._call_step(kind, batch, local, None)
-                return tf.cast(rows, tf.int64)
+                return rows
 
-            if self._parts is None or not counts_differ:
-                return step(_rows_of(batch))
-            rows = counts[local]
-            return tf.cond(rows > 0, lambda: step(rows), lambda: tf.zeros([], tf.int64))
-        rows = tf.cast(counts[local], tf.int32) if counts_differ else _rows_of(batch)
+            return tf.cond(rows > 0, step, lambda: tf.zeros_like(rows)) if counts_differ else step()
         if kind.size_known:
             total = tf.cast(tf.identity(total), tf.int32)
         else:
@@ -399,9 +370,9 @@ class SyncDriver:
                 step = tf.function(step, jit_compile=True, reduce_retracing=True)
             else:
                 step = functools.partial(self._compiled, step, is_own, weight)
-        with noted_results() as noted:
-            returned = step(batch)
-        self.results.logs(kind.name).keep(returned, noted if is_own else None, local, weight)
+        returned = step(batch)
+        noted = self._noted if is_own else None
+        self.results.logs(kind.name).keep(returned, noted, local, weight)
         if weight is not None:
             for message in weight.differences.messages:
                 self._warn_once(message)
@@ -448,29 +419,26 @@ class SyncDriver:
         weight: losses.ReplicaWeight,
     ) -> contextlib.AbstractContextManager[tuple[list[Any], list[Any]]]:
         """Gradients of this replica -> gradients of the global batch, and what they update."""
-        if weight.alone:
-            return contextlib.nullcontext((self._summed_within_machine(grads, weight), variables))
-        for grad, variable in zip(grads, variables, strict=True):
-            if grad is not None:
-                weight.note(f"the gradient of {variable.path}", grad)
+        within, factor = self._within_machine, weight.fraction
+        if within is not None:  # the update of replicas that train together
+            own, total = (tf.cast(n, tf.float64) for n in (weight.examples, weight.updated_by))
+            factor = tf.math.divide_no_nan(own, total)
+        elif weight.alone:
+            return contextlib.nullcontext((grads, variables))
+        else:
+            for grad, variable in zip(grads, variables, strict=True):
+                if grad is not None:
+                    weight.note(f"the gradient of {variable.path}", grad)
         if not weight.loss_weighted:
-            grads = losses.scaled(grads, weight.fraction)
+            grads = losses.scaled(grads, factor)
         if weight.uneven:
             present = weight.examples > 0
             grads = [_or_zeros(g, present) for g in grads]
+        if within is not None:
+            return contextlib.nullcontext((within(grads), variables))
         if any(isinstance(grad, tf.IndexedSlices) for grad in grads):
             self._note_gather()
         return update.reduced(grads, variables)
-
-    def _summed_within_machine(self, grads: list[Any], weight: losses.ReplicaWeight) -> list[Any]:
-        """The gradients with which a replica updates that trains on its own, or with others."""
-        if self._within_machine is None:
-            return grads
-        own, total = (tf.cast(n, tf.float64) for n in (weight.examples, weight.updated_by))
-        grads = losses.scaled(grads, tf.math.divide_no_nan(own, total))
-        if weight.uneven:
-            grads = [_or_zeros(grad, weight.examples > 0) for grad in grads]
-        return self._within_machine(grads)
 
     def _gathered(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
         """The slices of all replicas, which layers gather within a step."""
@@ -487,21 +455,6 @@ class SyncDriver:
         # TensorFlow's collectives need slices of one shape in all steps of a call, else they raise
         # "Shape mismatch in the collective instance"; the ring does not.
         self._gathers |= self._reduction.transport.ring is None
-
-    @contextlib.contextmanager
-    def lost_peer_named(self) -> Iterator[None]:
-        """Replaces the error of a step by one that names the lost task and the reason."""
-        try:
-            with self.replicas.group.shared_call():
-                yield
-        except Exception as e:
-            ring = self._reduction.transport.ring
-            broken = None if ring is None else ring.broken
-            # TensorFlow wraps the exception of an op, except in eager execution.
-            if broken is None or not (e is broken or isinstance(e, tf.errors.OpError)):
-                raise
-            lost = isinstance(broken, OSError | tf.errors.OpError)
-            raise (self.replicas.group.root_cause(broken) if lost else broken) from None
 
     def batch_step(self, kind: StepKind) -> Callable[..., Any]:
         """A function for one batch, after which the state of all replicas is equal.
@@ -535,21 +488,11 @@ class SyncDriver:
 
         return whole_step
 
-    def sum_over_tasks(self, values: tf.Tensor) -> tf.Tensor:
-        """The sum over tasks of a tensor of one shape. A collective, in a cross-replica context."""
-
-        def summed() -> tf.Tensor:
-            # The values of a task count once, with any number of replicas.
-            mine = values if self.replicas.local_index() == 0 else tf.zeros_like(values)
-            return self.replicas.sum([mine])[0]
-
-        return self.replicas.first_result(self.replicas.strategy.run(summed))
-
     @contextlib.contextmanager
-    def _errors_named(self) -> Iterator[None]:
+    def errors_named(self) -> Iterator[None]:
         """Says of errors in a step that the replica had a part of a batch, if that may be why."""
         try:
-            with self.lost_peer_named():
+            with self.replicas.lost_peer_named():
                 yield
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as e:
             if self.replicas.count == 1 or not self.splits:
@@ -570,58 +513,11 @@ class SyncDriver:
                 )
             raise
 
-    # ------------------------------------------------------------ metrics, state, predictions
-
-    def metrics(self, kind: str, signals: tuple[float, ...] = ()) -> dict[str, Any]:
-        """Logs since the last reset, over all replicas; see `ReplicaMetrics.result`."""
-        with self.lost_peer_named():
-            return self.results.result(kind, signals)
-
-    def from_chief(self, numbers: Sequence[float]) -> list[float]:
-        """The chief's numbers, on every task. A collective, with as many numbers on each.
-
-        Over the ring it takes a tenth of the time of `Group.from_chief`.
-        """
-        ring = self._reduction.transport.ring
-        if ring is None:
-            return [float(n) for n in self.replicas.group.from_chief(lambda: list(numbers))]
-        with self.lost_peer_named():
-            limit_s, ring.timeout_s = ring.timeout_s, None  # the chief may be in a callback
-            try:
-                values = ring.broadcast(np.array(numbers, np.float64), what="decisions")
-                return [float(value) for value in values]
-            finally:
-                ring.timeout_s = limit_s
-
-    def average_state(self) -> None:
-        """Sets moving averages to the mean over replicas, everywhere; a collective."""
-        with self.lost_peer_named():
-            self.state.average()
-
-    def replica_state(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """The replica-local state; see `ReplicaState.rows`. A collective."""
-        with self.lost_peer_named():
-            return self.state.rows()
-
-    def copy_optimizer_to_chief(self) -> None:
-        """Gives the chief's optimizer its whole state until the next step; a collective."""
-        with self.lost_peer_named():
-            for update in self.updates:
-                update.copy_to_chief()
-
-    def slot_parts(self) -> SlotParts | None:
-        """This process's parts of the optimizers' slots; None where the model has all of them."""
-        found = [parts for update in self.updates if (parts := update.slot_parts()) is not None]
-        if not found:
-            return None
-        return SlotParts(
-            [variable for parts in found for variable in parts.variables],
-            [part for parts in found for part in parts.own],
-        )
+    # ------------------------------------------------------------ between steps
 
     def restore_optimizer(self) -> None:
         """Gives the optimizer its whole state on all workers until the next step; a collective."""
-        with self.lost_peer_named():
+        with self.replicas.lost_peer_named():
             for update in self.updates:
                 update.restore_whole()
 
@@ -648,7 +544,7 @@ class SyncDriver:
             own += [v for v in placement.updated_variables(self.model) if id(v) not in same]
         apart = {id(v) for v in [*seeds, *metrics, *own]}  # task-local state
         variables = [v for v in placement.all_variables(self.model) if id(v) not in apart]
-        with self.lost_peer_named():
+        with self.replicas.lost_peer_named():
             different = agree(group, self.strategy, variables)
         if different and group.is_chief:
             warnings.warn(
@@ -662,37 +558,16 @@ class SyncDriver:
         """A context in which the model is an ordinary Keras model, for callbacks.
 
         Args:
-            averaged: whether moving averages are the same on all replicas; see `average_state`.
+            averaged: whether moving averages are the same on all replicas; see `ReplicaState`.
         """
         own = metric_variables(self.model)
         return self._placement.suspended(own if averaged else own + self.state.all_variables())
-
-    def predictions(self, iterator: Any) -> prediction.Predictions:
-        """The collector of the predictions of a pass over the dataset of a `data.Shard`."""
-        step, loop = prediction.prediction_step(self.model, self.replicas, self.splits), None
-        if not self.model.run_eagerly:
-            key = ("predict", self.splits, repr(iterator.element_spec))
-            traced: Any = self._traces.get(key, lambda: self._traced_prediction(step, iterator))
-            step, loop = traced
-        return prediction.Predictions(
-            step, loop, self.replicas, iterator, self._errors_named, self.splits
-        )
-
-    def _traced_prediction(self, step: Callable[..., Any], iterator: Any) -> Any:
-        traced = self._traces.function(step, reduce_retracing=True)
-        loop = prediction.prediction_loop(traced, self.replicas, iterator)
-        return traced, loop and self._traces.function(loop, reduce_retracing=True)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
             if self.replicas.group.is_chief:
                 warnings.warn(f"tfmw: {message}", stacklevel=2)
-
-
-def _rows_of(batch: Any) -> tf.Tensor:
-    """int32 [], the number of examples of a batch, from its first tensor."""
-    return tf.cast(examples_of(batch), tf.int32)
 
 
 def _of_any_rows(tensor: Any) -> Any:

@@ -8,20 +8,20 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfmw import callbacks as callbacks_lib
 from tfmw import tables
 from tfmw.checkpoint.tensor_files import SlotParts
 from tfmw.cluster.group import Group
 from tfmw.data import Sharding
 from tfmw.keras_compat import optimizers
 from tfmw.mirrored.cached_driver import cached_driver
+from tfmw.mirrored.prediction import Predictions
 from tfmw.mirrored.sync_driver import SyncDriver
 from tfmw.runtime import goodput, tracing
 from tfmw.runtime.step_times import StepTimes
 from tfmw.training.arguments import FitArguments
 from tfmw.training.epoch_iterator import EpochIterator
 from tfmw.training.fit_context import FitContext
-from tfmw.training.loop import ValidationSignals
+from tfmw.training.loop import ValidationSignals, any_wants_every_batch
 from tfmw.training.pace import CallPace, last_batch_number
 from tfmw.training.reporter import InputBound
 
@@ -41,6 +41,7 @@ class MirroredTraining:
     """
 
     trains_in_place = True
+    driver: SyncDriver  # of the steps, within the context
     _pace: CallPace  # from `start` on
 
     def __init__(self, context: FitContext, arguments: FitArguments, record: dict[str, Any] | None):
@@ -69,13 +70,12 @@ class MirroredTraining:
         self._every_batch = False
         self._optimizer_read = "epochs"
         self._input_bound = InputBound()
-        self._driver: SyncDriver | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> MirroredTraining:
         with contextlib.ExitStack() as stack:  # an error leaves the model where it was
-            self._driver = stack.enter_context(self._new_driver())
-            self._driver.splits = self._arguments.split_batch
+            self.driver = stack.enter_context(self._new_driver())
+            self.driver.splits = self._arguments.split_batch
             source = self._arguments.validation_source
             if source is not None:
                 self._validation = EpochIterator(
@@ -113,12 +113,6 @@ class MirroredTraining:
     def _after_steps(self) -> None:
         """Called after each call of the driver that ran steps."""
 
-    @property
-    def driver(self) -> SyncDriver:
-        """The driver of the steps, within the context."""
-        assert self._driver is not None
-        return self._driver
-
     def ordinary_model(self, averaged: bool) -> contextlib.AbstractContextManager[None]:
         """See `SyncDriver.ordinary_model`."""
         return self.driver.ordinary_model(averaged)
@@ -133,12 +127,12 @@ class MirroredTraining:
     @property
     def examples(self) -> int:
         """Examples of all steps so far, over all replicas."""
-        return self._driver.examples if self._driver is not None else 0
+        return self.driver.examples if "driver" in vars(self) else 0
 
     @property
     def times(self) -> StepTimes | None:
-        """The time of this worker's steps, by its uses."""
-        return self._driver.times if self._driver is not None else None
+        """The time of this worker's steps, by its uses; None before the context."""
+        return self.driver.times if "driver" in vars(self) else None
 
     @property
     def signals(self) -> list[float]:
@@ -168,16 +162,13 @@ class MirroredTraining:
 
     def restore_position(self) -> None:
         self._data.restore_position()
-        self._restore_orders(self._validation, "orders")  # later: both may read one dataset
+        if self._validation is not None:  # later: both may read one dataset
+            self._validation.restore_orders("orders")
 
     def skip_run(self) -> None:
-        self._restore_orders(self._validation, "orders_left")
-        self._restore_orders(self._data, "orders_left")
-
-    def _restore_orders(self, data: EpochIterator | None, name: str) -> None:
-        feed = self._feed if data is self._data else self._feed.get("validation") or {}
-        if data is not None:
-            data.restore_orders(feed.get(name))
+        for data in (self._validation, self._data):
+            if data is not None:
+                data.restore_orders("orders_left")
 
     def reset_metrics(self) -> None:
         self.driver.results.reset()
@@ -211,7 +202,7 @@ class MirroredTraining:
             if self._optimizer_read == "steps":
                 self.driver.restore_optimizer()
             if self._every_batch:
-                self.driver.average_state()
+                self.driver.state.average()
             if not on_end():
                 return
 
@@ -219,23 +210,28 @@ class MirroredTraining:
         self._data.end_epoch()
 
     def metrics(self, signals: tuple[float, ...] = ()) -> dict[str, Any]:
-        return self.driver.metrics("train", signals)
+        return self.driver.results.result("train", signals)
 
     def from_chief(self, numbers: Sequence[float]) -> list[float]:
-        return self.driver.from_chief(numbers)
+        return self.driver.replicas.from_chief(numbers)
 
     def update_model(self) -> None:
-        self.driver.average_state()
+        self.driver.state.average()
         if self._optimizer_read != "never":
             self.driver.restore_optimizer()
 
     def slot_parts(self) -> SlotParts | None:
-        return self.driver.slot_parts()
+        plans = [plan for update in self.driver.updates if (plan := update.parted) is not None]
+        whole = [slot for plan in plans for slot in plan.whole_slots()]
+        own = [values for p in plans for part in p.parts for values in part.slot_values()]
+        return SlotParts(whole, own) if plans else None
 
     def replica_state(self, slots: bool) -> tuple[Any, ...]:
         if slots:
-            self.driver.copy_optimizer_to_chief()
-        return self.driver.replica_state()
+            with self.driver.replicas.lost_peer_named():
+                for update in self.driver.updates:
+                    update.copy_to_chief()
+        return self.driver.state.rows()
 
     def position(self, in_epoch: bool) -> dict[str, Any]:
         position = dataclasses.asdict(self._data.position(in_epoch))
@@ -272,10 +268,10 @@ def run_evaluation(
     """
 
     def metrics() -> dict[str, Any]:
-        return driver.metrics("test", signals.local() if signals is not None else ())
+        return driver.results.result("test", signals.local() if signals is not None else ())
 
     model = driver.model
-    every_batch = _any_wants_every_batch(group, callback_list, "test")
+    every_batch = any_wants_every_batch(group, callback_list, "test")
     pace = CallPace(group, model.steps_per_execution, every_batch)
     model.stop_evaluating = False
     data.reset()
@@ -309,11 +305,11 @@ def run_prediction(
 ) -> Any:
     """One pass over the data with the steps of `predict`; returns the model's outputs."""
     model, total = driver.model, data.steps_per_epoch
-    every_batch = _any_wants_every_batch(group, callback_list, "predict")
+    every_batch = any_wants_every_batch(group, callback_list, "predict")
     model.stop_predicting = False
     callback_list.on_predict_begin()
     data.begin_epoch()
-    predictions = driver.predictions(data.iterator)
+    predictions = Predictions(driver, data.iterator)
     # Each task has a pace of its own, as its pipeline may be longer than those of others.
     pace = CallPace(Group(0, 1), model.steps_per_execution, every_batch)
     done, more = 0, True
@@ -340,9 +336,3 @@ def run_prediction(
     data.leave()
     callback_list.on_predict_end()
     return predictions.assembled()
-
-
-def _any_wants_every_batch(group: Group, callback_list: Any, kind: str) -> bool:
-    """Whether callbacks of some task act between batches. All tasks enter it."""
-    wants = (callbacks_lib.wants_every_batch(c, kind) for c in callback_list.callbacks)
-    return any(group.from_all(any(wants)))

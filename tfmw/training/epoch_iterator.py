@@ -356,11 +356,11 @@ class EpochIterator:
             self._begin_pass(was.in_pass, was.in_pass * was.batches_per_step)
             if self._requested_steps is None and was.batches_per_step != self._batches_per_step:
                 self._steps_of_resumed = self._pass_end
-        if was.orders_now is not None:
-            self.restore_orders(was.orders_now)
+        self.restore_orders("orders_now")
 
-    def restore_orders(self, orders: list[int] | None) -> None:
-        """Sets how many orders the shuffles of the user's dataset have had."""
+    def restore_orders(self, name: str) -> None:
+        """Sets how many orders the shuffles of the user's dataset have had, by a `Position`'s."""
+        orders = getattr(self._restored, name, None)
         if orders is not None and self.shard.reshuffles:
             self.shard.reshuffles.passes = orders
 

@@ -171,6 +171,12 @@ class ValidationSignals:
     respond: Callable[[list[float]], None]
 
 
+def any_wants_every_batch(group: Group, callback_list: Any, kind: str) -> bool:
+    """Whether callbacks of some task act between batches. All tasks enter it."""
+    wants = (callbacks_lib.wants_every_batch(c, kind) for c in callback_list.callbacks)
+    return any(group.from_all(any(wants)))
+
+
 class TrainingLoop:
     """One run of `fit`.
 
@@ -238,8 +244,7 @@ class TrainingLoop:
 
     def _start(self) -> None:
         driver, found, callbacks = self._driver, self._backups.record, self._callbacks.callbacks
-        wants = map(callbacks_lib.wants_every_batch, callbacks)
-        self._every_batch = any(driver.group.from_all(any(wants)))
+        self._every_batch = any_wants_every_batch(driver.group, self._callbacks, "train")
         callbacks_lib.begin_traces(callbacks, 0 if found is None else found["step"])
         driver.start(self._every_batch, self._is_model_read(), self._optimizer_read())
         if found is not None:

@@ -21,7 +21,9 @@ from tfmw.errors import UsageError
 from tfmw.keras_compat.losses import scaled
 from tfmw.keras_compat.row_origins import Origin, row_parts
 from tfmw.mirrored.collectives.all_reduce import Cuts
+from tfmw.mirrored.collectives.hierarchy import HierarchicalRing
 from tfmw.mirrored.collectives.transports import OverRing, transport_of
+from tfmw.mirrored.replicas import flattened, split
 from tfmw.training.arguments import COMPRESSIONS
 
 _nothing: tf.Variable | None = None  # without reduction: a 0 that TensorFlow cannot fold
@@ -48,17 +50,11 @@ def nothing() -> tf.Variable | None:
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
-    """Variables whose gradients travel together, and are cut into a part for each replica.
+    """Variables whose gradients travel together, and are cut into a part for each replica."""
 
-    Attributes:
-        sizes: index of a variable -> its elements, in the order in which they travel.
-        cuts: into the parts.
-        parts: by replica: (index, elements) of the flattened variables that have some in its part.
-        dtype: of all of them.
-    """
-
-    sizes: dict[int, int]
-    cuts: Cuts
+    sizes: dict[int, int]  # index of a variable -> its elements, in the order of travel
+    cuts: Cuts  # into the parts
+    # By replica: (index, elements) of the flattened variables that have some in its part.
     parts: list[list[tuple[int, slice]]]
     dtype: tf.DType
 
@@ -70,10 +66,6 @@ class Reduction:
         strategy: the strategy of the replicas.
         compression: "fp16" or "bf16": the type in which dense float32 gradients are sent and
             summed; None for their own.
-
-    Attributes:
-        strategy: of the replicas.
-        transport: between them.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, compression: str | None = None):
@@ -87,12 +79,12 @@ class Reduction:
             )
 
     def within_machine(self) -> Reduction | None:
-        """The sums over this machine's workers only; see `OverRing`."""
+        """The sums over this machine's workers only; None if there is one ring of all workers."""
         transport = self.transport
-        within = transport.within_machine() if isinstance(transport, OverRing) else None
-        if within is None:
+        if not isinstance(transport, OverRing) or not isinstance(transport.ring, HierarchicalRing):
             return None
-        own = copy.copy(self)
+        own, within = copy.copy(self), copy.copy(transport)
+        within.use(transport.ring.within)
         own.transport = within
         return own
 
@@ -143,13 +135,14 @@ class Reduction:
             return own, {index: totals[index] for index in rest}
         for pack in packs:
             # Without a gradient this time, a variable's place in the pack stays.
-            flat = [
-                tf.zeros([size], pack.dtype)
-                if index not in given
-                else tf.reshape(tf.convert_to_tensor(given[index]), [-1])
-                for index, size in pack.sizes.items()
-            ]
-            whole = flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
+            whole = flattened(
+                [
+                    tf.convert_to_tensor(given[index])
+                    if index in given
+                    else tf.zeros([size], pack.dtype)
+                    for index, size in pack.sizes.items()
+                ]
+            )
             if _nothing is not None:
                 total = scaled([whole[self.transport.ring.own_part(pack.cuts)]], _nothing)[0]
             else:
@@ -165,14 +158,6 @@ class Reduction:
         if self._wire is None or isinstance(grad, tf.IndexedSlices) or grad.dtype != tf.float32:
             return grad
         return tf.cast(grad, self._wire)
-
-
-def split(flat: tf.Tensor, sizes: list[int]) -> list[tf.Tensor]:
-    """[n] -> one [size] for each of `sizes`, without a copy for one alone."""
-    if len(sizes) < 2:
-        return [flat][: len(sizes)]
-    parts: list[tf.Tensor] = tf.split(flat, sizes)
-    return parts
 
 
 def _as_type(grad: Any, dtype: tf.DType) -> Any:

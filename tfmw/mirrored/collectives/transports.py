@@ -22,7 +22,6 @@ whole sum, and half as many bytes again travel.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -33,8 +32,7 @@ import tensorflow as tf
 from tfmw.keras_compat import placement
 from tfmw.mirrored.collectives.all_reduce import Add, AllReduce, Cuts, add_arrays
 from tfmw.mirrored.collectives.connection import ring_of
-from tfmw.mirrored.collectives.hierarchy import HierarchicalRing
-from tfmw.mirrored.replicas import local_index
+from tfmw.mirrored.replicas import flattened, local_index, split_as
 from tfmw.runtime import recorder
 
 SUM = tf.distribute.ReduceOp.SUM
@@ -70,38 +68,25 @@ class OverRing:
     then writes one variable, because TensorFlow runs such ops in the order of the program, across
     functions too.
 
-    Attributes:
-        ring: of this worker, which is a replica.
-        size: number of replicas.
-        ranks: of this process's replicas.
-        pack_bytes: of gradients that form a pack.
-        whole_sums: whether a part of a sum takes as many bytes as the whole sum.
-        between_gpus: whether TensorFlow sums between GPUs.
-        of: "workers" or "replicas", in messages.
+    This worker is one replica.
     """
 
-    whole_sums, between_gpus, of = False, False, "workers"
+    whole_sums = False  # whether a part of a sum takes as many bytes as the whole sum
+    between_gpus = False  # whether TensorFlow sums between GPUs
+    of = "workers"  # or "replicas", in messages
 
     def __init__(self, ring: AllReduce, pack_bytes: int):
-        self.ring: AllReduce = ring
-        self.size, self.ranks = ring.size, [ring.rank]
-        self.pack_bytes = pack_bytes
+        self.use(ring)
+        self.pack_bytes = pack_bytes  # of gradients that form a pack
         with tf.init_scope(), tf.device("cpu:0"):
             self._turn = tf.Variable(0, dtype=tf.int64, trainable=False)
             # Of no shape that TensorFlow knows in advance: it would compute what does not depend on
             # the step once for all steps, into memory that the ring then overwrites.
             self._nowhere = tf.Variable(tf.zeros([0, 1], tf.int64), False, shape=[None, 1])
 
-    def within_machine(self) -> OverRing | None:
-        """The sums over this machine's workers only; None if there is one ring of all workers.
-
-        Its exchanges are in turn with those of this transport.
-        """
-        if not isinstance(self.ring, HierarchicalRing):
-            return None
-        own, ring = copy.copy(self), self.ring.within
-        own.ring, own.size, own.ranks = ring, ring.size, [ring.rank]
-        return own
+    def use(self, ring: AllReduce) -> None:
+        """Sends over a ring, in turn with the exchanges over an earlier one."""
+        self.ring, self.size, self.ranks = ring, ring.size, [ring.rank]  # of this process
 
     def part_number(self, rank: int) -> int:
         """The part of a sum that a replica has first; see `AllReduce`."""
@@ -114,25 +99,14 @@ class OverRing:
             grads: dense tensors, or `tf.IndexedSlices`, whose slices are concatenated.
         """
         out: list[Any] = [None] * len(grads)
-        row = tf.constant([-1])  # one for all: every op takes time to trace and to compile
         for pack in packs_of(grads, self.pack_bytes):
             first = grads[pack[0]]
             if isinstance(first, tf.IndexedSlices):
                 out[pack[0]] = self._slices_of_all(first)
                 continue
-            flat = [
-                grads[i] if grads[i].shape.rank == 1 else tf.reshape(grads[i], row) for i in pack
-            ]
-            sizes = [part.shape[0] or tf.size(part) for part in flat]
-            joined = flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
-            total = self.summed(joined, "gradients")
-            parts = [total] if len(flat) == 1 else tf.split(total, sizes, num=len(flat))
-            for i, part in zip(pack, parts, strict=True):
-                shape = grads[i].shape
-                if not shape.is_fully_defined():
-                    part = tf.ensure_shape(tf.reshape(part, tf.shape(grads[i])), shape)
-                elif shape.rank != 1:
-                    part = tf.reshape(part, shape)
+            own = [grads[i] for i in pack]
+            total = self.summed(flattened(own), "gradients")
+            for i, part in zip(pack, split_as(total, own), strict=True):
                 out[i] = part
         return out
 
@@ -174,16 +148,13 @@ class OverRing:
             cuts: into a part for each replica.
             out: uint8 [n], to fill.
         """
-        self.ring.all_gather(own[0], cuts, out, "slots")
+        self.ring.all_gather(own[0], cuts, out, "values")
 
     def _slices_of_all(self, grad: tf.IndexedSlices) -> tf.IndexedSlices:
         parts = [grad.values, grad.indices]
-        if tf.executing_eagerly():
-            values, indices = map(tf.constant, self.ring.gather([p.numpy() for p in parts]))
-        else:
-            values, indices = self._in_turn(
-                lambda *local: self.ring.gather(local), parts, parts, "gradients"
-            )
+        values, indices = self._in_turn(
+            lambda *local: self.ring.gather(local), parts, parts, "gradients"
+        )
         values.set_shape([None, *grad.values.shape[1:]])
         indices.set_shape([None])
         return tf.IndexedSlices(values, indices, grad.dense_shape)
