@@ -28,17 +28,95 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 from tfmw import __version__
 from tfmw.cluster import Cluster
 from tfmw.errors import UsageError
+from tfmw.launcher.options import RunOptions
 from tfmw.tools import jobs
 
-if TYPE_CHECKING:
-    from tfmw.launcher.options import RunOptions
+# What the command line reads for a metavar, or for a flag; a directory of `check` may be a URL.
+_TYPES: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys("NMKI", int),
+    "S": float,
+    **dict.fromkeys(("--log-dir", "--trace", "--token-file"), Path),
+}
+
+# Field of `RunOptions` -> the attribute of its flag.
+_RUN_FIELDS = {f.name: f.name.removesuffix("_s") for f in dataclasses.fields(RunOptions)}
+
+_HOSTS = {
+    "--hosts H0,H1": "all hosts of the cluster, the chief's first; the same list on every host; "
+    "default port: 2222",
+    "--host-index I": "index of this host in --hosts, from 0; default: the index of the one with "
+    "an address of this machine",
+}
+
+_CHECK_OPTIONS = {
+    **_HOSTS,
+    "--ps N": "number of parameter servers, on the last hosts; default: 0",
+    "--backup-dir DIR": "must be shared, and writable",
+    "--export-dir DIR": "must be shared, and writable",
+    "--timeout S": "seconds to wait for other tasks; default: 60",
+}
+
+_BENCH_OPTIONS = {
+    "--workers N": "processes; default: 2",
+    "--steps K": "steps per epoch; default: 20",
+}
+
+_RUN_OPTIONS = {
+    "cluster": {
+        "--workers N": "number of tasks that train",
+        "--ps N": "number of parameter servers; adds a chief; default: 0",
+        "--evaluator": "add an evaluator, which evaluates each backup",
+        **_HOSTS,
+    },
+    "failures of tasks": {
+        "--max-restarts N": "when a task dies, end the other tasks and restart all, from the "
+        "newest backup, up to N times; a worker of parameter servers and an evaluator restart "
+        "alone; default: 0",
+        "--min-workers M": "if a worker dies twice before its first step, continue without it, "
+        "with at least M",
+        "--elastic": "workers train apart and exchange weights in rounds (fit with sync_every=): "
+        "one that dies restarts alone, and the others continue without it (experimental)",
+        "--monitor-interval S": "seconds between two checks of the tasks; default: 0.05",
+        "--hang-timeout S": "a task without progress for S seconds after its first step hangs: "
+        "the stacks of all tasks go to their logs, and all tasks restart; default: 0, never",
+        "--start-timeout S": "seconds in which every task must start and join; 0: no limit; "
+        "default: 120",
+        "--preempt-grace S": "seconds in which the tasks save their state and exit after SIGTERM "
+        "or SIGUSR1; default: 30",
+    },
+    "processes": {
+        "--standby {auto,on,off}": "a standby process imports TensorFlow, and tasks are forked "
+        "from it, at first and after a failure; auto: with several tasks or --max-restarts; "
+        "default: auto",
+        "--isolate {auto,on,off}": "run the tasks in a private network: nobody else connects to "
+        "their ports, and they download through a proxy (http_proxy, https_proxy); auto: if the "
+        "system allows it; default: auto",
+    },
+    "failures of hosts (with --hosts and --max-restarts)": {
+        "--workers-per-host K": "number of workers on each host; default: 1",
+        "--min-hosts M": "if hosts are lost, continue with at least M of them; default: all",
+        "--rejoin-timeout S": "seconds to wait for missing hosts; default: 30",
+        "--rendezvous PLACE": "lock that elects the leading host: dir:/a/directory/that/all/share, "
+        "or etcd://host:2379/name; default: a directory in the script's --backup_dir",
+        "--token-file FILE": "file with the secret of all hosts, from tfmw token; default: the "
+        "variable TFMW_TOKEN",
+    },
+    "output": {
+        "--log-dir DIR": "keep each task's output in a folder in DIR",
+        "--trace DIR": "write DIR/trace.json, which Perfetto opens: steps, input, exchanges and "
+        "backups of all workers; needs --workers",
+        "--trace-steps A:B": "trace the steps after A, up to B or the end; default: all",
+        "--metrics-port [ADDRESS:]PORT": "serve step, rate, loss and more for Prometheus on this "
+        "port, of loopback or of ADDRESS: 0.0.0.0 for all of the machine's (needs tfmw[metrics])",
+    },
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -120,6 +198,19 @@ def _bench(options: argparse.Namespace) -> int:
     return bench.main(options.target, options.workers, options.steps)
 
 
+def _add_options(parser: argparse._ActionsContainer, options: Mapping[str, str]) -> None:
+    """Adds options: {"--flag METAVAR": its help}. One without a metavar is a switch."""
+    for option, text in options.items():
+        flag, _, metavar = option.partition(" ")
+        if not metavar:
+            parser.add_argument(flag, action="store_true", help=text)
+        elif metavar.startswith("{"):
+            parser.add_argument(flag, choices=metavar.strip("{}").split(","), help=text)
+        else:
+            kind = _TYPES.get(flag) or _TYPES.get(metavar, str)
+            parser.add_argument(flag, type=kind, metavar=metavar, help=text)
+
+
 def _check_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
     check = commands.add_parser(
         "check",
@@ -133,13 +224,9 @@ def _check_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
         "description.",
         allow_abbrev=False,
     )
-    check.set_defaults(main=_check)
+    check.set_defaults(main=_check, ps=0, timeout=60.0)
     check.add_argument("paths", nargs="*", metavar="PATH", help="a backup_dir or an export_dir")
-    _add_hosts(check)
-    _add_count(check, "--ps", "N", "number of parameter servers, on the last hosts; default: 0", 0)
-    check.add_argument("--backup-dir", metavar="DIR", help="must be shared, and writable")
-    check.add_argument("--export-dir", metavar="DIR", help="must be shared, and writable")
-    _add_seconds(check, "--timeout", "seconds to wait for other tasks; default: 60", 60.0)
+    _add_options(check, _CHECK_OPTIONS)
 
 
 def _bench_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -153,42 +240,32 @@ def _bench_parser(commands: argparse._SubParsersAction[_Parser]) -> None:
         "one batch kept in memory.",
         allow_abbrev=False,
     )
-    bench.set_defaults(main=_bench)
+    bench.set_defaults(main=_bench, workers=2, steps=20)
     bench.add_argument("target", metavar="FILE.py:FUNCTION", help="the function")
-    _add_count(bench, "--workers", "N", "processes; default: 2", 2)
-    _add_count(bench, "--steps", "K", "steps per epoch; default: 20", 20)
+    _add_options(bench, _BENCH_OPTIONS)
 
 
-def _add_count(
-    parser: argparse._ActionsContainer,
-    flag: str,
-    metavar: str,
-    text: str,
-    default: int | None = None,
-) -> None:
-    parser.add_argument(flag, type=int, default=default, metavar=metavar, help=text)
-
-
-def _add_seconds(
-    parser: argparse._ActionsContainer, flag: str, text: str, default: float | None = None
-) -> None:
-    parser.add_argument(flag, type=float, default=default, metavar="S", help=text)
-
-
-def _add_hosts(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--hosts",
-        metavar="H0,H1",
-        help="all hosts of the cluster, the chief's first; the same list on every host; "
-        "default port: 2222",
+def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.ArgumentParser:
+    run = commands.add_parser(
+        "run",
+        help="run a script on several processes of this machine",
+        usage="tfmw run [--workers N] [options] (SCRIPT | -m MODULE) [its flags]",
+        description="Runs SCRIPT, or MODULE, in every task of a fresh cluster on this machine. "
+        "With --hosts, on each of them: as the one task of that host, or, with --max-restarts, as "
+        "the supervisor of that host's tasks. Without either: as the one task that TF_CONFIG or a "
+        "scheduler describes.",
+        epilog="Exit status: 0 all done, 1 a task failed (the last line names the first one), "
+        "2 wrong usage or cluster description, 75 preempted (SIGTERM, SIGUSR1): the tasks have "
+        "saved their state, run the same command again.",
+        allow_abbrev=False,
     )
-    _add_count(
-        parser,
-        "--host-index",
-        "I",
-        "index of this host in --hosts, from 0; default: the index of the one with an address of "
-        "this machine",
-    )
+    defaults = {flag: getattr(RunOptions, field) for field, flag in _RUN_FIELDS.items()}
+    run.set_defaults(main=_run, ps=0, **defaults)
+    for group, options in _RUN_OPTIONS.items():
+        _add_options(run.add_argument_group(group), options)
+    # `_split` finds the program; this argument is only for the help.
+    run.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
+    return run
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -232,151 +309,6 @@ def _hosts_of(options: argparse.Namespace) -> list[str]:
             f"TF_CONFIG is already set to {os.environ['TF_CONFIG']}; unset it or drop --hosts."
         )
     return [host.strip() for host in options.hosts.split(",")]
-
-
-def _run_parser(commands: argparse._SubParsersAction[_Parser]) -> argparse.ArgumentParser:
-    run = commands.add_parser(
-        "run",
-        help="run a script on several processes of this machine",
-        usage="tfmw run [--workers N] [options] (SCRIPT | -m MODULE) [its flags]",
-        description="Runs SCRIPT, or MODULE, in every task of a fresh cluster on this machine. "
-        "With --hosts, on each of them: as the one task of that host, or, with --max-restarts, as "
-        "the supervisor of that host's tasks. Without either: as the one task that TF_CONFIG or a "
-        "scheduler describes.",
-        epilog="Exit status: 0 all done, 1 a task failed (the last line names the first one), "
-        "2 wrong usage or cluster description, 75 preempted (SIGTERM, SIGUSR1): the tasks have "
-        "saved their state, run the same command again.",
-        allow_abbrev=False,
-    )
-    run.set_defaults(main=_run)
-    cluster = run.add_argument_group("cluster")
-    _add_count(cluster, "--workers", "N", "number of tasks that train")
-    _add_count(
-        cluster, "--ps", "N", "number of parameter servers; adds a chief; default: 0", default=0
-    )
-    cluster.add_argument(
-        "--evaluator", action="store_true", help="add an evaluator, which evaluates each backup"
-    )
-    _add_hosts(cluster)
-    _add_run_options(run)
-    _add_supervised_hosts(
-        run.add_argument_group("failures of hosts (with --hosts and --max-restarts)")
-    )
-    output = run.add_argument_group("output")
-    output.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="keep each task's output in a folder in DIR"
-    )
-    output.add_argument(
-        "--trace",
-        type=Path,
-        metavar="DIR",
-        help="write DIR/trace.json, which Perfetto opens: steps, input, exchanges and backups of "
-        "all workers; needs --workers",
-    )
-    output.add_argument(
-        "--trace-steps",
-        metavar="A:B",
-        help="trace the steps after A, up to B or the end; default: all",
-    )
-    output.add_argument(
-        "--metrics-port",
-        metavar="[ADDRESS:]PORT",
-        help="serve step, rate, loss and more for Prometheus on this port, of loopback or of "
-        "ADDRESS: 0.0.0.0 for all of the machine's (needs tfmw[metrics])",
-    )
-    # `_split` finds the program; this argument is only for the help.
-    run.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
-    return run
-
-
-def _add_supervised_hosts(run: argparse._ActionsContainer) -> None:
-    """The options for hosts that supervise each other: --hosts with --max-restarts."""
-    _add_count(run, "--workers-per-host", "K", "number of workers on each host; default: 1")
-    _add_count(
-        run,
-        "--min-hosts",
-        "M",
-        "if hosts are lost, continue with at least M of them; default: all",
-    )
-    _add_seconds(run, "--rejoin-timeout", "seconds to wait for missing hosts; default: 30")
-    run.add_argument(
-        "--rendezvous",
-        metavar="PLACE",
-        help="lock that elects the leading host: dir:/a/directory/that/all/share, or "
-        "etcd://host:2379/name; default: a directory in the script's --backup_dir",
-    )
-    run.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help="file with the secret of all hosts, from tfmw token; default: the variable TFMW_TOKEN",
-    )
-
-
-def _add_run_options(run: argparse.ArgumentParser) -> None:
-    """The options that are fields of `RunOptions`."""
-    failures = run.add_argument_group("failures of tasks")
-    _add_count(
-        failures,
-        "--max-restarts",
-        "N",
-        "when a task dies, end the other tasks and restart all, from the newest backup, up to "
-        "N times; a worker of parameter servers and an evaluator restart alone; default: 0",
-        default=0,
-    )
-    _add_count(
-        failures,
-        "--min-workers",
-        "M",
-        "if a worker dies twice before its first step, continue without it, with at least M",
-    )
-    failures.add_argument(
-        "--elastic",
-        action="store_true",
-        help="workers train apart and exchange weights in rounds (fit with sync_every=): one that "
-        "dies restarts alone, and the others continue without it (experimental)",
-    )
-    _add_seconds(
-        failures,
-        "--monitor-interval",
-        "seconds between two checks of the tasks; default: 0.05",
-        default=0.05,
-    )
-    _add_seconds(
-        failures,
-        "--hang-timeout",
-        "a task without progress for S seconds after its first step hangs: the stacks of all "
-        "tasks go to their logs, and all tasks restart; default: 0, never",
-        default=0.0,
-    )
-    _add_seconds(
-        failures,
-        "--start-timeout",
-        "seconds in which every task must start and join; 0: no limit; default: 120",
-        default=120.0,
-    )
-    _add_seconds(
-        failures,
-        "--preempt-grace",
-        "seconds in which the tasks save their state and exit after SIGTERM or SIGUSR1; "
-        "default: 30",
-    )
-    processes = run.add_argument_group("processes")
-    processes.add_argument(
-        "--standby",
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="a standby process imports TensorFlow, and tasks are forked from it, at first and "
-        "after a failure; auto: with several tasks or --max-restarts; default: auto",
-    )
-    processes.add_argument(
-        "--isolate",
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="run the tasks in a private network: nobody else connects to their ports, and they "
-        "download through a proxy (http_proxy, https_proxy); auto: if the system allows it; "
-        "default: auto",
-    )
 
 
 def _split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
@@ -451,14 +383,10 @@ def _run_on_hosts(options: argparse.Namespace, run_options: RunOptions) -> int |
 
 def _run(options: argparse.Namespace) -> int:
     from tfmw.launcher import metrics_server
-    from tfmw.launcher.options import RunOptions
     from tfmw.launcher.run import launch_tasks, run_here
     from tfmw.runtime import tracing
 
-    fields = dataclasses.fields(RunOptions)
-    run_options = RunOptions(
-        **{f.name: getattr(options, f.name.removesuffix("_s")) for f in fields}
-    )
+    run_options = RunOptions(**{f: getattr(options, flag) for f, flag in _RUN_FIELDS.items()})
     if options.elastic and (options.ps or options.evaluator or options.hosts):
         raise UsageError(
             "--elastic takes --workers only: its workers train apart. Leave --ps, --evaluator and "
