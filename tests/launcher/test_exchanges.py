@@ -195,7 +195,7 @@ def watched(*tasks: Any) -> RunStatus:
 
 
 def test_a_task_that_has_not_started(tmp_path: Path) -> None:
-    board = watched(Task("worker", 0, tmp_path, {}))
+    board = watched(Task("worker", 0, tmp_path))
     assert board.status()["tasks"][0]["stage"] == "starting"
     assert board.stacks() == {"worker 0": "it has not started yet"}
 

@@ -28,7 +28,7 @@ from tfmw.errors import PREEMPTED, UsageError
 from tfmw.launcher import run_files
 from tfmw.launcher.environment import shortage, visible_devices
 from tfmw.launcher.exchanges import missing
-from tfmw.launcher.failure import Diagnosis, Failure, is_secondary
+from tfmw.launcher.failure import Diagnosis, Failure
 from tfmw.launcher.options import LocalRun
 from tfmw.launcher.output import Display, OutputPump
 from tfmw.launcher.process import Task
@@ -71,49 +71,33 @@ class Restarts(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class AttemptContext:
-    """The resources that all attempts of a run share.
-
-    Args:
-        directory: of the run; each attempt creates its folder in it.
-        status: what `tfmw status` shows of the run.
-        env: environment variables that all tasks share; a fork server is kept for the same ones.
-        live: name of the task whose output is a terminal.
-        stop: the signals that the launcher has received.
-    """
+    """The resources that all attempts of a run share."""
 
     run: LocalRun
-    directory: Path
+    directory: Path  # of the run; each attempt creates its folder in it
     status: RunStatus
-    env: Mapping[str, str]
+    env: Mapping[str, str]  # of all tasks; a fork server is kept for the same ones
     spawner: Spawner
     display: Display
-    live: str | None
+    live: str | None  # name of the task whose output is a terminal
     stop: Signals
 
 
 @dataclasses.dataclass(eq=False)
 class Attempt:
-    """One start of all tasks: watched until the outcome is known, then ended.
-
-    Args:
-        layout: (kind, index) of each task.
-        number: which attempt of the run, from 0.
-        policy: decides whether single tasks restart.
-        cluster: addresses of all tasks by kind, where some are on other hosts; None: they are
-            these, on ports of loopback.
-        settle_s: seconds to wait for the cause where the first failure only reports a lost peer.
-        env: environment variables that these tasks have instead of those of the run.
-        before: how tasks have divided the run's time until now, the chief first.
-    """
+    """One start of all tasks: watched until the outcome is known, then ended."""
 
     context: AttemptContext
-    layout: Sequence[tuple[str, int]]
-    number: int
+    layout: Sequence[tuple[str, int]]  # (kind, index) of each task
+    number: int  # which attempt of the run, from 0
     policy: Restarts
     _: dataclasses.KW_ONLY
+    # Addresses of all tasks by kind, if some are on other hosts; None: ports of loopback.
     cluster: Mapping[str, Sequence[str]] | None = None
     settle_s: float = SETTLE_S
+    # Environment variables that these tasks have instead of those of the run.
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # How tasks have divided the run's time until now, the chief first.
     before: Mapping[str, Division] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -126,7 +110,7 @@ class Attempt:
             "TFMW_ATTEMPT": str(self.number),
             "TFMW_MAX_RESTARTS": str(self._options.max_restarts),
         }
-        self.tasks = [Task(kind, index, self._directory, self._env) for kind, index in self.layout]
+        self.tasks = [Task(*task, self._directory, env=self._env) for task in self.layout]
         first = next(iter(self.before.values()), Division(at=self._status.since))
         for task in self.tasks:
             task.division = self.before.get(task.name, first)
@@ -245,34 +229,29 @@ class Attempt:
         return hung is not None
 
     def _waits_for_state(self) -> bool:
-        """Whether a signal to the launcher lets tasks save their state; one of them is told."""
-        if not self._stop.asks_to_leave:
-            return False
-        if self._leave_by == _NEVER:
-            options = self._options
-            asked = options.max_restarts > 0 or options.preempt_grace_s is not None
-            running = [task for task in self.tasks if not task.has_ended()]
-            if not running or not (asked or any(map(_saves_state, running))):
-                return False
-            self._begin_to_leave()
-            running[0].signal_alone(signal.SIGTERM)
-        return time.monotonic() < self._leave_by
+        """Whether a signal to the launcher lets tasks save their state."""
+        options = self._options
+        expected = options.max_restarts > 0 or options.preempt_grace_s is not None
+        asked = self._stop.asks_to_leave and self.ask_to_leave(at_once=expected)
+        return asked and time.monotonic() < self._leave_by
 
-    def ask_to_leave(self) -> bool:
-        """Has the tasks save their state and leave, once they train; whether they are asked."""
+    def ask_to_leave(self, at_once: bool = False) -> bool:
+        """Has the tasks save their state and leave; whether they are asked, by now.
+
+        One task is told, as soon as one has a handler of SIGUSR1, or at once. TensorFlow installs
+        a handler of SIGTERM, which saves nothing, in every task.
+        """
         if self._leave_by == _NEVER:
-            for task in self.tasks:
-                if not task.has_ended() and _saves_state(task):
-                    self._begin_to_leave()
-                    task.signal_alone(signal.SIGTERM)
-                    return True
-            return False
-        return True
+            running = [task for task in self.tasks if not task.has_ended()]
+            saving = (task for task in running if at_once or task.catches(signal.SIGUSR1))
+            if (told := next(saving, None)) is not None:
+                self._begin_to_leave()
+                told.signal_alone(signal.SIGTERM)
+        return self._leave_by < _NEVER
 
     def _begin_to_leave(self) -> None:
         """Starts the time in which tasks save their state and exit, once."""
-        if self._leave_by == _NEVER:
-            self._leave_by = time.monotonic() + self._options.leave_s
+        self._leave_by = min(self._leave_by, time.monotonic() + self._options.leave_s)
 
     def _served_out(self) -> bool:
         """Whether only serving tasks remain, and their time to exit is over."""
@@ -293,7 +272,7 @@ class Attempt:
 
     def _only_lost_preempted_peers(self) -> bool:
         """Whether the failed tasks have only lost a peer that saved its state and exited."""
-        return self.preempted() and all(is_secondary(task.error()) for task in self._failed())
+        return self.preempted() and all(task.error().get("secondary") for task in self._failed())
 
     def _settle(self) -> None:
         """Waits a moment for failed tasks to exit, and for the root cause to appear.
@@ -389,7 +368,7 @@ class Attempt:
         if task.has_ended():
             return False
         record = task.error()
-        if record is not None and time.monotonic() - record["monotonic"] >= EXIT_S:
+        if record and time.monotonic() - record["monotonic"] >= EXIT_S:
             task.signal(signal.SIGKILL)
         return True
 
@@ -399,7 +378,7 @@ class Attempt:
         self._output.finish(task)
         task.close()
         task.result()  # the call has none
-        new = Task(task.kind, task.index, self._directory, task.env, task.restart + 1)
+        new = dataclasses.replace(task, restart=task.restart + 1, pid=0)
         self.tasks[self.tasks.index(task)] = new
         self._replaced.append(task)
         self._watchdog.forget(task.name)
@@ -481,11 +460,3 @@ class Attempt:
     def results(self) -> dict[str, bytes]:
         """The pickled outcome of the payload's function in each task. Call once, after `end`."""
         return {task.name: task.result() for task in self.tasks}
-
-
-def _saves_state(task: Task) -> bool:
-    """Whether a task saves its state before it leaves: whether it has a handler of SIGUSR1.
-
-    TensorFlow installs one of SIGTERM, which saves nothing, in every task.
-    """
-    return task.catches(signal.SIGUSR1)

@@ -61,37 +61,21 @@ _NOISE = re.compile(r"\{\{function_node [^}]*\}\}|\[Op:\w+\](?: name:\s*)?")
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A task that failed, and why.
+    """A task that failed, and why."""
 
-    Args:
-        task: its name, "worker 1".
-        error: its own error in one line, "ValueError: bad batch"; "" if it recorded none.
-        status: its exit status, -9 for SIGKILL.
-        how: the status as text: "exit status 1", "SIGKILL (...)"; "" if the launcher ended it.
-        detail: the last lines of its traceback, or of its log.
-        log: path of its output; None: it has none.
-        seconds: from the start of the task to its failure.
-        usage: whether it reported wrong usage or a wrong cluster description.
-        attempt: the attempt that it ended.
-        step: training steps that the task had reported; negative before the first.
-        external: whether the cause lies outside of the program: a signal, or a lost peer.
-        secondary: whether the task only reports that it lost a peer.
-        host: name of its machine, if the run has several.
-    """
-
-    task: str
-    error: str = ""
-    status: int = 0
-    how: str = ""
-    detail: tuple[str, ...] = ()
-    log: Path | None = None
-    seconds: float = 0.0
-    usage: bool = False
+    task: str  # its name, "worker 1"
+    error: str = ""  # its own in one line, "ValueError: bad batch"; "" if it recorded none
+    status: int = 0  # of its exit, -9 for SIGKILL
+    how: str = ""  # that as text, "exit status 1"; "" if the launcher ended it
+    detail: tuple[str, ...] = ()  # the last lines of its traceback, or of its log
+    log: Path | None = None  # its output
+    seconds: float = 0.0  # from its start to its failure
+    usage: bool = False  # it reported wrong usage or a wrong cluster description
     attempt: int = 0
-    step: int = -1
-    external: bool = False
-    secondary: bool = False
-    host: str = ""
+    step: int = -1  # training steps that it had reported; negative before the first
+    external: bool = False  # the cause lies outside of the program: a signal, or a lost peer
+    secondary: bool = False  # it only reports that it lost a peer
+    host: str = ""  # name of its machine, if the run has several
 
     @property
     def description(self) -> str:
@@ -99,18 +83,26 @@ class Failure:
         return f"{self.error} ({self.how})" if self.error and self.how else self.error or self.how
 
 
-class Diagnosis:
-    """Determines how the tasks of one attempt ended.
+def kernel_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
+    """Number of processes that the kernel has killed for lack of memory; 0 if unknown.
 
-    Attributes:
-        ended_at: monotonic seconds when the launcher began to end the tasks; later failures are
-            a consequence of that.
+    proc_vmstat(5): "oom_kill 3", since Linux 4.13.
     """
+    try:
+        found = re.search(r"^oom_kill (\d+)", vmstat.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
-    def __init__(self, attempt: int) -> None:
-        self.ended_at = float("inf")
-        self._attempt = attempt
-        self._kernel_kills_before = kernel_kills()
+
+@dataclasses.dataclass
+class Diagnosis:
+    """Determines how the tasks of one attempt ended."""
+
+    attempt: int
+    # Monotonic seconds when the launcher began to end the tasks, which makes them fail later.
+    ended_at: float = float("inf")
+    kernel_kills_before: int = dataclasses.field(default_factory=kernel_kills)
 
     def failed(self, task: Task) -> bool:
         """Whether the task failed on its own, not because the launcher ended it."""
@@ -118,26 +110,21 @@ class Diagnosis:
             return task.status not in (0, PREEMPTED)
         # It recorded a fatal error, and may hang at exit in threads or atexit handlers.
         record = task.error()
-        return record is not None and record["fatal"] and record["monotonic"] <= self.ended_at
+        return record.get("fatal", False) and record["monotonic"] <= self.ended_at
 
     def failures(self, tasks: Sequence[Task], hung: HungTask | None) -> tuple[Failure, ...]:
         """The failures of the tasks, the root cause first; `hung`: the watchdog's cause."""
         failed = [(task, task.error()) for task in tasks if self.failed(task)]
-        if failed and all(is_secondary(record) for _, record in failed):
+        if failed and all(record.get("secondary") for _, record in failed):
             # The cause may be a task that recorded its error and hung instead of exiting.
-            failed += [
-                (task, record)
-                for task in tasks
-                if not self.failed(task)
-                and (record := task.error()) is not None
-                and record["monotonic"] <= self.ended_at
-            ]
-        failed.sort(key=lambda pair: (is_secondary(pair[1]), _failed_at(*pair)))
+            others = [(task, task.error()) for task in tasks if not self.failed(task)]
+            failed += [(t, r) for t, r in others if r and r["monotonic"] <= self.ended_at]
+        failed.sort(key=lambda pair: (pair[1].get("secondary", False), _failed_at(*pair)))
         found = [self.failure(task, record) for task, record in failed]
         if hung is not None:
             task = next(task for task in tasks if task.name == hung.task)
             hang = dataclasses.replace(
-                self.failure(task, None),
+                self.failure(task, {}),
                 error=hung.reason,
                 how="",
                 external=hung.external,
@@ -146,11 +133,11 @@ class Diagnosis:
             found = [hang, *(failure for failure in found if failure.task != hung.task)]
         return tuple(found)
 
-    def failure(self, task: Task, record: Mapping[str, Any] | None) -> Failure:
+    def failure(self, task: Task, record: Mapping[str, Any]) -> Failure:
         """How one task failed, from its exit status and its recorded error."""
         # A task that recorded an error and was then killed by the launcher has no own status.
         status = task.status if task.ended <= self.ended_at else None
-        kills = kernel_kills() - self._kernel_kills_before
+        kills = kernel_kills() - self.kernel_kills_before
         how = "" if status is None else describe_status(status, kills)
         error, how, detail = _described(record, how, task.log)
         return Failure(
@@ -161,28 +148,21 @@ class Diagnosis:
             detail=detail,
             log=task.log,
             seconds=_failed_at(task, record) - task.started,
-            usage=bool(record and record["usage"]),
-            attempt=self._attempt,
+            usage=record.get("usage", False),
+            attempt=self.attempt,
             step=task.progress().step,
             external=is_external(status, record),
-            secondary=is_secondary(record),
+            secondary=record.get("secondary", False),
         )
 
 
-def is_secondary(record: Mapping[str, Any] | None) -> bool:
-    """Whether a recorded error only reports that a peer was lost."""
-    return bool(record and record["secondary"])
+def _failed_at(task: Task, record: Mapping[str, Any]) -> float:
+    return record["monotonic"] if record else task.ended
 
 
-def _failed_at(task: Task, record: Mapping[str, Any] | None) -> float:
-    return float(record["monotonic"]) if record else task.ended
-
-
-def _described(
-    record: Mapping[str, Any] | None, how: str, log: Path
-) -> tuple[str, str, tuple[str, ...]]:
+def _described(record: Mapping[str, Any], how: str, log: Path) -> tuple[str, str, tuple[str, ...]]:
     """(error, how, detail) of a Failure; the end of the log if the task recorded no traceback."""
-    if record is None:
+    if not record:
         return "", how, tail(log)
     message = record["message"].strip() or "(no message)"
     short = informative_part(record["message"])
@@ -214,10 +194,8 @@ def tail(log: Path, lines: int = 12) -> tuple[str, ...]:
 def describe_status(status: int, kernel_kills: int = 0) -> str:
     """An exit status as text: "exit status 3", "SIGKILL (killed by someone, ...)".
 
-    Args:
-        status: as in subprocess, -9 for SIGKILL.
-        kernel_kills: number of processes that the kernel has killed for lack of memory since the
-            start of the attempt.
+    `kernel_kills` is the number of processes that the kernel has killed for lack of memory since
+    the start of the attempt.
     """
     if status >= 0:
         return f"exit status {status}"
@@ -240,19 +218,7 @@ def is_external(status: int | None, record: Mapping[str, Any] | None) -> bool:
     """
     if status is not None and status < 0 and not (record and record["fatal"]):
         return -status not in _OWN_SIGNALS
-    return is_secondary(record)
-
-
-def kernel_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """Number of processes that the kernel has killed for lack of memory; 0 if unknown.
-
-    proc_vmstat(5): "oom_kill 3", since Linux 4.13.
-    """
-    try:
-        found = re.search(r"^oom_kill (\d+)", vmstat.read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
+    return bool(record and record["secondary"])
 
 
 def informative_part(message: str) -> str:

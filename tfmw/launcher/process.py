@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import struct
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,26 +29,20 @@ def task_name(kind: str, index: int) -> str:
     return kind if kind in ("chief", "evaluator") else f"{kind} {index}"
 
 
+@dataclasses.dataclass(eq=False)
 class TaskFiles:
-    """The files of one task of this machine, and its process as /proc shows it.
+    """The files of one task of this machine, and its process as /proc shows it."""
 
-    Args:
-        kind: "worker", "chief", "ps" or "evaluator".
-        index: its index among those of its kind.
-        directory: of the attempt; the task's own folder is in it.
-        restart: number of times that this task was restarted alone in this attempt.
-        pid: its process id; 0 before the start.
-    """
+    kind: str  # "worker", "chief", "ps" or "evaluator"
+    index: int  # among those of its kind
+    attempt: Path  # the attempt's directory; the task's own folder is in it
+    restart: int = 0  # number of times that it was restarted alone in this attempt
+    pid: int = 0  # of its process; 0 before the start
 
-    def __init__(
-        self, kind: str, index: int, directory: Path, restart: int = 0, pid: int = 0
-    ) -> None:
-        self.kind = kind
-        self.index = index
-        self.name = task_name(kind, index)
-        self.restart = restart
-        folder = self.name.replace(" ", "_") + (f".{restart}" if restart else "")
-        self.directory = directory / folder
+    def __post_init__(self) -> None:
+        self.name = task_name(self.kind, self.index)
+        folder = self.name.replace(" ", "_") + (f".{self.restart}" if self.restart else "")
+        self.directory = self.attempt / folder
         self.log = self.directory / "output.log"
         self.files = {
             ERROR_FILE: self.directory / "error.json",
@@ -56,7 +51,6 @@ class TaskFiles:
             STACKS_FILE: self.directory / "stacks",
         }
         self.division = Division(at=time.time())  # of the run's time before this task
-        self.pid = pid
         self.status: int | None = None  # as in subprocess: -9 is SIGKILL
         self._progress = Progress()
 
@@ -80,11 +74,7 @@ class TaskFiles:
         return read_exchanges(self.files[EXCHANGES_FILE])
 
     def stacks(self, timeout_s: float) -> str:
-        """The stacks of its threads; "" if it does not write them.
-
-        Args:
-            timeout_s: seconds in which it writes.
-        """
+        """The stacks of its threads; "" if it does not write them in that time."""
         file = self.files[STACKS_FILE]
         if not self.catches(STACKS):
             return ""
@@ -124,12 +114,12 @@ class TaskFiles:
         except OSError:
             return ""
 
-    def error(self) -> dict[str, Any] | None:
-        """The error that the task recorded with `record_error`."""
+    def error(self) -> dict[str, Any]:
+        """The error that the task recorded with `record_error`; empty without one."""
         try:
             record: dict[str, Any] = json.loads(self.files[ERROR_FILE].read_text())
         except (OSError, ValueError):
-            return None
+            return {}
         return record
 
     def signal_alone(self, number: int) -> None:
@@ -146,22 +136,17 @@ def divisions(tasks: Sequence[TaskFiles]) -> dict[str, Division]:
     return {task.name: task.progress().division for task in trains}
 
 
+@dataclasses.dataclass(eq=False)
 class Task(TaskFiles):
-    """One process of the cluster: its role, its log, its exit status.
+    """One process of the cluster: its role, its log, its exit status."""
 
-    Args:
-        kind, index, directory, restart: as in `TaskFiles`.
-        env: environment variables that all tasks share.
-    """
+    env: dict[str, str] = dataclasses.field(default_factory=dict)  # its own variables are added
 
-    def __init__(
-        self, kind: str, index: int, directory: Path, env: Mapping[str, str], restart: int = 0
-    ) -> None:
-        super().__init__(kind, index, directory, restart)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         named = {name: str(path) for name, path in self.files.items()}
-        self.env = {**env, **named, "TFMW_TASK": self.name}
-        self.started = 0.0
-        self.ended = 0.0  # monotonic seconds, as seen by the launcher
+        self.env = {**self.env, **named, "TFMW_TASK": self.name}
+        self.started = self.ended = 0.0  # monotonic seconds, as seen by the launcher
         self.stream: int | None = None  # the launcher's end of its standard output and error
         self._log: IO[bytes] | None = None
         self._call: IO[bytes] | None = None  # its standard input
@@ -180,9 +165,7 @@ class Task(TaskFiles):
     def start(self, spawner: Spawner, command: Sequence[str], terminal: bool) -> None:
         """Starts the process, once it is prepared; it dies with the calling thread (see `task`).
 
-        Args:
-            command: the arguments of `task.py`.
-            terminal: whether it writes to a terminal rather than a pipe.
+        It writes to a terminal or a pipe; `command` has the arguments of `task.py`.
         """
         self._log = open(self.log, "wb", buffering=0)  # noqa: SIM115  (closed in close)
         self.started = time.monotonic()
@@ -238,7 +221,7 @@ class Task(TaskFiles):
             self.stream = None
         if self._log is not None:
             error = self.error()
-            if error is not None and error["usage"]:  # which the task leaves to the launcher
+            if error.get("usage"):  # which the task leaves to the launcher
                 with contextlib.suppress(OSError):
                     self._log.write(f"tfmw: {error['message']}\n".encode())
             self._log.close()

@@ -81,7 +81,7 @@ class RunStatus:
 
     def described(self) -> dict[str, Any]:
         """All that another process needs, as JSON, beside the tasks' files; see `of`."""
-        tasks = [(t.kind, t.index, str(t.directory.parent), t.restart, t.pid) for t in self.tasks]
+        tasks = [(t.kind, t.index, str(t.attempt), t.restart, t.pid) for t in self.tasks]
         known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**known, "directory": str(self.directory), "tasks": tasks}
 

@@ -26,55 +26,32 @@ LAG_S = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class TaskStatus:
-    """The state of one running task.
-
-    Args:
-        task: its name.
-        step: its last report, see `tfmw.runtime.progress`.
-        reports: number of its reports.
-        blocked_in: name of the blocking call that it is in; "" for none.
-        stopped: whether a signal has stopped it.
-        must_join: whether it must join other tasks before its first step.
-    """
+    """The state of one running task: its name, and its last report (`tfmw.runtime.progress`)."""
 
     task: str
     step: int
     reports: int
     blocked_in: str = ""
-    stopped: bool = False
-    must_join: bool = True
+    stopped: bool = False  # by a signal
+    must_join: bool = True  # other tasks, before its first step
 
 
 @dataclasses.dataclass(frozen=True)
 class HungTask:
-    """A task that hangs.
-
-    Args:
-        task: its name.
-        reason: one clause: "no progress for 60 s after step 7".
-        external: whether a signal stopped it.
-    """
+    """A task that hangs."""
 
     task: str
-    reason: str
-    external: bool = False
+    reason: str  # one clause: "no progress for 60 s after step 7"
+    external: bool = False  # a signal stopped it
 
 
 @dataclasses.dataclass
 class Watchdog:
-    """Checks all tasks of one attempt, from its start.
+    """Checks all tasks of one attempt, from its start. A limit of 0 is none."""
 
-    Args:
-        hang_timeout_s: seconds without progress, after the first step; 0: no limit.
-        start_timeout_s: seconds in which every task must start and join; 0: no limit.
-        stopped_timeout_s: seconds in which a stopped task may continue; 0: no limit.
-        lag_s: seconds without progress, while others progress, after which a task is a straggler.
-        clock: monotonic seconds.
-    """
-
-    hang_timeout_s: float
-    start_timeout_s: float
-    stopped_timeout_s: float = 0.0
+    hang_timeout_s: float  # without progress, after the first step
+    start_timeout_s: float  # in which every task must start and join
+    stopped_timeout_s: float = 0.0  # in which a stopped task may continue
     lag_s: float = LAG_S
     clock: Callable[[], float] = time.monotonic
 
