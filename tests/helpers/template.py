@@ -182,7 +182,7 @@ def _launch(output: int, command: list[str], env: dict[str, str], cwd: str) -> N
                 file.seek(0)
                 socket.send_fds(channel, [b"s"], [file.fileno(), remote.fileno()])
             self._process = _Forked(pid)  # type: ignore[assignment]
-            self._imported = self._lost = False
+            self._ready = None
 
     fork_server.ForkServer = ForkServer  # type: ignore[misc]
     sys.argv = ["tfmw", *command]

@@ -60,16 +60,14 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 class ForkServer:
     """The launcher's side of the fork server.
 
-    Args:
-        start: the command that runs `serve`, without its last argument, a descriptor.
-        shown: further arguments of its command line, which `ps` shows for it and its tasks.
-        env: environment; variables that change imports must be the same for all tasks.
+    Variables in `env` that change imports must be the same for all tasks.
     """
 
     def __init__(self, start: Sequence[str], shown: Sequence[str], env: Mapping[str, str]) -> None:
         self._control, remote = socket.socketpair()
         with remote:
             self._process = subprocess.Popen(
+                # `start` runs `serve`; `ps` shows the last arguments for it and its tasks.
                 [*start, str(remote.fileno()), *shown],
                 stdin=subprocess.DEVNULL,
                 # A task that imports TensorFlow itself meets and reports the same error.
@@ -79,8 +77,7 @@ class ForkServer:
                 start_new_session=True,
                 pass_fds=[remote.fileno()],
             )
-        self._imported = False
-        self._lost = False
+        self._ready: bool | None = None  # None: it is importing; False: it is lost
 
     @property
     def pid(self) -> int:
@@ -90,7 +87,7 @@ class ForkServer:
     @property
     def usable(self) -> bool:
         """Whether tasks can be forked from it, now or after its imports."""
-        return not self._lost and self._process.poll() is None
+        return self._ready is not False and self._process.poll() is None
 
     def wait(self, stop: Sequence[int], timeout_s: float) -> None:
         """Waits until its imports are complete, it has died, or a signal to stop has arrived.
@@ -100,15 +97,17 @@ class ForkServer:
         give_up = time.monotonic() + timeout_s
         while not (stop or self.is_settled(0.05)):
             if time.monotonic() > give_up:
-                self._lost = True
-                self._process.kill()
+                self._give_up()
 
     def is_settled(self, wait_s: float) -> bool:
         """Whether it has imported or died, after waiting a moment for that."""
-        if not (self._imported or self._lost) and select.select([self._control], [], [], wait_s)[0]:
-            self._imported = self._control.recv(1) == b"r"
-            self._lost = not self._imported
-        return self._imported or self._lost
+        if self._ready is None and select.select([self._control], [], [], wait_s)[0]:
+            self._ready = self._control.recv(1) == b"r"
+        return self._ready is not None
+
+    def _give_up(self) -> None:
+        self._ready = False
+        self._process.kill()
 
     def fork(
         self, command: Sequence[str], env: Mapping[str, str], descriptors: Mapping[int, int]
@@ -123,7 +122,7 @@ class ForkServer:
         Returns:
             The process id of a new child of the launcher; None if the fork server is lost.
         """
-        if self._lost or not self._imported:
+        if not self._ready:
             return None
         request = {
             "argv": list(command),
@@ -144,8 +143,7 @@ class ForkServer:
                     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except (OSError, ValueError):
                 file.truncate(0)  # a late fork finds no request, and exits
-                self._lost = True
-                self._process.kill()
+                self._give_up()
                 return None
         return pid
 
@@ -166,19 +164,13 @@ def kept(start: Sequence[str], shown: Sequence[str], env: Mapping[str, str]) -> 
     """
     global _kept
     if _kept is not None and (_kept[0] != env or not _kept[1].usable):
-        _close_kept()
+        atexit.unregister(_kept[1].close)
+        _kept[1].close()
+        _kept = None
     if _kept is None:
         _kept = dict(env), ForkServer(start, shown, env)
-        atexit.register(_close_kept)
+        atexit.register(_kept[1].close)
     return _kept[1]
-
-
-def _close_kept() -> None:
-    global _kept
-    atexit.unregister(_close_kept)
-    if _kept is not None:
-        _kept[1].close()
-    _kept = None
 
 
 @contextlib.contextmanager
@@ -205,8 +197,7 @@ def _adopting() -> Iterator[None]:
 def serve(control: int) -> list[str]:
     """Imports TensorFlow, and forks tasks until the launcher has exited.
 
-    Returns:
-        In each forked task: its arguments. The fork server itself never returns.
+    It returns in each forked task only: the task's arguments.
     """
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
     _import_everything()
@@ -232,12 +223,10 @@ def serve(control: int) -> list[str]:
 
 def _fork_task(launcher: socket.socket) -> bool:
     """Forks a child of the launcher; returns whether this is still the fork server."""
-    gate_read, gate_write = os.pipe()
-    pid_read, pid_write = os.pipe()
+    ours, of_task = socket.socketpair()
     intermediate = os.fork()
     if not intermediate:
-        os.close(gate_write)
-        os.close(pid_read)
+        ours.close()
         try:
             pid = os.fork()
         except OSError:
@@ -245,18 +234,15 @@ def _fork_task(launcher: socket.socket) -> bool:
         if pid:
             os._exit(0)
         os.setsid()
-        # Only now, as the launcher ends tasks by their group.
-        os.write(pid_write, str(os.getpid()).encode())
-        os.close(pid_write)
-        os.read(gate_read, 1)  # end of file: the intermediate process has exited
-        os.close(gate_read)
+        with of_task:
+            # Only now, as the launcher ends tasks by their group.
+            of_task.send(str(os.getpid()).encode())
+            of_task.recv(1)  # end of file: the intermediate process has exited
         return False
-    os.close(gate_read)
-    os.close(pid_write)
-    os.waitpid(intermediate, 0)
-    launcher.sendall(os.read(pid_read, 32) or b"none")
-    os.close(pid_read)
-    os.close(gate_write)
+    of_task.close()
+    with ours:
+        os.waitpid(intermediate, 0)
+        launcher.sendall(ours.recv(32) or b"none")
     return True
 
 

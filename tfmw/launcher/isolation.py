@@ -150,16 +150,12 @@ def _unshare() -> list[int]:
     return [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in names]
 
 
-def _listen(ports: Sequence[int]) -> list[socket.socket]:
-    """Sockets for a proxy, and for each of the ports; see `Network`."""
-    proxy = next(port for port in range(PROXY_PORT, 1 << 16) if port not in ports)
-    return [socket.create_server(("127.0.0.1", port)) for port in (proxy, *ports[:MAX_PORTS])]
-
-
 def _help(control: int, ports: Sequence[int]) -> None:
+    proxy = next(port for port in range(PROXY_PORT, 1 << 16) if port not in ports)
+    at = [("127.0.0.1", port) for port in (proxy, *ports[:MAX_PORTS])]
     with socket.socket(fileno=control) as launcher:
         try:
-            namespaces, listeners = _unshare(), _listen(ports)
+            namespaces, listeners = _unshare(), [*map(socket.create_server, at)]
         except OSError as error:
             launcher.send((error.strerror or str(error)).encode())  # "unshare: Operation not..."
             return

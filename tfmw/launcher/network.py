@@ -147,7 +147,7 @@ class Gateway:
         with client, contextlib.suppress(OSError, ValueError):
             try:
                 if port is None:
-                    proxy.serve_proxy(client, self._environ)
+                    proxy.ServedRequest(client, self._environ)
                 else:
                     proxy.serve_port(client, port)
             finally:

@@ -1,6 +1,6 @@
 """A connection from the tasks' private network to a server outside: as an HTTP proxy, or by port.
 
-    serve_proxy(client, environ)        # CONNECT host:port, or GET http://host/path
+    ServedRequest(client, environ)      # CONNECT host:port, or GET http://host/path
     serve_port(client, 5000)            # localhost:5000 of this machine
 
 The launcher accepts on sockets that were created inside the network (see `isolation`) and connects
@@ -20,6 +20,8 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+Url = urllib.parse.SplitResult
+
 CONNECT_TIMEOUT_S = 60.0
 
 _BLOCK = 1 << 16  # bytes
@@ -34,13 +36,11 @@ def serve_port(client: socket.socket, port: int) -> None:
         _relay(client, _blocks(client.recv), server, _blocks(server.recv))
 
 
-def serve_proxy(client: socket.socket, environ: Mapping[str, str]) -> None:
-    """Reads one request, and connects the client to its server until the response is complete."""
-    _Request(client, environ)
+class ServedRequest(http.server.BaseHTTPRequestHandler):
+    """The request of one connection. It is read, connected to its server, and complete once made.
 
-
-class _Request(http.server.BaseHTTPRequestHandler):
-    """The request of one connection; the constructor of the base class does everything."""
+    The constructor of the base class does everything.
+    """
 
     protocol_version = "HTTP/1.1"
     timeout = CONNECT_TIMEOUT_S  # for the request line and its headers
@@ -49,51 +49,14 @@ class _Request(http.server.BaseHTTPRequestHandler):
         self._environ = environ
         super().__init__(client, ("the private network", 0), None)  # type: ignore[arg-type]
 
-    def do_CONNECT(self) -> None:
-        url = urllib.parse.urlsplit(f"https://{self.path}")
-        if (connected := self._connect(url)) is None:
-            return
-        server, proxy = connected
-        with server:
-            if proxy is None:
-                self.send_response_only(200, "Connection established")
-                self.end_headers()
-            else:  # its response is the client's
-                fields = [f"Host: {self.path}", *_authorization(proxy)]
-                server.sendall(_head(f"CONNECT {self.path} HTTP/1.1", fields))
-            _relay(self.connection, _blocks(self.rfile.read1), server, _blocks(server.recv))
-
-    def _forward(self) -> None:
-        """Sends a plain request on; one request per connection, so any body may follow."""
-        url = urllib.parse.urlsplit(self.path)
-        if url.scheme != "http":
+    def do_GET(self) -> None:
+        """Connects to the server, or to the user's proxy for it, and relays what both send."""
+        self.close_connection = True
+        tunnel = self.command == "CONNECT"
+        url = urllib.parse.urlsplit(f"https://{self.path}" if tunnel else self.path)
+        if not tunnel and url.scheme != "http":
             self.send_error(501, "expected CONNECT host:port or an http:// address")
             return
-        if (connected := self._connect(url)) is None:
-            return
-        server, proxy = connected
-        origin = url._replace(scheme="", netloc="", path=url.path or "/", fragment="").geturl()
-        fields = [f"{k}: {v}" for k, v in self.headers.items() if k.lower() not in _HOP_BY_HOP]
-        fields += ["Connection: close", *([] if proxy is None else _authorization(proxy))]
-        target = origin if proxy is None else self.path
-        with server:
-            server.sendall(_head(f"{self.command} {target} HTTP/1.1", fields))
-            if "Transfer-Encoding" in self.headers:
-                _relay(self.connection, _blocks(self.rfile.read1), server, _closing(server))
-            else:
-                body = _body(self.rfile, int(self.headers.get("Content-Length", 0)))
-                _relay(self.connection, body, server, _closing(server), half_close=False)
-
-    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _forward
-
-    def _connect(
-        self, url: urllib.parse.SplitResult
-    ) -> tuple[socket.socket, urllib.parse.SplitResult | None] | None:
-        """A connection for this address, and the user's proxy at its other end, if any.
-
-        None after an error, which was sent to the client.
-        """
-        self.close_connection = True
         try:
             proxy = upstream(url.scheme, url.hostname or "", self._environ)
             at = url if proxy is None else proxy
@@ -102,10 +65,35 @@ class _Request(http.server.BaseHTTPRequestHandler):
         except (OSError, ValueError) as error:
             host = url.netloc.rpartition("@")[2]
             self.send_error(502, f"no connection outside of the private network to {host}: {error}")
-            return None
+            return
         server.settimeout(None)
         self.connection.settimeout(None)
-        return server, proxy
+        with server:
+            (self._tunnel if tunnel else self._forward)(server, url, proxy)
+
+    do_CONNECT = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_GET
+
+    def _tunnel(self, server: socket.socket, url: Url, proxy: Url | None) -> None:
+        if proxy is None:
+            self.send_response_only(200, "Connection established")
+            self.end_headers()
+        else:  # its response is the client's
+            fields = [f"Host: {self.path}", *_authorization(proxy)]
+            server.sendall(_head(f"CONNECT {self.path} HTTP/1.1", fields))
+        _relay(self.connection, _blocks(self.rfile.read1), server, _blocks(server.recv))
+
+    def _forward(self, server: socket.socket, url: Url, proxy: Url | None) -> None:
+        """Sends a plain request on; one request per connection, so any body may follow."""
+        origin = url._replace(scheme="", netloc="", path=url.path or "/", fragment="").geturl()
+        fields = [f"{k}: {v}" for k, v in self.headers.items() if k.lower() not in _HOP_BY_HOP]
+        fields += ["Connection: close", *([] if proxy is None else _authorization(proxy))]
+        target = origin if proxy is None else self.path
+        server.sendall(_head(f"{self.command} {target} HTTP/1.1", fields))
+        if "Transfer-Encoding" in self.headers:
+            _relay(self.connection, _blocks(self.rfile.read1), server, _closing(server))
+        else:
+            body = _body(self.rfile, int(self.headers.get("Content-Length", 0)))
+            _relay(self.connection, body, server, _closing(server), half_close=False)
 
     def handle_expect_100(self) -> bool:
         """Leaves the answer to the server."""
@@ -152,7 +140,7 @@ def _closing(server: socket.socket) -> Iterator[bytes]:
     yield from _blocks(server.recv)
 
 
-def upstream(scheme: str, host: str, environ: Mapping[str, str]) -> urllib.parse.SplitResult | None:
+def upstream(scheme: str, host: str, environ: Mapping[str, str]) -> Url | None:
     """The user's proxy for a host; None: connect directly.
 
     Raises:
@@ -186,7 +174,7 @@ def _matches(host: str, no_proxy: str) -> bool:
     return False
 
 
-def _authorization(proxy: urllib.parse.SplitResult) -> list[str]:
+def _authorization(proxy: Url) -> list[str]:
     if proxy.username is None:
         return []
     user, password = (urllib.parse.unquote(part or "") for part in (proxy.username, proxy.password))

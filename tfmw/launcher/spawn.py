@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 TASK_COMMAND = (sys.executable, str(Path(__file__).with_name("task.py")))
 """Starts a task; see `task`."""
 
-NAMESPACES = "TFMW_NAMESPACES"
-"""Variable with the descriptors of the namespaces that a task enters: "5,6"."""
-
 
 class Spawner:
     """Starts the processes of a run.
@@ -109,7 +106,7 @@ class Spawner:
         """
         env = {**env, "TFMW_LAUNCHER_PID": str(os.getpid())}
         if self.namespaces:
-            env[NAMESPACES] = ",".join(map(str, self.namespaces))
+            env["TFMW_NAMESPACES"] = ",".join(map(str, self.namespaces))  # "5,6"
         local, remote = _pseudo_terminal() if terminal else os.pipe()
         fds = [*fds, *self.namespaces]
         try:
