@@ -343,7 +343,10 @@ class Attempt:
         if not all(restarts_alone(task.kind, self._has_ps, elastic) for task in failed):
             return False
         for task in failed:
-            if self._is_exiting(task):
+            if not task.has_ended():  # it is exiting; it is killed if that takes too long
+                record = task.error()
+                if record and time.monotonic() - record["monotonic"] >= EXIT_S:
+                    task.signal(signal.SIGKILL)
                 continue
             failure = self._diagnosis.failure(task, task.error())
             allowed = self.policy.allows_restart_alone(failure)
@@ -361,15 +364,6 @@ class Attempt:
                 f"{when(delay_s)}, of {task.name} alone: it failed in attempt {self.number} after "
                 f"{failure.seconds:.1f} s: {failure.description}"
             )
-        return True
-
-    def _is_exiting(self, task: Task) -> bool:
-        """Whether a failed task still runs; it is killed if it does not exit soon."""
-        if task.has_ended():
-            return False
-        record = task.error()
-        if record and time.monotonic() - record["monotonic"] >= EXIT_S:
-            task.signal(signal.SIGKILL)
         return True
 
     def _replace(self, task: Task) -> None:

@@ -150,7 +150,10 @@ def make_context(
         proxies = stack.enter_context(Gateway(network.listeners, environ)).environment
     spawner = stack.enter_context(Spawner(namespaces))
     env = task_environment(environ, terminal)
-    if _uses_standby(job, env):
+    several = len(job.tasks) > 1 or job.options.max_restarts > 0
+    # A script that tfmw does not initialize may set variables that TensorFlow reads at its import.
+    useful = several and env.get("TFMW_NO_INIT") != "1"
+    if job.options.standby == "on" or (job.options.standby == "auto" and useful):
         # Tasks get their run's id and proxy when they are forked: the next run can use the same
         # fork server.
         shared = {name: value for name, value in env.items() if name != RUN_ID}
@@ -170,17 +173,6 @@ def make_context(
         live=live,
         stop=stop,
     )
-
-
-def _uses_standby(job: LocalRun, env: Mapping[str, str]) -> bool:
-    """Whether one process imports TensorFlow for all tasks.
-
-    A script that tfmw does not initialize may set variables that TensorFlow reads at its import.
-    """
-    if job.options.standby == "auto":
-        several = len(job.tasks) > 1 or job.options.max_restarts > 0
-        return several and env.get("TFMW_NO_INIT") != "1"
-    return job.options.standby == "on"
 
 
 def _run_attempts(

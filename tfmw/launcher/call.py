@@ -161,7 +161,5 @@ def _dump_error(error: BaseException) -> bytes:
 
 def loaded(data: bytes) -> Outcome | None:
     """The outcome in a child, from what it sent; None if it sent nothing."""
-    if not data:
-        return None
-    value, error, text = pickle.loads(data)
-    return value, error, text
+    outcome: Outcome | None = pickle.loads(data) if data else None
+    return outcome

@@ -32,6 +32,8 @@ ERRORS_WITHOUT_PROGRESS = 3
 EARLY_DEATHS = 2
 """Deaths in a row before the first step after which `--min-workers` drops a worker."""
 
+_COUNTS = ("restarts", "step", "stalled", "own_errors")  # of a policy that are saved as they are
+
 
 @dataclasses.dataclass(frozen=True)
 class AttemptOutcome:
@@ -84,25 +86,22 @@ def backoff_s(nth: int) -> float:
     return 0.0 if nth <= 0 else min(LONGEST_DELAY_S, 2.0 ** (min(nth, 10) - 1))
 
 
+@dataclasses.dataclass
 class RestartPolicy:
-    """Counts restarts, and decides after each attempt.
+    """Counts restarts, and decides after each attempt."""
 
-    Args:
-        workers: number of workers of the first attempt.
-    """
+    options: RunOptions
+    workers: int  # of the next attempt
+    restarts: int = 0  # so far that count
+    step: int = -1  # the largest step of all attempts
+    stalled: int = 0  # attempts in a row without progress
+    own_errors: int = 0  # of them, those that an error of the program ended
+    errors: set[tuple[str, int]] = dataclasses.field(default_factory=set)  # (error, step) so far
+    # The run's time so far, as `goodput.Division.values`, if whoever leads it keeps that.
+    division: tuple[float, ...] = ()
 
-    def __init__(self, options: RunOptions, workers: int) -> None:
-        self._options = options
-        self._workers = workers
+    def __post_init__(self) -> None:
         self._attempt = 0
-        self.restarts = 0
-        """Restarts so far that count."""
-        self.division: tuple[float, ...] = ()
-        """The run's time so far, as `goodput.Division.values`, if whoever leads it keeps that."""
-        self._step = -1  # the largest step of all attempts
-        self._stalled = 0  # attempts in a row without progress
-        self._own_errors = 0  # of them, those that an error of the program ended
-        self._errors: set[tuple[str, int]] = set()  # (error, step) of the program so far
         self._early_deaths: list[str] = []  # tasks that failed before any step, in a row
 
     def decide(self, outcome: AttemptOutcome) -> Decision:
@@ -110,103 +109,95 @@ class RestartPolicy:
         self._attempt = (self._attempt if outcome.attempt is None else outcome.attempt) + 1
         if outcome.signals or not (outcome.failures or outcome.preempted):
             return Decision(False)
-        if outcome.step > self._step or _lived(outcome):
-            self._stalled = self._own_errors = 0
+        if outcome.step > self.step or _lived(outcome):
+            self.stalled = self.own_errors = 0
         else:
-            self._stalled += 1
-        self._step = max(self._step, outcome.step)
+            self.stalled += 1
+        self.step = max(self.step, outcome.step)
         if outcome.preempted and not outcome.failures:
             return self._after_preemption(outcome)
         return self._after_failure(outcome)
 
     def saved(self) -> dict[str, Any]:
         """The counts so far, as JSON: another host may have to continue with them."""
-        return {
-            "restarts": self.restarts,
-            "step": self._step,
-            "stalled": self._stalled,
-            "own_errors": self._own_errors,
-            "errors": sorted(map(list, self._errors)),
-            "division": list(self.division),  # as JSON has it
-        }
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return {**counts, "errors": sorted(map(list, self.errors)), "division": list(self.division)}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Goes on from what `saved` returned on another host."""
-        self.restarts = int(saved["restarts"])
-        self._step = int(saved["step"])
-        self._stalled = int(saved["stalled"])
-        self._own_errors = int(saved["own_errors"])
+        for name in _COUNTS:
+            setattr(self, name, int(saved[name]))
         self.division = tuple(saved["division"])
-        self._errors = {(str(error), int(step)) for error, step in saved["errors"]}
+        self.errors = {(str(error), int(step)) for error, step in saved["errors"]}
 
     def allows_restart_alone(self, failure: Failure) -> bool:
         """Whether `max_restarts` allows one task to restart alone; counts the restart."""
-        if failure.usage or self.restarts >= self._options.max_restarts:
+        if failure.usage or self.restarts >= self.options.max_restarts:
             return False
         self.restarts += 1
         return True
 
     def _after_preemption(self, outcome: AttemptOutcome) -> Decision:
-        if not self._options.max_restarts:
+        if not self.options.max_restarts:
             return Decision(False)
-        delay = backoff_s(self._stalled)
+        delay = backoff_s(self.stalled)
         return Decision(
             True,
             f"attempt {self._attempt} starts {when(delay)}: the tasks of attempt "
             f"{self._attempt - 1} saved their state and exited after {outcome.seconds:.1f} s"
-            f"{_at(self._step)} (not counted as a restart)",
+            f"{_at(self.step)} (not counted as a restart)",
             delay,
-            self._workers,
+            self.workers,
         )
 
     def _after_failure(self, outcome: AttemptOutcome) -> Decision:
         cause = outcome.failures[0]
-        if not self._options.max_restarts or cause.usage:
+        if not self.options.max_restarts or cause.usage:
             return Decision(False)
-        early = cause.step < 0 and self._stalled > 0
+        early = cause.step < 0 and self.stalled > 0
         self._early_deaths = [*self._early_deaths, cause.task] if early else []
         loop = self._crash_loop(outcome)
-        if self.restarts >= self._options.max_restarts:
-            return Decision(False, f"no restart is left of {self._options.max_restarts}; giving up")
+        if self.restarts >= self.options.max_restarts:
+            return Decision(False, f"no restart is left of {self.options.max_restarts}; giving up")
         fewer = self._can_shrink(cause.task)
         if loop and not fewer:
             return Decision(False, f"a crash loop: {loop}; giving up")
-        delay = backoff_s(self._stalled)
+        delay = backoff_s(self.stalled)
         if fewer:
-            self._workers -= 1
-            self._early_deaths, self._stalled, self._own_errors = [], 0, 0
-            self._errors.clear()
+            self.workers -= 1
+            self._early_deaths, self.stalled, self.own_errors = [], 0, 0
+            self.errors.clear()
         self.restarts += 1
         message = (
-            f"restart {self.restarts} of {self._options.max_restarts} {when(delay)}: {cause.task} "
-            f"failed in attempt {self._attempt - 1} after {cause.seconds:.1f} s{_at(self._step)}: "
+            f"restart {self.restarts} of {self.options.max_restarts} {when(delay)}: {cause.task} "
+            f"failed in attempt {self._attempt - 1} after {cause.seconds:.1f} s{_at(self.step)}: "
             f"{cause.description}"
         )
         if fewer:
-            message += f"; it did not restart, so {self._workers} continue"
-        return Decision(True, message, delay, self._workers)
+            message += f"; it did not restart, so {self.workers} continue"
+        return Decision(True, message, delay, self.workers)
 
     def _crash_loop(self, outcome: AttemptOutcome) -> str:
         """Why the program is in a crash loop, as a clause; "" if it is not."""
         # If one task was killed from outside, errors of other tasks may be a consequence.
         if any(failure.external for failure in outcome.failures):
             return ""
-        if self._stalled:
-            self._own_errors += 1
+        if self.stalled:
+            self.own_errors += 1
         error = _signature(outcome.failures[0]), max(outcome.step, -1)
-        if not _lived(outcome) and error in self._errors:
+        if not _lived(outcome) and error in self.errors:
             return f"the same error twice{_at(outcome.step) or ' before the first step'}"
         if not _lived(outcome):
-            self._errors.add(error)
-        if self._own_errors >= ERRORS_WITHOUT_PROGRESS:
-            return f"{self._own_errors} errors in a row without progress{_at(self._step)}"
+            self.errors.add(error)
+        if self.own_errors >= ERRORS_WITHOUT_PROGRESS:
+            return f"{self.own_errors} errors in a row without progress{_at(self.step)}"
         return ""
 
     def _can_shrink(self, task: str) -> bool:
         """Whether the same worker died twice before its first step, and fewer may continue."""
-        least = self._options.min_workers
+        least = self.options.min_workers
         gone = self._early_deaths[-EARLY_DEATHS:] == [task] * EARLY_DEATHS
-        return task.startswith("worker ") and gone and least is not None and self._workers > least
+        return task.startswith("worker ") and gone and least is not None and self.workers > least
 
 
 def _lived(outcome: AttemptOutcome) -> bool:

@@ -42,18 +42,15 @@ class Result:
 
     def summary(self) -> list[str]:
         """Lines for the user; the last one names the first task that failed and its own error."""
-        return [*([f"tfmw: {self.goodput}"] if self.goodput else []), *self._about_the_end()]
-
-    def _about_the_end(self) -> list[str]:
+        lines = [self.goodput] if self.goodput else []
         if self.status == PREEMPTED:
-            return [
-                "tfmw: the tasks saved their state and exited; the same command resumes the run"
-            ]
-        if self.status > 128:
+            lines.append("the tasks saved their state and exited; the same command resumes the run")
+        elif self.status > 128:
             logs = f"; their logs: {self.directory}" if self.directory else ""
-            return [f"tfmw: {describe_status(128 - self.status)}: all tasks were ended{logs}"]
+            lines.append(f"{describe_status(128 - self.status)}: all tasks were ended{logs}")
         workers = sum(task.startswith("worker ") for task in self.tasks)
-        return lines_about(self.failures, self.hint, workers)
+        # There are failures only if it was neither.
+        return [f"tfmw: {line}" for line in lines] + lines_about(self.failures, self.hint, workers)
 
 
 def lines_about(failures: Sequence[Failure], hint: str = "", workers: int = 0) -> list[str]:

@@ -76,8 +76,7 @@ def launch_tasks(
         **of_run,
     )
     with Signals() as stop:
-        result, _ = run_locally(job, stop)
-    return result
+        return run_locally(job, stop)[0]
 
 
 def run_here(argv: Sequence[str], *, module: bool = False) -> NoReturn:
@@ -147,26 +146,20 @@ def return_values(result: Result, outcomes: Mapping[str, call.Outcome | None]) -
         )
     if result.status > 128:
         signal.raise_signal(result.status - 128)  # the previous handler is restored
-    if result.failures:
-        _raise_failure(result, outcomes)
+    if result.failures:  # the first one, as that task raised it
+        cause = result.failures[0]
+        _, error, text = outcomes.get(cause.task) or (None, None, "")
+        if error is None:  # it has never connected, or was killed
+            raise TaskFailed("\n".join(result.summary()))
+        if not isinstance(error, Exception):  # SystemExit must not end the caller
+            raise TaskFailed(f"{cause.task} failed: {cause.description}\n\n{text}")
+        raise error from TaskFailed(f"{cause.task} failed:\n\n{text}")
     values = []
     for name, outcome in outcomes.items():
         if outcome is None:
             raise TaskFailed(f"{name} ended with exit status 0 before the function returned.")
         values.append(outcome[0])
     return values
-
-
-def _raise_failure(result: Result, outcomes: Mapping[str, call.Outcome | None]) -> NoReturn:
-    """Raises the error of the task that failed first, as that task raised it."""
-    cause = result.failures[0]
-    outcome = outcomes.get(cause.task)  # None: it has never connected
-    if outcome is None or outcome[1] is None:
-        raise TaskFailed("\n".join(result.summary()))
-    _, error, text = outcome
-    if not isinstance(error, Exception):  # SystemExit must not end the caller
-        raise TaskFailed(f"{cause.task} failed: {cause.description}\n\n{text}")
-    raise error from TaskFailed(f"{cause.task} failed:\n\n{text}")
 
 
 def task_layout(workers: int, ps: int, evaluator: bool) -> list[tuple[str, int]]:
@@ -187,15 +180,14 @@ def check_program(argv: Sequence[str], module: bool) -> None:
     if not argv:
         raise UsageError("received no script: pass its path, or -m and a module.")
     program = argv[0]
-    if not module:
-        if not os.path.isfile(program) and not os.path.isfile(os.path.join(program, "__main__.py")):
-            raise UsageError(
-                f"there is no script {program!r} in {require_working_directory()}; pass the path "
-                "of a Python file."
-            )
-        return
-    # Only the first name: finding a submodule imports its package, perhaps with TensorFlow.
-    top = program.partition(".")[0]
-    search = [require_working_directory(), *sys.path]
-    if importlib.machinery.PathFinder.find_spec(top, search) is None:
-        raise UsageError(f"there is no module {program!r}; install it, or start in its folder.")
+    if module:
+        # Only the first name: finding a submodule imports its package, perhaps with TensorFlow.
+        top = program.partition(".")[0]
+        search = [require_working_directory(), *sys.path]
+        if importlib.machinery.PathFinder.find_spec(top, search) is None:
+            raise UsageError(f"there is no module {program!r}; install it, or start in its folder.")
+    elif not any(map(os.path.isfile, (program, os.path.join(program, "__main__.py")))):
+        raise UsageError(
+            f"there is no script {program!r} in {require_working_directory()}; pass the path "
+            "of a Python file."
+        )

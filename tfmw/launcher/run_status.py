@@ -76,8 +76,8 @@ class RunStatus:
         self.name = self.directory.name
         self.published_in: Path | None = None  # a folder that other processes read
         self._look_at = 0.0  # for a straggler
-        self._slowest: str | None = None  # in the last look
-        self._named: str | None = None  # the straggler that a line has named
+        self._slowest = ""  # in the last look
+        self._named = ""  # the straggler that a line has named
 
     def described(self) -> dict[str, Any]:
         """All that another process needs, as JSON, beside the tasks' files; see `of`."""
@@ -113,10 +113,10 @@ class RunStatus:
         if time.monotonic() < self._look_at:
             return []
         self._look_at = time.monotonic() + STRAGGLER_S
-        found = straggler(self.exchanges())
-        name = found.partition(" is ")[0] if found is not None else None
-        again, self._slowest = name is not None and name == self._slowest, name
-        if found is None or not again or name == self._named:
+        found = straggler(self.exchanges()) or ""
+        name = found.partition(" is ")[0]
+        again, self._slowest = name == self._slowest, name
+        if not name or not again or name == self._named:
             return []
         self._named = name
         return [found]

@@ -69,17 +69,15 @@ def _run(mode: str, program: str, args: list[str]) -> None:
 
 def _write_stacks_on_request() -> None:
     """Lets the launcher request stacks that go to a file, and not to the log: `tfmw stacks`."""
+    import contextlib
     import faulthandler
 
     from tfmw.runtime.signals import STACKS, STACKS_FILE
 
-    path = os.environ.get(STACKS_FILE)
-    if path:
-        try:
-            # Open as long as the process: the handler writes to the descriptor.
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        except OSError:
-            return
+    path = os.environ.get(STACKS_FILE, "")
+    with contextlib.suppress(OSError):
+        # Open as long as the process: the handler writes to the descriptor.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         faulthandler.register(STACKS, file=file, all_threads=True)
 
 

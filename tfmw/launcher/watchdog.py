@@ -74,9 +74,8 @@ class Watchdog:
 
     def forget(self, task: str) -> None:
         """Discards the state of a task that is restarted alone."""
-        self._last.pop(task, None)
-        self._stopped_since.pop(task, None)
-        self._reported_lag.pop(task, None)
+        for known in (self._last, self._stopped_since, self._reported_lag):
+            known.pop(task, None)
 
     def _stopped(self, statuses: Sequence[TaskStatus], now: float) -> HungTask | None:
         for status in statuses:
