@@ -43,7 +43,7 @@ def main() -> None:
     saves: list[float] = []
     writes: list[tuple[float, float]] = []
     backups = resume.Backups
-    save, is_up, write = backups.save, backups._time_is_up, backups._write
+    save, signals, write = backups.save, backups.signals, backups._write
 
     def timed_save(self: Any, *args: Any, **named: Any) -> None:
         start = time.perf_counter()
@@ -55,13 +55,14 @@ def main() -> None:
         write(self, *args)
         writes.append((time.perf_counter() - start, time.thread_time() - cpu))
 
-    def is_up_now(self: Any) -> bool:
-        return switch.with_backups and is_up(self)
+    def signals_now(self: Any) -> tuple[float, float]:
+        leave, due = signals(self)
+        return leave, due * switch.with_backups
 
     for name, timed in (
         ("save", timed_save),
         ("_write", timed_write),
-        ("_time_is_up", is_up_now),
+        ("signals", signals_now),
     ):
         mock.patch.object(backups, name, timed).start()
 

@@ -31,9 +31,11 @@ from tfmw import storage
 from tfmw.cluster import membership
 from tfmw.errors import UsageError, first_line
 from tfmw.keras_compat import placement
+from tfmw.keras_compat.table_variables import track_asset
 from tfmw.runtime import disk
 from tfmw.runtime.progress import blocking_call
-from tfmw.tables import tables_in_files, whole_tables
+from tfmw.tables.files import whole_tables
+from tfmw.tables.row_files import tables_in_files
 
 if TYPE_CHECKING:
     from tfmw.cluster import Cluster
@@ -103,13 +105,15 @@ def export(
     parent, name = posixpath.split(target)
     every = placement.all_variables(model)
     sharded = tables == "sharded"
-    with tables_in_files(every, model.variables) if sharded else whole_tables(every) as written:
+    exported = tables_in_files(every, model.variables) if sharded else whole_tables(every)
+    with exported as (asset, write_tables):
         archive = _archive(model, specs, dict(pass_through or {}))
-        written.track(archive)
+        if asset is not None:
+            track_asset(archive, asset)
         storage.clean_up(parent, re.compile(re.escape(name)))
         with storage.atomic_directory(target) as temporary:
             archive.write_out(temporary, verbose=False)
-            written.write_into(temporary)
+            write_tables(temporary)
             _forget_cluster(temporary)
             _write_manifest(temporary)
     return target

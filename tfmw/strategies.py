@@ -133,8 +133,8 @@ def parameter_server(
             f"parameter-server training needs at least one worker and one ps, received "
             f'{resolved!r}: add them to "cluster", or train synchronously.'
         )
-    from tfmw import tables
     from tfmw.cluster import servers
+    from tfmw.tables.creation import create_on_servers
 
     workers = len(resolved.workers)
     if replicas_to_aggregate is not None and not sync_replicas:
@@ -160,7 +160,7 @@ def parameter_server(
     joined.settings = servers.ServerSettings(
         partition, sync_replicas, replicas_to_aggregate, prefetch_rows, row_compression
     )
-    tables.create_on_servers(partition, len(resolved.ps), max_whole_bytes)
+    create_on_servers(partition, len(resolved.ps), max_whole_bytes)
     return joined.strategy
 
 

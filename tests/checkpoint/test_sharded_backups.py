@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from tfmw import storage
 from tfmw.checkpoint.store import BackupStore, verify
-from tfmw.checkpoint.tensor_files import Piece, SharedWrite
+from tfmw.checkpoint.tensor_files import SharedWrite
+from tfmw.tables.files import TensorSlice, slice_spec
 
 SLOT: np.ndarray = np.arange(11, dtype="f")
 WEIGHTS: np.ndarray = np.arange(6, dtype="f").reshape(2, 3)
@@ -48,8 +49,8 @@ class Task:
             del self._posts.values[name]
 
 
-def pieces(begin: int, end: int) -> list[Piece]:
-    return [Piece("slot", slice(begin, end), len(SLOT), tf.constant(SLOT[begin:end]))]
+def pieces(begin: int, end: int) -> list[TensorSlice]:
+    return [("slot", slice_spec([len(SLOT)], begin, end), tf.constant(SLOT[begin:end]))]
 
 
 class Two:

@@ -8,11 +8,11 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfmw import tables
+from tfmw.tables import files
 
 
 class LocalTables:
-    """As `tables.TableFiles`, of one table that this process has in an array.
+    """As `files.TableFiles`, of one table that this process has in an array.
 
     Attributes:
         rows: float32 [12, 2], the table.
@@ -29,20 +29,17 @@ class LocalTables:
         self.rows[ids] = value
         self._changed[ids] = True
 
-    def write(self, directory: str, must_be_finite: Collection[str] = ()) -> list[str]:
-        del must_be_finite
-        return [
-            _saved(f"{directory}/server_{a}", [("table", f"12 2 {a},{b - a}:-", self.rows[a:b])])
-            for a, b in self.layout["table"]
-        ]
-
-    def write_changed(self, directory: str, must_be_finite: Collection[str] = ()) -> list[str]:
+    def write(
+        self, directory: str, must_be_finite: Collection[str] = (), only_changed: bool = False
+    ) -> list[str]:
         del must_be_finite
         prefixes = []
         for a, b in self.layout["table"]:
-            ids: np.ndarray = a + np.flatnonzero(self._changed[a:b])
-            name = tables.changed_name("table", a)
-            found = [(tables.ids_of(name), "", ids), (name, "", self.rows[ids])]
+            found = [("table", f"12 2 {a},{b - a}:-", self.rows[a:b])]
+            if only_changed:
+                ids: np.ndarray = a + np.flatnonzero(self._changed[a:b])
+                name = files.changed_name("table", a)
+                found = [(files.ids_of(name), "", ids), (name, "", self.rows[ids])]
             prefixes.append(_saved(f"{directory}/server_{a}", found))
         return prefixes
 

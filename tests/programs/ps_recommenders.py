@@ -19,7 +19,7 @@ import tensorflow as tf
 import tfmw
 from tests.helpers.ratings import GENRES, ratings
 from tests.programs import _result
-from tfmw import tables
+from tfmw.tables.table import is_table, tables_among
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--export")
@@ -131,7 +131,7 @@ def off_by(ours: Any, others: Any) -> float:
     """The largest difference between variables; of tables all rows are looked up."""
     largest = 0.0
     for v, w in zip(ours, others, strict=True):
-        own = tf.gather(v, np.arange(v.shape[0])).numpy() if tables.is_table(v) else v.numpy()
+        own = tf.gather(v, np.arange(v.shape[0])).numpy() if is_table(v) else v.numpy()
         largest = max(largest, float(np.abs(own - w.numpy()).max()))
     return largest
 
@@ -175,8 +175,8 @@ for name, (make, optimizer, batches) in CASES.items():
     found[name] = {
         "loss": history.history["loss"],
         "iterations": int(model.optimizer.iterations.numpy()),
-        "tables": [v.path for v in tables.tables_among(model.weights)],
-        "slots": len(tables.tables_among(model.optimizer.variables)),
+        "tables": [v.path for v in tables_among(model.weights)],
+        "slots": len(tables_among(model.optimizer.variables)),
         "evaluated": tfmw.evaluate(model, test, verbose=0),
     }
     if alone:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfmw
 from tests.programs import _result
-from tfmw import tables
+from tfmw.tables.table import refuse_tables
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--rows", type=int, default=20000)
@@ -152,7 +152,7 @@ results["handle"] = {
     "softmax": refusal(lambda: TiedSoftmax(large)(model.output)),
     "softmax_called": refusal(lambda: TiedSoftmax(large)(large(np.arange(2)))),
     # As tfmw.fit(strategy="default"), whose error would end the servers as well.
-    "default": refusal(lambda: tables.refuse_tables(model.variables)),
+    "default": refusal(lambda: refuse_tables(model.variables)),
     "add": refusal(lambda: large.embeddings._value.assign_add(1.0)),
     "looked_up": large(np.array([[0, -1], [5, 2 * options.rows - 1]])).numpy().tolist(),
     "gathered": tf.gather(large.embeddings, [5, 0]).numpy().tolist(),

@@ -102,13 +102,7 @@ def watch(
 
 
 class _Evaluation:
-    """Evaluates backups of one directory and keeps the results; arguments as of `watch`.
-
-    Attributes:
-        logs: of all evaluated backups by step, also on disk.
-        history: the same, as `watch` returns it.
-        writer: of TensorBoard's file.
-    """
+    """Evaluates backups of one directory and keeps the results; arguments as of `watch`."""
 
     def __init__(self, model: keras.Model, evaluate: Callable[[], dict[str, float]], path: str):
         self._path = path
@@ -117,11 +111,11 @@ class _Evaluation:
         folder = os.path.join(path, _FOLDER)
         tf.io.gfile.makedirs(folder)
         self._done = os.path.join(folder, _DONE)
-        self.logs: dict[int, dict[str, float]] = {}
+        self.logs: dict[int, dict[str, float]] = {}  # of evaluated backups by step; also on disk
         if tf.io.gfile.exists(self._done):
             with tf.io.gfile.GFile(self._done) as file:
                 self.logs = {int(step): logs for step, logs in json.load(file).items()}
-        self.history = keras.callbacks.History()
+        self.history = keras.callbacks.History()  # the same, as `watch` returns it
         self.history.set_model(model)
         self.history.on_train_begin()
         for step, logs in self.logs.items():
@@ -134,7 +128,11 @@ class _Evaluation:
             tensors = dict(backup.tensors())  # tables as well, while they are there
         except (Damaged, OSError, tf.errors.OpError):
             return False
-        self._refuse_other(backup)
+        saved, current = (  # the batch size is not compared
+            [line for line in signature if not line.startswith("global batch size")]
+            for signature in (backup.record["signature"], state.signature(self._model, None))
+        )
+        state.refuse_other(saved, current, self._path)
         state.restore(self._model, tensors)
         logs = {f"val_{name}": float(value) for name, value in self._evaluate().items()}
         with self.writer.as_default():
@@ -153,14 +151,6 @@ class _Evaluation:
         self.history.on_epoch_end(backup.step, logs)
         logger.info("evaluated step %d: %s%s", backup.step, logs, ", the best" * best)
         return True
-
-    def _refuse_other(self, backup: Backup) -> None:
-        """Raises UsageError if the backup is of another model; the batch size is not compared."""
-        saved, current = (
-            [line for line in signature if not line.startswith("global batch size")]
-            for signature in (backup.record["signature"], state.signature(self._model, None))
-        )
-        state.refuse_other(saved, current, self._path)
 
     def _is_best(self, logs: dict[str, float]) -> bool:
         if "val_loss" not in logs:
@@ -188,14 +178,14 @@ def _remove(store: BackupStore, sleep: Callable[[float], None]) -> None:
 @contextlib.contextmanager
 def _watching(path: str) -> Iterator[None]:
     """Marks the directory as watched; only one evaluator at a time where file locks work."""
-    if not disk.is_local(path):
-        with tf.io.gfile.GFile(os.path.join(path, EVALUATOR_LOCK), "w") as file:
-            file.write("watching\n")
-        yield
-        return
+    lock = os.path.join(path, EVALUATOR_LOCK)
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(disk.file_lock(os.path.join(path, EVALUATOR_LOCK)))
+            if disk.is_local(path):
+                stack.enter_context(disk.file_lock(lock))
+            else:
+                with tf.io.gfile.GFile(lock, "w") as file:
+                    file.write("watching\n")
         except BlockingIOError:
             raise UsageError(
                 f"another evaluator already watches {path!r}: run one evaluator for a backup_dir."

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from tfmw import storage, tables
+from tfmw import storage
 from tfmw.callbacks import BackupAndRestore
 from tfmw.callbacks.log import flush_events
 from tfmw.checkpoint import state
@@ -41,13 +41,15 @@ from tfmw.errors import Preempted, TfmwError, UsageError, first_line
 from tfmw.keras_compat import models
 from tfmw.runtime import disk, fence
 from tfmw.runtime.signals import LEAVE
+from tfmw.tables.files import NotFinite
+from tfmw.tables.table import is_table
 
 logger = logging.getLogger("tfmw")
 
 _RETRY_S = 10.0  # least seconds to the next backup by time after one that could not be written
 
-PythonState = tuple[tuple[list[dict[str, Any]], dict[str, Any]], dict[str, Any]]
-"""(states of callbacks, their arrays by name, states of random generators)."""
+PythonState = tuple[dict[str, Any], dict[str, Any]]
+"""(entries of a record: states of callbacks and random generators; arrays of callbacks by name)."""
 
 
 @functools.cache
@@ -143,14 +145,15 @@ class Backups:
     def _install_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
+
+        def restore(number: int, before: Any) -> None:
+            # If it is leaving, everything is saved, and this process exits with status 75. When
+            # the first task ends, the scheduler may send SIGTERM to those that are still exiting.
+            signal.signal(number, signal.SIG_IGN if self._leaving else before)
+
         for number in LEAVE:
             before = signal.signal(number, lambda *_: self._asked_to_leave.set())
-            self._stack.callback(self._restore_signal, number, before)
-
-    def _restore_signal(self, number: int, before: Any) -> None:
-        # Everything is saved, and this process exits with status 75. When the first task ends, the
-        # scheduler may send SIGTERM to tasks that are still exiting.
-        signal.signal(number, signal.SIG_IGN if self._leaving else before)
+            self._stack.callback(restore, number, before)
 
     def is_done(self, epochs: int) -> bool:
         """Whether the run of the restored backup was complete: nothing is left to train."""
@@ -172,9 +175,7 @@ class Backups:
         found, tensors = self.on_disk
 
         def check() -> None:
-            if storage.is_pattern(self.path) and any(
-                map(tables.is_table, state.named(model).values())
-            ):
+            if storage.is_pattern(self.path) and any(map(is_table, state.named(model).values())):
                 raise UsageError(
                     f"backup_dir {self.path!r} has a backslash or brackets, which TensorFlow on "
                     "parameter servers takes for a pattern: name a directory without them."
@@ -184,9 +185,7 @@ class Backups:
                 state.refuse_other(found["signature"], self._signature, self.path)
 
         self._group.from_chief(check)
-        if found is None:
-            return
-        if self._group.is_chief:
+        if found is not None and self._group.is_chief:
             state.restore(model, tensors)
             models.set_unseeded_state(found["random"].get("keras"))
 
@@ -209,23 +208,20 @@ class Backups:
 
     def kept_by_replicas(self) -> tuple[np.ndarray, np.ndarray]:
         """The saved replica-local state, on every task. All tasks must call it."""
-        kept = state.of_replicas(self.tensors) if self._group.is_chief else ()
-        arrays = self._group.arrays_from_chief({str(i): a for i, a in enumerate(kept)})
-        return arrays["0"], arrays["1"]
+        names = (state.METRICS, state.AVERAGES) if self._group.is_chief else ()
+        kept = {name: np.asarray(self.tensors[name]) for name in names}
+        kept = self._group.arrays_from_chief(kept)
+        return kept[state.METRICS], kept[state.AVERAGES]
 
     # ------------------------------------------------------------ when
 
     def signals(self) -> tuple[float, float]:
         """This task's values for the reduction of a step: (exit requested, a backup is due)."""
-        due = self._group.is_chief and self._time_is_up()
+        seconds, due = self.schedule.seconds, False
+        if self._group.is_chief and seconds is not None and not self._writer.busy:
+            seconds = seconds if self._lost is None else max(seconds, _RETRY_S)
+            due = self._clock() - self._last >= seconds
         return float(self._asked_to_leave.is_set()), float(due)
-
-    def _time_is_up(self) -> bool:
-        seconds = self.schedule.seconds
-        if seconds is None or self._writer.busy:
-            return False
-        seconds = seconds if self._lost is None else max(seconds, _RETRY_S)
-        return self._clock() - self._last >= seconds
 
     def limit(self, step: int, max_steps: int) -> int:
         """The number of steps, at most `max_steps`, from `step` to the next due backup."""
@@ -254,8 +250,9 @@ class Backups:
     # ------------------------------------------------------------ save
 
     def python_state(self, callbacks: list[Any]) -> PythonState:
-        """State outside of variables: of callbacks and random generators."""
-        return state.callback_states(callbacks), state.all_random_state()
+        """State outside of variables."""
+        states, arrays = state.callback_states(callbacks)
+        return {"callbacks": states, "random": state.all_random_state()}, arrays
 
     @functools.cached_property
     def takes_parts(self) -> bool:
@@ -301,7 +298,7 @@ class Backups:
             if shared is not None:
                 self._writer.submit(shared)
             return
-        (states, arrays), random = python_state or self.python_state(callbacks)
+        entries, arrays = python_state or self.python_state(callbacks)
         flush_events(callbacks)
         taken = self._snapshots.take(model, driver.strategy, driver.trains_in_place, parts)
         tensors = state.with_replicas({**taken, **arrays}, *kept)
@@ -315,8 +312,7 @@ class Backups:
             "run": _run(),
             "attempt": fence.attempt(),
             "signature": self._signature,
-            "callbacks": states,
-            "random": random,
+            **entries,
         }
         if self._tables is None and (files := state.table_files(model)) is not None:
             self._tables = TableBackups(files)
@@ -332,31 +328,25 @@ class Backups:
         shared: SharedWrite | None,
     ) -> None:
         step, finite = record["step"], [] if self._save_nan else finite
-        for name in finite:
-            if name in tensors and not _is_finite(tensors[name]):
-                self._note_spoiled(name, step)
-                if shared is not None:
-                    shared.abandon()
-                return
         write = functools.partial(self._store.write, step, tensors, record, shared)
         try:
+            for name in finite:
+                if name in tensors and not _is_finite(tensors[name]):
+                    if shared is not None:
+                        shared.abandon()
+                    raise NotFinite(name)
             if self._tables is None:
                 write()
             else:
                 self._tables.write(write, finite)
-        except tables.NotFinite as e:
+        except NotFinite as e:
             if self._spoiled is not None and self._spoiled[0] == e.name:
                 self._refuse_spoiled()
-            self._note_spoiled(e.name, step)
+            self._spoiled, self._lost = (e.name, step), str(e)
+            logger.warning("no backup at step %d: %s; the previous backup is kept", step, e)
             return
         self.saved_at = time.time()
         self._spoiled = self._lost = None
-
-    def _note_spoiled(self, name: str, step: int) -> None:
-        self._spoiled, self._lost = (name, step), f"{name} is not finite"
-        logger.warning(
-            "no backup at step %d: %s is not finite; the previous backup is kept", step, name
-        )
 
     def _not_written(self, error: Exception) -> None:
         self._lost = str(error) or type(error).__name__
@@ -376,13 +366,8 @@ class Backups:
         self.wait()
         self._leaving = True
         membership.mark_failed()
-        if self._lost is None:
-            raise Preempted(
-                f"received a signal to exit: stopped after step {step}, which is in {self.path}"
-            )
-        raise Preempted(
-            f"received a signal to exit: stopped after step {step}, which is lost ({self._lost})"
-        )
+        where = f"in {self.path}" if self._lost is None else f"lost ({self._lost})"
+        raise Preempted(f"received a signal to exit: stopped after step {step}, which is {where}")
 
     def refuse_nan(self, logs: Mapping[str, Any], epoch: int, step: int) -> None:
         """Raises TfmwError if the loss is not finite: further backups would be useless."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import json
 import math
 import os
@@ -26,20 +27,20 @@ import numpy as np
 import tensorflow as tf
 
 from tfmw import callbacks as callbacks_lib
-from tfmw import tables
 from tfmw.callbacks.log import forget_events
-from tfmw.checkpoint.tensor_files import Piece, SlotParts
+from tfmw.checkpoint.tensor_files import SlotParts
 from tfmw.data.random_state import random_state
 from tfmw.errors import UsageError
 from tfmw.keras_compat import models, optimizer_part, optimizers, placement
 from tfmw.keras_compat.memory import new_tensor, view_of
 from tfmw.keras_compat.metric_variables import leaf_metrics, metric_variables
+from tfmw.tables.files import TableFiles, TensorSlice, slice_spec
+from tfmw.tables.table import Table, is_table, table_of, tables_among
 
 # Keras numbers generated names (dense, dense_1, ...) in the whole process, and derives other names
 # from them: sequential_1_dense_3_kernel_momentum.
 _NUMBER = re.compile(r"_\d+(?![^\W_])")
-_METRICS = "replicas/metrics"
-_AVERAGES = "replicas/averages"
+METRICS, AVERAGES = "replicas/metrics", "replicas/averages"  # names in backups
 _CALLBACK = "callbacks/"
 _WORTH_KEEPING_BYTES = 1 << 20
 _KEPT_TYPES = (tf.float16, tf.float32, tf.float64)
@@ -115,20 +116,17 @@ def _plain(text: str) -> str:
 
 def refuse_other(saved: list[str], current: list[str], path: str) -> None:
     """Raises UsageError naming the first difference between two signatures."""
-    for was, now in zip(saved, current, strict=False):
-        if was != now:
-            kind = "batch size" if was.startswith("global batch size") else "model"
-            raise UsageError(
-                f"the backup in {path!r} belongs to another {kind}: it has [{was}], this run has "
-                f"[{now}]. Use another backup_dir, or delete that one to start anew."
-            )
-    if len(saved) != len(current):
-        is_saved = len(saved) > len(current)
-        longer, what = (saved, "the backup") if is_saved else (current, "this run")
-        extra = longer[min(len(saved), len(current))]
+    for was, now in itertools.zip_longest(saved, current):
+        if was == now:
+            continue
+        kind, has = "model", f"it has [{was}], this run has [{now}]"
+        if was is None or now is None:
+            has = f"only {'this run' if was is None else 'the backup'} has [{was or now}]"
+        elif was.startswith("global batch size"):
+            kind = "batch size"
         raise UsageError(
-            f"the backup in {path!r} belongs to another model: only {what} has [{extra}]. "
-            "Use another backup_dir, or delete that one to start anew."
+            f"the backup in {path!r} belongs to another {kind}: {has}. Use another backup_dir, or "
+            "delete that one to start anew."
         )
 
 
@@ -171,22 +169,22 @@ class Snapshots:
         apart = {id(v) for v in parts.variables} if parts is not None else set()
         found = {}
         for name, variable in named(model).items():
-            if id(variable) in apart or tables.is_table(variable):
+            if id(variable) in apart or is_table(variable):
                 continue  # written in parts, by those that have them
             value = placement.local_copies(strategy, variable)[0].read_value()
             assigned = busy and not optimizer_part.was_put(variable)  # by every step
             found[name] = self._copied(name, value) if assigned else value
         return found
 
-    def take_parts(self, model: keras.Model, parts: SlotParts) -> list[Piece]:
-        """Copies this task's parts of slots; overwrites those of the previous call."""
+    def take_parts(self, model: keras.Model, parts: SlotParts) -> list[TensorSlice]:
+        """Copies this task's parts of slots, which are saved flat; overwrites the previous ones."""
         names = {id(variable): name for name, variable in named(model).items()}
-        pieces = []
+        taken = []
         for variable, elements, value in parts.own:
-            name, size = names[id(variable)], math.prod(variable.shape)
-            copy = self._copied(f"{name}/{elements.start}", value)
-            pieces.append(Piece(name, elements, size, copy))
-        return pieces
+            name = names[id(variable)]
+            spec = slice_spec([math.prod(variable.shape)], elements.start, elements.stop)
+            taken.append((name, spec, self._copied(f"{name}/{elements.start}", value)))
+        return taken
 
     def _copied(self, name: str, value: tf.Tensor) -> tf.Tensor:
         """A copy, or the value itself where that is not worth it."""
@@ -212,25 +210,24 @@ def restore(model: keras.Model, tensors: Mapping[str, Any]) -> None:
     Args:
         tensors: `SavedTensors`, of which servers read tables themselves; or arrays.
     """
-    layout: tables.Layout = getattr(tensors, "layout", {})
+    layout = getattr(tensors, "layout", {})
     of_servers = {}
     for name, variable in named(model).items():
         native = models.native(variable)
-        is_table = isinstance(native, tables.Table)
-        if is_table and name in layout:
+        if isinstance(native, Table) and name in layout:
             of_servers[name] = native
             continue
-        assign = native.replace if is_table else native.assign
+        assign = native.replace if isinstance(native, Table) else native.assign
         assign(tf.reshape(tf.cast(tensors[name], native.dtype), native.shape))
     if of_servers:
-        tensors.restore(tables.TableFiles(of_servers))  # type: ignore[attr-defined]
+        tensors.restore(TableFiles(of_servers))  # type: ignore[attr-defined]
 
 
-def table_files(model: keras.Model) -> tables.TableFiles | None:
+def table_files(model: keras.Model) -> TableFiles | None:
     """The tables of a model by their names in a backup; None without any."""
     found = named(model).items()
-    held = {name: t for name, v in found if (t := tables.table_of(v)) is not None}
-    return tables.TableFiles(held) if held else None
+    held = {name: table for name, v in found if (table := table_of(v)) is not None}
+    return TableFiles(held) if held else None
 
 
 @contextlib.contextmanager
@@ -239,11 +236,11 @@ def unchanged(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[
     values = [
         (copy, copy.read_value())
         for variable in named(model).values()
-        if not tables.is_table(variable)
+        if not is_table(variable)
         for copy in placement.local_copies(strategy, variable)
     ]
     with contextlib.ExitStack() as stack:
-        for variable in tables.tables_among(named(model).values()):
+        for variable in tables_among(named(model).values()):
             stack.enter_context(models.native(variable).unchanged())
         yield
     for copy, value in values:
@@ -254,12 +251,7 @@ def with_replicas(
     tensors: dict[str, Any], metrics: Any, averages: Any, others: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Adds replica-local state: float64 [replicas, values] each, and other tensors by name."""
-    return {**tensors, _METRICS: metrics, _AVERAGES: averages, **(others or {})}
-
-
-def of_replicas(tensors: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """The reverse of `with_replicas`: (metrics, averages)."""
-    return np.asarray(tensors[_METRICS]), np.asarray(tensors[_AVERAGES])
+    return {**tensors, METRICS: metrics, AVERAGES: averages, **(others or {})}
 
 
 # ---------------------------------------------------------------- callbacks

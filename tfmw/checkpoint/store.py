@@ -46,18 +46,12 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from tfmw import storage, tables
-from tfmw.checkpoint.tensor_files import (
-    PREFIX,
-    TABLES,
-    SavedTensors,
-    SharedWrite,
-    TableRows,
-    save,
-)
+from tfmw import storage
+from tfmw.checkpoint.tensor_files import PREFIX, TABLES, SavedTensors, SharedWrite, TableRows
 from tfmw.data import record_index
 from tfmw.errors import TfmwError, UsageError, first_line
 from tfmw.runtime import disk, fence
+from tfmw.tables import files
 
 logger = logging.getLogger("tfmw")
 
@@ -86,23 +80,14 @@ class Incomplete(Damaged):
 
 @dataclasses.dataclass(frozen=True)
 class Backup:
-    """One complete and verified backup.
+    """One complete and verified backup."""
 
-    Attributes:
-        path: its directory.
-        step: training steps at the time of the backup.
-        record: the `record` of `BackupStore.write`.
-        layout: the slices of tables.
-        changed: whether the checkpoint `PREFIX` has rows of tables that have changed since.
-        prefix_of_tables: the name of the checkpoint with all rows of tables.
-    """
-
-    path: str
-    step: int
-    record: dict[str, Any]
-    layout: tables.Layout
-    changed: bool
-    prefix_of_tables: str
+    path: str  # its directory
+    step: int  # training steps at the time of the backup
+    record: dict[str, Any]  # of `BackupStore.write`
+    layout: files.Layout  # the slices of tables
+    prefix_of_tables: str  # the name of the checkpoint with all rows of tables
+    changed: bool  # whether the checkpoint `PREFIX` has rows of tables that have changed since
 
     def tensors(self, servers: int = 0) -> SavedTensors:
         """All tensors by name. Raises Damaged if a checksum does not match.
@@ -117,15 +102,15 @@ class Backup:
                 arrays = {
                     name: reader.get_tensor(name)
                     for name in sorted(shapes)
-                    if name not in self.layout and not tables.is_changed_rows(name)
+                    if name not in self.layout and not files.is_changed_rows(name)
                 }
             whole = os.path.join(self.path, self.prefix_of_tables)
             if self.layout:
                 with storage.checkpoint_reader(whole) as reader:
-                    of_tables, dtypes = self._listed(reader, self.prefix_of_tables)
-                tables.verify(whole, self.layout, of_tables, dtypes, servers)
+                    listed = self._listed(reader, self.prefix_of_tables)
+                files.verify(whole, self.layout, *listed, servers)
             if self.changed:
-                tables.verify_changed(prefix, self.layout, types, servers)
+                files.verify(prefix, self.layout, shapes, types, servers, only_changed=True)
             return SavedTensors(whole, arrays, self.layout, prefix if self.changed else None)
         except (*_MALFORMED, MemoryError, tf.errors.OpError) as e:
             raise Damaged(f"backup {self.path} is damaged: {first_line(e)}") from e
@@ -136,8 +121,8 @@ class Backup:
         types = reader.get_variable_to_dtype_map()
         # TensorFlow allocates the bytes that the index lists, so they must not exceed the files.
         listed = sum(math.prod(shapes[name]) * types[name].size for name in shapes)
-        files = storage.files_of(os.path.join(self.path, f"{prefix}.data-"))
-        found = sum(tf.io.gfile.stat(file).length for file in files)
+        paths = storage.files_of(os.path.join(self.path, f"{prefix}.data-"))
+        found = sum(tf.io.gfile.stat(path).length for path in paths)
         if listed > found:
             raise Damaged(
                 f"backup {self.path} is damaged: its index lists {listed} bytes, its files "
@@ -237,7 +222,7 @@ class BackupStore:
 
         Raises:
             OSError or tf.errors.OpError: it could not be written; older backups are untouched.
-            tables.NotFinite: of a table; older backups are untouched.
+            NotFinite: of a table; older backups are untouched.
         """
         final = self.path_of(step)
         layout = {} if rows is None else rows.files.layout
@@ -251,7 +236,7 @@ class BackupStore:
             elif rows is not None:
                 rows.write(directory, tensors)
             else:
-                save(prefix, tensors)
+                files.save_tensors(prefix, tensors)
             _write_record(directory, step, layout, changed, record)
 
         if self._local:
@@ -386,8 +371,8 @@ class BackupStore:
             raise
         except (*_MALFORMED, OSError, tf.errors.OpError) as e:
             raise Damaged(f"backup {path} is damaged: {first_line(e)}") from e
-        changed, holder = bool(body.get("changed")), PREFIX if in_tensors else TABLES
-        return Backup(path, step, body["record"], layout, changed, holder)
+        holder, changed = PREFIX if in_tensors else TABLES, bool(body.get("changed"))
+        return Backup(path, step, body["record"], layout, holder, changed)
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
@@ -418,15 +403,15 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _write_record(
-    directory: str, step: int, layout: tables.Layout, changed: bool, record: Mapping[str, Any]
+    directory: str, step: int, layout: files.Layout, changed: bool, record: Mapping[str, Any]
 ) -> None:
     """Writes the last file of a backup, which makes it complete."""
-    files = sorted(name for name in tf.io.gfile.listdir(directory) if _FILES.fullmatch(name))
+    names = sorted(name for name in tf.io.gfile.listdir(directory) if _FILES.fullmatch(name))
     text = json.dumps(
         {
             "format": _format(layout),
             "step": step,
-            "sizes": {n: tf.io.gfile.stat(os.path.join(directory, n)).length for n in files},
+            "sizes": {n: tf.io.gfile.stat(os.path.join(directory, n)).length for n in names},
             "index_sha256": storage.sha256(os.path.join(directory, f"{PREFIX}.index")),
             "tables_index_sha256": _index_of_tables(directory, layout),
             "tables": layout,
@@ -440,12 +425,12 @@ def _write_record(
         file.write(sealed)
 
 
-def _format(layout: tables.Layout | None) -> int:
+def _format(layout: files.Layout | None) -> int:
     """The number of the format of a backup: another one with tables, as only these changed."""
     return 2 if layout else 1
 
 
-def _index_of_tables(directory: str, layout: tables.Layout) -> str | None:
+def _index_of_tables(directory: str, layout: files.Layout) -> str | None:
     """The checksum of the index of tables, where there are any."""
     return storage.sha256(os.path.join(directory, f"{TABLES}.index")) if layout else None
 

@@ -28,11 +28,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmw import storage, tables
+from tfmw import storage
 from tfmw.cluster import shared_directories
 from tfmw.cluster.group import Group
 from tfmw.errors import first_line
 from tfmw.runtime.disk import flush
+from tfmw.tables.files import (
+    Layout,
+    TableFiles,
+    TensorSlice,
+    changed_name,
+    ids_of,
+    save_tensors,
+    write_checkpoint,
+)
 
 logger = logging.getLogger("tfmw")
 
@@ -45,42 +54,10 @@ _LOOK_S = 1.0  # how often the chief looks whether a task that it waits for is t
 
 @dataclasses.dataclass(frozen=True)
 class SlotParts:
-    """The slots that no task has whole.
+    """The slots that no task has whole."""
 
-    Attributes:
-        variables: all of them, of Keras.
-        own: the parts that this task has: (variable, slice of its flattened value, that [m]).
-    """
-
-    variables: list[Any]
-    own: list[tuple[Any, slice, tf.Tensor]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Some elements of a tensor of a backup.
-
-    Attributes:
-        name: of the tensor, which is saved flat.
-        elements: which of its elements.
-        size: number of elements of the whole tensor.
-        value: [m], of them.
-    """
-
-    name: str
-    elements: slice
-    size: int
-    value: tf.Tensor
-
-
-def save(prefix: str, tensors: Mapping[str, Any], pieces: Sequence[Piece] = ()) -> None:
-    """Saves tensors, and pieces of other ones, in a TensorFlow checkpoint."""
-    slices = [
-        (p.name, f"{p.size} {p.elements.start},{p.elements.stop - p.elements.start}", p.value)
-        for p in pieces
-    ]
-    with tf.device("/CPU:0"):
-        tables.save_tensors(prefix, tensors, slices)
+    variables: list[Any]  # all of them, of Keras
+    own: list[tuple[Any, slice, tf.Tensor]]  # of this task: (variable, its elements, those [m])
 
 
 class SharedWrite:
@@ -89,14 +66,11 @@ class SharedWrite:
     Args:
         group: the tasks.
         directory: where to write; the chief has created it.
-
-    Attributes:
-        pieces: this task's.
     """
 
     def __init__(self, group: Group, directory: str):
         self.directory = directory
-        self.pieces: Sequence[Piece] = ()
+        self.pieces: Sequence[TensorSlice] = ()  # this task's
         self._group = group
         self._key = f"tfmw-backup/{os.path.basename(directory)}"
         self._given_up = threading.Event()
@@ -135,7 +109,7 @@ class SharedWrite:
         prefix = self._prefix_of(self._group.rank)
         try:
             if self.pieces:
-                save(prefix, {}, self.pieces)
+                save_tensors(prefix, {}, self.pieces)
                 for path in storage.files_of(prefix):
                     flush(path)
         except (OSError, tf.errors.OpError) as e:
@@ -150,7 +124,7 @@ class SharedWrite:
             OSError or tf.errors.OpError: a part could not be written, or its task was lost.
         """
         try:
-            save(self._prefix_of(0), tensors, self.pieces)
+            save_tensors(self._prefix_of(0), tensors, self.pieces)
         finally:
             ranks = [0, *self._wait_for_others()]
         with tf.device("/CPU:0"):
@@ -173,19 +147,19 @@ class SharedWrite:
 
     def _wait_for_others(self) -> list[int]:
         """Waits until all others have written; the ranks of those that had something to write."""
-        reports = {rank: self._report_of(rank) for rank in range(1, self._group.size)}
+        reports: dict[int, dict[str, Any]] = {}
+        for rank in range(1, self._group.size):
+            key = f"{self._key}/{rank}"
+            while (report := self._group.posted(key, rank, _LOOK_S)) is None:
+                if self._given_up.is_set():
+                    raise OSError(f"worker {rank} has not written its part")
+            reports[rank] = report
         if reports:
             self._group.forget(self._key)
         for rank, report in reports.items():
             if report["error"] is not None:
                 raise OSError(f"worker {rank} could not write its part: {report['error']}")
         return [rank for rank, report in reports.items() if report["wrote"]]
-
-    def _report_of(self, rank: int) -> dict[str, Any]:
-        while (report := self._group.posted(f"{self._key}/{rank}", rank, _LOOK_S)) is None:
-            if self._given_up.is_set():
-                raise OSError(f"worker {rank} has not written its part")
-        return dict(report)
 
 
 def is_shared(group: Group, path: str) -> bool:
@@ -206,67 +180,49 @@ def is_shared(group: Group, path: str) -> bool:
 # ---------------------------------------------------------------- tables
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SavedTensors(Mapping[str, np.ndarray]):
-    """The tensors of a backup by name; tables are read when they are asked for.
+    """The tensors of a backup by name; tables are read when they are asked for."""
 
-    Args:
-        tables_prefix: of the checkpoint with the tables.
-        arrays: the tensors that are no tables.
-        layout: the slices of the tables.
-        changed_prefix: of the checkpoint with rows that have changed since; None: none have.
-    """
-
-    def __init__(
-        self,
-        tables_prefix: str,
-        arrays: dict[str, np.ndarray],
-        layout: tables.Layout,
-        changed_prefix: str | None = None,
-    ):
-        self.layout = layout
-        self._arrays = arrays
-        self._tables = tables_prefix
-        self._changed = changed_prefix
+    tables_prefix: str  # of the checkpoint with the tables
+    arrays: dict[str, np.ndarray]  # the tensors that are no tables
+    layout: Layout  # the slices of the tables
+    changed_prefix: str | None  # of the checkpoint with rows that have changed since, if any
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.layout:
-            return self._arrays[name]
-        with storage.checkpoint_reader(self._tables) as reader:
+            return self.arrays[name]
+        with storage.checkpoint_reader(self.tables_prefix) as reader:
             array: np.ndarray = reader.get_tensor(name)
-        if self._changed is not None:
-            with storage.checkpoint_reader(self._changed) as reader:
+        if self.changed_prefix is not None:
+            with storage.checkpoint_reader(self.changed_prefix) as reader:
                 for start, _ in self.layout[name]:
-                    rows = tables.changed_name(name, start)
-                    array[reader.get_tensor(tables.ids_of(rows))] = reader.get_tensor(rows)
+                    rows = changed_name(name, start)
+                    array[reader.get_tensor(ids_of(rows))] = reader.get_tensor(rows)
         return array
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._arrays
+        yield from self.arrays
         yield from self.layout
 
     def __len__(self) -> int:
-        return len(self._arrays) + len(self.layout)
+        return len(self.arrays) + len(self.layout)
 
-    def restore(self, table_files: tables.TableFiles) -> None:
+    def restore(self, table_files: TableFiles) -> None:
         """Restores tables; their servers read them."""
-        table_files.read(self._tables, self.layout)
-        if self._changed is not None:
-            table_files.read_changed(self._changed, self.layout)
+        table_files.read(self.tables_prefix, self.layout)
+        if self.changed_prefix is not None:
+            table_files.read(self.changed_prefix, self.layout, only_changed=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class TableRows:
-    """The rows of tables in one backup, which the servers of the tables write.
+    """The rows of tables in one backup, which the servers of the tables write."""
 
-    Attributes:
-        files: the tables.
-        must_be_finite: names of tables whose rows are checked.
-        base: the directory of a backup, since which few rows have changed: its files of tables are
-            linked, and the changed rows are written. None to write all rows.
-    """
-
-    files: tables.TableFiles
-    must_be_finite: Collection[str] = ()
+    files: TableFiles
+    must_be_finite: Collection[str] = ()  # names of tables whose rows are checked
+    # The directory of a backup, since which few rows have changed: its files of tables are linked,
+    # and the changed rows are written. None to write all rows.
     base: str | None = None
 
     def write(self, directory: str, tensors: Mapping[str, np.ndarray]) -> None:
@@ -275,16 +231,14 @@ class TableRows:
         Raises: as `BackupStore.write`.
         """
         prefix, parts = os.path.join(directory, PREFIX), os.path.join(directory, "parts")
-        write = self.files.write if self.base is None else self.files.write_changed
-        write_rows = functools.partial(write, must_be_finite=self.must_be_finite)
+        write = functools.partial(self.files.write, must_be_finite=self.must_be_finite)
         if self.base is None:
-            tables.write_checkpoint(os.path.join(directory, TABLES), parts, write_rows)
-            save(prefix, tensors)
+            write_checkpoint(os.path.join(directory, TABLES), parts, write)
+            save_tensors(prefix, tensors)
             return
-        for name in os.listdir(self.base):
-            if name.startswith(f"{TABLES}."):
-                os.link(os.path.join(self.base, name), os.path.join(directory, name))
-        tables.write_checkpoint(prefix, parts, write_rows, tensors)
+        for path in storage.files_of(os.path.join(self.base, f"{TABLES}.")):
+            os.link(path, os.path.join(directory, os.path.basename(path)))
+        write_checkpoint(prefix, parts, functools.partial(write, only_changed=True), tensors)
 
 
 class TableBackups:
@@ -296,7 +250,7 @@ class TableBackups:
         files: the tables.
     """
 
-    def __init__(self, files: tables.TableFiles):
+    def __init__(self, files: TableFiles):
         self.files = files
         self._last: str | None = None  # the directory of the last backup
         self._full = 0  # backups with all rows so far
@@ -312,7 +266,7 @@ class TableBackups:
             must_be_finite: names of tables whose rows are checked.
 
         Raises:
-            OSError or tf.errors.OpError, tables.NotFinite: of `write`; the next backup has these
+            OSError or tf.errors.OpError, NotFinite: of `write`; the next backup has these
                 changes, too.
         """
         rows = TableRows(self.files, must_be_finite, self._base())

@@ -142,7 +142,9 @@ def entered(
         context = dataclasses.replace(context, group=member, sharding=sharding)
         # Data that Python code orders: the same on all members, from the first one's state.
         restore_random_state(member.settled("random state", random_state))
-        asked = _of_member(arguments.backup, client)
+        asked = copy.copy(arguments.backup)
+        if asked is not None:
+            asked.backup_dir = os.path.join(asked.backup_dir, f"member_{client.member}")
         with MemberBackups(client, asked, record, arrays, steps) as backups:
             yield context, backups
     finally:
@@ -159,14 +161,6 @@ def _refuse(context: FitContext, arguments: FitArguments) -> None:
         raise UsageError(
             "a member of elastic rounds has one device: start as many members as there are devices."
         )
-
-
-def _of_member(backup: Any, client: RoundClient) -> Any:
-    """The backup callback, with a directory of this member's own."""
-    own = copy.copy(backup)
-    if own is not None:
-        own.backup_dir = os.path.join(own.backup_dir, f"member_{client.member}")
-    return own
 
 
 class MemberBackups(Backups):
@@ -246,9 +240,9 @@ class MemberBackups(Backups):
             record = {**record, _ROUND: self.client.number}
             super().save(driver, kept, callbacks, record, python_state, parts)
         self._disk_is_due = False
-        (states, arrays), random = python_state
-        tensors = state.with_replicas(dict(arrays), *kept[:2])
-        full = {**record, "callbacks": states, "random": random, "arrays": list(tensors)}
+        entries, arrays = python_state
+        tensors = state.with_replicas(arrays, *kept[:2])
+        full = {**record, **entries, "arrays": list(tensors)}
         self.client.keep(full, [np.asarray(tensors[name]) for name in tensors])
         self._recorded = self.rounds()
 

@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfmw import tables
 from tfmw.data import Sharding, examples_of, first_rows, map_tensors, step_of
 from tfmw.data.whole_batches import WHOLE_BATCHES
 from tfmw.errors import UsageError
@@ -57,6 +56,7 @@ from tfmw.mirrored.sharded_update import ShardedUpdate, sharded_updates
 from tfmw.mirrored.step_loops import step_loop
 from tfmw.runtime.progress import report_alive
 from tfmw.runtime.step_times import StepTimes
+from tfmw.tables.table import is_table
 from tfmw.training.epoch_iterator import Call
 
 _REFUSAL = re.compile(rf"a batch has \d+ rows in .*? {re.escape(WHOLE_BATCHES)}", re.DOTALL)
@@ -128,7 +128,7 @@ class SyncDriver:
         self._gathers = False  # sparse gradients, as of embeddings, or ids, by TensorFlow
         self._has_synchronized_norm = models.has_synchronized_batch_norm(model)
         # XLA compiles for one device, and lookups run on servers.
-        self._has_tables = any(map(tables.is_table, model.variables))
+        self._has_tables = any(map(is_table, model.variables))
         self._stack = contextlib.ExitStack()
         self._noted: Noted = []  # in the step that is traced
         self._warned: set[str] = set()

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfmw import tables
 from tfmw.checkpoint.tensor_files import SlotParts
 from tfmw.cluster.group import Group
 from tfmw.data import Sharding
@@ -18,6 +17,7 @@ from tfmw.mirrored.prediction import Predictions
 from tfmw.mirrored.sync_driver import SyncDriver
 from tfmw.runtime import goodput, tracing
 from tfmw.runtime.step_times import StepTimes
+from tfmw.tables.table import refuse_tables
 from tfmw.training.arguments import FitArguments
 from tfmw.training.epoch_iterator import EpochIterator
 from tfmw.training.fit_context import FitContext
@@ -65,7 +65,7 @@ class MirroredTraining:
         self.batch_size = self._data.shard.batch_size
         self.element_spec = self._data.shard.element_spec
         context.build(self.element_spec)
-        tables.refuse_tables(self.model.variables)
+        refuse_tables(self.model.variables)
         self._validation: EpochIterator | None = None
         self._every_batch = False
         self._optimizer_read = "epochs"

@@ -52,8 +52,8 @@ from tfmw.parameter_server.updates import (
     taking_gradients,
 )
 from tfmw.parameter_server.variables import PACK_BYTES, ServerPack, ServerVariables
-from tfmw.tables import table_of
 from tfmw.tables.shards import look_up, read_whole
+from tfmw.tables.table import table_of
 
 UNROLLED = 10
 """Steps in one iteration of the traced loop: each iteration costs messages between processes."""

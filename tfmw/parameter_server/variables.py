@@ -42,9 +42,8 @@ from tfmw.keras_compat.optimizers import (
     with_inner_optimizers,
 )
 from tfmw.layers import HashTableEmbedding
-from tfmw.tables import is_table, table_of
 from tfmw.tables.shards import BLOCK_BYTES, VariableShard, blocks, server
-from tfmw.tables.table import store_rows
+from tfmw.tables.table import is_table, store_rows, table_of
 
 logger = logging.getLogger("tfmw")
 

@@ -1,16 +1,5 @@
 """Tables in TensorFlow's checkpoints: each server writes and reads its own rows.
 
-    files = TableFiles({"000001/embeddings": table, ...})
-    parts = files.write("/shared/parts")              # the prefixes of checkpoints of slices
-    files.clear_marks()
-    parts = files.write_changed("/shared/parts")      # rows that have changed since
-    files.read("/shared/tables", layout)              # with any number of servers
-    files.read_changed("/shared/tensors", layout)
-
-    with whole_tables(model.variables) as written:     # in the checkpoint of a SavedModel
-        ...                                            # write the SavedModel to `path`
-        written.write_into(path)
-
 A checkpoint may have a tensor in slices. Each server writes slices of at most `SLICE_BYTES`, a few
 of them in a file, so a server needs memory for one file beside its rows. All servers write and read
 at the same time, and no row goes through the coordinator. `MergeV2Checkpoints` joins the parts.
@@ -19,8 +8,8 @@ at the same time, and no row goes through the coordinator. `MergeV2Checkpoints` 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
+import itertools
 import posixpath
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,10 +26,16 @@ from tfmw.tables.table import Slice, Table, slices, store_rows, tables_among
 SLICE_BYTES = 32 << 20
 FILE_BYTES = 128 << 20
 _CHANGED = ".tfmw_changed"
-_MARK = "tfmw: the rows of table"
 
 Layout = dict[str, list[list[int]]]
 """By name of a table, the [start, stop) of its rows in each slice of a checkpoint."""
+
+TensorSlice = tuple[str, str, tf.Tensor]
+"""(name of a tensor in a checkpoint, which of it as `slice_spec` says, the values there)."""
+
+ExportedTables = tuple[Any, Callable[[str], None]]
+"""(the asset that the archive of a SavedModel needs, or None; a function of the SavedModel's
+directory, into which it writes the rows of tables, each server its own)."""
 
 
 class NotFinite(TfmwError):
@@ -53,17 +48,6 @@ class NotFinite(TfmwError):
     def __init__(self, name: str):
         super().__init__(f"{name} is not finite")
         self.name = name
-
-
-class ServerCannotRead(TfmwError):
-    """A parameter server cannot read a checkpoint that the coordinator can read."""
-
-    def __init__(self, where: int, prefix: str, error: tf.errors.OpError):
-        reason = (error.message or type(error).__name__).splitlines()[0]
-        super().__init__(
-            f"parameter server {where} cannot read {prefix!r} ({reason[:200]}), and the "
-            "coordinator can: expected a running server, and a directory that all tasks share."
-        )
 
 
 class TableFiles:
@@ -80,8 +64,10 @@ class TableFiles:
             for one in slices(name, table, SLICE_BYTES):
                 of_servers.setdefault(one.shard.server, []).append(one)
         self._parts = {where: _grouped(of) for where, of in of_servers.items()}
-        self._writers = {where: self._writer(where, _whole) for where in self._parts}
-        self._writers_of_changed = {where: self._writer(where, _changed) for where in self._parts}
+        self._writers = {
+            only_changed: {where: self._writer(where, rows_of) for where in self._parts}
+            for only_changed, rows_of in ((False, _whole), (True, _changed))
+        }
 
     @property
     def layout(self) -> Layout:
@@ -91,31 +77,45 @@ class TableFiles:
             for name, table in self.tables.items()
         }
 
-    def write(self, directory: str, must_be_finite: Collection[str] = ()) -> list[str]:
+    def write(
+        self, directory: str, must_be_finite: Collection[str] = (), only_changed: bool = False
+    ) -> list[str]:
         """Writes the rows of all tables, each server its own; returns the parts' prefixes.
 
         Args:
             directory: exists, and is the same on all servers and here.
             must_be_finite: names of tables whose rows are checked.
+            only_changed: writes the rows that have changed since `clear_marks`; see `changed_name`.
 
         Raises:
             NotFinite: a row is not finite; files may have been written all the same.
             tf.errors.OpError, OSError: a server could not write, or writes elsewhere.
         """
-        return self._write(self._writers, directory, must_be_finite)
-
-    def write_changed(self, directory: str, must_be_finite: Collection[str] = ()) -> list[str]:
-        """As `write`, of rows that have changed since `clear_marks`; see `changed_name`."""
-        return self._write(self._writers_of_changed, directory, must_be_finite)
+        directory = disk.absolute(directory)  # servers may run in another directory
+        writers = self._writers[only_changed].items()
+        finite = on_each({where: functools.partial(write, directory) for where, write in writers})
+        for where, flags in finite.items():
+            for one, is_finite in zip(
+                itertools.chain(*self._parts[where]), flags.numpy(), strict=True
+            ):
+                if one.name in must_be_finite and not is_finite:
+                    raise NotFinite(one.name)
+        prefixes = [
+            posixpath.join(directory, _part_name(where, number))
+            for where, parts in sorted(self._parts.items())
+            for number in range(len(parts))
+        ]
+        require_written(directory, (f"{prefix}.index" for prefix in prefixes))
+        return prefixes
 
     def clear_marks(self) -> None:
-        """From now on `write_changed` writes rows that change after this call."""
+        """From now on only rows that change after this call are changed ones."""
         for changed, where in self._marks():
             with tf.device(server(where)):
                 changed.assign(tf.zeros(changed.shape, tf.bool))
 
     def share_changed(self) -> float:
-        """The share of all tables' bytes that `write_changed` would write."""
+        """The share of all tables' bytes that a `write` of changed rows would write."""
         counts = {}
         for changed, where in self._marks():
             with tf.device(server(where)):
@@ -130,116 +130,97 @@ class TableFiles:
         found = {id(s.changed): (s.changed, s.server) for s in shards if s.changed is not None}
         return list(found.values())
 
-    def _write(
-        self,
-        writers: dict[int, Callable[[Any], Any]],
-        directory: str,
-        must_be_finite: Collection[str],
-    ) -> list[str]:
-        directory = disk.absolute(directory)  # servers may run in another directory
-        finite = on_each({where: functools.partial(w, directory) for where, w in writers.items()})
-        for where, flags in finite.items():
-            every = [one for part in self._parts[where] for one in part]
-            for one, is_finite in zip(every, flags.numpy(), strict=True):
-                if one.name in must_be_finite and not is_finite:
-                    raise NotFinite(one.name)
-        prefixes = [
-            posixpath.join(directory, _part_name(where, number))
-            for where, parts in sorted(self._parts.items())
-            for number in range(len(parts))
-        ]
-        require_written(directory, (f"{prefix}.index" for prefix in prefixes))
-        return prefixes
-
-    def read(self, prefix: str, layout: Layout) -> None:
-        """Restores all tables from a checkpoint, each server its own rows.
+    def read(self, prefix: str, layout: Layout, only_changed: bool = False) -> None:
+        """Restores all tables from a checkpoint, each server its own rows, slice after slice.
 
         Args:
             prefix: of the checkpoint.
             layout: the slices in it; tables that are not in it are left as they are.
+            only_changed: the checkpoint has rows that changed after another one, which was read.
         """
-        self._read(prefix, layout, _restore)
-
-    def read_changed(self, prefix: str, layout: Layout) -> None:
-        """Restores the rows of `write_changed`, after those of `read`; with the same arguments."""
-        self._read(prefix, layout, _restore_changed)
-
-    def _read(self, prefix: str, layout: Layout, restore: Callable[[str, Slice, int], Any]) -> None:
-        """Calls `restore` for all rows, each server for its own, one slice after the other.
-
-        Args:
-            restore: (prefix, rows of one slice in the checkpoint, where that slice begins) -> the
-                op that is last, on the server.
-        """
-        prefix = disk.absolute(prefix)  # servers may run in another directory
-        wanted: dict[int, list[Callable[[], Any]]] = {}
+        restore = _restore_changed if only_changed else _restore
+        wanted: dict[int, list[Callable[[tf.Tensor], tf.Tensor]]] = {}
         for name, table in self.tables.items():
             for shard in table.shards:
                 # Reading a part of a slice reads all of it: each slice is read once by a shard.
                 for a, b in layout.get(name, ()):
                     start, stop = max(a, shard.start), min(b, shard.stop)
                     if start < stop:
-                        one = Slice(name, table, shard, start, stop)
-                        call = functools.partial(restore, prefix, one, a)
+                        call = functools.partial(restore, Slice(name, table, shard, start, stop), a)
                         wanted.setdefault(shard.server, []).append(call)
-        on_each({where: _one_by_one(where, calls) for where, calls in wanted.items()})
+        prefix = disk.absolute(prefix)  # servers may run in another directory
+        readers = {where: _in_turn(where, calls) for where, calls in wanted.items()}
+        on_each({where: functools.partial(read, prefix) for where, read in readers.items()})
 
     def _writer(
-        self, where: int, tensors_of: Callable[[Slice], list[tuple[str, str, tf.Tensor]]]
+        self, where: int, rows_of: Callable[[Slice], list[TensorSlice]]
     ) -> Callable[[str], tf.Tensor]:
-        """A function that writes the files of one server: which of its slices are finite.
+        """A function of the directory that writes the files of one server: which slices are finite.
 
         Args:
-            tensors_of: (name, slice of the tensor, values) of what is written of each, rows last.
+            rows_of: what is written of each slice, rows last.
         """
 
-        def write(directory: tf.Tensor) -> tf.Tensor:
-            finite: list[tf.Tensor] = []
-            with tf.device(server(where)):
-                written: list[Any] = []
-                for number, part in enumerate(self._parts[where]):
-                    with tf.control_dependencies(written):  # one file after the other is in memory
-                        found = [tensors_of(one) for one in part]
-                    finite += [_are_finite(of[-1][2]) for of in found]
-                    every = [one for of in found for one in of]
-                    written = [
-                        save_tensors(
-                            tf.strings.join([directory, "/", _part_name(where, number)]), {}, every
-                        )
-                    ]
-                with tf.control_dependencies(written):
-                    flags = tf.stack(finite)
-            return tf.identity(flags)
+        def write(number: int, directory: tf.Tensor) -> tf.Tensor:
+            found = [rows_of(one) for one in self._parts[where][number]]
+            finite = tf.stack([_are_finite(of[-1][2]) for of in found])
+            prefix = tf.strings.join([directory, "/", _part_name(where, number)])
+            return _after(save_tensors(prefix, {}, list(itertools.chain(*found))), finite)
 
-        traced = tf.function(write, autograph=False, input_signature=[tf.TensorSpec([], tf.string)])
-        # TensorFlow would warn of calls of `traced`: each server has a function of this name.
-        return lambda directory: traced.get_concrete_function()(tf.constant(directory))
+        parts = range(len(self._parts[where]))  # one file after the other is in memory
+        return _in_turn(where, [functools.partial(write, number) for number in parts])
+
+
+def _in_turn(
+    where: int, calls: Sequence[Callable[[tf.Tensor], tf.Tensor]]
+) -> Callable[[str], tf.Tensor]:
+    """A function of a path whose ops run on one server, those of a call after those before.
+
+    Args:
+        calls: each returns bool [n], of which the function returns all.
+    """
+
+    def run(path: tf.Tensor) -> tf.Tensor:
+        results: list[tf.Tensor] = []
+        with tf.device(server(where)):
+            for call in calls:
+                with tf.control_dependencies(results[-1:]):
+                    results.append(call(path))
+            flags = tf.concat(results, axis=0)
+        return tf.identity(flags)
+
+    traced = tf.function(run, autograph=False, input_signature=[tf.TensorSpec([], tf.string)])
+    # TensorFlow would warn of calls of `traced`: each server has a function of this name.
+    return lambda path: traced.get_concrete_function()(tf.constant(path))
+
+
+def _after(op: Any, flags: Any = ()) -> tf.Tensor:
+    """The flags, bool [n], once an op has run."""
+    with tf.control_dependencies([op]):
+        return tf.identity(tf.convert_to_tensor(flags, tf.bool))
 
 
 def save_tensors(
     prefix: str | tf.Tensor,
     tensors: Mapping[str, Any],
-    slices: Sequence[tuple[str, str, tf.Tensor]] = (),
+    slices: Sequence[TensorSlice] = (),
 ) -> Any:
     """Saves tensors, and slices of other ones, in a TensorFlow checkpoint.
 
     Args:
         prefix: of the checkpoint.
         tensors: by name.
-        slices: (name of the tensor; its shape with begin,length of each dimension, as
-            `tf.raw_ops.SaveV2` takes them; the values there).
+        slices: of the others.
 
     Returns:
         The operation, in a graph.
     """
     whole = [(name, "", tf.convert_to_tensor(tensors[name])) for name in sorted(tensors)]
-    every = [*whole, *slices]
-    return tf.raw_ops.SaveV2(
-        prefix=prefix,
-        tensor_names=[name for name, _, _ in every],
-        shape_and_slices=[spec for _, spec, _ in every],
-        tensors=[values for _, _, values in every],
-    )
+    names, specs, values = zip(*whole, *slices, strict=True)
+    with tf.device("/CPU:0"):
+        return tf.raw_ops.SaveV2(
+            prefix=prefix, tensor_names=names, shape_and_slices=specs, tensors=values
+        )
 
 
 def write_checkpoint(
@@ -253,7 +234,7 @@ def write_checkpoint(
     Args:
         prefix: of the checkpoint; its directory exists, and is the same on all servers.
         parts: a directory for the parts, until they are one.
-        write: `TableFiles.write` or `write_changed`.
+        write: writes tables to a directory, as `TableFiles.write`.
         tensors: the others, by name, which this process writes.
 
     Raises:
@@ -261,72 +242,60 @@ def write_checkpoint(
     """
     tf.io.gfile.makedirs(parts)
     prefixes = write(parts)
+    if tensors is not None:
+        prefixes.insert(0, posixpath.join(parts, "coordinator"))
+        save_tensors(prefixes[0], tensors)
     with tf.device("/CPU:0"):
-        if tensors is not None:
-            prefixes.insert(0, posixpath.join(parts, "coordinator"))
-            save_tensors(prefixes[0], tensors)
         tf.raw_ops.MergeV2Checkpoints(
             checkpoint_prefixes=prefixes, destination_prefix=prefix, delete_old_dirs=False
         )
     storage.remove(parts)
 
 
-@dataclasses.dataclass
-class WholeTables:
-    """The stand-ins of tables in a SavedModel.
+@contextlib.contextmanager
+def whole_tables(variables: Iterable[object]) -> Iterator[ExportedTables]:
+    """Within this context Keras variables that are tables hold variables without values.
 
-    While the SavedModel is made a table has no value, and in the checkpoint of its variables there
-    is a mark in its place.
-
-    Args:
-        tables: by the marks in the checkpoint.
+    The checkpoint of a SavedModel that is written meanwhile has a mark in place of each, which is
+    then replaced by the rows.
     """
+    found: dict[bytes, Table] = {}
+    pairs = []
+    for number, variable in enumerate(tables_among(variables)):
+        table: Table = models.native(variable)
+        mark = f"tfmw: the rows of table {number}"
+        found[mark.encode()] = table
+        name = f"tfmw_exported_{number}"
+        stand_in = table_variables.StandIn(name, table.shape, table.dtype, table.trainable, mark)
+        pairs.append((variable, stand_in))
 
-    tables: dict[str, Table]
-
-    def track(self, archive: Any) -> None:
-        """Makes an archive ready to be written: it has all that it needs."""
-
-    def write_into(self, directory: str) -> None:
-        """Replaces the marks in a SavedModel by the tables' rows, which their servers write.
-
-        Raises:
-            OSError or tf.errors.OpError: a file could not be written.
-        """
-        if not self.tables:
+    def write_into(directory: str) -> None:
+        if not found:
             return
         prefix = posixpath.join(directory, "variables", "variables")
         tables, tensors = {}, {}
         with storage.checkpoint_reader(prefix) as reader:
             for name in sorted(reader.get_variable_to_shape_map()):
                 tensor = reader.get_tensor(name)
-                if isinstance(tensor, bytes) and tensor.decode(errors="replace") in self.tables:
-                    tables[name] = self.tables[tensor.decode()]
+                if isinstance(tensor, bytes) and tensor in found:
+                    tables[name] = found[tensor]
                 else:
                     tensors[name] = tensor
         for file in storage.files_of(f"{prefix}."):
             tf.io.gfile.remove(file)
         write_checkpoint(prefix, f"{prefix}.parts", TableFiles(tables).write, tensors)
 
-
-@contextlib.contextmanager
-def whole_tables(variables: Iterable[object]) -> Iterator[WholeTables]:
-    """Within this context Keras variables that are tables hold variables without values."""
-    found: dict[str, Table] = {}
-    pairs = []
-    for number, variable in enumerate(tables_among(variables)):
-        table: Table = models.native(variable)
-        mark = f"{_MARK} {number}"
-        found[mark] = table
-        name = f"tfmw_exported_{number}"
-        stand_in = table_variables.StandIn(name, table.shape, table.dtype, table.trainable, mark)
-        pairs.append((variable, stand_in))
     with models.substituted(pairs):
-        yield WholeTables(found)
+        yield None, write_into
 
 
 def verify(
-    prefix: str, layout: Layout, shapes: Mapping[str, Any], types: Mapping[str, Any], servers: int
+    prefix: str,
+    layout: Layout,
+    shapes: Mapping[str, Any],
+    types: Mapping[str, Any],
+    servers: int,
+    only_changed: bool = False,
 ) -> None:
     """Reads all slices of tables and drops them: their checksums are compared.
 
@@ -335,87 +304,65 @@ def verify(
         layout: the slices of tables in it.
         shapes, types: of all its tensors.
         servers: number of parameter servers, which share the work; 0 to read them here.
+        only_changed: as of `TableFiles.write`, which wrote it.
 
     Raises:
         tf.errors.OpError, ValueError: a checksum does not match, or rows are missing.
-        ServerCannotRead: of a server; this process reads the same rows.
+        TfmwError: a server cannot read it; this process reads the same rows.
     """
+    every: list[tuple[str, str]] = []  # (name of a tensor, slice)
     for name, ranges in layout.items():
+        if only_changed:
+            rows = [changed_name(name, a) for a, _ in ranges]
+            every += [(each, "") for of in rows for each in (of, ids_of(of))]
+            continue
         if [0, *(b for _, b in ranges)] != [*(a for a, _ in ranges), shapes[name][0]]:
             raise ValueError(f"the slices {ranges} of {name} are not all of its {shapes[name]}")
-    every = [
-        (name, _spec(shapes[name], a, b), types[name])
-        for name, ranges in layout.items()
-        for a, b in ranges
-    ]
-    _compare_checksums(prefix, every, servers)
-
-
-def verify_changed(prefix: str, layout: Layout, types: Mapping[str, Any], servers: int) -> None:
-    """As `verify`, of the tensors of `TableFiles.write_changed`."""
-    names = [changed_name(name, a) for name, ranges in layout.items() for a, _ in ranges]
-    every = [(each, "", types[each]) for name in names for each in (name, ids_of(name))]
-    _compare_checksums(prefix, every, servers)
-
-
-def _compare_checksums(prefix: str, every: list[tuple[str, str, tf.DType]], servers: int) -> None:
-    """Reads (name, slice, dtype), each server some of them; reading compares their checksums."""
+        every += [(name, slice_spec(shapes[name], a, b)) for a, b in ranges]
+    dtypes = [types[name] for name, _ in every]
     prefix = disk.absolute(prefix)
     count = max(1, servers)
 
-    def check(where: int) -> None:
-        for one in every[where::count]:
+    def read(name: str, spec: str, dtype: tf.DType, device: str) -> None:
+        with tf.device(device):
+            (rows,) = tf.raw_ops.RestoreV2(
+                prefix=prefix, tensor_names=[name], shape_and_slices=[spec], dtypes=[dtype]
+            )
+            int(tf.size(rows))  # waits for the server
+
+    def read_some(where: int) -> None:
+        for (name, spec), dtype in zip(every[where::count], dtypes[where::count], strict=True):
             try:
-                _read_and_drop(prefix, *one, server(where) if servers else "/CPU:0")
+                read(name, spec, dtype, server(where) if servers else "/CPU:0")
             except tf.errors.OpError as e:
                 if not servers:
                     raise
-                _read_and_drop(prefix, *one, "/CPU:0")  # raises if the file is damaged
-                raise ServerCannotRead(where, prefix, e) from e
+                read(name, spec, dtype, "/CPU:0")  # raises if the file is damaged
+                reason = (e.message or type(e).__name__).splitlines()[0]
+                raise TfmwError(
+                    f"parameter server {where} cannot read {prefix!r} ({reason[:200]}), and the "
+                    "coordinator can: expected a running server, and a directory that all tasks "
+                    "share."
+                ) from e
 
-    on_each({where: functools.partial(check, where) for where in range(count)})
-
-
-def _read_and_drop(prefix: str, name: str, spec: str, dtype: tf.DType, device: str) -> None:
-    with tf.device(device):
-        (rows,) = tf.raw_ops.RestoreV2(
-            prefix=prefix, tensor_names=[name], shape_and_slices=[spec], dtypes=[dtype]
-        )
-        int(tf.size(rows))  # waits for the server
+    on_each({where: functools.partial(read_some, where) for where in range(count)})
 
 
-def _one_by_one(where: int, calls: list[Callable[[], Any]]) -> Callable[[], Any]:
-    """Makes the ops of one server, each after the one before."""
-
-    def run() -> tf.Tensor:
-        with tf.device(server(where)):
-            done: list[Any] = []
-            for call in calls:
-                with tf.control_dependencies(done):
-                    done = [call()]
-            with tf.control_dependencies(done):
-                end = tf.constant(0)
-        return tf.identity(end)
-
-    traced = tf.function(run, autograph=False)
-    return lambda: traced.get_concrete_function()()  # without a warning, as in `_writer`
-
-
-def _restore(prefix: str, one: Slice, begin: int) -> Any:
-    """Reads rows of `write` on their server."""
+def _restore(one: Slice, begin: int, prefix: tf.Tensor) -> tf.Tensor:
+    """Reads rows of one slice, which begins at row `begin`, on their server."""
     del begin
     (rows,) = tf.raw_ops.RestoreV2(
         prefix=prefix,
         tensor_names=[one.name],
-        shape_and_slices=[_spec(one.table.shape, one.start, one.stop)],
+        shape_and_slices=[slice_spec(one.table.shape, one.start, one.stop)],
         dtypes=[one.table.dtype],
     )
     rows = tf.ensure_shape(rows, [one.stop - one.start, *one.table.shape[1:]])
-    return store_rows(one.shard, one.start, rows)
+    return _after(store_rows(one.shard, one.start, rows))
 
 
-def _restore_changed(prefix: str, one: Slice, begin: int) -> Any:
-    """Reads the rows of `write_changed` that are in a shard, on its server."""
+def _restore_changed(one: Slice, begin: int, prefix: tf.Tensor) -> tf.Tensor:
+    """As `_restore`, of the rows in a shard that have changed."""
     name, shard = changed_name(one.name, begin), one.shard
     ids, rows = tf.raw_ops.RestoreV2(
         prefix=prefix,
@@ -425,7 +372,7 @@ def _restore_changed(prefix: str, one: Slice, begin: int) -> Any:
     )
     own = tf.where((ids >= shard.start) & (ids < shard.stop))[:, 0]
     changed = tf.IndexedSlices(tf.gather(rows, own), tf.gather(ids, own) - shard.start)
-    return shard.variable.scatter_update(changed)
+    return _after(shard.variable.scatter_update(changed))
 
 
 def changed_name(name: str, start: int) -> str:
@@ -439,7 +386,7 @@ def ids_of(name: str) -> str:
 
 
 def is_changed_rows(name: str) -> bool:
-    """Whether `write_changed` wrote a tensor of this name."""
+    """Whether a tensor of this name has rows that have changed, or their indices."""
     return _CHANGED in name
 
 
@@ -450,14 +397,14 @@ def _are_finite(values: tf.Tensor) -> tf.Tensor:
     return tf.reduce_all(tf.math.is_finite(values))
 
 
-def _whole(one: Slice) -> list[tuple[str, str, tf.Tensor]]:
+def _whole(one: Slice) -> list[TensorSlice]:
     first = one.start - one.shard.start
     ids = tf.range(first, one.stop - one.shard.start, dtype=tf.int64)
-    spec = _spec(one.table.shape, one.start, one.stop)
+    spec = slice_spec(one.table.shape, one.start, one.stop)
     return [(one.name, spec, tf.gather(one.shard.variable, ids))]
 
 
-def _changed(one: Slice) -> list[tuple[str, str, tf.Tensor]]:
+def _changed(one: Slice) -> list[TensorSlice]:
     first, changed = one.start - one.shard.start, one.shard.changed
     marks = tf.gather(changed, tf.range(first, one.stop - one.shard.start, dtype=tf.int64))
     ids = tf.where(marks)[:, 0] + first
@@ -485,7 +432,7 @@ def _part_name(where: int, number: int) -> str:
     return f"server_{where:05d}_{number:05d}"
 
 
-def _spec(shape: Any, start: int, stop: int) -> str:
+def slice_spec(shape: Any, start: int, stop: int) -> str:
     """The rows [start, stop) of a tensor, as tensorflow/core/framework/tensor_slice.h has it.
 
     Such as "1000 64 250,250:-": the whole shape, then first row and number of rows, all columns.

@@ -1,15 +1,5 @@
 """Tables in files whose rows are looked up by ops that any TensorFlow has.
 
-    files = RowFiles({"embedding/embeddings": table})
-    files.write("/exports/model/assets")                   # each server its own rows
-    rows = files.look_up("embedding/embeddings", directory, ids)
-
-    with tables_in_files(model.variables, model.weights) as written:
-        ...                                                # make the archive of a SavedModel
-        written.track(archive)
-        ...                                                # write the SavedModel to `path`
-        written.write_into(path)                           # no row goes through this process
-
 A file is a TFRecord file. Each record has some successive rows, about 4 KB, as a serialized tensor.
 All records of a table have the same length. So a lookup knows the file and the offset of the record
 that has a row, reads this record and checks its checksum; nothing else is read. The graph of a
@@ -24,7 +14,6 @@ record. `ImmutableConst` maps a file into memory, which TensorFlow copies, as a 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import json
@@ -39,6 +28,7 @@ import tensorflow as tf
 from tfmw.errors import TfmwError
 from tfmw.keras_compat import models, table_variables
 from tfmw.runtime import disk
+from tfmw.tables.files import ExportedTables
 from tfmw.tables.shards import VariableShard, on_each, require_written, server
 from tfmw.tables.table import NeedsAllRows, Slice, Table, slices, tables_among
 
@@ -217,54 +207,14 @@ def _writer(shard: VariableShard, records: _Records) -> Callable[[Any, Any, Any]
 # ---------------------------------------------------------------- in SavedModels
 
 
-@dataclasses.dataclass
-class TablesInFiles:
-    """Tables of a SavedModel whose rows are looked up in files.
-
-    The SavedModel has an asset, `assets/tables.json`, which names the files of rows, and beside it
-    these files, which the servers write.
-
-    Args:
-        files: of the tables, by their names in the asset.
-        asset: `assets/tables.json`.
-    """
-
-    files: RowFiles
-    asset: Any
-
-    def track(self, archive: Any) -> None:
-        """Adds the asset to an archive, if there are tables."""
-        if self.files.tables:
-            table_variables.track_asset(archive, self.asset)
-
-    def write_into(self, directory: str) -> None:
-        """Adds the files to a SavedModel; servers write their rows.
-
-        Raises:
-            OSError or tf.errors.OpError: a file could not be written.
-            TfmwError: rows are not where a lookup reads them.
-        """
-        if not self.files.tables:
-            return
-        folder = disk.absolute(posixpath.join(directory, "assets"))
-        self.files.write(folder)
-        for name, table in self.files.tables.items():
-            ids = self.files.first_and_last(name)
-            with tf.device("CPU:0"):
-                written = self.files.look_up(name, tf.constant(folder), ids)
-            if written.numpy().tobytes() != table.sparse_read(ids).numpy().tobytes():
-                raise TfmwError(
-                    f"the rows of {name} in {folder!r} are not those of the parameter servers: "
-                    "this TensorFlow writes records in another way than those that tfmw knows; "
-                    'export with tables="whole".'
-                )
-
-
 @contextlib.contextmanager
 def tables_in_files(
     variables: Iterable[object], weights: Iterable[object]
-) -> Iterator[TablesInFiles]:
+) -> Iterator[ExportedTables]:
     """Within this context Keras variables that are tables look up rows in files, in graphs.
+
+    The SavedModel has an asset, `assets/tables.json`, which names the files of rows, and beside it
+    these files, which the servers write.
 
     Args:
         variables: of the model, its optimizer and its metrics.
@@ -299,7 +249,25 @@ def tables_in_files(
             )
             pairs.append((variable, rows))
         with models.substituted(pairs):
-            yield TablesInFiles(files, asset)
+            yield asset if files.tables else None, functools.partial(_write_into, files)
+
+
+def _write_into(files: RowFiles, directory: str) -> None:
+    """Adds the files to a SavedModel. Raises TfmwError if a lookup would not read the rows."""
+    if not files.tables:
+        return
+    folder = disk.absolute(posixpath.join(directory, "assets"))
+    files.write(folder)
+    for name, table in files.tables.items():
+        ids = files.first_and_last(name)
+        with tf.device("CPU:0"):
+            written = files.look_up(name, tf.constant(folder), ids)
+        if written.numpy().tobytes() != table.sparse_read(ids).numpy().tobytes():
+            raise TfmwError(
+                f"the rows of {name} in {folder!r} are not those of the parameter servers: "
+                "this TensorFlow writes records in another way than those that tfmw knows; "
+                'export with tables="whole".'
+            )
 
 
 def _refuse_whole(path: str) -> NoReturn:
