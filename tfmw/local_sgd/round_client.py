@@ -29,22 +29,15 @@ _calls = itertools.count()  # of fit, in this process; the same in a restarted o
 
 @dataclasses.dataclass(frozen=True)
 class RoundAnswer:
-    """The server's answer to a member that joins, or that takes part in a round.
+    """The server's answer to a member that joins, or that takes part in a round."""
 
-    Attributes:
-        arrays: on joining, the state of another member, none if this one's is that of all; of a
-            round, the means, none without examples.
-        wants_state: whether this member must send its state, for others that join.
-        finished: whether all members are done; on joining, `arrays` is the result then.
-        members: number of members that took part in the round.
-        examples: of all members, since the last round.
-    """
-
+    # On joining, the state of another member, none if this one's is that of all. Of a round, the
+    # means, none without examples.
     arrays: list[np.ndarray]
-    wants_state: bool
-    finished: bool
-    members: int = 0
-    examples: float = 0.0
+    wants_state: bool  # this member must send its state, for others that join
+    finished: bool  # all members are done; on joining, `arrays` is the result then
+    members: int = 0  # that took part in the round
+    examples: float = 0.0  # of all members, since the last round
 
 
 class RoundClient:
@@ -157,14 +150,8 @@ class RoundClient:
             elements: of the first one.
             done: whether this member has no more examples.
         """
-        message = {
-            "do": "round",
-            "examples": examples,
-            "steps": steps,
-            "packed": packed,
-            "elements": elements,
-            "done": done,
-        }
+        of_first = {"packed": packed, "elements": elements}
+        message = {"do": "round", "examples": examples, "steps": steps, "done": done, **of_first}
         with blocking_call("exchange of weights"):
             return self._answered(message, arrays)
 

@@ -50,22 +50,15 @@ Arrays = list[np.ndarray]
 
 @dataclasses.dataclass(eq=False)
 class _Seat:
-    """A connected member.
-
-    Attributes:
-        asks: its message that waits for an answer, "join" or "round"; empty while it trains.
-        arrays: of that message.
-        takes_part: whether rounds wait for it.
-        done: whether it has no more examples.
-        resumes: whether it was given a record.
-    """
+    """A connected member."""
 
     connection: Connection
+    resumes: bool  # it was given a record
+    # Its message that waits for an answer, "join" or "round", and the arrays; none while it trains.
     asks: Message = dataclasses.field(default_factory=dict)
     arrays: Arrays = dataclasses.field(default_factory=list)
-    takes_part: bool = False
-    done: bool = False
-    resumes: bool = False
+    takes_part: bool = False  # rounds wait for it
+    done: bool = False  # it has no more examples
 
     def answer(self, message: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
         """Answers it, without waiting for a slow link.
@@ -73,13 +66,13 @@ class _Seat:
         A lost member is noticed by the thread that receives from it. It asks nothing before it has
         the answer, so two answers cannot overtake each other.
         """
-        self.asks, self.arrays = {}, []
-        threading.Thread(target=self.send, args=(message, arrays), daemon=True).start()
 
-    def send(self, message: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
-        """The same, with waiting."""
-        with contextlib.suppress(OSError):
-            self.connection.send(message, arrays)
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                self.connection.send(message, arrays)
+
+        self.asks, self.arrays = {}, []
+        threading.Thread(target=send, daemon=True).start()
 
 
 class RoundServer:
@@ -113,23 +106,25 @@ class RoundServer:
     def _serve(self, peer: socket.socket) -> None:
         with (
             contextlib.closing(Connection(peer)) as connection,
-            contextlib.suppress(ValueError, KeyError),
+            contextlib.suppress(ValueError, KeyError),  # of messages that no member sends
         ):
             hello, _ = connection.receive()
-            member, call = int(hello["member"]), int(hello["call"])
-            if problem := self._problem(hello):
-                connection.send({"error": problem})
+            member, members, call = (int(hello[name]) for name in ("member", "members", "call"))
+            if members != self._members:
+                problem = f"this member knows {members} members, the server {self._members}"
+            elif not 0 <= member < members:
+                problem = f"received member {member}: expected 0 to {members - 1}"
             else:
-                self._follow(connection, member, call)
+                self._serve_member(connection, member, call)
+                return
+            connection.send({"error": problem})
 
-    def _follow(self, connection: Connection, member: int, call: int) -> None:
-        """Handles the messages of a member until it is lost."""
-        seat = _Seat(connection)
+    def _serve_member(self, connection: Connection, member: int, call: int) -> None:
         with self._lock:
             if call not in self._trainings:
                 self._trainings[call] = _Training(self._members, self._patience_s, self._lock)
             training = self._trainings[call]
-            training.enter(member, seat)
+            seat = training.enter(member, connection)
         try:
             while True:
                 message, arrays = connection.receive()
@@ -138,14 +133,6 @@ class RoundServer:
         finally:
             with self._lock:
                 training.leave(member, seat)
-
-    def _problem(self, hello: Message) -> str | None:
-        member, members = hello["member"], hello["members"]
-        if members != self._members:
-            return f"this member knows {members} members, the server {self._members}"
-        if not 0 <= member < self._members:
-            return f"received member {member}: expected 0 to {self._members - 1}"
-        return None
 
 
 class _Training:
@@ -184,16 +171,16 @@ class _Training:
         for seat in self._seats.values():
             seat.connection.close()
 
-    def enter(self, member: int, seat: _Seat) -> None:
+    def enter(self, member: int, connection: Connection) -> _Seat:
         """A member has connected."""
         before = self._seats.get(member)
         if before is not None:
             self.leave(member, before)
-        self._seats[member] = seat
         record, arrays = self._records.get(member, (None, []))
-        seat.resumes = record is not None
+        seat = self._seats[member] = _Seat(connection, resumes=record is not None)
         unrecorded = self._unrecorded.get(member, 0)
         seat.answer({"round": self._round, "record": record, "unrecorded": unrecorded}, arrays)
+        return seat
 
     def leave(self, member: int, seat: _Seat) -> None:
         """A connection has ended."""
@@ -263,7 +250,11 @@ class _Training:
             return
         present = {m: seat for m, seat in sorted(self._seats.items()) if seat.takes_part}
         if self._finished:
-            self._give_last_state()
+            for member in self._wanting_to_join():
+                if self._last_state is None:  # who was to send it was lost
+                    self._seats[member].answer(_ALL_LOST)
+                else:
+                    self._seats[member].answer(self._answer(), self._last_state)
         elif not present:
             self._begin()
         elif all(seat.asks for seat in present.values()):
@@ -294,14 +285,14 @@ class _Training:
         self._seats[founder].takes_part = True
         if others:
             self._sender, self._joining = founder, others
-        self._seats[founder].answer(self._joined(wants_state=bool(others)))
+        self._seats[founder].answer(self._answer(wants_state=bool(others)))
 
     def _be_impatient(self) -> None:
         with self._lock:
             self._impatient, self._timer = True, None
             self._proceed()
 
-    def _joined(self, wants_state: bool = False) -> Message:
+    def _answer(self, wants_state: bool = False) -> Message:
         return {"round": self._round, "wants_state": wants_state, "finished": self._finished}
 
     def _pass_on(self, member: int, arrays: Arrays) -> None:
@@ -315,15 +306,8 @@ class _Training:
             seat = self._seats.get(other)
             if seat is not None:
                 seat.takes_part = True
-                seat.answer(self._joined(), arrays)
+                seat.answer(self._answer(), arrays)
         self._proceed()
-
-    def _give_last_state(self) -> None:
-        for member in self._wanting_to_join():
-            if self._last_state is None:  # who was to send it was lost
-                self._seats[member].answer(_ALL_LOST)
-            else:
-                self._seats[member].answer(self._joined(), self._last_state)
 
     def _end_round(self, present: dict[int, _Seat]) -> None:
         messages = [seat.asks for seat in present.values()]
@@ -334,16 +318,10 @@ class _Training:
         if joining or self._finished:
             self._sender, self._joining = next(iter(present)), joining
         for member, seat in present.items():
-            steps = self._unrecorded.get(member, 0) + seat.asks["steps"]
-            self._unrecorded[member] = steps
-            answer = {
-                "round": self._round,
-                "members": len(present),
-                "examples": sum(message["examples"] for message in messages),
-                "wants_state": member == self._sender,
-                "finished": self._finished,
-            }
-            seat.answer(answer, mean)
+            self._unrecorded[member] = self._unrecorded.get(member, 0) + seat.asks["steps"]
+            examples = sum(message["examples"] for message in messages)
+            answer = self._answer(wants_state=member == self._sender)
+            seat.answer({**answer, "members": len(present), "examples": examples}, mean)
 
     def _mean(self, messages: Sequence[Message], arrays: Sequence[Arrays]) -> Arrays:
         """The mean of each array, weighted by examples; none without examples.

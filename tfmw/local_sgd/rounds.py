@@ -280,18 +280,18 @@ class Rounds:
         self.begin()
         own = placement.updated_variables(self._model)
         count = len(own) + 1 + len(self._quantized)
-        outer = self._from_chief(tensors, _numbered(_OUTER, len(self._outer.state)))
-        rows = self._from_chief(tensors, _numbered(_REPLICAS, count))
-        begun, summed = self._from_chief(tensors, [_BEGUN, _SUMMED])
-        for variable, value in zip(self._outer.state, outer, strict=True):
-            variable.assign(value)
+        outer, rows = _numbered(_OUTER, len(self._outer.state)), _numbered(_REPLICAS, count)
+        found = iter(self._from_chief(tensors, [*outer, *rows, _BEGUN, _SUMMED]))
+        for variable in self._outer.state:
+            variable.assign(next(found))
+        *of_replicas, begun, summed = found
         first = self._replicas.sharding.local.start
         for local in range(self._replicas.local):
             copies = [placement.local_copies(self._strategy, v)[local] for v in own]
-            for copy, of_all in zip(copies, rows, strict=False):
+            for copy, of_all in zip(copies, of_replicas, strict=False):
                 copy.assign(tf.cast(self._of_replica(of_all, first + local), copy.dtype))
-            self._examples[local].assign(self._of_replica(rows[len(own)], first + local))
-        for quantized, of_all in zip(self._quantized, rows[len(own) + 1 :], strict=True):
+            self._examples[local].assign(self._of_replica(of_replicas[len(own)], first + local))
+        for quantized, of_all in zip(self._quantized, of_replicas[len(own) + 1 :], strict=True):
             left = self._of_replica(of_all, first)
             if left.shape == quantized.left.shape:  # else on other machines: rounding begins anew
                 quantized.left = left
@@ -314,16 +314,13 @@ class Rounds:
     def _from_chief(self, tensors: Mapping[str, Any], names: list[str]) -> list[np.ndarray]:
         """The tensors of these names on all tasks. All tasks must call it."""
         group = self._replicas.group
+        own = [np.asarray(tensors[name]) for name in names] if group.is_chief else []
         if group.size == 1:
-            return [np.asarray(tensors[name]) for name in names]
-
-        def described() -> list[tuple[str, list[int]]]:
-            found = [np.asarray(tensors[name]) for name in names]
-            return [(value.dtype.name, list(value.shape)) for value in found]
-
+            return own
         found = []
-        for name, (dtype, shape) in zip(names, group.from_chief(described), strict=True):
-            value = tensors[name] if group.is_chief else tf.zeros(shape, dtype)
+        described = group.from_chief(lambda: [(v.dtype.name, list(v.shape)) for v in own])
+        for i, (dtype, shape) in enumerate(described):
+            value = own[i] if group.is_chief else tf.zeros(shape, dtype)
             variable = tf.Variable(value, trainable=False)
             if math.prod(shape):
                 broadcast(self._strategy, [variable])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import os
 import sys
 from typing import Any
@@ -19,27 +20,16 @@ from tfmw.training.arguments import FitArguments
 
 @dataclasses.dataclass(frozen=True)
 class SyncSettings:
-    """The exchange of weights of one call of fit.
+    """The exchange of weights of one call of fit."""
 
-    Attributes:
-        every: number of steps between two exchanges of the same weights.
-        fragments: number of parts of the weights, which are exchanged in turns.
-        overlap: number of steps that run during an exchange.
-        compression: "int8" or "int4"; None for float32.
-        outer: the configuration of the outer optimizer.
-        between: "replicas" or "machines": what trains on its own between two exchanges.
-        elastic: whether members come and go; see `elastic_rounds`.
-        seconds: between two exchanges, in place of `every`; elastic ones only.
-    """
-
-    every: int
-    fragments: int
-    overlap: int
-    compression: str | None
-    outer: dict[str, Any]
-    between: str = "replicas"
-    elastic: bool = False
-    seconds: float | None = None
+    every: int  # steps between two exchanges of the same weights
+    fragments: int  # parts of the weights, which are exchanged in turns
+    overlap: int  # steps that run during an exchange
+    compression: str | None  # "int8" or "int4"; None for float32
+    outer: dict[str, Any]  # the configuration of the outer optimizer
+    between: str = "replicas"  # or "machines": what trains on its own between two exchanges
+    elastic: bool = False  # whether members come and go; see `elastic_rounds`
+    seconds: float | None = None  # between two exchanges, in place of `every`; elastic ones only
 
     @classmethod
     def of(cls, arguments: FitArguments) -> SyncSettings | None:
@@ -111,13 +101,10 @@ class SyncSettings:
 
     def begun_after(self, step: int) -> int | None:
         """The fragment of which an exchange begins after a step of an epoch, from 1; or None."""
-        return self._fragment_at(step + self.overlap)
+        return self.applied_after(step + self.overlap)
 
     def applied_after(self, step: int) -> int | None:
         """The fragment of which the exchanged values are applied after a step, or None."""
-        return self._fragment_at(step)
-
-    def _fragment_at(self, step: int) -> int | None:
         for fragment in range(self.fragments):
             end = (fragment + 1) * self.every // self.fragments
             if step > 0 and (step - end) % self.every == 0:
@@ -128,13 +115,9 @@ class SyncSettings:
         """Number of steps after `step` until an exchange begins or ends."""
         if self.seconds is not None:
             return sys.maxsize
-        following = range(step + 1, step + 1 + self.every)
-        acts = (
-            s
-            for s in following
-            if self.begun_after(s) is not None or self.applied_after(s) is not None
-        )
-        return next(acts) - step
+        acts = (self.begun_after, self.applied_after)
+        due = (s for s in itertools.count(step + 1) if any(act(s) is not None for act in acts))
+        return next(due) - step
 
 
 _DEFAULTS = {
@@ -167,17 +150,16 @@ def _seconds(every: Any) -> float | None:
 
 def _config_of(optimizer: Any) -> dict[str, Any]:
     """The configuration of an optimizer; by default the one that sets weights to their mean."""
+    if optimizer is None:
+        optimizer = keras.optimizers.SGD(learning_rate=1.0)
     given = dict(optimizer) if isinstance(optimizer, dict) else optimizer  # Keras changes it
     try:
-        made = keras.optimizers.get("sgd" if optimizer is None else given)
+        config: dict[str, Any] = keras.optimizers.serialize(keras.optimizers.get(given))
     except (ValueError, TypeError) as e:
         raise UsageError(
             f"received outer_optimizer={optimizer!r}: expected one of keras.optimizers, such as "
             f"keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True) ({e})."
         ) from None
-    if optimizer is None:
-        made = keras.optimizers.SGD(learning_rate=1.0)
-    config: dict[str, Any] = keras.optimizers.serialize(made)
     return config
 
 
