@@ -377,18 +377,11 @@ def _normalize(path: str | os.PathLike[str]) -> str:
 
 
 def _write_manifest(directory: str) -> None:
-    paths = [
-        posixpath.join(parent, name)
-        for parent, _, names in tf.io.gfile.walk(directory)
-        for name in names
-    ]
-    files = {
-        path[len(directory) :].lstrip("/"): {
-            "sha256": storage.sha256(path),
-            "bytes": tf.io.gfile.stat(path).length,
-        }
-        for path in paths
-    }
+    files = {}
+    for parent, _, names in tf.io.gfile.walk(directory):
+        for path in (posixpath.join(parent, name) for name in names):
+            entry = {"sha256": storage.sha256(path), "bytes": tf.io.gfile.stat(path).length}
+            files[path[len(directory) :].lstrip("/")] = entry
     content = {"format": _FORMAT, "files": dict(sorted(files.items()))}
     with tf.io.gfile.GFile(posixpath.join(directory, MANIFEST), "w") as file:
         file.write(json.dumps(content, indent=1) + "\n")

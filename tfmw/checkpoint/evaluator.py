@@ -72,8 +72,9 @@ def watch(
     evaluation = _Evaluation(model, evaluate, path)
     store = BackupStore(path)
     polls = 0  # that have found no backup
+    done = False
     with _watching(path), contextlib.closing(evaluation.writer):
-        while True:
+        while not done:
             backup = _newest(store)
             if backup is None:
                 polls += 1
@@ -86,14 +87,11 @@ def watch(
                         path,
                         _REMINDER_S,
                     )
-            is_new = backup is not None and backup.step not in evaluation.logs
-            if backup is None or not (is_new or backup.record["done"]):
+            if backup is None or (backup.step in evaluation.logs and not backup.record["done"]):
                 sleep(_POLL_S)
                 continue
-            if is_new and not evaluation.run(backup):
-                continue
-            if backup.record["done"]:
-                break
+            evaluated = backup.step in evaluation.logs or evaluation.run(backup)
+            done = evaluated and backup.record["done"]
         with contextlib.suppress(tf.errors.NotFoundError):  # all backups are evaluated
             tf.io.gfile.remove(os.path.join(path, EVALUATOR_LOCK))
     if remove:

@@ -67,14 +67,6 @@ class Backups:
         group: the tasks that train together.
         asked: their directory and frequency, and what else to do; None saves nothing.
         clock: monotonic seconds.
-
-    Attributes:
-        has_directory: whether backups are written.
-        on: whether anything is saved.
-        record: the JSON of the newest complete backup, on all tasks; None if there is none.
-        tensors: its tensors; on the chief only.
-        on_disk: both, of the directory.
-        saved_at: seconds since the epoch of the last backup of this call; None before the first.
     """
 
     def __init__(
@@ -83,11 +75,13 @@ class Backups:
         asked: BackupAndRestore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.on = self.has_directory = asked is not None
+        self.has_directory = asked is not None
+        self.on = self.has_directory  # whether anything is saved
+        # The JSON of the newest complete backup, on all tasks, or None; on the chief its tensors.
         self.record: dict[str, Any] | None = None
         self.tensors: Mapping[str, Any] = {}
-        self.on_disk: tuple[dict[str, Any] | None, Mapping[str, Any]] = None, {}
-        self.saved_at: float | None = None
+        self.on_disk: tuple[dict[str, Any] | None, Mapping[str, Any]] = None, {}  # both, as read
+        self.saved_at: float | None = None  # of the last backup of this call; by `time.time`
         self.schedule = Schedule("epoch" if asked is None else asked.save_freq)
         self.path = "" if asked is None else asked.backup_dir
         self._group = group

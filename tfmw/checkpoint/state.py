@@ -189,9 +189,8 @@ class Snapshots:
     def _copied(self, name: str, value: tf.Tensor) -> tf.Tensor:
         """A copy, or the value itself where that is not worth it."""
         size = value.shape.num_elements() * value.dtype.size
-        if size < _WORTH_KEEPING_BYTES or value.dtype not in _KEPT_TYPES:
-            return value
-        if "CPU" not in value.device:
+        is_kept = size >= _WORTH_KEEPING_BYTES and value.dtype in _KEPT_TYPES
+        if not is_kept or "CPU" not in value.device:
             return value
         if name not in self._copies:
             self._copies[name] = new_tensor(value.shape, value.dtype)

@@ -124,10 +124,7 @@ class Backup:
         paths = storage.files_of(os.path.join(self.path, f"{prefix}.data-"))
         found = sum(tf.io.gfile.stat(path).length for path in paths)
         if listed > found:
-            raise Damaged(
-                f"backup {self.path} is damaged: its index lists {listed} bytes, its files "
-                f"have {found}"
-            )
+            raise ValueError(f"its index lists {listed} bytes, its files have {found}")
         return shapes, types
 
 
@@ -339,12 +336,12 @@ class BackupStore:
             if not tf.io.gfile.exists(target):
                 raise Incomplete(f"backup {path} is incomplete: it has no {_RECORD}")
             if tf.io.gfile.stat(target).length > _LARGEST_RECORD:
-                raise Damaged(f"backup {path} is damaged: {_RECORD} is too large to be one")
+                raise ValueError(f"{_RECORD} is too large to be one")
             with tf.io.gfile.GFile(target, "r") as f:
                 sealed = json.loads(f.read())
             text = sealed["body"]
             if hashlib.sha256(text.encode()).hexdigest() != sealed["sha256"]:
-                raise Damaged(f"backup {path} is damaged: {_RECORD} does not match its checksum")
+                raise ValueError(f"{_RECORD} does not match its checksum")
             body = json.loads(text)
             layout = body.get("tables") or {}
             readable = [1, _format(layout)]
@@ -357,16 +354,16 @@ class BackupStore:
             in_tensors = body["format"] != readable[-1]
             for name, size in body["sizes"].items():
                 if not _FILES.fullmatch(name):
-                    raise Damaged(f"backup {path} is damaged: it lists a file {name!r}")
+                    raise ValueError(f"it lists a file {name!r}")
                 found = tf.io.gfile.stat(os.path.join(path, name)).length
                 if found != size:
-                    raise Damaged(f"backup {path} is damaged: {name} has {found} of {size} bytes")
+                    raise ValueError(f"{name} has {found} of {size} bytes")
             index = storage.sha256(os.path.join(path, f"{PREFIX}.index"))
             of_tables = None if in_tensors else _index_of_tables(path, layout)
             if (index, of_tables) != (body["index_sha256"], body.get("tables_index_sha256")):
-                raise Damaged(f"backup {path} is damaged: its index does not match its checksum")
+                raise ValueError("its index does not match its checksum")
             if body["step"] != step or not isinstance(body["record"], dict):
-                raise Damaged(f"backup {path} is damaged: its record is of step {body['step']!r}")
+                raise ValueError(f"its record is of step {body['step']!r}")
         except UsageError:
             raise
         except (*_MALFORMED, OSError, tf.errors.OpError) as e:
@@ -436,9 +433,9 @@ def _index_of_tables(directory: str, layout: files.Layout) -> str | None:
 
 
 def _refuse_all_but_files(path: str) -> None:
-    """Raises Damaged unless `path` is a directory that contains only plain files."""
+    """Raises ValueError unless `path` is a directory that contains only plain files."""
     if not stat.S_ISDIR(os.lstat(path).st_mode):
-        raise Damaged(f"backup {path} is damaged: it is not a directory")
+        raise ValueError("it is not a directory")
     for name in os.listdir(path):
         if not stat.S_ISREG(os.lstat(os.path.join(path, name)).st_mode):
-            raise Damaged(f"backup {path} is damaged: {name!r} in it is not a plain file")
+            raise ValueError(f"{name!r} in it is not a plain file")

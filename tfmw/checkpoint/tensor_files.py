@@ -230,15 +230,15 @@ class TableRows:
 
         Raises: as `BackupStore.write`.
         """
-        prefix, parts = os.path.join(directory, PREFIX), os.path.join(directory, "parts")
+        prefix = os.path.join(directory, PREFIX)
         write = functools.partial(self.files.write, must_be_finite=self.must_be_finite)
         if self.base is None:
-            write_checkpoint(os.path.join(directory, TABLES), parts, write)
+            write_checkpoint(os.path.join(directory, TABLES), write)
             save_tensors(prefix, tensors)
             return
         for path in storage.files_of(os.path.join(self.base, f"{TABLES}.")):
             os.link(path, os.path.join(directory, os.path.basename(path)))
-        write_checkpoint(prefix, parts, functools.partial(write, only_changed=True), tensors)
+        write_checkpoint(prefix, functools.partial(write, only_changed=True), tensors)
 
 
 class TableBackups:

@@ -1,9 +1,6 @@
 """Rounds whose members come and go: exchanges through their server, and the state for who joins.
 
-rounds = ElasticRounds(model, strategy, settings, client)
-rounds.join(known)             # before the first step
-rounds.after_step(number)      # as `Rounds`
-rounds.finish()                # after the last one: takes part until all members are done
+A member joins before the first step, exchanges as in `Rounds`, and takes part until all are done.
 """
 
 from __future__ import annotations
@@ -30,10 +27,6 @@ class ElasticRounds(Rounds):
         model, strategy, settings: as of `Rounds`; one replica.
         client: has entered.
         averages: returns the variables that layers update in a step (batch norm).
-
-    Attributes:
-        joined: whether this member takes part.
-        ended: how many rounds it has taken part in.
     """
 
     def __init__(
@@ -50,8 +43,8 @@ class ElasticRounds(Rounds):
         self._last = time.monotonic()
         self._steps = 0  # since the last round
         self._step = 0  # of the epoch
-        self.joined = False
-        self.ended = 0
+        self.joined = False  # whether this member takes part
+        self.ended = 0  # how many rounds it has taken part in
         self._outcome: list[np.ndarray] | None = None  # of a training that is over
         self._packs: QuantizedSum | None = None
         if settings.compression is not None:

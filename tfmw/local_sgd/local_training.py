@@ -73,11 +73,19 @@ class LocalTraining(MirroredTraining):
 
     @contextlib.contextmanager
     def _new_driver(self) -> Iterator[SyncDriver]:
-        together = self._settings.between == "machines"
-        driver = SyncDriver(self.model, self.strategy, on_own_step=self._count, together=together)
-        with driver, Rounds(self.model, self.strategy, self._settings) as rounds:
-            self._rounds = rounds
+        driver = SyncDriver(
+            self.model,
+            self.strategy,
+            on_own_step=self._count,
+            together=self._settings.between == "machines",
+            parts=self._context.sharding if self._settings.elastic else None,
+        )
+        with driver, self._new_rounds(driver) as self._rounds:
             yield driver
+
+    def _new_rounds(self, driver: SyncDriver) -> Rounds:
+        del driver
+        return Rounds(self.model, self.strategy, self._settings)
 
     # ------------------------------------------------------------ what the loop asks
 
@@ -261,24 +269,17 @@ class ElasticTraining(LocalTraining):
     @contextlib.contextmanager
     def _new_driver(self) -> Iterator[SyncDriver]:
         member = self._backups.client.member
-        driver = SyncDriver(
-            self.model, self.strategy, on_own_step=self._count, parts=self._context.sharding
-        )
-        with driver:
-            rounds = ElasticRounds(
-                self.model,
-                self.strategy,
-                self._settings,
-                self._backups.client,
-                driver.state.all_variables,
-            )
-            self._backups.rounds = lambda: rounds.ended
-            self._rounds = rounds
+        with super()._new_driver() as driver:
+            self._backups.rounds = lambda: self._rounds.ended
             placement.vary_seeds(self.model, member)  # each member draws its own
             try:
                 yield driver
             finally:
                 placement.vary_seeds(self.model, member)
+
+    def _new_rounds(self, driver: SyncDriver) -> Rounds:
+        client, averages = self._backups.client, driver.state.all_variables
+        return ElasticRounds(self.model, self.strategy, self._settings, client, averages)
 
     def _validation_sharding(self) -> data.Sharding:
         return data.Sharding()  # each member evaluates the common weights by itself

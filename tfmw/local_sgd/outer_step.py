@@ -1,9 +1,4 @@
-"""The common weights, and the outer optimizer that updates them. Knows nothing of replicas.
-
-outer = OuterStep(weights, config, fragments=2)
-outer.apply(0, gradient)            # the mean of (common - own weights), flat, of fragment 0
-outer.common                        # of all fragments
-"""
+"""The common weights, and the outer optimizer that updates them. Knows nothing of replicas."""
 
 from __future__ import annotations
 

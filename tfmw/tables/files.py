@@ -225,7 +225,6 @@ def save_tensors(
 
 def write_checkpoint(
     prefix: str,
-    parts: str,
     write: Callable[[str], list[str]],
     tensors: Mapping[str, Any] | None = None,
 ) -> None:
@@ -233,13 +232,13 @@ def write_checkpoint(
 
     Args:
         prefix: of the checkpoint; its directory exists, and is the same on all servers.
-        parts: a directory for the parts, until they are one.
         write: writes tables to a directory, as `TableFiles.write`.
         tensors: the others, by name, which this process writes.
 
     Raises:
         NotFinite, tf.errors.OpError, OSError: as `write`.
     """
+    parts = f"{prefix}.parts"
     tf.io.gfile.makedirs(parts)
     prefixes = write(parts)
     if tensors is not None:
@@ -283,7 +282,7 @@ def whole_tables(variables: Iterable[object]) -> Iterator[ExportedTables]:
                     tensors[name] = tensor
         for file in storage.files_of(f"{prefix}."):
             tf.io.gfile.remove(file)
-        write_checkpoint(prefix, f"{prefix}.parts", TableFiles(tables).write, tensors)
+        write_checkpoint(prefix, TableFiles(tables).write, tensors)
 
     with models.substituted(pairs):
         yield None, write_into
