@@ -76,7 +76,7 @@ def test_backups_that_servers_could_not_read_are_refused(tmp_path, monkeypatch, 
         backups = Backups(Group(0, 1), BackupAndRestore(tmp_path / name))
         backups.restore(model, 4)
         with monkeypatch.context() as patched:
-            patched.setattr("tfmw.tables.is_table", lambda variable: True)
+            patched.setattr("tfmw.checkpoint.resume.is_table", lambda variable: True)
             with pytest.raises(UsageError, match="on parameter servers takes for a pattern"):
                 backups.restore(model, 4)
         run = Run(tmp_path / name)
