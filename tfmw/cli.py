@@ -358,8 +358,8 @@ def _run_on_hosts(options: argparse.Namespace, run_options: RunOptions) -> int |
                 f"{flag} requires --hosts and --max-restarts: it is for hosts that supervise tasks."
             )
         return None
-    from tfmw.hosts.actions import HostSettings
     from tfmw.hosts.launch import launch_on_hosts
+    from tfmw.hosts.settings import HostSettings
 
     settings = HostSettings(
         hosts=tuple(_hosts_of(options)),

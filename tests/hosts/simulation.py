@@ -15,23 +15,9 @@ import random
 from collections import deque
 from typing import Any
 
-from tfmw.hosts.actions import (
-    HEARTBEAT_S,
-    SILENCE_S,
-    Campaign,
-    Dial,
-    Drop,
-    Exit,
-    HostSettings,
-    Prepare,
-    Publish,
-    Record,
-    Resign,
-    ToLeader,
-    ToMember,
-    ToTasks,
-)
-from tfmw.hosts.supervisor import Supervisor
+from tfmw.hosts.lease import Lost, Record
+from tfmw.hosts.settings import HEARTBEAT_S, SILENCE_S, HostSettings
+from tfmw.hosts.supervisor import Exit, Supervisor
 from tfmw.launcher.failure import Failure
 from tfmw.launcher.options import RunOptions
 from tfmw.remote.messages import (
@@ -90,18 +76,82 @@ class Link:
 
 
 class Host:
-    """One supervisor, and what its process holds."""
+    """One supervisor, and what its process holds: its links, its lock and its tasks."""
 
-    def __init__(self, settings: HostSettings, index: int, now: float) -> None:
-        self.machine = Supervisor(settings, index, now)
+    def __init__(self, world: World, index: int) -> None:
+        self.world = world
+        self.index = index
         self.link: Link | None = None
         self.tasks: Tasks | None = None
         self.prepare_at: float | None = None
         self.campaigning = False
-        self.poll_at = now
+        self.poll_at = world.now
         self.leads = False
         self.held_until = 0.0
         self.exit: Exit | None = None
+        own: Any = self
+        self.machine = Supervisor(world.settings, index, world.now, own, own, own, print)
+
+    # ---- what supervisors ask for: of links ----
+
+    def to_leader(self, message: Any) -> None:
+        if self.link is not None and self.link.open[0]:
+            self.world.send(self.link.to_leader, message)
+
+    def to_member(self, member: int, message: Any) -> None:
+        link = self.world.links_to(self.index).get(member)
+        if link is not None and link.open[1]:
+            self.world.send(link.to_member, message)
+
+    def drop(self, member: int | None) -> None:
+        for other, link in self.world.links_to(self.index).items():
+            if member in (None, other):
+                link.open[1] = False
+
+    def dial_host(self, target: int | None) -> None:
+        link, world = self.link, self.world
+        self.link = None if target is None else Link(target)
+        if link is not None and link.up and link.open[1]:
+            peer = world.hosts[link.target]
+            if peer is not None and world.reaches(self.index, link.target):
+                peer.machine.member_lost(self.index, "closed", world.now)
+
+    # ---- of the lock ----
+
+    def resign(self) -> None:
+        self.leads = False
+        if self.world.holder is self:
+            self.world.holder = None
+
+    def publish(self, record: Record) -> None:
+        world = self.world
+        if world.holder is not self or self.index in world.no_lock:
+            raise Lost("not written")
+        assert world.record is None or record.attempt >= world.record.attempt
+        world.record = record
+
+    # ---- of tasks ----
+
+    def prepare(self, count: int) -> None:
+        self.prepare_at = self.world.now + self.world.random.uniform(0.0, 1.0)
+
+    def do(self, message: Any) -> None:
+        world, tasks = self.world, self.tasks
+        match message:
+            case Start():
+                world.start_tasks(self, message)
+            case End():
+                if tasks is not None and tasks.end_at is None:
+                    tasks.end_at = world.now + world.random.uniform(0.0, 0.5)
+            case RestartReply() if message.allowed:
+                assert message.restarts not in world.restarts, "two restarts are counted as one"
+                assert message.restarts <= world.settings.options.max_restarts
+                world.restarts.append(message.restarts)
+            case RestartReply() if tasks is not None and tasks.report is None:
+                report = EndReport(failures=(failure(self.index, False),), step=world.step())
+                tasks.report = report
+            case Leave() if tasks is not None:
+                tasks.leave_at = world.now + world.random.uniform(0.0, 2.0)
 
 
 class World:
@@ -159,7 +209,7 @@ class World:
 
     def start(self, index: int) -> None:
         if self.hosts[index] is None:
-            self.hosts[index] = Host(self.settings, index, self.now)
+            self.hosts[index] = Host(self, index)
 
     def kill(self, index: int) -> None:
         host = self.hosts[index]
@@ -171,7 +221,7 @@ class World:
     def _vanish(self, index: int, host: Host) -> None:
         """A process is gone: its connections close, where the other end can be reached."""
         self.hosts[index] = None
-        for made in self._links_to(index).values():  # no other process takes part in them
+        for made in self.links_to(index).values():  # no other process takes part in them
             made.open[1] = False
             made.to_leader.clear()
             made.to_member.clear()
@@ -214,11 +264,11 @@ class World:
             for index, host in enumerate(self.hosts):
                 if host is not None:
                     self._lock(index, host)
-                    self._act(index, host)
+                    self._look_at_end(index, host)
                     self._work(index, host)
-                    self._act(index, host)
+                    self._look_at_end(index, host)
                     host.machine.tick(self.now)
-                    self._act(index, host)
+                    self._look_at_end(index, host)
             self._train()
 
     def step(self) -> int:
@@ -282,13 +332,6 @@ class World:
         self.expiry = self.now + TTL_S
         host.held_until = self.now + TTL_S - MARGIN_S
 
-    def _publish(self, index: int, host: Host, record: Record) -> bool:
-        if self.holder is not host or index in self.no_lock:
-            return False
-        assert self.record is None or record.attempt >= self.record.attempt
-        self.record = record
-        return True
-
     # ---- the network ---------------------------------------------------------------------------
 
     def _links(self, index: int, host: Host) -> None:
@@ -313,9 +356,9 @@ class World:
         if reaches and peer is not None:
             link.alive = [self.now, self.now]
             self._deliver(link.to_leader, lambda m: peer.machine.from_member(index, m, self.now))
-            self._act(link.target, peer)
+            self._look_at_end(link.target, peer)
             self._deliver(link.to_member, lambda m: host.machine.from_leader(m, self.now))
-            self._act(index, host)
+            self._look_at_end(index, host)
         gone = reaches and (peer is None or not all(link.open))
         for end in (0, 1):
             silent = self.now - link.alive[end] >= SILENCE_S + self.random.uniform(0.0, HEARTBEAT_S)
@@ -333,21 +376,21 @@ class World:
             peer = self.hosts[link.target]
             if self.reaches(index, link.target) or self.now - link.alive[1] >= SILENCE_S:
                 self.vanished.remove((index, link))
-                later = self._links_to(link.target).get(index)  # of that host's next supervisor
+                later = self.links_to(link.target).get(index)  # of that host's next supervisor
                 replaced = later is not None and later.up
                 if peer is not None and link.open[1] and not replaced:
                     peer.machine.member_lost(index, "gone", self.now)
-                    self._act(link.target, peer)
+                    self._look_at_end(link.target, peer)
 
     def _deliver(self, queue: deque[tuple[float, Any]], give: Any) -> None:
         while queue and queue[0][0] <= self.now:
             give(decode(queue.popleft()[1]))
 
-    def _send(self, queue: deque[tuple[float, Any]], message: Any) -> None:
+    def send(self, queue: deque[tuple[float, Any]], message: Any) -> None:
         at = self.now + self.random.uniform(0.0, 0.4)
         queue.append((max(at, queue[-1][0]) if queue else at, encode(message)))
 
-    def _links_to(self, target: int) -> dict[int, Link]:
+    def links_to(self, target: int) -> dict[int, Link]:
         return {
             index: host.link
             for index, host in enumerate(self.hosts)
@@ -407,85 +450,27 @@ class World:
                 assert host.tasks is not None
                 host.tasks.report = EndReport(done=True, step=self.step())
 
-    # ---- what supervisors ask for ----------------------------------------------------------------
+    # ---- the ends of supervisors -----------------------------------------------------------------
 
-    def _act(self, index: int, host: Host) -> None:
-        if host.exit is not None or self.hosts[index] is not host:
-            return
-        while actions := host.machine.take(self.now):
-            for action in actions:
-                if isinstance(action, Publish) and not self._publish(index, host, action.record):
-                    self._release(host)
-                    host.machine.lease_lost("not written", self.now)
-                    break
-                self._do(index, host, action)
-                if host.exit is not None:
-                    return
-
-    def _release(self, host: Host) -> None:
-        host.leads = False
-        if self.holder is host:
-            self.holder = None
-
-    def _do(self, index: int, host: Host, action: Any) -> None:
-        match action:
-            case Campaign(on):
-                host.campaigning = on
-            case Resign():
-                self._release(host)
-            case Dial(target):
-                self._hang_up(index, host)
-                host.link = None if target is None else Link(target)
-            case ToLeader(message):
-                if host.link is not None and host.link.open[0]:
-                    self._send(host.link.to_leader, message)
-            case ToMember(member, message):
-                link = self._links_to(index).get(member)
-                if link is not None and link.open[1]:
-                    self._send(link.to_member, message)
-            case Drop(member):
-                for other, link in self._links_to(index).items():
-                    if member in (None, other):
-                        link.open[1] = False
-            case Prepare():
-                host.prepare_at = self.now + self.random.uniform(0.0, 1.0)
-            case ToTasks(Start() as start):
-                self._start_tasks(index, host, start)
-            case ToTasks(End()):
-                if host.tasks is not None and host.tasks.end_at is None:
-                    host.tasks.end_at = self.now + self.random.uniform(0.0, 0.5)
-            case ToTasks(RestartReply() as reply) if reply.allowed:
-                assert reply.restarts not in self.restarts, "two restarts are counted as one"
-                assert reply.restarts <= self.settings.options.max_restarts
-                self.restarts.append(reply.restarts)
-            case ToTasks(RestartReply()) if host.tasks is not None and host.tasks.report is None:
-                host.tasks.report = EndReport(failures=(failure(index, False),), step=self.step())
-            case ToTasks(Leave()):
-                if host.tasks is not None:
-                    host.tasks.leave_at = self.now + self.random.uniform(0.0, 2.0)
-            case Exit(status):
-                host.exit = action
-                self.statuses.append((index, status))
-                self._release(host)
-                self._flush(index)
-                self._vanish(index, host)
-
-    def _hang_up(self, index: int, host: Host) -> None:
-        link = host.link
-        if link is not None and link.up and link.open[1]:
-            peer = self.hosts[link.target]
-            if peer is not None and self.reaches(index, link.target):
-                peer.machine.member_lost(index, "closed", self.now)
+    def _look_at_end(self, index: int, host: Host) -> None:
+        way = host.machine.way_out
+        if host.exit is None and self.hosts[index] is host and way is not None:
+            host.exit = way
+            self.statuses.append((index, way.status))
+            host.resign()
+            self._flush(index)
+            self._vanish(index, host)
 
     def _flush(self, index: int) -> None:
         """What a supervisor has sent still goes out when it exits."""
-        for member, link in self._links_to(index).items():
+        for member, link in self.links_to(index).items():
             other = self.hosts[member]
             if link.up and self.reaches(index, member) and other is not None:
                 while link.to_member:
                     other.machine.from_leader(decode(link.to_member.popleft()[1]), self.now)
 
-    def _start_tasks(self, index: int, host: Host, start: Start) -> None:
+    def start_tasks(self, host: Host, start: Start) -> None:
+        index = host.index
         assert host.tasks is None, "two attempts on one host"
         part = start.attempt, index, start.again
         assert part not in self.started, "tasks of an attempt that start twice"

@@ -16,7 +16,7 @@ import pytest
 
 from tfmw.cluster import addresses
 from tfmw.errors import ClusterError
-from tfmw.hosts.supervisor_loop import HostLinks, why_not_connected
+from tfmw.hosts.host_links import HostLinks, why_not_connected
 from tfmw.remote.messages import End, HostHello, Ready
 from tfmw.runtime.sockets import reserved_ports
 

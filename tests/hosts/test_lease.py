@@ -19,9 +19,7 @@ from tests.helpers.cluster import ROOT
 from tests.helpers.etcd import etcd
 from tfmw import storage
 from tfmw.hosts import lease as lease_module
-from tfmw.hosts.actions import Record
-from tfmw.hosts.lease import DirectoryLease, EtcdLease, Lease, Lost, lease_of
-from tfmw.hosts.supervisor_loop import LeaseKeeper
+from tfmw.hosts.lease import DirectoryLease, EtcdLease, Lease, LeaseKeeper, Lost, Record, lease_of
 from tfmw.runtime import fence
 
 Make = Callable[[int], Lease]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -15,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.hosts.simulation import World
 from tfmw.errors import PREEMPTED
-from tfmw.hosts.actions import SILENCE_S, Publish, Record, ToLeader, ToTasks
 from tfmw.hosts.leader import DRAIN_S
+from tfmw.hosts.lease import Lost, Record
+from tfmw.hosts.settings import SILENCE_S
 from tfmw.hosts.supervisor import Supervisor
 from tfmw.remote.messages import Ended, EndReport, Ready, Start
 
@@ -181,28 +184,35 @@ def test_a_leader_that_cannot_write_is_ready_for_the_next_attempt():
     assert max(world.starts) == 2
 
 
+def supervisor_of(process: Any) -> Supervisor:
+    """One of several hosts, whose links, lock and tasks only note what they were called for."""
+    settings = World(HOSTS, 1, expires=True, rejoin_timeout_s=0.0).settings
+    return Supervisor(settings, 0, 0.0, process, process, process, print)
+
+
 def test_an_attempt_that_could_not_be_recorded_starts_later_with_the_same_number():
-    supervisor = Supervisor(World(HOSTS, 1, expires=True, rejoin_timeout_s=0.0).settings, 0, 0.0)
+    process = mock.Mock()
+    supervisor = supervisor_of(process)
     supervisor.lease_gained(None, 0.1)
-    written = [a.record for a in supervisor.take(0.1) if isinstance(a, Publish)][-1]
+    (written,) = process.publish.call_args.args
     supervisor.from_tasks(Ready((1000,)), 0.2)
-    supervisor.take(0.2)
+    process.publish.side_effect = Lost("no etcd")
     supervisor.tick(0.3)
-    assert isinstance(supervisor.take(0.3)[-1], Publish)
-    supervisor.lease_lost("no etcd", 0.4)
+    assert process.publish.call_args.args[0].attempt == 0
+    assert supervisor.leader is None
+    process.resign.assert_called_once()
+    process.do.assert_not_called()
+    process.publish.side_effect = None
     supervisor.tick(10.0)
     supervisor.lease_gained(written, 10.1)
-    supervisor.take(10.1)
     supervisor.tick(10.2)
-    started = []
-    while actions := supervisor.take(10.3):
-        started += [a.message.attempt for a in actions if isinstance(a, ToTasks)]
-    assert started == [0]
+    assert [call.args[0].attempt for call in process.do.call_args_list] == [0]
 
 
 def test_a_host_that_starts_nothing_is_still_ready():
     """A start that came twice; else the leader would wait for its ports for ever."""
-    supervisor = Supervisor(World(HOSTS, 1, expires=False).settings, 0, 0.0)
+    process = mock.Mock()
+    supervisor = supervisor_of(process)
     supervisor.record_seen(Record("run", leader=1), 0.1)
     supervisor.leader_connected(1, 0.2)
     supervisor.from_tasks(Ready((1000,)), 0.3)
@@ -210,9 +220,9 @@ def test_a_host_that_starts_nothing_is_still_ready():
     supervisor.from_leader(start, 0.4)
     supervisor.from_tasks(Ended(0, EndReport()), 0.5)
     supervisor.from_tasks(Ready((1001,)), 0.6)
-    supervisor.take(0.6)
+    process.to_leader.reset_mock()
     supervisor.from_leader(start, 0.7)
-    sent = [a.message for a in supervisor.take(0.7) if isinstance(a, ToLeader)]
+    sent = [call.args[0] for call in process.to_leader.call_args_list]
     assert sent == [Ended(0, EndReport()), Ready((1001,))]
 
 

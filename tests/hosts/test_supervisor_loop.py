@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tfmw.errors import PREEMPTED
-from tfmw.hosts.actions import HostSettings
-from tfmw.hosts.supervisor_loop import IDLE_S, _Loop
+from tfmw.hosts.settings import HostSettings
+from tfmw.hosts.supervisor import Supervisor
+from tfmw.hosts.supervisor_loop import IDLE_S, supervise
 from tfmw.launcher.options import RunOptions
 
 ROUNDS = 3
@@ -57,8 +58,8 @@ def test_it_waits_for_its_tasks_or_for_other_hosts(idle):
     tasks: Any = Tasks(idle)
     links: Any = None
     keeper: Any = types.SimpleNamespace(campaigning=False, is_expired=lambda: False)
-    display: Any = types.SimpleNamespace(broken=False, line=print)
-    loop = _Loop(settings, 0, links, keeper, tasks, display)
-    assert loop.run(inbox, signals).status == PREEMPTED
+    display: Any = types.SimpleNamespace(broken=False)
+    supervisor = Supervisor(settings, 0, 0.0, links, keeper, tasks, print)
+    assert supervise(supervisor, display, inbox, signals).status == PREEMPTED
     assert inbox.waited == [IDLE_S if idle else 0.0] * ROUNDS
     assert tasks.waited == [IDLE_S] * ROUNDS  # at once where they are idle

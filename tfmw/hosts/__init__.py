@@ -5,13 +5,14 @@ launcher does on one machine (`tfmw.launcher.attempt`). One supervisor leads. It
 part in an attempt, starts it, and decides what follows when it ends.
 
 Read `supervisor.py` and `leader.py` first: what a supervisor does, and what the one that leads
-does, and which task runs on which host. Both are pure: events and the time come in, actions go out,
-so tests run them in simulated time. `tfmw.remote.messages` is what supervisors send each other.
+does, and which task runs on which host. Events and the time come in, and they call the links, the
+lock and the tasks that they are given, so tests run them in simulated time. `tfmw.remote.messages`
+is what supervisors send each other, over the connections of `host_links.py`.
 
 `lease.py` decides who leads: a lock in a shared directory, or etcd; no algorithm of ours. The
 holder also keeps the `Record` there, with the number of the last attempt. `launch.py` checks what
-the user asks for. `supervisor_loop.py` is the process around all that, with connections and the
-tasks of this host (`tfmw.remote.tasks`).
+the user asks for. `supervisor_loop.py` is the process around all that, with the tasks of this host
+(`tfmw.remote.tasks`).
 
 May import: `tfmw.remote`, `tfmw.launcher` and what is below them.
 """

@@ -19,8 +19,8 @@ from pathlib import Path
 from tfmw import __version__
 from tfmw.cluster import addresses
 from tfmw.errors import ClusterError, UsageError
-from tfmw.hosts.actions import HostSettings
 from tfmw.hosts.lease import DIRECTORY, Lease, lease_of
+from tfmw.hosts.settings import HostSettings
 from tfmw.hosts.supervisor_loop import run_on_hosts
 from tfmw.launcher.options import LocalRun
 from tfmw.launcher.run import check_program

@@ -1,13 +1,14 @@
 """The supervisor that leads: who takes part in an attempt, and what follows when it ends.
 
-    leader = Leader(settings, host=1, record=record, now=0.0, out=actions)
+    leader = Leader(settings, host=1, record=record, now=0.0, links=links, keeper=keeper, ...)
     leader.receive(0, Join(...), now); leader.receive(0, Ready(...), now)
-    leader.tick(now)                    # every host is ready: out has Publish and ToMember(Start)
+    leader.tick(now)                    # every host is ready: a record is published, Start is sent
 
 It gathers hosts, runs an attempt on them, collects how it ended on each, and asks
-`tfmw.launcher.restart` what follows. Before an attempt starts, its number is in the record. With
-fewer than `min_hosts` it gives up the lock, as another host may see more. The responses to other
-events are in docs/howto/elastic-hosts.md.
+`tfmw.launcher.restart` what follows. Before an attempt starts, its number is in the record: each
+event raises `Lost` where the record cannot be written, and then this host leads no more. With fewer
+than `min_hosts` it gives up the lock, as another host may see more. The responses to other events
+are in docs/howto/elastic-hosts.md.
 """
 
 from __future__ import annotations
@@ -15,26 +16,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfmw.cluster import addresses
 from tfmw.errors import PREEMPTED
-from tfmw.hosts.actions import (
-    HEARTBEAT_S,
-    SILENCE_S,
-    Action,
-    Drop,
-    HostSettings,
-    Notify,
-    Publish,
-    Record,
-    Resign,
-    ToMember,
-)
+from tfmw.hosts.lease import LeaseKeeper, Record
+from tfmw.hosts.settings import HEARTBEAT_S, SILENCE_S, HostSettings
 from tfmw.launcher.options import FAREWELL_S
 from tfmw.launcher.restart import RestartPolicy
 from tfmw.launcher.result import exit_status, lines_about
+from tfmw.remote.links import Links
 from tfmw.remote.messages import (
     End,
     Ended,
@@ -67,15 +60,10 @@ Layout = tuple[tuple[str, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class TaskPlacement:
-    """The hosts of an attempt's tasks.
+    """The hosts of an attempt's tasks."""
 
-    Attributes:
-        cluster: addresses of all tasks by kind, as in TF_CONFIG; an evaluator has none.
-        tasks: of each host.
-    """
-
-    cluster: dict[str, tuple[str, ...]]
-    tasks: dict[int, Layout]
+    cluster: dict[str, tuple[str, ...]]  # addresses by kind, as in TF_CONFIG, without evaluators
+    tasks: dict[int, Layout]  # of each host
 
     def restarts_alone(self, host: int) -> bool:
         """Whether the other hosts continue without this one: workers beside servers."""
@@ -116,47 +104,40 @@ def placed(
 
 @dataclasses.dataclass
 class HostState:
-    """A host that has joined.
-
-    Attributes:
-        ports: for its tasks, once it is ready.
-    """
+    """A host that has joined."""
 
     joined: Join
-    ports: tuple[int, ...] | None = None
+    ports: tuple[int, ...] | None = None  # for its tasks, once it is ready
 
 
+@dataclasses.dataclass(eq=False)
 class Leader:
-    """Leads from the moment that its host has the lock.
+    """Leads from the moment that its host has the lock."""
 
-    Args:
-        record: of the leader before; None: nobody has led here.
-        now: monotonic seconds.
-        out: where actions go.
-    """
+    settings: HostSettings
+    host: int  # index of its host
+    links: Links
+    keeper: LeaseKeeper
+    notify: Callable[[str], None]  # prints a line for the user
+    former: dataclasses.InitVar[Record | None]  # of the leader before; None: nobody has led here
+    now: dataclasses.InitVar[float]  # monotonic seconds
 
-    def __init__(
-        self,
-        settings: HostSettings,
-        host: int,
-        record: Record | None,
-        now: float,
-        out: list[Action],
-    ) -> None:
-        self._settings = settings
-        self._out = out
+    def __post_init__(self, former: Record | None, now: float) -> None:
+        self.to_own: deque[Message] = deque()
+        """Messages for the leader's own host, which executes them after the event."""
+        self.resigns = False
+        """Whether it gives up the lock, as there are too few hosts."""
         self._members: dict[int, HostState] = {}
         self._left: set[int] = set()  # preempted hosts, which are not waited for
-        self._policy = RestartPolicy(settings.options, settings.workers_per_host)
-        if record is None or record.status is not None:
-            attempt = -1 if record is None else record.attempt
-            record = Record(run=secrets.token_hex(8), attempt=attempt)
+        self._policy = RestartPolicy(self.settings.options, self.settings.workers_per_host)
+        record = former or Record(run="")
+        if former is None or former.status is not None:
+            record = Record(run=secrets.token_hex(8), attempt=record.attempt)
         if record.policy:
             self._policy.restore(record.policy)
-        self.record = record
+        self.record = dataclasses.replace(record, leader=self.host, status=None, lines=())
         self._inherited = record.running  # an attempt whose end no leader has judged
         self._former = record.leader
-        self._own = host
         self._attempt: RemoteAttempt | None = None  # that runs; the next three are about it
         self._plan = TaskPlacement({}, {})
         self._again: dict[int, int] = {}  # host -> how often its tasks were started again
@@ -166,7 +147,6 @@ class Leader:
         self._gathering_since = now
         self._not_before = now
         self.over = False
-        self._publish(leader=host, status=None, lines=())
 
     # ---- what members send ---------------------------------------------------------------------
 
@@ -178,7 +158,7 @@ class Leader:
         member = self._members.get(host)
         if member is None or self.over:
             return
-        if isinstance(message, Ready) and len(message.ports) == self._settings.ports_per_host:
+        if isinstance(message, Ready) and len(message.ports) == self.settings.ports_per_host:
             member.ports = message.ports
             self._ready(host)
         elif isinstance(message, Ended) and self._runs(host, message.attempt):
@@ -205,20 +185,20 @@ class Leader:
         if attempt is None or self._ending_since is not None or host in self._left:
             return
         if host not in self._plan.tasks:
-            self._notify(f"{self._settings.name(host)} joins after the next backup")
+            self.notify(f"{self.settings.name(host)} joins after the next backup")
             self._preempt_all()
         elif host not in attempt.running and host not in attempt.reports:  # it is back
             self._again[host] = self._again.get(host, 0) + 1
             self._send_start(host, attempt)
 
     def _join(self, host: int, join: Join) -> None:
-        facts = self._settings.facts
+        facts = self.settings.facts
         for name in sorted({*facts, *join.facts}):
             expected, received = facts.get(name, "nothing"), join.facts.get(name, "nothing")
             if received != expected:
                 problem = (
                     f"hosts disagree about {name}: the one that leads has {expected}, "
-                    f"{self._settings.name(host)} has {received}. Use the same on every host."
+                    f"{self.settings.name(host)} has {received}. Use the same on every host."
                 )
                 self._send(host, Refused(problem))
                 return
@@ -231,7 +211,7 @@ class Leader:
         attempt = self._attempt
         if attempt is None or host not in attempt.running or self.over:
             return
-        self._notify(f"{self._settings.name(host)} is lost: {why}")
+        self.notify(f"{self.settings.name(host)} is lost: {why}")
         attempt.running.discard(host)
         if not self._continues_without(host):
             attempt.lost(host, why, now)
@@ -242,9 +222,9 @@ class Leader:
         if self._ends() or not self._plan.restarts_alone(host) or not self._counts_restart():
             return False
         tasks = ", ".join(f"{kind} {index}" for kind, index in self._plan.tasks[host])
-        self._notify(
-            f"restart {self._policy.restarts} of {self._settings.options.max_restarts}, of {tasks} "
-            f"alone, when {self._settings.name(host)} is back"
+        self.notify(
+            f"restart {self._policy.restarts} of {self.settings.options.max_restarts}, of {tasks} "
+            f"alone, when {self.settings.name(host)} is back"
         )
         return True
 
@@ -254,21 +234,18 @@ class Leader:
 
     def _counts_restart(self) -> bool:
         """Counts a restart of single tasks, if one is left for all hosts together."""
-        if self._policy.restarts >= self._settings.options.max_restarts:
+        if self._policy.restarts >= self.settings.options.max_restarts:
             return False
         self._policy.restarts += 1
-        self._publish(policy=self._policy.saved())
+        self.publish(policy=self._policy.saved())
         return True
-
-    def _host(self, host: int) -> str:
-        return f"host {self._settings.name(host)}"
 
     # ---- the attempt that runs -------------------------------------------------------------------
 
     def _ended(self, host: int, report: EndReport, now: float) -> None:
         assert self._attempt is not None
-        self._attempt.ended(host, report, now, host=self._settings.name(host))
-        if self._settings.ps and host == self._own and report.done:  # the chief is
+        self._attempt.ended(host, report, now, host=self.settings.name(host))
+        if self.settings.ps and host == self.host and report.done:  # the chief is
             self._attempt.succeeded(now, FAREWELL_S)
         self._conclude(now)
 
@@ -306,13 +283,14 @@ class Leader:
         outcome = attempt.outcome(now)
         self._policy.division = attempt.division
         decision = self._policy.decide(outcome)
-        self._notify(decision.message)
+        if decision.message:
+            self.notify(decision.message)
         if not decision.restart:
             status = exit_status(outcome.failures, preempted=outcome.preempted)
             self._finish(status, [*about, *lines_about(outcome.failures)])
             return False
         self._not_before = now + decision.delay_s
-        self._publish(running=False, policy=self._policy.saved())
+        self.publish(running=False, policy=self._policy.saved())
         return True
 
     def _dismiss(self) -> None:
@@ -341,13 +319,13 @@ class Leader:
             self._gather(now, alone_since)
         elif self._ending_since is not None and now - self._ending_since >= END_S:
             for host in sorted(attempt.running):
-                self._out.append(Drop(host))
+                self.links.drop(host)
                 self.lost(host, f"its tasks did not end within {END_S:g} s", now)
         else:
             self._conclude(now)
 
     def _gather(self, now: float, alone_since: float) -> None:
-        settings = self._settings
+        settings = self.settings
         present = set(self._members)
         missing = set(range(len(settings.hosts))) - present - self._left
         if len(present) < settings.least_hosts:
@@ -372,26 +350,26 @@ class Leader:
         # Who led before has released the lock only after its tasks; the others may not know yet.
         if self._inherited and cut_off - {self._former}:
             drain_s += SILENCE_S + HEARTBEAT_S
-        return max(self._settings.rejoin_timeout_s, drain_s)
+        return max(self.settings.rejoin_timeout_s, drain_s)
 
     def _lack(self, now: float, alone_since: float) -> None:
         """There are fewer hosts than the run needs."""
         if self._short_since is None:
             self._short_since = now
-        if now - alone_since >= self._settings.give_up_s:
-            missing = set(range(len(self._settings.hosts))) - set(self._members)
-            waited = self._settings.give_up_s
+        if now - alone_since >= self.settings.give_up_s:
+            missing = set(range(len(self.settings.hosts))) - set(self._members)
+            waited = self.settings.give_up_s
             self._finish(
                 1,
                 (
-                    f"tfmw: {self._settings.names(missing)} cannot be reached since {waited:g} s, "
-                    f"and this run needs {self._settings.least_hosts} of "
-                    f"{len(self._settings.hosts)} hosts (--min-hosts); start the same command "
+                    f"tfmw: {self.settings.names(missing)} cannot be reached since {waited:g} s, "
+                    f"and this run needs {self.settings.least_hosts} of "
+                    f"{len(self.settings.hosts)} hosts (--min-hosts); start the same command "
                     "there, or allow fewer",
                 ),
             )
         elif self._has_led or now - self._short_since >= RESIGN_S:
-            self._out.append(Resign())
+            self.resigns = True
 
     def _judge_inherited(self, now: float) -> bool:
         """Counts the attempt in which the leader before was lost; whether there is another one."""
@@ -406,7 +384,7 @@ class Leader:
     def _start(self, now: float) -> None:
         """Starts an attempt on all members."""
         hosts = tuple(sorted(self._members))
-        self._publish(
+        self.publish(
             attempt=self.record.attempt + 1,
             running=True,
             hosts=hosts,
@@ -414,18 +392,24 @@ class Leader:
         )
         self._has_led = True
         ports = {host: self._members[host].ports or () for host in hosts}
-        self._plan = placed(self._settings, self._own, ports)
+        self._plan = placed(self.settings, self.host, ports)
         self._attempt = self._new_attempt(now)
         for host in hosts:
             self._send_start(host, self._attempt)
-        missing = set(range(len(self._settings.hosts))) - set(hosts)
-        without = f", without {self._settings.names(missing)}" if missing else ""
-        self._notify(f"attempt {self.record.attempt} on {self._settings.names(hosts)}{without}")
+        missing = set(range(len(self.settings.hosts))) - set(hosts)
+        without = f", without {self.settings.names(missing)}" if missing else ""
+        self.notify(f"attempt {self.record.attempt} on {self.settings.names(hosts)}{without}")
 
     def _new_attempt(self, now: float) -> RemoteAttempt:
         """The attempt with the number in the record; it runs nowhere yet."""
-        options, division = self._settings.options, self._policy.division
-        return RemoteAttempt(self.record.attempt, (), options, self._host, now, division=division)
+        return RemoteAttempt(
+            self.record.attempt,
+            (),
+            self.settings.options,
+            lambda host: f"host {self.settings.name(host)}",
+            now,
+            division=self._policy.division,
+        )
 
     def _send_start(self, host: int, attempt: RemoteAttempt) -> None:
         attempt.running.add(host)
@@ -445,18 +429,18 @@ class Leader:
 
     def _finish(self, status: int, lines: Sequence[str]) -> None:
         lines = tuple(lines)
-        self._publish(running=False, status=status, lines=lines)
+        self.publish(running=False, status=status, lines=lines)
         self.over = True
         for host in sorted(self._members):
             self._send(host, Over(status, lines))
 
-    def _publish(self, **changes: Any) -> None:
+    def publish(self, **changes: Any) -> None:
+        """Writes the record, with changes. What follows depends on it."""
         self.record = dataclasses.replace(self.record, **changes)
-        self._out.append(Publish(self.record))
+        self.keeper.publish(self.record)
 
     def _send(self, host: int, message: Message) -> None:
-        self._out.append(ToMember(host, message))
-
-    def _notify(self, text: str) -> None:
-        if text:
-            self._out.append(Notify(text))
+        if host == self.host:
+            self.to_own.append(message)
+        else:
+            self.links.to_member(host, message)

@@ -20,13 +20,15 @@ import contextlib
 import dataclasses
 import json
 import os
+import queue
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tfmw.errors import TfmwError, UsageError
-from tfmw.hosts.actions import Record
 from tfmw.remote.messages import built
 from tfmw.runtime import etcd
 from tfmw.runtime.disk import file_lock, flush
@@ -37,8 +39,25 @@ TTL_S = 10
 _MARGIN_S = 2.0
 """By so much earlier a holder stops: for the time that its last messages take."""
 
+POLL_S = 0.25
+"""Seconds between two attempts to get the lock, or to renew it."""
+
 DIRECTORY = "dir:"
 Clock = Callable[[], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """The leader's notes beside the lock."""
+
+    run: str  # identifies the run
+    attempt: int = -1  # number of the last attempt; it only grows, from one run to the next too
+    leader: int = 0  # index of the host that leads
+    hosts: tuple[int, ...] = ()  # indexes of the hosts of the last attempt
+    running: bool = False  # whether that attempt has not ended, as far as its leader knew
+    policy: dict[str, Any] = dataclasses.field(default_factory=dict)  # see `RestartPolicy.saved`
+    status: int | None = None  # how the run ended; None: it has not
+    lines: tuple[str, ...] = ()  # about that, for the user
 
 
 class Lost(TfmwError):
@@ -259,3 +278,78 @@ class EtcdLease:
 
 
 Lease = DirectoryLease | EtcdLease
+
+
+class LeaseKeeper:
+    """Gets and renews the lock, in a thread; `events` get what happens."""
+
+    def __init__(self, lease: Lease, events: queue.SimpleQueue[tuple[Any, ...]]) -> None:
+        self.lease = lease
+        self.campaigning = False
+        self._events = events
+        self._mutex = threading.Lock()
+        self._leads = False  # as far as the supervisor knows
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="tfmw-lock", daemon=True)
+
+    def __enter__(self) -> LeaseKeeper:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        # A lock that does not respond ends with this process.
+        if self._mutex.acquire(timeout=2.0):
+            self.lease.release()
+            self._mutex.release()
+
+    def _keep(self) -> None:
+        problem = ""
+        while not self._closed.wait(POLL_S):
+            try:
+                with self._mutex:
+                    if not self._closed.is_set():
+                        self._look()
+                problem = ""
+            except Lost as error:
+                self._leads = False
+                self._events.put(("lease_lost", str(error)))
+            except OSError as error:
+                if str(error) != problem:
+                    self._events.put(("notify", f"the lock cannot be asked for: {error}"))
+                problem = str(error)
+
+    def _look(self) -> None:
+        if self._leads:
+            self.lease.renew()
+            return
+        if self.lease.held_until:  # the lock, or its record, did not respond in time: others lead
+            self.lease.release()
+        if not (self.campaigning and self.lease.acquire()):
+            self._events.put(("record_seen", self.lease.record()))
+            return
+        record = self.lease.record()
+        if time.monotonic() < self.lease.held_until:
+            self._leads = True
+            self._events.put(("lease_gained", record))
+
+    def resign(self) -> None:
+        """Gives the lock back."""
+        with self._mutex:
+            self._leads = False
+            self.lease.release()
+
+    def publish(self, record: Record) -> None:
+        """Writes the record durably. Raises Lost."""
+        try:
+            with self._mutex:
+                self.lease.publish(record)
+        except OSError as error:
+            raise Lost(str(error)) from error
+
+    def is_expired(self) -> bool:
+        """Whether the lock was held and could not be renewed in time."""
+        if self._leads and time.monotonic() >= self.lease.held_until:
+            self._leads = False
+            return True
+        return False

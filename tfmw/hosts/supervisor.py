@@ -1,13 +1,13 @@
 """The supervisor of one host: takes part, and leads while its host has the lock.
 
-    supervisor = Supervisor(settings, host=1, now=0.0)
+    supervisor = Supervisor(settings, 1, now, links=..., keeper=..., tasks=..., notify=print)
     supervisor.lease_gained(None, now=0.3)
     supervisor.from_tasks(Ready((12001,)), now=0.4)
-    for action in supervisor.take(now=0.4): ...
+    supervisor.way_out                          # how it ends, once it does
 
-A pure state machine: no socket, thread, file or clock in here. Each method is an event; `take`
-returns what to do about it, in order. `supervisor_loop.py` is the process around it, and tests put
-a simulated network, lock and clock there.
+A state machine without a socket, thread, file or clock of its own. Each method is an event, in
+which it calls the links, the lock's keeper and the tasks. None of them calls it back:
+`supervisor_loop.py` hands over what they report, and tests put simulated ones there.
 
 Who has the lock leads (`leader.py`). All others are connected to it. A supervisor whose connection
 to the leader is lost ends its tasks at once, and one that has lost the lock does too.
@@ -15,26 +15,16 @@ to the leader is lost ends its tasks at once, and one that has lost the lock doe
 
 from __future__ import annotations
 
+import dataclasses
 import signal
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from tfmw.errors import PREEMPTED
-from tfmw.hosts.actions import (
-    Action,
-    Campaign,
-    Dial,
-    Drop,
-    Exit,
-    HostSettings,
-    Notify,
-    Prepare,
-    Publish,
-    Record,
-    Resign,
-    ToLeader,
-    ToMember,
-    ToTasks,
-)
+from tfmw.hosts.host_links import HostLinks
 from tfmw.hosts.leader import Leader
+from tfmw.hosts.lease import LeaseKeeper, Lost, Record
+from tfmw.hosts.settings import HostSettings
 from tfmw.remote.messages import (
     End,
     Ended,
@@ -51,6 +41,7 @@ from tfmw.remote.messages import (
     RestartRequest,
     Start,
 )
+from tfmw.remote.tasks import TasksOfOneMachine
 from tfmw.runtime.signals import LEAVE
 
 PAUSE_S = 3.0
@@ -61,18 +52,26 @@ NOTICE_S = 30.0
 """Seconds until a host that cannot reach the leader gives notice, and then between two notices."""
 
 
+class Exit(NamedTuple):
+    """How a supervisor ends: its exit status, and lines for the user."""
+
+    status: int
+    lines: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(eq=False)
 class Supervisor:
-    """One host.
+    """One host."""
 
-    Args:
-        host: index of this host.
-        now: monotonic seconds.
-    """
+    settings: HostSettings
+    host: int  # index of this host
+    now: dataclasses.InitVar[float]  # monotonic seconds
+    links: HostLinks
+    keeper: LeaseKeeper
+    tasks: TasksOfOneMachine
+    notify: Callable[[str], None]  # prints a line for the user
 
-    def __init__(self, settings: HostSettings, host: int, now: float) -> None:
-        self._settings = settings
-        self._host = host
-        self._out: list[Action] = [Prepare(), Campaign(True)]
+    def __post_init__(self, now: float) -> None:
         self.leader: Leader | None = None
         """The leader's part, while this host leads; else None."""
         self._dialed: int | None = None  # the host that leads, as far as this one knows
@@ -88,53 +87,60 @@ class Supervisor:
         self._alone_since = now
         self._leave_by: float | None = None  # when a preempted host exits at the latest
         self._exit: Exit | None = None
+        self.keeper.campaigning = True
+        self._prepare()
 
-    def take(self, now: float) -> list[Action]:
-        """The next actions, in order; none: nothing is to be done now.
+    @property
+    def way_out(self) -> Exit | None:
+        """How this supervisor ends, once no task runs here; None: it does not."""
+        return self._exit if self._attempt is None else None
 
-        A Publish is the last of them. If it succeeds, call again; if not, call `lease_lost` before.
-        """
-        taken: list[Action] = []
-        while self._out and not (taken and isinstance(taken[-1], Publish | Exit)):
-            action = self._out.pop(0)
-            if isinstance(action, ToMember) and action.host == self._host:
-                self._execute(action.message, now)
-            else:
-                taken.append(action)
-        return taken
+    def _prepare(self) -> None:
+        """Gets this host ready for the next attempt; `from_tasks` reports its ports."""
+        self.tasks.prepare(self.settings.ports_per_host)
 
     # ---- the lock ------------------------------------------------------------------------------
 
     def lease_gained(self, record: Record | None, now: float) -> None:
         """This host has the lock; `record` is what the holder before wrote last."""
         if self._exit or self._leave_by is not None or self._campaign_at is not None:
-            self._out.append(Resign())
+            self.keeper.resign()
             return
         if record is not None and record.status is not None and record.run == self._run:
             self._leave(Exit(record.status, record.lines))  # it ended while this host was cut off
             return
         self._unlink(now)
-        self._out.append(Dial(None))
+        self.links.dial_host(None)
         self._dialed = None
-        self.leader = Leader(self._settings, self._host, record, now, self._out)
+        own = self.settings, self.host, self.links, self.keeper, self.notify
+        self.leader = Leader(*own, record, now)
         self._run = self._run or self.leader.record.run
+        self._lead(now, self.leader.publish)
         self._join(now)
+
+    def _lead(self, now: float, event: Callable[..., None], *arguments: Any) -> None:
+        """Hands an event to the leader, and then does what it wants of its own host."""
+        try:
+            event(*arguments)
+        except Lost as error:
+            self.keeper.resign()
+            self.lease_lost(str(error), now)
+        while self.leader is not None and self.leader.to_own:
+            self._execute(self.leader.to_own.popleft(), now)
 
     def lease_lost(self, why: str, now: float) -> None:
         """This host has no lock any more, or cannot know."""
         if self.leader is None:
             return
-        self._notify(f"this host does not lead any more: {why}")
+        self.notify(f"this host does not lead any more: {why}")
         self._step_down(now)
 
     def _step_down(self, now: float) -> None:
         self.leader = None
-        # What it wanted of hosts is in no record, or nobody leads who could hear of its end.
-        self._out[:] = [a for a in self._out if not isinstance(a, Publish | ToMember)]
-        self._out.append(Drop())
+        self.links.drop(None)
         self._end_tasks()
         self._campaign_at = now + PAUSE_S
-        self._out.append(Campaign(False))
+        self.keeper.campaigning = False
 
     def record_seen(self, record: Record | None, now: float) -> None:
         """Another host has the lock, and this is its record."""
@@ -144,19 +150,19 @@ class Supervisor:
             if record.run == self._run and not self._linked:
                 self._leave(Exit(record.status, record.lines))
             return
-        if record.running and self._host not in record.hosts:
+        if record.running and self.host not in record.hosts:
             self._alone_since = now
-        if record.leader == self._host:  # another host has the lock, and has not written yet
+        if record.leader == self.host:  # another host has the lock, and has not written yet
             return
         if record.leader != self._dialed:
             self._unlink(now)
             self._dialed = record.leader
-            self._out.append(Dial(record.leader))
+            self.links.dial_host(record.leader)
         if not self._linked and now >= self._notice_at:
             self._notice_at = now + NOTICE_S
-            running = f"; attempt {record.attempt} runs on {self._settings.names(record.hosts)}"
-            self._notify(
-                f"{self._settings.name(record.leader)} has the lock and cannot be reached from "
+            running = f"; attempt {record.attempt} runs on {self.settings.names(record.hosts)}"
+            self.notify(
+                f"{self.settings.name(record.leader)} has the lock and cannot be reached from "
                 f"this host{running if record.running else ''}; trying again"
             )
 
@@ -165,17 +171,17 @@ class Supervisor:
     def member_connected(self, host: int, now: float) -> None:
         """Another host has connected to this one."""
         if self.leader is None:
-            self._out.append(Drop(host))
+            self.links.drop(host)
 
     def member_lost(self, host: int, why: str, now: float) -> None:
         """The connection that another host has made is lost."""
         if self.leader is not None:
-            self.leader.lost(host, why, now)
+            self._lead(now, self.leader.lost, host, why, now)
 
     def from_member(self, host: int, message: Message, now: float) -> None:
         """A message over such a connection."""
         if self.leader is not None and isinstance(message, FromMember):
-            self.leader.receive(host, message, now)
+            self._lead(now, self.leader.receive, host, message, now)
 
     def leader_connected(self, host: int, now: float) -> None:
         """This host is connected to the one that leads."""
@@ -187,7 +193,7 @@ class Supervisor:
         """The connection to the host that leads is lost."""
         if host == self._dialed and self.leader is None and self._linked:
             if self._attempt is not None and self._exit is None:
-                self._notify(f"{self._settings.name(host)}, which leads, is lost: {why}")
+                self.notify(f"{self.settings.name(host)}, which leads, is lost: {why}")
             self._unlink(now)
 
     def from_leader(self, message: Message, now: float) -> None:
@@ -213,11 +219,11 @@ class Supervisor:
                 self._last = attempt, report.step, report.division
                 self._alone_since = now
         self._tell(message, now)
-        if isinstance(message, Ended):
-            self._out.append(Prepare() if self._exit is None else self._exit)
+        if isinstance(message, Ended) and self._exit is None:
+            self._prepare()
 
     def _join(self, now: float) -> None:
-        self._tell(Join(dict(self._settings.facts), *self._last), now)
+        self._tell(Join(dict(self.settings.facts), *self._last), now)
         if self._ports is not None:
             self._tell(Ready(self._ports), now)
         if self._leave_by is not None:
@@ -226,9 +232,9 @@ class Supervisor:
     def _tell(self, message: FromMember, now: float) -> None:
         """Sends a message to whoever leads."""
         if self.leader is not None:
-            self.leader.receive(self._host, message, now)
+            self._lead(now, self.leader.receive, self.host, message, now)
         elif self._linked:
-            self._out.append(ToLeader(message))
+            self.links.to_leader(message)
 
     def _execute(self, message: Message, now: float) -> None:
         """Executes a message of the leader."""
@@ -242,14 +248,14 @@ class Supervisor:
                 self._run, self._attempt, self._ports = message.run, message.attempt, None
                 self._started = message.attempt, message.again
                 self._alone_since = now
-                self._out.append(ToTasks(message))
+                self.tasks.do(message)
             case Start():
                 self._tell(Ended(message.attempt, EndReport()), now)
                 if self._ports is not None:
                     self._tell(Ready(self._ports), now)
             case RestartReply(attempt=attempt) | End(attempt=attempt) | Leave(attempt=attempt):
                 if attempt == self._attempt:
-                    self._out.append(ToTasks(message))
+                    self.tasks.do(message)
             case Over(status=status, lines=lines):
                 self._leave(Exit(status, lines))
             case Refused(problem=problem):
@@ -257,14 +263,14 @@ class Supervisor:
 
     def _end_tasks(self) -> None:
         if self._attempt is not None:
-            self._out.append(ToTasks(End(self._attempt)))
+            self.tasks.do(End(self._attempt))
 
     # ---- the end -------------------------------------------------------------------------------
 
     def signalled(self, number: int, now: float) -> None:
         """This process got a signal."""
         if number in LEAVE and self._leave_by is None:
-            self._leave_by = now + self._settings.options.leave_s
+            self._leave_by = now + self.settings.options.leave_s
             self._tell(Leaving(), now)
         else:
             self._leave(Exit(128 + number))
@@ -274,9 +280,7 @@ class Supervisor:
         if self._exit is not None:
             return
         self._exit = way
-        self._out.append(Campaign(False))
-        if self._attempt is None:
-            self._out.append(way)
+        self.keeper.campaigning = False
         self._end_tasks()
 
     def tick(self, now: float) -> None:
@@ -292,11 +296,9 @@ class Supervisor:
                 return
         if self._campaign_at is not None and now >= self._campaign_at:
             self._campaign_at = None
-            self._out.append(Campaign(True))
+            self.keeper.campaigning = True
         if self.leader is not None:
-            self.leader.tick(now, self._alone_since)
-            if any(isinstance(action, Resign) for action in self._out):
+            self._lead(now, self.leader.tick, now, self._alone_since)
+            if self.leader is not None and self.leader.resigns:
+                self.keeper.resign()
                 self._step_down(now)
-
-    def _notify(self, text: str) -> None:
-        self._out.append(Notify(text))

@@ -54,6 +54,7 @@ class TasksOfOneMachine:
         self._env = env
         self._settle_s = settle_s
         self._attempt: Attempt | None = None
+        self._ended: Ended | None = None  # by the leader, which `look` is still to report
         self._ports = contextlib.ExitStack()
         self._wanted = 0  # ports, until they are prepared
         self._ready_by = 0.0
@@ -81,8 +82,8 @@ class TasksOfOneMachine:
         timeout_s = self._context.run.options.start_timeout_s or float("inf")
         self._ready_by = time.monotonic() + timeout_s
 
-    def do(self, message: Start | RestartReply | Leave | End) -> Ended | None:
-        """Does what the leader wants of the tasks; returns how they ended, if that ends them."""
+    def do(self, message: Start | RestartReply | Leave | End) -> None:
+        """Does what the leader wants of the tasks, at once."""
         match message:
             case Start():
                 self._start(message)
@@ -91,8 +92,7 @@ class TasksOfOneMachine:
             case Leave():  # as soon as they can
                 self._preempts = True
             case End():
-                return self.end()
-        return None
+                self._ended = self.end() or self._ended
 
     def _start(self, start: Start) -> None:
         self._restarts = _Restarts()
@@ -132,6 +132,9 @@ class TasksOfOneMachine:
         Args:
             wait_s: seconds to wait for output of the tasks.
         """
+        if self._ended is not None:
+            ended, self._ended = self._ended, None
+            return ended
         attempt = self._attempt
         if attempt is not None:
             if self._preempts and attempt.ask_to_leave():

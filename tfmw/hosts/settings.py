@@ -1,0 +1,67 @@
+"""Settings that all hosts of a run share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tfmw.cluster import addresses
+from tfmw.launcher.options import RunOptions
+
+HEARTBEAT_S = 0.5
+"""Seconds between two signs of life on a connection."""
+
+SILENCE_S = 3.0
+"""Seconds of silence after which a connection is taken for lost: six signs of life."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostSettings:
+    """Settings that all hosts of a run share.
+
+    Args:
+        hosts: names or addresses of all supervisors, the same everywhere; "host:port" in a run.
+        workers_per_host: tasks that train, on each host.
+        min_hosts: how few hosts may train; None: all of them.
+        rejoin_timeout_s: seconds to wait for hosts that are not there.
+        options: restarts and time limits.
+        facts: further settings that all hosts must share, by name.
+        ps: number of parameter servers, on all hosts together.
+        evaluator: whether the host that leads has an evaluator.
+    """
+
+    hosts: tuple[str, ...]
+    workers_per_host: int = 1
+    min_hosts: int | None = None
+    rejoin_timeout_s: float = 30.0
+    options: RunOptions = dataclasses.field(default_factory=RunOptions)
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ps: int = 0
+    evaluator: bool = False
+
+    @property
+    def least_hosts(self) -> int:
+        """How few hosts may train."""
+        return len(self.hosts) if self.min_hosts is None else self.min_hosts
+
+    @property
+    def ports_per_host(self) -> int:
+        """The most ports that the tasks of one host need; see `leader.placed`."""
+        if not self.ps:
+            return self.workers_per_host
+        return self.workers_per_host + 1 + math.ceil(self.ps / self.least_hosts)
+
+    @property
+    def give_up_s(self) -> float:
+        """Seconds without enough hosts after which a run ends."""
+        return max(self.rejoin_timeout_s, self.options.start_timeout_s or float("inf"))
+
+    def name(self, host: int) -> str:
+        """How a host is called in messages."""
+        return addresses.split(self.hosts[host])[0]
+
+    def names(self, hosts: Any) -> str:
+        """The names of several hosts, in order."""
+        return ", ".join(self.name(host) for host in sorted(hosts))
